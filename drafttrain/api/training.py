@@ -108,9 +108,9 @@ def _trained(options: Any, resolved: dict[str, Any], ready: Ready) -> TrainingRu
     except Interrupted as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
     folder, metrics = path / "checkpoints", path / "metrics.jsonl"
-    best = best_checkpoint(folder)
+    best = best_checkpoint(folder, options.measure.best == "engine")
     lines = metrics.read_text(encoding="utf-8").splitlines() if ready.drafter.trained else []
-    losses = [float(json.loads(line)["loss"]) for line in lines]
+    losses = [float(values["loss"]) for line in lines if "loss" in (values := json.loads(line))]
     return TrainingRun(path, best, list_checkpoints(folder), losses, Progress.of(best).expected_tau)
 
 

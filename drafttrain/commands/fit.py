@@ -22,6 +22,7 @@ from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
 from drafttrain.measure.cases import encode_cases
+from drafttrain.measure.curves import engine_steps
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.quick_measurement import quick_measurement
 from drafttrain.measure.runner import CheckpointRef, check_measurement
@@ -43,13 +44,14 @@ from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.runs.placement import Placement, built, check_placement, load_for_training, place, target_to_measure
 from drafttrain.runs.provenance import origin_of
 from drafttrain.runs.ready import Ready
+from drafttrain.runs.training_engine import ENGINE, check_engine_options, engine_settings
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features
-from drafttrain.train.checkpoint_manager import Progress
+from drafttrain.train.checkpoint_manager import Progress, best_checkpoint, engine_figures
 from drafttrain.train.engine import World, divided, join_world, settings
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.logger import Logger, check_logger
@@ -139,6 +141,7 @@ def _check(options: RunOptions) -> None:
     if options.measure.every < 0 or options.measure.every_prompts < 1:
         every, prompts = options.measure.every, options.measure.every_prompts
         raise UserError(f"measure.every is {every}, every_prompts {prompts}; set steps to 0 or more, prompts to 1 or more")
+    check_engine_options(options)
     if options.measure.enabled or options.measure.every:
         measurement_prompts(options)
 
@@ -152,6 +155,7 @@ def _prepare(options: RunOptions, world: World, where: Placement, console: Conso
     start = (ready.start if ready else None) or _start(options, loaded, drafter, adapter, console)
     lora = _lora(options, loaded, drafter, start)
     quick_measure = _quick_measure(options, loaded, drafter, adapter, where) if options.measure.every else None
+    open_engine = engine_settings(options, loaded, drafter)
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
     check_packing(options.data.pack, options.train, loaded.target, drafter, adapter)
@@ -185,6 +189,8 @@ def _prepare(options: RunOptions, world: World, where: Placement, console: Conso
         options.target.prefetch,
         quick_measure=quick_measure,
         quick_measure_every=options.measure.every,
+        open_engine=open_engine,
+        best_by_engine=options.measure.best == ENGINE,
     )
 
 
@@ -363,11 +369,16 @@ def _finish(
             "final_loss": progress.loss,
             "data": _data_report(data, options, loaded, run, console),
         }
+        if by_engine := engine_steps(run.path / "metrics.jsonl"):
+            training["engine"] = by_engine
     checkpoints = list_checkpoints(run.path / "checkpoints")
-    best = checkpoints[-1].name
+    chosen = _chosen_by_engine(options, checkpoints, console)
+    best = chosen or checkpoints[-1].name
     if options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
-        report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out)
+        report = measure_run(
+            loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out, chosen
+        )
         best = report["best"].split()[0]  # a variant's row is named after its checkpoint
         files = [run.path / f"report.{kind}" for kind in ("json", "md", "html")]
         if logger is not None:
@@ -376,6 +387,22 @@ def _finish(
         run.finish()
     if advise:
         _next_steps(run.path / "checkpoints" / best, options, console)
+
+
+def _chosen_by_engine(options: RunOptions, checkpoints: list[Path], console: RichConsole) -> str | None:
+    """The name of the best checkpoint by the engine's tau, if `measure.best=engine` and it has measured any."""
+    if options.measure.best != ENGINE:
+        return None
+    found = {path.name: figures["tau"] for path in checkpoints if (figures := engine_figures(path))}
+    others, label = [path.name for path in checkpoints if path.name not in found], options.measure.engine
+    if not found:
+        print_note(console, f"measure.best=engine: {label} has measured no kept checkpoint, so our own figures choose the best")
+        return None
+    best = best_checkpoint(checkpoints[0].parent, by_engine=True).name
+    print_line(console, f"best checkpoint by {label}: {best}, tau {found[best]:.2f}")
+    if others:
+        print_note(console, f"{label} has not measured {', '.join(others)}, so measure.best=engine leaves them out")
+    return best
 
 
 def _store_golden(checkpoints: list[Path], loaded: LoadedTarget, console: RichConsole) -> None:

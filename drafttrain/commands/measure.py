@@ -69,11 +69,12 @@ def measure_run(
     training: dict[str, Any] | None = None,
     metrics: Path | None = None,
     held_out: Sequence[Encoded] = (),
+    chosen: str | None = None,
 ) -> Report:
     """Measure checkpoints of one target, write the report to `folder`, print the table, and return the report.
 
     training: the report's `training`. metrics: the run's metrics.jsonl, for the training curves. held_out: conversations for
-    the perplexity of adapted targets.
+    the perplexity of adapted targets. chosen: as for `report_of`.
     """
     prompts = measurement_prompts(options)
     with progress_bars(console) as watch:
@@ -83,7 +84,7 @@ def measure_run(
     for entry in body["checkpoints"]:
         entry["training"] = training_cost(Path(entry["path"]))
     body["measure"]["prompts"] = named_prompts(options.prompts or options.measure.prompts)
-    report = report_of(body, loaded.description, drafter, environment(loaded.target.device), training)
+    report = report_of(body, loaded.description, drafter, environment(loaded.target.device), training, chosen)
     report["published"] = published_for(report, {prompt.origin for prompt in prompts})
     if loaded.target.part.first:
         remove_abandoned(folder.parent, "*/*.tmp-*")

@@ -28,7 +28,7 @@ def atomic_directory(final: Path, full: str | None = None) -> Iterator[Path]:
     After an exception inside, `final` is unchanged and the temporary directory is gone. Raises UserError on a full disk;
     full: as for `atomic_write_bytes`.
     """
-    aside = _aside(final)
+    aside = temporary_name(final)
     with _full_disk(final, full):
         try:
             shutil.rmtree(aside, ignore_errors=True)
@@ -49,7 +49,7 @@ def atomic_file(final: Path, full: str) -> Iterator[BinaryIO]:
 
     Raises UserError on a full disk; full: the end of that message, which says what to do.
     """
-    aside = _aside(final)
+    aside = temporary_name(final)
     with _full_disk(final, full):
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def atomic_write_bytes(path: Path, content: bytes, full: str | None = None) -> N
 
     full: the end of that message, which says what is kept and what to do; None: the message for a run's checkpoints.
     """
-    aside = _aside(path)
+    aside = temporary_name(path)
     with _full_disk(path, full):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def disk_full(error: BaseException) -> bool:
 
 def remove_directory(path: Path) -> None:
     """Remove a directory; a crash meanwhile never leaves a part of it under its own name."""
-    aside = _aside(path)
+    aside = temporary_name(path)
     path.rename(aside)
     shutil.rmtree(aside)
 
@@ -169,7 +169,8 @@ def _runs(process: int) -> bool:
     return True
 
 
-def _aside(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
+    """A name next to `path` by which `remove_abandoned` knows this process."""
     return path.with_name(f"{path.name}.tmp-{HOST}-{os.getpid()}")
 
 

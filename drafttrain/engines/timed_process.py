@@ -5,6 +5,7 @@ It is started as in `process.py`, with the same job, whose `timed` has
     speculative                 whether it drafts
     dtype, threads, device      the dtype, the CPU threads, and whether the target is on `cpu` or `cuda`
     batch                       upper bound of prompts decoded together
+    eager                       true, or left out: whether to skip compilation (`background.py`)
 
 The script's `opened(job)`, a context manager, makes the engine ready and yields its description (the fields of
 `drafttrain.engines.answers.EngineInfo`) and a function. `serve.py` writes the description to stdout as one line. For each line
@@ -43,14 +44,16 @@ class Serving:
 
     def answer(self, wave: Sequence[int]) -> Answer:
         """Decode these prompts together. Raises UserError with the engine's own message where it fails."""
-        found = _exchange(self.engine, self.process, self.place, json.dumps(list(wave)))
-        try:
-            texts = [
-                TimedText(len(t["tokens"]), tuple(t["tokens"]), t["first"], t["ended"], t["ahead"]) for t in found["texts"]
-            ]
-            return Answer(texts, found["verifications"], found["drafted"], found["accepted"])
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{self.engine.label}: its answer does not have the required form; correct the script") from error
+        return answer_of(self.engine, _exchange(self.engine, self.process, self.place, json.dumps(list(wave))))
+
+
+def answer_of(engine: Engine, found: dict[str, Any]) -> Answer:
+    """A script's answer. Raises UserError for another form."""
+    try:
+        texts = [TimedText(len(t["tokens"]), tuple(t["tokens"]), t["first"], t["ended"], t["ahead"]) for t in found["texts"]]
+        return Answer(texts, found["verifications"], found["drafted"], found["accepted"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{engine.label}: its answer does not have the required form; correct the script") from error
 
 
 @contextmanager

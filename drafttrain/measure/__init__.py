@@ -24,6 +24,13 @@ class MeasureOptions:
     contexts: list[int] = field(default_factory=list)  # context lengths to measure, in tokens, cut from long documents
     every: int = 0  # steps between small measurements during training, which also choose the best checkpoint; 0: none
     every_prompts: int = 8  # prompts of a small measurement
+    # fit, with every: vllm | openvino | transformers | llamacpp loads each measured drafter too, in a process of its own while
+    # training goes on, and counts its acceptance. engine_python names its Python
+    engine: str | None = None
+    engine_device: Any = None  # cpu, or a GPU that training leaves free, as in CUDA_VISIBLE_DEVICES; null: cpu, for CPU targets
+    engine_threads: int = 1  # CPU threads of the engine
+    engine_timeout: float = 1800.0  # seconds after which a measurement by the engine is given up
+    best: str = "own"  # whose tau chooses the best checkpoint of a training: own (see every) | engine
     documents: str | None = None  # a text file or a folder for measure.contexts; null: Python's standard library
     untimed_batch: int = 8  # prompts decoded together where nothing is timed: acceptance and the comparison of tokens
     transformers: bool = True  # also time transformers' generate, and compare its greedy tokens

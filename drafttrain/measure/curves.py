@@ -10,21 +10,46 @@ from typing import Any
 CURVES = {
     "loss": "Loss",
     "agreement": "Top-1 agreement",
-    "expected": "Expected tau (chain, training batches), and measured (measure.every)",
+    "expected": "Tau: expected (chain) and measured",
 }
+ENGINE = "engine/"  # begins the keys of a serving engine's figures
+SAME_CHAINS = "our tau, same chains"  # mostly equal to the engine's
 Series = dict[str, list[tuple[float, float]]]
 
 
 def read_curves(metrics: Path | None) -> dict[str, Series]:
     """The series that have points, by a name of `CURVES`; empty without a file."""
-    text = metrics.read_text(encoding="utf-8") if metrics is not None and metrics.exists() else ""
-    lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+    lines = _lines(metrics)
     found = {
         "loss": _series(lines, {"loss": "loss"}),
         "agreement": _agreement(lines),
-        "expected": _series(lines, {"expected_tau": "expected tau", "measured_tau": "measured tau"}),
+        "expected": _series(lines, {"expected_tau": "expected tau", "measured_tau": "measured tau"}) | _by_engine(metrics),
     }
     return {name: series for name, series in found.items() if series}
+
+
+def engine_steps(metrics: Path | None) -> list[dict[str, Any]]:
+    """The measurements of a serving engine during training, by step, with our own tau of the step (`measured_tau`)."""
+    lines = _lines(metrics)
+    ours = {line["step"]: line["measured_tau"] for line in lines if "measured_tau" in line}
+    found = {line[f"{ENGINE}step"]: line for line in lines if f"{ENGINE}step" in line}
+    return [
+        {key.removeprefix(ENGINE): value for key, value in line.items() if key.startswith(ENGINE)}
+        | {"measured_tau": ours.get(step)}
+        for step, line in sorted(found.items())
+    ]
+
+
+def _by_engine(metrics: Path | None) -> Series:
+    """The tau of an engine during training, and that of our decoder with the same chains."""
+    steps = engine_steps(metrics)
+    names = {"tau": f"tau in {steps[-1]['name']}", "own_tau": SAME_CHAINS} if steps else {}
+    return _series(steps, names)
+
+
+def _lines(metrics: Path | None) -> list[dict[str, Any]]:
+    text = metrics.read_text(encoding="utf-8") if metrics is not None and metrics.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def _agreement(lines: Sequence[dict[str, Any]]) -> Series:

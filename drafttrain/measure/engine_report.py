@@ -17,6 +17,7 @@ HEADER = (
     *("engine", "batch", "tokens/s: speculative / plain", "speedup [min-max]", "TTFT ms (plain)", "TPOT ms (plain)"),
     *("tau", "our tau, same chains", "identical to its plain output", "plain output is ours", "prompts x repeats"),
 )
+DURING = ("step", "tau in the engine", "our tau, same chains", "our tau", "accepted drafts", "seconds")
 SHOWN = ("engine", "tokens/s", "plain", "speedup", "tau", "our tau", "identical", "prompts")
 
 
@@ -55,6 +56,29 @@ def section(report: Report) -> str:
     )
     about = [f"- {version(entry)}: {_about(entry)}" for entry in engines]
     return f"## Engines\n\n{summary}\n\n{cells.rows(HEADER, lines)}\n\n" + "\n".join(about)
+
+
+def during_training(report: Report) -> str:
+    """The section of report.md on an engine's measurements during training; empty without."""
+    steps = (report["training"] or {}).get("engine")
+    if not steps:
+        return ""
+    one = steps[-1]
+    lines = [
+        [
+            cells.count(s["step"]),
+            *(cells.number(s[key]) for key in ("tau", "own_tau", "measured_tau")),
+            cells.share(s["acceptance"]),
+            cells.number(s["seconds"], 0),
+        ]
+        for s in steps
+    ]
+    summary = (
+        f"{one['name']} {one['version'] or ''} loaded the drafter of these steps while training went on, and decoded "
+        f"{one['prompts']} prompts greedily with chains of {one['draft_length']}. The next columns are tau of our decoder "
+        "with the same chains, and with its own proposal (`measure.every`)."
+    )
+    return f"## Engine during training\n\n{summary}\n\n{cells.rows(DURING, lines)}"
 
 
 def engines_table(report: Report) -> Table:

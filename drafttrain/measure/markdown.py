@@ -8,7 +8,7 @@ from typing import Any
 from drafttrain.measure import cells
 from drafttrain.measure.cells import rows
 from drafttrain.measure.data_report import data_section
-from drafttrain.measure.engine_report import flags, section
+from drafttrain.measure.engine_report import during_training, flags, section
 from drafttrain.measure.flags import best_entry
 from drafttrain.measure.guard_sections import guards_section, monitors_section
 from drafttrain.measure.published import published_section
@@ -31,6 +31,7 @@ def markdown(report: Report, figures: Sequence[str]) -> str:
         _checkpoints(report),
         _flags(report),
         section(report),
+        during_training(report),
         _change(report),
         *(f"![{_ALT.get(name, name)}]({name})" for name in figures),
         _costs(report),
@@ -144,7 +145,7 @@ def _quality(report: Report) -> str:
 
 
 def _setup(report: Report) -> str:
-    training = {key: value for key, value in (report["training"] or {}).items() if key != "data"}
+    training = {key: value for key, value in (report["training"] or {}).items() if key not in ("data", "engine")}
     parts = [data_section((report["training"] or {}).get("data"))]
     for title, values in (("Target", report["target"]), ("Drafter", report["drafter"]), ("Training", training)):
         if values:

@@ -11,11 +11,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from drafttrain.measure.curves import CURVES, read_curves
+from drafttrain.measure.curves import CURVES, SAME_CHAINS, read_curves
 
 Entry = dict[str, Any]
 
 COLOURS = ("#3b6fb6", "#e07b39", "#3f9e7a", "#b24c63", "#7d5ba6", "#8a8a8a")
+MARKED = 20  # points of a curve from which they are not marked
 INK, _GRID = "#333333", "#e3e3e3"
 
 
@@ -80,8 +81,10 @@ def training_plot(metrics: Path, path: Path) -> Path | None:
     figure, every = panels(len(curves), 4.2 * len(curves))
     for axes, (name, series) in zip(every, curves.items(), strict=True):
         for i, (label, points) in enumerate(series.items()):
-            marker = "o" if len(points) < 3 else None
-            axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, markersize=4, color=colour(i), label=label)
+            style: dict[str, Any] = {"marker": "o" if len(points) < MARKED else None, "markersize": 4}
+            if label == SAME_CHAINS:  # the line that it may cover shows through
+                style = {"linestyle": (0, (3, 3)), "marker": "o", "markersize": 8, "markerfacecolor": "none"}
+            axes.plot(*zip(*points, strict=True), linewidth=1.6, color=colour(i), label=label, **style)
         axes.set_title(CURVES[name], loc="left", fontweight="bold")
         axes.set_xlabel("step")
         if len(series) > 1:

@@ -26,8 +26,11 @@ def report_of(
     drafter: dict[str, Any],
     environment: dict[str, Any],
     training: dict[str, Any] | None = None,
+    chosen: str | None = None,
 ) -> Report:
-    """The report (report.schema.json) of a measurement. body: the result of `measure_checkpoints`."""
+    """The report (report.schema.json) of a measurement. body: the result of `measure_checkpoints`. chosen: the checkpoint that
+    is the best by other figures; None: the best by these.
+    """
     return {
         "schema_version": SCHEMA_VERSION,
         "target": target,
@@ -35,7 +38,7 @@ def report_of(
         "environment": environment,
         "measure": body["measure"],
         "checkpoints": body["checkpoints"],
-        "best": best(body["checkpoints"]),
+        "best": best([e for e in body["checkpoints"] if chosen in (None, e["name"].split()[0])]),
         "engines": [],
         "training": training,
     }

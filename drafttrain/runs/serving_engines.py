@@ -74,7 +74,7 @@ class EngineChoice:
                 choice.endpoints[name] = _places(options, name)
                 continue
             try:
-                _loaded_by(name, family)
+                stacks_of(name, family)
                 choice.pythons[name] = python_of(name, options.engine_python)
             except UserError as error:
                 choice.leave_out(name, error)
@@ -137,7 +137,7 @@ def exports(choice: EngineChoice, directory: Path, loaded: LoadedTarget) -> Iter
         dtype, done = str(loaded.target.dtype).removeprefix("torch."), {}
         for name in choice.pythons:
             try:
-                wanted = _wanted(opened, name, Path(folder) / name, dtype)
+                wanted = wanted_export(opened, name, Path(folder) / name, dtype)
             except UserError as error:
                 choice.leave_out(name, error)
                 continue
@@ -199,12 +199,17 @@ def _names(options: RunOptions) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _check(options: RunOptions, names: Sequence[str]) -> None:
+def check_greedy(options: RunOptions) -> None:
+    """Raise UserError for decode settings that engines are not measured with."""
     for key, wanted in AS_DECODED.items():
         if (got := getattr(options.decode, key)) != wanted:
             raise UserError(
-                f"decode.{key} is {got!r}, but engines are measured with greedy decoding, {wanted!r}; leave out it or engine"
+                f"decode.{key} is {got!r}, but engines are measured with greedy decoding, {wanted!r}; leave one of both out"
             )
+
+
+def _check(options: RunOptions, names: Sequence[str]) -> None:
+    check_greedy(options)
     setting, size = options.target.shared_by
     if size > 1:
         raise UserError(f"{setting} is {size}, but engines load the whole target; leave one out")
@@ -232,16 +237,16 @@ def _places(options: RunOptions, name: str) -> dict[str, EndpointOptions]:
     return found
 
 
-def _loaded_by(name: str, family: str) -> list[str]:
+def stacks_of(name: str, family: str) -> list[str]:
     """The stacks whose exports this engine loads for this family. Raises UserError if there is none."""
     able = [stack for stack in ENGINES[name].loads if stack in loads(family)]
     return able or stacks_for(family, ENGINES[name].loads[0])
 
 
-def _wanted(opened: Opened, name: str, out: Path, dtype: str) -> Wanted:
+def wanted_export(opened: Opened, name: str, out: Path, dtype: str) -> Wanted:
     """The export for the first stack that accepts this drafter. Raises the first stack's UserError if none does."""
     errors = []
-    for stack in _loaded_by(name, opened.meta.family):
+    for stack in stacks_of(name, opened.meta.family):
         wanted = Wanted([stack], out, dtype, False, with_target=stack == GGUF)
         try:
             refusals(opened, wanted)
@@ -265,10 +270,10 @@ def _inputs(report: Report, directory: Path, loaded: LoadedTarget, options: RunO
     ending = Ending(loaded.target.stop_ids, options.decode.max_new_tokens)
     dtype = str(loaded.target.dtype).removeprefix("torch.")
     chosen = [by_digest[prompt_digest(tokens)] for tokens in ids]
-    return EngineInputs(options, opened, chosen, ids, ending, length, dtype, _here(opened, ids, ending, length, dtype))
+    return EngineInputs(options, opened, chosen, ids, ending, length, dtype, own_decoding(opened, ids, ending, length, dtype))
 
 
-def _here(opened: Opened, ids: list[list[int]], ending: Ending, length: int, dtype: str) -> Callable[[str], OwnDecoding]:
+def own_decoding(opened: Opened, ids: list[list[int]], ending: Ending, length: int, dtype: str) -> Callable[[str], OwnDecoding]:
     target, drafter = opened.loaded.target, chain_drafter(opened, length, dtype)
 
     @cache

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,11 +23,13 @@ from drafttrain.drafters.checkpoint import (
     prune,
     read_weights,
     save_drafter,
+    step_of,
 )
 from drafttrain.train.checkpoint_checksums import file_sums, seal
 from drafttrain.train.engine import TrainingEngine, World
 
 PROGRESS = "trainer.json"
+ENGINE = "engine.json"  # the figures of an engine that measured the checkpoint during training
 Result = TypeVar("Result")
 
 
@@ -64,11 +66,21 @@ class NoSpaceError(Exception):
 class CheckpointManager:
     """The checkpoints in `folder`, which all processes share. All processes call its methods together.
 
-    names: names of the tensors in the engine's module, by their names in the checkpoint.
+    names: names of the tensors in the engine's module, by their names in the checkpoint. by_engine: as for `best_checkpoint`.
     """
 
-    def __init__(self, folder: Path, world: World, engine: TrainingEngine, names: Mapping[str, str], keep_last: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        engine: TrainingEngine,
+        names: Mapping[str, str],
+        keep_last: int,
+        by_engine: bool = False,
+    ) -> None:
         self.folder, self.world, self.engine, self.names, self.keep_last = folder, world, engine, names, keep_last
+        self.by_engine = by_engine
+        self.measured_step: int | None = None  # by a serving engine now: with by_engine, its checkpoint is kept until then
 
     def save(self, progress: Progress, meta: CheckpointMeta) -> bool:
         """Write a new checkpoint and prune old ones. False if the disk is full; then nothing has changed."""
@@ -79,7 +91,7 @@ class CheckpointManager:
         except NoSpaceError:
             return False
         if self.world.first:
-            self._prune()
+            self.prune()
         self.world.wait()
         return True
 
@@ -115,13 +127,17 @@ class CheckpointManager:
             raise NoSpaceError
         return [result for (result,) in results]
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
         """Remove old checkpoints except the best, and those saved at an interruption. The newest stays."""
         checkpoints = list_checkpoints(self.folder)
+        if not checkpoints:
+            return
         for old in checkpoints[:-1]:
             if Progress.of(old).passing:
                 remove_directory(old)
-        keep = {best_checkpoint(self.folder).name, checkpoint_name(0)}
+        keep = {best_checkpoint(self.folder, self.by_engine).name, checkpoint_name(0)}
+        if self.by_engine and self.measured_step is not None:
+            keep.add(checkpoint_name(self.measured_step))
         prune(self.folder, self.keep_last, keep)
 
 
@@ -138,9 +154,16 @@ def save_settings(
     seal(directory, file_sums(*(directory / name for name in (WEIGHTS, META, PROGRESS))) | dict(others or {}))
 
 
-def best_checkpoint(folder: Path) -> Path:
-    """The checkpoint of the highest tau: measured if all were measured, else expected on held-out text. Ties: the newest."""
-    known = {path: Progress.of(path) for path in list_checkpoints(folder)}
+def best_checkpoint(folder: Path, by_engine: bool = False) -> Path:
+    """The checkpoint of the highest tau: measured if all were measured, else expected on held-out text. Ties: the newest.
+
+    by_engine: by the tau of a serving engine, among the checkpoints that it has measured; if there are any.
+    """
+    paths = list_checkpoints(folder)
+    there = {path: figures["tau"] for path in paths if by_engine and (figures := engine_figures(path))}
+    if there:
+        return max(there, key=lambda path: (there[path], step_of(path)))
+    known = {path: Progress.of(path) for path in paths}
     measured = all(progress.measured_tau is not None for progress in known.values() if not progress.passing)
 
     def merit(path: Path) -> tuple[float, int]:
@@ -148,3 +171,18 @@ def best_checkpoint(folder: Path) -> Path:
         return ((progress.measured_tau if measured else progress.expected_tau) or 0.0, progress.step)
 
     return max(known, key=merit)
+
+
+def store_engine_figures(folder: Path, step: int, figures: Mapping[str, Any]) -> None:
+    """Store a serving engine's figures of this step with the checkpoint of the same step, if there is one in `folder`."""
+    directory = folder / checkpoint_name(step)
+    if directory.is_dir():
+        write_sealed_json(directory / ENGINE, dict(figures))
+
+
+def engine_figures(checkpoint: Path) -> dict[str, Any] | None:
+    """The figures of a serving engine that measured this checkpoint; None if none has. A damaged file counts as none."""
+    try:
+        return read_sealed_json(checkpoint / ENGINE, "an engine's figures", "delete it")
+    except (OSError, UserError):
+        return None

@@ -35,6 +35,7 @@ class Logger:
         self.options = options
         self.run = start(options, run_dir, config, f"{run_dir.parent.name}/{run_dir.name}", "fit")
         if self.run is not None:
+            self.run.define_metric("engine/*", step_metric="engine/step")  # their step is earlier than that of the line
             lineage = Lineage(self.run, options.artifacts)
             lineage.record_run(run_dir)
             lineage.uses_data(config["data"])
@@ -127,14 +128,21 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop_after(file: Path, steps: int) -> None:
-    """Remove lines of later steps, and incomplete lines. A resumed run writes the steps after its checkpoint again."""
+    """Remove lines of later steps, and incomplete lines. A resumed run writes the steps after its checkpoint again.
+
+    A serving engine's figures of an earlier step stay, in a line of their own.
+    """
     if not file.exists():
         return
     kept = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= steps:
+            values = json.loads(line)
+            if values["step"] <= steps:
                 kept.append(line)
+            elif values.get("engine/step", steps + 1) <= steps:
+                own = {key: value for key, value in values.items() if key.startswith("engine/")}
+                kept.append(json.dumps({"step": steps, **own}))
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     atomic_write_text(file, "".join(f"{line}\n" for line in kept))

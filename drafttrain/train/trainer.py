@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,14 @@ from drafttrain.core.files import atomic_directory
 from drafttrain.core.intervals import accepted_length, tau_interval, with_interval
 from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, token_counts
 from drafttrain.decoding.tree_size import best_nodes
-from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, checkpoint_name, filled
+from drafttrain.drafters.checkpoint import (
+    CheckpointMeta,
+    TargetRecord,
+    adapter_state,
+    checkpoint_name,
+    filled,
+    save_drafter,
+)
 from drafttrain.drafters.common.drafter_lora import add_matrices, name_in_checkpoint
 from drafttrain.features.cached import Cached
 from drafttrain.features.online import Online
@@ -31,6 +38,7 @@ from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, save_settings
 from drafttrain.train.compiled import compile_layers
 from drafttrain.train.engine import TrainingEngine, World
+from drafttrain.train.engine_measurement import EngineMeasurement, OpenEngine, engine_measurement
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.logger import Logger
 from drafttrain.train.onpolicy import OnPolicy
@@ -62,6 +70,8 @@ class TrainingJob:
     features: Online | Cached | None = None  # source of the target's states; None: the target, in every step
     quick_measure: Callable[[Drafter], dict[str, float]] | None = None  # small measurement, on rank 0
     quick_measure_every: int = 0  # steps between small measurements; there is also one at each checkpoint
+    open_engine: OpenEngine | None = None  # a serving engine that makes these measurements too
+    best_by_engine: bool = False  # whether its tau chooses the best checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +108,11 @@ class Trainer:
         self.group = sequence_group(job.train, world)
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
         self.checkpoints = CheckpointManager(
-            run_dir / "checkpoints", world, self.engine, tensor_names(job), job.train.keep_last
+            run_dir / "checkpoints", world, self.engine, tensor_names(job), job.train.keep_last, job.best_by_engine
         )
         self.meter = Meter(self.device)
         self.progress = self.checkpoints.resume(resumed) if resumed else Progress()
+        self.resumed = resumed
 
     def train(self, logger: Logger | None, console: Console, interrupt: Interrupt | None = None) -> Progress:
         """Run the remaining steps. logger: on rank 0 only. When interrupted, saves a checkpoint and raises Interrupted."""
@@ -120,22 +131,44 @@ class Trainer:
             )
             trace = stack.enter_context(Profile(window(options.profile, first, options.steps), self._trace_file(), say))
             bar = stack.enter_context(console.bar(options.steps, first))
+            measurement = engine_measurement(self.job.open_engine, self.run_dir, self.checkpoints, self.world, say)
+            in_engine = stack.enter_context(measurement)
+            if self.resumed is not None:
+                with self._same_random_numbers():
+                    in_engine.resume(self.resumed)
             self.meter.pause()
             running = RunningMeans()
             for step in range(first, options.steps):
                 with trace.step(step + 1):
                     values, tokens, stop = self._step(step, interrupt is not None and interrupt.requested)
                 progress.step, progress.loss, progress.tokens = step + 1, values["loss"], progress.tokens + tokens
-                values |= running.step(values) | self._cost(tokens) | self._quick_measure(step + 1)
+                values |= running.step(values) | self._cost(tokens)
+                values |= self._collected(in_engine) | self._quick_measure(step + 1, in_engine)
                 if logger is not None:
                     logger.step(step + 1, values)
                 bar.step(step + 1, tokens, values, line=(step + 1) % options.log_every == 0)
                 self._keep(say, stop)
                 watchdog.alive()
+            if self.job.open_engine is not None:
+                in_engine.finish(options.steps, logger, interrupt, watchdog.alive)
         return progress
 
-    def _quick_measure(self, step: int) -> dict[str, float]:
-        """The figures of a small measurement, if one is due."""
+    def _collected(self, in_engine: EngineMeasurement) -> dict[str, Any]:
+        """The figures of a serving engine's measurement of an earlier step, if it has ended."""
+        if not in_engine.busy:
+            return {}
+        with self._same_random_numbers():
+            found = in_engine.collected()
+        if not in_engine.busy:
+            self.meter.pause()
+        return found
+
+    def _same_random_numbers(self) -> AbstractContextManager[None]:
+        """Measurements inside do not change training's random numbers."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+
+    def _quick_measure(self, step: int, in_engine: EngineMeasurement) -> dict[str, float]:
+        """The figures of a small measurement, if one is due. A serving engine starts its own, if there is one."""
         options, quick_measure = self.job.train, self.job.quick_measure
         self.progress.measured_tau = None
         due = (
@@ -149,11 +182,10 @@ class Trainer:
         found: dict[str, float] = {}
         self._tune()
         if self.world.first:
-            state = {name: weights[inner] for name, inner in self.checkpoints.names.items()}
-            with torch.random.fork_rng(
-                [self.device] if self.device.type == "cuda" else []
-            ):  # the measurement must not change training's random numbers
-                found = quick_measure(filled(self.run_dir, meta_of(self.job, step), self.job.loaded.target, state))
+            state, meta = {name: weights[inner] for name, inner in self.checkpoints.names.items()}, meta_of(self.job, step)
+            with self._same_random_numbers():
+                found = quick_measure(filled(self.run_dir, meta, self.job.loaded.target, state))
+                in_engine.start(step, lambda directory: save_drafter(directory, state, meta))
         found = dict(self.world.share(found))
         self.progress.measured_tau = found["measured_tau"]
         self.meter.pause()

@@ -25,6 +25,7 @@ from urllib.request import Request, urlopen
 
 KINDS = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
 KINDS |= {"dspark": "draft-dspark"} | dict.fromkeys(("dflash2", "jetspec"), "draft-dflash")
+FAMILIES = tuple(KINDS)
 STEP = re.compile(r"accepted\s+(\d+)/\s*(\d+) draft tokens\s*$", re.MULTILINE)
 PATIENCE = 600.0  # seconds to wait for the server, and for each output
 

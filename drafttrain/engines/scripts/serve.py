@@ -7,7 +7,11 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ def main() -> None:
     """Run the job and write its result or its error."""
     script, place, result = map(Path, sys.argv[1:])
     job = json.loads(place.read_text(encoding="utf-8"))
+    if job["parent"] is not None:
+        threading.Thread(target=end_with, args=(job["parent"], place.parent), daemon=True).start()
     try:
         functions = runpy.run_path(str(script))
         found = functions["decoded"](job) if job["timed"] is None else answering(functions["opened"], job)
@@ -36,6 +42,14 @@ def answering(opened: Callable[..., Any], job: dict[str, Any]) -> dict[str, Any]
         for line in sys.stdin:
             print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
     return {}
+
+
+def end_with(parent: int, folder: Path) -> None:
+    """When the process that started this one has ended, remove the job's files and end this process and its children."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 
 ASSISTANTS = {"draft_model": "AutoModelForCausalLM", "dflash": "AutoModel"}
 STITCHED = "mtp_native"  # the exported directory is the target with its module, which generate() reads itself
+FAMILIES = (*ASSISTANTS, STITCHED)
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:

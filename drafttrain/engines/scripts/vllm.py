@@ -19,6 +19,7 @@ from typing import Any
 METHODS = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
 METHODS |= {"dspark": "dspark"} | dict.fromkeys(("dflash2", "jetspec", "xpress", "lilicorr"), "dflash")
 PARALLEL = {"peagle": "eagle3", "pard": "draft_model"}  # methods for families that draft in one pass
+FAMILIES = (*METHODS, *PARALLEL)
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 STEPS = "vllm:spec_decode_num_drafts"
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -67,6 +68,8 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
     timed, drafts = job["timed"], job["timed"]["speculative"]
     notes = mended_key_norms(job) if drafts else []
     more: dict[str, Any] = {"gpu_memory_utilization": SHARE} if timed["device"] == "cuda" else {}
+    if timed.get("eager"):
+        more["enforce_eager"] = True
     if drafts:
         more["speculative_config"] = speculation(job)
     llm = LLM(**settings(job, timed["dtype"]), max_num_seqs=timed["batch"], **more)
