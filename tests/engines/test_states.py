@@ -1,0 +1,39 @@
+"""A real vLLM gives the states that transformers computes, and a drafter trains on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.conftest import python_for
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+SETTINGS = ("logger=none", "measure.enabled=false", "train.steps=6", "data.limit=80", "data.held_out=8")
+
+
+@pytest.mark.parametrize("recipe", ["eagle3", "medusa"])
+def test_a_drafter_trains_on_vllms_states(
+    recipe: str, command: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The server is compared with transformers' states before training: 0.001 of their norm at most."""
+    states = tmp_path / "states"
+    more = ("features=engine", f"features.python={python_for('vllm')}", f"features.dir={states}")
+    assert command("fit", f"recipe={recipe}", *SETTINGS, *more, f"output={tmp_path / 'engine'}") == 0
+    said = capfd.readouterr().out
+    assert "1 of 1 servers (vllm 0.32" in said and "in float32; training does not run the target's blocks" in said
+    assert not list(states.iterdir()), "the server's folder goes with it"
+    assert command("fit", f"recipe={recipe}", *SETTINGS, f"output={tmp_path / 'online'}") == 0
+    ours, online = (metrics(tmp_path / kind) for kind in ("engine", "online"))
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in online], rel=1e-3)
+    assert all(line["engine_repeated"] == 0 for line in ours)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """The lines of the only run."""
+    (file,) = output.glob("*/*/metrics.jsonl")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
