@@ -321,7 +321,7 @@ class Servers:
     def _check(self, server: _Server, hidden_TLH: Tensor, token_T: Tensor, ids: Sequence[int]) -> None:
         layers = self.reference.layers
         if token_T.tolist() != list(ids):
-            raise _WrongError(f"states of other token ids ({token_T.numel()} instead of {len(ids)}, or others)")
+            raise _WrongError(f"states of {token_T.numel()} token ids that are not the {len(ids)} of the request")
         if hidden_TLH.ndim != 3 or hidden_TLH.shape[:2] != (len(ids), len(layers)):
             raise UserError(
                 f"{server.url} gives states of shape {list(hidden_TLH.shape)} for {len(ids)} tokens and the layer ids "
