@@ -127,5 +127,5 @@ def _free_port() -> int:
 def _errors(log: Path) -> list[str]:
     """The last lines of a log that name an error, else its last lines."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line]
+    named = [line for line in lines if "Error: " in line]
     return (named or lines)[-SHOWN // 4 :]

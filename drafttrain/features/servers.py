@@ -130,10 +130,8 @@ class Servers:
     say: prints a line where a server is lost or found again.
     """
 
-    def __init__(
-        self, settings: ServerSettings, reference: Reference, say: Callable[[str], None], way_out: Callable[[], str]
-    ) -> None:
-        """way_out: how to start a server, for messages."""
+    def __init__(self, settings: ServerSettings, reference: Reference, say: Callable[[str], None], way_out: str) -> None:
+        """way_out: how to start a server that gives the states, for messages."""
         import httpx
 
         headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
@@ -168,7 +166,7 @@ class Servers:
                 wrong += isinstance(error, _WrongError)
                 until = until or monotonic() + self.settings.patience
                 if wrong >= TRIES:
-                    raise UserError(f"{server.url}: {error}, {TRIES} times; {self.way_out()}") from error
+                    raise UserError(f"{server.url}: {error}, {TRIES} times; {self.way_out}") from error
                 if monotonic() >= until:
                     raise UserError(
                         f"{server.url}: {error}, for {self.settings.patience:g} s; start the server again and repeat the "
@@ -265,7 +263,7 @@ class Servers:
             server.dtype = None
             hidden_TLH = self._requested(server, self.reference.ids)
             if fault := self.reference.fault(hidden_TLH):
-                raise UserError(f"{server.url}: {fault}; {self.way_out()}")
+                raise UserError(f"{server.url}: {fault}; {self.way_out}")
             server.dtype, server.heard_at = hidden_TLH.dtype, monotonic()
 
     def _described(self, server: _Server) -> None:
@@ -309,7 +307,7 @@ class Servers:
         try:
             given = Path(answer["kv_transfer_params"]["hidden_states_path"])
         except (KeyError, TypeError) as error:
-            raise UserError(f"{server.url} answers without states; {self.way_out()}") from error
+            raise UserError(f"{server.url} answers without states; {self.way_out}") from error
         if name not in given.name or given.suffix != ".safetensors":
             raise _WrongError(f"the file {given.name} of another request")
         path = given if self.settings.folder is None else self.settings.folder / given.name
@@ -325,7 +323,7 @@ class Servers:
         if hidden_TLH.ndim != 3 or hidden_TLH.shape[:2] != (len(ids), len(layers)):
             raise UserError(
                 f"{server.url} gives states of shape {list(hidden_TLH.shape)} for {len(ids)} tokens and the layer ids "
-                f"{list(layers)}; {self.way_out()}"
+                f"{list(layers)}; {self.way_out}"
             )
         if server.dtype is not None and hidden_TLH.dtype != server.dtype:
             raise _WrongError(f"states in {hidden_TLH.dtype} after others in {server.dtype}")

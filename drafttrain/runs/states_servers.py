@@ -13,7 +13,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, remove_abandoned
 from drafttrain.engines.process import python_of
 from drafttrain.engines.states_server import CPU_CONNECTOR, states_server
-from drafttrain.features.vllm_command import serve_arguments
+from drafttrain.engines.vllm_command import serve_arguments, serve_line
 from drafttrain.runs.options import RunOptions
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import EngineFeatures
@@ -29,6 +29,7 @@ class StatesServers:
 
     urls: list[str]
     folder: Path | None  # where this machine sees the servers' files; None: where the servers say
+    way_out: str = "set features=online, or start a server by hand (docs/engine.md)"  # where they give other states
 
 
 @contextmanager
@@ -40,7 +41,8 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
     given = options.features
     if given.servers:
         folder = None if given.dir is None else Path(given.dir).expanduser().absolute()
-        yield StatesServers(list(given.servers), folder)
+        line = serve_line(features.loaded.path, features.layers.ids, given.dir or "/dev/shm/states", features.longest)
+        yield StatesServers(list(given.servers), folder, f"start it so: {line} (docs/engine.md)")
         return
     if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) != world.size:
         raise UserError(

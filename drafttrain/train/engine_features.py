@@ -18,7 +18,6 @@ from drafttrain.features import FeatureOptions
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
 from drafttrain.features.servers import TOLERANCE, Reference, Servers, ServerSettings, difference
-from drafttrain.features.vllm_command import serve_line
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
@@ -41,9 +40,12 @@ class EngineFeatures:
         """The layer ids that training needs."""
         return StateLayers(self.taps, self.loaded.target.shape.blocks)
 
-    def features(self, data: Dataset, urls: Sequence[str], folder: Path | None, world: World, console: Console) -> EngineStates:
-        """The source, once the servers' states have been compared. folder: where this machine sees the servers' files.
+    def features(
+        self, data: Dataset, urls: Sequence[str], folder: Path | None, way_out: str, world: World, console: Console
+    ) -> EngineStates:
+        """The source, once the servers' states have been compared.
 
+        folder: where this machine sees the servers' files. way_out: how to start a server that gives the states.
         Raises UserError on all processes where a server is wrong, or one of the processes does not get its states.
         """
         if data.has_images:
@@ -53,7 +55,7 @@ class EngineFeatures:
         settings = ServerSettings(
             bases, os.environ.get(options.key_env) or None, folder, options.timeout, options.patience, options.concurrency
         )
-        servers = Servers(settings, self._reference(data), console.say, self._way_out)
+        servers = Servers(settings, self._reference(data), console.say, way_out)
         fault: str | None = None
         try:
             servers.check()
@@ -86,10 +88,3 @@ class EngineFeatures:
             )
         own_TLH = torch.stack([hidden[layer - 1][0].float().cpu() for layer in self.layers.ids], 1)
         return Reference(ids.tolist(), self.layers.ids, own_TLH, target.dtype, self.longest)
-
-    def _way_out(self) -> str:
-        """How to start a server that gives the states."""
-        if not self.options.servers:
-            return "set features=online, or start a server by hand (docs/engine.md)"
-        line = serve_line(self.loaded.path, self.layers.ids, self.options.dir or "/dev/shm/states", self.longest)
-        return f"start it so: {line} (docs/engine.md)"

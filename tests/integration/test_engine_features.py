@@ -95,7 +95,7 @@ def test_training_is_that_on_the_target_itself(
     features = EngineFeatures(FeatureOptions("engine", servers=["x"], ahead=3), loaded, drafter.taps, 64)
     standin, said = StandIn(computed(loaded, features.layers.ids), tmp_path / "states", {4: "status", 9: "half"}), StringIO()
     with serving(standin) as url:
-        states = features.features(data, [url], None, world, Console(RichConsole(file=said, width=400)))
+        states = features.features(data, [url], None, "", world, Console(RichConsole(file=said, width=400)))
         ours = train(job, world, tmp_path / "ours", states)
     online = train(job, world, tmp_path / "online", None)
     assert "1 of 1 servers (vllm 0.32.0) give the target's states" in said.getvalue()

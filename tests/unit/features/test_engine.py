@@ -77,7 +77,7 @@ def source(
     reference = Reference(ids, LAYERS.ids, computed(target)(ids), torch.float32, 64)
     settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, folder, timeout, 2.0, 4)
     states = EngineStates(
-        Servers(settings, reference, (said if said is not None else []).append, lambda: "start it well"), LAYERS, target, 2
+        Servers(settings, reference, (said if said is not None else []).append, "start it well"), LAYERS, target, 2
     )
     try:
         yield states
