@@ -125,10 +125,7 @@ class Counts:
 
 
 class Servers:
-    """Requests to servers, from several threads. layers: those that every server gives, ascending.
-
-    say: prints a line where a server is lost or found again.
-    """
+    """Requests to servers, from several threads. say: prints a line where a server is lost or found again."""
 
     def __init__(self, settings: ServerSettings, reference: Reference, say: Callable[[str], None], way_out: str) -> None:
         """way_out: how to start a server that gives the states, for messages."""
@@ -205,11 +202,6 @@ class Servers:
 
     def _folders(self) -> set[Path]:
         return {server.folder for server in self.servers if server.folder is not None}
-
-    @property
-    def running(self) -> int:
-        """Requests that are sent or waiting for a server."""
-        return sum(server.running for server in self.servers)
 
     def _chosen(self) -> _Server:
         """The server with the fewest requests among those that do not wait after a failure."""
@@ -294,13 +286,18 @@ class Servers:
             path = self._path(server, name, self._json(server, "POST", "completions", body))
             found = read(path, began + self.settings.timeout, self.closed)
         except StateFileError as error:
-            self._lost[name] = monotonic()
+            self._lose(name)
             raise _AbsentError(str(error)) from error
         except (_AbsentError, _WrongError):
-            self._lost[name] = monotonic()
+            self._lose(name)
             raise
         self._check(server, found.hidden_TLH, found.token_T, ids)
         return found.hidden_TLH
+
+    def _lose(self, name: str) -> None:
+        """Remember a failed request, whose file may be written later."""
+        with self._lock:
+            self._lost[name] = monotonic()
 
     def _path(self, server: _Server, name: str, answer: Any) -> Path:
         """Where this machine sees the file of an answer."""
