@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 STUCK = 900.0  # seconds without a new step, after which a run counts as stuck
+SOON = 4.0  # seconds within which a kill follows the first step, or another kill
 SETTINGS = (
     *("logger=none", "measure.enabled=false", "data.held_out=4", "data.max_length=96", "train.log_every=50"),
     *("train.global_batch=4", "train.micro_batch=1", "train.steps=60", "train.checkpoint_every=3", "recipe=medusa"),
@@ -95,8 +96,8 @@ class Campaign:
 
     def run(self, output: Path, kills: int, draw: random.Random) -> int:
         """One run with so many kills at most; the number of kills. Raises FoundError where it does not end well."""
-        trainer, done, last, moved = self.trainer(output), 0, -1, time.monotonic()
-        due = time.monotonic() + draw.uniform(0.5, 12.0)
+        trainer, done, last, moved = self.trainer(output), 0, steps_of(output), time.monotonic()
+        due = first_kill(draw)
         try:
             while (code := trainer.poll()) is None:
                 time.sleep(0.02)
@@ -104,23 +105,33 @@ class Campaign:
                     server.revive()
                 if (found := steps_of(output)) != last:
                     last, moved = found, time.monotonic()
+                    due = moved + draw.uniform(0.0, SOON) if due is None else due
                 if time.monotonic() - moved > STUCK:
                     raise FoundError(f"no new step after step {last} for {STUCK:g} s, see {self.out / 'said.log'}")
-                if done < kills and time.monotonic() >= due:
-                    done += 1
-                    if draw.random() < 0.5:
-                        end_group(trainer)
-                        self.counts["trainer"] += 1
-                        trainer = self.trainer(output)
-                    elif alive := [server for server in self.servers if server.process is not None]:
-                        draw.choice(alive).kill(draw.uniform(0.0, 4.0))
-                        self.counts["server"] += 1
-                    due = time.monotonic() + draw.uniform(0.5, 12.0)
+                if due is None or time.monotonic() < due or done == kills:
+                    continue
+                alive, due = (
+                    [one for one in self.servers if one.process is not None],
+                    time.monotonic() + draw.uniform(0.0, SOON),
+                )
+                if draw.random() < 0.5 or not alive:
+                    end_group(trainer)
+                    self.counts["trainer"] += 1
+                    trainer, due = self.trainer(output), first_kill(draw)
+                else:
+                    draw.choice(alive).kill(draw.uniform(0.0, 4.0))
+                    self.counts["server"] += 1
+                done += 1
         finally:
             end_group(trainer)
         if code:
             raise FoundError(f"the trainer ended with {code}, see {self.out / 'said.log'}")
         return done
+
+
+def first_kill(draw: random.Random) -> float | None:
+    """When a kill follows the start of a trainer: in one of five cases while it starts. None: after its first step."""
+    return time.monotonic() + draw.uniform(0.5, 12.0) if draw.random() < 0.2 else None
 
 
 def steps_of(output: Path) -> int:
