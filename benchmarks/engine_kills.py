@@ -55,7 +55,9 @@ class Server:
                 free.bind(("127.0.0.1", 0))
                 self.port = free.getsockname()[1]
         command = [sys.executable, "-m", "tests.standin.states_server", str(self.target), str(self.folder), LAYERS]
-        self.process = subprocess.Popen([*command, str(self.port)], cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | QUIET)
+        self.process = subprocess.Popen(
+            [*command, str(self.port)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | QUIET
+        )
 
     def kill(self, pause: float) -> None:
         assert self.process is not None

@@ -46,6 +46,7 @@ class StatesServer:
         """Start the process."""
         self.port = self.port or _free_port()
         known = environment(ENGINES["vllm"])
+        known["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # of a conversation with all positions: the answer's is never computed
         known[SPACE] = os.environ.get(SPACE, known[SPACE])
         known.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # without its own process an engine writes the last file only later
         command = [str(self.python), "-P", str(SCRIPTS / "vllm_states.py"), *self.arguments]

@@ -128,6 +128,9 @@ class _Listening(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed is no news."""
+
 
 @contextmanager
 def serving(standin: StandIn, port: int = 0) -> Any:
