@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import forked
+
 ROOT = Path(__file__).parents[1]
 STUCK = 900.0  # seconds without a new step, after which a run counts as stuck
 SOON = 4.0  # seconds within which a kill follows the first step, or another kill
@@ -82,19 +84,16 @@ class Campaign:
     steps: Sequence[str] = ()
     counts: Counter[str] = field(default_factory=Counter)
 
-    def trainer(self, output: Path) -> subprocess.Popen[bytes]:
+    def trainer(self, output: Path) -> forked.Forked:
         """Start the trainer, as the leader of a process group."""
         urls = ",".join(f"http://127.0.0.1:{server.port}" for server in self.servers)
-        command = [
-            *(sys.executable, "-m", "drafttrain", "fit", "target=hf", f"target.path={self.material / 'target'}"),
-            *(f"data.path={self.material / 'data.jsonl'}", f"output={output}", "resume=auto", *SETTINGS, *self.steps),
-            *("features=engine", f"features.servers=[{urls}]", f"launcher.nproc={self.processes}"),
-        ]
-        with (self.out / "said.log").open("ab") as said:
-            environment = os.environ | QUIET
-            return subprocess.Popen(
-                command, cwd=ROOT, stdout=said, stderr=said, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
-            )
+        return forked.start(
+            [
+                *(sys.executable, "-m", "drafttrain", "fit", "target=hf", f"target.path={self.material / 'target'}"),
+                *(f"data.path={self.material / 'data.jsonl'}", f"output={output}", "resume=auto", *SETTINGS, *self.steps),
+                *("features=engine", f"features.servers=[{urls}]", f"launcher.nproc={self.processes}"),
+            ]
+        )
 
     def run(self, output: Path, kills: int, draw: random.Random) -> int:
         """One run with so many kills at most; the number of kills. Raises FoundError where it does not end well."""
@@ -109,14 +108,14 @@ class Campaign:
                     last, moved = found, time.monotonic()
                     due = moved + draw.uniform(0.0, SOON) if due is None else due
                 if time.monotonic() - moved > STUCK:
-                    raise FoundError(f"no new step after step {last} for {STUCK:g} s, see {self.out / 'said.log'}")
+                    raise FoundError(f"no new step after step {last} for {STUCK:g} s: {trainer.said()[-2000:]}")
                 if due is None or time.monotonic() < due or done == kills:
                     continue
-                alive, due = (
-                    [one for one in self.servers if one.process is not None],
-                    time.monotonic() + draw.uniform(0.0, SOON),
-                )
+                due = time.monotonic() + draw.uniform(0.0, SOON)
+                alive = [server for server in self.servers if server.process is not None]
                 if draw.random() < 0.5 or not alive:
+                    if (runs := runs_of(output)) and all(map(finished, runs)):  # it ends, and a repeat would be a new run
+                        continue
                     end_group(trainer)
                     self.counts["trainer"] += 1
                     trainer, due = self.trainer(output), first_kill(draw)
@@ -127,7 +126,7 @@ class Campaign:
         finally:
             end_group(trainer)
         if code:
-            raise FoundError(f"the trainer ended with {code}, see {self.out / 'said.log'}")
+            raise FoundError(f"the trainer ended with {code}: {trainer.said()[-2000:]}")
         return done
 
 
@@ -142,20 +141,32 @@ def steps_of(output: Path) -> int:
     return files[-1].read_bytes().count(b"\n") if files else 0
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: forked.Forked) -> None:
     """Kill a process and all processes of its group."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def result_of(output: Path) -> tuple[int, str, list[float]]:
-    """(runs, hash of the last weights, losses of all steps)."""
-    runs = sorted(output.glob("*/*/run.json"))
-    run = runs[-1].parent
-    weights = sorted(run.glob("checkpoints/step-*"))[-1] / "drafter.safetensors"
-    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return len(runs), hashlib.sha256(weights.read_bytes()).hexdigest(), losses
+def runs_of(output: Path) -> list[Path]:
+    """The directories of all runs."""
+    return sorted(path.parent for path in output.glob("*/*/run.json") if ".tmp-" not in path.parent.name)
+
+
+def finished(run: Path) -> bool:
+    """Whether a run's directory says that it has finished."""
+    return bool(json.loads((run / "run.json").read_text(encoding="utf-8"))["finished"])
+
+
+def results(output: Path) -> set[tuple[bool, str, tuple[float, ...]]]:
+    """(finished, hash of the last weights, losses of all steps) of the runs; several where one was killed as it ended."""
+    found = set()
+    for run in runs_of(output):
+        weights = sorted(run.glob("checkpoints/step-*"))[-1] / "drafter.safetensors"
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses = tuple(json.loads(line)["loss"] for line in lines)
+        found.add((finished(run), hashlib.sha256(weights.read_bytes()).hexdigest(), losses))
+    return found
 
 
 def campaign(
@@ -172,19 +183,16 @@ def campaign(
         for server in own.servers:
             server.start()
         own.run(out / "whole", 0, draw)
-        whole = result_of(out / "whole")
+        whole = results(out / "whole")
         while (done := own.counts["trainer"] + own.counts["server"]) < kills:
             output = out / f"run-{own.counts['runs']}"
             own.run(output, kills - done, draw)
             own.counts["runs"] += 1
-            if (found := result_of(output)) != whole:
+            if results(output) != whole:
                 raise FoundError(f"{output} ended with other weights or losses than {out / 'whole'}")
             for server in own.servers:
                 server.revive()
-            print(
-                f"{dict(own.counts)}: {found[0]} run, weights {found[1][:12]}, {len(found[2])} losses as undisturbed",
-                flush=True,
-            )
+            print(f"{dict(own.counts)}: weights and losses as undisturbed", flush=True)
             shutil.rmtree(output)
         if left := sorted(path.name for path in states.iterdir()):
             raise FoundError(f"{states} still holds {left}")
@@ -205,6 +213,7 @@ def main() -> int:
     asked = parser.parse_args()
     from benchmarks.faults import material
 
+    os.environ.update(QUIET)
     out = asked.out.absolute()
     shutil.rmtree(out, ignore_errors=True)
     material.base(out / "material")
