@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.engines.conftest import python_for
+from drafttrain.core.files import remove_abandoned
+from drafttrain.runs.states_servers import NAME
+from tests.engines.conftest import ROOT, python_for
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -37,3 +44,34 @@ def metrics(output: Path) -> list[dict[str, Any]]:
     """The lines of the only run."""
     (file,) = output.glob("*/*/metrics.jsonl")
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_killed_trainer_leaves_no_server(tmp_path: Path) -> None:
+    """Its files are removed by the next run that starts a server there."""
+    states, said = tmp_path / "states", tmp_path / "said"
+    more = ("features=engine", f"features.python={python_for('vllm')}", f"features.dir={states}", f"output={tmp_path / 'out'}")
+    with said.open("w") as log:
+        command = [sys.executable, "-m", "drafttrain", "fit", "recipe=medusa", *SETTINGS, *more]
+        trainer = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        while "give the target's states" not in said.read_text() and trainer.poll() is None:
+            time.sleep(0.2)
+        assert trainer.poll() is None, said.read_text()
+        assert servers_of(states)
+        trainer.kill()
+        trainer.wait()
+    until = time.monotonic() + 120
+    while servers_of(states) and time.monotonic() < until:
+        time.sleep(0.5)
+    assert not servers_of(states)
+    remove_abandoned(states, f"{NAME}.tmp-*")
+    assert not list(states.iterdir())
+
+
+def servers_of(folder: Path) -> list[int]:
+    """Processes that were given this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(str(folder) in word for word in process.cmdline()[4:]) and "vllm_states.py" in process.cmdline()[2]:
+                found.append(process.pid)
+    return found
