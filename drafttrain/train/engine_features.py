@@ -79,12 +79,13 @@ class EngineFeatures:
         ids = data.train[0].documents[0][:COMPARED]
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
-        last = target.shape.blocks - 1
-        hidden = Online(target, self.taps | Taps((last,))).fill(batch).hidden
+        blocks, layers = target.shape.blocks, self.layers.ids
+        last, compared = blocks - 1, {near for i in layers for near in (i - 1, i, i + 1) if 1 <= near <= blocks}
+        hidden = Online(target, Taps(tuple(sorted(i - 1 for i in compared)))).fill(batch).hidden
         final_TH = target.norm(hidden[last])[0].float()
         if difference(final_TH, hidden[FINAL][0].float()) > TOLERANCE[torch.bfloat16]:
             raise UserError(
                 "features=engine: this target's final state is not the norm of its last block's output; set features=online"
             )
-        own_TLH = torch.stack([hidden[layer - 1][0].float().cpu() for layer in self.layers.ids], 1)
-        return Reference(ids.tolist(), self.layers.ids, own_TLH, target.dtype, self.longest)
+        own = {i: hidden[i - 1][0].float().cpu() for i in compared}
+        return Reference(ids.tolist(), layers, own, target.dtype, self.longest)

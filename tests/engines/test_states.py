@@ -72,6 +72,7 @@ def servers_of(folder: Path) -> list[int]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if any(str(folder) in word for word in process.cmdline()[4:]) and "vllm_states.py" in process.cmdline()[2]:
+            words = process.cmdline()
+            if any(word.endswith("vllm_states.py") for word in words) and any(str(folder) in word for word in words):
                 found.append(process.pid)
     return found

@@ -74,7 +74,8 @@ def source(
     timeout: float = 5.0,
 ) -> Iterator[EngineStates]:
     ids = texts(1)[0].tolist()
-    reference = Reference(ids, LAYERS.ids, computed(target)(ids), torch.float32, 64)
+    own = dict(zip(range(1, 5), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
+    reference = Reference(ids, LAYERS.ids, own, torch.float32, 64)
     settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, folder, timeout, 2.0, 4)
     states = EngineStates(
         Servers(settings, reference, (said if said is not None else []).append, "start it well"), LAYERS, target, 2
@@ -178,7 +179,7 @@ def test_another_server_takes_over_and_a_dead_one_comes_back(target: HFTarget, t
     ("layers", "seed", "line"),
     [
         ((2, 4), 0, r"gives states of shape \[\d+, 2, 32\] for \d+ tokens and the layer ids \[1, 3, 4\]; start it well"),
-        ((1, 2, 4), 0, r"the state of layer id 3 differs from the target's by .*: it serves other layer ids"),
+        ((1, 2, 4), 0, r"the state of layer id 3 differs .*; it is that of layer id 2: it serves other layer ids"),
         ((1, 4, 4), 0, r"the state of layer id 3 differs .*; it is that of layer id 4: it serves other layer ids"),
         ((1, 3, 4), 1, r"the state of layer id 1 differs from the target's by .* another model or another revision"),
     ],
@@ -192,6 +193,21 @@ def test_a_wrong_server_is_refused(layers: tuple[int, ...], seed: int, line: str
     ):
         states.servers.check()
     assert not list(tmp_path.iterdir())
+
+
+def test_in_bfloat16_the_nearest_block_decides() -> None:
+    """Rounding of 1 % of the norm, and blocks whose outputs differ by 2 %."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(share: float) -> Tensor:
+        return share * torch.randn(30, 32, generator=generator)
+
+    first_TH = noise(1.0)
+    own = {1: first_TH, 2: first_TH + noise(0.02), 3: first_TH + noise(1.0)}
+    reference = Reference([0] * 30, (2, 3), own, torch.bfloat16, 64)
+    right_TLH, early_TLH = (torch.stack([own[i] + noise(0.01), own[3] + noise(0.01)], 1).bfloat16() for i in (2, 1))
+    assert reference.fault(right_TLH) is None
+    assert "it is that of layer id 1" in str(reference.fault(early_TLH))
 
 
 def test_a_server_started_again_with_another_model_is_refused(target: HFTarget, tmp_path: Path) -> None:
