@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from drafttrain.drafters.common.drafter_lora import adapted_maps, added, trained
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
+from drafttrain.features.engine import EngineStates
 from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.curves import engine_steps
 from drafttrain.measure.decoding import decoder_of
@@ -44,6 +46,7 @@ from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.runs.placement import Placement, built, check_placement, load_for_training, place, target_to_measure
 from drafttrain.runs.provenance import origin_of
 from drafttrain.runs.ready import Ready
+from drafttrain.runs.states_servers import states_servers
 from drafttrain.runs.training_engine import ENGINE, check_engine_options, engine_settings
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.devices import device_of
@@ -53,6 +56,7 @@ from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.checkpoint_manager import Progress, best_checkpoint, engine_figures
 from drafttrain.train.engine import World, divided, join_world, settings
+from drafttrain.train.engine_features import EngineFeatures
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.logger import Logger, check_logger
 from drafttrain.train.onpolicy import check_on_policy
@@ -88,11 +92,13 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     options = replace(options, train=_divided(options.train, world, console))
     _check(options)
     where = ready.place if ready else place(options, world, console.say)
-    job = _with_features(_prepare(options, world, where, console, ready), options, world, console)
-    run = RunDirectory.open(options, resolved, world, console.say)
-    console.say(f"run: {run.path}" + (f" (resumed at step {run.resumed_step})" if run.resumed_step else ""))
-    logger = Logger(options.logger, run.path, resolved, run.resumed_step) if world.first else None
+    job, served = _prepare(options, world, where, console, ready), ExitStack()
+    logger: Logger | None = None
     try:
+        job = _with_features(job, options, world, console, served)
+        run = RunDirectory.open(options, resolved, world, console.say)
+        console.say(f"run: {run.path}" + (f" (resumed at step {run.resumed_step})" if run.resumed_step else ""))
+        logger = Logger(options.logger, run.path, resolved, run.resumed_step) if world.first else None
         if job.drafter.trained:
             trainer = Trainer(job, world, run.path, run.resumed)
             with interrupt.deferred():
@@ -100,7 +106,8 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
             del trainer
         else:
             progress = without_training(job, world, run.path)
-        loaded, data = job.loaded, job.data
+        served.close()  # a server that was started for training leaves its memory to the measurement
+        loaded, data, states = job.loaded, job.data, _states_totals(job, console)
         data.close()
         del job  # frees the drafter and its engine before a target is loaded for the measurement
         with target_to_measure(options, where, loaded, world) as measured:
@@ -108,8 +115,9 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
             if measured is not None:
                 if options.measure.enabled or not where.shared:  # otherwise the target is still shared among processes
                     _store_golden(list_checkpoints(run.path / "checkpoints"), measured, console.rich or RichConsole())
-                _finish(options, measured, run, progress, data, logger, console.rich or RichConsole(), ready is None)
+                _finish(options, measured, run, progress, data, states, logger, console.rich or RichConsole(), ready is None)
     finally:
+        served.close()
         if logger is not None:
             logger.close()
     return run.path
@@ -291,13 +299,34 @@ def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where
     return replace(data, summary=data.summary | summary)
 
 
-def _with_features(job: TrainingJob, options: RunOptions, world: World, console: Console) -> TrainingJob:
-    """The job with cached features, if they are configured."""
+def _with_features(job: TrainingJob, options: RunOptions, world: World, console: Console, served: ExitStack) -> TrainingJob:
+    """The job with its source of states, unless the target computes them in every step. served: ends a server started here."""
     if options.features.name == "online":
         return job
+    if options.features.name == "engine":
+        longest = min(options.data.max_length, job.loaded.target.shape.max_positions)
+        features = EngineFeatures(options.features, job.loaded, job.drafter.taps, longest)
+        servers = served.enter_context(states_servers(features, options, world, console))
+        states = features.features(job.data, servers.urls, servers.folder, servers.way_out, world, console)
+        served.callback(states.close)
+        return replace(job, features=states)
     root = Path(options.features.dir or Path(options.output) / "features").expanduser()
     caching = Caching(options.features, job.loaded, job.drafter.taps, root, options.train.micro_batch)
     return replace(job, features=caching.features(job.data, world, console))
+
+
+def _states_totals(job: TrainingJob, console: Console) -> dict[str, Any] | None:
+    """What the servers gave, for the report; it is printed. None where the states came from elsewhere."""
+    if not isinstance(job.features, EngineStates):
+        return None
+    totals = job.features.totals()
+    if totals["tokens_per_s"] is not None:
+        console.say(
+            f"features: {totals['requests']:,} conversations, {totals['tokens']:,} tokens from {totals['engine']} at "
+            f"{totals['tokens_per_s']:,.0f} tokens/s; training waited for {totals['wait_share']:.0%} of the time, "
+            f"{totals['repeated']} requests were repeated"
+        )
+    return totals
 
 
 def _start(
@@ -352,13 +381,14 @@ def _finish(
     run: RunDirectory,
     progress: Progress,
     data: Dataset,
+    states: dict[str, Any] | None,
     logger: Logger | None,
     console: RichConsole,
     advise: bool,
 ) -> None:
     """Measure the kept checkpoints, log, mark the run as finished, and print the next steps if `advise`.
 
-    logger: on rank 0 only.
+    logger: on rank 0 only. states: what the servers of `features=engine` gave to training.
     """
     training: dict[str, Any] | None = None
     if data.train:
@@ -369,6 +399,8 @@ def _finish(
             "final_loss": progress.loss,
             "data": _data_report(data, options, loaded, run, console),
         }
+        if states is not None:
+            training["states"] = states
         if by_engine := engine_steps(run.path / "metrics.jsonl"):
             training["engine"] = by_engine
     checkpoints = list_checkpoints(run.path / "checkpoints")

@@ -154,12 +154,13 @@ def remove_abandoned(folder: Path, pattern: str = "*.tmp-*") -> None:
     """Remove temporary files in this folder whose process ran on this machine and has ended. pattern: of their names."""
     for path in folder.glob(pattern):
         found = re.search(rf"\.tmp-(old-)?{re.escape(HOST)}-(\d+)$", path.name)
-        if found is not None and not _runs(int(found[2])):
+        if found is not None and not process_runs(int(found[2])):
             with suppress(FileNotFoundError):  # another process may remove it too
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _runs(process: int) -> bool:
+def process_runs(process: int) -> bool:
+    """Whether a process of this number runs on this machine."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

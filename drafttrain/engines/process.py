@@ -167,17 +167,20 @@ class EngineResult:
         return outcome
 
 
-def python_of(name: str, given: str | None) -> Path:
-    """The Python in which the engine is installed. Raises UserError, with the way to install it, where there is none."""
+def python_of(name: str, given: str | None, setting: str = "engine_python") -> Path:
+    """The Python in which the engine is installed. setting: the option that names it, for messages.
+
+    Raises UserError, with the way to install it, where there is none.
+    """
     engine, venv = ENGINES[name], Path.cwd() / VENVS / name / "bin" / "python"
     candidates = [Path(given).expanduser()] if given else ([venv] if venv.exists() else []) + [Path(sys.executable)]
     for python in candidates:
         if not python.is_file():
-            raise UserError(f"engine_python is {given!r}, which is no file; name a python that has {engine.label}")
+            raise UserError(f"{setting} is {given!r}, which is no file; name a python that has {engine.label}")
         if _has(python, engine.package):
             return python
     where, way = " and ".join(str(python) for python in candidates), engine.install(name)
-    raise UserError(f"{engine.label} is not in {where}; install it ({way}), or name the Python that has it: engine_python=PATH")
+    raise UserError(f"{engine.label} is not in {where}; install it ({way}), or name the Python that has it: {setting}=PATH")
 
 
 def check_family(name: str, family: str) -> None:

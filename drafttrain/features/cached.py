@@ -36,6 +36,8 @@ class Cached:
     copy to the GPU does not block the host. The states are the same with and without `begin`.
     """
 
+    ahead = 1  # batches that may be begun before they are filled
+
     def __init__(self, store: Store, device: torch.device, dtype: torch.dtype) -> None:
         self.store, self.device, self.dtype = store, device, dtype
         self._ahead: ReadAhead[TrainBatch, HostColumns] = ReadAhead(self._read, device)

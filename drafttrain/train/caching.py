@@ -46,10 +46,21 @@ def check_features(options: FeatureOptions, drafter: Drafter, train: TrainOption
         "train.on_policy writes new replies in every step": train.on_policy > 0,
         "the drafter's adapter changes the target in every step": drafter.adapts is not None,
     }
+    kind = {"cached": "stores the target's states", "engine": "requests the target's states"}[options.name]
     for reason in (reason for reason, holds in reasons.items() if holds):
-        raise UserError(f"features=cached stores the target's states before training, but {reason}; set features=online")
-    if options.law == "top_k" and drafter.taps.final:
+        raise UserError(f"features={options.name} {kind} in advance, but {reason}; set features=online")
+    if options.name == "engine":
+        _check_engine(train)
+    elif options.law == "top_k" and drafter.taps.final:
         raise UserError("features.law=top_k stores no final state, but this drafter reads it; set features.law=hidden")
+
+
+def _check_engine(train: TrainOptions) -> None:
+    if train.sequence_parallel > 1:
+        raise UserError(
+            f"train.sequence_parallel is {train.sequence_parallel}, but with features=engine every process of a group would "
+            "request the states of whole sequences; set features=cached or online"
+        )
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,12 @@ class RunningMeans:
 
 
 def shares(values: Mapping[str, Any]) -> str:
-    """`  mfu 31%  target 40%  data 2%`: the share of the device's peak, and the shares of the step's time."""
+    """`  mfu 31%  target 40%  data 2%`: the share of the device's peak, and the shares of the step's time.
+
+    With a serving engine also the share of the time that training waited for its states, which is part of data's.
+    """
     shares = {"mfu": values["mfu"], "target": values["target_share"], "data": values["data_share"]}
+    shares["waiting for states"] = values.get("states_wait_share")
     return "".join(f"  {name} {share:.0%}" for name, share in shares.items() if share is not None)
 
 

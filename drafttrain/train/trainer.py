@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from drafttrain.drafters.checkpoint import (
 )
 from drafttrain.drafters.common.drafter_lora import add_matrices, name_in_checkpoint
 from drafttrain.features.cached import Cached
+from drafttrain.features.engine import EngineStates
 from drafttrain.features.online import Online
 from drafttrain.features.prefetch import Prefetch
 from drafttrain.model.batch import TrainBatch
@@ -67,7 +69,7 @@ class TrainingJob:
     adapter: Adapter | None = None  # of a target that is trained too
     start: dict[str, Tensor] | None = None  # initial weights, instead of the family's
     prefetch: bool = False
-    features: Online | Cached | None = None  # source of the target's states; None: the target, in every step
+    features: Online | Cached | EngineStates | None = None  # source of the target's states; None: the target, in every step
     quick_measure: Callable[[Drafter], dict[str, float]] | None = None  # small measurement, on rank 0
     quick_measure_every: int = 0  # steps between small measurements; there is also one at each checkpoint
     open_engine: OpenEngine | None = None  # a serving engine that makes these measurements too
@@ -102,7 +104,7 @@ class Trainer:
             add_matrices(job.drafter, job.train.lora, job.loaded.target.shape.vocab_size)
         self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
         self.prefetch = Prefetch(self._states, self.device)
-        self._next: tuple[int, StepBatches] | None = None
+        self._built: dict[int, StepBatches] = {}  # the batches of later steps whose states have begun to be loaded
         self._tuned: int | None = None  # the last step at which the proposal was tuned
         self.engine = TrainingEngine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
         self.group = sequence_group(job.train, world)
@@ -124,7 +126,7 @@ class Trainer:
         if usable and first == 0 and not (self.checkpoints.folder / checkpoint_name(0)).exists():
             self._checkpoint(say)  # the baseline that training is compared with
         with ExitStack() as stack:
-            if isinstance(self.features, Cached):
+            if not isinstance(self.features, Online):
                 stack.callback(self.features.close)
             watchdog = stack.enter_context(
                 Watchdog(self.run_dir / "logs", self.world.rank, options.hang_timeout, say, ends=self.world.size > 1)
@@ -210,6 +212,8 @@ class Trainer:
         cost = self.meter.step()
         self._spend(cost)
         values = {"tokens_per_s": tokens / cost.seconds} | cost.values()
+        if isinstance(self.features, EngineStates):
+            values |= self.features.figures(cost.seconds)
         if self.job.train.per_rank and self.progress.step % self.job.train.log_every == 0:
             costs = [asdict(other) for other in self.world.gather(cost)]
             values |= {f"{name}_by_rank": [c[name] for c in costs] for name in costs[0]}
@@ -262,14 +266,14 @@ class Trainer:
         return values, batches.tokens, stop > 0
 
     def _states(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the frozen target's states, computed or read from disk."""
+        """The batch with the frozen target's states, computed, read from disk or received."""
         with self.meter.target() if isinstance(self.features, Online) else self.meter.data():
             return self.features.fill(batch)
 
     def _step_batches(self, step: int) -> StepBatches:
         """The batches of a step; each step's are built once."""
-        if self._next is not None and self._next[0] == step:
-            return self._next[1]
+        if step in self._built:
+            return self._built.pop(step)
         with self.meter.data():
             rows = self.job.data.global_batch(step, self.job.train.global_batch)
         rows = self.on_policy.rows(rows, step)
@@ -287,19 +291,23 @@ class Trainer:
             return StepBatches(micro, sum(len(row.token_ids) for row in rows))
 
     def _begin_next(self, left: list[TrainBatch], step: int) -> None:
-        """Start loading or computing the next batch's states, if they are cached or prefetched. left: batches of this step.
+        """Start loading, requesting or computing the next batches' states, unless the target computes them when they are due.
 
-        On-policy replies cannot be prefetched: they need the weights after this step.
+        left: batches of this step. On-policy replies cannot be prefetched: they need the weights after this step.
         """
-        job, cached = self.job, self.features if isinstance(self.features, Cached) else None
-        if not (job.prefetch or cached) or job.adapter is not None or job.train.on_policy:
+        job, source = self.job, None if isinstance(self.features, Online) else self.features
+        if not (job.prefetch or source) or job.adapter is not None or job.train.on_policy:
             return
-        begin = cached.begin if cached else self.prefetch.start
-        if left:
-            begin(left[0])
-        elif step + 1 < job.train.steps:
-            self._next = step + 1, self._step_batches(step + 1)
-            begin(self._next[1].micro[0])
+        for batch in islice(self._coming(left, step), source.ahead if source else 1):
+            (source.begin if source else self.prefetch.start)(batch)
+
+    def _coming(self, left: list[TrainBatch], step: int) -> Iterator[TrainBatch]:
+        """The micro-batches after the current one, in order, whatever step they belong to."""
+        yield from left
+        for later in range(step + 1, self.job.train.steps):
+            if later not in self._built:
+                self._built[later] = self._step_batches(later)
+            yield from self._built[later].micro
 
     def _batch(self, rows: Any) -> TrainBatch:
         pad = self.job.loaded.tokenizer.pad_token_id
@@ -307,8 +315,15 @@ class Trainer:
 
     def held_out(self) -> Iterator[TrainBatch]:
         """Batches of the held-out conversations, with the target's states."""
-        for start in range(0, len(self.job.data.held_out), self.job.train.micro_batch):
-            yield self.features.fill(self._batch(self.job.data.held_out[start : start + self.job.train.micro_batch]))
+        rows, size = self.job.data.held_out, self.job.train.micro_batch
+        batches = [self._batch(rows[start : start + size]) for start in range(0, len(rows), size)]
+        for i, batch in enumerate(batches):
+            if isinstance(self.features, EngineStates):
+                for later in batches[i : i + 1 + self.features.ahead]:
+                    self.features.begin(later)
+            yield self.features.fill(batch)
+        if isinstance(self.features, EngineStates):
+            self.features.pause()
 
     def _tune(self) -> None:
         """Tune the proposal on held-out ranks, and record its expected tau (greedy)."""

@@ -1,0 +1,148 @@
+"""The target's states from serving engines: requested some batches ahead, received in memory, never stored.
+
+Shapes: B rows, T positions of a row, L layer ids, H hidden.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.errors import UserError
+from drafttrain.features.cached import Document, documents
+from drafttrain.features.servers import ClosedError, Servers
+from drafttrain.model.batch import TrainBatch, moved
+from drafttrain.model.images import has_images
+from drafttrain.model.target import FINAL, Taps, Target
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayers:
+    """Which layer ids an engine must give.
+
+    Id i is the residual stream before block i: 0 is the embedding, i + 1 the output of block i. The last
+    block's output is among them: its norm is the final state, which the engine does not give.
+    """
+
+    taps: Taps
+    blocks: int  # of the target
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The layer ids, ascending, each once: the order in which the engine gives them."""
+        return tuple(sorted({*(block + 1 for block in self.taps.blocks), self.blocks}))
+
+    def states(self, hidden_BTLH: Tensor, target: Target) -> dict[int, Tensor]:
+        """The states [B, T, H] by tap key, the final one included, in the target's dtype."""
+        of = {layer: hidden_BTLH[..., i, :].to(target.dtype).contiguous() for i, layer in enumerate(self.ids)}
+        return {block: of[block + 1] for block in self.taps.blocks} | {FINAL: target.norm(of[self.blocks])}
+
+
+@dataclass
+class _Receiving:
+    """A batch whose states are received."""
+
+    batch: TrainBatch  # keeps the object, by whose identity it is found
+    hidden_BTLH: Tensor | None  # in host memory, pinned for a GPU; made when the first states come, in the server's dtype
+    making: Lock
+    parts: list[Future[None]]
+
+
+class EngineStates:
+    """Adds the states that servers compute to batches. One request for each conversation of a batch.
+
+    `begin` requests a batch's states. At most `ahead` batches are begun before they are filled, so the number of requests, the
+    files and the memory are bounded. The states are the same with and without `begin`.
+    """
+
+    def __init__(self, servers: Servers, layers: StateLayers, target: Target, ahead: int) -> None:
+        self.servers, self.layers, self.target, self.ahead = servers, layers, target, ahead
+        self._threads = ThreadPoolExecutor(servers.settings.concurrency, "states")
+        self._begun: dict[int, _Receiving] = {}
+        self._tokens = 0  # received when figures were last taken
+        self._waited = 0.0  # seconds since then
+        self.tokens, self.seconds, self.waited = 0, 0.0, 0.0  # of all steps
+
+    def begin(self, batch: TrainBatch) -> None:
+        """Request the states of a batch that will be filled soon, unless they have been. Errors are raised by `fill`."""
+        if id(batch) in self._begun:
+            return
+        receiving = _Receiving(batch, None, Lock(), [])
+        self._begun[id(batch)] = receiving
+        for document in documents(batch.to(torch.device("cpu"))):
+            receiving.parts.append(self._threads.submit(self._receive, receiving, document))
+
+    @torch.no_grad()
+    def fill(self, batch: TrainBatch) -> TrainBatch:
+        """The batch on the target's device with the states that `Online.fill` would compute. Padding holds the states of zeros.
+
+        Raises UserError where no server gives the states.
+        """
+        self.begin(batch)
+        receiving, began = self._begun.pop(id(batch)), perf_counter()
+        for part in receiving.parts:
+            part.result()
+        self._waited += perf_counter() - began
+        assert receiving.hidden_BTLH is not None, "a batch has a conversation"
+        hidden_BTLH = moved(receiving.hidden_BTLH, self.target.device)
+        return replace(batch.to(self.target.device), hidden=self.layers.states(hidden_BTLH, self.target))
+
+    def close(self) -> None:
+        """Drop what was begun, wait for running requests and remove their files. Nothing can be filled afterwards."""
+        self.servers.closed.set()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._begun.clear()
+        self.servers.close()
+
+    def figures(self, seconds: float) -> dict[str, Any]:
+        """The figures of a step that took so many seconds, of this process."""
+        tokens, self._tokens = self.servers.counts.tokens - self._tokens, self.servers.counts.tokens
+        waited, self._waited = self._waited, 0.0
+        self.tokens, self.seconds, self.waited = self.tokens + tokens, self.seconds + seconds, self.waited + waited
+        return {
+            "states_tokens_per_s": tokens / seconds,
+            "states_queue": sum(not part.done() for one in self._begun.values() for part in one.parts),
+            "states_wait_share": min(waited / seconds, 1.0),
+            "states_repeated": self.servers.counts.repeated,
+        }
+
+    def pause(self) -> None:
+        """Leave out what was received and waited for since the last step: it was not training's."""
+        self._tokens, self._waited = self.servers.counts.tokens, 0.0
+
+    def totals(self) -> dict[str, Any]:
+        """The figures of all steps since this process began, for the report."""
+        counts = self.servers.counts
+        return {
+            "engine": " ".join(f"{name} {version}" for name, version in sorted(self.servers.versions.items())),
+            "servers": len(self.servers.servers),
+            "layer_ids": list(self.layers.ids),
+            "requests": counts.requests,
+            "tokens": counts.tokens,
+            "tokens_per_s": self.tokens / self.seconds if self.seconds else None,
+            "wait_share": self.waited / self.seconds if self.seconds else None,
+            "repeated": counts.repeated,
+        }
+
+    def _receive(self, receiving: _Receiving, document: Document) -> None:
+        """Get one conversation's states into the batch's."""
+        token_T = receiving.batch.token_BT[document.row, document.start : document.stop]
+        ids = token_T.tolist()
+        if has_images(ids):  # of data that is still being prepared: what is prepared is checked before training
+            raise UserError("features=engine takes text alone, but a conversation has images; set features=cached or online")
+        try:
+            hidden_TLH = self.servers.states(ids)
+        except ClosedError:
+            return
+        with receiving.making:
+            if receiving.hidden_BTLH is None:
+                pinned = self.target.device.type == "cuda"
+                shape = (*receiving.batch.token_BT.shape, *hidden_TLH.shape[1:])
+                receiving.hidden_BTLH = torch.zeros(shape, dtype=hidden_TLH.dtype, pin_memory=pinned)
+        receiving.hidden_BTLH[document.row, document.start : document.stop] = hidden_TLH

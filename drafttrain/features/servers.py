@@ -1,0 +1,358 @@
+"""Servers that compute the target's states: one request for each conversation, repeated until one server gives good states.
+
+A request is repeated, with growing waits, by whichever server is free:
+- for `patience` seconds where no server answers: no connection, a dropped one, status 408, 425, 429 or 5xx, no answer in
+  `timeout` seconds, or no whole file of states;
+- `TRIES` times where the states are wrong: other token ids, another shape or dtype, or values that are not finite.
+Then, and where a server refuses a request for another reason, the run ends: a conversation is never left out.
+
+Before a server is used its states of one sequence are compared with the trainer's own (`Reference`). They are compared again
+after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model.
+
+Shapes: T tokens, L layer ids, H hidden.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Lock
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.errors import UserError
+from drafttrain.features.state_files import RequestNames, StateFileError, read, remove_abandoned, remove_named
+
+if TYPE_CHECKING:
+    import httpx
+
+BUSY = (408, 425, 429)  # and all from 500 on
+TRIES = 5  # answers with wrong states for one conversation
+TOLD = 3  # failures of a server, one after the other, after which a line says so
+FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds; doubled after every failure of a server
+LATE = 5.0  # seconds after which the file of a failed request is removed, if the server has written it
+IDLE = 10.0  # seconds without an answer after which a server's states are compared again: no server starts in less
+# of a state's difference, by the coarser dtype. 12 blocks on vLLM: 6e-7 in float32, 0.012 in bfloat16
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
+NEARER = 0.8  # another layer id's state is nearer where its difference is below this share of the own one's
+
+
+class _AbsentError(Exception):
+    """A server does not answer, or its file is not there. Another try may succeed."""
+
+
+class _WrongError(Exception):
+    """A server has answered with states that cannot be used."""
+
+
+class ClosedError(Exception):
+    """The source of states was closed while a request was waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """How servers are reached."""
+
+    urls: tuple[str, ...]  # with /v1 at the end
+    key: str | None = field(default=None, repr=False)  # sent as a bearer token; it appears in no message and no file
+    folder: Path | None = None  # where this machine sees the servers' files; None: where the servers say
+    timeout: float = 120.0  # seconds for the states of one conversation
+    patience: float = 600.0  # seconds to repeat a request while no server answers it
+    concurrency: int = 32  # requests at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The trainer's own states of one sequence, to compare a server's with."""
+
+    ids: list[int]
+    layers: tuple[int, ...]  # layer ids that a server gives, ascending: 0 is the embedding, i the output of block i - 1
+    own: Mapping[int, Tensor]  # [T, H] in float32 by layer id: of `layers` and of their neighbours
+    dtype: torch.dtype  # of the trainer's target
+    longest: int  # tokens of the longest conversation
+
+    def fault(self, hidden_TLH: Tensor) -> str | None:
+        """Why states of this sequence are not those of the target; None where they are.
+
+        In half precision rounding can be as large as the difference between two blocks' outputs. So a state must also be
+        nearest to the own state of its layer id.
+        """
+        size, own = hidden_TLH.shape[2], next(iter(self.own.values())).shape[1]
+        if size != own:
+            return f"states of {size} values, the target's have {own}: it serves another model"
+        tolerance = max(TOLERANCE.get(dtype, 0.06) for dtype in (hidden_TLH.dtype, self.dtype))
+        for i, layer in enumerate(self.layers):
+            errors = {other: difference(hidden_TLH[:, i].float(), own_TH) for other, own_TH in self.own.items()}
+            best = min(errors, key=errors.__getitem__)
+            if errors[layer] <= tolerance and errors[best] >= NEARER * errors[layer]:
+                continue
+            other = f"; it is that of layer id {best}" if errors[best] <= tolerance else ""
+            return (
+                f"the state of layer id {layer} differs from the target's by {errors[layer]:.2g} of its norm, more than "
+                f"rounding does{other}: it serves other layer ids, another model or another revision"
+            )
+        return None
+
+
+def difference(found_TH: Tensor, own_TH: Tensor) -> float:
+    """Median over positions of the difference's norm, as a share of the own state's."""
+    return float(((found_TH - own_TH).norm(dim=-1) / own_TH.norm(dim=-1).clamp_min(1e-30)).median())
+
+
+@dataclass
+class _Server:
+    """A server, and what is known of it."""
+
+    url: str
+    client: httpx.Client
+    checking: Lock = field(default_factory=Lock)
+    running: int = 0  # requests
+    failures: int = 0  # since its last answer
+    resumes_at: float = 0.0  # of `monotonic`; no request is sent before
+    heard_at: float = -IDLE  # of `monotonic`: its last good answer
+    model: str | None = None
+    dtype: torch.dtype | None = None
+    folder: Path | None = None  # in which its files are, once it has answered
+
+
+@dataclass
+class Counts:
+    """What was received, for the log."""
+
+    requests: int = 0
+    tokens: int = 0
+    repeated: int = 0
+
+
+class Servers:
+    """Requests to servers, from several threads. say: prints a line where a server is lost or found again."""
+
+    def __init__(self, settings: ServerSettings, reference: Reference, say: Callable[[str], None], way_out: str) -> None:
+        """way_out: how to start a server that gives the states, for messages."""
+        import httpx
+
+        headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
+        limits = httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency)
+        patience = httpx.Timeout(settings.timeout, connect=min(settings.timeout, 10.0))
+
+        def client(url: str) -> httpx.Client:
+            return httpx.Client(base_url=url, headers=headers, limits=limits, timeout=patience)
+
+        self.settings, self.reference, self.say, self.way_out = settings, reference, say, way_out
+        self.servers = [_Server(url, client(url)) for url in settings.urls]
+        self.counts, self.versions = Counts(), dict[str, str]()
+        self.closed = Event()
+        self._names, self._lock = RequestNames(), Lock()
+        self._lost: dict[str, float] = {}  # requests that failed, and when: a server may still write their files
+
+    def states(self, ids: Sequence[int]) -> Tensor:
+        """[T, L, H] the states of a sequence, in the server's dtype.
+
+        Raises UserError where no server gives them, and ClosedError after `close`.
+        """
+        until, wrong = None, 0
+        while True:
+            server = self._chosen()
+            if self.closed.wait(max(0.0, server.resumes_at - monotonic())) or self.closed.is_set():
+                self._release(server)
+                raise ClosedError
+            try:
+                hidden_TLH = self._from(server, ids)
+            except (_AbsentError, _WrongError) as error:
+                self._failed(server, error)
+                wrong += isinstance(error, _WrongError)
+                until = until or monotonic() + self.settings.patience
+                if wrong >= TRIES:
+                    raise UserError(f"{server.url}: {error}, {TRIES} times; {self.way_out}") from error
+                if monotonic() >= until:
+                    raise UserError(
+                        f"{server.url}: {error}, for {self.settings.patience:g} s; start the server again and repeat the "
+                        "command with resume=auto, which continues from the last checkpoint, or raise features.patience"
+                    ) from error
+            else:
+                self._succeeded(server, len(ids))
+                return hidden_TLH
+            finally:
+                self._release(server)
+
+    def check(self) -> None:
+        """Compare every server's states with the trainer's own. Servers that are away are compared when they answer.
+
+        Raises UserError for a wrong server, and where none answers.
+        """
+        self.states(self.reference.ids)
+        for server in self.servers:
+            try:
+                self._verify(server)
+            except (_AbsentError, _WrongError) as error:
+                self._failed(server, error)
+
+    def close(self) -> None:
+        """End the waits, and remove the files of requests that nothing waits for."""
+        self.closed.set()
+        self.sweep()
+        for server in self.servers:
+            server.client.close()
+
+    def sweep(self) -> None:
+        """Remove this process's files, and those of processes that have ended. No request may be running."""
+        for folder in self._folders():
+            remove_named(folder, [self._names.own])
+            remove_abandoned(folder, self._names)
+
+    def _folders(self) -> set[Path]:
+        return {server.folder for server in self.servers if server.folder is not None}
+
+    def _chosen(self) -> _Server:
+        """The server with the fewest requests among those that do not wait after a failure."""
+        with self._lock:
+            now = monotonic()
+            server = min(self.servers, key=lambda one: (max(0.0, one.resumes_at - now), one.running))
+            server.running += 1
+            return server
+
+    def _release(self, server: _Server) -> None:
+        with self._lock:
+            server.running -= 1
+
+    def _failed(self, server: _Server, error: Exception) -> None:
+        with self._lock:
+            self.counts.repeated += 1
+            server.heard_at = -IDLE
+            if server.resumes_at > monotonic():  # another request has found the same failure
+                return
+            server.failures += 1
+            wait = min(FIRST_WAIT * 2 ** (server.failures - 1), LONGEST_WAIT) * random.uniform(0.5, 1.0)
+            server.resumes_at = monotonic() + wait
+            told = server.failures == TOLD
+        if told and not self.closed.is_set():
+            self.say(f"features: {server.url}: {error}; trying again for up to {self.settings.patience:g} s")
+
+    def _succeeded(self, server: _Server, tokens: int) -> None:
+        with self._lock:
+            self.counts.requests, self.counts.tokens = self.counts.requests + 1, self.counts.tokens + tokens
+            server.heard_at = monotonic()
+            again, server.failures = server.failures >= TOLD, 0
+            lost = [name for name, failed_at in self._lost.items() if monotonic() - failed_at > LATE]
+            for name in lost:
+                del self._lost[name]
+        if again:
+            self.say(f"features: {server.url} gives states again")
+        for folder in self._folders() if lost else ():
+            remove_named(folder, lost)
+
+    def _from(self, server: _Server, ids: Sequence[int]) -> Tensor:
+        if monotonic() - server.heard_at > IDLE:
+            self._verify(server)
+        return self._requested(server, ids)
+
+    def _verify(self, server: _Server) -> None:
+        """Ask a server what it is, and compare its states. Raises UserError where they are another target's."""
+        with server.checking:
+            if monotonic() - server.heard_at <= IDLE:  # another thread has
+                return
+            self._described(server)
+            server.dtype = None
+            hidden_TLH = self._requested(server, self.reference.ids)
+            if fault := self.reference.fault(hidden_TLH):
+                raise UserError(f"{server.url}: {fault}; {self.way_out}")
+            server.dtype, server.heard_at = hidden_TLH.dtype, monotonic()
+
+    def _described(self, server: _Server) -> None:
+        listed = self._json(server, "GET", "models", None)
+        try:
+            about = listed["data"][0]
+            server.model = str(about["id"])
+            room, maker = int(about.get("max_model_len") or 2**31), str(about.get("owned_by") or "server")
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{server.url} does not list its models; is it an OpenAI-compatible server?") from error
+        if room <= self.reference.longest:
+            raise UserError(
+                f"{server.url} takes {room} tokens, one of them its answer, but conversations have up to "
+                f"{self.reference.longest}; start it with --max-model-len {self.reference.longest + 1}, or lower "
+                "data.max_length"
+            )
+        try:
+            root = server.url.removesuffix("/v1")
+            self.versions[maker] = str(self._json(server, "GET", f"{root}/version", None)["version"])
+        except (UserError, KeyError, TypeError):
+            self.versions.setdefault(maker, "of unknown version")
+
+    def _requested(self, server: _Server, ids: Sequence[int]) -> Tensor:
+        """The states of one answer."""
+        began, name = monotonic(), self._names.next()
+        body = {"model": server.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "request_id": name}
+        try:
+            path = self._path(server, name, self._json(server, "POST", "completions", body))
+            found = read(path, began + self.settings.timeout, self.closed)
+        except StateFileError as error:
+            self._lose(name)
+            raise _AbsentError(str(error)) from error
+        except (_AbsentError, _WrongError):
+            self._lose(name)
+            raise
+        self._check(server, found.hidden_TLH, found.token_T, ids)
+        return found.hidden_TLH
+
+    def _lose(self, name: str) -> None:
+        """Remember a failed request, whose file may be written later."""
+        with self._lock:
+            self._lost[name] = monotonic()
+
+    def _path(self, server: _Server, name: str, answer: Any) -> Path:
+        """Where this machine sees the file of an answer."""
+        try:
+            given = Path(answer["kv_transfer_params"]["hidden_states_path"])
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{server.url} answers without states; {self.way_out}") from error
+        if name not in given.name or given.suffix != ".safetensors":
+            raise _WrongError(f"the file {given.name} of another request")
+        path = given if self.settings.folder is None else self.settings.folder / given.name
+        if server.folder is None:
+            server.folder = path.parent
+            remove_abandoned(path.parent, self._names)
+        return path
+
+    def _check(self, server: _Server, hidden_TLH: Tensor, token_T: Tensor, ids: Sequence[int]) -> None:
+        layers = self.reference.layers
+        if token_T.tolist() != list(ids):
+            raise _WrongError(f"states of {token_T.numel()} token ids that are not the {len(ids)} of the request")
+        if hidden_TLH.ndim != 3 or hidden_TLH.shape[:2] != (len(ids), len(layers)):
+            raise UserError(
+                f"{server.url} gives states of shape {list(hidden_TLH.shape)} for {len(ids)} tokens and the layer ids "
+                f"{list(layers)}; {self.way_out}"
+            )
+        if server.dtype is not None and hidden_TLH.dtype != server.dtype:
+            raise _WrongError(f"states in {hidden_TLH.dtype} after others in {server.dtype}")
+        if not bool(hidden_TLH.isfinite().all()):
+            raise _WrongError("states that are not finite")
+
+    def _json(self, server: _Server, method: str, path: str, body: Any) -> Any:
+        """The answer to a request. Raises UserError for a refusal, which every repetition would get too."""
+        import httpx
+
+        try:
+            response = server.client.request(method, path, json=body)
+        except httpx.TimeoutException as error:
+            raise _AbsentError(f"no answer in {self.settings.timeout:g} s") from error
+        except httpx.RequestError as error:
+            raise _AbsentError(f"no answer ({type(error).__name__})") from error
+        except RuntimeError as error:  # the client was closed
+            raise ClosedError from error
+        if response.status_code >= 500 or response.status_code in BUSY:
+            raise _AbsentError(f"status {response.status_code}")
+        if response.status_code >= 400:
+            said = " ".join(response.text.split())[:200] or "nothing"
+            raise UserError(
+                f"{server.url} refuses {path} with status {response.status_code}: {said}; check features.servers and the key "
+                "in features.key_env"
+            )
+        try:
+            return response.json()
+        except ValueError as error:
+            raise _AbsentError("an answer that is no JSON") from error

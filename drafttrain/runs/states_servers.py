@@ -1,0 +1,111 @@
+"""The servers that compute a run's states: those that are named, or one that is started on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import HOST, remove_abandoned
+from drafttrain.engines.process import python_of
+from drafttrain.engines.states_server import CPU_CONNECTOR, states_server
+from drafttrain.engines.vllm_command import serve_arguments, serve_line
+from drafttrain.runs.options import RunOptions
+from drafttrain.train.engine import World
+from drafttrain.train.engine_features import EngineFeatures
+from drafttrain.train.progress import Console
+
+SHARED_MEMORY = Path("/dev/shm")
+NAME = "drafttrain-states"
+
+
+@dataclass(frozen=True, slots=True)
+class StatesServers:
+    """Where states come from."""
+
+    urls: list[str]
+    folder: Path | None  # where this machine sees the servers' files; None: where the servers say
+    way_out: str = "set features=online, or start a server by hand (docs/engine.md)"  # where they give other states
+
+
+@contextmanager
+def states_servers(features: EngineFeatures, options: RunOptions, world: World, console: Console) -> Iterator[StatesServers]:
+    """The run's servers. One that is started here ends with the context; its files are removed.
+
+    Raises UserError on all processes where it does not start.
+    """
+    given = options.features
+    if given.servers:
+        folder = None if given.dir is None else Path(given.dir).expanduser().absolute()
+        line = serve_line(features.loaded.path, features.layers.ids, given.dir or "/dev/shm/states", features.longest)
+        yield StatesServers(list(given.servers), folder, f"start it so: {line} (docs/engine.md)")
+        return
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) != world.size:
+        raise UserError(
+            "features.servers is empty, but the run has several machines, which would not see the files of a server that is "
+            "started on the first; start servers and name them in features.servers (docs/engine.md)"
+        )
+    if not world.first:
+        found: StatesServers | str = world.share(None)
+        if isinstance(found, str):
+            raise UserError(found)
+        yield found
+        return
+    told = False
+    try:
+        with _started(features, options, console) as here:
+            world.share(here)
+            told = True
+            yield here
+    except UserError as error:
+        if not told:
+            world.share(str(error))
+        raise
+
+
+@contextmanager
+def _started(features: EngineFeatures, options: RunOptions, console: Console) -> Iterator[StatesServers]:
+    target, loaded = options.target, features.loaded
+    if target.weights is not None:
+        raise UserError(
+            f"target.weights is {target.weights}, which the server would not have; leave it out, or name servers of the same "
+            "weights in features.servers"
+        )
+    python = python_of(options.features.engine, options.features.python, "features.python")
+    folder = _folder(options)
+    path = Path(loaded.path).expanduser()
+    on_cpu = loaded.target.device.type == "cpu"
+    arguments = serve_arguments(
+        str(path.absolute()) if path.exists() else loaded.path,
+        features.layers.ids,
+        str(folder),
+        features.longest,
+        CPU_CONNECTOR if on_cpu else None,
+    )
+    arguments += ["--dtype", target.dtype, "--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
+    arguments += ["--revision", target.revision] if target.revision is not None else []
+    arguments += ["--trust-remote-code"] if target.trust_remote_code else []
+    console.say("features: starting vLLM, which takes a minute or more")
+    try:
+        with states_server(python, [*arguments, *options.features.arguments], folder / "vllm.log", console.say) as server:
+            yield StatesServers([server.url], folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder(options: RunOptions) -> Path:
+    """A new folder for the files of this process's server. Those of processes that have ended are removed."""
+    if options.features.dir is not None:
+        root = Path(options.features.dir).expanduser().absolute()
+    else:
+        root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(options.output).absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # the server of a killed run may still be ending: its files are removed at the next start
+        remove_abandoned(root, f"{NAME}.tmp-*")
+    folder = root / f"{NAME}.tmp-{HOST}-{os.getpid()}"
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -1,0 +1,78 @@
+"""A real vLLM gives the states that transformers computes, and a drafter trains on them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from drafttrain.core.files import remove_abandoned
+from drafttrain.runs.states_servers import NAME
+from tests.engines.conftest import ROOT, python_for
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+SETTINGS = ("logger=none", "measure.enabled=false", "train.steps=6", "data.limit=80", "data.held_out=8")
+
+
+@pytest.mark.parametrize("recipe", ["eagle3", "medusa"])
+def test_a_drafter_trains_on_vllms_states(
+    recipe: str, command: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The server is compared with transformers' states before training: 0.001 of their norm at most."""
+    states = tmp_path / "states"
+    more = ("features=engine", f"features.python={python_for('vllm')}", f"features.dir={states}")
+    assert command("fit", f"recipe={recipe}", *SETTINGS, *more, f"output={tmp_path / 'engine'}") == 0
+    said = capfd.readouterr().out
+    assert "1 of 1 servers (vllm 0.32" in said and "in float32; training does not run the target's blocks" in said
+    assert not list(states.iterdir()), "the server's folder goes with it"
+    assert command("fit", f"recipe={recipe}", *SETTINGS, f"output={tmp_path / 'online'}") == 0
+    ours, online = (metrics(tmp_path / kind) for kind in ("engine", "online"))
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in online], rel=1e-3)
+    assert all(line["states_repeated"] == 0 for line in ours)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """The lines of the only run."""
+    (file,) = output.glob("*/*/metrics.jsonl")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_killed_trainer_leaves_no_server(tmp_path: Path) -> None:
+    """Its files are removed by the next run that starts a server there."""
+    states, said = tmp_path / "states", tmp_path / "said"
+    more = ("features=engine", f"features.python={python_for('vllm')}", f"features.dir={states}", f"output={tmp_path / 'out'}")
+    with said.open("w") as log:
+        command = [sys.executable, "-m", "drafttrain", "fit", "recipe=medusa", *SETTINGS, *more]
+        trainer = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        while "give the target's states" not in said.read_text() and trainer.poll() is None:
+            time.sleep(0.2)
+        assert trainer.poll() is None, said.read_text()
+        assert servers_of(states)
+        trainer.kill()
+        trainer.wait()
+    until = time.monotonic() + 120
+    while servers_of(states) and time.monotonic() < until:
+        time.sleep(0.5)
+    assert not servers_of(states)
+    remove_abandoned(states, f"{NAME}.tmp-*")
+    assert not list(states.iterdir())
+
+
+def servers_of(folder: Path) -> list[int]:
+    """Processes that were given this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            if any(word.endswith("vllm_states.py") for word in words) and any(str(folder) in word for word in words):
+                found.append(process.pid)
+    return found

@@ -1,0 +1,71 @@
+"""The process of a server of states: how it starts, comes back and ends. A small HTTP server is in place of vLLM."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from http.client import RemoteDisconnected
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+from drafttrain.core.errors import UserError
+from drafttrain.engines import states_server as module
+from drafttrain.engines.states_server import states_server
+
+HEALTHY = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/die":
+            os._exit(3)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def python(folder: Path, code: str) -> Path:
+    """A "Python" that runs this code, whatever script it is given."""
+    (folder / "code.py").write_text(code)
+    wrapper = folder / "python"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -S {folder / "code.py"} "$@"\n')
+    wrapper.chmod(0o755)
+    return wrapper
+
+
+def healthy(url: str) -> bool:
+    with suppress(URLError, OSError), urlopen(f"{url}/health", timeout=5) as answer:
+        return answer.status == 200
+    return False
+
+
+def test_a_server_that_ends_is_started_again_and_ends_with_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK", 0.02)
+    said: list[str] = []
+    with states_server(python(tmp_path, HEALTHY), ["serve", "x"], tmp_path / "log", said.append) as server:
+        assert healthy(server.url)
+        with suppress(URLError, OSError, RemoteDisconnected):
+            urlopen(f"{server.url}/die", timeout=5)
+        until = time.monotonic() + 20
+        while not (said and healthy(server.url)) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert said and said[0].startswith("features: vLLM ended with 3") and healthy(server.url)
+    assert not healthy(server.url)
+
+
+def test_a_server_that_does_not_start_ends_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK", 0.02)
+    broken = python(tmp_path, "raise ValueError('no room for the cache')")
+    with (
+        pytest.raises(UserError, match=r"vLLM ended with 1 as it started: ValueError: no room for the cache"),
+        states_server(broken, ["serve", "x"], tmp_path / "log", lambda text: None),
+    ):
+        pass

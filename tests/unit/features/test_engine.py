@@ -1,0 +1,283 @@
+"""States from servers: what is asked, checked, repeated and cleaned up. The server is a stand-in with vLLM's protocol."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import HOST
+from drafttrain.data.chat import Encoded
+from drafttrain.data.dataset import collate
+from drafttrain.features import FeatureOptions, servers
+from drafttrain.features.engine import EngineStates, StateLayers
+from drafttrain.features.online import Online
+from drafttrain.features.servers import Reference, Servers, ServerSettings
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets.hf import HFTarget
+from tests.helpers import prompts, tiny_target
+from tests.standin.states_server import StandIn, serving
+
+TAPS = Taps((0, 2))
+LAYERS = StateLayers(TAPS, 4)
+NO_PROCESS = 2**22 + 1  # above every process number
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return tiny_target()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(servers, "LONGEST_WAIT", 0.05)
+
+
+def batch(rows: list[np.ndarray]) -> TrainBatch:
+    return collate([Encoded(ids, np.ones(len(ids), np.bool_)) for ids in rows], 0)
+
+
+def texts(count: int) -> list[np.ndarray]:
+    return [np.array(p, np.int32) for p in prompts(count, longest=20)]
+
+
+def computed(target: HFTarget, layers: tuple[int, ...] = LAYERS.ids) -> Callable[[list[int]], Tensor]:
+    """The states [T, L, H] that a server with this target gives."""
+    taps, one = Taps(tuple(i - 1 for i in layers)), threading.Lock()
+
+    def compute(ids: list[int]) -> Tensor:
+        with one:
+            hidden = Online(target, taps).fill(batch([np.array(ids, np.int32)])).hidden
+        return torch.stack([hidden[i - 1][0] for i in layers], 1)
+
+    return compute
+
+
+@contextmanager
+def source(
+    target: HFTarget,
+    *urls: str,
+    said: list[str] | None = None,
+    ahead: int = 2,
+    folder: Path | None = None,
+    timeout: float = 5.0,
+) -> Iterator[EngineStates]:
+    ids = texts(1)[0].tolist()
+    own = dict(zip(range(1, 5), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
+    reference = Reference(ids, LAYERS.ids, own, torch.float32, 64)
+    settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, folder, timeout, 2.0, 4)
+    states = EngineStates(
+        Servers(settings, reference, (said if said is not None else []).append, "start it well"), LAYERS, target, 2
+    )
+    try:
+        yield states
+    finally:
+        states.close()
+
+
+def test_states_are_those_of_the_target(target: HFTarget, tmp_path: Path) -> None:
+    standin = StandIn(computed(target), tmp_path)
+    with serving(standin) as url, source(target, url) as states:
+        states.servers.check()
+        for rows in (texts(5), texts(1)):
+            some = batch(rows)
+            expected, found = Online(target, TAPS).fill(some), states.fill(some)
+            real_BT = some.document_BT >= 0
+            assert sorted(found.hidden) == sorted(expected.hidden) == [FINAL, 0, 2]
+            for key, state_BTH in expected.hidden.items():
+                # rows are computed one by one, so that sums may be in another order than in a padded batch
+                torch.testing.assert_close(found.hidden[key][real_BT], state_BTH[real_BT], atol=2e-6, rtol=1e-5)
+        for key, state_BTH in expected.hidden.items():
+            assert torch.equal(found.hidden[key], state_BTH), "one row without padding is the same product"
+        assert not list(tmp_path.iterdir()), "files are removed as soon as they are read"
+        figures = states.figures(2.0)
+        assert figures["states_tokens_per_s"] > 0 and figures["states_queue"] == 0 and figures["states_repeated"] == 0
+    request = standin.requests[-1]
+    assert request["prompt"] == texts(1)[0].tolist() and request["max_tokens"] == 1 and request["model"] == "target"
+
+
+def test_packed_conversations_are_requests_of_their_own(target: HFTarget, tmp_path: Path) -> None:
+    a, b = texts(2)
+    packed = TrainBatch(
+        torch.from_numpy(np.concatenate([a, b]).astype(np.int64))[None],
+        torch.cat([torch.arange(len(t)) for t in (a, b)])[None],
+        torch.cat([torch.full((len(t),), i) for i, t in enumerate((a, b))])[None],
+        torch.ones(1, len(a) + len(b), dtype=torch.bool),
+    )
+    with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
+        found, alone = states.fill(packed).hidden, states.fill(batch([b])).hidden
+    for key, state_BTH in alone.items():
+        assert torch.equal(found[key][:, len(a) :], state_BTH)
+
+
+@pytest.mark.parametrize("fault", ["status", "drop", "half", "missing", "late", "nan", "ids", "another"])
+def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path) -> None:
+    with (
+        serving(StandIn(computed(target), tmp_path, {2: fault, 3: fault})) as url,
+        source(target, url, timeout=0.3 if fault == "late" else 5.0) as states,
+    ):
+        states.servers.check()  # requests 0 and 1
+        some = batch(texts(4))
+        expected, found = Online(target, TAPS).fill(some), states.fill(some)
+        torch.testing.assert_close(found.hidden[2], expected.hidden[2].where(some.document_BT[..., None] >= 0, 0.0))
+        assert states.servers.counts.repeated == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fault", "patience", "line"),
+    [
+        ("status", 0.2, r"/v1: status 500, for 0.2 s; start the server again and repeat the command with resume=auto"),
+        ("half", 0.2, r"is damaged .*, for 0.2 s; start the server again"),
+        ("nan", 60.0, r"states that are not finite, 5 times; start it well"),
+        ("ids", 60.0, r"states of \d+ token ids that are not the \d+ of the request, 5 times; start it well"),
+    ],
+)
+def test_a_fault_that_stays_ends_in_one_line(fault: str, patience: float, line: str, target: HFTarget, tmp_path: Path) -> None:
+    faults = dict.fromkeys(range(2, 200), fault)
+    with serving(StandIn(computed(target), tmp_path, faults)) as url, source(target, url) as states:
+        object.__setattr__(states.servers.settings, "patience", patience)
+        states.servers.check()
+        with pytest.raises(UserError, match=line):
+            states.fill(batch(texts(2)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_server_takes_over_and_a_dead_one_comes_back(target: HFTarget, tmp_path: Path) -> None:
+    said: list[str] = []
+    first, second, again = (StandIn(computed(target), tmp_path) for _ in range(3))
+    with serving(first) as one, serving(second) as two:
+        port = int(one.rpartition(":")[2])
+        with source(target, one, two, said=said) as states:
+            states.servers.check()
+            assert first.requests and second.requests, "every server is compared"
+    with serving(second) as two, source(target, one, two, said=said) as states:  # the first is gone
+        until = time.monotonic() + 10
+        while not said and time.monotonic() < until:
+            states.fill(batch(texts(4)))
+        assert one in said[0] and "no answer (ConnectError); trying again" in said[0]
+        with serving(again, port):
+            while not again.requests and time.monotonic() < until:
+                states.fill(batch(texts(4)))
+        assert again.requests and again.requests[0]["prompt"] == states.servers.reference.ids, (
+            "it is compared before it is used"
+        )
+
+
+@pytest.mark.parametrize(
+    ("layers", "seed", "line"),
+    [
+        ((2, 4), 0, r"gives states of shape \[\d+, 2, 32\] for \d+ tokens and the layer ids \[1, 3, 4\]; start it well"),
+        ((1, 2, 4), 0, r"the state of layer id 3 differs .*; it is that of layer id 2: it serves other layer ids"),
+        ((1, 4, 4), 0, r"the state of layer id 3 differs .*; it is that of layer id 4: it serves other layer ids"),
+        ((1, 3, 4), 1, r"the state of layer id 1 differs from the target's by .* another model or another revision"),
+    ],
+)
+def test_a_wrong_server_is_refused(layers: tuple[int, ...], seed: int, line: str, target: HFTarget, tmp_path: Path) -> None:
+    other = tiny_target(seed=seed)
+    with (
+        serving(StandIn(computed(other, layers), tmp_path)) as url,
+        source(target, url) as states,
+        pytest.raises(UserError, match=line),
+    ):
+        states.servers.check()
+    assert not list(tmp_path.iterdir())
+
+
+def test_in_bfloat16_the_nearest_block_decides() -> None:
+    """Rounding of 1 % of the norm, and blocks whose outputs differ by 2 %."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(share: float) -> Tensor:
+        return share * torch.randn(30, 32, generator=generator)
+
+    first_TH = noise(1.0)
+    own = {1: first_TH, 2: first_TH + noise(0.02), 3: first_TH + noise(1.0)}
+    reference = Reference([0] * 30, (2, 3), own, torch.bfloat16, 64)
+    right_TLH, early_TLH = (torch.stack([own[i] + noise(0.01), own[3] + noise(0.01)], 1).bfloat16() for i in (2, 1))
+    assert reference.fault(right_TLH) is None
+    assert "it is that of layer id 1" in str(reference.fault(early_TLH))
+
+
+def test_a_server_started_again_with_another_model_is_refused(target: HFTarget, tmp_path: Path) -> None:
+    with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
+        port = int(url.rpartition(":")[2])
+        states.fill(batch(texts(2)))
+    other = StandIn(computed(tiny_target(seed=1)), tmp_path, {0: "status"})
+    with serving(other, port) as url, source(target, url) as states:
+        states.servers.servers[0].heard_at = time.monotonic()  # as if its requests had just been answered
+        states.servers.servers[0].model = "target"
+        with pytest.raises(UserError, match="another model or another revision"):
+            states.fill(batch(texts(1)))
+
+
+def test_no_more_batches_are_requested_than_ahead(target: HFTarget, tmp_path: Path) -> None:
+    standin = StandIn(computed(target), tmp_path)
+    some = [batch(texts(3)) for _ in range(3)]
+    with serving(standin) as url, source(target, url) as states:
+        for one in (some[0], some[1], some[0]):
+            states.begin(one)
+        states.fill(some[0]), states.fill(some[1])
+        assert len(standin.requests) == 6 + 1, "each conversation once, and the comparison"
+        assert standin.most_at_once <= 4, "features.concurrency"
+        states.begin(some[2])  # never filled
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_killed_processes_are_removed_and_others_stay(target: HFTarget, tmp_path: Path) -> None:
+    dead = tmp_path / f"cmpl-drafttrain-{HOST}-{NO_PROCESS}-1f-3--0-ab.safetensors"
+    earlier = tmp_path / f"cmpl-drafttrain-{HOST}-{os.getpid()}-1f-3--0-ab.safetensors.lock"  # this number, before a restart
+    alive = tmp_path / f"cmpl-drafttrain-{HOST}-{os.getppid()}-1f-3--0-ab.safetensors"
+    elsewhere = tmp_path / "cmpl-drafttrain-other-machine-1-1f-3--0-ab.safetensors"
+    foreign = tmp_path / "cmpl-123.safetensors"
+    for file in (dead, earlier, alive, elsewhere, foreign):
+        file.touch()
+    with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
+        states.servers.check()
+        assert sorted(tmp_path.iterdir()) == sorted([alive, elsewhere, foreign])
+
+
+def test_files_are_found_where_this_machine_sees_them(target: HFTarget, tmp_path: Path) -> None:
+    (tmp_path / "here").symlink_to(tmp_path / "there")
+    with serving(StandIn(computed(target), tmp_path / "there")) as url:
+        with source(target, url, folder=tmp_path / "here") as states:
+            states.servers.check()
+        with source(target, url, folder=tmp_path / "nowhere") as states:
+            object.__setattr__(states.servers.settings, "patience", 0.1)
+            with pytest.raises(UserError, match=r"lock cannot be read .*features.dir names the folder"):
+                states.servers.check()
+
+
+def test_a_server_with_too_little_room_is_refused(target: HFTarget, tmp_path: Path) -> None:
+    with (
+        serving(StandIn(computed(target), tmp_path, longest=64)) as url,
+        source(target, url) as states,
+        pytest.raises(UserError, match=r"takes 64 tokens, .* up to 64; start it with --max-model-len 65"),
+    ):
+        states.servers.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"engine": "sglang"}, "set features.engine=vllm"),
+        ({"engine": "tgi"}, "features.engine is 'tgi'; choose vllm"),
+        ({"ahead": 0}, "features.ahead is 0; set it to 1 or more"),
+        ({"patience": 0.0}, "features.patience is 0; set it to a number of seconds above 0"),
+        ({"servers": ["http://a:1"], "python": "p"}, "leave one of them out"),
+    ],
+)
+def test_options_are_checked(options: dict[str, object], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        FeatureOptions("engine", **options).check(64)  # type: ignore[arg-type]
