@@ -17,7 +17,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.cli.rendezvous import CALL, JOINING, not_stuck, when_reachable, without_rendezvous
+from drafttrain.cli.rendezvous import CALL, JOINING, not_stuck, wait_for_rendezvous, without_rendezvous
 from drafttrain.cli.worker import INTERRUPTIONS, NOTES, SIGNALLED, STARTED, log_of, work_in_process
 from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
 from drafttrain.runs.options import RunOptions
@@ -71,8 +71,8 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
     try:
         show = partial(_show, options, folder, "failed")
         with _forwarding(folder, options.launcher.nodes > 1), not_stuck(options.launcher, folder, show):
-            elastic = elastic_launch(_config(options, folder.name), work_in_process)
-            when_reachable(lambda: elastic(work, options, resolved, folder), folder)
+            wait_for_rendezvous(options.launcher)
+            elastic_launch(_config(options, folder.name), work_in_process)(work, options, resolved, folder)
     except SignalException as error:  # torchelastic has caught Ctrl-C and ended the processes
         raise KeyboardInterrupt from error
     except RendezvousError as error:

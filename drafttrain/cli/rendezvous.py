@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import shutil
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from drafttrain.cli.worker import ENDED, INTERRUPTIONS, NOTES, SIGNALLED, STARTED
 from drafttrain.core.errors import WorkerError
@@ -21,22 +23,47 @@ CALL = 60.0  # seconds that the rendezvous may take to answer, at most
 STUCK = 5.0  # seconds that torch may take to end after the last process
 
 
-def when_reachable(start: Callable[[], object], folder: Path) -> None:
-    """Call `start`, again and again while the machine of the rendezvous cannot be reached, because it may start later.
+def wait_for_rendezvous(launcher: LauncherOptions) -> None:
+    """Wait until the machine of the rendezvous answers, because it may start later. torch itself waits a minute.
 
-    folder: of the launch's files.
+    Raises RendezvousTimeoutError after `JOINING` seconds.
     """
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
+    if launcher.nodes == 1:
+        return
+    host, _, port = str(launcher.rendezvous).rpartition(":")
     deadline = time.monotonic() + JOINING
-    while True:
-        try:
-            start()
-            return
-        except RendezvousConnectionError:
-            if any(folder.glob(STARTED)) or (folder / SIGNALLED).exists() or time.monotonic() > deadline:
-                raise
-            time.sleep(1.0)
+    while not is_here(host) and not answers(host, port):
+        if time.monotonic() > deadline:
+            raise RendezvousTimeoutError
+        time.sleep(1.0)
+
+
+def is_here(host: str) -> bool:
+    """Whether the name is one of this machine: only then can an address of it be bound."""
+    for family, *_, address in addresses(host, "0"):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind(address)
+            return True
+    return False
+
+
+def answers(host: str, port: str) -> bool:
+    for family, *_, address in addresses(host, port):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.settimeout(5.0)
+            tried.connect(address)
+            return True
+    return False
+
+
+def addresses(host: str, port: str) -> list[Any]:
+    """None while the name is unknown: a name server may learn it later."""
+    try:
+        return socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
 
 
 def without_rendezvous(error: Exception, launcher: LauncherOptions, folder: Path) -> WorkerError:

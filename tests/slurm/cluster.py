@@ -15,7 +15,7 @@ from tests.slurm import machines
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 NODES = ("node1", "node2")
-SECONDS = 150  # that anything may take
+SECONDS = 300  # that anything may take
 
 # cred_expire: so long a job that is queued again waits. Without accounting and control groups, which need other daemons.
 SETTINGS = """

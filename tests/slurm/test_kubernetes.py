@@ -18,7 +18,7 @@ from tests.integration.test_interrupt import lines_of
 from tests.integration.test_training import arguments, digest, losses, once
 from tests.slurm import machines
 from tests.slurm.cluster import wait_for
-from tests.slurm.machines import Network
+from tests.slurm.machines import Machine, Network
 
 pytestmark = pytest.mark.slurm
 STEPS = ("recipe=medusa", "train.steps=60", "train.checkpoint_every=20")
@@ -120,10 +120,18 @@ def test_a_pod_that_starts_before_the_first_one_waits_and_ends_at_once_when_evic
     output = tmp_path / "outputs"
     output.mkdir()
     pod, file = pods.machines[1], output / "second.txt"
-    running = pod.start([*command(documents, material, output), "train.hang_timeout=2"], file, os.environ)
-    pods.machines[0].run("python3", "-c", "import socket; socket.create_server(('', 29400)).accept()")  # until it is asked
+    running = pod.start(command(documents, material, output), file, os.environ)
+    wait_for(lambda: refused(pod) > 0, file.read_text)
     for process in pod.processes("-m drafttrain fit"):
         process.terminate()
     wait_for(lambda: running.poll() is not None, file.read_text)
     assert running.returncode == 75, file.read_text()
     assert file.read_text() == "drafttrain: interrupted before the machines had met\n"
+
+
+def refused(machine: Machine) -> int:
+    """The number of its connections that others have refused."""
+    names, values = [
+        line.split() for line in machine.run("cat", "/proc/net/snmp").stdout.splitlines() if line.startswith("Tcp:")
+    ]
+    return int(dict(zip(names, values, strict=True))["AttemptFails"])

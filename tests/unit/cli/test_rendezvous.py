@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,26 @@ from drafttrain.runs.options import LauncherOptions
 TWO = LauncherOptions(nodes=2, rendezvous="first:29400")
 
 
-def test_a_machine_waits_for_that_of_the_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: None)
-    tries = []
+def test_a_machine_waits_for_that_of_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(rendezvous.time, "sleep", waits.append)
+    monkeypatch.setattr(rendezvous, "answers", lambda host, port: (host, port) == ("first", "29400") and len(waits) == 3)
+    rendezvous.wait_for_rendezvous(TWO)
+    assert waits == [1.0, 1.0, 1.0]
+    monkeypatch.setattr(rendezvous, "JOINING", -1.0)
+    monkeypatch.setattr(rendezvous, "answers", lambda host, port: False)
+    with pytest.raises(RendezvousTimeoutError):
+        rendezvous.wait_for_rendezvous(TWO)
 
-    def start() -> None:
-        tries.append(1)
-        if len(tries) < 3:
-            raise RendezvousConnectionError
 
-    rendezvous.when_reachable(start, tmp_path)
-    assert len(tries) == 3
-    tries.clear()
-    (tmp_path / worker.STARTED.replace("*", "7-0")).touch()
-    with pytest.raises(RendezvousConnectionError):  # the machines have met: one is lost
-        rendezvous.when_reachable(start, tmp_path)
-    assert len(tries) == 1
+def test_a_machine_knows_its_own_names_and_who_answers() -> None:
+    assert rendezvous.is_here("localhost") and rendezvous.is_here("[::1]") | rendezvous.is_here("127.0.0.1")
+    assert not rendezvous.is_here("192.0.2.1")  # an address that no machine has
+    assert not rendezvous.is_here("no-such-machine.invalid") and not rendezvous.answers("no-such-machine.invalid", "29400")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        assert rendezvous.answers("127.0.0.1", port)
+    assert not rendezvous.answers("127.0.0.1", port)
 
 
 def test_what_is_said_depends_on_whether_the_machines_have_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
