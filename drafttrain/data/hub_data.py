@@ -88,13 +88,16 @@ def _listed(source: SourceOptions, folder: Path) -> SplitFiles:
         if record.is_file() and _unreachable(source, error):
             return _read(record)
         raise
+    if found is None:
+        return _read(record) if record.is_file() else SplitFiles(source.path, "", ())
     if found.files:
         content = {"name": found.name, "commit": found.commit, "files": list(found.files)}
         atomic_write_bytes(record, json.dumps(content, indent=2).encode(), NO_ROOM)
     return found
 
 
-def _ask(source: SourceOptions) -> SplitFiles:
+def _ask(source: SourceOptions) -> SplitFiles | None:
+    """The split's files; None where the hub is away and `datasets` has the set in its own cache, of whatever commit."""
     from datasets import load_dataset_builder  # slow to import
 
     builder = load_dataset_builder(source.path, name=source.config, data_files=source.files, revision=source.revision)
@@ -102,7 +105,9 @@ def _ask(source: SourceOptions) -> SplitFiles:
     split = "train" if source.files else source.split
     if SLICED.search(split):
         return SplitFiles(source.path, str(builder.hash or ""), ())
-    if by_split and split not in by_split:
+    if not by_split:
+        return None
+    if split not in by_split:
         splits = ", ".join(map(str, by_split))
         raise UserError(f"data.path={source.path}: it has no split '{split}' but {splits}; set data.split to one of them")
     places = [PLACE.fullmatch(str(name)) for name in by_split.get(split, ())]
