@@ -56,6 +56,7 @@ SHAPES: dict[str, Shape] = {
     "mlp_speculator": Shape({"n_predict": 4, "inner_dim": 3072, "scale_input": True, "tree": "chain"}),
     "redrafter": Shape({"width": 10, "length": 5}),
     "mtp": Shape({"draft_length": 3, "steps": 3}, passes=3),
+    "mtp_native": Shape({"source": "fresh", "draft_length": 3, "steps": 3}, passes=3),
     "peagle": Shape({"draft_length": 8, "layers": 4, "draft_vocab": 32_000}),
     "draft_model": Shape({"source": "scratch", "blocks": 16, "hidden_size": 2048, "draft_length": 5}, passes=5),
     "pard": Shape({"source": "scratch", "blocks": 16, "hidden_size": 2048, "draft_length": 8}),
