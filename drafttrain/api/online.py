@@ -43,14 +43,14 @@ States = Mapping[int, Tensor] | Sequence[Tensor]
 class OnlineDrafter:
     """Trains a drafter next to a loop that changes its target: fine-tuning, or reinforcement learning.
 
-    With a model, the drafter reads the model's own embedding, norm and head at every step: it never has stale copies. The model,
-    its gradients and modes, torch's random numbers and the grad mode stay as the loop has them. Where torch.distributed is
-    initialised, every process calls `step` together, and gradients are averaged over them.
+    With a model, the drafter reads the model's own embedding, norm and head at every step: it never has stale copies. The
+    model, its gradients and modes, torch's random numbers and the grad mode stay as the loop has them. Where torch.distributed
+    is initialised, every process calls `step` together, and gradients are averaged over them.
 
     Args:
-        target: The transformers causal LM that the loop trains, as it is or wrapped by DistributedDataParallel, torch.compile or
-            peft. Or a path, hub id or configuration: then nothing is run, the states come from the loop's forward pass, and the
-            weights of embedding, norm and head from `set_ends` (a directory's are read at once).
+        target: The transformers causal LM that the loop trains, as it is or wrapped by DistributedDataParallel, torch.compile
+            or peft. Or a path, hub id or configuration: then nothing is run, the states come from the loop's forward pass, and
+            the weights of embedding, norm and head from `set_ends` (a directory's are read at once).
         recipe: A recipe as in `drafttrain fit recipe=NAME`.
         overrides: `KEY=VALUE`, as on the command line: `drafter.heads=4`, `train.lr=1e-4`, `train.precision=bfloat16`,
             `loss.name=lk`. The learning rate is constant, without warm-up. `train.init=DIR` starts from a checkpoint.
@@ -353,7 +353,8 @@ class OnlineDrafter:
         if hidden is not None and (lacking := [key for key in needed if key not in hidden]):
             raise UserError(f"the states lack {lacking}; give those of {list(needed)}, where -1 is the post-norm state")
         hidden = {key: hidden[key] for key in needed} if hidden is not None else {}
-        batch = batch_of(_plain(tokens), attention, mask, {key: _plain(state) for key, state in hidden.items()})
+        dtype = self.target.dtype  # under autocast a pass's states are of another
+        batch = batch_of(_plain(tokens), attention, mask, {key: _plain(h).to(dtype) for key, h in hidden.items()})
         return batch.to(self.target.device)
 
     def _stepped(self, steps: FollowingSteps, batches: Sequence[TrainBatch]) -> StepMetrics:
@@ -422,7 +423,7 @@ def _check(options: RunOptions, lag: int, capacity: int) -> None:
         raise UserError(f"train.sequence_parallel is {train.sequence_parallel}, which only drafttrain fit has; leave it out")
     if train.micro_batch < 1 or lag < 0 or capacity < 1:
         raise UserError(
-            f"train.micro_batch is {train.micro_batch}, lag {lag}, capacity {capacity}; set lag to 0 or more, the others above 0"
+            f"train.micro_batch is {train.micro_batch}, lag {lag}, capacity {capacity}; lag may be 0, the others not"
         )
 
 

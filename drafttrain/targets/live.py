@@ -1,7 +1,7 @@
 """A transformers model that another loop trains, as the target of a drafter that follows it.
 
-No weight is copied, joined or packed: embedding, norm and head are called through the model's own modules, so that a call always
-uses the weights of that moment. The model's parameters get no gradients from it, and its modules keep their modes.
+No weight is copied, joined or packed: embedding, norm and head are called through the model's own modules, so that a call
+always uses the weights of that moment. The model's parameters get no gradients from it, and its modules keep their modes.
 
 Shapes: B rows, N positions, R logit rows, H hidden, V vocabulary.
 """

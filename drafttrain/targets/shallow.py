@@ -23,12 +23,15 @@ HOOKS = (
 def weight_sharing_copy(model: PreTrainedModel, hooks: bool = True) -> PreTrainedModel:
     """A copy of the modules whose parameters are new objects over the same memory. Tied parameters stay tied.
 
-    hooks: whether the copy has the modules' hooks.
+    hooks: whether the copy has the modules' hooks, and forward methods that were replaced in single modules.
     """
     memo: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
     if not hooks:
         memo |= {id(getattr(module, name)): OrderedDict() for module in model.modules() for name in HOOKS}
-    return copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
+    copied = copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
+    for module in () if hooks else copied.modules():
+        module.__dict__.pop("forward", None)
+    return copied
 
 
 def narrowed(weights: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:

@@ -218,7 +218,7 @@ def test_draft_weights_are_those_of_an_export(recipe: str) -> None:
     online = follower(tiny_model(), recipe, *(["drafter.tap_rule=official"] if recipe == "eagle3" else []))
     online.step(tokens())
     found = dict(online.draft_weights("vllm", "float32"))
-    state = [tensor for tensor in online.module.state_dict().values()]
+    state = list(online.module.state_dict().values())
     assert found and all(tensor.dtype in (torch.float32, torch.bool, torch.int64) for tensor in found.values())
     assert sum(any(a.shape == b.shape and torch.equal(a, b) for b in state) for a in found.values()) >= len(found) - 2
     with pytest.raises(dt.UserError, match="cannot be exported to"):

@@ -1,0 +1,188 @@
+"""Two drafters follow the embedded target through GRPO: docs/online.png, and the table of docs/online.md on stdout.
+
+    pip install "drafttrain[rl]"
+    python scripts/online_rl.py [steps=80] [out=docs/online.png]
+
+The reward is the share of a reply's tokens that differ from each other: the target learns to repeat itself less. Medusa and
+EAGLE-3 are first trained on the target as it is. Then one copy of each stays frozen, the other follows by `FollowCallback`. It
+takes 5 minutes on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import drafttrain as dt
+from drafttrain.data.files import ASSETS
+from drafttrain.measure.plots import COLOURS
+from drafttrain.targets.load import EMBEDDED
+
+RECIPES = {
+    "Medusa": ("medusa", ["drafter.heads=3"]),
+    "EAGLE-3": ("eagle3", ["drafter.draft_length=3", "drafter.steps=3", "drafter.tree=chain"]),
+}
+WARM_UP, FIRST_RATE, RATE = 300, {"Medusa": 6e-3, "EAGLE-3": 3e-3}, 1e-3
+EVERY, PROMPTS, NEW_TOKENS = 10, 16, 48  # steps between measurements; what each decodes
+
+
+@dataclass
+class Course:
+    """Figures during the training."""
+
+    steps: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    rewarded: list[int] = field(default_factory=list)
+    following: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in RECIPES})
+    frozen: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in RECIPES})
+
+
+class Measure(TrainerCallback):  # type: ignore[misc]
+    """Measures both copies of each drafter on the target of the moment."""
+
+    def __init__(self, course: Course, following: Any, frozen: Any, prompts: list[str]) -> None:
+        self.course, self.following, self.frozen, self.prompts = course, following, frozen, prompts
+        self.seconds = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.measure(0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % EVERY == 0:
+            self.measure(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "reward" in logs:
+            self.course.rewarded.append(state.global_step)
+            self.course.rewards.append(float(logs["reward"]))
+
+    def measure(self, step: int) -> None:
+        began = perf_counter()
+        self.course.steps.append(step)
+        for name in RECIPES:
+            for taus, drafter in ((self.course.following, self.following[name]), (self.course.frozen, self.frozen[name])):
+                taus[name].append(drafter.tau(self.prompts, max_new_tokens=NEW_TOKENS, batch_size=PROMPTS))
+        line = ", ".join(f"{n} {self.course.following[n][-1]:.2f} / {self.course.frozen[n][-1]:.2f}" for n in RECIPES)
+        print(f"step {step}: tau following / frozen: {line}", flush=True)
+        self.seconds += perf_counter() - began
+
+
+def variety(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """The share of different tokens in each reply."""
+    return [len(set(ids)) / max(1, len(ids)) for ids in completion_ids]
+
+
+def warmed_up(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(following, frozen) drafters by name, alike, trained on the target as it is."""
+    following, frozen = {}, {}
+    source = dt.build_drafter("medusa", dt.load_target())  # gives `batches` its tokenizer
+    for name, (recipe, overrides) in RECIPES.items():
+        settings = [*overrides, "train.optimizer=adamw"]
+        drafter = dt.OnlineDrafter(model, recipe, [*settings, f"train.lr={FIRST_RATE[name]}"], tokenizer=tokenizer)
+        batches = dt.batches(source, rows, batch_size=8, epochs=9, max_length=160)
+        for batch in islice(batches, WARM_UP):
+            drafter.step(batch.token_BT, mask=batch.mask_BT, attention=batch.document_BT >= 0)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = drafter.save(Path(folder) / "start")
+            settings += [f"train.init={checkpoint}"]
+            frozen[name], following[name] = (dt.OnlineDrafter(model, recipe, settings, tokenizer=tokenizer) for _ in range(2))
+        for group in following[name].optimizer.param_groups:
+            group["lr"] = RATE
+    return following, frozen
+
+
+def main(steps: int = 80, out: Path = Path("docs/online.png")) -> None:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    began = perf_counter()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    with gzip.open(ASSETS / "train.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in islice(file, 320)]
+    prompts = [json.loads(line)["turns"][0] for line in (ASSETS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    following, frozen = warmed_up(model, tokenizer, rows)
+    print(f"drafters trained on the first target in {perf_counter() - began:.0f} s", flush=True)
+    course = Course()
+    measure = Measure(course, following, frozen, prompts[:PROMPTS])
+    with tempfile.TemporaryDirectory() as folder:
+        settings = GRPOConfig(
+            folder,
+            per_device_train_batch_size=32,
+            num_generations=8,
+            max_completion_length=NEW_TOKENS,
+            max_steps=steps,
+            learning_rate=3e-4,
+            lr_scheduler_type="constant",
+            logging_steps=2,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=variety,
+            args=settings,
+            train_dataset=Dataset.from_list([{"prompt": row["messages"][:1]} for row in rows]),
+            processing_class=tokenizer,
+            callbacks=[dt.FollowCallback(*following.values()), measure],
+        )
+        trainer.train()
+    plot(course, out)
+    table(course)
+    print(f"{perf_counter() - began:.0f} s in all, {measure.seconds:.0f} of them for measuring")
+
+
+def table(course: Course) -> None:
+    """Print the figures as Markdown."""
+    print("\n| drafter | before | frozen, at the end | following, at the end |\n|---|---|---|---|")
+    for name in RECIPES:
+        following, frozen = course.following[name], course.frozen[name]
+        print(f"| {name} | {following[0]:.2f} | {frozen[-1]:.2f} | {following[-1]:.2f} |")
+    print(f"\nreward: {course.rewards[0]:.2f} at first, {course.rewards[-1]:.2f} at the end\n")
+
+
+def plot(course: Course, out: Path) -> None:
+    """Draw tau of each drafter, and the reward."""
+    figure = Figure(figsize=(10.5, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 3)
+    highest = max(max(taus) for kind in (course.following, course.frozen) for taus in kind.values())
+    lowest = min(min(taus) for kind in (course.following, course.frozen) for taus in kind.values())
+    for axis, name in zip(axes, RECIPES, strict=False):
+        axis.plot(course.steps, course.following[name], color=COLOURS[0], marker="o", markersize=4, label="following")
+        axis.plot(course.steps, course.frozen[name], color="0.45", linestyle="--", marker="s", markersize=3.5, label="frozen")
+        axis.set_title(name, loc="left")
+        axis.set_ylim(lowest - 0.08, highest + 0.08)
+        axis.set_ylabel("tokens per decode step (tau)")
+        axis.legend(frameon=False, loc="lower left")
+    axes[2].plot(course.rewarded, course.rewards, color=COLOURS[1])
+    axes[2].set_title("the target's reward", loc="left")
+    axes[2].set_ylabel("share of different tokens in a reply")
+    for axis in axes:
+        axis.set_xlabel("GRPO steps")
+        axis.grid(color="0.9")
+        axis.spines[["top", "right"]].set_visible(False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)
+
+
+if __name__ == "__main__":
+    given = dict(word.split("=", 1) for word in sys.argv[1:])
+    main(int(given.get("steps", 80)), Path(given.get("out", "docs/online.png")))
