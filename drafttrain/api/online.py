@@ -67,7 +67,7 @@ class OnlineDrafter:
     def __init__(
         self,
         target: nn.Module | PreTrainedConfig | str | Path,
-        recipe: str = "eagle3",
+        recipe: str,
         overrides: Sequence[str] = (),
         *,
         tokenizer: Any = None,

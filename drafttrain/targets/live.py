@@ -85,7 +85,8 @@ class LiveTarget:
         self.model: Any = unwrapped(model)
         self.stop_ids, self.tokenizer = stop_ids, tokenizer
         config = self.model.config.get_text_config()
-        self.shape, self.trees = shape_of(config), not is_recurrent(self.model)
+        self.recurrent = is_recurrent(self.model)
+        self.shape, self.trees = shape_of(config), not self.recurrent
         self.backbone: FrozenRef[Any] = FrozenRef(find_backbone(self.model, self.shape.blocks))
         self._norm: FrozenRef[nn.Module] | None = None  # found on first use: not every model has one
         self._scale, self._softcap = scale_of(config), getattr(config, "final_logit_softcapping", None)
@@ -114,7 +115,7 @@ class LiveTarget:
         return weight_VH if self._scale == 1.0 else weight_VH * self._scale
 
     def embed(self, token: Tensor) -> Tensor:
-        return without_gradients(self.model.get_input_embeddings(), token)
+        return without_gradients(self.model.get_input_embeddings(), token).detach()  # hooks of checkpointing ask for gradients
 
     def head(self, hidden_H: Tensor) -> Tensor:
         logits_V = without_gradients(self._head, hidden_H)

@@ -19,6 +19,8 @@ HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
 
+OF_HOOKS = ("forward", "_output_capturing_hooks_installed")  # the second is transformers' note that it has hooks
+
 
 def weight_sharing_copy(model: PreTrainedModel, hooks: bool = True) -> PreTrainedModel:
     """A copy of the modules whose parameters are new objects over the same memory. Tied parameters stay tied.
@@ -30,7 +32,8 @@ def weight_sharing_copy(model: PreTrainedModel, hooks: bool = True) -> PreTraine
         memo |= {id(getattr(module, name)): OrderedDict() for module in model.modules() for name in HOOKS}
     copied = copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
     for module in () if hooks else copied.modules():
-        module.__dict__.pop("forward", None)
+        for name in OF_HOOKS:
+            module.__dict__.pop(name, None)
     return copied
 
 

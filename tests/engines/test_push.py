@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafttrain as dt
 from drafttrain.engines.draft_push import Draft
+from drafttrain.engines.process import ENGINES
 from drafttrain.targets.load import EMBEDDED
 from tests.engines.conftest import ROOT, python_for, trained
 
@@ -66,7 +67,7 @@ class Kept:
 
 
 @pytest.mark.parametrize(("name", "method"), [("medusa", "medusa"), ("eagle3.1", "eagle3")])
-def test_vllm_takes_a_draft_between_requests(name: str, method: str, tmp_path: Path, command: Callable[..., int]) -> None:
+def test_vllm_takes_a_draft_between_requests(name: str, method: str, tmp_path: Path) -> None:
     """From a drafter that has learnt nothing to a trained one: more is accepted, and the outputs stay."""
     python = python_for("vllm")
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
@@ -86,7 +87,7 @@ def test_vllm_takes_a_draft_between_requests(name: str, method: str, tmp_path: P
     files = [tmp_path / file for file in ("push.py", "job.json", "result.json")]
     files[0].write_text(SCRIPT, encoding="utf-8")
     files[1].write_text(json.dumps(job), encoding="utf-8")
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = os.environ | ENGINES["vllm"].environment | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([python, *map(str, files)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = json.loads(files[2].read_text(encoding="utf-8"))

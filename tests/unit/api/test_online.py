@@ -24,7 +24,7 @@ from tests.helpers import tiny_model
 
 FOLLOWERS: dict[str, list[str]] = {
     "medusa": ["drafter.heads=2", "drafter.init=share"],
-    "eagle3": ["drafter.draft_length=2", "drafter.steps=2"],
+    "eagle3": ["drafter.draft_length=2", "drafter.steps=2", "drafter.tap_rule=official"],
     "dflash": ["drafter.block_size=4", "drafter.layers=1"],
     "draft_model": ["drafter.draft_length=2", "drafter.blocks=1"],
     "mtp": ["drafter.draft_length=2", "drafter.steps=2"],
@@ -63,7 +63,7 @@ def test_the_loss_is_the_trainers_on_the_weights_of_the_moment(recipe: str) -> N
         total.backward()
         norm = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).norm()
         found = online.step(token_BT)
-        assert found.loss == pytest.approx(float(total) / batch.supervised(), rel=1e-5) and found.stepped
+        assert found.loss == pytest.approx(float(total.detach()) / batch.supervised(), rel=1e-5) and found.stepped
         assert found.grad_norm == pytest.approx(float(norm) / batch.supervised(), rel=1e-4)
         assert 1.0 <= found.expected_tau <= 1.0 + len(found.agreement)
 
@@ -88,7 +88,7 @@ def test_the_loop_is_left_as_it_was(mode: Callable[[], Any]) -> None:
     model = tiny_model().train()
     model.get_submodule("model.layers.1").eval()  # a loop may freeze a part
     online = follower(model, "eagle3")
-    loss = model(input_ids=tokens(), labels=tokens()).loss
+    loss = model(input_ids=tokens(), labels=tokens(), output_hidden_states=True).loss  # transformers keeps hooks from now on
     loss.backward()
     before = [(p.detach().clone(), p.grad.clone(), p.requires_grad) for p in model.parameters() if p.grad is not None]
     modes, hooks = [m.training for m in model.modules()], sum(len(m._forward_hooks) for m in model.modules())
@@ -130,7 +130,7 @@ def test_shapes_alone_follow_by_given_states_and_ends(tmp_path: Path) -> None:
     online, ends = follower(model, "mtp"), follower(model.config, "mtp")
     with pytest.raises(dt.UserError, match="by set_ends"):
         ends.step(token_BT)
-    with pytest.raises(dt.UserError, match=r"set_ends needs lm_head\.weight, model\.norm\.weight"):
+    with pytest.raises(dt.UserError, match=r"needs the weights lm_head\.weight, model\.norm\.weight"):
         ends.set_ends({"model.embed_tokens.weight": model.get_input_embeddings().weight})
     for step in range(2):
         ends.set_ends(model.state_dict(), version=step)
@@ -215,7 +215,7 @@ def test_commands_take_what_it_saves(recipe: str, tmp_path: Path, command: Calla
 
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
 def test_draft_weights_are_those_of_an_export(recipe: str) -> None:
-    online = follower(tiny_model(), recipe, *(["drafter.tap_rule=official"] if recipe == "eagle3" else []))
+    online = follower(tiny_model(), recipe)
     online.step(tokens())
     found = dict(online.draft_weights("vllm", "float32"))
     state = list(online.module.state_dict().values())
