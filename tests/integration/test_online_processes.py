@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,9 +44,10 @@ json.dump([figures, total], open(f"{sys.argv[1]}-{rank}.json", "w"))
 def test_two_processes_step_as_one(tmp_path: Path, root: Path) -> None:
     (tmp_path / "run.py").write_text(SCRIPT, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(root)}
     for words, name in ((torchrun, "two"), ([sys.executable], "one")):
         done = subprocess.run(
-            [*words, str(tmp_path / "run.py"), str(tmp_path / name)], cwd=root, env=None, capture_output=True, text=True
+            [*words, str(tmp_path / "run.py"), str(tmp_path / name)], env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-2000:]
     one, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one-0", "two-0", "two-1"))
