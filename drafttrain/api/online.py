@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from drafttrain.cli.config import compose_run
+from drafttrain.cli.config import compose_run, override
 from drafttrain.cli.main import user_errors
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory
-from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, filled, read_meta, start_weights
+from drafttrain.drafters import META
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, filled, options_of, read_meta, start_weights
 from drafttrain.drafters.checkpoint import save_drafter as save_weights
 from drafttrain.engines.draft_push import Draft, DraftReceiver, receiver_of
 from drafttrain.export.current import CurrentDrafter
@@ -51,9 +52,10 @@ class OnlineDrafter:
         target: The transformers causal LM that the loop trains, as it is or wrapped by DistributedDataParallel, torch.compile
             or peft. Or a path, hub id or configuration: then nothing is run, the states come from the loop's forward pass, and
             the weights of embedding, norm and head from `set_ends` (a directory's are read at once).
-        recipe: A recipe as in `drafttrain fit recipe=NAME`.
+        recipe: A recipe as in `drafttrain fit recipe=NAME`, for a new drafter. Or the directory of a checkpoint, whose family,
+            options and weights are taken; `load` restores the optimiser too.
         overrides: `KEY=VALUE`, as on the command line: `drafter.heads=4`, `train.lr=1e-4`, `train.precision=bfloat16`,
-            `loss.name=lk`. The learning rate is constant, without warm-up. `train.init=DIR` starts from a checkpoint.
+            `loss.name=lk`. The learning rate is constant, without warm-up.
         tokenizer: The target's, for `tau` and exports that hold one.
         optimizer: Makes the optimiser from the parameters. None: the recipe's, with its learning rate.
         lag: Fed samples that are more than so many versions old are dropped.
@@ -67,7 +69,7 @@ class OnlineDrafter:
     def __init__(
         self,
         target: nn.Module | PreTrainedConfig | str | Path,
-        recipe: str,
+        recipe: str | Path,
         overrides: Sequence[str] = (),
         *,
         tokenizer: Any = None,
@@ -77,9 +79,9 @@ class OnlineDrafter:
         group: Any = None,
     ) -> None:
         with user_errors():
-            self.options: RunOptions = compose_run(recipe, ["data.path=memory", *overrides]).options
+            self.options: RunOptions = _options_of(recipe, overrides)
         _check(self.options, lag, capacity)
-        self.recipe, self.lag, self.version, self.steps = recipe, lag, 0, 0
+        self.recipe, self.lag, self.version, self.steps = str(recipe), lag, 0, 0
         self.target = _target_of(target, self.options, tokenizer)
         self._make_optimizer, self._group = optimizer, group
         self._replay, self._prepared = Replay(capacity, self.options.train.seed), False
@@ -123,7 +125,7 @@ class OnlineDrafter:
             self._trained = FollowingSteps(objective, working, train, self._make_optimizer, self._group)
             self._trained.refresh()
         if train.init is not None:
-            self.load(train.init)
+            self._load_weights(Path(train.init).expanduser())
 
     def _fresh(self) -> Drafter:
         module = built(self.options, self._as_target).to(self.target.device)
@@ -332,14 +334,17 @@ class OnlineDrafter:
         path = Path(directory).expanduser()
         if (family := read_meta(path).family) != self.options.drafter.family:
             raise UserError(f"{path} is a drafter of the family {family}, this one {self.options.drafter.family}")
+        self._load_weights(path)
+        if (path / RESUME).is_file():
+            state = torch.load(path / RESUME, map_location=self.target.device, weights_only=True)
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.steps, self.version = state["steps"], state["version"]
+
+    def _load_weights(self, directory: Path) -> None:
         with own_modes(self.target.device):
-            self.module.load_state_dict(start_weights(path, self.module))
-            self.module.use_decode_settings(read_meta(path).decode)
+            self.module.load_state_dict(start_weights(directory, self.module))
+            self.module.use_decode_settings(read_meta(directory).decode)
             self._steps.refresh()
-            if (path / RESUME).is_file():
-                state = torch.load(path / RESUME, map_location=self.target.device, weights_only=True)
-                self.optimizer.load_state_dict(state["optimizer"])
-                self.steps, self.version = state["steps"], state["version"]
         self._prepared = True
 
     def _batch(self, tokens: Tensor, states: States | None, mask: Tensor | None, attention: Tensor | None) -> TrainBatch:
@@ -406,6 +411,16 @@ def _target_of(target: Any, options: RunOptions, tokenizer: Any) -> LiveTarget:
     found = LiveTarget(target, tokenizer=tokenizer)
     found.stop_ids = stop_ids_of(found.model, tokenizer)
     return found
+
+
+def _options_of(recipe: str | Path, overrides: Sequence[str]) -> RunOptions:
+    """The configuration of a recipe, or of a checkpoint, whose weights are then the first ones."""
+    directory = Path(recipe).expanduser()
+    if not (directory / META).is_file():
+        return compose_run(str(recipe), ["data.path=memory", *overrides]).options
+    meta = read_meta(directory)
+    words = [f"drafter={meta.family}", f"name={meta.family}", "data.path=memory", override("train.init", str(directory))]
+    return replace(compose_run(None, [*words, *overrides]).options, drafter=options_of(directory, meta))
 
 
 def _check(options: RunOptions, lag: int, capacity: int) -> None:

@@ -72,12 +72,12 @@ def test_vllm_takes_a_draft_between_requests(name: str, method: str, tmp_path: P
     python = python_for("vllm")
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    recipe, more = ("medusa", []) if name == "medusa" else ("eagle3", ["drafter.draft_vocab=512"])
-    drafter = dt.OnlineDrafter(model, recipe, more, tokenizer=tokenizer)
-    fresh: list[Path] = []
-    drafter.push(dt.ReloadedDirectory(tmp_path / "drafts", fresh.append))
-    drafter.load(trained(name))
+    drafter, fresh = dt.OnlineDrafter(model, trained(name), tokenizer=tokenizer), list[Path]()
     drafter.push(Kept(tmp_path / "weights.safetensors"))
+    with torch.no_grad():
+        for parameter in drafter.module.parameters():
+            parameter.normal_(std=0.02)
+    drafter.push(dt.ReloadedDirectory(tmp_path / "drafts", fresh.append))
     lines = (ROOT / "drafttrain" / "assets" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines[:PROMPTS]]
     asked = {"add_generation_prompt": True, "return_dict": False}

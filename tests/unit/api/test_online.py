@@ -177,10 +177,13 @@ def test_a_saved_drafter_goes_on_with_its_optimiser(tmp_path: Path) -> None:
     path = online.save(tmp_path / "step")
     again = follower(model)
     again.load(path)
-    assert again.steps == 1 and again.step(tokens()) == online.step(tokens())
+    assert again.steps == 1
+    found = online.step(tokens())
+    assert again.step(tokens()) == found
     for name, tensor in online.module.state_dict().items():
         assert torch.equal(tensor, again.module.state_dict()[name])
-    assert follower(model, "medusa", f"train.init={path}").steps == 1
+    third = dt.OnlineDrafter(model, path, ["train.lr=1e-4"])
+    assert third.step(tokens()).loss == found.loss and third.optimizer.param_groups[0]["lr"] == 1e-4
     with pytest.raises(dt.UserError, match="exists"):
         online.save(path)
     with pytest.raises(dt.UserError, match="of the family medusa, this one mtp"):
