@@ -13,7 +13,7 @@ from drafttrain.model.target import Taps
 from drafttrain.train.following import StepMetrics
 
 
-class FollowCallback(TrainerCallback):  # type: ignore[misc]
+class FollowCallback(TrainerCallback):
     """Trains drafters in a `Trainer`, `SFTTrainer` or `GRPOTrainer`, with the states of the trainer's own passes.
 
     Before every optimiser step of the trainer each drafter takes one of its own, on the passes since the last one, with the

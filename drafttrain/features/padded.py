@@ -61,9 +61,9 @@ def batch_of(
 
 def rows_of(batch: TrainBatch, first: int, last: int) -> TrainBatch:
     """The rows from `first` to before `last`."""
-    hidden = {key: state_BTH[first:last] for key, state_BTH in batch.hidden.items()}
-    of = (batch.token_BT, batch.position_BT, batch.document_BT, batch.mask_BT)
-    return TrainBatch(*(x[first:last] for x in of), hidden)
+    own = slice(first, last)
+    hidden = {key: state_BTH[own] for key, state_BTH in batch.hidden.items()}
+    return TrainBatch(batch.token_BT[own], batch.position_BT[own], batch.document_BT[own], batch.mask_BT[own], hidden)
 
 
 def _check(name: str, got: torch.Size, expected: torch.Size) -> None:

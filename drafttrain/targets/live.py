@@ -94,11 +94,13 @@ class LiveTarget:
 
     @property
     def device(self) -> torch.device:
-        return self._head.weight.device  # type: ignore[no-any-return]
+        device: torch.device = self._head.weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._head.weight.dtype  # type: ignore[no-any-return]
+        dtype: torch.dtype = self._head.weight.dtype
+        return dtype
 
     @property
     def fingerprint(self) -> str:
