@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -132,7 +132,8 @@ def main(checkpoints: dict[str, str], steps: int, out: Path) -> None:
         trainer.train()
     plot(course, out)
     table(course)
-    print(f"{perf_counter() - began:.0f} s in all, {measure.seconds:.0f} of them for measuring")
+    passed, spent = perf_counter() - began, process_time()
+    print(f"{passed:.0f} s, {measure.seconds:.0f} of them for measuring; {spent:.0f} s of processors' time")
 
 
 def table(course: Course) -> None:
@@ -147,22 +148,26 @@ def table(course: Course) -> None:
 
 def plot(course: Course, out: Path) -> None:
     """Draw tau of each drafter, and the reward."""
-    figure = Figure(figsize=(10.5, 3.4), layout="constrained")
+    figure = Figure(figsize=(10.5, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 3)
-    highest = max(max(taus) for kind in (course.following, course.frozen) for taus in kind.values())
-    lowest = min(min(taus) for kind in (course.following, course.frozen) for taus in kind.values())
+    axes[1].sharey(axes[0])
     for axis, name in zip(axes, NAMES, strict=False):
-        axis.plot(course.steps, course.following[name], color=COLOURS[0], marker="o", markersize=4, label="following")
-        axis.plot(course.steps, course.frozen[name], color="0.45", linestyle="--", marker="s", markersize=3.5, label="frozen")
+        styles = ((course.following, "following", COLOURS[0], "-", "o"), (course.frozen, "frozen", "0.4", "--", "s"))
+        for taus, label, colour, line, marker in styles:
+            axis.plot(course.steps, taus[name], color=colour, linestyle=line, marker=marker, markersize=4)
+            text = f"{label}\n{taus[name][-1]:.2f}"
+            axis.annotate(
+                text, (course.steps[-1], taus[name][-1]), (7, 0), textcoords="offset points", color=colour, va="center"
+            )
         axis.set_title(name, loc="left")
-        axis.set_ylim(lowest - 0.08, highest + 0.08)
-        axis.set_ylabel("tokens per decode step (tau)")
-        axis.legend(frameon=False, loc="lower left")
+        axis.set_xlim(right=course.steps[-1] * 1.3)
+    axes[0].set_ylabel("tokens per decode step (tau)")
     axes[2].plot(course.rewarded, course.rewards, color=COLOURS[1])
     axes[2].set_title("the target's reward", loc="left")
     axes[2].set_ylabel("share of capitals in a reply")
     for axis in axes:
+        axis.set_xticks(range(0, course.steps[-1] + 1, 10))
         axis.set_xlabel("GRPO steps")
         axis.grid(color="0.9")
         axis.spines[["top", "right"]].set_visible(False)
