@@ -31,7 +31,7 @@ def batch_of(
     """
     if token_BT.ndim != 2 or token_BT.is_floating_point():
         raise UserError(f"tokens are {list(token_BT.shape)} of {token_BT.dtype}; give integers [rows, positions]")
-    real_BT = torch.ones_like(token_BT, dtype=torch.bool) if attention_BT is None else attention_BT != 0
+    real_BT = (torch.ones_like(token_BT) if attention_BT is None else attention_BT.to(token_BT.device)) != 0
     wanted_BT = real_BT if mask_BT is None else mask_BT != 0
     for name, given in (("attention", real_BT), ("mask", wanted_BT)):
         _check(name, given.shape, token_BT.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,43 @@ def test_shapes_alone_follow_by_given_states_and_ends(tmp_path: Path) -> None:
     assert follower(tmp_path / "target", "mtp").target.head_weight.equal(model.lm_head.weight)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gemma3-sliding", "qwen2"])
+def test_other_architectures_follow_too(name: str) -> None:
+    """Tied heads, scaled embeddings, norms of other kinds; as a model, and by states and ends."""
+    model = tiny_model(name).eval()
+    online, ends = follower(model, "mtp"), follower(model.config, "mtp")
+    moved(model)
+    frozen = HFTarget(weight_sharing_copy(model))  # type: ignore[arg-type]
+    state_BTH, token_BT = torch.randn(2, 5, 32), tokens(2, 5)
+    ends.set_ends(model.state_dict())
+    for target in (online.target, ends.target):
+        for ours, theirs in zip(
+            (target.embed(token_BT), target.norm(state_BTH), target.head(state_BTH)),
+            (frozen.embed(token_BT), frozen.norm(state_BTH), frozen.head(state_BTH)),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs)
+    states = model(input_ids=tokens(), output_hidden_states=True).hidden_states
+    ends.module.load_state_dict(online.module.state_dict())
+    assert ends.step(tokens(), states).loss == pytest.approx(online.step(tokens()).loss, rel=1e-5)
+
+
+def test_a_target_with_lora_follows_its_matrices() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))  # type: ignore[arg-type]
+    online, before = follower(model), follower(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    merged = follower(copy.deepcopy(model).merge_and_unload())
+    expected = before.step(tokens(), model(input_ids=tokens(), output_hidden_states=True).hidden_states)
+    assert online.step(tokens()).loss == pytest.approx(expected.loss, rel=1e-5)
+    assert merged.step(tokens()).loss == pytest.approx(expected.loss, rel=1e-4)
+    assert online.tau([[1, 2, 3]], max_new_tokens=8) >= 1.0
+
+
 def test_fed_samples_are_replayed_until_they_are_stale() -> None:
     model = tiny_model()
     online = follower(model, lag=1, capacity=4)
@@ -286,4 +324,6 @@ def test_what_cannot_follow_is_said() -> None:
             online.step(*bad)
     with pytest.raises(dt.UserError, match=r"the states lack \[-1\]"):
         online.step(tokens(), {0: torch.zeros(3, 14, 32)})
-    assert not online.step(tokens(), mask=torch.zeros(3, 14)).stepped and online.steps == 0
+    assert not online.step(tokens(), mask=torch.zeros(3, 14)).stepped
+    assert not online.step(tokens(), {FINAL: torch.full((3, 14, 32), torch.nan)}).stepped and online.steps == 0
+    assert all(bool(parameter.isfinite().all()) for parameter in online.module.parameters())
