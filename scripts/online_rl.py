@@ -6,7 +6,7 @@
     python scripts/online_rl.py medusa=CHECKPOINT eagle3=CHECKPOINT [steps=40] [out=docs/online.png]
 
 The reward is the share of capital letters in a reply: the target learns another style. Of each drafter one copy stays frozen,
-the other follows by `FollowCallback`. It takes less than 5 minutes on two CPU cores.
+the other follows by `FollowCallback`. It takes 136 seconds of one CPU core.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def plot(course: Course, out: Path) -> None:
                 text, (course.steps[-1], taus[name][-1]), (7, 0), textcoords="offset points", color=colour, va="center"
             )
         axis.set_title(name, loc="left")
-        axis.set_xlim(right=course.steps[-1] * 1.3)
+        axis.set_xlim(right=course.steps[-1] * 1.35)
+        axis.margins(y=0.1)
     axes[0].set_ylabel("tokens per decode step (tau)")
     axes[2].plot(course.rewarded, course.rewards, color=COLOURS[1])
     axes[2].set_title("the target's reward", loc="left")
