@@ -43,22 +43,48 @@ class DraftPush:
     """An extension of vLLM's workers: `LLM(worker_extension_cls="drafttrain.engines.draft_push.DraftPush", ...)`.
 
     Its layer-by-layer reload gives packed weights their first shapes again; a plain `load_weights` fails on them.
+
+    vLLM lets a draft whose head or embedding equals the target's use the target's module. New weights would change the target,
+    so they are refused.
     """
 
-    def load_draft(self, path: str) -> int:
-        """Load the draft model's weights from a safetensors file; how many tensors there were."""
+    def load_draft(self, path: str) -> list[str]:
+        """Load the draft model's weights from a safetensors file, unless some are of modules that the draft shares with the
+        target and differ from the target's: then nothing is loaded, and their names are returned."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         worker: Any = self
         runner, config = worker.model_runner, worker.vllm_config
         model = runner.get_draft_model() if hasattr(runner, "get_draft_model") else runner.drafter.model
-        weights = load_file(path)
+        weights, shared = load_file(path), _shared(model, runner.get_model())
+        alike = {name for name, x in weights.items() if (own := shared.get(_module(name))) is not None and _equal(own, x)}
+        if refused := [name for name in weights if _module(name) in shared and name not in alike]:
+            return refused
+        weights = {name: x for name, x in weights.items() if name not in alike}
         with set_current_vllm_config(config):
             initialize_layerwise_reload(model)
             model.load_weights(weights.items())
             finalize_layerwise_reload(model, config.speculative_config.draft_model_config)
-        return len(weights)
+        return []
+
+
+def _shared(draft: Any, target: Any) -> dict[str, Any]:
+    """The modules with weights that both have, by the last part of their names in the draft."""
+    of_target = {id(module) for module in target.modules()}
+    found = {name.rpartition(".")[2]: module for name, module in draft.named_modules() if id(module) in of_target}
+    return {name: module for name, module in found.items() if getattr(module, "weight", None) is not None}
+
+
+def _module(name: str) -> str:
+    """The last part of the name of a weight's module: `model.embed_tokens.weight` gives embed_tokens."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _equal(module: Any, weight: Tensor) -> bool:
+    """False also where the engine has packed the module's weight."""
+    own: Tensor = module.weight
+    return own.shape == weight.shape and bool((own.cpu() == weight.to(own.dtype)).all())
 
 
 class VLLMEngine:
@@ -80,7 +106,12 @@ class VLLMEngine:
         with tempfile.TemporaryDirectory(prefix="drafttrain-", dir=self.folder) as folder:
             file = Path(folder) / "draft.safetensors"
             save_file({name: tensor.cpu().contiguous().clone() for name, tensor in draft.weights()}, file)
-            self.llm.collective_rpc("load_draft", args=(str(file),))
+            refused = self.llm.collective_rpc("load_draft", args=(str(file),))
+        if names := sorted({name for one in refused or () for name in one or ()}):
+            raise UserError(
+                f"vLLM uses the target's own {', '.join(names)} for the draft, because the draft that it started with had the "
+                "same; start it with a draft that has been trained for a step"
+            )
 
 
 class ReloadedDirectory:

@@ -27,6 +27,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from safetensors.torch import load_file
+from drafttrain.core.errors import UserError
 from drafttrain.engines import draft_push
 from drafttrain.engines.scripts.vllm import ACCEPTED, DRAFTED, counters
 
@@ -49,8 +50,12 @@ if __name__ == "__main__":
         return found | {"outputs": [list(answer.outputs[0].token_ids) for answer in answers]}
 
     first = decoded()
-    draft_push.receiver_of(llm).receive(draft_push.Draft(1, lambda: iter(load_file(job["weights"]).items()), None))
-    Path(sys.argv[2]).write_text(json.dumps([first, decoded()]))
+    refused = None
+    try:
+        draft_push.receiver_of(llm).receive(draft_push.Draft(1, lambda: iter(load_file(job["weights"]).items()), None))
+    except UserError as error:
+        refused = str(error)
+    Path(sys.argv[2]).write_text(json.dumps([first, decoded(), refused]))
 """
 
 
@@ -66,31 +71,57 @@ class Kept:
         save_file({name: tensor.contiguous().clone() for name, tensor in draft.weights()}, self.file)
 
 
-@pytest.mark.parametrize(("name", "method"), [("medusa", "medusa"), ("eagle3.1", "eagle3")])
-def test_vllm_takes_a_draft_between_requests(name: str, method: str, tmp_path: Path) -> None:
-    """From a drafter that has learnt nothing to a trained one: more is accepted, and the outputs stay."""
-    python = python_for("vllm")
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    drafter, fresh = dt.OnlineDrafter(model, trained(name), tokenizer=tokenizer), list[Path]()
-    drafter.push(Kept(tmp_path / "weights.safetensors"))
-    with torch.no_grad():
-        for parameter in drafter.module.parameters():
-            parameter.normal_(std=0.02)
-    drafter.push(dt.ReloadedDirectory(tmp_path / "drafts", fresh.append))
+def pushed(drafter: dt.OnlineDrafter, first: Path, weights: Path, method: str, folder: Path) -> list[Any]:
+    """Counts and outputs of a live engine before and after a push, and why it was refused.
+
+    first: the draft that the engine starts with. weights: those that are pushed.
+    """
+    tokenizer = drafter.target.tokenizer
     lines = (ROOT / "drafttrain" / "assets" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines[:PROMPTS]]
     asked = {"add_generation_prompt": True, "return_dict": False}
-    job: dict[str, Any] = {"target": str(EMBEDDED), "drafter": str(fresh[0]), "method": method}
+    job: dict[str, Any] = {"target": str(EMBEDDED), "drafter": str(first), "method": method, "weights": str(weights)}
     job |= {"prompts": [list(tokenizer.apply_chat_template(chat, **asked)) for chat in chats], "max_new_tokens": NEW_TOKENS}
-    job |= {"draft_length": min(3, drafter.module.draft_length), "weights": str(tmp_path / "weights.safetensors")}
-    files = [tmp_path / file for file in ("push.py", "job.json", "result.json")]
+    job |= {"draft_length": min(3, drafter.module.draft_length)}
+    files = [folder / file for file in ("push.py", "job.json", "result.json")]
     files[0].write_text(SCRIPT, encoding="utf-8")
     files[1].write_text(json.dumps(job), encoding="utf-8")
     environment = os.environ | ENGINES["vllm"].environment | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([python, *map(str, files)], env=environment, capture_output=True, text=True)
+    done = subprocess.run([python_for("vllm"), *map(str, files)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    before, after = json.loads(files[2].read_text(encoding="utf-8"))
-    assert before["outputs"] == after["outputs"]
+    found: list[Any] = json.loads(files[2].read_text(encoding="utf-8"))
+    return found
+
+
+def follower(start: str | Path) -> dt.OnlineDrafter:
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    return dt.OnlineDrafter(model, start, tokenizer=AutoTokenizer.from_pretrained(EMBEDDED))
+
+
+@pytest.mark.parametrize(("name", "method"), [("medusa", "medusa"), ("eagle3.1", "eagle3")])
+def test_vllm_takes_a_draft_between_requests(name: str, method: str, tmp_path: Path) -> None:
+    """From a drafter that has learnt nothing to a trained one: more is accepted, and the outputs stay."""
+    python_for("vllm")
+    drafter, first, weights = follower(trained(name)), list[Path](), tmp_path / "weights.safetensors"
+    drafter.push(Kept(weights))
+    with torch.no_grad():
+        for parameter in drafter.module.parameters():
+            parameter.normal_(std=0.02)
+    drafter.push(dt.ReloadedDirectory(tmp_path / "drafts", first.append))
+    before, after, refused = pushed(drafter, first[0], weights, method, tmp_path)
+    assert refused is None and before["outputs"] == after["outputs"]
     assert after["accepted"] / after["drafted"] > 0.15 + before["accepted"] / before["drafted"]
     print(f"{name}: accepted {before['accepted']} of {before['drafted']}, then {after['accepted']} of {after['drafted']}")
+
+
+def test_a_push_never_changes_the_target(tmp_path: Path) -> None:
+    """vLLM gives a draft whose head equals the target's the target's own module."""
+    python_for("vllm")
+    drafter, first, weights = follower("eagle3"), list[Path](), tmp_path / "weights.safetensors"
+    drafter.push(dt.ReloadedDirectory(tmp_path / "drafts", first.append))
+    with torch.no_grad():
+        for parameter in drafter.module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    drafter.push(Kept(weights))
+    before, after, refused = pushed(drafter, first[0], weights, "eagle3", tmp_path)
+    assert "the target's own lm_head.weight" in str(refused) and before["outputs"] == after["outputs"]

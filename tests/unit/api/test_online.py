@@ -272,10 +272,11 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Tensor]]] = []
 
-    def collective_rpc(self, method: str, args: tuple[str, ...]) -> None:
+    def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[list[str]]:
         from safetensors.torch import load_file
 
         self.calls.append((method, load_file(args[0])))
+        return [[], ["lm_head.weight"] if len(self.calls) > 2 else []]
 
 
 def test_engines_get_the_drafter_of_the_moment(tmp_path: Path) -> None:
@@ -284,6 +285,8 @@ def test_engines_get_the_drafter_of_the_moment(tmp_path: Path) -> None:
     online.step(tokens())
     online.push(engine)
     (method, first), (_, second) = engine.calls
+    with pytest.raises(dt.UserError, match="the target's own lm_head"):
+        online.push(engine)
     assert (
         method == "load_draft"
         and first.keys() == second.keys()
