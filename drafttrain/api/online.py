@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from drafttrain.cli.config import compose_run, override
+from drafttrain.api.following_options import check_options, options_for, target_of
 from drafttrain.cli.main import user_errors
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory
-from drafttrain.drafters import META
-from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, filled, options_of, read_meta, start_weights
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, filled, read_meta, start_weights
 from drafttrain.drafters.checkpoint import save_drafter as save_weights
 from drafttrain.engines.draft_push import Draft, DraftReceiver, receiver_of
 from drafttrain.export.current import CurrentDrafter
@@ -31,11 +30,9 @@ from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import Objective
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.placement import built
-from drafttrain.targets.ends import EndsTarget, ends_of
-from drafttrain.targets.live import LiveTarget
-from drafttrain.targets.load import LoadedTarget, stop_ids_of
+from drafttrain.targets.ends import EndsTarget
+from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.following import FollowingSteps, StepMetrics, group_size, own_modes
-from drafttrain.train.optimizer import OPTIMIZERS
 
 RESUME = "online.pt"  # optimiser, steps and version, next to the drafter's weights
 States = Mapping[int, Tensor] | Sequence[Tensor]
@@ -79,10 +76,10 @@ class OnlineDrafter:
         group: Any = None,
     ) -> None:
         with user_errors():
-            self.options: RunOptions = _options_of(recipe, overrides)
-        _check(self.options, lag, capacity)
+            self.options: RunOptions = options_for(recipe, overrides)
+        check_options(self.options, lag, capacity)
         self.recipe, self.lag, self.version, self.steps = str(recipe), lag, 0, 0
-        self.target = _target_of(target, self.options, tokenizer)
+        self.target = target_of(target, self.options, tokenizer)
         self._make_optimizer, self._group = optimizer, group
         self._replay, self._prepared = Replay(capacity, self.options.train.seed), False
         self._trained: FollowingSteps | None = None
@@ -403,43 +400,6 @@ class OnlineDrafter:
             return CurrentDrafter(
                 self.module, self._meta(), loaded, stack, dtype or str(self.target.dtype).removeprefix("torch.")
             )
-
-
-def _target_of(target: Any, options: RunOptions, tokenizer: Any) -> LiveTarget:
-    if isinstance(target, str | Path | PreTrainedConfig):
-        return ends_of(target, options.target, tokenizer)
-    found = LiveTarget(target, tokenizer=tokenizer)
-    found.stop_ids = stop_ids_of(found.model, tokenizer)
-    return found
-
-
-def _options_of(recipe: str | Path, overrides: Sequence[str]) -> RunOptions:
-    """The configuration of a recipe, or of a checkpoint, whose weights are then the first ones."""
-    directory = Path(recipe).expanduser()
-    if not (directory / META).is_file():
-        return compose_run(str(recipe), ["data.path=memory", *overrides]).options
-    meta = read_meta(directory)
-    words = [f"drafter={meta.family}", f"name={meta.family}", "data.path=memory", override("train.init", str(directory))]
-    return replace(compose_run(None, [*words, *overrides]).options, drafter=options_of(directory, meta))
-
-
-def _check(options: RunOptions, lag: int, capacity: int) -> None:
-    """Raise UserError for settings that have no meaning here, or are out of range."""
-    train = options.train
-    options.loss.check()
-    if train.precision not in ("float32", "bfloat16"):
-        raise UserError(f"train.precision is {train.precision!r}; choose float32 or bfloat16")
-    if train.optimizer not in OPTIMIZERS:
-        raise UserError(f"train.optimizer is {train.optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
-    for name, given in (("train.lora.rank", train.lora.rank), ("train.on_policy", train.on_policy)):
-        if given:
-            raise UserError(f"{name} is {given}, which only drafttrain fit has; leave it out")
-    if train.sequence_parallel != 1:
-        raise UserError(f"train.sequence_parallel is {train.sequence_parallel}, which only drafttrain fit has; leave it out")
-    if train.micro_batch < 1 or lag < 0 or capacity < 1:
-        raise UserError(
-            f"train.micro_batch is {train.micro_batch}, lag {lag}, capacity {capacity}; lag may be 0, the others not"
-        )
 
 
 def _plain(x: Tensor) -> Tensor:

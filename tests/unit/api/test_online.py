@@ -222,6 +222,8 @@ def test_a_saved_drafter_goes_on_with_its_optimiser(tmp_path: Path) -> None:
         assert torch.equal(tensor, again.module.state_dict()[name])
     third = dt.OnlineDrafter(model, path, ["train.lr=1e-4"])
     assert third.step(tokens()).loss == found.loss and third.optimizer.param_groups[0]["lr"] == 1e-4
+    with pytest.raises(dt.UserError, match=r"drafter\.heads=3: the checkpoint"):
+        dt.OnlineDrafter(model, path, ["drafter.heads=3"])
     with pytest.raises(dt.UserError, match="exists"):
         online.save(path)
     with pytest.raises(dt.UserError, match="of the family medusa, this one mtp"):
