@@ -35,9 +35,7 @@ def options_for(recipe: str | Path, overrides: Sequence[str]) -> RunOptions:
     if not (directory / META).is_file():
         return compose_run(str(recipe), ["data.path=memory", *overrides]).options
     if fixed := [word for word in overrides if word.startswith(("drafter", "train.init"))]:
-        raise UserError(
-            f"{fixed[0]}: the checkpoint {directory} has its options; leave it out, or give a recipe"
-        )
+        raise UserError(f"{fixed[0]}: the checkpoint {directory} has its options; leave it out, or give a recipe")
     meta = read_meta(directory)
     words = [f"drafter={meta.family}", f"name={meta.family}", "data.path=memory", override("train.init", str(directory))]
     return replace(compose_run(None, [*words, *overrides]).options, drafter=options_of(directory, meta))
