@@ -19,20 +19,28 @@ if TYPE_CHECKING:
     from drafttrain.api.drafter import load_drafter as load_drafter
     from drafttrain.api.drafter import save_drafter as save_drafter
     from drafttrain.api.exporting import export_drafter as export_drafter
+    from drafttrain.api.following import FollowCallback as FollowCallback
     from drafttrain.api.measuring import Measurement as Measurement
     from drafttrain.api.measuring import measure_drafter as measure_drafter
+    from drafttrain.api.online import OnlineDrafter as OnlineDrafter
     from drafttrain.api.target import load_target as load_target
     from drafttrain.api.training import TrainingRun as TrainingRun
     from drafttrain.api.training import loss as loss
     from drafttrain.api.training import train_drafter as train_drafter
     from drafttrain.core.errors import UserError as UserError
+    from drafttrain.engines.draft_push import ReloadedDirectory as ReloadedDirectory
     from drafttrain.targets.load import LoadedTarget as LoadedTarget
+    from drafttrain.train.following import StepMetrics as StepMetrics
 
 HOMES = {
+    "FollowCallback": "api.following",
     "Generation": "api.decoding",
     "LoadedDrafter": "api.drafter",
     "LoadedTarget": "targets.load",
     "Measurement": "api.measuring",
+    "OnlineDrafter": "api.online",
+    "ReloadedDirectory": "engines.draft_push",
+    "StepMetrics": "train.following",
     "TrainingRun": "api.training",
     "UserError": "core.errors",
     "batches": "api.conversations",

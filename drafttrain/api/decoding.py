@@ -71,13 +71,14 @@ def generate(
     loaded = target if drafter is None else drafter.target
     decoder = decoder_of(loaded, decode, None if drafter is None else drafter.for_decoding())
     try:
-        results = decoder.run([_tokens(loaded, prompt, chat) for prompt in prompts], batch_size).results
+        results = decoder.run([tokens_of(loaded, prompt, chat) for prompt in prompts], batch_size).results
     except ValueError as error:  # an empty prompt, or one that leaves no room
         raise UserError(str(error)) from error
     return [_generation(loaded, result, drafter is not None) for result in results]
 
 
-def _tokens(loaded: LoadedTarget, prompt: Prompt, chat: bool) -> list[int]:
+def tokens_of(loaded: LoadedTarget, prompt: Prompt, chat: bool) -> list[int]:
+    """The token ids of a prompt. Raises UserError for an empty text."""
     tokenizer = loaded.tokenizer
     if isinstance(prompt, str):
         if not prompt.strip():

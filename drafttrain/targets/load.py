@@ -70,7 +70,7 @@ def load_target(
     model: Any
     model, tokenizer = _read(options, path, part, shards, by_experts)
     runner = HFTarget if by_experts else _runner(options.runner, model, part)
-    stop_ids = _stop_ids(model, tokenizer)
+    stop_ids = stop_ids_of(model, tokenizer)
     if device.type == "cpu":
         keep_freed_memory()
     parameters = (
@@ -310,7 +310,7 @@ def keep_freed_memory() -> None:
             mallopt(number, size)
 
 
-def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def stop_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer."""
     found: set[int] = set()
     for owner in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):

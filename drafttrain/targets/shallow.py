@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +14,27 @@ from transformers import PreTrainedModel
 from drafttrain.core.errors import UserError
 from drafttrain.targets.structure import find_blocks, set_depth
 
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
 
-def weight_sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules whose parameters are new objects over the same memory. Tied parameters stay tied."""
-    memo: dict[int, Tensor] = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
+OF_HOOKS = ("forward", "_output_capturing_hooks_installed")  # the second is transformers' note that it has hooks
+
+
+def weight_sharing_copy(model: PreTrainedModel, hooks: bool = True) -> PreTrainedModel:
+    """A copy of the modules whose parameters are new objects over the same memory. Tied parameters stay tied.
+
+    hooks: whether the copy has the modules' hooks, and forward methods that were replaced in single modules.
+    """
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
+    if not hooks:
+        memo |= {id(getattr(module, name)): OrderedDict() for module in model.modules() for name in HOOKS}
+    copied = copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
+    for module in () if hooks else copied.modules():
+        for name in OF_HOOKS:
+            module.__dict__.pop(name, None)
+    return copied
 
 
 def narrowed(weights: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:

@@ -1,0 +1,60 @@
+"""The options and the target of a drafter that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from drafttrain.cli.config import compose_run, override
+from drafttrain.core.errors import UserError
+from drafttrain.drafters import META
+from drafttrain.drafters.checkpoint import options_of, read_meta
+from drafttrain.runs.options import RunOptions
+from drafttrain.targets.ends import ends_of
+from drafttrain.targets.live import LiveTarget
+from drafttrain.targets.load import stop_ids_of
+from drafttrain.train.optimizer import OPTIMIZERS
+
+
+def target_of(target: Any, options: RunOptions, tokenizer: Any) -> LiveTarget:
+    """The target that the loop trains: its model, or its ends."""
+    if isinstance(target, str | Path | PreTrainedConfig):
+        return ends_of(target, options.target, tokenizer)
+    found = LiveTarget(target, tokenizer=tokenizer)
+    found.stop_ids = stop_ids_of(found.model, tokenizer)
+    return found
+
+
+def options_for(recipe: str | Path, overrides: Sequence[str]) -> RunOptions:
+    """The configuration of a recipe, or of a checkpoint, whose weights are then the first ones."""
+    directory = Path(recipe).expanduser()
+    if not (directory / META).is_file():
+        return compose_run(str(recipe), ["data.path=memory", *overrides]).options
+    if fixed := [word for word in overrides if word.startswith(("drafter", "train.init"))]:
+        raise UserError(f"{fixed[0]}: the checkpoint {directory} has its options; leave it out, or give a recipe")
+    meta = read_meta(directory)
+    words = [f"drafter={meta.family}", f"name={meta.family}", "data.path=memory", override("train.init", str(directory))]
+    return replace(compose_run(None, [*words, *overrides]).options, drafter=options_of(directory, meta))
+
+
+def check_options(options: RunOptions, lag: int, capacity: int) -> None:
+    """Raise UserError for settings that have no meaning here, or are out of range."""
+    train = options.train
+    options.loss.check()
+    if train.precision not in ("float32", "bfloat16"):
+        raise UserError(f"train.precision is {train.precision!r}; choose float32 or bfloat16")
+    if train.optimizer not in OPTIMIZERS:
+        raise UserError(f"train.optimizer is {train.optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
+    for name, given in (("train.lora.rank", train.lora.rank), ("train.on_policy", train.on_policy)):
+        if given:
+            raise UserError(f"{name} is {given}, which only drafttrain fit has; leave it out")
+    if train.sequence_parallel != 1:
+        raise UserError(f"train.sequence_parallel is {train.sequence_parallel}, which only drafttrain fit has; leave it out")
+    if train.micro_batch < 1 or lag < 0 or capacity < 1:
+        raise UserError(
+            f"train.micro_batch is {train.micro_batch}, lag {lag}, capacity {capacity}; lag may be 0, the others not"
+        )

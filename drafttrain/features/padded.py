@@ -1,0 +1,71 @@
+"""Padded rows of another training loop as a batch.
+
+Shapes: B rows, T columns of the loop's tensors, N columns of the batch, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.errors import UserError
+from drafttrain.model.batch import TrainBatch
+
+
+def batch_of(
+    token_BT: Tensor, attention_BT: Tensor | None, mask_BT: Tensor | None, hidden: Mapping[int, Tensor] | None = None
+) -> TrainBatch:
+    """A batch of one document a row. Padding may be on either side: real tokens move to the row's beginning, states with them.
+
+    attention_BT: nonzero on real tokens; None: all are. mask_BT: nonzero on supervised tokens; None: all real ones. A row's
+    first token follows from nothing and is not supervised.
+
+    Worked example:
+
+        token       - - a b c     d e f - -
+        the batch   a b c         d e f
+
+    Raises UserError for tensors whose shapes do not fit together.
+    """
+    if token_BT.ndim != 2 or token_BT.is_floating_point():
+        raise UserError(f"tokens are {list(token_BT.shape)} of {token_BT.dtype}; give integers [rows, positions]")
+    real_BT = (torch.ones_like(token_BT) if attention_BT is None else attention_BT.to(token_BT.device)) != 0
+    wanted_BT = real_BT if mask_BT is None else mask_BT != 0
+    for name, given in (("attention", real_BT), ("mask", wanted_BT)):
+        _check(name, given.shape, token_BT.shape)
+    hidden = dict(hidden or {})
+    for key, state_BTH in hidden.items():
+        _check(f"state {key}", state_BTH.shape[:2], token_BT.shape)
+    wanted_BT = wanted_BT.to(token_BT.device)
+    order_BT = (~real_BT).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(real_BT.sum(1).max()))]
+    moves = bool(
+        (order_BT != torch.arange(order_BT.shape[1], device=order_BT.device)).logical_and(real_BT.gather(1, order_BT)).any()
+    )
+
+    def placed(x: Tensor) -> Tensor:
+        index = order_BT.to(x.device)
+        if not moves:
+            return x[:, : index.shape[1]]
+        return x.gather(1, index if x.ndim == 2 else index[..., None].expand(-1, -1, x.shape[-1]))
+
+    real_BN = placed(real_BT)
+    token_BN = placed(token_BT).masked_fill(~real_BN, 0).long()
+    mask_BN = placed(wanted_BT) & real_BN
+    mask_BN[:, 0] = False
+    document_BN = torch.where(real_BN, 0, -1)
+    position_BN = torch.arange(token_BN.shape[1], device=token_BN.device).expand_as(token_BN).contiguous()
+    return TrainBatch(token_BN, position_BN, document_BN, mask_BN, {key: placed(h.detach()) for key, h in hidden.items()})
+
+
+def rows_of(batch: TrainBatch, first: int, last: int) -> TrainBatch:
+    """The rows from `first` to before `last`."""
+    own = slice(first, last)
+    hidden = {key: state_BTH[own] for key, state_BTH in batch.hidden.items()}
+    return TrainBatch(batch.token_BT[own], batch.position_BT[own], batch.document_BT[own], batch.mask_BT[own], hidden)
+
+
+def _check(name: str, got: torch.Size, expected: torch.Size) -> None:
+    if got != expected:
+        raise UserError(f"{name} is of {list(got)}, the tokens are {list(expected)}; give one value for each token")

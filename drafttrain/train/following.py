@@ -1,0 +1,163 @@
+"""Optimiser steps of a drafter inside another training loop, without DeepSpeed.
+
+Shapes: K draft depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from drafttrain.features.padded import rows_of
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.objective.losses import Objective, StepCounts
+from drafttrain.train import TrainOptions
+from drafttrain.train.optimizer import make_optimizer
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+NAN = float("nan")
+WIDEST = 64  # draft depths that a sum over processes has room for: a process without a batch does not know how many there are
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """The figures of one optimiser step, over all processes. NaN without a supervised token."""
+
+    loss: float  # weighted losses of all draft depths per supervised token, as `drafttrain fit` logs it
+    expected_tau: float  # tokens per decode step of a greedy chain, the bonus token included, under teacher forcing
+    agreement: list[float]  # of each draft depth: share of the drafts that are the target's likeliest token
+    grad_norm: float  # before clipping
+    supervised: int  # tokens
+    stepped: bool  # False: there was nothing to learn from, or the gradient was not finite; the weights stay
+
+
+@contextmanager
+def own_modes(device: torch.device) -> Iterator[None]:
+    """Gradients on and autocast off inside, whatever the caller has set, and the caller's random numbers afterwards."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(devices),
+    ):
+        yield
+
+
+def group_size(group: Any) -> int:
+    """Processes that average their gradients; 1 without torch.distributed."""
+    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
+
+
+class FollowingSteps:
+    """Takes optimiser steps with an objective, and averages gradients over the processes of torch.distributed.
+
+    working: the same drafter in a lower precision, which computes; the objective's own drafter then holds the float32 weights.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        working: Objective | None,
+        options: TrainOptions,
+        make: MakeOptimizer | None = None,
+        group: Any = None,
+    ) -> None:
+        self.objective, self.working, self.options, self.group = objective, working or objective, options, group
+        self.parameters = [p for p in self.drafter.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(objective, options) if make is None else make(self.parameters)
+        self._computing = [p for p in self.working.drafter.parameters() if p.requires_grad]
+        self._alike = False  # whether the processes have the same weights
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter in float32."""
+        return self.objective.drafter
+
+    def step(self, batches: Sequence[TrainBatch]) -> StepMetrics:
+        """One optimiser step on batches of this process, with the target's states; it may have none this time.
+
+        Every process of the group calls this together.
+        """
+        self._share_weights()
+        self.drafter.train(), self.working.drafter.train()
+        loss, counted_6K = self._backward(batches)
+        own = sum(batch.supervised() for batch in batches)
+        sums = torch.cat([torch.stack([loss, loss.new_tensor(own)]), counted_6K.flatten()])
+        self._sum(sums)
+        supervised = int(sums[1])
+        if supervised:
+            gradients = self._gradients(supervised)
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.options.clip)) if gradients else 0.0
+        else:
+            norm = NAN
+        stepped = bool(supervised) and norm == norm and norm != float("inf")
+        if stepped:
+            self.optimizer.step()
+            self.refresh()
+        for parameter in {*self.parameters, *self._computing}:
+            parameter.grad = None
+        return _metrics(float(sums[0]), supervised, sums[2:].view(6, WIDEST), norm, stepped)
+
+    def refresh(self) -> None:
+        """Copy the float32 weights to the drafter that computes."""
+        if self.working is not self.objective:
+            self.working.drafter.load_state_dict(self.drafter.state_dict())
+
+    def _backward(self, batches: Sequence[TrainBatch]) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, counts [6, WIDEST]) of this process, whose gradients are added to the drafter's."""
+        device, rows = self._computing[0].device, self.options.micro_batch
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        counted_6K = torch.zeros(6, WIDEST, dtype=torch.float64, device=device)
+        for batch in batches:
+            for first in range(0, len(batch.token_BT), rows):
+                part = rows_of(batch, first, first + rows)
+                if part.supervised():
+                    loss, counts = self.working(part)
+                    loss.backward()
+                    total += loss.detach().double()
+                    found_6K = counts.packed()
+                    counted_6K[:, : found_6K.shape[1]] += found_6K
+        return total, counted_6K
+
+    def _gradients(self, supervised: int) -> bool:
+        """Sum the gradients over all processes and divide them by the supervised tokens; False: there are none at all."""
+        found = [p.grad for p in self._computing if p.grad is not None]
+        if group_size(self.group) > 1:
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() for p in self._computing])
+            self._sum(flat)
+            parts = flat.split([p.numel() for p in self._computing])
+        else:
+            parts = tuple(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self._computing)
+        for parameter, computing, part in zip(self.parameters, self._computing, parts, strict=True):
+            computing.grad = None
+            parameter.grad = (part.view(parameter.shape).to(parameter.dtype) / supervised).contiguous()
+        return bool(found) or group_size(self.group) > 1
+
+    def _sum(self, x: Tensor) -> None:
+        if group_size(self.group) > 1:
+            distributed.all_reduce(x, group=self.group)
+
+    def _share_weights(self) -> None:
+        """Give every process the first one's weights, once."""
+        if not self._alike and group_size(self.group) > 1:
+            first = distributed.get_global_rank(self.group, 0) if self.group is not None else 0
+            for tensor in self.drafter.state_dict().values():
+                distributed.broadcast(tensor, first, group=self.group)
+            self.refresh()
+        self._alike = True
+
+
+def _metrics(loss: float, supervised: int, counted_6K: Tensor, norm: float, stepped: bool) -> StepMetrics:
+    if not supervised:
+        return StepMetrics(NAN, NAN, [], NAN, 0, False)
+    counts = StepCounts.unpacked(counted_6K[:, counted_6K[1] > 0])
+    alpha_K = counts.alive_correct / counts.alive.clamp_min(1.0)
+    agreement = (counts.correct / counts.total).tolist()
+    return StepMetrics(loss / supervised, 1.0 + float(alpha_K.cumprod(0).sum()), agreement, norm, supervised, stepped)
