@@ -3,8 +3,8 @@
 A request is repeated, with growing waits, by whichever server is free:
 - for `patience` seconds where no server answers: no connection, a dropped one, status 408, 425, 429 or 5xx, no answer in
   `timeout` seconds, or no whole file of states;
-- `TRIES` times where the states are wrong: other token ids, another shape or dtype, or values that are not finite.
-Then, and where a server refuses a request for another reason, the run ends: a conversation is never left out.
+- `TRIES` times where the states are wrong: other token ids, another dtype, or values that are not finite.
+Then, and where a server refuses a request or gives states of another shape, the run ends: a conversation is never left out.
 
 Before a server is used its states of one sequence are compared with the trainer's own (`Reference`). They are compared again
 after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model.
@@ -15,7 +15,7 @@ Shapes: T tokens, L layer ids, H hidden.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.features.reference import Reference
 from drafttrain.features.state_files import RequestNames, StateFileError, read, remove_abandoned, remove_named
 
 if TYPE_CHECKING:
@@ -37,9 +38,6 @@ TOLD = 3  # failures of a server, one after the other, after which a line says s
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds; doubled after every failure of a server
 LATE = 5.0  # seconds after which the file of a failed request is removed, if the server has written it
 IDLE = 10.0  # seconds without an answer after which a server's states are compared again: no server starts in less
-# of a state's difference, by the coarser dtype. 12 blocks on vLLM: 6e-7 in float32, 0.012 in bfloat16
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
-NEARER = 0.8  # another layer id's state is nearer where its difference is below this share of the own one's
 
 
 class _AbsentError(Exception):
@@ -64,44 +62,6 @@ class ServerSettings:
     timeout: float = 120.0  # seconds for the states of one conversation
     patience: float = 600.0  # seconds to repeat a request while no server answers it
     concurrency: int = 32  # requests at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """The trainer's own states of one sequence, to compare a server's with."""
-
-    ids: list[int]
-    layers: tuple[int, ...]  # layer ids that a server gives, ascending: 0 is the embedding, i the output of block i - 1
-    own: Mapping[int, Tensor]  # [T, H] in float32 by layer id: of `layers` and of their neighbours
-    dtype: torch.dtype  # of the trainer's target
-    longest: int  # tokens of the longest conversation
-
-    def fault(self, hidden_TLH: Tensor) -> str | None:
-        """Why states of this sequence are not those of the target; None where they are.
-
-        In half precision rounding can be as large as the difference between two blocks' outputs. So a state must also be
-        nearest to the own state of its layer id.
-        """
-        size, own = hidden_TLH.shape[2], next(iter(self.own.values())).shape[1]
-        if size != own:
-            return f"states of {size} values, the target's have {own}: it serves another model"
-        tolerance = max(TOLERANCE.get(dtype, 0.06) for dtype in (hidden_TLH.dtype, self.dtype))
-        for i, layer in enumerate(self.layers):
-            errors = {other: difference(hidden_TLH[:, i].float(), own_TH) for other, own_TH in self.own.items()}
-            best = min(errors, key=errors.__getitem__)
-            if errors[layer] <= tolerance and errors[best] >= NEARER * errors[layer]:
-                continue
-            other = f"; it is that of layer id {best}" if errors[best] <= tolerance else ""
-            return (
-                f"the state of layer id {layer} differs from the target's by {errors[layer]:.2g} of its norm, more than "
-                f"rounding does{other}: it serves other layer ids, another model or another revision"
-            )
-        return None
-
-
-def difference(found_TH: Tensor, own_TH: Tensor) -> float:
-    """Median over positions of the difference's norm, as a share of the own state's."""
-    return float(((found_TH - own_TH).norm(dim=-1) / own_TH.norm(dim=-1).clamp_min(1e-30)).median())
 
 
 @dataclass

@@ -17,7 +17,8 @@ from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
-from drafttrain.features.servers import TOLERANCE, Reference, Servers, ServerSettings, difference
+from drafttrain.features.reference import TOLERANCE, Reference, difference
+from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
@@ -67,10 +68,10 @@ class EngineFeatures:
                 raise UserError(said)
         versions = ", ".join(f"{name} {version}" for name, version in servers.versions.items())
         answering = sum(server.dtype is not None for server in servers.servers)
-        dtype = next(str(server.dtype).removeprefix("torch.") for server in servers.servers if server.dtype is not None)
+        dtypes = sorted({str(server.dtype).removeprefix("torch.") for server in servers.servers if server.dtype is not None})
         console.say(
             f"features: {answering} of {len(bases)} servers ({versions}) give the target's states of the layer ids "
-            f"{', '.join(map(str, self.layers.ids))} in {dtype}; training does not run the target's blocks"
+            f"{', '.join(map(str, self.layers.ids))} in {' and '.join(dtypes)}; training does not run the target's blocks"
         )
         return EngineStates(servers, self.layers, self.loaded.target, options.ahead)
 

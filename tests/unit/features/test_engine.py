@@ -21,7 +21,8 @@ from drafttrain.data.dataset import collate
 from drafttrain.features import FeatureOptions, servers
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
-from drafttrain.features.servers import Reference, Servers, ServerSettings
+from drafttrain.features.reference import Reference
+from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
