@@ -99,7 +99,7 @@ def not_stuck(launcher: LauncherOptions, folder: Path, show: Callable[[int], Non
             elif time.monotonic() - since > STUCK:
                 show(ranks[0])
                 shutil.rmtree(folder, ignore_errors=True)
-                multiprocessing.util._run_finalizers()  # otherwise the tracker of semaphores warns of them
+                multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # otherwise the tracker of semaphores warns of them
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(1)
