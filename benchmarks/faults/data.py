@@ -227,12 +227,12 @@ def reader(target: Path) -> Callable[[Path], int]:
     """Reads a file's conversations, renders and tokenises them; returns their number."""
     from drafttrain.data import DataOptions
     from drafttrain.data.chat import Encoder
-    from drafttrain.data.sources import read_conversations
+    from drafttrain.data.sources import read_usable
     from drafttrain.targets import TargetOptions
     from drafttrain.targets.load import load_tokenizer
 
     encoder = Encoder(load_tokenizer(TargetOptions(name="hf", path=str(target))), 96)
-    return lambda path: len([encoder(c) for c in read_conversations(DataOptions(path=str(path), cache="cache"))])
+    return lambda path: len([encoder(c) for c in read_usable(DataOptions(path=str(path), cache="cache"))[0]])
 
 
 def one(read: Callable[[Path], int], path: Path, content: bytes) -> tuple[str, str]:

@@ -98,7 +98,8 @@ TRAINING_SETS: dict[str, TrainingSet] = {
 
 def named_set(path: str) -> TrainingSet | None:
     """The set that a path names; None for other paths. A file or folder of that name goes first."""
-    return TRAINING_SETS.get(path) if not Path(path).exists() else None
+    chosen = TRAINING_SETS.get(path)
+    return None if chosen is not None and Path(path).exists() else chosen
 
 
 def on_the_hub(source: SourceOptions) -> SourceOptions:

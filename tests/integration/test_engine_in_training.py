@@ -172,7 +172,6 @@ def test_the_engine_chooses_the_best_checkpoint(
         (("recipe=medusa", "measure.best=highest"), "choose own or engine"),
         (("recipe=medusa", "engine=vllm"), "during training set measure.every=STEPS measure.engine=NAME"),
         (("recipe=hydra", "measure.every=2", "measure.engine=transformers"), "hydra cannot be exported to transformers"),
-        (("recipe=dspark", "measure.every=2", "measure.engine=vllm"), "vLLM is run here with"),
         (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "engine_python=none"), "engine_python is 'none'"),
         (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "decode=sampling"), "measured with greedy decoding"),
         (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "measure.engine_timeout=0"), "engine_timeout is 0"),
