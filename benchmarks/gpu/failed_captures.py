@@ -95,6 +95,6 @@ def decoding(machine: Machine) -> dict[str, Any]:
 def jobs(machine: Machine) -> list[Job]:
     modules = (*sources.DECODER, *sources.of_family(FAMILY))
     return [
-        Job(f"failed capture: {name}", "failed captures", modules, partial(work, machine))
+        Job(f"captures that fail: {name}", "captures that fail", modules, partial(work, machine))
         for name, work in {"alone": alone, "decoding": decoding}.items()
     ]

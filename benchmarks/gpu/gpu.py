@@ -70,7 +70,7 @@ def stages(machine: Machine, maker: real_1.Maker, worker: real_2.Worker) -> list
         Stage("other decode steps", decoding, 4),
         Stage("losses and learning", of(train.SECTION, train.jobs(machine)), 3),
         Stage(REAL, material + distilled, 13),
-        Stage("failed captures", of(CHECK, failed_captures.jobs(machine))),
+        Stage("captures that fail", of(CHECK, failed_captures.jobs(machine))),
         Stage("all other checks", of(CHECK, check.jobs(machine))),
     ]
     return once(found)

@@ -110,7 +110,7 @@ def start(options: LoggerOptions, folder: Path, config: dict[str, Any], name: st
         group=options.group or group_of(config),
         job_type=job,
         name=name,
-        dir=str(folder),
+        dir=str(folder.absolute()),  # its own process may have been started in another folder
         config=config,
         mode=mode,
         settings=wandb.Settings(silent=True, console="off"),

@@ -118,6 +118,14 @@ def test_an_offline_run_has_group_summary_table_pictures_and_lineage(tmp_path: P
     assert inputs[-1] == [data.name]
 
 
+def test_a_relative_folder_is_one_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B's own process keeps the folder that it was started in."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert found(logged(Path(f"run-{name}")))["exit"]
+
+
 @pytest.mark.slow
 def test_wandb_sync_finds_the_runs_that_are_here(tmp_path: Path) -> None:
     """Of a training and of an export, in the run's directory. It is asked what it would send, and sends nothing."""
