@@ -110,9 +110,10 @@ def ends_of(target: str | Path | PreTrainedConfig, options: TargetOptions, token
     if isinstance(target, PreTrainedConfig):
         return EndsTarget(target, options, tokenizer)
     try:
-        config = AutoConfig.from_pretrained(str(target), trust_remote_code=options.trust_remote_code)
+        config = AutoConfig.from_pretrained(str(target), revision=options.revision, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # libraries raise errors of every kind for damaged files
-        raise UserError(f"target {str(target)!r} has no configuration that transformers can load: {reason(error)}") from error
+        why = reason(error, str(target), options.revision)
+        raise UserError(f"target {str(target)!r} has no configuration that transformers can load: {why}") from error
     made = EndsTarget(config, options, tokenizer)
     if Path(target).is_dir() and any(Path(target).glob("*.safetensors*")):
         made.read(Path(target))

@@ -332,3 +332,9 @@ def test_what_cannot_follow_is_said() -> None:
     assert not online.step(tokens(), mask=torch.zeros(3, 14)).stepped
     assert not online.step(tokens(), {FINAL: torch.full((3, 14, 32), torch.nan)}).stepped and online.steps == 0
     assert all(bool(parameter.isfinite().all()) for parameter in online.module.parameters())
+
+
+def test_a_path_without_a_configuration_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(dt.UserError, match="has no configuration that transformers can load") as error:
+        dt.OnlineDrafter(tmp_path, "medusa")
+    assert "\n" not in str(error.value)
