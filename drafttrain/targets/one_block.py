@@ -86,12 +86,13 @@ class BlockPass:
 
 def forward(block: Any, rotary: Any, x_BNH: Tensor, step: BlockPass) -> Tensor:
     """[B, N, H] the block's output. rotary: the target's module that makes the angles."""
+    in_parts = hasattr(rotary, "mrope_section")  # temporal, vertical and horizontal, which are the same for text
     out = block(
         x_BNH,
         attention_mask=step.mask_B1NP,
         position_ids=step.position_BN,
         past_key_values=step.cache,
-        position_embeddings=rotary(x_BNH, step.position_BN),
+        position_embeddings=rotary(x_BNH, step.position_BN.expand(3, -1, -1) if in_parts else step.position_BN),
         **step.more,
     )
     return out[0] if isinstance(out, tuple) else out

@@ -203,3 +203,25 @@ def test_drafts_of_each_depth_follow_the_text_at_every_decode_step(tmp_path: Pat
             index = (prediction.source_M == at - 1).nonzero()[0, 0]
             assert int(prediction.head(prediction.hidden_MH[index]).argmax()) == drafts[prediction.step]
         at += 1 + next((i for i, draft in enumerate(drafts) if text[at + 1 + i : at + 2 + i] != [draft]), len(drafts))
+
+
+@pytest.mark.parametrize("found", ["qwen3_5"], indirect=True)
+def test_rotary_positions_of_three_parts_are_given_as_three(
+    found: tuple[Native, HFTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before transformers 5.23 such a module does not take them as one part."""
+    _, target = found
+    drafter = MTPNative(MTPNativeOptions(), target).eval()
+    rotary = drafter.rotary.module
+    own, shapes = rotary.forward, list[int]()
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        shapes.append(position_ids.ndim)
+        return own(x, position_ids)
+
+    batch = batch_of(target, drafter)
+    wanted = [p.hidden_MH for p in drafter.predict(batch)]
+    monkeypatch.setattr(rotary, "forward", forward)
+    for prediction, hidden_MH in zip(drafter.predict(batch), wanted, strict=True):
+        assert torch.equal(prediction.hidden_MH, hidden_MH)
+    assert set(shapes) == {3}
