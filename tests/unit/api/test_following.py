@@ -78,3 +78,26 @@ def test_drafters_follow_a_grpo_trainer(tmp_path: Path) -> None:
         assert drafter.steps == 2 and any(not torch.equal(x, old[name]) for name, x in drafter.module.state_dict().items())
     kept = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     assert not any(hook.__module__.startswith("drafttrain") for hook in kept)
+
+
+def test_drafters_follow_a_trainer_of_transformers(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model, seen = tiny_model(), list[tuple[int, list[dt.StepMetrics]]]()
+    drafters = [follower(model, recipe) for recipe in ("medusa", "eagle3")]
+    before = [{name: x.clone() for name, x in drafter.module.state_dict().items()} for drafter in drafters]
+    settings = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, save_strategy="no",
+        report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    rows = [{"input_ids": row_T, "labels": row_T} for row_T in tokens(8, 12)]
+    callback = dt.FollowCallback(*drafters, every=2, report=lambda step, metrics: seen.append((step, metrics)))
+    Trainer(model=model, args=settings, train_dataset=rows, callbacks=[callback]).train()
+    assert [step for step, _ in seen] == [1, 3], "every second step of the trainer"
+    assert all(m.stepped and m.supervised == 2 * 2 * 2 * 11 for _, metrics in seen for m in metrics), (
+        "all passes since the last"
+    )
+    for drafter, old in zip(drafters, before, strict=True):
+        assert drafter.steps == 2 and any(not torch.equal(x, old[name]) for name, x in drafter.module.state_dict().items())
+    kept = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert not any(hook.__module__.startswith("drafttrain") for hook in kept)
