@@ -23,8 +23,7 @@ from rich.console import Console as RichConsole
 from safetensors.torch import load_file
 
 from drafttrain.core.errors import UserError
-from drafttrain.data import DataOptions
-from drafttrain.data.dataset import Dataset, load_dataset
+from drafttrain.data.dataset import Dataset
 from drafttrain.drafters import families
 from drafttrain.features import FeatureOptions
 from drafttrain.features.engine import EngineStates
@@ -32,8 +31,7 @@ from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import Taps
 from drafttrain.objective.losses import LossOptions
-from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.caching import check_features
 from drafttrain.train.engine import World, join_world
@@ -42,23 +40,15 @@ from drafttrain.train.progress import Console
 from drafttrain.train.trainer import Trainer, TrainingJob
 from tests import forked
 from tests.contract.test_families import SHAPES, build
+from tests.integration.test_features import data, loaded
 from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses
 from tests.standin.states_server import StandIn, serving
 
+__all__ = ["data", "loaded"]
 OPTIONS = TrainOptions(steps=3, global_batch=4, micro_batch=1, warmup=0.0, checkpoint_every=3)
 FAMILIES = ("medusa", "eagle3", "dflash")
 ROOT = Path(__file__).parents[2]
 STEPS = ("recipe=medusa", "train.steps=12", "train.checkpoint_every=4")
-
-
-@pytest.fixture(scope="module")
-def loaded(material: Path) -> LoadedTarget:
-    return load_target(TargetOptions(name="hf", path=str(material / "target")))
-
-
-@pytest.fixture(scope="module")
-def data(material: Path, loaded: LoadedTarget) -> Dataset:
-    return load_dataset(DataOptions(path=str(material / "data.jsonl"), held_out=4), loaded.tokenizer, progress=False)
 
 
 @pytest.fixture(scope="module")
