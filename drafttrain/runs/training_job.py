@@ -39,10 +39,10 @@ from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import EngineFeatures
+from drafttrain.train.job import TrainingJob
 from drafttrain.train.onpolicy import check_on_policy
 from drafttrain.train.packed_rows import check_packing
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import TrainingJob
 from drafttrain.train.ulysses import check_sequence_parallel
 
 CHECKPOINT = 16  # bytes of a trained parameter in a checkpoint: weights, master weights and two moments

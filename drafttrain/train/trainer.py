@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,74 +14,32 @@ from torch import Tensor
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.core.files import atomic_directory
 from drafttrain.core.intervals import accepted_length, tau_interval, with_interval
-from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, token_counts
+from drafttrain.data.dataset import check_supervised, token_counts
 from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters.checkpoint import (
-    CheckpointMeta,
-    TargetRecord,
-    adapter_state,
     checkpoint_name,
     filled,
     save_drafter,
 )
-from drafttrain.drafters.common.drafter_lora import add_matrices, name_in_checkpoint
-from drafttrain.features.cached import Cached
+from drafttrain.drafters.common.drafter_lora import add_matrices
 from drafttrain.features.engine import EngineStates
 from drafttrain.features.online import Online
-from drafttrain.features.prefetch import Prefetch
-from drafttrain.model.batch import TrainBatch
-from drafttrain.model.drafter import Drafter
-from drafttrain.objective.lora_target import AdaptedObjective, rate_scale
-from drafttrain.objective.losses import LossOptions, Objective, StepCounts, teacher_forced
-from drafttrain.targets.adapt import Adapter
-from drafttrain.targets.load import LoadedTarget
-from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.objective.lora_target import rate_scale
+from drafttrain.objective.losses import StepCounts, teacher_forced
 from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, save_settings
 from drafttrain.train.compiled import compile_layers
 from drafttrain.train.engine import TrainingEngine, World
-from drafttrain.train.engine_measurement import EngineMeasurement, OpenEngine, engine_measurement
+from drafttrain.train.engine_measurement import EngineMeasurement, engine_measurement
 from drafttrain.train.interrupt import Interrupt
+from drafttrain.train.job import TrainingJob, meta_of, objective_of, tensor_names
 from drafttrain.train.logger import Logger
-from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.profile import Profile, window
 from drafttrain.train.progress import Console, RunningMeans
 from drafttrain.train.schedule import learning_rate
+from drafttrain.train.step_batches import Batches
 from drafttrain.train.telemetry import Meter, StepCost
 from drafttrain.train.tree_tuning import tuned_sums
-from drafttrain.train.ulysses import sequence_group
 from drafttrain.train.watchdog import Watchdog
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingJob:
-    """The drafter, target, data and options of a training run."""
-
-    loaded: LoadedTarget
-    drafter: Drafter
-    family: str
-    options: dict[str, Any]  # the family's options, for the checkpoint
-    data: Dataset
-    train: TrainOptions
-    deepspeed: DeepSpeedOptions
-    loss: LossOptions
-    nodes: int | None  # node budget of a draft tree; None: the fastest on this machine
-    adapter: Adapter | None = None  # of a target that is trained too
-    start: dict[str, Tensor] | None = None  # initial weights, instead of the family's
-    prefetch: bool = False
-    features: Online | Cached | EngineStates | None = None  # source of the target's states; None: the target, in every step
-    quick_measure: Callable[[Drafter], dict[str, float]] | None = None  # small measurement, on rank 0
-    quick_measure_every: int = 0  # steps between small measurements; there is also one at each checkpoint
-    open_engine: OpenEngine | None = None  # a serving engine that makes these measurements too
-    best_by_engine: bool = False  # whether its tau chooses the best checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatches:
-    """The batches of one step."""
-
-    micro: list[TrainBatch]  # of this process; with sequence parallelism, its parts of them
-    tokens: int  # that all processes read
-
 
 OUT_OF_REACH = 2**31  # a rank that no path contains
 
@@ -103,16 +60,13 @@ class Trainer:
         if job.train.lora.rank:
             add_matrices(job.drafter, job.train.lora, job.loaded.target.shape.vocab_size)
         self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
-        self.prefetch = Prefetch(self._states, self.device)
-        self._built: dict[int, StepBatches] = {}  # the batches of later steps whose states have begun to be loaded
         self._tuned: int | None = None  # the last step at which the proposal was tuned
         self.engine = TrainingEngine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
-        self.group = sequence_group(job.train, world)
-        self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
         self.checkpoints = CheckpointManager(
             run_dir / "checkpoints", world, self.engine, tensor_names(job), job.train.keep_last, job.best_by_engine
         )
         self.meter = Meter(self.device)
+        self.batches = Batches(job, world, self.features, self.meter)
         self.progress = self.checkpoints.resume(resumed) if resumed else Progress()
         self.resumed = resumed
 
@@ -241,15 +195,15 @@ class Trainer:
         Returns its figures over all processes, the number of tokens it read, and whether any process must stop.
         """
         options, progress = self.job.train, (step + 1) / self.job.train.steps
-        batches = self._step_batches(step)
+        batches = self.batches.of(step)
         own = torch.tensor([sum(b.supervised() for b in batches.micro)], device=self.device)
         supervised = int(self.world.sum(own))
         check_supervised(supervised, step + 1)
         total, counted = torch.zeros(1, dtype=torch.float64, device=self.device), None
         for i, batch in enumerate(batches.micro):
             with self.meter.micro_batch(batch):
-                filled = batch.to(self.device) if self.job.adapter else self.prefetch.fill(batch)  # its states need gradients
-                self._begin_next(batches.micro[i + 1 :], step)
+                filled = batch.to(self.device) if self.job.adapter else self.batches.filled(batch)  # its states need gradients
+                self.batches.begin_next(batches.micro[i + 1 :], step)
                 loss, counts = self.engine.forward(filled, progress)
                 self.engine.backward(loss, supervised)
             total += loss.detach().double()
@@ -265,66 +219,6 @@ class Trainer:
         values |= {"lr": rate, "grad_norm": norm, "supervised_tokens": supervised}
         return values, batches.tokens, stop > 0
 
-    def _states(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the frozen target's states, computed, read from disk or received."""
-        with self.meter.target() if isinstance(self.features, Online) else self.meter.data():
-            return self.features.fill(batch)
-
-    def _step_batches(self, step: int) -> StepBatches:
-        """The batches of a step; each step's are built once."""
-        if step in self._built:
-            return self._built.pop(step)
-        with self.meter.data():
-            rows = self.job.data.global_batch(step, self.job.train.global_batch)
-        rows = self.on_policy.rows(rows, step)
-        with self.meter.data():
-            per_sequence = self.job.train.sequence_parallel
-            own = shard(
-                rows,
-                self.world.rank // per_sequence,
-                self.world.size // per_sequence,
-                self.job.train.micro_batch,
-            )
-            micro = [self._batch(part) for part in own]
-            if self.group is not None:
-                micro = [batch.part(self.group, self.job.drafter.label_offset) for batch in micro]
-            return StepBatches(micro, sum(len(row.token_ids) for row in rows))
-
-    def _begin_next(self, left: list[TrainBatch], step: int) -> None:
-        """Start loading, requesting or computing the next batches' states, unless the target computes them when they are due.
-
-        left: batches of this step. On-policy replies cannot be prefetched: they need the weights after this step.
-        """
-        job, source = self.job, None if isinstance(self.features, Online) else self.features
-        if not (job.prefetch or source) or job.adapter is not None or job.train.on_policy:
-            return
-        for batch in islice(self._coming(left, step), source.ahead if source else 1):
-            (source.begin if source else self.prefetch.start)(batch)
-
-    def _coming(self, left: list[TrainBatch], step: int) -> Iterator[TrainBatch]:
-        """The micro-batches after the current one, in order, whatever step they belong to."""
-        yield from left
-        for later in range(step + 1, self.job.train.steps):
-            if later not in self._built:
-                self._built[later] = self._step_batches(later)
-            yield from self._built[later].micro
-
-    def _batch(self, rows: Any) -> TrainBatch:
-        pad = self.job.loaded.tokenizer.pad_token_id
-        return collate(rows, 0 if pad is None else pad)
-
-    def held_out(self) -> Iterator[TrainBatch]:
-        """Batches of the held-out conversations, with the target's states."""
-        rows, size = self.job.data.held_out, self.job.train.micro_batch
-        batches = [self._batch(rows[start : start + size]) for start in range(0, len(rows), size)]
-        for i, batch in enumerate(batches):
-            if isinstance(self.features, EngineStates):
-                for later in batches[i : i + 1 + self.features.ahead]:
-                    self.features.begin(later)
-            yield self.features.fill(batch)
-        if isinstance(self.features, EngineStates):
-            self.features.pause()
-
     def _tune(self) -> None:
         """Tune the proposal on held-out ranks, and record its expected tau (greedy)."""
         if self._tuned == self.progress.step:
@@ -332,7 +226,7 @@ class Trainer:
         self._tuned = self.progress.step
         drafter, target = self.job.drafter, self.job.loaded.target
         drafter.eval()
-        hits = [teacher_forced(drafter, target, batch) for batch in self.held_out()]
+        hits = [teacher_forced(drafter, target, batch) for batch in self.batches.held_out()]
         drafter.train()
         confidences = [(h.confidence_MK, h.rank_MK == 0, h.mass_MK) for h in hits if h.confidence_MK is not None]
         if confidences and drafter.calibration is not None:
@@ -374,20 +268,6 @@ class Trainer:
         return saved
 
 
-def tensor_names(job: TrainingJob) -> dict[str, str]:
-    """Names of the tensors in the engine's module, by their names in a checkpoint."""
-    own = name_in_checkpoint if job.train.lora.rank else str
-    drafter = {own(name): f"drafter.{name}" for name in job.drafter.state_dict()}
-    return drafter | {name: name for name in adapter_state(job.adapter)}
-
-
-def objective_of(job: TrainingJob) -> Objective:
-    """The training objective; with an adapter, it trains the target too."""
-    if job.adapter is not None:
-        return AdaptedObjective(job.drafter, job.loaded.target, job.loss, job.adapter)
-    return Objective(job.drafter, job.loaded.target, job.loss)
-
-
 def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
     """Write the only checkpoint of a drafter that is not trained: its settings, at step 0."""
     progress = Progress()
@@ -396,14 +276,6 @@ def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
             save_settings(aside, job.drafter.state_dict(), meta_of(job, progress.step), progress)
     world.wait()
     return progress
-
-
-def meta_of(job: TrainingJob, step: int) -> CheckpointMeta:
-    """The metadata of a checkpoint."""
-    adapter = None if job.adapter is None else asdict(job.adapter.spec)
-    lora = asdict(job.train.lora) if job.train.lora.rank else None
-    settings, target = job.drafter.decode_settings(), TargetRecord.of(job.loaded)
-    return CheckpointMeta(job.family, job.options, settings, target, step, adapter, lora=lora)
 
 
 def figures(counts: StepCounts) -> dict[str, Any]:

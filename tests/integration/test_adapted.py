@@ -22,8 +22,9 @@ from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import join_world
+from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import Trainer, TrainingJob
+from drafttrain.train.trainer import Trainer
 from tests.helpers import tiny_target
 from tests.integration.test_training import arguments, digest, fit, kill_after, losses
 

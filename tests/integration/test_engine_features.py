@@ -36,8 +36,9 @@ from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.caching import check_features
 from drafttrain.train.engine import World, join_world
 from drafttrain.train.engine_features import EngineFeatures
+from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import Trainer, TrainingJob
+from drafttrain.train.trainer import Trainer
 from tests import forked
 from tests.contract.test_families import SHAPES, build
 from tests.integration.test_features import data, loaded

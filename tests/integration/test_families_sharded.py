@@ -19,8 +19,9 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import join_world, leave_world
+from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import Trainer, TrainingJob
+from drafttrain.train.trainer import Trainer
 from tests.contract.test_families import NAMES, SHAPES, build
 from tests.forked import launch
 from tests.helpers import FEW, chosen

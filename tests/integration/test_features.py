@@ -29,8 +29,9 @@ from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World, join_world
+from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import Trainer, TrainingJob
+from drafttrain.train.trainer import Trainer
 from tests import forked
 from tests.contract.test_families import SHAPES, build
 from tests.integration.test_training import arguments, by_adamw, fit, last_weights, losses, once

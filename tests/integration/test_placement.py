@@ -32,9 +32,10 @@ from drafttrain.targets.round_robin import RoundRobinTarget, part_among_neighbou
 from drafttrain.targets.sharded import ShardedTarget
 from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
 from drafttrain.train.engine import TrainingEngine, World, join_world, leave_world
+from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
 from drafttrain.train.sharding import ZeroShards
-from drafttrain.train.trainer import Trainer, TrainingJob
+from drafttrain.train.trainer import Trainer
 from tests.forked import launch
 from tests.helpers import tiny_model
 from tests.integration import test_training as runs

@@ -1,0 +1,101 @@
+"""The batches of a run's steps, with the target's states: computed, read from disk, or received from servers.
+
+Batches follow from seed and step, so the states of later ones can be begun early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from drafttrain.data.chat import Encoded
+from drafttrain.data.dataset import collate, shard
+from drafttrain.features.cached import Cached
+from drafttrain.features.engine import EngineStates
+from drafttrain.features.online import Online
+from drafttrain.features.prefetch import Prefetch
+from drafttrain.model.batch import TrainBatch
+from drafttrain.train.engine import World
+from drafttrain.train.job import TrainingJob
+from drafttrain.train.onpolicy import OnPolicy
+from drafttrain.train.telemetry import Meter
+from drafttrain.train.ulysses import sequence_group
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatches:
+    """The batches of one step."""
+
+    micro: list[TrainBatch]  # of this process; with sequence parallelism, its parts of them
+    tokens: int  # that all processes read
+
+
+class Batches:
+    """Makes batches, and gets their states from `source`. meter: gets the time that this takes."""
+
+    def __init__(self, job: TrainingJob, world: World, source: Online | Cached | EngineStates, meter: Meter) -> None:
+        self.job, self.world, self.source, self.meter = job, world, source, meter
+        self.group = sequence_group(job.train, world)
+        self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
+        self.prefetch = Prefetch(self._states, job.loaded.target.device)
+        self._built: dict[int, StepBatches] = {}  # of later steps whose states have begun to be loaded
+
+    def of(self, step: int) -> StepBatches:
+        """The batches of a step, without states; each step's are built once."""
+        if step in self._built:
+            return self._built.pop(step)
+        options = self.job.train
+        with self.meter.data():
+            rows = self.job.data.global_batch(step, options.global_batch)
+        rows = self.on_policy.rows(rows, step)
+        with self.meter.data():
+            each = options.sequence_parallel
+            own = shard(rows, self.world.rank // each, self.world.size // each, options.micro_batch)
+            micro = [self._batch(part) for part in own]
+            if self.group is not None:
+                micro = [batch.part(self.group, self.job.drafter.label_offset) for batch in micro]
+            return StepBatches(micro, sum(len(row.token_ids) for row in rows))
+
+    def filled(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the frozen target's states, on the target's device."""
+        return self.prefetch.fill(batch)
+
+    def begin_next(self, left: list[TrainBatch], step: int) -> None:
+        """Start loading, requesting or computing the next batches' states, unless the target computes them when they are due.
+
+        left: batches of this step. On-policy replies cannot be prefetched: they need the weights after this step.
+        """
+        job, source = self.job, None if isinstance(self.source, Online) else self.source
+        if not (job.prefetch or source) or job.adapter is not None or job.train.on_policy:
+            return
+        for batch in islice(self._coming(left, step), source.ahead if source else 1):
+            (source.begin if source else self.prefetch.start)(batch)
+
+    def held_out(self) -> Iterator[TrainBatch]:
+        """Batches of the held-out conversations, with the target's states."""
+        rows, size = self.job.data.held_out, self.job.train.micro_batch
+        batches = [self._batch(rows[start : start + size]) for start in range(0, len(rows), size)]
+        for i, batch in enumerate(batches):
+            if isinstance(self.source, EngineStates):
+                for later in batches[i : i + 1 + self.source.ahead]:
+                    self.source.begin(later)
+            yield self.source.fill(batch)
+        if isinstance(self.source, EngineStates):
+            self.source.pause()
+
+    def _states(self, batch: TrainBatch) -> TrainBatch:
+        with self.meter.target() if isinstance(self.source, Online) else self.meter.data():
+            return self.source.fill(batch)
+
+    def _coming(self, left: list[TrainBatch], step: int) -> Iterator[TrainBatch]:
+        """The micro-batches after the current one, in order, whatever step they belong to."""
+        yield from left
+        for later in range(step + 1, self.job.train.steps):
+            if later not in self._built:
+                self._built[later] = self.of(later)
+            yield from self._built[later].micro
+
+    def _batch(self, rows: Sequence[Encoded]) -> TrainBatch:
+        pad = self.job.loaded.tokenizer.pad_token_id
+        return collate(rows, 0 if pad is None else pad)
