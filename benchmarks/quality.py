@@ -1,11 +1,13 @@
 """The effect of training settings: expected tau on held-out conversations after equal steps, one row for each setting.
 
     python -m benchmarks.quality --recipes eagle3 medusa --steps 300 600 --vary "" "train.optimizer=muon train.lr=5e-3"
-                                 [--target DIR --data DIR --template FILE] [--seeds 0 1] [--out DIR] [--table]
+                                 [--target DIR --data DIR --template FILE] [--seeds 0 1] [--out DIR] [--every 500]
+                                 [--table] [--plot FILE]
 
 Each recipe is trained with each of the overrides in `--vary` ("": none) and each number of steps, on the same batches. Runs
-that exist are not repeated; --table prints the existing ones. --target: a transformers model directory that replaces the
-embedded target, with conversations that it wrote (`drafttrain prepare`).
+that exist are not repeated, and one that was stopped continues from its last checkpoint (--every: steps between two of them);
+--table prints the existing ones. --plot: a picture of the curves, expected tau by steps. --target: a transformers model
+directory that replaces the embedded target, with conversations that it wrote (`drafttrain prepare`).
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def trained(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
     """The figures of a new training run."""
     folder = given.out / "run"
     command = ["fit", f"recipe={setting.recipe}", f"output={folder}"]
-    command += [f"train.steps={setting.steps}", f"train.checkpoint_every={setting.steps}", f"train.seed={setting.seed}"]
+    command += [f"train.steps={setting.steps}", f"train.seed={setting.seed}", "resume=auto"]
+    command += [f"train.checkpoint_every={min(setting.steps, given.every or setting.steps)}"]
     command += ["measure=off", "logger=none", "train.keep_last=1", *given.also]
     if given.target:
         command += ["target=hf", f"target.path={given.target}", f"data.path={given.data}"]
@@ -112,6 +115,35 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Expected tau by steps, a line for each target, recipe and variant; seeds are averaged."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+    for row in rows:
+        if "expected_tau" in row:
+            line = found.setdefault((row["target"], row["recipe"], row["vary"]), {})
+            line.setdefault(row["steps"], []).append(row["expected_tau"])
+    figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for (target, recipe, vary), line in sorted(found.items()):
+        label = " ".join(word for word in ("" if target == "embedded" else target, recipe, vary) if word)
+        steps = sorted(line)
+        axis.plot(steps, [sum(line[one]) / len(line[one]) for one in steps], "o-", label=label)
+    axis.set_xscale("log")
+    ticks = sorted({steps for line in found.values() for steps in line})
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
+    axis.minorticks_off()
+    axis.set_xlabel("training steps, each run with its own schedule to the end")
+    axis.set_ylabel("expected tau, held-out conversations")
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", default=[])
@@ -123,7 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data")
     parser.add_argument("--template")
     parser.add_argument("--out", type=Path, default=Path("outputs/quality"))
+    parser.add_argument("--every", type=int, help="steps between checkpoints, from which a stopped run continues")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plot", type=Path)
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / ROWS
@@ -138,6 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = row.get("error") or f"expected tau {row['expected_tau']:.3f}  {row['cpu_seconds']:.0f} CPU seconds"
         print(f"{setting.target} {setting.recipe} {setting.steps} {setting.vary or 'as it is'}: {found}", flush=True)
     print(table(rows_of(file)))
+    if given.plot is not None:
+        plot(rows_of(file), given.plot)
     return 1 if failed else 0
 
 

@@ -31,7 +31,7 @@ DRAFTERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "dflash": ("dflash", 600, ()),
     "jetspec": ("jetspec", 600, ()),
     "dspark": ("dspark", 600, ()),
-    "dflash2": ("dflash2", 600, ()),
+    "dflash2": ("dflash2", 600, ("drafter.candidates=12",)),  # llama.cpp takes k where k (k + 1) is at most the hidden size
     "draft_model": ("draft_model", 150, ()),
     "peagle": ("peagle", 400, ("drafter.tree=chain", "drafter.draft_vocab=512")),
     "peagle, plain": ("peagle", 400, ("drafter.tree=chain", "drafter.fc_norm=false", "drafter.tap_rule=official")),
