@@ -62,7 +62,7 @@ class Fake:
             lines += [f'{name}{{{labels},position="{at}"}} {n * texts / 2}' for at, n in enumerate((1, 0, 0))]
             lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_created{{{labels},position="0"}} 1.7e+09')
         each = [line.replace("{i}", str(i)) for line in lines for i in range(2)]
-        return "\n".join(["# HELP x of nothing", "process_cpu_seconds_total 1.5", *each])
+        return "\n".join(["# HELP x of nothing", "process_start_time_seconds 100", *each])
 
     def details(self) -> dict[str, Any]:
         """SGLang's counts of one answer: one step without an accepted draft, one with one."""

@@ -29,6 +29,7 @@ class Counters:
     by_position: str | None = None  # accepted drafts, with a label `position` from 0
 
 
+STARTED = "process_start_time_seconds"  # of prometheus_client, where one process counts
 SPEC = "vllm:spec_decode_num_"
 KNOWN = (
     Counters(
@@ -56,16 +57,17 @@ class Reading:
 
     sums: dict[str, float]
     by_position: dict[int, float] = field(default_factory=dict)  # empty where it does not count positions
+    started: float | None = None  # when the server's process started, where it says so
 
     def since(self, before: Reading) -> Reading:
         """What was counted after another reading."""
         sums = {name: value - before.sums.get(name, 0.0) for name, value in self.sums.items()}
         return Reading(sums, {at: value - before.by_position.get(at, 0.0) for at, value in self.by_position.items()})
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether a difference is below zero."""
-        return min(*self.sums.values(), *self.by_position.values()) < 0
+    def restarted_since(self, before: Reading) -> bool:
+        """Whether it is another process that counts, or a counter went down."""
+        spent = self.since(before)
+        return self.started != before.started or min(*spent.sums.values(), *spent.by_position.values()) < 0
 
 
 def read(text: str | None) -> Reading | str:
@@ -78,7 +80,7 @@ def read(text: str | None) -> Reading | str:
         values = {key: found.get(name) for key, name in names.items() if name is not None}
         if all(value is not None for value in values.values()):
             sums = {key: value for key, value in values.items() if value is not None}
-            return Reading(sums, prometheus_by_position(text, known.by_position))
+            return Reading(sums, prometheus_by_position(text, known.by_position), found.get(STARTED))
     return "the server's /metrics does not count verifications as vLLM or SGLang do; was it started with speculation?"
 
 
@@ -93,9 +95,9 @@ def counted(before: Reading | str, look: Callable[[], str | None], tokens: int) 
         now = read(look())
         if isinstance(now, str):
             return _unknown(now)
+        if now.restarted_since(before):
+            return _unknown("the server was restarted meanwhile, so its counters began anew")
         spent = now.since(before)
-        if spent.shrinks:
-            return _unknown("the server's counters went down, so it was restarted meanwhile")
         generated = int(spent.sums.pop("generated"))
         if generated >= tokens:
             break

@@ -19,7 +19,7 @@ HEADER = (
     *("identical to its plain output", "plain output is ours", "prompts x repeats"),
 )
 DURING = ("step", "tau in the engine", "our tau, same chains", "our tau", "accepted drafts", "seconds")
-SHOWN = ("engine", "tokens/s", "plain", "speedup", "tau", "our tau", "by position", "identical", "prompts")
+SHOWN = ("engine", "tokens/s", "plain", "speedup", "tau", "our tau", "by position", "identical")
 
 
 def engines_of(report: Report) -> list[Entry]:
@@ -92,19 +92,19 @@ def engines_table(report: Report) -> Table:
     """A row for our decoder and one for each engine, at the first batch size."""
     table = cells.console_table("serving engines, on the same prompts", SHOWN, left=("engine",))
     own = best_entry(report)
-    table.add_row(*_row("drafttrain", own, "", own["timed_prompts"]))
+    table.add_row(*_row("drafttrain", own, ""))
     for entry in engines_of(report):
-        table.add_row(*_row(version(entry), entry, cells.number(entry["tau_here"]), entry["prompts"]))
+        table.add_row(*_row(version(entry), entry, cells.number(entry["tau_here"])))
     if warnings := flags(report):
         table.caption = Text("\n".join(f"! {line}" for line in warnings), style="yellow")
     return table
 
 
-def _row(name: str, entry: Entry, our_tau: str, prompts: int) -> list[str | Text]:
+def _row(name: str, entry: Entry, our_tau: str) -> list[str | Text]:
     rates = [cells.number(entry[key], 0) for key in ("tokens_per_s", "baseline_tokens_per_s")]
     tau = Text(cells.number(entry["tau"]), style="red" if entry.get("tau_gap_flagged") else "")
     alphas = cells.two_a_line(cells.alphas(entry))
-    return [name, *rates, cells.speedups(entry).replace(" ", "\n"), tau, our_tau, alphas, cells.exact(entry), str(prompts)]
+    return [name, *rates, cells.speedups(entry).replace(" ", "\n"), tau, our_tau, alphas, cells.exact(entry)]
 
 
 def short(entry: Entry) -> str:

@@ -80,7 +80,9 @@ def test_counters_of_a_restarted_server(serve: Callable[..., Fake]) -> None:
         before = read(fake.metrics())
         fake.lost = 1
         found = counted(before, fake.metrics, 4)
-        assert found.notes == ("no tau and no acceptance: the server's counters went down, so it was restarted meanwhile",)
+        assert found.notes == ("no tau and no acceptance: the server was restarted meanwhile, so its counters began anew",)
+        later = fake.metrics().replace("process_start_time_seconds 100", "process_start_time_seconds 107")
+        assert counted(read(fake.metrics()), lambda: later, 0).notes == found.notes, "though no counter is smaller"
         assert side.answer([0]).accepted_by_position == (1, 0, 0), "the next wave counts from the new start"
     late = counted(read(fake.metrics()), fake.metrics, 4)
     assert late.verifications is None and "counts 0 of the 4 tokens" in late.notes[0]
