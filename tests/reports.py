@@ -43,7 +43,14 @@ def engine_of(name: str, label: str, **more: Any) -> dict[str, Any]:
     part = {"by": "batch_size", "value": 1, "speedup": 1.2, "speedup_min": 1.1, "speedup_max": 1.3, "tokens_per_s": 240.0}
     part |= {"baseline_tokens_per_s": 200.0, "ttft_ms": 5.0, "tpot_ms": 4.0, "baseline_ttft_ms": 5.0, "baseline_tpot_ms": 5.0}
     part |= {"verifications": 300, "drafted": 900, "accepted": 300, "tau": 2.0, "tau_here": 2.0, "tau_gap": 0.0}
-    part |= {"tau_gap_flagged": False, "exact_matches": 8, "prompts": 8, "repeats": 3}
+    part |= {"accepted_by_position": [210, 90, 0], "alpha_by_position": [[0.7, 0.6, 0.8], [0.43, 0.3, 0.5]]}
+    part |= {
+        "alpha_by_position_here": [[0.71, 0.6, 0.8]],
+        "tau_gap_flagged": False,
+        "exact_matches": 8,
+        "prompts": 8,
+        "repeats": 3,
+    }
     entry = {"engine": name, "label": label, "versions": {name: "1.0"}, "stack": name, "url": None, "dtype": "float32"}
     entry |= {"threads": 2, "error": None, "flags": [], "notes": [], "draft_length": 3, "batch_size": 1, "same_as_here": 8}
     figures = {key: value for key, value in part.items() if key not in ("by", "value")} | entry | more

@@ -32,28 +32,43 @@ def untrained(directory: Path) -> Path:
 
 
 class Fake:
-    """An OpenAI-compatible server of four tokens a text, three of them from two verifications. counts: as `vllm`, `sglang` or
-    nobody does; others: tokens that it generates for somebody else meanwhile."""
+    """An OpenAI-compatible server of four tokens a text, three of them from two verifications of three drafts.
+
+    counts: as `vllm`, as an `older` vLLM without positions, as `sglang`, as SGLang `answers` it, or None: not at all. others:
+    tokens that it generates for somebody else meanwhile. lost: texts that its counters forget, as after a restart.
+    """
 
     def __init__(self, counts: str | None = None, others: int = 0, refuse: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
-        self.texts, self.counts, self.others, self.refuse = 0, counts, others, refuse
+        self.texts, self.counts, self.others, self.refuse, self.lost = 0, counts, others, refuse, 0
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
     def metrics(self) -> str:
-        made = {"generation_tokens": 4 * self.texts + self.others * self.texts}
-        if self.counts == "vllm":
-            made |= {
-                f"spec_decode_num_{name}": n * self.texts
-                for name, n in (("drafts", 2), ("draft_tokens", 6), ("accepted_tokens", 1))
-            }
+        """Two engines' counters. The names and labels are those of vLLM 0.32 and of SGLang 0.5.23."""
+        texts, maker = self.texts - self.lost, "sglang" if self.counts == "sglang" else "vllm"
+        made = {"generation_tokens_total": 4 * texts + self.others * texts}
+        if maker == "vllm":
+            named = {"drafts": 2, "draft_tokens": 6, "accepted_tokens": 1}
+            made |= {f"spec_decode_num_{name}_total": n * texts for name, n in named.items()}
         else:
-            made["spec_verify_calls"] = 2 * self.texts
-        lines = [f'{self.counts}:{name}_total{{engine="{i}"}} {value / 2}' for name, value in made.items() for i in range(2)]
-        return "\n".join(["# HELP x of nothing", "process_cpu_seconds_total 1.5", *lines])
+            made["spec_verify_calls_total"] = 2 * texts
+        labels = 'engine="{i}",model_name="tiny"'
+        lines = [f"{maker}:{name}{{{labels}}} {value / 2}" for name, value in made.items()]
+        if self.counts == "vllm":
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [f'{name}{{{labels},position="{at}"}} {n * texts / 2}' for at, n in enumerate((1, 0, 0))]
+            lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_created{{{labels},position="0"}} 1.7e+09')
+        each = [line.replace("{i}", str(i)) for line in lines for i in range(2)]
+        return "\n".join(["# HELP x of nothing", "process_start_time_seconds 100", *each])
+
+    def details(self) -> dict[str, Any]:
+        """SGLang's counts of one answer: one step without an accepted draft, one with one."""
+        counted = {"spec_verify_ct": 2, "spec_num_proposed_drafts": 6, "spec_num_correct_drafts": 1}
+        counted |= {"spec_correct_drafts_histogram": [1, 1], "spec_accept_length": 2.0, "spec_cap_lens_histogram": []}
+        return {"choices": [], "sglext": {"routed_experts": None, "spec_tokens_details": counted}}
 
     def handler(fake) -> type[BaseHTTPRequestHandler]:  # noqa: N805
         class Handler(BaseHTTPRequestHandler):
@@ -64,11 +79,12 @@ class Fake:
 
             def do_GET(self) -> None:
                 fake.keys.add(self.headers.get("Authorization"))
+                maker = "sglang" if fake.counts == "answers" else "fake"
                 known = {
-                    "/v1/models": json.dumps({"data": [{"id": "tiny", "owned_by": "fake"}]}),
+                    "/v1/models": json.dumps({"data": [{"id": "tiny", "owned_by": maker}]}),
                     "/version": '{"version": "7"}',
                 }
-                if fake.counts:
+                if fake.counts not in (None, "answers"):
                     known["/metrics"] = fake.metrics()
                 self.give(200 if self.path in known else 404, known.get(self.path, ""))
 
@@ -80,6 +96,8 @@ class Fake:
                     return
                 pieces = ["", "one", " two", " three"]
                 parts = [{"choices": [{"text": p} if "prompt" in body else {"delta": {"content": p}}]} for p in pieces]
+                if body.get("return_spec_tokens_details"):
+                    parts.append(fake.details())
                 parts.append({"choices": [], "usage": {"completion_tokens": 4}})
                 fake.texts += 1
                 self.give(200, "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n")

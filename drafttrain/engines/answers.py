@@ -26,6 +26,8 @@ class Answer:
     verifications: int | None = None  # decode steps of the target
     drafted: int | None = None  # draft tokens
     accepted: int | None = None  # accepted draft tokens
+    accepted_by_position: tuple[int, ...] | None = None  # [i]: decode steps that accepted the draft at position i + 1
+    notes: tuple[str, ...] = ()  # counts that are missing, and why
 
     @property
     def lengths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as an engine: streamed requests, timed here, and the server's own counters."""
+"""An OpenAI-compatible server as an engine: streamed requests, timed here, and the server's own counts."""
 
 from __future__ import annotations
 
@@ -6,39 +6,23 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter, sleep
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.server import base_of, error_text
 from drafttrain.engines.answers import Answer, EngineInfo, TimedText
+from drafttrain.engines.counters import ASK_DETAILS, counted, of_answers, read
 
 if TYPE_CHECKING:
     import httpx
 
 TOKENS, CHAT = "tokens", "chat"
 TIMEOUT, CONNECT = 600.0, 30.0  # seconds for an answer, and for a connection
-LOOKS, PAUSE = 20, 0.05  # reads of the counters until they include a wave, and the seconds between two reads
+SGLANG = "sglang"  # the maker that its list of models names
 
 Messages = list[dict[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Names of a server's Prometheus counters, without `_total`."""
-
-    generated: str
-    verifications: str
-    drafted: str | None = None
-    accepted: str | None = None
-
-
-SPEC = "vllm:spec_decode_num_"
-KNOWN = (
-    Counters("vllm:generation_tokens", f"{SPEC}drafts", f"{SPEC}draft_tokens", f"{SPEC}accepted_tokens"),
-    Counters("sglang:generation_tokens", "sglang:spec_verify_calls"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +47,25 @@ class Endpoint:
     max_new_tokens: int
     model: str
     about: EngineInfo
-    counted: dict[str, float] | None  # the server's counters after the last wave; None where they are not known
 
     def answer(self, wave: Sequence[int]) -> Answer:
-        """Send a wave of requests together. The server's counts are left out where other clients were served too."""
-        began = perf_counter()
-        texts = list(self.asking.map(lambda i: self._streamed(i, began), wave))
-        if self.counted is None:
-            return Answer(texts)
-        before, tokens = self.counted, sum(text.count for text in texts)
-        self.counted = self._counted(before, tokens)
-        spent = {name: int(self.counted[name] - before[name]) for name in before}
-        if spent.pop("generated") != tokens:
-            return Answer(texts)  # another client was served too, or the server counts differently
-        return Answer(texts, **spent)
+        """Send a wave of requests together. Counts come with the answers of a server that sends them, else from /metrics."""
+        before, began = read(_looked_up(self.client, "metrics")), perf_counter()
+        answers = list(self.asking.map(lambda i: self._streamed(i, began), wave))
+        texts, lengths = [text for text, _ in answers], [text.count for text, _ in answers]
+        found = of_answers([details for _, details in answers], lengths)
+        found = found or counted(before, lambda: _looked_up(self.client, "metrics"), sum(lengths))
+        return Answer(texts, **asdict(found))
 
-    def _counted(self, before: dict[str, float], tokens: int) -> dict[str, float]:
-        """The counters, which change a little after the last token was sent."""
-        for _ in range(LOOKS):
-            now = counters(self.client) or before
-            if now["generated"] - before["generated"] >= tokens:
-                break
-            sleep(PAUSE)
-        return now
-
-    def _streamed(self, i: int, began: float) -> TimedText:
-        """Stream one answer. Raises UserError for a refusal, and for an answer without its number of tokens."""
+    def _streamed(self, i: int, began: float) -> tuple[TimedText, dict[str, Any] | None]:
+        """Stream one answer, and the server's counts of it. Raises UserError for a refusal, and for an answer without its
+        number of tokens.
+        """
         content = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
         body = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": 0, "stream": True}
-        body |= content | {"stream_options": {"include_usage": True}}
+        body |= content | {"stream_options": {"include_usage": True}} | (ASK_DETAILS if SGLANG in self.about.versions else {})
         path = "completions" if self.where.api == TOKENS else "chat/completions"
-        first, text, count = None, "", None
+        first, text, count, details = None, "", None, None
         with _explained(self.where), self.client.stream("POST", path, json=body) as response:
             _check(response, self.where, path)
             for part in _events(response, self.where):
@@ -102,10 +74,11 @@ class Endpoint:
                     first = perf_counter() - began
                 text += piece
                 count = (part.get("usage") or {}).get("completion_tokens") or count
+                details = (part.get("sglext") or {}).get("spec_tokens_details") or details
             ended = perf_counter() - began
         if count is None:
             raise UserError(f"{self.where.url} does not say how many tokens an answer has (stream_options.include_usage)")
-        return TimedText(count, text, ended if first is None else first, ended)
+        return TimedText(count, text, ended if first is None else first, ended), details
 
 
 @contextmanager
@@ -124,34 +97,7 @@ def endpoint(
         ThreadPoolExecutor(batch) as pool,
     ):
         model, about = _known(client, where)
-        yield Endpoint(where, client, pool, prompts, max_new_tokens, model, about, counters(client))
-
-
-def counters(client: httpx.Client) -> dict[str, float] | None:
-    """The server's counters since its start: `generated`, `verifications`, and `drafted`, `accepted` where it has them."""
-    text = _looked_up(client, "metrics")
-    if text is None:
-        return None
-    found = prometheus(text)
-    for known in KNOWN:
-        names = {key: getattr(known, key) for key in ("generated", "verifications", "drafted", "accepted")}
-        values = {key: found.get(name) for key, name in names.items() if name is not None}
-        if all(value is not None for value in values.values()):
-            return {key: value for key, value in values.items() if value is not None}
-    return None
-
-
-def prometheus(text: str) -> dict[str, float]:
-    """The values by name, without `_total`, summed over labels."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition("#")[0].strip().rpartition(" ")
-        bare = name.partition("{")[0].removesuffix("_total")
-        try:
-            found[bare] = found.get(bare, 0.0) + float(value)
-        except ValueError:
-            continue
-    return found
+        yield Endpoint(where, client, pool, prompts, max_new_tokens, model, about)
 
 
 def _known(client: httpx.Client, where: EndpointOptions) -> tuple[str, EngineInfo]:

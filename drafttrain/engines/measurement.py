@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -11,6 +12,7 @@ from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs
 from drafttrain.engines.answers import Answer, TimedEngine
+from drafttrain.measure.acceptance import Interval, chain_alphas
 from drafttrain.measure.bench import BASELINE, Watch
 from drafttrain.measure.cases import waves
 from drafttrain.measure.entry import speed_keys
@@ -25,7 +27,8 @@ SPECULATIVE = "speculative"
 TIMES = ("tokens_per_s", "ttft_ms", "tpot_ms")
 SPEEDS = ("speedup", "speedup_min", "speedup_max", *TIMES, *(f"baseline_{name}" for name in TIMES))
 COUNTS = ("verifications", "drafted", "accepted")
-ACCEPTED = (*COUNTS, "tau", "tau_here", "tau_gap", "tau_gap_flagged", "exact_matches")
+POSITIONS = ("accepted_by_position", "alpha_by_position", "alpha_by_position_here")
+ACCEPTED = (*COUNTS, *POSITIONS, "tau", "tau_here", "tau_gap", "tau_gap_flagged", "exact_matches")
 FIGURES = (*SPEEDS, *ACCEPTED, "same_as_here", "prompts", "repeats", "batch_size", "draft_length")
 
 
@@ -36,12 +39,17 @@ class OwnDecoding:
     texts: list[list[int]]  # token ids
     letters: list[str]  # the same texts, decoded
     emitted: list[int]  # tokens from decode steps, by prompt
-    verifications: list[int]  # decode steps, by prompt
+    accepted: list[list[int]]  # accepted drafts of each decode step, by prompt
 
     def tau(self, chosen: Sequence[int]) -> float | None:
         """Tokens per decode step of these prompts; None without steps."""
-        steps = sum(self.verifications[i] for i in chosen)
+        steps = sum(len(self.accepted[i]) for i in chosen)
         return sum(self.emitted[i] for i in chosen) / steps if steps else None
+
+    def by_position(self, chosen: Sequence[int], length: int) -> list[Interval]:
+        """Acceptance by position of these prompts, in chains of this length."""
+        steps = [accepted for i in chosen for accepted in self.accepted[i]]
+        return chain_alphas(len(steps), [sum(accepted > at for accepted in steps) for at in range(length)])
 
 
 Decode = Callable[[str], OwnDecoding]  # by how the engine begins
@@ -87,6 +95,8 @@ def measured(sides: Mapping[str, TimedEngine], here: Decode, terms: TimingOption
     share = terms.seconds / len(terms.sizes)
     timed = {size: _contest(sides, size, share, terms, notes) for size in terms.sizes}
     slices = [{"by": "batch_size", "value": size} | _figures(sides, one, here, terms) for size, one in timed.items()]
+    for size, one in timed.items():
+        notes += [f"{terms.label}, batch {size}: {line}" for line in _missing(one)]
     first = next(iter(timed.values()))
     keys = slices[0] | {"batch_size": terms.sizes[0], "draft_length": terms.draft_length}
     keys |= {"versions": next(iter(sides.values())).about.versions, "slices": slices, "notes": notes}
@@ -178,24 +188,43 @@ def _figures(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, here: Deco
     if len(sides) == 2:
         pairs = zip(timed.once(SPECULATIVE), timed.once(BASELINE), strict=True)
         keys["exact_matches"] = sum(ours == plain for ours, plain in pairs)
-    keys |= dict.fromkeys((*COUNTS, "tau", "tau_here", "tau_gap"))
+    keys |= dict.fromkeys((*COUNTS, *POSITIONS, "tau", "tau_here", "tau_gap"))
     if SPECULATIVE in sides:
-        keys |= _acceptance(sides[SPECULATIVE].about.begins, timed, here)
+        keys |= _acceptance(sides[SPECULATIVE].about.begins, timed, here, terms)
     drift = keys["tau_gap"]
     return keys | {"tau_gap_flagged": drift is not None and abs(drift) > FLAGGED_GAP}
 
 
-def _acceptance(begins: str, timed: TimedBatchSize, here: Decode) -> Keys:
-    """tau by the engine's own count of decode steps, over all repeats; null where it does not count them."""
+def _acceptance(begins: str, timed: TimedBatchSize, here: Decode, terms: TimingOptions) -> Keys:
+    """tau and acceptance by the engine's own counts, over all repeats; null where it does not count them."""
     answers, keys = timed.answers[SPECULATIVE], Keys()
     for name in COUNTS:
         counts = [getattr(answer, name) for answer in answers]
         keys[name] = None if any(one is None for one in counts) else sum(counts)
+    keys |= _by_position(answers, keys["verifications"])
     prefilled = 0 if begins == "drafted" else 1
     emitted = sum(max(0, text.count - prefilled) for answer in answers for text in answer.texts)
     keys["tau"] = emitted / keys["verifications"] if keys["verifications"] else None
     keys["tau_here"] = here(begins).tau(timed.chosen)
+    keys["alpha_by_position_here"] = [list(alpha) for alpha in here(begins).by_position(timed.chosen, terms.draft_length)]
     return keys | {"tau_gap": gap(keys["tau"], keys["tau_here"])}
+
+
+def _by_position(answers: Sequence[Answer], steps: int | None) -> Keys:
+    """Accepted drafts by position, and acceptance given the earlier positions; null where the engine does not count them."""
+    counts = [answer.accepted_by_position for answer in answers if answer.accepted_by_position is not None]
+    if steps is None or len(counts) < len(answers):
+        return {"accepted_by_position": None, "alpha_by_position": None}
+    longest = max(map(len, counts), default=0)
+    accepted = [sum(one[i] for one in counts if i < len(one)) for i in range(longest)]
+    return {"accepted_by_position": accepted, "alpha_by_position": [list(alpha) for alpha in chain_alphas(steps, accepted)]}
+
+
+def _missing(timed: TimedBatchSize) -> list[str]:
+    """The counts that the engine did not give, and why, with the number of answers that lack them."""
+    answers = timed.answers.get(SPECULATIVE, [])
+    lines = Counter(note for answer in answers for note in answer.notes)
+    return [line if n == len(answers) else f"{line} ({n} of {len(answers)} waves)" for line, n in lines.items()]
 
 
 def _same_as_here(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, here: Decode, terms: TimingOptions) -> int:

@@ -14,6 +14,7 @@ takes the times itself, so that they include neither the pipe nor JSON. An answe
 
     texts                              per prompt `{"tokens": [ids], "first": s, "ended": s, "ahead": n}`, as in `TimedText`
     verifications, drafted, accepted   for all of them together; null where there are no drafts, or no counts
+    accepted_by_position               decode steps that accepted a draft at position 1, 2, ...; null or left out likewise
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def answer_of(engine: Engine, found: dict[str, Any]) -> Answer:
     """A script's answer. Raises UserError for another form."""
     try:
         texts = [TimedText(len(t["tokens"]), tuple(t["tokens"]), t["first"], t["ended"], t["ahead"]) for t in found["texts"]]
-        return Answer(texts, found["verifications"], found["drafted"], found["accepted"])
+        places = found.get("accepted_by_position")
+        by_position = None if places is None else tuple(map(int, places))
+        return Answer(texts, found["verifications"], found["drafted"], found["accepted"], by_position)
     except (KeyError, TypeError) as error:
         raise UserError(f"{engine.label}: its answer does not have the required form; correct the script") from error
 

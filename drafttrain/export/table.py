@@ -196,7 +196,7 @@ TABLE: dict[str, dict[str, Row]] = {
     ),
     "dspark": _row(
         **{stack: _dspark(stack) for stack in SERVING},
-        trtllm=UNREAD,
+        trtllm=Layout("DeepSpec", dspark.trtllm, read_dspark.trtllm, dspark.refuse),
         speculators=Layout("speculators", dspark.speculators, read_dspark.speculators, dspark.refuse),
         llamacpp=Layout("GGUF", gguf.dspark_files, read_gguf.dspark_draft, gguf.refuse_dspark),
     ),

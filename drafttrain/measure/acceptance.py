@@ -56,6 +56,14 @@ def pooled(results: Iterable[Result]) -> Acceptance:
     )
 
 
+def chain_alphas(steps: int, accepted: Sequence[int]) -> list[Interval]:
+    """Acceptance by position of whole chains, from decode steps and the accepted drafts by position.
+
+    Every step offers the first draft. A later one is offered where the one before it was accepted.
+    """
+    return [wilson(hit, tried) for hit, tried in zip(accepted, (steps, *accepted), strict=False) if tried]
+
+
 def wilson(hits: int, trials: int) -> Interval:
     """A share with its 95 % binomial interval (Wilson's score interval, which stays within [0, 1])."""
     if trials <= 0 or not 0 <= hits <= trials:

@@ -67,9 +67,9 @@ def expected(entry: Entry) -> str:
     return with_interval(entry["expected_tau"], (interval[0], interval[1]))
 
 
-def alphas(entry: Entry) -> str:
-    """Acceptance by position: `0.71 0.66 0.70`."""
-    return " ".join(f"{a[0]:.2f}" for a in entry["alpha_by_position"]) or MISSING
+def alphas(entry: Entry, key: str = "alpha_by_position") -> str:
+    """Acceptance by position: `0.71 0.66 0.70`. Older reports have none of engines."""
+    return " ".join(f"{a[0]:.2f}" for a in entry.get(key) or []) or MISSING
 
 
 def speedups(entry: Entry) -> str:

@@ -15,15 +15,21 @@ Entry = dict[str, Any]
 
 HEADER = (
     *("engine", "batch", "tokens/s: speculative / plain", "speedup [min-max]", "TTFT ms (plain)", "TPOT ms (plain)"),
-    *("tau", "our tau, same chains", "identical to its plain output", "plain output is ours", "prompts x repeats"),
+    *("tau", "our tau, same chains", "acceptance by position", "ours, same chains"),
+    *("identical to its plain output", "plain output is ours", "prompts x repeats"),
 )
 DURING = ("step", "tau in the engine", "our tau, same chains", "our tau", "accepted drafts", "seconds")
-SHOWN = ("engine", "tokens/s", "plain", "speedup", "tau", "our tau", "identical", "prompts")
+SHOWN = ("engine", "tokens/s", "plain", "speedup", "tau", "our tau", "by position", "identical")
 
 
 def engines_of(report: Report) -> list[Entry]:
     """The engines that were measured."""
     return [entry for entry in report.get("engines") or [] if entry["error"] is None]
+
+
+def acceptance_entries(report: Report) -> list[Entry]:
+    """The engines' acceptance by position, with a name for figures; without those that do not count it."""
+    return [entry | {"name": entry["label"]} for entry in engines_of(report) if entry.get("alpha_by_position")]
 
 
 def failures(report: Report) -> list[str]:
@@ -52,7 +58,8 @@ def section(report: Report) -> str:
     lines += [_line(version(entry), entry, part) for entry in engines for part in entry["slices"]]
     summary = (
         "Serving engines decoded the same prompts greedily, with the exported drafter and without it, each in a separate "
-        "process. The engine counts its own tau; the next column is the tau of our decoder with the same chains."
+        "process. The engine counts its own tau and acceptance by position; the columns after them are those of our decoder "
+        "with the same chains."
     )
     about = [f"- {version(entry)}: {_about(entry)}" for entry in engines]
     return f"## Engines\n\n{summary}\n\n{cells.rows(HEADER, lines)}\n\n" + "\n".join(about)
@@ -85,18 +92,19 @@ def engines_table(report: Report) -> Table:
     """A row for our decoder and one for each engine, at the first batch size."""
     table = cells.console_table("serving engines, on the same prompts", SHOWN, left=("engine",))
     own = best_entry(report)
-    table.add_row(*_row("drafttrain", own, "", own["timed_prompts"]))
+    table.add_row(*_row("drafttrain", own, ""))
     for entry in engines_of(report):
-        table.add_row(*_row(version(entry), entry, cells.number(entry["tau_here"]), entry["prompts"]))
+        table.add_row(*_row(version(entry), entry, cells.number(entry["tau_here"])))
     if warnings := flags(report):
         table.caption = Text("\n".join(f"! {line}" for line in warnings), style="yellow")
     return table
 
 
-def _row(name: str, entry: Entry, our_tau: str, prompts: int) -> list[str | Text]:
+def _row(name: str, entry: Entry, our_tau: str) -> list[str | Text]:
     rates = [cells.number(entry[key], 0) for key in ("tokens_per_s", "baseline_tokens_per_s")]
     tau = Text(cells.number(entry["tau"]), style="red" if entry.get("tau_gap_flagged") else "")
-    return [name, *rates, cells.speedups(entry).replace(" ", "\n"), tau, our_tau, cells.exact(entry), str(prompts)]
+    alphas = cells.two_a_line(cells.alphas(entry))
+    return [name, *rates, cells.speedups(entry).replace(" ", "\n"), tau, our_tau, alphas, cells.exact(entry)]
 
 
 def short(entry: Entry) -> str:
@@ -106,12 +114,13 @@ def short(entry: Entry) -> str:
 
 def _own(own: Entry, part: Entry) -> list[str]:
     runs = f"{part.get('timed_prompts', part['prompts'])} x {part.get('repeats', 1)}"
-    return [*_common(f"drafttrain, {own['name']}", part), "", cells.exact(part), "", runs]
+    return [*_common(f"drafttrain, {own['name']}", part), "", cells.alphas(part), "", cells.exact(part), "", runs]
 
 
 def _line(name: str, entry: Entry, part: Entry) -> list[str]:
     same, runs = f"{entry['same_as_here']}/{entry['prompts']}", f"{part['prompts']} x {part['repeats']}"
-    return [*_common(name, part), cells.number(part["tau_here"]), cells.exact(part), same, runs]
+    alphas = [cells.alphas(part), cells.alphas(part, "alpha_by_position_here")]
+    return [*_common(name, part), cells.number(part["tau_here"]), *alphas, cells.exact(part), same, runs]
 
 
 def _common(name: str, part: Entry) -> list[str]:

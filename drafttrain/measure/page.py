@@ -55,7 +55,7 @@ SLICE: tuple[str, ...] = (
 )
 ENGINE: tuple[str, ...] = (
     *("label", "tokens_per_s", "baseline_tokens_per_s", "speedup", "speedup_min", "speedup_max", "tau", "tau_here"),
-    *("batch_size", "prompts", "exact_matches"),
+    *("batch_size", "prompts", "exact_matches", "alpha_by_position"),
 )
 
 
@@ -106,5 +106,5 @@ def _data(report: dict[str, Any], metrics: Path | None) -> dict[str, Any]:
         name: [{"name": label, "points": points} for label, points in series.items()]
         for name, series in read_curves(metrics).items()
     }
-    engines = [{key: entry[key] for key in ENGINE} for entry in engine_report.engines_of(report)]
+    engines = [{key: entry.get(key) for key in ENGINE} for entry in engine_report.engines_of(report)]
     return {"best": report["best"], "checkpoints": entries, "curves": curves, "engines": engines}

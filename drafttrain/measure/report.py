@@ -9,6 +9,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text
+from drafttrain.measure.engine_report import acceptance_entries
 from drafttrain.measure.flags import best
 from drafttrain.measure.markdown import markdown
 from drafttrain.measure.page import page
@@ -65,7 +66,7 @@ def _figures(folder: Path, report: Report, metrics: Path | None) -> list[Path]:
     from drafttrain.measure.plots import acceptance_plot, data_plot, speedup_plot, training_plot
 
     drawn = [
-        acceptance_plot(report["checkpoints"], folder / "acceptance.png"),
+        acceptance_plot([*report["checkpoints"], *acceptance_entries(report)], folder / "acceptance.png"),
         speedup_plot(report["checkpoints"], folder / "speedup.png"),
         training_plot(metrics, folder / "training.png") if metrics is not None else None,
         data_plot((report["training"] or {}).get("data"), folder / "data.png"),

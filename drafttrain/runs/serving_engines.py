@@ -282,7 +282,7 @@ def own_decoding(opened: Opened, ids: list[list[int]], ending: Ending, length: i
         tokens = [one.tokens[: ending.of(one.tokens)] for one in outputs]
         strings = [str(opened.loaded.tokenizer.decode(own, skip_special_tokens=True)) for own in tokens]
         emitted = [max(0, len(own) - one.first) for own, one in zip(tokens, outputs, strict=True)]
-        return OwnDecoding(tokens, strings, emitted, [len(one.counted(ending, "cut")) for one in outputs])
+        return OwnDecoding(tokens, strings, emitted, [one.counted(ending, "whole") for one in outputs])
 
     return decode
 
@@ -327,6 +327,4 @@ def _over_network(inputs: EngineInputs, label: str, places: dict[str, EndpointOp
             for side, where in places.items()
         }
         found = measured(sides, inputs.here, terms)
-    if SPECULATIVE in places and found["tau"] is None:
-        found["notes"].append(f"no tau for {label}: it does not report its verifications, or it served other requests too")
     return {"url": " ".join(where.url for where in places.values())} | found

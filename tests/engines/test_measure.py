@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.conftest import python_for, trained
+from drafttrain.engines.states_server import states_server
+from tests.engines.conftest import ROOT, python_for, trained
 from tests.unit.measure.test_runner import SCHEMA, check
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -42,4 +43,30 @@ def test_an_engines_tau_is_ours(engine: str, drafter: str, command: Callable[...
     assert entry["prompts"] == entry["exact_matches"] == entry["same_as_here"] == 4
     assert entry["tau"] == pytest.approx(entry["tau_here"], rel=0.02), "the round that ends a text is counted in several ways"
     assert entry["speedup"] > 0 and entry["tokens_per_s"] > 0
+    counts_positions = engine in ("transformers", "vllm")
+    assert (entry["accepted_by_position"] is not None) == counts_positions
+    assert not counts_positions or sum(entry["accepted_by_position"]) == entry["accepted"]
     assert [part["value"] for part in entry["slices"]] == ([1, 2] if engine in ("vllm", "llamacpp") else [1])
+
+
+def test_a_vllm_server_counts_positions_as_vllm_in_process_does(command: Callable[..., int], tmp_path: Path) -> None:
+    """And as our decoder does."""
+    python, out = Path(python_for("vllm")), tmp_path / "exported"
+    assert command("export", f"checkpoint={trained('eagle')}", "format=vllm", f"out={out}") == 0
+    drafts = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
+    serve = ["serve", str(ROOT / "drafttrain" / "assets" / "tiny"), "--dtype", "float32", "--max-model-len", "1024"]
+    serve += ["--no-enable-prefix-caching", "--enforce-eager", "--speculative-config", json.dumps(drafts)]
+    with states_server(python, serve, tmp_path / "log", print) as server:
+        code = command(
+            "measure", f"checkpoint={trained('eagle')}", "engine=[vllm,http]", f"engine_url={server.url}/v1",
+            f"engine_python={python}", "measure.limit=4", "decode.max_new_tokens=48", "decode.draft_length=3",
+            "measure.batch_sizes=[1,2]", "measure.repeats=1", "measure.minutes=10", "measure.transformers=false",
+        )  # fmt: skip
+    assert code == 0
+    (file,) = tmp_path.glob("outputs/measure/*/report.json")
+    process, http = json.loads(file.read_text(encoding="utf-8"))["engines"]
+    assert http["notes"] == http["flags"] == []
+    for inside, outside in zip(process["slices"], http["slices"], strict=True):
+        same = ("verifications", "drafted", "accepted", "accepted_by_position", "alpha_by_position", "tau")
+        assert [outside[key] for key in same] == [inside[key] for key in same]
+        assert outside["alpha_by_position"] == outside["alpha_by_position_here"]

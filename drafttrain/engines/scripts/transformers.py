@@ -35,7 +35,7 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
         "outputs": outputs,
         "accepted": sum(matched),
         "drafted": sum(drafted for text in counts for drafted, _ in text),
-        "accepted_by_position": [sum(accepted > i for accepted in matched) for i in range(job["draft_length"])],
+        "accepted_by_position": by_position(matched, job),
         "prompts": [{"accepted": sum(a for _, a in text), "drafted": sum(d for d, _ in text)} for text in counts],
         "begins": begins(job["family"]),
         "ends": "capped",
@@ -61,8 +61,10 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
         ahead, first = (1 + steps[0][1], steps[0][2]) if steps else (1, watch.first or ended)
         text = {"tokens": tokens, "first": first - began, "ended": ended - began, "ahead": min(ahead, len(tokens))}
         kept = steps[skipped:]  # where no drafts follow the prompt itself, the first step is the prefill
-        counts = (len(kept), sum(d for d, _, _ in kept), sum(a for _, a, _ in kept)) if drafts else (None, None, None)
-        return {"texts": [text], **dict(zip(("verifications", "drafted", "accepted"), counts, strict=True))}
+        matched = [accepted for _, accepted, _ in kept]
+        counts: dict[str, Any] = {"verifications": len(kept), "drafted": sum(d for d, _, _ in kept), "accepted": sum(matched)}
+        counts["accepted_by_position"] = by_position(matched, job)
+        return {"texts": [text], **(counts if drafts else dict.fromkeys(counts))}
 
     yield {"versions": versions(), "begins": begins(job["family"])}, answer
 
@@ -110,6 +112,11 @@ def generated(target: Any, prompt: list[int], job: dict[str, Any], more: dict[st
     )  # fmt: skip
     tokens: list[int] = text[0, len(prompt) :].tolist()
     return tokens
+
+
+def by_position(matched: list[int], job: dict[str, Any]) -> list[int]:
+    """Decode steps that accepted the draft at each position. matched: accepted drafts of each step."""
+    return [sum(accepted > i for accepted in matched) for i in range(job["draft_length"])]
 
 
 def begins(family: str) -> str:

@@ -23,6 +23,7 @@ FAMILIES = (*METHODS, *PARALLEL)
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 STEPS = "vllm:spec_decode_num_drafts"
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+COUNTS = {"verifications": STEPS, "drafted": DRAFTED, "accepted": ACCEPTED}
 SHARE = 0.42  # of a GPU's memory: two engines, with and without speculation, and our own process share it
 
 
@@ -87,8 +88,7 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
                 tokens, now = list(output.outputs[0].token_ids), perf_counter() - began
                 texts[output.request_id] = {"first": now, "ahead": len(tokens)} | texts[output.request_id]
                 texts[output.request_id] |= {"tokens": tokens, "ended": now}
-        after, names = counters(llm), {"verifications": STEPS, "drafted": DRAFTED, "accepted": ACCEPTED}
-        return {"texts": list(texts.values()), **{key: after[n] - before[n] if drafts else None for key, n in names.items()}}
+        return {"texts": list(texts.values()), **(spent(before, counters(llm)) if drafts else dict.fromkeys(COUNTS))}
 
     yield {"versions": versions(), "notes": notes}, answer
 
@@ -165,6 +165,13 @@ def counters(llm: Any) -> dict[str, Any]:
         elif metric.name in found:
             found[metric.name] = metric.value
     return found
+
+
+def spent(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """A wave's counts: the differences of the counters."""
+    earlier = [*before[BY_POSITION], *[0] * (len(after[BY_POSITION]) - len(before[BY_POSITION]))]
+    by_position = [now - then for now, then in zip(after[BY_POSITION], earlier, strict=True)]
+    return {key: after[name] - before[name] for key, name in COUNTS.items()} | {"accepted_by_position": by_position}
 
 
 def versions() -> dict[str, str]:

@@ -19,7 +19,14 @@ TRANSFORMERS = Renames(
 
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
-    return refuse_shifted(source) or refuse_last(source)
+    return refuse_shifted(source) or refuse_sorted(source) or refuse_last(source)
+
+
+def refuse_sorted(source: Source) -> str | None:
+    """Why TensorRT-LLM, which sorts the layer ids, would join the states in another order; None where it does not."""
+    if source.stack != "trtllm" or source.layer_inputs == sorted(source.layer_inputs):
+        return None
+    return "its taps do not ascend, but TensorRT-LLM sorts them; train with ascending drafter.taps"
 
 
 def refuse_shifted(source: Source) -> str | None:

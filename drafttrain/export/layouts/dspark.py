@@ -10,7 +10,15 @@ from typing import Any
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.causal import causal_key
-from drafttrain.export.layouts.dflash import block_fields, facts, mask_token, outputs, refuse_last, speculators_config
+from drafttrain.export.layouts.dflash import (
+    block_fields,
+    facts,
+    mask_token,
+    outputs,
+    refuse_last,
+    refuse_sorted,
+    speculators_config,
+)
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # in the authors' files: copies of the target's
 
@@ -19,7 +27,9 @@ def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if source.stack == "official" and source.options["slots"] != "shifted":
         return "its slots are in place, but the authors' code has shifted ones; train with drafter.slots=shifted"
-    return refuse_last(source, per_layer=source.stack == "speculators")
+    if source.stack == "trtllm" and source.options["slots"] != "shifted":
+        return "its slots are in place, but TensorRT-LLM drafts with every slot of a block; train with drafter.slots=shifted"
+    return refuse_sorted(source) or refuse_last(source, per_layer=source.stack == "speculators")
 
 
 def deepspec(source: Source) -> Files:
@@ -40,6 +50,14 @@ def deepspec(source: Source) -> Files:
         return Files(config, source.tensors, facts=facts(source))
     copies = {EMBEDDING: source.embedding, HEAD: source.opened.loaded.target.head_weight}
     return Files(config, source.tensors | copies, facts=facts(source), as_is=(EMBEDDING, HEAD))
+
+
+def trtllm(source: Source) -> Files:
+    """The authors' layout, with what the target gives in `dflash_config` too, as in the files of TensorRT-LLM's own tests."""
+    files = deepspec(source)
+    keys = ("mask_token_id", "target_layer_ids")
+    files.config["dflash_config"] = {key: files.config[key] for key in keys} | {"shift_label": True}
+    return files
 
 
 def speculators(source: Source) -> Files:

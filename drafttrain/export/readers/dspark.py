@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,6 +26,7 @@ from drafttrain.export.readers.dflash import (
 )
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each
 
+TRTLLM_KEYS = ("mask_token_id", "target_layer_ids", "block_size", "markov_rank", "markov_head_type", "shift_label", "causal")
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's, in the authors' files
 
 
@@ -45,6 +47,35 @@ def deepspec(stack: str) -> Reader:
         return reading(block, tensors, ("fc", "hidden_norm"), _rank(config), target, points)
 
     return read
+
+
+def trtllm(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout, as TensorRT-LLM reads it (`decoding_type: DSpark`, tensorrt_llm/llmapi/llm_args.py and
+    _torch/models/modeling_dspark.py of its main branch). It looks for each key in `dspark_config`, in `dflash_config`, and at
+    the top level, as `dspark_<key>` and as `<key>`. Slots are shifted unless `shift_label` is false, it sorts the layer ids,
+    and it reads no confidence.
+    """
+    config, tensors = Config.of(directory), Tensors(directory)
+    check_raw(config, "Qwen3DSparkModel", target)
+    found = Config(
+        config.values | {key: value for key in TRTLLM_KEYS if (value := _resolved(config, key)) is not None}, config.where
+    )
+    if found.values.get("shift_label") is False:
+        raise MismatchError("slots", "shift_label is false, but TensorRT-LLM wants as many drafts as a block has slots")
+    if found.values.get("causal"):
+        raise MismatchError("config", "causal is true, which TensorRT-LLM refuses")
+    ids = found.get("target_layer_ids", "layer ids")
+    if ids != sorted(set(ids)):
+        raise MismatchError("layer ids", f"target_layer_ids are {ids}, but TensorRT-LLM sorts them")
+    block = raw_block(found, found, causal_of(config, found, "trtllm"), first=0)
+    return reading(block, tensors, ("fc", "hidden_norm"), _rank(found), target, points)
+
+
+def _resolved(config: Config, key: str) -> Any:
+    """The value of a key in the first place where it is; None where it is nowhere."""
+    inside = [config.values.get(name) or {} for name in ("dspark_config", "dflash_config")]
+    places = [*(inner.get(key) for inner in inside), config.values.get(f"dspark_{key}"), config.values.get(key)]
+    return next((value for value in places if value is not None), None)
 
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:

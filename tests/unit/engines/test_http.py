@@ -10,9 +10,11 @@ import httpx
 import pytest
 
 from drafttrain.core.errors import UserError
+from drafttrain.engines import counters as counters_file
 from drafttrain.engines import http as endpoint_file
 from drafttrain.engines.answers import EngineInfo
-from drafttrain.engines.http import EndpointOptions, counters, endpoint, prometheus
+from drafttrain.engines.counters import counted, of_answers, prometheus, prometheus_by_position, read
+from drafttrain.engines.http import EndpointOptions, endpoint
 from drafttrain.measure.engine_report import section
 from tests.served import SMALL, Fake, untrained
 from tests.unit.engines.test_measurement import report_in
@@ -29,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fake]]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(endpoint_file, "PAUSE", 0.01)
+    monkeypatch.setattr(counters_file, "PAUSE", 0.0)
     fakes: list[Fake] = []
 
     def start(*arguments: Any) -> Fake:
@@ -43,28 +45,61 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fake]]:
 
 
 @pytest.mark.parametrize(
-    ("counts", "others", "told"),
+    ("counts", "others", "told", "note"),
     [
-        (None, 0, (None, None, None)),
-        ("vllm", 0, (4, 12, 2)),
-        ("sglang", 0, (4, None, None)),
-        ("vllm", 5, (None, None, None)),
+        (None, 0, (None, None, None, None), "no tau and no acceptance: the server has no /metrics"),
+        ("vllm", 0, (4, 12, 2, (2, 0, 0)), None),
+        ("older", 0, (4, 12, 2, None), "no acceptance by position: the server counts only sums"),
+        ("sglang", 0, (4, None, None, None), "no acceptance by position: the server counts only sums"),
+        ("answers", 0, (4, 12, 2, (2, 0, 0)), None),
+        ("vllm", 5, (None, None, None, None), "the server generated 10 tokens for other clients meanwhile"),
     ],
 )
 def test_a_server_and_what_it_counts(
-    counts: str | None, others: int, told: tuple[Any, ...], serve: Callable[..., Fake]
+    counts: str | None, others: int, told: tuple[Any, ...], note: str | None, serve: Callable[..., Fake]
 ) -> None:
     fake = serve(counts, others)
     with endpoint(EndpointOptions(fake.url, "engine_url"), [[1, 2], [3]], 8, 2) as side:
         side.answer([0])
         answer = side.answer([1, 0])
-    assert (answer.verifications, answer.drafted, answer.accepted) == told
+    assert (answer.verifications, answer.drafted, answer.accepted, answer.accepted_by_position) == told
+    assert len(answer.notes) == (note is not None) and (note or "") in "".join(answer.notes)
     assert [(text.count, text.output) for text in answer.texts] == [(4, "one two three")] * 2
     assert all(0 < text.first <= text.ended for text in answer.texts)
-    assert side.about == EngineInfo({"fake": "7"}, ids=False)
+    assert side.about == EngineInfo({"sglang" if counts == "answers" else "fake": "7"}, ids=False)
     assert sorted(body["prompt"] for body in fake.bodies) == [[1, 2], [1, 2], [3]]
     wanted = {"model": "tiny", "max_tokens": 8, "temperature": 0, "stream": True, "path": "/v1/completions"}
     assert all(body.items() >= wanted.items() for body in fake.bodies)
+    assert all(("return_spec_tokens_details" in body) == (counts == "answers") for body in fake.bodies)
+
+
+def test_counters_of_a_restarted_server(serve: Callable[..., Fake]) -> None:
+    fake = serve("vllm")
+    with endpoint(EndpointOptions(fake.url, "engine_url"), [[1]], 8, 1) as side:
+        side.answer([0])
+        before = read(fake.metrics())
+        fake.lost = 1
+        found = counted(before, fake.metrics, 4)
+        assert found.notes == ("no tau and no acceptance: the server was restarted meanwhile, so its counters began anew",)
+        later = fake.metrics().replace("process_start_time_seconds 100", "process_start_time_seconds 107")
+        assert counted(read(fake.metrics()), lambda: later, 0).notes == found.notes, "though no counter is smaller"
+        assert side.answer([0]).accepted_by_position == (1, 0, 0), "the next wave counts from the new start"
+    late = counted(read(fake.metrics()), fake.metrics, 4)
+    assert late.verifications is None and "counts 0 of the 4 tokens" in late.notes[0]
+    gone = counted(read(fake.metrics()), lambda: None, 4)
+    assert gone.notes == ("no tau and no acceptance: the server has no /metrics (SGLang: --enable-metrics)",)
+
+
+def test_counts_that_come_with_answers() -> None:
+    steps = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 5}
+    histogram = {"spec_correct_drafts_histogram": [1, 0, 1, 1]}
+    found = of_answers([steps | histogram, None], [9, 1])  # an answer of one token has no decode step
+    assert found is not None and (found.verifications, found.drafted, found.accepted) == (3, 12, 5)
+    assert found.accepted_by_position == (2, 2, 1, 0) and not found.notes
+    without = of_answers([steps], [9])
+    assert without is not None and without.verifications == 3 and without.accepted_by_position is None
+    assert without.notes == (counters_file.DOES_NOT_ADD_UP,)
+    assert of_answers([steps | histogram, None], [9, 2]) is None is of_answers([None], [1])
 
 
 def test_a_server_that_is_asked_in_messages(serve: Callable[..., Fake]) -> None:
@@ -90,17 +125,15 @@ def test_what_servers_refuse(serve: Callable[..., Fake]) -> None:
         pass
 
 
-def test_counters_are_summed_over_labels() -> None:
-    text = 'a_total{x="1"} 2\na_total{x="2"} 3.5\n# TYPE a counter\nb{le="+Inf"} NaN\nbroken'
+def test_counters_are_summed_over_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'a_total{x="1",position="0"} 2\na_total{x="2",position="0"} 3.5\n# TYPE a counter\nb{le="+Inf"} NaN\nbroken'
     assert prometheus(text)["a"] == 5.5
-
-    class Client:
-        base_url = "http://127.0.0.1:9/v1/"
-
-        def get(self, url: str) -> Any:
-            raise httpx.ConnectError("nobody")
-
-    assert counters(Client()) is None  # type: ignore[arg-type]
+    assert prometheus_by_position(text + '\na_total{x="1",position="2"} 4', "a") == {0: 5.5, 2: 4.0}
+    assert "does not count verifications" in str(read(text))
+    where = EndpointOptions("http://127.0.0.1:9/v1", "engine_url")
+    client = httpx.Client(base_url=where.url)
+    monkeypatch.setattr(client, "get", lambda url: (_ for _ in ()).throw(httpx.ConnectError("nobody")))
+    assert endpoint_file._looked_up(client, "metrics") is None
 
 
 def test_a_measurement_beside_two_servers(
@@ -113,6 +146,8 @@ def test_a_measurement_beside_two_servers(
     assert command("measure", f"checkpoint={checkpoint}", "engine=http", *urls, *SMALL) == 0
     (entry,) = report_in(tmp_path)["engines"]
     assert (entry["tau"], entry["exact_matches"], entry["same_as_here"], entry["stack"]) == (1.5, 2, 0, None)
+    assert entry["accepted_by_position"] == [4, 0, 0] and [round(a[0], 2) for a in entry["alpha_by_position"]] == [0.5, 0.0]
+    assert len(entry["alpha_by_position_here"]) <= 3 and entry["notes"] == []
     assert entry["url"] == f"{fast.url} {slow.url}" and entry["versions"] == {"fake": "7"}
     assert fast.keys == {f"Bearer {KEY}"} and len(fast.bodies) == len(slow.bodies) == 2 + 2 * 2
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())

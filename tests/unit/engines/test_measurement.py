@@ -73,7 +73,17 @@ class Spoken:
     def answer(self, wave: Sequence[int]) -> Answer:
         self.calls.append((self.name, list(wave)))
         texts = [TimedText(5, self.said[i] if self.said else (i, 1, 2, 3, 4), 1.0, 1.0 + 4 * self.pace) for i in wave]
-        return Answer(texts, **{key: value * len(wave) for key, value in self.counts.items()})
+        return Answer(texts, **{key: value * len(wave) for key, value in self.counts.items()}, **self.more(wave))
+
+    def more(self, wave: Sequence[int]) -> dict[str, Any]:
+        return {}
+
+
+class Positions(Spoken):
+    """A side that counts positions, except for prompt 2."""
+
+    def more(self, wave: Sequence[int]) -> dict[str, Any]:
+        return {"notes": ("no tau: so it is",)} if wave == [2] else {"accepted_by_position": (2, 1, 0)}
 
 
 def terms(**more: Any) -> TimingOptions:
@@ -82,7 +92,7 @@ def terms(**more: Any) -> TimingOptions:
 
 
 def here(begins: str) -> OwnDecoding:
-    return OwnDecoding([[i, 1, 2, 3, 4] for i in range(3)], ["text"] * 3, [4, 4, 4], [2, 2, 2])
+    return OwnDecoding([[i, 1, 2, 3, 4] for i in range(3)], ["text"] * 3, [4, 4, 4], [[1, 1], [2, 0], [1, 1]])
 
 
 def test_sides_take_turns_after_a_warm_up() -> None:
@@ -103,6 +113,17 @@ def test_sides_take_turns_after_a_warm_up() -> None:
         ("batch_size", 2, 2.0),
     ]
     assert keys["flags"] == []
+
+
+def test_acceptance_by_position_needs_the_counts_of_every_wave() -> None:
+    counts = {"verifications": 4, "drafted": 12, "accepted": 3}
+    keys = measured({SPECULATIVE: Positions("fast", 0.5, [], **counts)}, here, terms(prompts=2))
+    assert keys["accepted_by_position"] == [8, 4, 0] and keys["notes"] == []
+    assert [alpha[0] for alpha in keys["alpha_by_position"]] == [0.5, 0.5, 0.0]
+    assert [round(alpha[0], 2) for alpha in keys["alpha_by_position_here"]] == [0.75, 0.33, 0.0]
+    keys = measured({SPECULATIVE: Positions("fast", 0.5, [], **counts)}, here, terms(prompts=3))
+    assert keys["accepted_by_position"] is keys["alpha_by_position"] is None
+    assert keys["notes"] == ["Spoken, batch 1: no tau: so it is (2 of 6 waves)"]
 
 
 @pytest.mark.parametrize(

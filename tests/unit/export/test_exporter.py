@@ -77,7 +77,7 @@ PAIRS = {  # case -> the stacks that it goes to
     "dspark-causal": ["vllm", "sglang", "llamacpp"],
     "dflash2-windows": ["vllm", "sglang", "speculators"],
     "dflash2-causal": ["vllm", "sglang", "llamacpp"],
-    "dspark": ["vllm", "sglang", "speculators", "llamacpp", "official"],
+    "dspark": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "official"],
     "dspark-in-place": ["vllm", "sglang", "speculators", "llamacpp"],
     "dflash2": ["vllm", "sglang", "speculators", "official"],
     "dflash2-unlike": ["vllm", "sglang", "speculators", "llamacpp", "official"],
@@ -322,6 +322,8 @@ def test_weights_come_in_shards(tmp_path: Path) -> None:
         ("dflash2-causal", "official", "which official is not known to read"),
         ("dspark-causal", "speculators", "speculators has a flag only for layers with windows"),
         ("dspark-open-windows", "speculators", "vLLM makes slots of its layers with windows causal"),
+        ("dspark-in-place", "trtllm", "its slots are in place, but TensorRT-LLM drafts with every slot of a block"),
+        ("dspark-causal", "trtllm", "which trtllm is not known to read; train with drafter.causal=false"),
         ("dspark-in-place", "official", "its slots are in place, but the authors' code has shifted ones"),
         ("jetspec-open", "vllm", "its slots see later ones, but in files of this family they do not"),
     ],
@@ -389,6 +391,15 @@ def test_lmdeploy_takes_blocks_for_qwen3_alone(tmp_path: Path) -> None:
         found, golden = opened(tmp_path / target / str(taps[0]), "dflash", loaded(target), taps=taps)
         with pytest.raises(UserError, match=says):
             written(found, golden, "lmdeploy", tmp_path / "none")
+
+
+@pytest.mark.parametrize("family", ["dflash", "dspark"])
+def test_tensorrt_llm_takes_ascending_taps(family: str, tmp_path: Path) -> None:
+    """It sorts the layer ids, and the states would be joined in another order than in training."""
+    found, golden = opened(tmp_path, family, taps=[1, 0, 2])
+    with pytest.raises(UserError, match="its taps do not ascend, but TensorRT-LLM sorts them"):
+        written(found, golden, "trtllm", tmp_path / "none")
+    assert list(written(found, golden, "sglang", tmp_path / "out").written) == ["sglang"]
 
 
 def test_the_page_shows_the_table_of_now() -> None:

@@ -26,6 +26,7 @@ SAYS = {  # what serves three drafts; the taps of these drafters are the outputs
     ("dspark", "vllm"): ['"method": "dspark"', '"num_speculative_tokens": 3'],  # of blocks of three, shifted
     ("dspark", "sglang"): ["--speculative-algorithm DSPARK", "--speculative-draft-model-path"],
     ("dspark-in-place", "sglang"): ["--speculative-algorithm DSPARK", "--speculative-dspark-block-size 3"],  # of blocks of four
+    ("dspark", "trtllm"): ["decoding_type: DSpark", "max_draft_len: 3", "speculative_model: "],
     ("dspark", "llamacpp"): ["--spec-type draft-dspark", "--spec-draft-n-max 3"],
     ("dspark", "official"): ["Qwen3DSparkModel"],
     ("dflash2", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],

@@ -132,6 +132,7 @@ NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
 BLOCKS, ONE, P = ("dflash", "speculators"), ("eagle", "lmdeploy"), ("peagle", "vllm")
 DEEP, IN_PLACE, AUTHORS = ("dspark", "vllm"), ("dspark-in-place", "sglang"), ("dspark", "official")
+DEEP_TRT = ("dspark", "trtllm")
 TWO_RAW, DOMINO, SHIFTED_DOMINO = ("dflash2", "vllm"), ("domino", "sglang"), ("domino-shifted", "sglang")
 JET, CAUSAL = ("jetspec", "vllm"), ("dflash-causal", "sglang")
 SPARK, TWO, PRESS = ("dspark", "speculators"), ("dflash2", "speculators"), ("xpress", "vllm")
@@ -149,6 +150,7 @@ SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direct
     (MUSE, put("target_layer_ids", value=[1, 2, 3])),
     (BLOCKS, put("aux_hidden_state_layer_ids", value=[0, 1, 2])),
     (DEEP, put("target_layer_ids", value=[1, 2, 3])),
+    (DEEP_TRT, put("dflash_config", "target_layer_ids", value=[1, 2, 3])),
     (TWO_RAW, put("dflash_config", "target_layer_ids", value=[1, 2, 3])),
     (DOMINO, put("dflash_config", "target_layer_ids", value=[1, 2, 3])),
 ]
@@ -230,6 +232,13 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (DEEP, "slots", put("sample_from_anchor", value=False)),
     (IN_PLACE, "slots", put("sample_from_anchor", value=True)),
     (AUTHORS, "config", put("sample_from_anchor", value=False)),
+    (DEEP_TRT, "slots", put("dflash_config", "shift_label", value=False)),
+    (DEEP_TRT, "config", put("dflash_config", "causal", value=True)),
+    (DEEP_TRT, "config", put("dspark_markov_head_type", value="gated")),
+    (DEEP_TRT, "config", drop("markov_rank")),
+    (DEEP_TRT, "block size", put("dspark_config", value={"block_size": 4})),
+    (DEEP_TRT, "mask token", put("dflash_config", "mask_token_id", value=7)),
+    (DEEP_TRT, "layer ids", put("dflash_config", "target_layer_ids", value=[1, 0, -1])),
     (AUTHORS, "tensors", lose("lm_head.weight")),
     (AUTHORS, "logits", shaken("lm_head.weight")),
     (DEEP, "architecture", put("architectures", value=["DSparkDraftModel"])),

@@ -114,6 +114,7 @@ def test_engines_are_drawn_listed_and_flagged() -> None:
         ("HTTP endpoint", 240.0, None),
     ]
     assert "OpenVINO GenAI counts another tau" in text and "vLLM: it did not start" in text
-    assert "OpenVINO GenAI 1.0" in text and "240 / 200" in text
+    assert "OpenVINO GenAI 1.0" in text and "240 / 200" in text and "0.70 0.43" in text and "0.71" in text
+    assert shown[0]["alpha_by_position"][1] == [0.43, 0.3, 0.5]
     older = page({key: value for key, value in report_of_figures().items() if key != "engines"}, None)
     assert json.loads(DATA.findall(older)[0])["engines"] == []
