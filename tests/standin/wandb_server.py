@@ -4,11 +4,12 @@
         subprocess.run(command, env=os.environ | server.environment(home))
     server.run().history
 
-Runs, their files and artifacts are kept in memory. A login that is not KEY gets 401. An operation or a path that is not known is
-answered with an error and kept in `unknown`. Every request's body is recorded, and `fault` makes the server fail.
+Runs, their files and artifacts are kept in memory. A login that is not KEY gets 401. An operation or a path that is not known
+is answered with an error and kept in `unknown`. Every request's body is recorded, and `fault` makes the server fail.
 
 As W&B's server does it:
-- lines of history go where their offset says: what was there before is replaced (`replaced` counts such lines);
+- lines go where their offset says and end there: what was there before is replaced (`replaced` counts lines of history). So a
+  run that is begun again under the same id, online or by `wandb sync`, replaces its history;
 - an artifact with the digest of an earlier version is that version;
 - a mutation for a run that exists changes it, and one for a new run makes it.
 """
@@ -180,7 +181,7 @@ class WandbServer:
         return b"\n".join(request.path.encode() + b"\n" + request.body for request in self.requests)
 
 
-class _Refused(Exception):
+class RefusedError(Exception):
     """An error in GraphQL's form."""
 
 
@@ -191,22 +192,27 @@ def _upsert_bucket(server: WandbServer, given: JSON) -> JSON:
     else:
         entity, project, name = given.get("entity") or USER, given["project"], given["name"]
         if not NAME.fullmatch(project) or not NAME.fullmatch(name):
-            raise _Refused(f"invalid name {project!r} or {name!r}")
+            raise RefusedError(f"invalid name {project!r} or {name!r}")
         if entity != USER:
-            raise _Refused(f"permission denied: entity {entity}")
+            raise RefusedError(f"permission denied: entity {entity}")
         inserted = (entity, project, name) not in server.runs
         run = server.runs.setdefault((entity, project, name), Run(entity, project, name))
         if project not in server.projects:
             server.projects.append(project)
     if len(given.get("groupName") or "") > 128:
-        raise _Refused("the group's name is too long")
+        raise RefusedError("the group's name is too long")
     run.given |= {key: value for key, value in given.items() if value is not None}
     run.state, run.exit_code = "running", None
-    return {"upsertBucket": {"bucket": _bucket(run), "inserted": inserted}}
+    # the count of lines is an answer about a run that goes on from a step of another; others begin at the first line
+    return {"upsertBucket": {"bucket": _bucket(run) | {"historyLineCount": None}, "inserted": inserted}}
 
 
 def _bucket(run: Run) -> dict[str, Any]:
-    project = {"id": f"project {run.project}", "name": run.project, "entity": {"id": f"entity {run.entity}", "name": run.entity}}
+    project = {
+        "id": f"project {run.project}",
+        "name": run.project,
+        "entity": {"id": f"entity {run.entity}", "name": run.entity},
+    }
     last = run.history[-1] if run.history else None
     return {
         "id": run.key,
@@ -225,7 +231,9 @@ def _bucket(run: Run) -> dict[str, Any]:
         "eventsTail": json.dumps([json.dumps(run.events[-1])] if run.events else []),
         "tags": list(run.given.get("tags") or []),
         "notes": None,
-        "wandbConfig": json.dumps({"t": json.loads(run.given.get("config") or "{}").get("_wandb", {}).get("value", {}).get("t")}),
+        "wandbConfig": json.dumps(
+            {"t": json.loads(run.given.get("config") or "{}").get("_wandb", {}).get("value", {}).get("t")}
+        ),
         "state": run.state,
         "group": run.given.get("groupName"),
         "jobType": run.given.get("jobType"),
@@ -266,9 +274,9 @@ def _place(server: WandbServer, key: str) -> str:
 def _create_artifact(server: WandbServer, given: JSON) -> JSON:
     wanted = dict(given["input"])
     if not NAME.fullmatch(wanted["artifactCollectionName"]):
-        raise _Refused(f"invalid name {wanted['artifactCollectionName']!r}")
+        raise RefusedError(f"invalid name {wanted['artifactCollectionName']!r}")
     if any(old.name == wanted["artifactCollectionName"] and old.kind != wanted["artifactTypeName"] for old in server.artifacts):
-        raise _Refused("the artifact has another type")
+        raise RefusedError("the artifact has another type")
     versions = [old for old in server.artifacts if old.name == wanted["artifactCollectionName"]]
     made = next((old for old in versions if old.given["digest"] == wanted["digest"]), None)
     if made is None:
@@ -315,7 +323,7 @@ def _artifact_files(server: WandbServer, given: JSON) -> JSON:
 def _commit_artifact(server: WandbServer, given: JSON) -> JSON:
     artifact = _artifact_by(server, given["artifactID"])
     if artifact.manifest not in server.storage:
-        raise _Refused("the artifact has no manifest")
+        raise RefusedError("the artifact has no manifest")
     artifact.state = "COMMITTED"
     return {"commitArtifact": {"artifact": {"id": artifact.key, "digest": artifact.given["digest"]}}}
 
@@ -552,7 +560,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             with self.owner.lock:
                 data = OPERATIONS[operation](self.owner, asked.get("variables") or {})
-        except _Refused as error:
+        except RefusedError as error:
             self._answer(200, {"data": None, "errors": [{"message": str(error)}]}, body, operation)
         except (KeyError, StopIteration, AssertionError) as error:
             self.owner.unknown.append(f"{operation}: {error!r} for {asked.get('variables')}")
@@ -578,8 +586,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if at > len(lines):
                     self.owner.unknown.append(f"{name}: line {at} after {len(lines)}")
                 if lines is run.history:
-                    run.replaced += len(lines[at : at + len(new)])
-                lines[at : at + len(new)] = new
+                    run.replaced += len(lines[at:])
+                lines[at:] = new
             if sent.get("complete"):
                 run.exit_code = sent["exitcode"]
                 run.state = "failed" if sent["exitcode"] else "finished"
