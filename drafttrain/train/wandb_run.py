@@ -7,6 +7,8 @@ offline its files start again with all steps, because `wandb sync` does not join
 from __future__ import annotations
 
 import os
+import secrets
+import string
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -101,7 +103,7 @@ def start(
         return None
     import wandb
 
-    run_id = resumed or os.environ.get("WANDB_RUN_ID") or wandb.util.generate_id()
+    run_id = resumed or os.environ.get("WANDB_RUN_ID") or _new_id()
 
     def begin(mode: Any) -> Any:
         return wandb.init(
@@ -177,6 +179,11 @@ def refused(files: Path) -> bool:
         )
     except OSError:
         return False
+
+
+def _new_id() -> str:
+    """A run's id in W&B's form."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 def _settings(options: LoggerOptions) -> Any:
