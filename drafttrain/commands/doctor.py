@@ -18,7 +18,7 @@ from rich.table import Table
 from drafttrain.core.errors import UserError
 from drafttrain.ops import build, jit, library
 from drafttrain.runs.environment import versions
-from drafttrain.train.login import logged_in
+from drafttrain.train.login import logged_in, setting
 
 
 def doctor(output: Path = Path("outputs")) -> int:
@@ -78,6 +78,8 @@ def _writable(folder: Path) -> str:
 def _wandb_state() -> str:
     if mode := os.environ.get("WANDB_MODE"):
         return f"{mode} (WANDB_MODE)"
+    if mode := setting("mode"):
+        return f"{mode} (W&B's settings file)"
     if logged_in():
         return "logged in: runs go online"
-    return "not logged in: runs stay offline (wandb login; wandb sync sends them later)"
+    return "not logged in: runs stay offline (wandb login; wandb sync outputs/*/*/wandb/offline-run-* sends them later)"

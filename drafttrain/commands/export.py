@@ -65,7 +65,7 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
         exported = export_to(opened, material, wanted)
         _print_result(console, exported, wanted)
         places = {stack: out / stack if wanted.several else out for stack in exported.written}
-        log_export(options.logger, resolved, directory, places)
+        log_export(options.logger, resolved, directory, places, line_printer(console))
         if repository is not None:
             address = push(out, repository, f"{source.family} drafter for {stack}, drafttrain {__version__}")
             print_line(console, f"uploaded: {address}")

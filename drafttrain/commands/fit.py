@@ -61,11 +61,12 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     where = ready.place if ready else place(options, world, console.say)
     job, served = prepare_job(options, world, where, console, ready), ExitStack()
     logger: Logger | None = None
+    failed = True
     try:
         job = with_features(job, options, world, console, served)
         run = RunDirectory.open(options, resolved, world, console.say)
         console.say(f"run: {run.path}" + (f" (resumed at step {run.resumed_step})" if run.resumed_step else ""))
-        logger = Logger(options.logger, run.path, resolved, run.resumed_step) if world.first else None
+        logger = Logger(options.logger, run.path, resolved, run.resumed_step, console.say) if world.first else None
         if job.drafter.trained:
             trainer = Trainer(job, world, run.path, run.resumed)
             with interrupt.deferred():
@@ -83,10 +84,11 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
                 if options.measure.enabled or not where.shared:  # otherwise the target is still shared among processes
                     _store_golden(list_checkpoints(run.path / "checkpoints"), measured, console.rich or RichConsole())
                 _finish(options, measured, run, progress, data, states, logger, console.rich or RichConsole(), ready is None)
+        failed = False
     finally:
         served.close()
         if logger is not None:
-            logger.close()
+            logger.close(failed)
     return run.path
 
 

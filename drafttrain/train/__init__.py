@@ -61,4 +61,5 @@ class LoggerOptions:
     entity: str | None = None
     group: str | None = None  # null: the recipe and the target
     mode: str = "auto"  # auto: online when logged in, else offline. online | offline
+    finish_timeout: float = 600.0  # seconds to wait at the end until W&B has everything; 0: without a limit
     artifacts: str = "none"  # log checkpoints and exports as W&B artifacts: none | reference (paths only) | files (uploaded)

@@ -141,7 +141,9 @@ class Lineage:
                 artifact.add_file(str(file))
 
     def _use(self, artifact: Any, name: str) -> None:
-        self.run.config.update({"inputs": [*self.run.config.get("inputs", []), name]}, allow_val_change=True)
+        known = list(self.run.config.get("inputs", []))
+        if name not in known:  # a resumed run has it
+            self.run.config.update({"inputs": [*known, name]}, allow_val_change=True)
         if self.run.offline:
             self.run.log_artifact(artifact)
         else:
@@ -155,6 +157,14 @@ def checkpoint_artifact(run_id: str, checkpoint: Path) -> str:
 def run_of(checkpoint: Path) -> dict[str, Any] | None:
     """The names of the W&B run that made a checkpoint; None if there is none."""
     return recorded_run(checkpoint.absolute().parent.parent)
+
+
+def continued_run(run_dir: Path, project: str, entity: str | None) -> str | None:
+    """The id of a run directory's W&B run, if it is one of this project."""
+    found = recorded_run(run_dir) or {}
+    if found.get("project") != project or (entity and found.get("entity") and found["entity"] != entity):
+        return None
+    return str(found["id"])
 
 
 def recorded_run(run_dir: Path) -> dict[str, Any] | None:

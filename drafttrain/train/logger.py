@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,72 +17,88 @@ from drafttrain.train.lineage import (
     Lineage,
     check_artifacts,
     checkpoint_artifact,
+    continued_run,
     group_of,
     measurement_rows,
     run_of,
     summary_of,
 )
-from drafttrain.train.login import logged_in
+from drafttrain.train.wandb_run import ANSWER, Say, start
 
 
 class Logger:
-    """Logs figures as JSON lines and to W&B. W&B runs offline unless the user is logged in; it never prompts."""
+    """Logs figures as JSON lines and to W&B. W&B is offline unless the user is logged in; none of its failures ends a training.
 
-    def __init__(self, options: LoggerOptions, run_dir: Path, config: dict[str, Any], kept_steps: int) -> None:
+    kept_steps: the steps of a resumed run's checkpoint, else 0. say: prints a line.
+    """
+
+    def __init__(
+        self, options: LoggerOptions, run_dir: Path, config: dict[str, Any], kept_steps: int, say: Say = print
+    ) -> None:
         self.file = run_dir / "metrics.jsonl"
-        _drop_after(self.file, kept_steps)
+        kept = _drop_after(self.file, kept_steps)
         self._lines = self.file.open("a", encoding="utf-8")
-        self.options = options
-        self.run = start(options, run_dir, config, f"{run_dir.parent.name}/{run_dir.name}", "fit")
-        if self.run is not None:
-            self.run.define_metric("engine/*", step_metric="engine/step")  # their step is earlier than that of the line
-            lineage = Lineage(self.run, options.artifacts)
-            lineage.record_run(run_dir)
-            lineage.uses_data(config["data"])
+        self.options = replace(options, group=options.group or group_of(config))
+        resumed = continued_run(run_dir, options.project, options.entity)
+        self.run = start(self.options, run_dir, config, f"{run_dir.parent.name}/{run_dir.name}", "fit", say, resumed)
+        if self.run is None:
+            return
+        raw = self.run.raw
+        lineage = Lineage(raw, options.artifacts)
+        lineage.record_run(run_dir)
+        # their step is earlier than that of the line
+        self.run.attempt("metrics", lambda: raw.define_metric("engine/*", step_metric="engine/step"))
+        self.run.attempt("artifacts", lambda: lineage.uses_data(config["data"]), ANSWER)
+        for line in kept:
+            self.run.log(line["step"], _figures(line))
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the figures of one training step."""
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
         self._lines.flush()
         if self.run is not None:
-            self.run.log(_flat(values), step=step)
+            self.run.log(step, _figures(values))
 
     def report(self, report: dict[str, Any], plots: list[Path], checkpoints: list[Path], files: list[Path]) -> None:
         """Log the measurement: summary, table, pictures and artifacts."""
         if self.run is None:
             return
-        import wandb
+        raw = self.run.raw
+        lineage = Lineage(raw, self.options.artifacts)
+        self.run.attempt("figures", lambda: raw.summary.update(summary_of(report)))
+        self.run.attempt("pictures", lambda: raw.log(_shown(report, plots)))
+        self.run.attempt("artifacts", lambda: lineage.made_checkpoints(checkpoints, report))
+        self.run.attempt("artifacts", lambda: lineage.made_report(files))
 
-        self.run.summary.update(summary_of(report))
-        pictures = {f"report/{p.stem}": wandb.Image(str(p)) for p in plots}
-        self.run.log(pictures | {"report/measurement": wandb.Table(columns=list(COLUMNS), data=measurement_rows(report))})
-        lineage = Lineage(self.run, self.options.artifacts)
-        lineage.made_checkpoints(checkpoints, report)
-        lineage.made_report(files)
-
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """End the log. failed: the run was interrupted, or ended with an error."""
         self._lines.close()
         if self.run is not None:
-            self.run.finish()
+            self.run.finish(failed)
 
 
-def log_export(options: LoggerOptions, config: dict[str, Any], checkpoint: Path, folders: Mapping[str, Path]) -> None:
+def log_export(
+    options: LoggerOptions, config: dict[str, Any], checkpoint: Path, folders: Mapping[str, Path], say: Say = print
+) -> None:
     """Log an export as a separate W&B run that used the checkpoint and made `folders` (by stack).
 
-    Nothing is logged if the checkpoint's own run is not at W&B, or logger.artifacts is none.
+    Nothing is logged if the checkpoint's own run is not at W&B, or logger.artifacts is none. say: prints a line.
     """
     made_by = run_of(checkpoint)
     if made_by is None or options.artifacts == "none":
         return
-    options = replace(options, group=options.group or made_by.get("group"), project=made_by.get("project") or options.project)
-    run = start(options, checkpoint.absolute().parent.parent, config, f"export {checkpoint.name}", "export")
+    check_logger(options)
+    group = options.group or made_by.get("group") or group_of(config)
+    options = replace(options, group=group, project=made_by.get("project") or options.project)
+    run = start(options, checkpoint.absolute().parent.parent, config, f"export {checkpoint.name}", "export", say)
     if run is None:
         return
-    lineage = Lineage(run, options.artifacts)
-    lineage.uses_checkpoint(checkpoint, made_by)
+    lineage = Lineage(run.raw, options.artifacts)
+    run.attempt("artifacts", lambda: lineage.uses_checkpoint(checkpoint, made_by), ANSWER)
     for stack, folder in folders.items():
-        lineage.made_export(folder, stack, checkpoint_artifact(str(made_by["id"]), checkpoint))
-    run.finish()
+        name = checkpoint_artifact(str(made_by["id"]), checkpoint)
+        run.attempt("artifacts", partial(lineage.made_export, folder, stack, name))
+    run.finish(failed=False)
 
 
 def check_logger(options: LoggerOptions) -> None:
@@ -94,32 +110,20 @@ def check_logger(options: LoggerOptions) -> None:
     check_artifacts(options.artifacts)
 
 
-def start(options: LoggerOptions, folder: Path, config: dict[str, Any], name: str, job: str) -> Any:
-    """Start a W&B run with its files in `folder`; None without W&B. Raises UserError for bad options."""
-    check_logger(options)
-    if options.name == "none":
-        return None
-    mode: Any = options.mode
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
+def _shown(report: Mapping[str, Any], plots: list[Path]) -> dict[str, Any]:
+    """The measurement's pictures and its table, as W&B shows them."""
     import wandb
 
-    return wandb.init(
-        project=options.project,
-        entity=options.entity,
-        group=options.group or group_of(config),
-        job_type=job,
-        name=name,
-        dir=str(folder.absolute()),  # its own process may have been started in another folder
-        config=config,
-        mode=mode,
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+    pictures = {f"report/{p.stem}": wandb.Image(str(p)) for p in plots}
+    return pictures | {"report/measurement": wandb.Table(columns=list(COLUMNS), data=measurement_rows(report))}
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A line's figures for W&B, by position where a figure has several values."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
+        if key == "step":
+            continue
         if isinstance(value, list):
             flat |= {f"{key}/{i + 1}": v for i, v in enumerate(value)}
         else:
@@ -127,22 +131,23 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _drop_after(file: Path, steps: int) -> None:
+def _drop_after(file: Path, steps: int) -> list[dict[str, Any]]:
     """Remove lines of later steps, and incomplete lines. A resumed run writes the steps after its checkpoint again.
 
-    A serving engine's figures of an earlier step stay, in a line of their own.
+    A serving engine's figures of an earlier step stay, in a line of their own. Returns what stays.
     """
     if not file.exists():
-        return
+        return []
     kept = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
             if values["step"] <= steps:
-                kept.append(line)
+                kept.append(values)
             elif values.get("engine/step", steps + 1) <= steps:
                 own = {key: value for key, value in values.items() if key.startswith("engine/")}
-                kept.append(json.dumps({"step": steps, **own}))
+                kept.append({"step": steps, **own})
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    atomic_write_text(file, "".join(f"{line}\n" for line in kept))
+    atomic_write_text(file, "".join(f"{json.dumps(line)}\n" for line in kept))
+    return kept

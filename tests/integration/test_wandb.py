@@ -1,0 +1,220 @@
+"""`fit` with W&B, against a server here: online, offline with `wandb sync`, killed and resumed, and with a failing server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+import yaml
+
+from drafttrain.train.lineage import COLUMNS, measurement_rows, recorded_run, summary_of
+from tests.standin.wandb_server import KEY, Run, WandbServer
+
+pytestmark = pytest.mark.slow
+STEPS = 12
+SETTINGS = (
+    *("recipe=medusa", "logger=wandb", "target=hf", "train.global_batch=4", "train.micro_batch=2", "data.held_out=4"),
+    *(f"train.steps={STEPS}", "train.checkpoint_every=4", "measure.limit=2", "measure.minutes=0.02"),
+    *("measure.transformers=false", "measure.batch_sizes=[1]", "decode.max_new_tokens=12"),
+)
+SECRET = "marked-secret-"
+SECRETS = {
+    name: f"{SECRET}{i}"
+    for i, name in enumerate(
+        ("HF_TOKEN", "OPENAI_API_KEY", "MY_OWN_KEY", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "DB_PASSWORD")
+    )
+}
+
+
+def environment(server: WandbServer, home: Path, **more: str) -> dict[str, str]:
+    """Variables of a user who is logged in to the server, and has further secrets."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HF_"))}
+    plain = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLCONFIGDIR": matplotlib.get_cachedir()}
+    return own | plain | server.environment(home) | SECRETS | more
+
+
+def command(material: Path, output: Path, *more: str) -> list[str]:
+    paths = (f"target.path={material / 'target'}", f"data.path={material / 'data.jsonl'}", f"output={output}")
+    return [sys.executable, "-m", "drafttrain", "fit", *paths, *SETTINGS, *more]
+
+
+def fit(material: Path, home: Path, variables: dict[str, str], *more: str) -> tuple[Path, str]:
+    """Train to the end; the run directory, and what was printed."""
+    call = command(material, home / "outputs", *more)
+    done = subprocess.run(call, env=variables, cwd=home, capture_output=True, text=True, timeout=400)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    (run,) = (home / "outputs").glob("*/*/run.json")
+    return run.parent, said
+
+
+def kill_after(call: list[str], home: Path, variables: dict[str, str], lines: int) -> None:
+    """Kill the command and W&B's own process once metrics.jsonl has so many lines."""
+    process = subprocess.Popen(call, env=variables, cwd=home, start_new_session=True, stdout=subprocess.DEVNULL)
+    while process.poll() is None and sum(f.read_text().count("\n") for f in home.glob("outputs/*/*/metrics.jsonl")) < lines:
+        time.sleep(0.01)
+    assert process.poll() is None, "the run ended before it could be killed"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def sync(typed: str, home: Path, variables: dict[str, str]) -> str:
+    """What a user types to send offline runs."""
+    path = f"{Path(sys.executable).parent}:{variables['PATH']}"
+    wandb = f"{shlex.quote(sys.executable)} -m wandb"
+    call = ["bash", "-c", typed.replace("wandb sync", f"{wandb} sync", 1)]
+    done = subprocess.run(call, env=variables | {"PATH": path}, cwd=home, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def flat(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl as W&B shows it."""
+    found: dict[str, Any] = {}
+    for key, value in line.items():
+        if key != "step":
+            found |= {f"{key}/{i}": v for i, v in enumerate(value, 1)} if isinstance(value, list) else {key: value}
+    return found
+
+
+def assert_complete(server: WandbServer, run_dir: Path) -> Run:
+    """The server has the run as its directory has it: config, figures step by step, summary, pictures, table and report."""
+    run = server.run()
+    report = json.loads((run_dir / "report.json").read_text())
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert run.steps() == [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        there = {key: value for key, value in run.values(line["step"]).items() if not key.startswith("report/")}
+        assert there == flat(line), f"step {line['step']}"
+    summary = summary_of(report)
+    assert {key: run.summary[key] for key in summary} == summary
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert {key: run.config[key] for key in config} == config
+    pictures = {picture.stem: picture.read_bytes() for picture in run_dir.glob("**/*.png") if "wandb" not in picture.parts}
+    last = run.values(STEPS)
+    assert pictures and {f"report/{name}" for name in pictures} | {"report/measurement"} <= set(last)
+    for name, content in pictures.items():
+        assert run.files[last[f"report/{name}"]["path"]] == content
+    table = json.loads(run.files[last["report/measurement"]["path"]])
+    assert (table["columns"], table["data"]) == (list(COLUMNS), json.loads(json.dumps(measurement_rows(report))))
+    artifact = server.artifact("report")
+    assert set(server.entries(artifact)) == {"report.json", "report.md", "report.html"} and artifact.state == "COMMITTED"
+    for name in server.entries(artifact):
+        assert server.storage[f"artifact/{artifact.name}/0/{name}"] == (run_dir / name).read_bytes()
+    assert (run.state, run.exit_code) == ("finished", 0)
+    assert run.name == (recorded_run(run_dir) or {})["id"]
+    assert not server.unknown
+    return run
+
+
+def assert_no_secret(server: WandbServer, run_dir: Path) -> None:
+    """Neither was a secret sent, nor is one in the run's files."""
+    found = server.bodies()
+    assert SECRET.encode() not in found and KEY.encode() not in found
+    for file in run_dir.rglob("*"):
+        if file.is_file():
+            content = file.read_bytes()
+            assert SECRET.encode() not in content and KEY.encode() not in content, file
+
+
+def about_wandb(said: str) -> list[str]:
+    return [line for line in said.splitlines() if re.search(r"W&B|wandb", line) and "logger=wandb" not in line]
+
+
+def test_online_all_arrives_and_compare_reads_it(material: Path, tmp_path: Path) -> None:
+    with WandbServer() as server:
+        variables = environment(server, tmp_path)
+        run_dir, said = fit(material, tmp_path, variables, "prepare.key_env=MY_OWN_KEY")
+        assert about_wandb(said) == []
+        run = assert_complete(server, run_dir)
+        assert_no_secret(server, run_dir)
+        assert server.used == [(run.name, server.artifact("dataset").name)]
+        call = [sys.executable, "-m", "drafttrain", "compare", f"me/drafttrain/{run.name}", str(run_dir), "compare.samples=200"]
+        done = subprocess.run(call, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert f"me/drafttrain/{run.name}" in done.stdout and not server.unknown
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_killed_run_goes_on_in_the_same_run(mode: str, material: Path, tmp_path: Path) -> None:
+    with WandbServer() as server:
+        variables = environment(server, tmp_path)
+        more = (f"logger.mode={mode}", "resume=auto")
+        kill_after(command(material, tmp_path / "outputs", *more), tmp_path, variables, lines=6)
+        (noted,) = tmp_path.glob("outputs/*/*/wandb.json")
+        before = json.loads(noted.read_text())["id"]
+        run_dir, _ = fit(material, tmp_path, variables, *more)
+        if mode == "offline":
+            assert not server.requests
+            sync("wandb sync outputs/*/*/wandb/offline-run-*", tmp_path, variables)
+        run = assert_complete(server, run_dir)
+        assert run.name == before and len(server.runs) == 1
+        assert len(run.config["inputs"]) == 1
+        assert_no_secret(server, run_dir)
+
+
+@pytest.mark.parametrize("fault", ["gone", 401, 500, "hang"])
+def test_a_server_that_fails_at_the_start(fault: int | str, material: Path, tmp_path: Path) -> None:
+    with WandbServer() as server:
+        variables = environment(server, tmp_path, WANDB_INIT_TIMEOUT="4")
+        if fault == "gone":
+            server.stop()
+        else:
+            server.fault = fault
+        run_dir, said = fit(material, tmp_path, variables)
+    (line,) = about_wandb(said)
+    assert "the run is logged offline, send it later: wandb sync" in line
+    with WandbServer() as server:
+        sync(line.partition("later: ")[2], tmp_path, variables | server.environment(tmp_path))
+        assert_complete(server, run_dir)
+
+
+@pytest.mark.parametrize("fault", ["gone", 401, 500, "hang"])
+def test_a_server_that_fails_later(fault: int | str, material: Path, tmp_path: Path) -> None:
+    """It has the start of the run."""
+    with WandbServer() as server:
+        variables = environment(server, tmp_path)
+        call = command(material, tmp_path / "outputs", "logger.finish_timeout=4")
+        process = subprocess.Popen(
+            call, env=variables, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        while process.poll() is None and not list(tmp_path.glob("outputs/*/*/metrics.jsonl")):
+            time.sleep(0.01)
+        while process.poll() is None and not server.used:
+            time.sleep(0.01)
+        if fault == "gone":
+            server.stop()
+        else:
+            server.fault = fault
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+        (run_dir,) = (file.parent for file in tmp_path.glob("outputs/*/*/run.json"))
+        assert json.loads((run_dir / "run.json").read_text())["finished"] and (run_dir / "report.json").exists()
+        (line,) = about_wandb(said)
+        if fault != "gone":
+            server.fault = None
+            server.released.set()
+            sync(line.partition("later: ")[2], tmp_path, variables)
+            assert_complete(server, run_dir)
+
+
+def test_an_interrupted_run_has_failed_at_wandb(material: Path, tmp_path: Path) -> None:
+    with WandbServer() as server:
+        variables = environment(server, tmp_path)
+        call = command(material, tmp_path / "outputs", "train.steps=4000", "train.checkpoint_every=2000")
+        process = subprocess.Popen(call, env=variables, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not any(f.read_text() for f in tmp_path.glob("outputs/*/*/metrics.jsonl")):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 75
+        assert server.run().state == "failed"
