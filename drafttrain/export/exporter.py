@@ -76,7 +76,7 @@ def refusals(opened: Opened, wanted: Wanted) -> dict[str, str]:
     """The stacks that cannot load this very drafter, with the reasons. Raises UserError where none of them can."""
     reasons = {stack: _refusal(opened, stack, wanted) for stack in wanted.stacks}
     if wanted.with_target and reasons.get(GGUF, "refused") is None:
-        why = gguf.refuse_target(Source(opened, GGUF, wanted.dtype), opened.loaded.target.model)
+        why = gguf.refuse_target(Source(opened, GGUF, wanted.dtype))
         reasons[GGUF] = None if why is None else f"the target cannot be written as GGUF: {why}; leave out with_target"
     found = {stack: reason for stack, reason in reasons.items() if reason is not None}
     if len(found) == len(reasons):

@@ -109,7 +109,7 @@ def write(directory: Path, files: Files, source: Source, max_shard_size: str) ->
     if files.into is not None:
         return stitch(directory, files.into, files.tensors)
     if files.weights.endswith(SUFFIX):
-        return write_gguf(directory / files.weights, files.config, files.tensors, DTYPES[source.dtype])
+        return write_gguf(directory / files.weights, files.config, files.tensors, DTYPES[source.dtype], files.as_is)
     write_config(directory / files.config_file, files.config)
     dtypes = {name: files.tensors[name].dtype for name in files.as_is}
     tensors = {name: cast(name, tensor, dtypes.get(name, DTYPES[source.dtype])) for name, tensor in files.tensors.items()}

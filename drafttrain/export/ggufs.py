@@ -17,16 +17,21 @@ SUFFIX = ".gguf"
 ARCHITECTURE = "general.architecture"
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # general.file_type, by the dtype of most tensors
 FACTORS = "rope_freqs.weight"
+EXPERTS = "_exps.weight"  # how names of experts' matrices end, which have three dimensions
+SMALL = ("ffn_gate_inp.weight", "shortconv.conv.weight")  # matrices that llama.cpp takes, or keeps, in float32
 LONG = 2**28  # bytes from which on a progress bar is shown
 
 
-def write_gguf(file: Path, fields: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+def write_gguf(
+    file: Path, fields: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype, as_is: tuple[str, ...] = ()
+) -> None:
     """Write fields and tensors. fields: by their full keys, with the architecture. Plain integers become uint32, floats
     float32.
 
-    Matrices are stored in `dtype`. Vectors, and kernels of three dimensions, are rounded to it too but stored in float32, the
-    only type that llama.cpp adds and multiplies element by element. Rotary factors, which are no weights, and integers are not
-    rounded. Raises UserError for weights that the dtype cannot hold.
+    Matrices are stored in `dtype`. Vectors, biases, and kernels of three dimensions, are rounded to it too but stored in
+    float32, the only type that llama.cpp adds and multiplies element by element. Rotary factors, which are no weights, integers
+    and the tensors `as_is`, which are stored in their own dtype, are not rounded. Raises UserError for weights that the dtype
+    cannot hold.
     """
     from gguf import GGMLQuantizationType as Kind
     from gguf import GGUFWriter
@@ -37,14 +42,14 @@ def write_gguf(file: Path, fields: dict[str, Any], tensors: dict[str, Tensor], d
         for key, value in fields.items():
             _add(writer, key, value)
         for name, tensor in tensors.items():
-            stored = _stored(tensor, dtype)
+            stored = _stored(name, tensor, tensor.dtype if name in as_is else dtype)
             writer.add_tensor_info(
                 name, list(tensor.shape), np.dtype(np.float32), tensor.numel() * stored.itemsize, kinds[stored]
             )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for array in _arrays(file.name, tensors, dtype):
+        for array in _arrays(file.name, tensors, dtype, as_is):
             writer.write_tensor_data(array)
     finally:
         writer.close()
@@ -66,17 +71,19 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded.contiguous().clone()
 
 
-def _arrays(name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> Iterator[Any]:
+def _arrays(name: str, tensors: dict[str, Tensor], dtype: torch.dtype, as_is: tuple[str, ...]) -> Iterator[Any]:
     long = sum(x.numel() * x.element_size() for x in tensors.values()) > LONG
     for key, tensor in track(tensors.items(), description=name, disable=not long):
-        stored = cast(key, tensor, torch.float32 if key == FACTORS else dtype).to(_stored(tensor, dtype))
+        own = tensor.dtype if key in as_is else dtype
+        stored = cast(key, tensor, torch.float32 if key == FACTORS else own).to(_stored(key, tensor, own))
         yield (stored.view(torch.uint8) if stored.dtype == torch.bfloat16 else stored).numpy()  # numpy has no bfloat16
 
 
-def _stored(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     if not tensor.is_floating_point():
         return torch.int64
-    return dtype if tensor.ndim == 2 else torch.float32
+    matrix = tensor.ndim == 2 and not name.endswith((".bias", *SMALL))
+    return dtype if matrix or name.endswith(EXPERTS) else torch.float32
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -22,8 +22,9 @@ from drafttrain.export.files import DTYPES, Files, Source
 from drafttrain.export.ggufs import cast
 from drafttrain.export.golden import Golden, drafted
 from drafttrain.export.layouts.draft_model import merged
+from drafttrain.export.layouts.gguf_models import facts_of
 from drafttrain.export.opened import Opened
-from drafttrain.export.readers import gguf
+from drafttrain.export.readers import gguf_models
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors
 from drafttrain.model.target import FINAL
 
@@ -110,7 +111,9 @@ def target_parts(opened: Opened, files: Files) -> TargetParts:
     texts = [TEXT, f"{TEXT}{tokenizer.eos_token or ''}{TEXT}"] if files.tokenizer else []
     made = [(text, list(tokenizer(text, verbose=False)["input_ids"])) for text in texts]
     blocks, whole = opened.loaded.target.shape.blocks, partial(_whole_model, model)
-    return TargetParts(embed_VH, opened.target.head_weight.cpu(), blocks, pieces, made, files.base, whole)
+    return TargetParts(
+        embed_VH, opened.target.head_weight.cpu(), blocks, pieces, made, files.base, whole, opened.loaded.target.dtype
+    )
 
 
 def _whole_model(model: Any) -> tuple[Config, Tensors]:
@@ -125,12 +128,13 @@ def check_gguf_target(directory: Path, files: Files, source: Source) -> None:
     target = source.opened.loaded.target
     shape, model = target.shape, target.model
     try:
-        found = gguf.facts(directory, files.weights, target_parts(source.opened, files))
+        found = gguf_models.facts(directory, files.weights, target_parts(source.opened, files))
         expected: dict[str, Any] = {"rope": shape.rope_theta, "norm": shape.norm_eps, "layers": shape.blocks}
         expected |= {"heads": [shape.heads, shape.kv_heads], "head_dim": shape.head_dim, "max positions": shape.max_positions}
+        expected |= facts_of(model.config, shape.head_dim)
         _check_facts({name: found[name] for name in expected}, expected)
         left = merged(model)
-        for name, tensor in gguf.weights(directory, files.weights):
+        for name, tensor in gguf_models.weights(directory, files.weights):
             if name not in left or not torch.equal(tensor, cast(name, left.pop(name), DTYPES[source.dtype]).float()):
                 raise ParityError("target", f"{name} was not saved as it is")
     except MismatchError as mismatch:

@@ -16,7 +16,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
 THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take exactly three layers
 WINDOWS = ("vllm", "speculators")  # stacks that read sliding windows
-UNNORMED = ("vllm", "speculators")  # stacks that read norm_before_residual
+UNNORMED = ("vllm", "speculators", "llamacpp")  # stacks that read norm_before_residual
 EMBEDDING = "embed_tokens.weight"
 SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"})
 
@@ -111,11 +111,11 @@ def _flags(source: Source) -> dict[str, Any]:
     them.
     """
     flags = {flag: True for flag in ("fc_norm", "norm_output") if source.options.get(flag)}
-    return {"norm_before_residual": _before(source), **flags}
+    return {"norm_before_residual": before(source), **flags}
 
 
-def _before(source: Source) -> bool:
-    """Checkpoints that are older than the option do not have it."""
+def before(source: Source) -> bool:
+    """Whether the residual is the normed state. Checkpoints that are older than the option do not have it."""
     return bool(source.options.get("norm_before_residual", False))
 
 
@@ -124,4 +124,4 @@ def facts(source: Source) -> dict[str, Any]:
     flags = {flag: bool(source.options.get(flag, False)) for flag in ("norm_output", "fc_norm")}
     windows = windows_of(source.layer_shape, source.options.get("layers", 1))
     own = {"windows": windows} if any(windows) else {}
-    return {"norm flags": {"norm_before_residual": _before(source), **flags}, **own}
+    return {"norm flags": {"norm_before_residual": before(source), **flags}, **own}

@@ -1,8 +1,11 @@
 """llama.cpp's GGUF files: a draft model or a target, EAGLE-3, and the block drafters, which have one architecture, `dflash`.
 
-Its loaders of EAGLE-3 and of block drafters take the embedding, and for blocks the head too, from the loaded target. All read
-the target's tokenizer from the drafter's file. In models of the Llama kind, EAGLE-3 among them, llama.cpp rotates pairs of
-neighbouring values, where transformers rotates the two halves of a head. So rows of queries and keys are reordered for them.
+Its loaders of EAGLE-3 and of block drafters take the embedding, and for blocks the head too, from the loaded target, without
+the factor that some targets apply to the embedding, or the soft cap of their logits. Block drafters have fields for these, and
+EAGLE-3 can bring an embedding of its own. All read the target's tokenizer from the drafter's file.
+
+In models of the Llama kind, EAGLE-3 among them, llama.cpp rotates pairs of neighbouring values, where transformers rotates the
+two halves of a head. So rows of queries and keys are reordered for them.
 """
 
 from __future__ import annotations
@@ -19,18 +22,23 @@ from drafttrain.export.layouts import dflash as zlab
 from drafttrain.export.layouts import dflash2, draft_model, dspark, eagle3, jetspec
 from drafttrain.export.layouts import gguf_tokenizer as tokens
 from drafttrain.export.layouts.causal import causal_layers, windows
+from drafttrain.export.layouts.gguf_models import KINDS, NORMS, rope_of, scaling_fields
 from drafttrain.model.shapes import TargetShape
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
-PAIRED = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False}  # by model type: whether neighbours are rotated
-CAPTURED = ("llama", "mistral", "qwen3", "qwen3_moe")  # targets whose block inputs llama.cpp can capture
-NAMES = {
+EMBEDDING = "token_embd.weight"
+# targets whose blocks' inputs llama.cpp 11434 can capture, by the model type of their text part. Its models of two more kinds
+# can too: their states are several streams (qwen4_exp), or a mean over streams (deepseek_v4), which are no blocks' outputs here
+CAPTURED = (
+    "llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "gemma4_text",
+    "lfm2", "lfm2_moe", "minimax", "minimax_m2", "mimo_v2_flash", "nemotron_h", "hunyuan_v1_dense", "hunyuan_vl_text",
+    "muse_glimmer_text",
+)  # fmt: skip
+NAMES = NORMS | {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -45,6 +53,7 @@ NAMES = {
 ENDS = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",
+    "embedding_norm": "token_embd_norm",  # of LFM2, whose last norm has this name in both
     "lm_head": "output",
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
@@ -90,29 +99,33 @@ def refuse_jetspec(source: Source) -> str | None:
 def refuse_model(source: Source) -> str | None:
     """Why llama.cpp cannot load this draft model; None where it can."""
     lm: Any = source.drafter.language_model()
-    return draft_model.refuse(source) or refuse_target(source, lm.model)
+    return draft_model.refuse(source) or refuse_language_model(source, lm.model, [k for k in KINDS if KINDS[k].drafts])
 
 
-def refuse_target(source: Source, model: Any) -> str | None:
-    """Why a language model, the target or a draft model, cannot be written with its tokenizer; None where it can."""
+def refuse_target(source: Source) -> str | None:
+    """Why the target cannot be written; None where it can."""
+    return refuse_language_model(source, source.opened.loaded.target.model, list(KINDS))
+
+
+def refuse_language_model(source: Source, model: Any, able: list[str]) -> str | None:
+    """Why the target or a draft model cannot be written with its tokenizer; None where it can. able: the kinds that can."""
     config = model.config
     if (weights := source.opened.loaded.description.get("weights")) is not None:
         return f"its weights are {weights}, but GGUF files need unquantised ones; leave out target.weights"
-    if config.model_type not in PAIRED:
-        return f"its architecture is {config.model_type}, but GGUF files can be written only for {', '.join(PAIRED)}"
-    if getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False):
+    if config.model_type not in able:
+        return f"its architecture is {config.model_type}, but GGUF files can be written only for {', '.join(able)}"
+    kind = KINDS[config.model_type]
+    if not kind.biases and (getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False)):
         return "its linear maps have biases, but GGUF files can be checked only without them"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3") or (kind == "llama3" and not PAIRED[config.model_type]):
-        return f"its rotary scaling is {kind!r}, for which llama.cpp has no field in {config.model_type} models"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or [_window(config)]):
+    if (scaling := rope_of(config).get("rope_type", "default")) not in kind.scalings:
+        return f"its rotary scaling is {scaling!r}, for which llama.cpp has no field in {config.model_type} models"
+    if not kind.windows and "sliding_attention" in (getattr(config, "layer_types", None) or [_window(config)]):
         return "it has sliding-window attention, which llama.cpp does not support for this architecture"
-    return tokens.refuse(source.opened.loaded.tokenizer)
+    return kind.refuse(config) or tokens.refuse(source.opened.loaded.tokenizer)
 
 
 def eagle3_files(source: Source) -> Files:
-    """An EAGLE-3 drafter. d2t holds the target's ids."""
+    """An EAGLE-3 drafter. d2t holds the target's ids. An embedding with a factor is written, with it."""
     tensors = eagle3.weights(source)
     shape, d2t = source.layer_shape, tensors.pop("d2t", None)
     tensors.pop("t2d", None)
@@ -122,10 +135,15 @@ def eagle3_files(source: Source) -> Files:
     own = {
         "target_layers": source.layer_inputs,
         "target_hidden_size": shape.hidden_size,
-        "norm_before_residual": False,
+        "norm_before_residual": eagle3.before(source),
         "norm_before_fc": False,
     }
-    return Files(_fields("eagle3", source, shape, 1) | _own("eagle3", own), tensors, DRAFT, True, eagle3.facts(source))
+    if _embedding_scale(source) is not None:
+        tensors[EMBEDDING] = source.opened.loaded.target.embed(
+            torch.arange(source.shape.vocab_size, device=source.embedding.device)
+        )
+    fields = _fields("eagle3", source, shape, 1) | _own("eagle3", own)
+    return Files(fields, tensors, DRAFT, True, eagle3.facts(source), as_is=(EMBEDDING,) if EMBEDDING in tensors else ())
 
 
 def dflash_files(source: Source) -> Files:
@@ -153,6 +171,10 @@ def _block_files(source: Source, **more: Any) -> Files:
         "attention.causal": all(causal_layers(source)),
         **more,
     }
+    if (scale := _embedding_scale(source)) is not None:
+        own["embedding_scale"] = scale
+    if (cap := getattr(_text(source), "final_logit_softcapping", None)) is not None:
+        own["final_logit_softcapping"] = float(cap)
     fields = _fields("dflash", source, shape, source.options["layers"]) | _own("dflash", own)
     fields["tokenizer.ggml.mask_token_id"] = mask
     return Files(fields, _renamed(tensors, shape, paired=False), DRAFT, True, zlab.facts(source))
@@ -171,14 +193,14 @@ def target_files(source: Source) -> Files:
 
 
 def _language_model(source: Source, model: Any, shape: TargetShape, weights: dict[str, Tensor], file: str) -> Files:
-    kind = model.config.model_type
-    architecture = "llama" if kind == "mistral" else kind
-    fields = _fields(architecture, source, shape, model.config.num_hidden_layers)
-    tensors = _renamed({name.removeprefix("model."): x for name, x in weights.items()}, shape, PAIRED[kind])
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "linear":
-        fields |= _own(architecture, {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])})
-    if rope.get("rope_type") == "llama3":
+    config, kind = model.config, KINDS[model.config.model_type]
+    parts: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        parts |= kind.split(name.removeprefix("model."), tensor)
+    fields = _fields(kind.architecture, source, shape, config.num_hidden_layers)
+    fields |= _own(kind.architecture, kind.fields(config) | scaling_fields(config))
+    tensors = _renamed(parts, shape, kind.paired, kind.names)
+    if rope_of(config).get("rope_type") == "llama3":
         plain_F = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
         tensors[FACTORS] = plain_F / model.model.rotary_emb.inv_freq.float().cpu()
     return Files(fields, tensors, file, True)
@@ -214,21 +236,25 @@ def _own(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
-def _renamed(tensors: dict[str, Tensor], shape: TargetShape, paired: bool) -> dict[str, Tensor]:
-    """The tensors under llama.cpp's names. paired: reorder rows of queries and keys for rotating neighbours."""
-    found = {}
+def _renamed(
+    tensors: dict[str, Tensor], shape: TargetShape, paired: bool, names: dict[str, str] | None = None
+) -> dict[str, Tensor]:
+    """The tensors under llama.cpp's names. paired: reorder rows of queries and keys for rotating neighbours. names: a kind's
+    own.
+    """
+    found, known = {}, NAMES | (names or {})
     for name, tensor in tensors.items():
         if paired and ("q_proj" in name or "k_proj" in name):
             tensor = neighbours(tensor, shape.head_dim)
-        found[_name(name)] = tensor
+        found[_name(name, known)] = tensor
     return found
 
 
-def _name(name: str) -> str:
+def _name(name: str, known: dict[str, str]) -> str:
     stem, _, part = name.rpartition(".")
     if stem.startswith("layers."):
         _, number, inner = stem.split(".", 2)
-        return f"blk.{number}.{NAMES[inner]}" + ("" if part == BARE else f".{part}")
+        return f"blk.{number}.{known[inner]}" + ("" if part == BARE else f".{part}")
     return f"{ENDS.get(stem, stem)}.{part}"
 
 
@@ -246,12 +272,24 @@ def _refuse_windows(source: Source) -> str | None:
 
 
 def _refuse_states(source: Source) -> str | None:
-    kind = source.opened.loaded.target.model.config.model_type
+    kind = _text(source).model_type
     if kind not in CAPTURED:
         return f"llama.cpp captures no states of {kind} targets, only of {', '.join(CAPTURED)}"
     if getattr(source.layer_shape, "rope_scaling", None) is not None:
         return "its layers have rotary scaling, which is not written to GGUF; train without drafter.layer.rope_scaling"
     return tokens.refuse(source.opened.loaded.tokenizer)
+
+
+def _text(source: Source) -> Any:
+    """The configuration of the target's text part."""
+    return source.opened.loaded.target.model.config.get_text_config()
+
+
+def _embedding_scale(source: Source) -> float | None:
+    """The factor that the target applies to its embedding; None for none."""
+    module: Any = source.opened.loaded.target.model.get_input_embeddings()
+    scale = getattr(module, "embed_scale", None)
+    return None if scale is None or float(scale) == 1.0 else float(scale.to(module.weight.dtype))
 
 
 def _window(config: Any) -> str:

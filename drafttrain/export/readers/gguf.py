@@ -5,12 +5,14 @@ and Qwen3 cannot. EAGLE-3 takes exactly three layers. d2t holds the target's ids
 rotated by neighbouring values. llama.cpp has defaults for missing fields (`rope.freq_base` 10000, the head width from the
 model's, token 11 as the end token); here every field must be written.
 
-Vectors and kernels of three dimensions must be float32, the only type that it adds and multiplies element by element.
+Vectors and kernels of three dimensions must be float32, the only type that it adds and multiplies element by element. It takes
+the rows of the target's embedding as they are: a factor that the target applies to them, and a soft cap of its logits, are
+fields of a block drafter. EAGLE-3 has no such field, but may have an embedding of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from drafttrain.export.readers.parts import Config, MismatchError, Point, Readin
 
 MODELS = ("llama", "qwen2", "qwen3")
 PAIRED = ("llama", "eagle3")
+PARTIAL = ("minimax-m2",)  # models that rotate a part of each head
 BLOCK = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -67,28 +70,30 @@ def model(directory: Path, target: TargetParts, points: Sequence[Point]) -> Read
 def language_model(directory: Path, file: str, target: TargetParts, points: Sequence[Point]) -> Reading:
     """A language model in this file."""
     config, tensors, kind = _opened(directory, file, MODELS, target)
-    shape = _shape(config, kind, tensors)
-    plan = causal_lm.Plan(shape, _own(config, kind, "block_count", "config"), kind == "qwen2", kind == "qwen3")
+    shape = shape_of(config, kind, tensors)
+    plan = causal_lm.Plan(shape, own_field(config, kind, "block_count", "config"), kind == "qwen2", kind == "qwen3")
     return causal_lm.reading(plan, tensors, target, points, tied="output.weight" not in tensors.left)
 
 
 def eagle3_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
     """An EAGLE-3 drafter."""
     config, tensors, kind = _opened(directory, "draft.gguf", ("eagle3",), target)
-    shape, (vocab, target_width) = _shape(config, kind, tensors), target.embed.shape
+    shape, (vocab, target_width) = shape_of(config, kind, tensors), target.embed.shape
     config.expect("eagle3.block_count", 1, "config")
     config.expect("eagle3.target_hidden_size", target_width, "config")
     layers = _layers(config, kind, target)
     if len(layers) != 3:
         raise MismatchError("layer ids", f"eagle3.target_layers has {len(layers)} numbers, but llama.cpp takes three")
-    if _own(config, kind, "norm_before_fc", "norm flags"):
+    if own_field(config, kind, "norm_before_fc", "norm flags"):
         raise MismatchError(
             "norm flags", "eagle3.norm_before_fc is true: one norm over all fused states, which no drafter here has"
         )
     ids = tensors.left.pop("d2t", torch.arange(vocab))
     if ids.dtype != torch.int64:
         raise MismatchError("d2t", f"it is {ids.dtype}, but llama.cpp takes int64")
-    before = bool(_own(config, kind, "norm_before_residual", "norm flags"))
+    before = bool(own_field(config, kind, "norm_before_residual", "norm flags"))
+    if "token_embd.weight" in tensors.left:
+        target = replace(target, embed=tensors.take("embed_tokens.weight", vocab, target_width, fails="vocabulary"))
     head = eagle3.load_head(tensors, "layers.0", shape, target_width, ids, layers, 0, before, output=False)
     tensors.finish()
     return eagle3.reading(head, target, points)
@@ -96,7 +101,8 @@ def eagle3_draft(directory: Path, target: TargetParts, points: Sequence[Point]) 
 
 def dflash_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
     """A block drafter without a head of its own. Slots are in place: llama.cpp ignores another flag."""
-    _, tensors, block = _block(directory, target)
+    config, tensors, block = _block(directory, target)
+    target = _shared(config, target)
     return dflash.reading(block, tensors, CONTEXT, target, points)
 
 
@@ -105,6 +111,7 @@ def dspark_draft(directory: Path, target: TargetParts, points: Sequence[Point]) 
     config, tensors, block = _block(directory, target)
     first = 0 if config.get("dflash.sample_from_anchor", "config") else 1
     config.expect("dflash.has_confidence_head", True, "config")
+    target = _shared(config, target)
     return dspark.reading(replace(block, first=first), tensors, CONTEXT, -1, target, points)
 
 
@@ -116,6 +123,7 @@ def dflash2_draft(directory: Path, target: TargetParts, points: Sequence[Point])
     rank, candidates = (config.get(f"dflash.selector_{key}", "config") for key in ("rank", "top_k"))
     if candidates * (candidates + 1) > block.shape.width:
         raise MismatchError("config", f"dflash.selector_top_k is {candidates}, too many for states of {block.shape.width}")
+    target = _shared(config, target)
     return dflash2.reading(block, tensors, CONTEXT, rank, candidates, target, points)
 
 
@@ -123,48 +131,34 @@ def _block(directory: Path, target: TargetParts) -> tuple[Config, Tensors, dflas
     """One flag says whether slots of all layers see no later slot."""
     config, tensors, kind = _opened(directory, "draft.gguf", ("dflash",), target)
     block = dflash.Block(
-        _shape(config, kind, tensors),
-        _own(config, kind, "block_count", "config"),
+        shape_of(config, kind, tensors),
+        own_field(config, kind, "block_count", "config"),
         _layers(config, kind, target),
-        _own(config, kind, "block_size", "block size"),
+        own_field(config, kind, "block_size", "block size"),
         config.get("tokenizer.ggml.mask_token_id", "mask token"),
-        causal=bool(_own(config, kind, "attention.causal", "config")),
+        causal=bool(own_field(config, kind, "attention.causal", "config")),
     )
     return config, tensors, block
 
 
-def facts(directory: Path, file: str, target: TargetParts) -> dict[str, Any]:
-    """A language model's settings, from its fields, with the tokenizer checked."""
-    config, kind = _checked(directory, file, MODELS, target)
-    own = {"layers": _own(config, kind, "block_count", "config"), "vocabulary": len(target.embed)}
-    return _shape(config, kind, None).facts() | own
-
-
-def weights(directory: Path, file: str) -> Iterator[tuple[str, Tensor]]:
-    """A language model's tensors, one by one, in float32, with Llama's names and order of rows."""
-    config = _fields(directory, file)
-    kind = config.get("general.architecture", "architecture")
-    head_dim = _own(config, kind, "attention.key_length", "head_dim")
-    for stored in _read(directory, file, "tensors", lambda reader: reader.tensors):
-        (stem, _, part), tensor = stored.name.rpartition("."), _tensor(stored)
-        if kind in PAIRED and stem.endswith(("attn_q", "attn_k")):
-            tensor = tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-        if stem.startswith("blk."):
-            _, number, own = stem.split(".")
-            yield f"model.layers.{number}.{BLOCK[own]}.{part}", tensor
-        elif stem == "output":
-            yield f"lm_head.{part}", tensor
-        elif stem != "rope_freqs":
-            yield f"model.{next(llama for llama, own in ENDS.items() if own == stem)}.{part}", tensor
+def _shared(config: Config, target: TargetParts) -> TargetParts:
+    """The target's embedding and head as a block drafter uses them. llama.cpp multiplies in float32, the target in its own
+    dtype, which the check must follow.
+    """
+    scale, cap = (config.values.get(f"dflash.{key}") for key in ("embedding_scale", "final_logit_softcapping"))
+    if scale is not None:
+        target = replace(target, embed=(target.embed.to(target.dtype) * scale).float())
+    return replace(target, cap=cap)
 
 
 def _opened(directory: Path, file: str, kinds: tuple[str, ...], target: TargetParts) -> tuple[Config, Tensors, str]:
-    config, kind = _checked(directory, file, kinds, target)
+    config, kind = checked(directory, file, kinds, target)
     return config, Tensors(directory, file, _tensors, _spelled), kind
 
 
-def _checked(directory: Path, file: str, kinds: tuple[str, ...], target: TargetParts) -> tuple[Config, str]:
-    config = _fields(directory, file)
+def checked(directory: Path, file: str, kinds: Sequence[str], target: TargetParts) -> tuple[Config, str]:
+    """The fields and the architecture, one of these kinds, with the tokenizer checked."""
+    config = fields_of(directory, file)
     kind = config.get("general.architecture", "architecture")
     if kind not in kinds:
         raise MismatchError("architecture", f"general.architecture is {kind!r}; {' or '.join(kinds)} is needed")
@@ -173,12 +167,13 @@ def _checked(directory: Path, file: str, kinds: tuple[str, ...], target: TargetP
     return config, kind
 
 
-def _own(config: Config, kind: str, key: str, name: str) -> Any:
+def own_field(config: Config, kind: str, key: str, name: str) -> Any:
+    """A field of this architecture. name: of the failure where it is missing."""
     return config.get(f"{kind}.{key}", name)
 
 
 def _layers(config: Config, kind: str, target: TargetParts) -> list[int]:
-    layers: list[int] = _own(config, kind, "target_layers", "layer ids")
+    layers: list[int] = own_field(config, kind, "target_layers", "layer ids")
     if max(layers) >= target.blocks:
         raise MismatchError(
             "layer ids", f"{kind}.target_layers has {max(layers)}, but targets can give only the inputs of their blocks"
@@ -186,13 +181,16 @@ def _layers(config: Config, kind: str, target: TargetParts) -> list[int]:
     return layers
 
 
-def _shape(config: Config, kind: str, tensors: Tensors | None) -> Shape:
+def shape_of(config: Config, kind: str, tensors: Tensors | None) -> Shape:
+    """The dimensions of the layers. tensors: those with factors of rotary positions, if any."""
+
     def own(key: str, name: str) -> Any:
-        return _own(config, kind, key, name)
+        return own_field(config, kind, key, name)
 
     head_dim = own("attention.key_length", "head_dim")
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length",) if kind in PARTIAL else ("attention.value_length", "rope.dimension_count"):
         config.expect(f"{kind}.{key}", head_dim, "head_dim")
+    kv_heads = own("attention.head_count_kv", "heads")
     scaling: dict[str, Any] = {}
     if tensors is not None and "rope_freqs.weight" in tensors.left:
         if kind not in PAIRED:
@@ -204,7 +202,7 @@ def _shape(config: Config, kind: str, tensors: Tensors | None) -> Shape:
         own("embedding_length", "config"),
         own("feed_forward_length", "config"),
         own("attention.head_count", "heads"),
-        own("attention.head_count_kv", "heads"),
+        max(kv_heads) if isinstance(kv_heads, list) else kv_heads,
         head_dim,
         own("rope.freq_base", "rope"),
         own("attention.layer_norm_rms_epsilon", "norm"),
@@ -225,7 +223,8 @@ def _spelled(name: str) -> str:
     return BARE.get(name) or f"{(ENDS | HEADS).get(stem, stem)}.{part}"
 
 
-def _read(directory: Path, file: str, what: str, of: Callable[[Any], Any]) -> Any:
+def read(directory: Path, file: str, what: str, of: Callable[[Any], Any]) -> Any:
+    """What `of` takes from a file. what: the name of the failure for one that cannot be read."""
     from gguf import GGUFReader
 
     try:
@@ -234,12 +233,13 @@ def _read(directory: Path, file: str, what: str, of: Callable[[Any], Any]) -> An
         raise MismatchError(what, f"{file} cannot be read ({error})") from error
 
 
-def _fields(directory: Path, file: str) -> Config:
-    return Config(_read(directory, file, "config", lambda r: {key: _value(field) for key, field in r.fields.items()}), file)
+def fields_of(directory: Path, file: str) -> Config:
+    """All fields of a file."""
+    return Config(read(directory, file, "config", lambda r: {key: _value(field) for key, field in r.fields.items()}), file)
 
 
 def _tensors(directory: Path, file: str) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = _read(directory, file, "tensors", lambda r: {x.name: _tensor(x) for x in r.tensors})
+    found: dict[str, Tensor] = read(directory, file, "tensors", lambda r: {x.name: tensor_of(x) for x in r.tensors})
     return found
 
 
@@ -249,11 +249,12 @@ def _value(field: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _tensor(stored: Any) -> Tensor:
+def tensor_of(stored: Any) -> Tensor:
+    """A stored tensor, floats in float32. Raises MismatchError for a type that llama.cpp does not take there."""
     kind, array = stored.tensor_type.name, np.array(stored.data)
     if kind not in ("F32", "F16", "BF16", "I64"):
         raise MismatchError("tensors", f"{stored.name} is {kind}, which the reader does not know")
-    if array.ndim != 2 and kind not in ("F32", "I64"):
+    if kind not in ("F32", "I64") and array.ndim != 2 and not stored.name.endswith("_exps.weight"):
         raise MismatchError("tensors", f"{stored.name} has {array.ndim} dimensions and is {kind}, but llama.cpp takes float32")
     tensor = torch.from_numpy(array)
     return tensor if kind == "I64" else (tensor.view(torch.bfloat16) if kind == "BF16" else tensor).float()

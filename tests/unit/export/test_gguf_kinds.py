@@ -1,0 +1,144 @@
+"""GGUF files for targets of all kinds whose states llama.cpp gives: their drafters, and the targets themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drafttrain.core.errors import ParityError, UserError
+from drafttrain.export import parity
+from drafttrain.export.exporter import Wanted, refusals
+from drafttrain.export.files import Source
+from drafttrain.export.layouts import gguf as layouts
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import LoadedTarget
+from tests.exports import loaded, opened, written
+from tests.helpers import GATED
+from tests.unit.export.test_gguf import Change, changed, content, drop, lose, put
+
+EXPERTS = {"num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None}
+# by model type: what differs from a small model
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24},
+    "gpt_oss": {**EXPERTS, "num_local_experts": 4, "sliding_window": 6},
+    "hunyuan_v1_dense": {},
+    "minimax_m2": {**EXPERTS, "num_local_experts": 4, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "global_head_dim": 8,
+        "final_logit_softcapping": 3.0,
+    },
+}
+WHOLE = [name for name in CONFIGS if name != "gemma4_text"]
+
+
+def target_of(kind: str, **changes: Any) -> LoadedTarget:
+    """A random model, with weights large enough that its greedy text is no constant."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **GATED | {"pad_token_id": None} | CONFIGS[kind] | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=1.0 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.5)
+    return LoadedTarget(HFTarget(model), loaded().tokenizer, kind, loaded().description)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_target_of_each_kind_is_written_with_its_drafter(kind: str, dtype: str, tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, "eagle3", target_of(kind))
+    made = written(found, golden, "llamacpp", tmp_path / "out", dtype, with_target=True)
+    assert made.written["llamacpp"].gap < 0.5
+    fields, _ = content(tmp_path / "out" / "target.gguf")
+    assert fields["general.architecture"] == layouts.KINDS[kind].architecture
+
+
+def swap(one: str, other: str) -> Change:
+    return lambda fields, tensors: tensors.update({one: tensors[other], other: tensors[one]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "change"),
+    [
+        ("qwen3_moe", "experts: ", put("qwen3moe.expert_used_count", 3)),
+        ("qwen3_moe", "config: ", drop("qwen3moe.expert_feed_forward_length")),
+        ("qwen3_moe", "target: model.layers.1.mlp.experts.gate_up_proj was not saved as it is",
+         swap("blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight")),
+        ("qwen3_moe", "target: 0.ffn_gate_exps.weight has no other half", lose("blk.0.ffn_up_exps.weight")),
+        ("gpt_oss", "windows: ", put("gpt-oss.attention.sliding_window", 7)),
+        ("gpt_oss", "windows: ", drop("gpt-oss.attention.sliding_window_pattern")),
+        ("gpt_oss", "rope scaling: ", drop("gpt-oss.rope.scaling.type")),
+        ("gpt_oss", "target: model.layers.0.self_attn.sinks was not saved", lose("blk.0.attn_sinks.weight")),
+        ("minimax_m2", "rotated: ", put("minimax-m2.rope.dimension_count", 8)),
+        ("minimax_m2", "experts: ", put("minimax-m2.expert_gating_func", 1)),
+        ("lfm2", "attention layers: ", put("lfm2.attention.head_count_kv", [0, 2, 2, 0])),
+        ("lfm2", "config: ", drop("lfm2.shortconv.l_cache")),
+        ("hunyuan_v1_dense", "target: model.layers.0.self_attn.query_layernorm.weight was not saved as it is",
+         swap("blk.0.attn_q_norm.weight", "blk.0.attn_k_norm.weight")),
+    ],
+)  # fmt: skip
+def test_a_wrong_target_is_stopped_by_name(kind: str, says: str, change: Change, tmp_path: Path) -> None:
+    found, _ = opened(tmp_path, "eagle3", target_of(kind))
+    source = Source(found, "llamacpp", "float32")
+    files = layouts.target_files(source)
+    (tmp_path / "right").mkdir()
+    layouts_write(tmp_path / "right", source)
+    parity.check_gguf_target(tmp_path / "right", files, source)
+    with pytest.raises(ParityError, match=f"^Parity: {says}"):
+        parity.check_gguf_target(changed(tmp_path / "right", tmp_path / "wrong", change, "target.gguf"), files, source)
+
+
+def layouts_write(directory: Path, source: Source) -> None:
+    from drafttrain.export.files import write
+
+    write(directory, layouts.target_files(source), source, "5GB")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "some of its layers have no experts"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "its experts' weights are not normalized"),
+        ("lfm2", {"conv_bias": True}, "its convolutions have biases"),
+        ("gemma4_text", {}, "its architecture is gemma4_text, but GGUF files can be written only for llama"),
+    ],
+)
+def test_a_target_that_cannot_be_written(kind: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    found, _ = opened(tmp_path, "eagle3", target_of(kind, **changes))
+    with pytest.raises(UserError, match=f"the target cannot be written as GGUF: {says}"):
+        refusals(found, Wanted(["llamacpp"], tmp_path / "out", "float32", False, with_target=True))
+
+
+def test_norm_before_residual(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, "eagle3-unlike")
+    written(found, golden, "llamacpp", tmp_path / "out")
+    assert content(tmp_path / "out" / "draft.gguf")[0]["eagle3.norm_before_residual"] is True
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("eagle3", lose("token_embd.weight")),
+        ("dflash", drop("dflash.embedding_scale")),
+        ("dflash", put("dflash.embedding_scale", 1.0)),
+        ("dflash", drop("dflash.final_logit_softcapping")),
+        ("dspark", put("dflash.final_logit_softcapping", 30.0)),
+    ],
+)
+def test_a_factor_of_the_embedding_and_a_cap_of_the_logits(case: str, change: Change, tmp_path: Path) -> None:
+    """llama.cpp gives a drafter the rows of the target's embedding without the factor of Gemma."""
+    found, golden = opened(tmp_path, case, target_of("gemma4_text"))
+    assert written(found, golden, "llamacpp", tmp_path / "out").written["llamacpp"].gap < 0.5
+    source, to = Source(found, "llamacpp", "float32"), {"eagle3": layouts.eagle3_files}.get(case, layouts.dflash_files)
+    to = layouts.dspark_files if case == "dspark" else to
+    from drafttrain.export.table import layout
+
+    wrong = changed(tmp_path / "out", tmp_path / "wrong", change)
+    with pytest.raises(ParityError, match=r"^Parity: logits: "):
+        parity.check(wrong, layout(case, "llamacpp").read, to(source), source, golden, golden)
