@@ -43,13 +43,13 @@ def started(folder: Path, states: Path, *more: str) -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_one_of_two_servers_is_killed_and_starts_again(material: Path, tmp_path: Path) -> None:
-    states, steps = tmp_path / "states", ("train.steps=300", "train.checkpoint_every=300")
+    states, steps = tmp_path / "states", ("train.steps=150", "train.checkpoint_every=150")
     trainer = forked.start(arguments(material, tmp_path / "two", *started(tmp_path, states, "features.count=2", *steps)))
     wait_for(lambda: lines_of(tmp_path / "two") >= 3, trainer.said)
     first, second = servers(states)
     first.kill()
     wait_for(lambda: "it starts again" in trainer.said(), trainer.said)
-    assert lines_of(tmp_path / "two") < 300, "the run has ended before the kill"
+    assert lines_of(tmp_path / "two") < 150, "the run has ended before the kill"
     assert trainer.wait() == 0, trainer.said()
     assert "features: starting vLLM, which takes a minute or more: 2 servers; 1 process trains on the" in trainer.said()
     assert "2 of 2 servers (vllm 0.32.0) give the target's states" in trainer.said()

@@ -15,7 +15,7 @@ from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.test_slurm import ended, preempt, restarted, run_of, said, submitted
 
 pytestmark = pytest.mark.slurm
-STEPS = ("train.steps=400", "train.checkpoint_every=200")
+STEPS = ("train.steps=100", "train.checkpoint_every=50")
 NODES = ("launcher.nodes=2", "features.nodes=1")
 
 
@@ -47,7 +47,7 @@ def test_a_killed_server_and_a_killed_step_start_again_and_both_nodes_are_freed(
     wait_for(lambda: bool(on(cluster, 1, "tests.standin.vllm", tmp_path)), lambda: said(tmp_path))
     for process in on(cluster, 1, "launcher.role=server", tmp_path):
         process.kill()
-    assert lines_of(tmp_path) < 400, "the run has ended before the kill"
+    assert lines_of(tmp_path) < 100, "the run has ended before the kill"
     assert ended(cluster, job, tmp_path) == "COMPLETED", said(tmp_path)
     assert said(tmp_path).count("features: this machine runs servers at 10.0.0.3") == 2, said(tmp_path)
     states = cluster.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T")
@@ -57,16 +57,18 @@ def test_a_killed_server_and_a_killed_step_start_again_and_both_nodes_are_freed(
     assert "Traceback" not in said(tmp_path), said(tmp_path)
 
 
-def test_trainers_that_save_in_their_time_of_grace_have_servers_until_then(
-    cluster: Cluster, material: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("way", ["preempted", "before the time limit"])
+def test_trainers_that_save_have_servers_until_then(way: str, cluster: Cluster, material: Path, tmp_path: Path) -> None:
     job = begun(cluster, material, tmp_path, "launcher.slurm.partition=grace")
-    preempt(cluster)
+    if way == "preempted":
+        preempt(cluster)
+    else:
+        cluster.run("scancel", "--signal=USR1", job)
     restarted(cluster, job, tmp_path)
     assert ended(cluster, job, tmp_path) == "COMPLETED", said(tmp_path)
     assert "is saved; resume=auto continues the run" in said(tmp_path)
     (step,) = re.findall(r"resumed at step (\d+)", said(tmp_path))
-    assert int(step) not in (0, 200), "it did not save when it was told to end"
+    assert int(step) not in (0, 50), "it did not save when it was told to end"
     as_on_one_machine(material, tmp_path, tmp_path / "one")
 
 
