@@ -18,6 +18,7 @@ STEPS = """serve() {{ # states, on one node; again if its step is lost
   until srun --nodes=1 --ntasks=1 --nodelist="$1" {options}; do
     [ $? -eq 2 ] && return
     sleep 5
+    kill -0 $$ || return # the job's script has ended
   done
 }}
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n {servers}); do serve "$node" & done"""

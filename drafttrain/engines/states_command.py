@@ -7,17 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drafttrain.engines.process import ENGINES, SCRIPTS, environment
+from drafttrain.engines.process import ENGINES, SCRIPTS, environment, without_launcher
 from drafttrain.engines.vllm_command import serve_arguments
 
 CONNECTORS = SCRIPTS / "connectors"
 CPU_CONNECTOR = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "drafttrain_cpu_connector"}
 SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the cache on a CPU, 1 unless the user sets it
-# variables that torchrun and the launcher set for a trainer process: an engine with several processes would read them
-OF_TRAINER = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +46,11 @@ def server_process(served: Served, gpus: Sequence[str], tensor_parallel: int, on
     arguments += ["--revision", served.revision] if served.revision is not None else []
     arguments += ["--trust-remote-code"] if served.trust_remote_code else []
     arguments += ["--tensor-parallel-size", str(tensor_parallel)] if tensor_parallel > 1 else []
-    known = environment(ENGINES[served.engine])
+    known = without_launcher(environment(ENGINES[served.engine]))
     known["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # of a conversation with all positions: the answer's is never computed
     known[SPACE] = os.environ.get(SPACE, known[SPACE])
     known.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # without its own process an engine writes the last file only later
     known["PYTHONPATH"] = str(CONNECTORS)
     if gpus:
         known["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return [*arguments, *served.arguments], {name: value for name, value in known.items() if name not in OF_TRAINER}
+    return [*arguments, *served.arguments], known

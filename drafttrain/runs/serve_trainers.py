@@ -69,30 +69,32 @@ class _Machine:
     wanted: Wanted | None = None  # the request that is answered
     servers: Sequence[StatesServer] = ()
     running: ExitStack = field(default_factory=ExitStack)
+    last: Wanted | None = None  # as it was found at the last look
+    heard: float = 0.0  # when it was found to be another one, of `monotonic`
+    gone: int = 0  # looks since then that have found none
 
     def run(self) -> None:
         """Until training has ended."""
-        last: Wanted | None = None
-        heard, gone = monotonic(), 0
         with self.running:
-            while True:
-                found = wanted(self.folder)
-                gone = 0 if found is not None else gone + 1
-                if found != last and found is not None:
-                    heard = monotonic()
-                    if last is not None and found.id == last.id and (self.wanted is None or found.id != self.wanted.id):
-                        self._answer(found)  # its beat has changed: it is not that of a run that was killed
-                    last = found
-                if self.wanted is not None and gone >= GONE:
-                    break
-                if self.wanted is not None and monotonic() - heard > SILENT:
-                    self.say(f"features: no sign of the trainers for {SILENT:g} s; the servers here end")
-                    raise WorkerError("the trainers are lost")
-                if self.servers and all(server.lost for server in self.servers):
-                    raise UserError(f"{self.servers[0].lost}; its log is {self.servers[0].log}")
+            while self.wanted is None or self.gone < GONE:
+                self._look(wanted(self.folder))
                 sleep(LOOK)
         self.say("features: training has ended")
         shutil.rmtree(self.wanted.served.folder, ignore_errors=True)
+
+    def _look(self, found: Wanted | None) -> None:
+        self.gone = 0 if found is not None else self.gone + 1
+        if found is not None and found != self.last:
+            self.heard = monotonic()
+            known = self.wanted is not None and self.wanted.id == found.id
+            if self.last is not None and self.last.id == found.id and not known:
+                self._answer(found)  # its beat has changed: it is not that of a run that was killed
+            self.last = found
+        if self.wanted is not None and monotonic() - self.heard > SILENT:
+            self.say(f"features: no sign of the trainers for {SILENT:g} s; the servers here end")
+            raise WorkerError("the trainers are lost")
+        if self.servers and all(server.lost for server in self.servers):
+            raise UserError(f"{self.servers[0].lost}; its log is {self.servers[0].log}")
 
     def _answer(self, found: Wanted) -> None:
         """Run the servers that are asked for, and say where they are."""

@@ -96,11 +96,13 @@ def _here(features: EngineFeatures, options: RunOptions, console: Console) -> It
 @contextmanager
 def _elsewhere(features: EngineFeatures, options: RunOptions, console: Console) -> Iterator[StatesServers]:
     """Servers on the `features.nodes` machines that do not train. They remove the folder of the files."""
-    meeting, root = Path(os.environ[MEETING]), options.features.dir
-    if root is None:
+    root = options.features.dir
+    if MEETING not in os.environ or root is None:
         raise UserError(
-            f"features.nodes is {options.features.nodes}, but features.dir is not set; name a folder that all machines see"
+            f"features.nodes is {options.features.nodes}, but this run was not started by the command drafttrain fit; start "
+            "servers by hand and name them in features.servers"
         )
+    meeting = Path(os.environ[MEETING])
     folder = Path(root).expanduser().absolute() / f"{NAME}-{meeting.name}"  # of this run, however often its trainers start
     folder.mkdir(parents=True, exist_ok=True)
     with asked(_served(features, options, folder), options.features.nodes, meeting, console.say) as urls:

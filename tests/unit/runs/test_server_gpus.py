@@ -107,11 +107,12 @@ def test_torchrun_starts_no_machines_of_servers(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_gets_its_gpus_and_nothing_of_the_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "1")
+    for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
     served = Served("vllm", "target", (3, 4), 64, "/states", "bfloat16", arguments=("--seed=1",))
     arguments, variables = server_process(served, ["4", "5"], 2, on_cpu=False)
     assert arguments[:2] == ["serve", "target"] and arguments[-3:] == ["--tensor-parallel-size", "2", "--seed=1"]
-    assert variables["CUDA_VISIBLE_DEVICES"] == "4,5" and "MASTER_PORT" not in variables
+    assert variables["CUDA_VISIBLE_DEVICES"] == "4,5" and not {"MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(variables)
     assert "CpuHiddenStatesConnector" in " ".join(server_process(served, [], 1, on_cpu=True)[0])
 
 
