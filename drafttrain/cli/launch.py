@@ -12,15 +12,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.cli.rendezvous import CALL, JOINING, not_stuck, wait_for_rendezvous, without_rendezvous
+from drafttrain.cli.rendezvous import CALL, JOINING, address_towards, not_stuck, wait_for_rendezvous, without_rendezvous
 from drafttrain.cli.worker import INTERRUPTIONS, NOTES, SIGNALLED, STARTED, log_of, work_in_process
 from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.server_machines import MEETING, end, meeting_folder
 from drafttrain.train.interrupt import SAVING, SIGNALS
 
 if TYPE_CHECKING:  # torchelastic takes long to import, and one process needs none of it
@@ -28,6 +31,7 @@ if TYPE_CHECKING:  # torchelastic takes long to import, and one process needs no
     from torch.distributed.launcher.api import LaunchConfig
 
 Work = Callable[[RunOptions, dict[str, Any]], object]
+ROLES = ("trainer", "server")
 LAST = 20  # lines of a failed process's log to show
 
 
@@ -39,8 +43,83 @@ def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
     processes, and WorkerError when a process fails for another reason; then the end of its log is printed to stderr.
     """
     launcher = options.launcher
-    check_at_least(1, "launcher", launcher, "nproc", "nodes")
+    check_launcher(options)
+    if launcher.nodes > 1 and (launcher.rendezvous is None or ":" not in launcher.rendezvous):
+        raise UserError(
+            f"launcher.rendezvous is {launcher.rendezvous!r} with launcher.nodes={launcher.nodes}; set it to HOST:PORT, a "
+            "machine and a free port on it, the same on all machines"
+        )
+    if launcher.role == "server":
+        _serve(options)
+        return
+    nproc = 1 if "RANK" in os.environ and launcher.nproc == "auto" else _processes(options)
+    trainers = replace(launcher, nproc=nproc, nodes=launcher.nodes - options.features.nodes)
+    with _told_to_servers(options):
+        _launch(work, replace(options, launcher=trainers), resolved)
+
+
+def check_launcher(options: RunOptions) -> None:
+    """Raise UserError for launcher options that do not fit each other, or the machines that `features` asks for."""
+    launcher, features = options.launcher, options.features
+    check_at_least(1, "launcher", launcher, "nodes")
     check_at_least(0, "launcher", launcher, "restarts")
+    if features.name == "engine":
+        features.check_started()
+    if launcher.role not in ROLES:
+        raise UserError(f"launcher.role is {launcher.role!r}; choose {' or '.join(ROLES)}")
+    if launcher.role == "server" and not features.nodes:
+        raise UserError("launcher.role is server, but features.nodes is 0; set it to the number of machines that run servers")
+    if not features.nodes:
+        return
+    if features.name != "engine":
+        raise UserError(f"features.nodes is {features.nodes}, but features={features.name} has no servers; leave it out")
+    if features.nodes >= launcher.nodes:
+        raise UserError(
+            f"features.nodes is {features.nodes} of launcher.nodes={launcher.nodes}, so no machine trains; set features.nodes "
+            "lower, or launcher.nodes to the number of all machines"
+        )
+    if features.dir is None:
+        raise UserError(f"features.nodes is {features.nodes}, but features.dir is not set; name a folder that all machines see")
+    if "RANK" in os.environ:
+        raise UserError(
+            f"features.nodes is {features.nodes} under torchrun, which starts training processes alone; start them with "
+            "launcher.nodes, or start servers by hand and name them in features.servers"
+        )
+
+
+def _processes(options: RunOptions) -> int:
+    if options.launcher.nproc != "auto":
+        return options.launcher.processes
+    return import_module("drafttrain.runs.server_gpus").processes_of(options)  # it imports torch, which takes long
+
+
+def _serve(options: RunOptions) -> None:
+    """Run servers on this machine until the trainers have ended."""
+    address = address_towards(options.launcher)
+    import_module("drafttrain.runs.serve_trainers").serve_trainers(options, meeting_folder(options), address, print_now)
+
+
+@contextmanager
+def _told_to_servers(options: RunOptions) -> Iterator[None]:
+    """Training processes find the machines of servers, which end with them."""
+    if not options.features.nodes:
+        yield
+        return
+    folder = meeting_folder(options)
+    os.environ[MEETING] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[MEETING]
+        end(folder)
+
+
+def print_now(text: str) -> None:
+    print(text, flush=True)
+
+
+def _launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
+    launcher = options.launcher
     if launcher.nproc == launcher.nodes == 1 and not launcher.restarts:
         work(options, resolved)
         return
@@ -48,11 +127,6 @@ def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
         raise UserError(
             f"launcher.nproc={launcher.nproc} under torchrun, which has already started the processes; leave out "
             "launcher.nproc, nodes and restarts"
-        )
-    if launcher.nodes > 1 and (launcher.rendezvous is None or ":" not in launcher.rendezvous):
-        raise UserError(
-            f"launcher.rendezvous is {launcher.rendezvous!r} with launcher.nodes={launcher.nodes}; set it to HOST:PORT, a "
-            "machine and a free port on it, the same on all machines"
         )
     with tempfile.TemporaryDirectory(prefix="drafttrain-") as folder:
         _launch_here(work, options, resolved, Path(folder))
@@ -64,7 +138,7 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.launcher.nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.launcher.processes)))
     for library in ("torch.distributed", "torch.multiprocessing.spawn"):
         logging.getLogger(library).setLevel(logging.CRITICAL)  # the processes report errors themselves
     _start_tracker()
@@ -109,7 +183,7 @@ def _config(options: RunOptions, name: str) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=launcher.nodes,
         max_nodes=launcher.nodes,
-        nproc_per_node=launcher.nproc,
+        nproc_per_node=launcher.processes,
         run_id=name if launcher.nodes == 1 else "drafttrain",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0" if launcher.nodes == 1 else str(launcher.rendezvous),

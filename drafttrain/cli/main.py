@@ -224,7 +224,7 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Re
     launcher = run.options.launcher
     if launcher.name == "slurm":
         own = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
-        for_slurm.append(import_module("drafttrain.cli.slurm").Request([*own, *run.overrides], launcher))
+        for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*own, *run.overrides], run.options))
         return
     if launcher.name != "local":
         raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")

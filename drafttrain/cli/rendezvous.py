@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.cli.worker import ENDED, INTERRUPTIONS, NOTES, SIGNALLED, STARTED
-from drafttrain.core.errors import WorkerError
+from drafttrain.core.errors import UserError, WorkerError
 from drafttrain.runs.options import LauncherOptions
 
 JOINING = 600.0  # seconds that machines may start apart
@@ -37,6 +37,23 @@ def wait_for_rendezvous(launcher: LauncherOptions) -> None:
     while not is_here(host) and not answers(host, port):
         if time.monotonic() > deadline:
             raise RendezvousTimeoutError
+        time.sleep(1.0)
+
+
+def address_towards(launcher: LauncherOptions) -> str:
+    """The address by which the machine of the rendezvous reaches this one: nothing is sent. Its name may be unknown at first.
+
+    Raises UserError after `JOINING` seconds.
+    """
+    host, _, port = str(launcher.rendezvous).rpartition(":")
+    deadline = time.monotonic() + JOINING
+    while True:
+        for family, *_, address in addresses(host, port):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as tried:
+                tried.connect(address)
+                return str(tried.getsockname()[0])
+        if time.monotonic() > deadline:
+            raise UserError(f"launcher.rendezvous is {launcher.rendezvous}, which this machine cannot reach; name another one")
         time.sleep(1.0)
 
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafttrain.cli.launch import check_launcher
+from drafttrain.cli.slurm_servers import server_steps
 from drafttrain.core.errors import Interrupted, UserError, WorkerError
-from drafttrain.runs.options import LauncherOptions
+from drafttrain.runs.options import LauncherOptions, RunOptions
 
 COMMANDS = ("fit", "measure")
 INTERRUPTED = (Interrupted.CODE, -signal.SIGTERM, -signal.SIGUSR1)  # the last two: while Python starts
@@ -28,7 +30,7 @@ PORTS = range(15000, 25000)  # below those that Linux gives to connections
 class SlurmJob:
     """The job that Slurm runs on each node."""
 
-    def __init__(self, arguments: Sequence[str], nproc: int, restarts: int, port: int | None) -> None:
+    def __init__(self, arguments: Sequence[str], nproc: int | str, restarts: int, port: int | None) -> None:
         """arguments: the command and its overrides, without the launcher's. port: None: by the job's number."""
         self.arguments, self.nproc, self.restarts, self.port = list(arguments), nproc, restarts, port
         self._running: subprocess.Popen[bytes] | None = None
@@ -39,10 +41,7 @@ class SlurmJob:
 
         job = JobEnvironment()
         resumed = ["resume=auto"] if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else []  # last, to win over overrides
-        port = self.port or PORTS[int(job.raw_job_id) % len(PORTS)]  # jobs that share a node must not meet
-        place = [f"launcher.nodes={job.num_nodes}", f"launcher.rendezvous={job.hostnames[0]}:{port}"]
-        launcher = ["launcher=local", f"launcher.nproc={self.nproc}", f"launcher.restarts={self.restarts}", *place]
-        self._running = subprocess.Popen([sys.executable, "-m", "drafttrain", *self.arguments, *launcher, *resumed])
+        self._running = subprocess.Popen([*self.command(job), *resumed])
         code = self._running.wait()
         if code in INTERRUPTED:
             if job.global_rank == 0:
@@ -51,6 +50,13 @@ class SlurmJob:
         if code:
             raise WorkerError(f"drafttrain ended with code {code} on {job.hostname}; its output is above")
         return "done"
+
+    def command(self, job: Any) -> list[str]:
+        """The command of a node. job: submitit's JobEnvironment."""
+        port = self.port or PORTS[int(job.raw_job_id) % len(PORTS)]  # jobs that share a node must not meet
+        place = [f"launcher.nodes={job.num_nodes}", f"launcher.rendezvous={job.hostnames[0]}:{port}"]
+        launcher = ["launcher=local", f"launcher.nproc={self.nproc}", f"launcher.restarts={self.restarts}", *place]
+        return [sys.executable, "-m", "drafttrain", *self.arguments, *launcher]
 
     def checkpoint(self) -> Any:
         """submitit calls this on the first node shortly before the time limit: let the run save, then queue the job again."""
@@ -85,6 +91,16 @@ class Request:
 
     overrides: list[str]  # as typed, for this job of a sweep
     launcher: LauncherOptions
+    servers: int = 0  # of the nodes, those that run servers of states
+    gpus: int = 0  # of a node's GPUs, those that its servers have and no training process
+
+
+def request_of(overrides: list[str], options: RunOptions) -> Request:
+    """The request of one job. Raises UserError for machines that do not fit each other."""
+    check_launcher(options)
+    features = options.features
+    gpus = features.gpus if features.name == "engine" else 0
+    return Request(overrides, options.launcher, features.nodes, gpus)
 
 
 def submit(command: str, requests: Sequence[Request]) -> list[str]:
@@ -102,15 +118,14 @@ def submit(command: str, requests: Sequence[Request]) -> list[str]:
         raise UserError("launcher=slurm needs submitit; pip install 'drafttrain[slurm]'") from error
     arrays: list[list[Request]] = []
     for request in requests:
-        same = next((array for array in arrays if array[0].launcher == request.launcher), None)
+        same = next((array for array in arrays if alike(array[0], request)), None)
         arrays.append([request]) if same is None else same.append(request)
     numbers = []
     for array in arrays:
-        launcher = array[0].launcher
-        slurm = launcher.slurm
+        slurm = array[0].launcher.slurm
         try:
             executor = SlurmExecutor(Path(slurm.folder), max_num_timeout=slurm.requeues)
-            executor.update_parameters(**parameters(command, launcher))
+            executor.update_parameters(**parameters(command, array[0], len(array) > 1))
             with redirect_stderr(io.StringIO()) as warnings, executor.batch():  # submitit prints what sbatch says
                 jobs = [executor.submit(job_of(command, request)) for request in array]
             numbers += [str(job.job_id) for job in jobs]
@@ -125,10 +140,26 @@ def submit(command: str, requests: Sequence[Request]) -> list[str]:
     return numbers
 
 
-def parameters(command: str, launcher: LauncherOptions) -> dict[str, Any]:
-    """submitit's names for the options of sbatch."""
-    slurm = launcher.slurm
-    gpus = launcher.nproc if slurm.gpus_per_node is None else slurm.gpus_per_node
+def alike(one: Request, other: Request) -> bool:
+    """Whether both can be jobs of one array."""
+    return (one.launcher, one.servers, one.gpus) == (other.launcher, other.servers, other.gpus)
+
+
+def parameters(command: str, request: Request, array: bool) -> dict[str, Any]:
+    """submitit's names for the options of sbatch. array: several jobs have them.
+
+    Raises UserError if the number of GPUs follows from nothing.
+    """
+    launcher, slurm, servers = request.launcher, request.launcher.slurm, request.servers
+    if launcher.nproc == "auto" and slurm.gpus_per_node is None:
+        raise UserError(
+            "launcher.nproc is auto, so launcher=slurm does not know how many GPUs to ask for; set "
+            "launcher.slurm.gpus_per_node to the number of a node's GPUs"
+        )
+    gpus = gpus_of(request) if slurm.gpus_per_node is None else slurm.gpus_per_node
+    cpus = [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
+    trainers = launcher.nodes - servers
+    place = [f"--nodes={trainers}", f"--ntasks={trainers}", "--relative=0"] if servers else []
     given = {
         "job_name": f"drafttrain-{command}",
         "partition": slurm.partition,
@@ -139,13 +170,20 @@ def parameters(command: str, launcher: LauncherOptions) -> dict[str, Any]:
         "gpus_per_node": gpus or None,
         "cpus_per_task": slurm.cpus_per_task,
         # Slurm 22.05 and later do not pass it on from sbatch to srun
-        "srun_args": None if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"],
+        "srun_args": [*place, *cpus] or None,
+        "setup": server_steps(servers, Path(slurm.folder), cpus, array) if servers else None,
         "signal_delay_s": slurm.save_before,
         "stderr_to_stdout": True,
         "array_parallelism": slurm.array_parallelism,
         "additional_parameters": {"requeue": True, **slurm.extra},
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def gpus_of(request: Request) -> int:
+    """GPUs that each node needs: all nodes of a job have as many."""
+    nproc = request.launcher.processes
+    return max(nproc, request.gpus) if request.servers else nproc + request.gpus
 
 
 def job_of(command: str, request: Request) -> SlurmJob:
@@ -158,5 +196,6 @@ def announcement(request: Request, sweep: Sequence[Request], number: str, folder
     """Where a job's output is, and by which overrides the job differs from others of the sweep."""
     common = set.intersection(*(set(other.overrides) for other in sweep))
     own = " ".join(word for word in request.overrides if word not in common)
-    file = f"{number}_0_log.out" if request.launcher.nodes == 1 else f"{number}_*_log.out, a file for each node"
+    several = request.launcher.nodes - request.servers > 1 or request.servers
+    file = f"{number}_*_log.out, a file for each node" if several else f"{number}_0_log.out"
     return f"job {number}{f' ({own})' if own else ''}: output in {folder / file}"

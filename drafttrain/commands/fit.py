@@ -59,14 +59,14 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     options = replace(options, train=_divided(options.train, world, console))
     _check(options)
     where = ready.place if ready else place(options, world, console.say)
-    job, served = prepare_job(options, world, where, console, ready), ExitStack()
-    logger: Logger | None = None
-    failed = True
-    try:
+    job = prepare_job(options, world, where, console, ready)
+    with ExitStack() as logged, ExitStack() as served:
         job = with_features(job, options, world, console, served)
         run = RunDirectory.open(options, resolved, world, console.say)
         console.say(f"run: {run.path}" + (f" (resumed at step {run.resumed_step})" if run.resumed_step else ""))
         logger = Logger(options.logger, run.path, resolved, run.resumed_step, console.say) if world.first else None
+        if logger is not None:
+            logged.push(lambda kind, *_: logger.close(kind is not None))  # type: ignore[union-attr]
         if job.drafter.trained:
             trainer = Trainer(job, world, run.path, run.resumed)
             with interrupt.deferred():
@@ -74,7 +74,7 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
             del trainer
         else:
             progress = without_training(job, world, run.path)
-        served.close()  # a server that was started for training leaves its memory to the measurement
+        served.close()  # servers that were started for training leave their memory to the measurement
         loaded, data, states = job.loaded, job.data, states_totals(job, console)
         data.close()
         del job  # frees the drafter and its engine before a target is loaded for the measurement
@@ -84,11 +84,6 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
                 if options.measure.enabled or not where.shared:  # otherwise the target is still shared among processes
                     _store_golden(list_checkpoints(run.path / "checkpoints"), measured, console.rich or RichConsole())
                 _finish(options, measured, run, progress, data, states, logger, console.rich or RichConsole(), ready is None)
-        failed = False
-    finally:
-        served.close()
-        if logger is not None:
-            logger.close(failed)
     return run.path
 
 

@@ -20,13 +20,10 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.engines.answers import Answer, EngineInfo
-from drafttrain.engines.process import ENGINES, Engine, EngineJob, command, environment, result_of
+from drafttrain.engines.process import ENGINES, Engine, EngineJob, command, environment, result_of, without_launcher
 from drafttrain.engines.timed_process import answer_of
 
 CPU = "cpu"
-# variables by which torchrun and other launchers tell a process its place among those of a run
-LAUNCHER = ("RANK", "WORLD_SIZE", "DS_ACCELERATOR", "CROSS_RANK", "CROSS_SIZE")
-LAUNCHERS = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_", "OMPI_COMM_WORLD_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,7 @@ class Resources:
 
     def variables(self, engine: Engine) -> dict[str, str]:
         """The process's whole environment, without the launcher's variables."""
-        kept = {k: v for k, v in environment(engine).items() if k not in LAUNCHER and not k.startswith(LAUNCHERS)}
+        kept = without_launcher(environment(engine))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
         gpus = {"CUDA_VISIBLE_DEVICES": "" if self.device == CPU else self.device}
         return kept | engine.limited | threads | gpus

@@ -46,6 +46,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,9 @@ from drafttrain.core.errors import UserError
 SCRIPTS = Path(__file__).parent / "scripts"
 SERVE = SCRIPTS / "serve.py"
 VENVS = Path(".venv-engines")  # under the working directory
+# variables by which torchrun and other launchers tell a process its place among those of a run
+LAUNCHER = ("RANK", "WORLD_SIZE", "DS_ACCELERATOR", "CROSS_RANK", "CROSS_SIZE")
+LAUNCHERS = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_", "OMPI_COMM_WORLD_")
 SHOWN = 12  # lines of an engine's log in a message
 
 
@@ -224,6 +228,11 @@ def command(name: str, python: Path, place: Path) -> list[str]:
 def environment(engine: Engine) -> dict[str, str]:
     """The variables of the engine's process."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | engine.environment
+
+
+def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those of the launcher: an engine with several processes would join the trainers' group."""
+    return {k: v for k, v in variables.items() if k not in LAUNCHER and not k.startswith(LAUNCHERS)}
 
 
 def result_of(engine: Engine, place: Path, code: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A server of states on this machine, for the time of a training run. Only vLLM."""
+"""Servers of states on this machine, for the time of a training run. Only vLLM."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
@@ -16,14 +16,12 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from drafttrain.core.errors import UserError
-from drafttrain.engines.process import ENGINES, SCRIPTS, SHOWN, environment
+from drafttrain.engines.process import SCRIPTS, SHOWN
 
-CONNECTORS = SCRIPTS / "connectors"
-CPU_CONNECTOR = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "drafttrain_cpu_connector"}
 START = 1200.0  # seconds until a server must answer: it may load a large target, and compile
 LOOK, PATIENCE = 0.5, 30.0  # seconds between two looks at a server, and for it to end by itself
 STARTS = 5  # of a server that ends by itself
-SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the cache on a CPU, 1 unless the user sets it
+HERE = "127.0.0.1"
 
 
 @dataclass
@@ -32,29 +30,28 @@ class StatesServer:
 
     python: Path
     arguments: Sequence[str]  # of `vllm`, without its address
+    environment: Mapping[str, str]
     log: Path
     say: Callable[[str], None]
-    port: int = 0
+    port: int
+    host: str = HERE  # the address at which it listens
+    name: str = "vLLM"  # in messages
     closing: threading.Event = field(default_factory=threading.Event)
     process: subprocess.Popen[bytes] | None = None
+    lost: str | None = None  # why it is not started again
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def start(self) -> None:
         """Start the process."""
-        self.port = self.port or _free_port()
-        known = environment(ENGINES["vllm"])
-        known["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # of a conversation with all positions: the answer's is never computed
-        known[SPACE] = os.environ.get(SPACE, known[SPACE])
-        known.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # without its own process an engine writes the last file only later
         command = [str(self.python), "-P", str(SCRIPTS / "vllm_states.py"), *self.arguments]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--host", self.host, "--port", str(self.port)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                env=known | {"PYTHONPATH": str(CONNECTORS)}, start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=self.environment,
+                start_new_session=True,
             )  # fmt: skip
 
     def wait(self) -> None:
@@ -63,53 +60,81 @@ class StatesServer:
         until = monotonic() + START
         while monotonic() < until:
             if (code := self.process.poll()) is not None:
-                raise UserError(f"vLLM ended with {code} as it started: {' | '.join(_errors(self.log)) or 'its log is empty'}")
+                said = " | ".join(_errors(self.log)) or "its log is empty"
+                raise UserError(f"{self.name} ended with {code} as it started: {said}")
             with suppress(URLError, OSError), urlopen(f"{self.url}/health", timeout=5) as answer:
                 if answer.status == 200:
                     return
             sleep(LOOK)
-        raise UserError(f"vLLM does not answer {START:g} s after its start; see {self.log}")
+        raise UserError(f"{self.name} does not answer {START:g} s after its start; see {self.log}")
 
     def watch(self) -> None:
-        """Start the process again where it ends by itself, until `end`."""
+        """Start the process again where it ends by itself, until `closing`."""
         assert self.process is not None
-        for _ in range(STARTS):
+        for starts in range(STARTS + 1):
             while (code := self.process.poll()) is None:
                 if self.closing.wait(LOOK):
                     return
             if self.closing.is_set():
                 return
-            self.say(f"features: vLLM ended with {code} ({' | '.join(_errors(self.log)[-1:])}); it starts again")
+            ended = f"{self.name} ended with {code} ({' | '.join(_errors(self.log)[-1:])})"
             _kill(self.process)
+            if starts == STARTS:
+                self.lost = f"{ended} after {STARTS} new starts, and is not started again"
+                self.say(f"features: {self.lost}")
+                return
+            self.say(f"features: {ended}; it starts again")
             self.start()
 
+    def ask_to_end(self) -> None:
+        """Send the process SIGTERM."""
+        if self.process is not None:
+            self.process.terminate()
+
     def end(self) -> None:
-        """End the process and its children."""
+        """Wait for the process and its children to end, and kill them after `PATIENCE`."""
         if self.process is None:
             return
-        self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE)
         _kill(self.process)
 
 
 @contextmanager
-def states_server(python: Path, arguments: Sequence[str], log: Path, say: Callable[[str], None]) -> Iterator[StatesServer]:
-    """A server that answers. arguments: of `vllm`, without its address.
+def running(servers: Sequence[StatesServer]) -> Iterator[None]:
+    """Start the servers, wait until all answer, and watch over them; they end with the context.
 
-    Raises UserError with the engine's own message where it does not start.
+    Raises UserError with the engine's own message where one does not start.
     """
-    server = StatesServer(python, arguments, log, say)
-    watching = threading.Thread(target=server.watch, daemon=True)
-    try:
-        server.start()
-        server.wait()
-        watching.start()
-        yield server
-    finally:
+    with ExitStack() as stack:
+        stack.callback(_end, servers)
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait()
+        for server in servers:
+            watching = threading.Thread(target=server.watch, daemon=True)
+            watching.start()
+            stack.callback(watching.join)
+            stack.callback(server.closing.set)
+        yield
+
+
+def free_ports(count: int, host: str = HERE) -> list[int]:
+    """Ports of this address that nothing uses."""
+    with ExitStack() as stack:  # all are held until the last one is found, so that none comes twice
+        sockets = [stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) for _ in range(count)]
+        for free in sockets:
+            free.bind((host, 0))
+        return [int(free.getsockname()[1]) for free in sockets]
+
+
+def _end(servers: Sequence[StatesServer]) -> None:
+    for server in servers:
         server.closing.set()
-        if watching.ident is not None:
-            watching.join()
+    for server in servers:
+        server.ask_to_end()
+    for server in servers:
         server.end()
 
 
@@ -119,12 +144,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _errors(log: Path) -> list[str]:

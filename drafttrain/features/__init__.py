@@ -30,9 +30,13 @@ class FeatureOptions:
     yes: bool = False  # writes without asking
     # of engine
     engine: str = "vllm"
-    servers: list[str] = field(default_factory=list)  # http://HOST:PORT of running servers; none: one is started here
-    python: str | None = None  # the engine's Python for a server started here; null: .venv-engines/<engine>/bin/python
-    arguments: list[str] = field(default_factory=list)  # further arguments of a server started here, as for `vllm serve`
+    servers: list[str] = field(default_factory=list)  # http://HOST:PORT of running servers; none: they are started
+    gpus: int = 0  # GPUs of each machine that are its servers' alone, the last ones; 0: servers share the trainers' GPUs
+    tensor_parallel: int = 1  # GPUs of one server
+    count: int | None = None  # servers that are started on a machine; null: gpus / tensor_parallel, 1 without gpus
+    nodes: int = 0  # of launcher.nodes, those that run servers and do not train, with all their GPUs unless gpus is set
+    python: str | None = None  # the engine's Python for servers that are started; null: .venv-engines/<engine>/bin/python
+    arguments: list[str] = field(default_factory=list)  # further arguments of servers that are started, as for `vllm serve`
     key_env: str = "OPENAI_API_KEY"  # environment variable that holds the servers' key, if they need one
     ahead: int = 4  # micro-batches whose states are requested before they are due, in each process
     concurrency: int = 32  # requests at a time, in each process
@@ -61,9 +65,25 @@ class FeatureOptions:
         for name in ("timeout", "patience"):
             if not getattr(self, name) > 0:
                 raise UserError(f"features.{name} is {getattr(self, name):g}; set it to a number of seconds above 0")
-        for name in ("python", "arguments"):
+        self.check_started()
+
+    def check_started(self) -> None:
+        """Raise UserError for options of servers that are started which do not fit each other."""
+        for name in ("python", "arguments", "gpus", "count", "nodes"):
             if self.servers and getattr(self, name):
                 raise UserError(
-                    f"features.{name} is for a server that is started here, but features.servers names running ones; "
+                    f"features.{name} is for servers that are started, but features.servers names running ones; "
                     "leave one of them out"
                 )
+        check_at_least(0, "features", self, "gpus", "nodes")
+        check_at_least(1, "features", self, "tensor_parallel", "count")
+        if self.gpus % self.tensor_parallel:
+            raise UserError(
+                f"features.gpus is {self.gpus}, but each server has features.tensor_parallel={self.tensor_parallel} GPUs; set "
+                "gpus to a multiple of it"
+            )
+        if self.gpus and self.count is not None and self.count * self.tensor_parallel != self.gpus:
+            raise UserError(
+                f"features.count is {self.count}, but features.gpus={self.gpus} and features.tensor_parallel="
+                f"{self.tensor_parallel} are those of {self.gpus // self.tensor_parallel} servers; leave count out"
+            )

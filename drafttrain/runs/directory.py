@@ -32,6 +32,7 @@ NOT_HASHED = (
     *(f"data.{key}" for key in ("workers", "cache")),
     *(f"features.{key}" for key in ("dir", "engine", "servers", "python", "arguments", "key_env")),
     *(f"features.{key}" for key in ("ahead", "concurrency", "timeout", "patience")),
+    *(f"features.{key}" for key in ("gpus", "tensor_parallel", "count", "nodes")),
     *(f"target.{key}" for key in ("placement", "tensor_parallel", "expert_parallel", "prefetch")),
 )
 

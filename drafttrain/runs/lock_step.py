@@ -21,7 +21,7 @@ def shared_target(options: RunOptions, command: str) -> Iterator[Part]:
     work in lock step.
     """
     setting, size = options.target.shared_by
-    _check(setting, size, max(options.launcher.nproc, int(os.environ.get("WORLD_SIZE", 1))), command)
+    _check(setting, size, max(options.launcher.processes, int(os.environ.get("WORLD_SIZE", 1))), command)
     if size > 1 and options.decode.fallback:
         raise UserError(f"decode.fallback depends on timings, which differ among {setting}={size} processes; leave one out")
     if size > 1 and options.target.device not in ("auto", "cpu"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions, InspectOptions, PrepareOptions
 from drafttrain.features import FeatureOptions
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
@@ -22,7 +23,7 @@ class SlurmOptions:
     partition: str | None = None
     account: str | None = None
     minutes: int = 60  # the job's time limit
-    gpus_per_node: int | None = None  # null: launcher.nproc; 0: none
+    gpus_per_node: int | None = None  # null: launcher.nproc, and features.gpus on machines that train too; 0: none
     cpus_per_task: int | None = None
     save_before: int = 120  # seconds before the time limit at which the run saves, ends and is queued again
     requeues: int = 100  # at most, per job
@@ -40,11 +41,23 @@ class LauncherOptions:
     """
 
     name: str = "local"  # local: processes on this machine | slurm: a Slurm job
-    nproc: int = 1  # processes per machine
+    nproc: int | str = 1  # processes per machine; auto: one for each of its GPUs that no server of features=engine has
     nodes: int = 1  # machines
+    role: str = "trainer"  # of this machine, with features.nodes: trainer | server. launcher=slurm sets it
     rendezvous: str | None = None  # HOST:PORT, for several nodes
     restarts: int = 0  # how often all processes may restart from the last checkpoint after one has failed
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
+
+    @property
+    def processes(self) -> int:
+        """Processes per machine, once `auto` is a number. Raises UserError for what is none."""
+        try:
+            number = int(self.nproc)
+        except ValueError as error:
+            raise UserError(f"launcher.nproc is {self.nproc!r}; set it to a number of processes, or to auto") from error
+        if number < 1:
+            raise UserError(f"launcher.nproc is {number}; set it to 1 or more")
+        return number
 
 
 @dataclass

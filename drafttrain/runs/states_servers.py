@@ -1,20 +1,24 @@
-"""The servers that compute a run's states: those that are named, or one that is started on this machine."""
+"""The servers that compute a run's states: those that are named, or those that are started, here or on other machines."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, remove_abandoned
 from drafttrain.engines.process import python_of
-from drafttrain.engines.states_server import CPU_CONNECTOR, states_server
-from drafttrain.engines.vllm_command import serve_arguments, serve_line
+from drafttrain.engines.states_command import Served, server_process
+from drafttrain.engines.states_server import StatesServer, free_ports, running
+from drafttrain.engines.vllm_command import serve_line
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.server_gpus import servers_next_to_trainers, visible_gpus
+from drafttrain.runs.server_machines import MEETING, asked
+from drafttrain.targets.devices import NUMBER
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import EngineFeatures
 from drafttrain.train.progress import Console
@@ -25,7 +29,7 @@ NAME = "drafttrain-states"
 
 @dataclass(frozen=True, slots=True)
 class StatesServers:
-    """Where states come from."""
+    """Where this process's states come from."""
 
     urls: list[str]
     folder: Path | None  # where this machine sees the servers' files; None: where the servers say
@@ -34,9 +38,9 @@ class StatesServers:
 
 @contextmanager
 def states_servers(features: EngineFeatures, options: RunOptions, world: World, console: Console) -> Iterator[StatesServers]:
-    """The run's servers. One that is started here ends with the context; its files are removed.
+    """The run's servers. Those that are started for it end with the context; their files are removed.
 
-    Raises UserError on all processes where it does not start.
+    Raises UserError on all processes where one does not start.
     """
     given = options.features
     if given.servers:
@@ -44,61 +48,104 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
         line = serve_line(features.loaded.path, features.layers.ids, given.dir or "/dev/shm/states", features.longest)
         yield StatesServers(list(given.servers), folder, f"start it so: {line} (docs/engine.md)")
         return
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) != world.size:
-        raise UserError(
-            "features.servers is empty, but the run has several machines, which would not see the files of a server that is "
-            "started on the first; start servers and name them in features.servers (docs/engine.md)"
-        )
-    if not world.first:
-        found: StatesServers | str = world.share(None)
-        if isinstance(found, str):
-            raise UserError(found)
+    number = int(os.environ.get(NUMBER, os.environ.get("LOCAL_RANK", "0")))  # of this process on its machine
+    with ExitStack() as stack:
+        mine: StatesServers | str | None = None
+        try:
+            if given.nodes and world.first:
+                mine = stack.enter_context(_elsewhere(features, options, console))
+            elif not given.nodes and number == 0:
+                mine = stack.enter_context(_here(features, options, console))
+        except UserError as error:
+            mine = str(error)
+        by_rank: list[StatesServers | str | None] = world.gather(mine)
+        for one in by_rank:
+            if isinstance(one, str):
+                raise UserError(one)
+        found = by_rank[0 if given.nodes else world.rank - number]
+        assert isinstance(found, StatesServers)
+        for fault in world.gather(_unseen(found.folder)):
+            if fault is not None:
+                raise UserError(fault)
         yield found
-        return
-    told = False
-    try:
-        with _started(features, options, console) as here:
-            world.share(here)
-            told = True
-            yield here
-    except UserError as error:
-        if not told:
-            world.share(str(error))
-        raise
 
 
 @contextmanager
-def _started(features: EngineFeatures, options: RunOptions, console: Console) -> Iterator[StatesServers]:
+def _here(features: EngineFeatures, options: RunOptions, console: Console) -> Iterator[StatesServers]:
+    """Servers on this machine, for its training processes alone."""
+    given, on_cpu = options.features, features.loaded.target.device.type == "cpu"
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = servers_next_to_trainers(given, visible_gpus(), 0 if on_cpu else processes)
+    python = python_of(given.engine, given.python, "features.python")
+    folder = _folder(options)
+    served = _served(features, options, folder)
+    servers = []
+    for i, port in enumerate(free_ports(len(gpus.of_servers))):
+        own, name = gpus.of_servers[i], "vLLM" if len(gpus.of_servers) == 1 else f"vLLM {i + 1}"
+        arguments, environment = server_process(served, own, given.tensor_parallel, on_cpu and not own)
+        log = folder / f"{name.lower().replace(' ', '-')}.log"
+        servers.append(StatesServer(python, arguments, environment, log, console.say, port, name=name))
+    console.say(f"features: starting vLLM, which takes a minute or more: {gpus}; {_training(processes, on_cpu)}")
+    try:
+        with running(servers):
+            yield StatesServers([server.url for server in servers], folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _elsewhere(features: EngineFeatures, options: RunOptions, console: Console) -> Iterator[StatesServers]:
+    """Servers on the `features.nodes` machines that do not train. They remove the folder of the files."""
+    root = options.features.dir
+    if MEETING not in os.environ or root is None:
+        raise UserError(
+            f"features.nodes is {options.features.nodes}, but this run was not started by the command drafttrain fit; start "
+            "servers by hand and name them in features.servers"
+        )
+    meeting = Path(os.environ[MEETING])
+    folder = Path(root).expanduser().absolute() / f"{NAME}-{meeting.name}"  # of this run, however often its trainers start
+    folder.mkdir(parents=True, exist_ok=True)
+    with asked(_served(features, options, folder), options.features.nodes, meeting, console.say) as urls:
+        yield StatesServers(urls, folder)
+
+
+def _served(features: EngineFeatures, options: RunOptions, folder: Path) -> Served:
     target, loaded = options.target, features.loaded
     if target.weights is not None:
         raise UserError(
             f"target.weights is {target.weights}, which the server would not have; leave it out, or name servers of the same "
             "weights in features.servers"
         )
-    python = python_of(options.features.engine, options.features.python, "features.python")
-    folder = _folder(options)
     path = Path(loaded.path).expanduser()
-    on_cpu = loaded.target.device.type == "cpu"
-    arguments = serve_arguments(
+    return Served(
+        options.features.engine,
         str(path.absolute()) if path.exists() else loaded.path,
-        features.layers.ids,
-        str(folder),
+        tuple(features.layers.ids),
         features.longest,
-        CPU_CONNECTOR if on_cpu else None,
+        str(folder),
+        target.dtype,
+        target.revision,
+        target.trust_remote_code,
+        tuple(options.features.arguments),
     )
-    arguments += ["--dtype", target.dtype, "--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
-    arguments += ["--revision", target.revision] if target.revision is not None else []
-    arguments += ["--trust-remote-code"] if target.trust_remote_code else []
-    console.say("features: starting vLLM, which takes a minute or more")
-    try:
-        with states_server(python, [*arguments, *options.features.arguments], folder / "vllm.log", console.say) as server:
-            yield StatesServers([server.url], folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _training(processes: int, on_cpu: bool) -> str:
+    """As in `4 processes train on the GPUs 0, 1, 2, 3`."""
+    who = f"{processes} process{' trains' if processes == 1 else 'es train'}"
+    gpus = visible_gpus()[:processes]
+    return f"{who} on the CPU" if on_cpu else f"{who} on the GPU{'' if len(gpus) == 1 else 's'} {', '.join(gpus)}"
+
+
+def _unseen(folder: Path | None) -> str | None:
+    """Why this process cannot read the servers' files."""
+    if folder is None or folder.is_dir():
+        return None
+    return f"{folder} is not there on {HOST}; set features.dir to a folder that all machines of the run see"
 
 
 def _folder(options: RunOptions) -> Path:
-    """A new folder for the files of this process's server. Those of processes that have ended are removed."""
+    """A new folder for the files of this machine's servers. Those of processes that have ended are removed."""
     if options.features.dir is not None:
         root = Path(options.features.dir).expanduser().absolute()
     else:

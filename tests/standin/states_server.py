@@ -133,14 +133,14 @@ class _Listening(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(standin: StandIn, port: int = 0) -> Any:
+def serving(standin: StandIn, port: int = 0, host: str = "127.0.0.1") -> Any:
     """Serve in threads of this process; yields the URL."""
     handler = type("Own", (Handler,), {"standin": standin})
-    server = _Listening(("127.0.0.1", port), handler)
+    server = _Listening((host, port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://{host}:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()

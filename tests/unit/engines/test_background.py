@@ -15,7 +15,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.engines import background, process
 from drafttrain.engines.answers import Answer, EngineInfo, TimedText
 from drafttrain.engines.background import Resources
-from drafttrain.engines.process import ENGINES, Engine, EngineJob, check_family
+from drafttrain.engines.process import ENGINES, LAUNCHERS, Engine, EngineJob, check_family
 
 SCRIPT = """
 import json, os, time
@@ -57,7 +57,7 @@ def test_answers_are_read_at_the_end(spoken: Path, monkeypatch: pytest.MonkeyPat
     assert answers == [Answer([TimedText(n, ids, 0.5, 1.0)], 3, 2, 1) for n, ids in ((2, (5, 6)), (1, (7,)))]
     there = json.loads(started.log.read_text().splitlines()[0])
     assert there["OMP_NUM_THREADS"] == "3" and there["CUDA_VISIBLE_DEVICES"] == "0,1" and there["BIND"] == "none"
-    assert "MINE" in there and not {n for n in there if n in ("RANK", "WORLD_SIZE") or n.startswith(background.LAUNCHERS)}
+    assert "MINE" in there and not {n for n in there if n in ("RANK", "WORLD_SIZE") or n.startswith(LAUNCHERS)}
 
 
 def test_a_killed_process_has_no_answers(spoken: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from http.client import RemoteDisconnected
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from drafttrain.core.errors import UserError
 from drafttrain.engines import states_server as module
-from drafttrain.engines.states_server import states_server
+from drafttrain.engines.states_server import StatesServer, free_ports, running
 
 HEALTHY = """
 import os, sys
@@ -41,6 +43,23 @@ def python(folder: Path, code: str) -> Path:
     return wrapper
 
 
+def server(folder: Path, code: str, said: list[str]) -> StatesServer:
+    """A server that is not started yet."""
+    return StatesServer(python(folder, code), ["serve", "x"], os.environ, folder / "log", said.append, *free_ports(1))
+
+
+def die(server: StatesServer) -> None:
+    with suppress(URLError, OSError, RemoteDisconnected):
+        urlopen(f"{server.url}/die", timeout=5)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert happened()
+
+
 def healthy(url: str) -> bool:
     with suppress(URLError, OSError), urlopen(f"{url}/health", timeout=5) as answer:
         return answer.status == 200
@@ -50,22 +69,31 @@ def healthy(url: str) -> bool:
 def test_a_server_that_ends_is_started_again_and_ends_with_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK", 0.02)
     said: list[str] = []
-    with states_server(python(tmp_path, HEALTHY), ["serve", "x"], tmp_path / "log", said.append) as server:
-        assert healthy(server.url)
-        with suppress(URLError, OSError, RemoteDisconnected):
-            urlopen(f"{server.url}/die", timeout=5)
-        until = time.monotonic() + 20
-        while not (said and healthy(server.url)) and time.monotonic() < until:
-            time.sleep(0.02)
-        assert said and said[0].startswith("features: vLLM ended with 3") and healthy(server.url)
-    assert not healthy(server.url)
+    one = server(tmp_path, HEALTHY, said)
+    with running([one]):
+        assert healthy(one.url)
+        die(one)
+        until(lambda: bool(said) and healthy(one.url))
+        assert said[0].startswith("features: vLLM ended with 3")
+    assert not healthy(one.url)
+
+
+def test_a_server_that_ends_too_often_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK", 0.02)
+    monkeypatch.setattr(module, "STARTS", 1)
+    said: list[str] = []
+    one = server(tmp_path, HEALTHY, said)
+    with running([one]):
+        die(one)
+        until(lambda: bool(said) and healthy(one.url))
+        die(one)
+        until(lambda: one.lost is not None)
+    assert one.lost is not None and one.lost.startswith("vLLM ended with 3") and said[1] == f"features: {one.lost}"
 
 
 def test_a_server_that_does_not_start_ends_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK", 0.02)
-    broken = python(tmp_path, "raise ValueError('no room for the cache')")
-    with (
-        pytest.raises(UserError, match=r"vLLM ended with 1 as it started: ValueError: no room for the cache"),
-        states_server(broken, ["serve", "x"], tmp_path / "log", lambda text: None),
-    ):
+    broken = server(tmp_path, "raise ValueError('no room for the cache')", [])
+    fault = r"vLLM ended with 1 as it started: ValueError: no room for the cache"
+    with pytest.raises(UserError, match=fault), running([broken]):
         pass

@@ -1,0 +1,150 @@
+"""A machine that runs servers of states for trainers on other machines, from their request until training has ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, sleep
+from urllib.parse import urlsplit
+
+from drafttrain.core.errors import UserError, WorkerError
+from drafttrain.core.files import HOST
+from drafttrain.engines.process import python_of
+from drafttrain.engines.states_command import Served, server_process
+from drafttrain.engines.states_server import StatesServer, free_ports, running
+from drafttrain.features import FeatureOptions
+from drafttrain.runs.options import RunOptions
+from drafttrain.runs.server_gpus import servers_alone, visible_gpus
+from drafttrain.runs.server_machines import LOOK, Machine, Wanted, answer, earlier_answer, leave, wanted
+from drafttrain.train.interrupt import Interrupt
+
+SILENT = 600.0  # seconds without a sign of life after which the trainers count as lost
+GONE = 3  # looks without a request after which training has ended: a folder on a network may be late
+SEEN = 30.0  # seconds for a new folder to be seen on another machine
+KEY = "VLLM_API_KEY"
+
+
+def serve_trainers(options: RunOptions, folder: Path, address: str, say: Callable[[str], None]) -> None:
+    """Run the servers. folder: where trainers and servers meet. address: of this machine, as the trainers reach it.
+
+    Raises UserError where servers do not start or do not stay, WorkerError where the trainers are lost, and Interrupted at a
+    signal.
+    """
+    say(f"features: this machine runs servers at {address}; it waits for the trainers, in {folder}")
+    machine = _Machine(options.features, folder, address, say)
+    with _until_trainers_end() if "SLURM_JOB_ID" in os.environ else Interrupt():
+        try:
+            machine.run()
+        except UserError as error:
+            if machine.wanted is not None:  # the trainers end with the same line
+                answer(folder, Machine(machine.wanted.id, error=f"servers on {HOST}: {error}"))
+            raise
+    leave(folder)
+
+
+@contextmanager
+def _until_trainers_end() -> Iterator[None]:
+    """Act on no signal: Slurm sends it to all processes of a job, and trainers that finish their step and save need states."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # not ignored: servers would inherit that
+    saving = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # servers inherit that
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGUSR1, saving)
+
+
+@dataclass
+class _Machine:
+    features: FeatureOptions
+    folder: Path
+    address: str
+    say: Callable[[str], None]
+    wanted: Wanted | None = None  # the request that is answered
+    servers: Sequence[StatesServer] = ()
+    running: ExitStack = field(default_factory=ExitStack)
+    last: Wanted | None = None  # as it was found at the last look
+    heard: float = 0.0  # when it was found to be another one, of `monotonic`
+    gone: int = 0  # looks since then that have found none
+
+    def run(self) -> None:
+        """Until training has ended."""
+        with self.running:
+            while self.wanted is None or self.gone < GONE:
+                self._look(wanted(self.folder))
+                sleep(LOOK)
+        self.say("features: training has ended")
+        shutil.rmtree(self.wanted.served.folder, ignore_errors=True)
+
+    def _look(self, found: Wanted | None) -> None:
+        self.gone = 0 if found is not None else self.gone + 1
+        if found is not None and found != self.last:
+            self.heard = monotonic()
+            known = self.wanted is not None and self.wanted.id == found.id
+            if self.last is not None and self.last.id == found.id and not known:
+                self._answer(found)  # its beat has changed: it is not that of a run that was killed
+            self.last = found
+        if self.wanted is not None and monotonic() - self.heard > SILENT:
+            self.say(f"features: no sign of the trainers for {SILENT:g} s; the servers here end")
+            raise WorkerError("the trainers are lost")
+        if self.servers and all(server.lost for server in self.servers):
+            raise UserError(f"{self.servers[0].lost}; its log is {self.servers[0].log}")
+
+    def _answer(self, found: Wanted) -> None:
+        """Run the servers that are asked for, and say where they are."""
+        before, self.wanted = self.wanted, found
+        if before is None or before.served != found.served:
+            self.running.close()
+            gpus = servers_alone(self.features, visible_gpus())
+            self.servers = self._made(found, gpus.of_servers)
+            self.say(f"features: starting vLLM for the trainers: {gpus}; this takes a minute or more")
+            self.running.enter_context(running(self.servers))
+        answer(self.folder, Machine(found.id, tuple(server.url for server in self.servers)))
+        self.say(f"features: {' and '.join(server.url for server in self.servers)} give states")
+
+    def _made(self, found: Wanted, gpus: Sequence[Sequence[str]]) -> list[StatesServer]:
+        features, served = self.features, found.served
+        python = python_of(served.engine, features.python, "features.python")
+        _check_folder(served)
+        earlier = earlier_answer(self.folder)
+        ports = [urlsplit(url).port or 0 for url in earlier.urls] if earlier is not None and earlier.id == found.id else []
+        if len(ports) == len(gpus):
+            _wait_for_ports(ports, self.address)
+        else:
+            ports = free_ports(len(gpus), self.address)
+        made = []
+        for i, (own, port) in enumerate(zip(gpus, ports, strict=True), start=1):
+            arguments, environment = server_process(served, own, features.tensor_parallel, on_cpu=not own)
+            if key := os.environ.get(features.key_env):
+                environment[KEY] = key  # others on the network reach this server too
+            log = Path(served.folder) / f"vllm-{HOST}-{i}.log"
+            made.append(StatesServer(python, arguments, environment, log, self.say, port, self.address, f"vLLM {i} on {HOST}"))
+        return made
+
+
+def _check_folder(served: Served) -> None:
+    until = monotonic() + SEEN
+    while not Path(served.folder).is_dir():
+        if monotonic() > until:
+            raise UserError(
+                f"{served.folder} of the trainers is not there; set features.dir to a folder that all machines of the run see"
+            )
+        sleep(LOOK)
+
+
+def _wait_for_ports(ports: Sequence[int], address: str) -> None:
+    """Wait until the servers of a process that was killed have ended: they do so by themselves."""
+    until = monotonic() + SEEN
+    for port in ports:
+        while monotonic() < until:
+            with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind((address, port))
+                break
+            sleep(LOOK)

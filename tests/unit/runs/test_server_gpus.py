@@ -1,0 +1,129 @@
+"""How a machine's GPUs are divided among training processes and servers of states; options that do not fit are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.cli.launch import check_launcher, launch
+from drafttrain.cli.slurm import parameters, request_of
+from drafttrain.core.errors import UserError
+from drafttrain.engines.states_command import Served, server_process
+from drafttrain.features import FeatureOptions
+from drafttrain.runs.options import LauncherOptions, RunOptions, SlurmOptions
+from drafttrain.runs.server_gpus import processes_of, servers_alone, servers_next_to_trainers, visible_gpus
+
+EIGHT = [str(i) for i in range(8)]
+
+
+def engine(**options: Any) -> FeatureOptions:
+    return FeatureOptions("engine", **options)
+
+
+def run(features: FeatureOptions, **launcher: Any) -> RunOptions:
+    return RunOptions(features=features, launcher=LauncherOptions(**launcher))
+
+
+@pytest.fixture
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of eight GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+
+def test_servers_have_the_last_gpus() -> None:
+    divided = servers_next_to_trainers(engine(gpus=4, tensor_parallel=2), EIGHT, 4)
+    assert divided.of_servers == (("4", "5"), ("6", "7"))
+    assert str(divided) == "2 servers, on the GPUs 4, 5 and on the GPUs 6, 7"
+    assert str(servers_next_to_trainers(engine(gpus=1), EIGHT, 4)) == "1 server, on the GPU 7"
+    assert servers_next_to_trainers(engine(count=3), [], 0).of_servers == ((), (), ())
+
+
+def test_a_machine_that_does_not_train_gives_its_servers_all_gpus() -> None:
+    assert servers_alone(engine(tensor_parallel=4), EIGHT).of_servers == (("0", "1", "2", "3"), ("4", "5", "6", "7"))
+    assert servers_alone(engine(tensor_parallel=3), EIGHT).of_servers == (("2", "3", "4"), ("5", "6", "7"))
+    assert servers_alone(engine(gpus=2), EIGHT).of_servers == (("6",), ("7",))
+    assert servers_alone(engine(count=1, tensor_parallel=2), EIGHT).of_servers == (("6", "7"),)
+    assert servers_alone(engine(count=2), []).of_servers == ((), ())
+
+
+def test_gpus_are_named_as_this_process_sees_them(eight: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visible_gpus() == EIGHT
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert visible_gpus() == ["3", "5"]
+
+
+def test_nproc_auto_counts_the_gpus_that_no_server_has(eight: None) -> None:
+    assert processes_of(run(engine(gpus=2), nproc="auto")) == 6
+    assert processes_of(run(engine(gpus=2, nodes=1), nproc="auto", nodes=2)) == 8, "servers have a machine of their own"
+    assert processes_of(run(FeatureOptions(gpus=2), nproc="auto")) == 8
+    with pytest.raises(UserError, match=r"features.gpus=8 and 1 training process need 9 GPUs, but this machine has 8"):
+        processes_of(run(engine(gpus=8), nproc="auto"))
+
+
+def test_more_processes_and_servers_than_gpus_are_refused() -> None:
+    with pytest.raises(UserError, match=r"features.gpus=2 and 7 training processes need 9 GPUs, but this machine has 8"):
+        servers_next_to_trainers(engine(gpus=2), EIGHT, 7)
+    with pytest.raises(UserError, match=r"the servers need 4 GPUs by .*tensor_parallel=4, but their machine has 2; set fewer"):
+        servers_alone(engine(tensor_parallel=4), ["0", "1"])
+
+
+@pytest.mark.parametrize(
+    ("features", "launcher", "line"),
+    [
+        (engine(nodes=2, dir="x"), {"nodes": 2}, "features.nodes is 2 of launcher.nodes=2, so no machine trains"),
+        (engine(nodes=1, dir="x"), {}, "features.nodes is 1 of launcher.nodes=1, so no machine trains"),
+        (
+            engine(nodes=1),
+            {"nodes": 2},
+            "features.nodes is 1, but features.dir is not set; name a folder that all machines see",
+        ),
+        (engine(nodes=1, servers=["http://x"]), {"nodes": 2}, "features.nodes is for servers that are started, but"),
+        (engine(gpus=3, tensor_parallel=2), {}, "features.gpus is 3, but each server has features.tensor_parallel=2 GPUs"),
+        (
+            engine(gpus=4, count=3),
+            {},
+            "features.count is 3, but features.gpus=4 and .* are those of 4 servers; leave count out",
+        ),
+        (engine(gpus=-1), {}, "features.gpus is -1; set it to 0 or more"),
+        (FeatureOptions(nodes=1), {"nodes": 2}, "features.nodes is 1, but features=online has no servers; leave it out"),
+        (engine(), {"role": "server"}, "launcher.role is server, but features.nodes is 0"),
+        (engine(), {"role": "both"}, "launcher.role is 'both'; choose trainer or server"),
+        (engine(nodes=1, dir="x"), {"nodes": 2}, "launcher.rendezvous is None with launcher.nodes=2; set it to HOST:PORT"),
+        (engine(), {"nproc": "many"}, "launcher.nproc is 'many'; set it to a number of processes, or to auto"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(features: FeatureOptions, launcher: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        launch(lambda *_: None, run(features, **launcher), {})
+
+
+def test_torchrun_starts_no_machines_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match=r"features.nodes is 1 under torchrun, which starts training processes alone"):
+        check_launcher(run(engine(nodes=1, dir="x"), nodes=2))
+
+
+def test_an_engine_gets_its_gpus_and_nothing_of_the_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    served = Served("vllm", "target", (3, 4), 64, "/states", "bfloat16", arguments=("--seed=1",))
+    arguments, variables = server_process(served, ["4", "5"], 2, on_cpu=False)
+    assert arguments[:2] == ["serve", "target"] and arguments[-3:] == ["--tensor-parallel-size", "2", "--seed=1"]
+    assert variables["CUDA_VISIBLE_DEVICES"] == "4,5" and not {"MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(variables)
+    assert "CpuHiddenStatesConnector" in " ".join(server_process(served, [], 1, on_cpu=True)[0])
+
+
+def test_slurm_gives_the_last_nodes_to_servers() -> None:
+    launcher = {"nodes": 4, "nproc": 8, "slurm": SlurmOptions(folder="/shared")}
+    asked = parameters("fit", request_of([], run(engine(nodes=1, dir="x"), **launcher)), array=False)
+    assert asked["nodes"] == 4 and asked["gpus_per_node"] == 8
+    assert asked["srun_args"] == ["--nodes=3", "--ntasks=3", "--relative=0"]
+    script = "\n".join(asked["setup"])
+    assert "tail -n 1" in script and "--output=/shared/%j_%N_log.out" in script
+    next_to = parameters("fit", request_of([], run(engine(gpus=2), **launcher | {"nproc": 6})), array=False)
+    assert next_to["gpus_per_node"] == 8 and "setup" not in next_to and "srun_args" not in next_to
+    with pytest.raises(UserError, match=r"launcher.nproc is auto, so launcher=slurm does not know how many GPUs to ask for"):
+        parameters("fit", request_of([], run(engine(gpus=2), nproc="auto")), array=False)
