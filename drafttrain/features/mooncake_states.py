@@ -141,7 +141,7 @@ class MooncakeStates:
         with suppress(StoreError):
             self.store.remove_matching(key_of(self.names.own))
             (self.folder / self.names.own).unlink(missing_ok=True)
-            self._sweep_abandoned()
+            self._sweep_abandoned(for_good=True)
 
     def close(self) -> None:
         """As `Transport.close`."""
@@ -161,10 +161,13 @@ class MooncakeStates:
     def _sweep_once(self) -> None:
         if not self._swept:
             self._swept = True
-            self._sweep_abandoned()
+            self._sweep_abandoned(for_good=False)
 
-    def _sweep_abandoned(self) -> None:
-        """Remove the objects of this machine's processes that have ended. Raises StoreError where the master is away."""
+    def _sweep_abandoned(self, for_good: bool) -> None:
+        """Remove the objects of this machine's processes that have ended. Raises StoreError where the master is away.
+
+        for_good: forget their names too. At a start servers may still put objects for a process that was just killed.
+        """
         if not self._own_folder():
             return
         for file in self.folder.iterdir():
@@ -172,7 +175,8 @@ class MooncakeStates:
                 if not self.names.abandoned(file.name) or file.read_text(encoding="utf-8") != self.store.settings.master:
                     continue
                 self.store.remove_matching(key_of(file.name))
-                file.unlink(missing_ok=True)
+                if for_good:
+                    file.unlink(missing_ok=True)
 
     def _own_folder(self) -> bool:
         """Whether no other user can have written to the folder."""
