@@ -20,6 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafttrain.features.mooncake_store import mooncake
+
 ROOT = Path(__file__).parents[2]
 needs_mooncake = pytest.mark.skipif(
     importlib.util.find_spec("mooncake") is None, reason="needs Mooncake: pip install 'drafttrain[mooncake]'"
@@ -94,9 +96,7 @@ def content(nbytes: int, seed: int) -> Tensor:
 
 def connected(master: str, segment: int) -> Any:
     """A client of Mooncake that gives the store so many bytes of memory."""
-    from mooncake.store import MooncakeDistributedStore
-
-    client = MooncakeDistributedStore()
+    client = mooncake().MooncakeDistributedStore()
     assert client.setup("127.0.0.1", "P2PHANDSHAKE", segment, 16 << 20, "tcp", "", master) == 0
     return client
 
