@@ -8,6 +8,7 @@ Shapes: N bytes.
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.features.mooncake_store import mooncake
+from tests.standin.states_server import STANDIN_HOST
 
 ROOT = Path(__file__).parents[2]
 needs_mooncake = pytest.mark.skipif(
@@ -42,15 +44,18 @@ class Master:
     address: str
     process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Master:
+    def command(self) -> list[str]:
         import mooncake
 
         host, port = self.address.rsplit(":", 1)
         binary = Path(mooncake.__file__).parent / "mooncake_master"
         binary.chmod(0o755)
         command = [str(binary), f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
-        command += ["--metrics_host=127.0.0.1", "--enable_metric_reporting=false"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return [*command, "--metrics_host=127.0.0.1", "--enable_metric_reporting=false"]
+
+    def start(self) -> Master:
+        host, port = self.address.rsplit(":", 1)
+        self.process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 60
         while time.monotonic() < until:
             try:
@@ -97,7 +102,7 @@ def content(nbytes: int, seed: int) -> Tensor:
 def connected(master: str, segment: int) -> Any:
     """A client of Mooncake that gives the store so many bytes of memory."""
     client = mooncake().MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", segment, 16 << 20, "tcp", "", master) == 0
+    assert client.setup(os.environ.get(STANDIN_HOST, "127.0.0.1"), "P2PHANDSHAKE", segment, 16 << 20, "tcp", "", master) == 0
     return client
 
 

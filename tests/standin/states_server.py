@@ -35,6 +35,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+STANDIN_HOST = "STANDIN_HOST"  # environment variable: the address at which it serves, 127.0.0.1 unless it is set
+
 
 class StandIn:
     """A server. compute: token ids [T] to the states [T, L, H]."""
@@ -142,11 +144,12 @@ class _Listening(ThreadingHTTPServer):
 def serving(standin: StandIn, port: int = 0) -> Any:
     """Serve in threads of this process; yields the URL."""
     handler = type("Own", (Handler,), {"standin": standin})
-    server = _Listening(("127.0.0.1", port), handler)
+    host = os.environ.get(STANDIN_HOST, "127.0.0.1")
+    server = _Listening((host, port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://{host}:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
