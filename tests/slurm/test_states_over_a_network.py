@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,20 +33,26 @@ def test_a_pulled_cable_changes_no_bit(two_machines: Network, material: Path, tm
     wait_for(lambda: "ready" in log.read_text(), log.read_text)
     served = ("features=engine", f"features.servers=[http://{there.name}:{PORT}]", "features.timeout=5")
     store = ("features.transport=mooncake", f"features.mooncake.master={there.name}:{MASTER}")
-    runs = []
-    for name in ("whole", "pulled"):
+    command = (*STEPS, *served, *store)
+
+    def trained(name: str, fault: Callable[[], None] | None) -> Path:
         output, said = tmp_path / name, tmp_path / f"{name}.txt"
         output.mkdir()
-        trainer = here.start(arguments(material, output, *STEPS, *served, *store), said, quiet)
-        if name == "pulled":
+        trainer = here.start(arguments(material, output, *command), said, quiet)
+        if fault is not None:
             wait_for(lambda: lines_of(output) >= 5 or trainer.poll() is not None, said.read_text)
-            two_machines.cut(there)
-            time.sleep(8)
-            assert lines_of(output) < 40, "the run has ended before the fault"
-            two_machines.mend(there)
+            fault()
         wait_for(lambda: trainer.poll() is not None, said.read_text)
         assert trainer.returncode == 0, said.read_text()
-        runs += [file.parent for file in output.glob("medusa/*/run.json")]
-    whole, pulled = runs
+        (run,) = (file.parent for file in output.glob("medusa/*/run.json"))
+        return run
+
+    def pull() -> None:
+        two_machines.cut(there)
+        time.sleep(8)
+        assert lines_of(tmp_path / "pulled") < 40, "the run has ended before the fault"
+        two_machines.mend(there)
+
+    whole, pulled = trained("whole", None), trained("pulled", pull)
     assert losses(pulled) == losses(whole) and digest(pulled) == digest(whole)
     assert losses(whole) == pytest.approx(losses(once(material, *STEPS)), rel=1e-5)
