@@ -4,6 +4,9 @@ Several servers (the tests' stand-in for vLLM, each a process) give states to a 
 moments the trainer or a server, chosen at random, gets SIGKILL. A server starts again after a random pause, the trainer at
 once, with `resume=auto`. Runs follow each other until so many kills are done. Every run must end with the weights and losses of
 an undisturbed run, bit for bit, and leave no file of states. The random choices follow from the seed, the moments roughly.
+
+With `--transport mooncake` the states go through Mooncake's store, by TCP on loopback, and its master is killed too. No object
+may be left.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import forked
+from tests.standin.mooncake import Master, connected, free_port
 
 ROOT = Path(__file__).parents[1]
 STUCK = 900.0  # seconds without a new step, after which a run counts as stuck
@@ -46,7 +50,8 @@ class Server:
     """A server's process, on a port of its own."""
 
     target: Path
-    folder: Path
+    where: str  # the folder of its files, or the address of Mooncake's master
+    module: str
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     starts_at: float = 0.0  # of `time.monotonic`, after a kill
@@ -56,10 +61,14 @@ class Server:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "tests.standin.states_server", str(self.target), str(self.folder), LAYERS]
+        command = [sys.executable, "-m", self.module, str(self.target), self.where, LAYERS]
         self.process = subprocess.Popen(
             [*command, str(self.port)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | QUIET
         )
+
+    @property
+    def name(self) -> str:
+        return "server"
 
     def kill(self, pause: float) -> None:
         assert self.process is not None
@@ -74,24 +83,56 @@ class Server:
 
 
 @dataclass
+class KilledMaster:
+    """Mooncake's master, at an address of its own."""
+
+    master: Master
+    starts_at: float = 0.0
+    name: str = "master"
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        return self.master.process
+
+    def start(self) -> None:
+        self.master.start()
+
+    def kill(self, pause: float) -> None:
+        self.master.kill()
+        self.master.process, self.starts_at = None, time.monotonic() + pause
+
+    def revive(self) -> None:
+        """Start again where the pause after a kill is over."""
+        if self.process is None and time.monotonic() >= self.starts_at:
+            self.start()
+
+
+@dataclass
 class Campaign:
     """The servers, and how trainers are started."""
 
     material: Path
     out: Path
     servers: list[Server]
+    master: KilledMaster | None
     processes: int
     steps: Sequence[str] = ()
     counts: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def victims(self) -> list[Server | KilledMaster]:
+        """Whatever may be killed, beside the trainer."""
+        return [*self.servers, *([self.master] if self.master else [])]
+
     def trainer(self, output: Path) -> forked.Forked:
         """Start the trainer, as the leader of a process group."""
         urls = ",".join(f"http://127.0.0.1:{server.port}" for server in self.servers)
+        store = ("features.transport=mooncake", f"features.mooncake.master={self.master.master.address}") if self.master else ()
         return forked.start(
             [
                 *(sys.executable, "-m", "drafttrain", "fit", "target=hf", f"target.path={self.material / 'target'}"),
                 *(f"data.path={self.material / 'data.jsonl'}", f"output={output}", "resume=auto", *SETTINGS, *self.steps),
-                *("features=engine", f"features.servers=[{urls}]", f"launcher.nproc={self.processes}"),
+                *("features=engine", f"features.servers=[{urls}]", f"launcher.nproc={self.processes}", *store),
             ]
         )
 
@@ -102,7 +143,7 @@ class Campaign:
         try:
             while (code := trainer.poll()) is None:
                 time.sleep(0.02)
-                for server in self.servers:
+                for server in self.victims:
                     server.revive()
                 if (found := steps_of(output)) != last:
                     last, moved = found, time.monotonic()
@@ -112,7 +153,7 @@ class Campaign:
                 if due is None or time.monotonic() < due or done == kills:
                     continue
                 due = time.monotonic() + draw.uniform(0.0, SOON)
-                alive = [server for server in self.servers if server.process is not None]
+                alive = [server for server in self.victims if server.process is not None]
                 if draw.random() < 0.5 or not alive:
                     if (runs := runs_of(output)) and all(map(finished, runs)):  # it ends, and a repeat would be a new run
                         continue
@@ -120,8 +161,9 @@ class Campaign:
                     self.counts["trainer"] += 1
                     trainer, due = self.trainer(output), first_kill(draw)
                 else:
-                    draw.choice(alive).kill(draw.uniform(0.0, 4.0))
-                    self.counts["server"] += 1
+                    victim = draw.choice(alive)
+                    victim.kill(draw.uniform(0.0, 4.0))
+                    self.counts[victim.name] += 1
                 done += 1
         finally:
             end_group(trainer)
@@ -170,7 +212,14 @@ def results(output: Path) -> set[tuple[bool, str, tuple[float, ...]]]:
 
 
 def campaign(
-    material: Path, out: Path, kills: int, seed: int, servers: int, processes: int, steps: Sequence[str] = ()
+    material: Path,
+    out: Path,
+    kills: int,
+    seed: int,
+    servers: int,
+    processes: int,
+    steps: Sequence[str] = (),
+    transport: str = "files",
 ) -> Counter[str]:
     """Run until so many kills are done; what was killed. material: a folder with `target` and `data.jsonl`.
 
@@ -178,29 +227,48 @@ def campaign(
     """
     out.mkdir(parents=True, exist_ok=True)
     states, draw = out / "states", random.Random(seed)
-    own = Campaign(material, out, [Server(material / "target", states) for _ in range(servers)], processes, steps)
+    master, module, where = None, "tests.standin.states_server", str(states)
+    if transport == "mooncake":
+        master, module = KilledMaster(Master(f"127.0.0.1:{free_port()}")), "tests.standin.mooncake_server"
+        where = master.master.address
+    started = [Server(material / "target", where, module) for _ in range(servers)]
+    own = Campaign(material, out, started, master, processes, steps)
     try:
-        for server in own.servers:
+        for server in own.victims[::-1]:  # the master first
             server.start()
         own.run(out / "whole", 0, draw)
         whole = results(out / "whole")
-        while (done := own.counts["trainer"] + own.counts["server"]) < kills:
+        while (done := sum(own.counts[name] for name in ("trainer", "server", "master"))) < kills:
             output = out / f"run-{own.counts['runs']}"
             own.run(output, kills - done, draw)
             own.counts["runs"] += 1
             if results(output) != whole:
                 raise FoundError(f"{output} ended with other weights or losses than {out / 'whole'}")
-            for server in own.servers:
+            for server in own.victims:
                 server.revive()
             print(f"{dict(own.counts)}: weights and losses as undisturbed", flush=True)
             shutil.rmtree(output)
-        if left := sorted(path.name for path in states.iterdir()):
+        if master is None and (left := sorted(path.name for path in states.iterdir())):
             raise FoundError(f"{states} still holds {left}")
+        if master is not None and (left := objects_of(master)):
+            raise FoundError(f"the store still holds {left} objects")
     finally:
-        for server in own.servers:
+        for server in own.victims:
             if server.process is not None:
                 server.kill(0.0)
     return own.counts
+
+
+def objects_of(master: KilledMaster) -> int:
+    """Objects that trainers have left in the store."""
+    while master.process is None:
+        master.revive()
+        time.sleep(0.1)
+    client = connected(master.master.address, 0)
+    try:
+        return int(client.remove_by_regex("drafttrain-", force=True))
+    finally:
+        client.close()
 
 
 def main() -> int:
@@ -209,6 +277,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--processes", type=int, default=2, help="of the trainer")
+    parser.add_argument("--transport", choices=("files", "mooncake"), default="files")
     parser.add_argument("--out", type=Path, default=Path("outputs/engine-kills"))
     asked = parser.parse_args()
     from benchmarks.faults import material
@@ -219,13 +288,16 @@ def main() -> int:
     material.base(out / "material")
     began = time.monotonic()
     try:
-        counts = campaign(out / "material", out, asked.kills, asked.seed, asked.servers, asked.processes)
+        counts = campaign(
+            out / "material", out, asked.kills, asked.seed, asked.servers, asked.processes, transport=asked.transport
+        )
     except FoundError as error:
         print(error, file=sys.stderr)
         return 1
+    victims = f"{counts['server']} of {asked.servers} servers, {counts['master']} of the master"
     print(
-        f"{counts['trainer']} kills of the trainer ({asked.processes} processes) and {counts['server']} of {asked.servers} "
-        f"servers in {counts['runs']} runs, {time.monotonic() - began:.0f} s: weights and losses as undisturbed, no file left"
+        f"{asked.transport}: {counts['trainer']} kills of the trainer ({asked.processes} processes), {victims}, in "
+        f"{counts['runs']} runs, {time.monotonic() - began:.0f} s: weights and losses as undisturbed, no file or object left"
     )
     return 0
 

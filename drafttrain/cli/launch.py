@@ -78,7 +78,12 @@ def check_launcher(options: RunOptions) -> None:
             f"features.nodes is {features.nodes} of launcher.nodes={launcher.nodes}, so no machine trains; set features.nodes "
             "lower, or launcher.nodes to the number of all machines"
         )
-    if features.dir is None:
+    if features.transport == "mooncake" and features.mooncake.master is None:
+        raise UserError(
+            f"features.nodes is {features.nodes}, but features.mooncake.master is empty; start mooncake_master on a machine "
+            "that all others reach, and give its HOST:PORT"
+        )
+    if features.transport == "files" and features.dir is None:
         raise UserError(f"features.nodes is {features.nodes}, but features.dir is not set; name a folder that all machines see")
     if "RANK" in os.environ:
         raise UserError(

@@ -66,7 +66,7 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
         console.say(f"run: {run.path}" + (f" (resumed at step {run.resumed_step})" if run.resumed_step else ""))
         logger = Logger(options.logger, run.path, resolved, run.resumed_step, console.say) if world.first else None
         if logger is not None:
-            logged.push(lambda kind, *_: logger.close(kind is not None))  # type: ignore[union-attr]
+            logged.push(lambda kind, *_: logger.close(kind is not None))
         if job.drafter.trained:
             trainer = Trainer(job, world, run.path, run.resumed)
             with interrupt.deferred():

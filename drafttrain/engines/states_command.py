@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.engines.process import ENGINES, SCRIPTS, environment, without_launcher
-from drafttrain.engines.vllm_command import serve_arguments
+from drafttrain.engines.states_server import HERE
+from drafttrain.engines.vllm_command import mooncake_connector, serve_arguments
 
 CONNECTORS = SCRIPTS / "connectors"
 CPU_CONNECTOR = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "drafttrain_cpu_connector"}
+CPU_MOONCAKE = {"kv_connector": "CpuMooncakeConnector", "kv_connector_module_path": "drafttrain_cpu_mooncake"}
 SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the cache on a CPU, 1 unless the user sets it
 
 
@@ -28,6 +30,7 @@ class Served:
     revision: str | None = None
     trust_remote_code: bool = False
     arguments: tuple[str, ...] = ()  # further ones of the user
+    mooncake: dict[str, Any] | None = None  # of the store that states go to: master, protocol, device, segment; None: files
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> Served:
@@ -35,12 +38,17 @@ class Served:
         return Served(**{**content, "layers": tuple(content["layers"]), "arguments": tuple(content["arguments"])})
 
 
-def server_process(served: Served, gpus: Sequence[str], tensor_parallel: int, on_cpu: bool) -> tuple[list[str], dict[str, str]]:
+def server_process(
+    served: Served, gpus: Sequence[str], tensor_parallel: int, on_cpu: bool, host: str = HERE
+) -> tuple[list[str], dict[str, str]]:
     """Arguments of `vllm` without its address, and all variables of its process.
 
     gpus: those that the server has for itself, as CUDA_VISIBLE_DEVICES names them; empty: all that this process sees.
+    host: the address of this machine for the trainers.
     """
     connector = CPU_CONNECTOR if on_cpu else None
+    if served.mooncake is not None:
+        connector = mooncake_connector(host=host, **served.mooncake) | (CPU_MOONCAKE if on_cpu else {})
     arguments = serve_arguments(served.model, served.layers, served.folder, served.longest, connector)
     arguments += ["--dtype", served.dtype, "--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
     arguments += ["--revision", served.revision] if served.revision is not None else []

@@ -78,7 +78,7 @@ class StatesServer:
             if self.closing.is_set():
                 return
             ended = f"{self.name} ended with {code} ({' | '.join(_errors(self.log)[-1:])})"
-            _kill(self.process)
+            kill(self.process)
             if starts == STARTS:
                 self.lost = f"{ended} after {STARTS} new starts, and is not started again"
                 self.say(f"features: {self.lost}")
@@ -97,7 +97,7 @@ class StatesServer:
             return
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE)
-        _kill(self.process)
+        kill(self.process)
 
 
 @contextmanager
@@ -138,7 +138,8 @@ def _end(servers: Sequence[StatesServer]) -> None:
         server.end()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a group, with its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

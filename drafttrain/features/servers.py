@@ -2,7 +2,7 @@
 
 A request is repeated, with growing waits, by whichever server is free:
 - for `patience` seconds where no server answers: no connection, a dropped one, status 408, 425, 429 or 5xx, no answer in
-  `timeout` seconds, or no whole file of states;
+  `timeout` seconds, or no whole states where it says that they are;
 - `TRIES` times where the states are wrong: other token ids, another dtype, or values that are not finite.
 Then, and where a server refuses a request or gives states of another shape, the run ends: a conversation is never left out.
 
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.features.reference import Reference
-from drafttrain.features.state_files import RequestNames, StateFileError, read, remove_abandoned, remove_named
+from drafttrain.features.state_files import StateFiles
+from drafttrain.features.transport import AbsentError, NoStatesError, Transport, WrongError
 
 if TYPE_CHECKING:
     import httpx
@@ -36,16 +37,8 @@ BUSY = (408, 425, 429)  # and all from 500 on
 TRIES = 5  # answers with wrong states for one conversation
 TOLD = 3  # failures of a server, one after the other, after which a line says so
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds; doubled after every failure of a server
-LATE = 5.0  # seconds after which the file of a failed request is removed, if the server has written it
+LATE = 5.0  # seconds after which the states of a failed request are removed, if the server has written them
 IDLE = 10.0  # seconds without an answer after which a server's states are compared again: no server starts in less
-
-
-class _AbsentError(Exception):
-    """A server does not answer, or its file is not there. Another try may succeed."""
-
-
-class _WrongError(Exception):
-    """A server has answered with states that cannot be used."""
 
 
 class ClosedError(Exception):
@@ -77,7 +70,6 @@ class _Server:
     heard_at: float = -IDLE  # of `monotonic`: its last good answer
     model: str | None = None
     dtype: torch.dtype | None = None
-    folder: Path | None = None  # in which its files are, once it has answered
 
 
 @dataclass
@@ -92,8 +84,15 @@ class Counts:
 class Servers:
     """Requests to servers, from several threads. say: prints a line where a server is lost or found again."""
 
-    def __init__(self, settings: ServerSettings, reference: Reference, say: Callable[[str], None], way_out: str) -> None:
-        """way_out: how to start a server that gives the states, for messages."""
+    def __init__(
+        self,
+        settings: ServerSettings,
+        reference: Reference,
+        say: Callable[[str], None],
+        way_out: str,
+        transport: Transport | None = None,
+    ) -> None:
+        """way_out: how to start a server that gives the states, for messages. transport: None: by files."""
         import httpx
 
         headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
@@ -107,8 +106,9 @@ class Servers:
         self.servers = [_Server(url, client(url)) for url in settings.urls]
         self.counts, self.versions = Counts(), dict[str, str]()
         self.closed = Event()
-        self._names, self._lock = RequestNames(), Lock()
-        self._lost: dict[str, float] = {}  # requests that failed, and when: a server may still write their files
+        self.transport: Transport = transport or StateFiles(settings.folder)
+        self._lock = Lock()
+        self._lost: dict[str, float] = {}  # requests that failed, and when: a server may still write their states
 
     def states(self, ids: Sequence[int]) -> Tensor:
         """[T, L, H] the states of a sequence, in the server's dtype.
@@ -123,9 +123,9 @@ class Servers:
                 raise ClosedError
             try:
                 hidden_TLH = self._from(server, ids)
-            except (_AbsentError, _WrongError) as error:
+            except (AbsentError, WrongError) as error:
                 self._failed(server, error)
-                wrong += isinstance(error, _WrongError)
+                wrong += isinstance(error, WrongError)
                 until = until or monotonic() + self.settings.patience
                 if wrong >= TRIES:
                     raise UserError(f"{server.url}: {error}, {TRIES} times; {self.way_out}") from error
@@ -149,24 +149,16 @@ class Servers:
         for server in self.servers:
             try:
                 self._verify(server)
-            except (_AbsentError, _WrongError) as error:
+            except (AbsentError, WrongError) as error:
                 self._failed(server, error)
 
     def close(self) -> None:
-        """End the waits, and remove the files of requests that nothing waits for."""
+        """End the waits, and remove the states of requests that nothing waits for."""
         self.closed.set()
-        self.sweep()
+        self.transport.sweep()
+        self.transport.close()
         for server in self.servers:
             server.client.close()
-
-    def sweep(self) -> None:
-        """Remove this process's files, and those of processes that have ended. No request may be running."""
-        for folder in self._folders():
-            remove_named(folder, [self._names.own])
-            remove_abandoned(folder, self._names)
-
-    def _folders(self) -> set[Path]:
-        return {server.folder for server in self.servers if server.folder is not None}
 
     def _chosen(self) -> _Server:
         """The server with the fewest requests among those that do not wait after a failure."""
@@ -203,8 +195,8 @@ class Servers:
                 del self._lost[name]
         if again:
             self.say(f"features: {server.url} gives states again")
-        for folder in self._folders() if lost else ():
-            remove_named(folder, lost)
+        if lost:
+            self.transport.remove(lost)
 
     def _from(self, server: _Server, ids: Sequence[int]) -> Tensor:
         if monotonic() - server.heard_at > IDLE:
@@ -245,52 +237,34 @@ class Servers:
 
     def _requested(self, server: _Server, ids: Sequence[int]) -> Tensor:
         """The states of one answer."""
-        began, name = monotonic(), self._names.next()
+        began, name = monotonic(), self.transport.names.next()
         body = {"model": server.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "request_id": name}
         try:
-            path = self._path(server, name, self._json(server, "POST", "completions", body))
-            found = read(path, began + self.settings.timeout, self.closed)
-        except StateFileError as error:
-            self._lose(name)
-            raise _AbsentError(str(error)) from error
-        except (_AbsentError, _WrongError):
-            self._lose(name)
+            answer = self._json(server, "POST", "completions", body)
+            params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+            found = self.transport.receive(name, params, len(ids), began + self.settings.timeout, self.closed)
+        except NoStatesError as error:
+            raise UserError(f"{server.url} {error}; {self.way_out}") from error
+        except (AbsentError, WrongError):
+            with self._lock:
+                self._lost[name] = monotonic()
             raise
         self._check(server, found.hidden_TLH, found.token_T, ids)
         return found.hidden_TLH
 
-    def _lose(self, name: str) -> None:
-        """Remember a failed request, whose file may be written later."""
-        with self._lock:
-            self._lost[name] = monotonic()
-
-    def _path(self, server: _Server, name: str, answer: Any) -> Path:
-        """Where this machine sees the file of an answer."""
-        try:
-            given = Path(answer["kv_transfer_params"]["hidden_states_path"])
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{server.url} answers without states; {self.way_out}") from error
-        if name not in given.name or given.suffix != ".safetensors":
-            raise _WrongError(f"the file {given.name} of another request")
-        path = given if self.settings.folder is None else self.settings.folder / given.name
-        if server.folder is None:
-            server.folder = path.parent
-            remove_abandoned(path.parent, self._names)
-        return path
-
     def _check(self, server: _Server, hidden_TLH: Tensor, token_T: Tensor, ids: Sequence[int]) -> None:
         layers = self.reference.layers
         if token_T.tolist() != list(ids):
-            raise _WrongError(f"states of {token_T.numel()} token ids that are not the {len(ids)} of the request")
+            raise WrongError(f"states of {token_T.numel()} token ids that are not the {len(ids)} of the request")
         if hidden_TLH.ndim != 3 or hidden_TLH.shape[:2] != (len(ids), len(layers)):
             raise UserError(
                 f"{server.url} gives states of shape {list(hidden_TLH.shape)} for {len(ids)} tokens and the layer ids "
                 f"{list(layers)}; {self.way_out}"
             )
         if server.dtype is not None and hidden_TLH.dtype != server.dtype:
-            raise _WrongError(f"states in {hidden_TLH.dtype} after others in {server.dtype}")
+            raise WrongError(f"states in {hidden_TLH.dtype} after others in {server.dtype}")
         if not bool(hidden_TLH.isfinite().all()):
-            raise _WrongError("states that are not finite")
+            raise WrongError("states that are not finite")
 
     def _json(self, server: _Server, method: str, path: str, body: Any) -> Any:
         """The answer to a request. Raises UserError for a refusal, which every repetition would get too."""
@@ -299,13 +273,13 @@ class Servers:
         try:
             response = server.client.request(method, path, json=body)
         except httpx.TimeoutException as error:
-            raise _AbsentError(f"no answer in {self.settings.timeout:g} s") from error
+            raise AbsentError(f"no answer in {self.settings.timeout:g} s") from error
         except httpx.RequestError as error:
-            raise _AbsentError(f"no answer ({type(error).__name__})") from error
+            raise AbsentError(f"no answer ({type(error).__name__})") from error
         except RuntimeError as error:  # the client was closed
             raise ClosedError from error
         if response.status_code >= 500 or response.status_code in BUSY:
-            raise _AbsentError(f"status {response.status_code}")
+            raise AbsentError(f"status {response.status_code}")
         if response.status_code >= 400:
             said = " ".join(response.text.split())[:200] or "nothing"
             raise UserError(
@@ -315,4 +289,4 @@ class Servers:
         try:
             return response.json()
         except ValueError as error:
-            raise _AbsentError("an answer that is no JSON") from error
+            raise AbsentError("an answer that is no JSON") from error

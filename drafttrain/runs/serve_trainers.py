@@ -120,7 +120,7 @@ class _Machine:
             ports = free_ports(len(gpus), self.address)
         made = []
         for i, (own, port) in enumerate(zip(gpus, ports, strict=True), start=1):
-            arguments, environment = server_process(served, own, features.tensor_parallel, on_cpu=not own)
+            arguments, environment = server_process(served, own, features.tensor_parallel, not own, self.address)
             if key := os.environ.get(features.key_env):
                 environment[KEY] = key  # others on the network reach this server too
             log = Path(served.folder) / f"vllm-{HOST}-{i}.log"

@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, remove_abandoned
+from drafttrain.engines.mooncake_master import mooncake_master
 from drafttrain.engines.process import python_of
 from drafttrain.engines.states_command import Served, server_process
-from drafttrain.engines.states_server import StatesServer, free_ports, running
-from drafttrain.engines.vllm_command import serve_line
+from drafttrain.engines.states_server import HERE, StatesServer, free_ports, running
+from drafttrain.engines.vllm_command import mooncake_connector, serve_line
+from drafttrain.features import FeatureOptions
+from drafttrain.features.mooncake_store import StoreSettings
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.server_gpus import servers_next_to_trainers, visible_gpus
 from drafttrain.runs.server_machines import MEETING, asked
@@ -34,6 +39,7 @@ class StatesServers:
     urls: list[str]
     folder: Path | None  # where this machine sees the servers' files; None: where the servers say
     way_out: str = "set features=online, or start a server by hand (docs/engine.md)"  # where they give other states
+    store: StoreSettings | None = None  # Mooncake's, through which the states come; None: in files
 
 
 @contextmanager
@@ -45,8 +51,12 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
     given = options.features
     if given.servers:
         folder = None if given.dir is None else Path(given.dir).expanduser().absolute()
-        line = serve_line(features.loaded.path, features.layers.ids, given.dir or "/dev/shm/states", features.longest)
-        yield StatesServers(list(given.servers), folder, f"start it so: {line} (docs/engine.md)")
+        store = None if given.transport == "files" else _store(given)
+        host = urlsplit(given.servers[0]).hostname or "HOST"
+        connector = None if store is None else mooncake_connector(host=host, **_mooncake(given, store.master))
+        shown = given.dir or "/dev/shm/states"
+        line = serve_line(features.loaded.path, features.layers.ids, shown, features.longest, connector)
+        yield StatesServers(list(given.servers), folder, f"start it so: {line} (docs/engine.md)", store)
         return
     number = int(os.environ.get(NUMBER, os.environ.get("LOCAL_RANK", "0")))  # of this process on its machine
     with ExitStack() as stack:
@@ -64,7 +74,7 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
                 raise UserError(one)
         found = by_rank[0 if given.nodes else world.rank - number]
         assert isinstance(found, StatesServers)
-        for fault in world.gather(_unseen(found.folder)):
+        for fault in world.gather(_unseen(found.folder) if found.store is None else None):
             if fault is not None:
                 raise UserError(fault)
         yield found
@@ -78,38 +88,43 @@ def _here(features: EngineFeatures, options: RunOptions, console: Console) -> It
     gpus = servers_next_to_trainers(given, visible_gpus(), 0 if on_cpu else processes)
     python = python_of(given.engine, given.python, "features.python")
     folder = _folder(options)
-    served = _served(features, options, folder)
-    servers = []
-    for i, port in enumerate(free_ports(len(gpus.of_servers))):
-        own, name = gpus.of_servers[i], "vLLM" if len(gpus.of_servers) == 1 else f"vLLM {i + 1}"
-        arguments, environment = server_process(served, own, given.tensor_parallel, on_cpu and not own)
-        log = folder / f"{name.lower().replace(' ', '-')}.log"
-        servers.append(StatesServer(python, arguments, environment, log, console.say, port, name=name))
-    console.say(f"features: starting vLLM, which takes a minute or more: {gpus}; {_training(processes, on_cpu)}")
-    try:
-        with running(servers):
-            yield StatesServers([server.url for server in servers], folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        store = None
+        if given.transport == "mooncake":
+            started = given.mooncake.master is None
+            store = _store(given, stack.enter_context(mooncake_master(folder / "master.log", console.say)) if started else None)
+        served = _served(features, options, folder, store)
+        servers, host = [], HERE if store is None else store.host or HERE
+        for i, port in enumerate(free_ports(len(gpus.of_servers))):
+            own, name = gpus.of_servers[i], "vLLM" if len(gpus.of_servers) == 1 else f"vLLM {i + 1}"
+            arguments, environment = server_process(served, own, given.tensor_parallel, on_cpu and not own, host)
+            log = folder / f"{name.lower().replace(' ', '-')}.log"
+            servers.append(StatesServer(python, arguments, environment, log, console.say, port, name=name))
+        console.say(f"features: starting vLLM, which takes a minute or more: {gpus}; {_training(processes, on_cpu)}")
+        stack.enter_context(running(servers))
+        yield StatesServers([server.url for server in servers], folder, store=store)
 
 
 @contextmanager
 def _elsewhere(features: EngineFeatures, options: RunOptions, console: Console) -> Iterator[StatesServers]:
     """Servers on the `features.nodes` machines that do not train. They remove the folder of the files."""
-    root = options.features.dir
+    given = options.features
+    store = _store(given) if given.transport == "mooncake" else None
+    root = given.dir if store is None else given.dir or options.output  # all machines see the output
     if MEETING not in os.environ or root is None:
         raise UserError(
-            f"features.nodes is {options.features.nodes}, but this run was not started by the command drafttrain fit; start "
+            f"features.nodes is {given.nodes}, but this run was not started by the command drafttrain fit; start "
             "servers by hand and name them in features.servers"
         )
     meeting = Path(os.environ[MEETING])
     folder = Path(root).expanduser().absolute() / f"{NAME}-{meeting.name}"  # of this run, however often its trainers start
     folder.mkdir(parents=True, exist_ok=True)
-    with asked(_served(features, options, folder), options.features.nodes, meeting, console.say) as urls:
-        yield StatesServers(urls, folder)
+    with asked(_served(features, options, folder, store), given.nodes, meeting, console.say) as urls:
+        yield StatesServers(urls, folder, store=store)
 
 
-def _served(features: EngineFeatures, options: RunOptions, folder: Path) -> Served:
+def _served(features: EngineFeatures, options: RunOptions, folder: Path, store: StoreSettings | None) -> Served:
     target, loaded = options.target, features.loaded
     if target.weights is not None:
         raise UserError(
@@ -127,7 +142,25 @@ def _served(features: EngineFeatures, options: RunOptions, folder: Path) -> Serv
         target.revision,
         target.trust_remote_code,
         tuple(options.features.arguments),
+        None if store is None else _mooncake(options.features, store.master),
     )
+
+
+def _store(given: FeatureOptions, started: str | None = None) -> StoreSettings:
+    """How this machine reaches the store. started: the address of a master of this run; None: the user's.
+
+    Raises UserError for settings that cannot be right.
+    """
+    own = given.mooncake
+    found = StoreSettings(started or str(own.master), own.host, own.protocol, own.device, own.buffer)
+    found.check()
+    return found
+
+
+def _mooncake(given: FeatureOptions, master: str) -> dict[str, Any]:
+    """What servers must know of the store."""
+    own = given.mooncake
+    return {"master": master, "protocol": own.protocol, "device": own.device, "segment": own.segment}
 
 
 def _training(processes: int, on_cpu: bool) -> str:

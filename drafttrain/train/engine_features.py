@@ -16,9 +16,12 @@ from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
 from drafttrain.features.engine import EngineStates, StateLayers
+from drafttrain.features.mooncake_states import MooncakeStates, object_bytes
+from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
 from drafttrain.features.reference import TOLERANCE, Reference, difference
 from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.state_files import StateFiles
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
@@ -42,11 +45,19 @@ class EngineFeatures:
         return StateLayers(self.taps, self.loaded.target.shape.blocks)
 
     def features(
-        self, data: Dataset, urls: Sequence[str], folder: Path | None, way_out: str, world: World, console: Console
+        self,
+        data: Dataset,
+        urls: Sequence[str],
+        folder: Path | None,
+        way_out: str,
+        world: World,
+        console: Console,
+        store: StoreSettings | None = None,
     ) -> EngineStates:
         """The source, once the servers' states have been compared.
 
         folder: where this machine sees the servers' files. way_out: how to start a server that gives the states.
+        store: Mooncake's, through which the states come; None: they come in files.
         Raises UserError on all processes where a server is wrong, or one of the processes does not get its states.
         """
         if data.has_images:
@@ -56,16 +67,21 @@ class EngineFeatures:
         settings = ServerSettings(
             bases, os.environ.get(options.key_env) or None, folder, options.timeout, options.patience, options.concurrency
         )
-        servers = Servers(settings, self._reference(data), console.say, way_out)
-        fault: str | None = None
+        reference = self._reference(data)
+        servers, fault = None, None
         try:
+            transport = StateFiles(folder) if store is None else MooncakeStates(MooncakeStore(store))
+            servers = Servers(settings, reference, console.say, way_out, transport)
             servers.check()
+            self._check_room(servers, store)
         except UserError as error:
             fault = str(error)
         for said in world.gather(fault):
             if said is not None:
-                servers.close()
+                if servers is not None:
+                    servers.close()
                 raise UserError(said)
+        assert servers is not None
         versions = ", ".join(f"{name} {version}" for name, version in servers.versions.items())
         answering = sum(server.dtype is not None for server in servers.servers)
         dtypes = sorted({str(server.dtype).removeprefix("torch.") for server in servers.servers if server.dtype is not None})
@@ -74,6 +90,19 @@ class EngineFeatures:
             f"{', '.join(map(str, self.layers.ids))} in {' and '.join(dtypes)}; training does not run the target's blocks"
         )
         return EngineStates(servers, self.layers, self.loaded.target, options.ahead)
+
+    def _check_room(self, servers: Servers, store: StoreSettings | None) -> None:
+        """Raise UserError where the longest conversation's states are larger than the buffer in which they arrive."""
+        if store is None:
+            return
+        width = next(iter(servers.reference.own.values())).shape[1]
+        item = max(server.dtype.itemsize for server in servers.servers if server.dtype is not None)
+        needed = object_bytes(self.longest, len(self.layers.ids), width, item)
+        if needed > store.buffer:
+            raise UserError(
+                f"{store.group}.buffer is {store.buffer} bytes, but the states of {self.longest} tokens have {needed}; set it "
+                f"to {needed} or more, or lower data.max_length"
+            )
 
     def _reference(self, data: Dataset) -> Reference:
         """The target's states of the beginning of the first conversation. All processes compute it together."""

@@ -7,16 +7,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+import torch
 
 from drafttrain.core.files import remove_abandoned
+from drafttrain.engines.mooncake_master import mooncake_master
+from drafttrain.engines.states_server import CPU_CONNECTOR, CPU_MOONCAKE, states_server
+from drafttrain.engines.vllm_command import mooncake_connector, serve_arguments
+from drafttrain.features.mooncake_states import MooncakeStates
+from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
+from drafttrain.features.state_files import StateFiles
+from drafttrain.features.transport import States, Transport
 from drafttrain.runs.states_servers import NAME
+from drafttrain.targets.load import EMBEDDED
 from tests.engines.conftest import ROOT, python_for
+from tests.standin.mooncake import needs_mooncake
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -38,6 +50,44 @@ def test_a_drafter_trains_on_vllms_states(
     ours, online = (metrics(tmp_path / kind) for kind in ("engine", "online"))
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in online], rel=1e-3)
     assert all(line["states_repeated"] == 0 for line in ours)
+
+
+@needs_mooncake
+def test_states_by_mooncake_are_those_in_files(tmp_path: Path) -> None:
+    """Bit for bit, of requests one after the other."""
+    python = Path(python_for("vllm"))
+    check = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ('hs_connectors', 'mooncake'))))"
+    if subprocess.run([python, "-P", "-c", check], check=False).returncode:
+        pytest.skip("vLLM's Python needs hs-connectors==0.9.0 mooncake-transfer-engine-non-cuda==0.3.13.post1")
+    files, objects = (states_by(kind, python, tmp_path / kind) for kind in ("files", "mooncake"))
+    for one, other in zip(files, objects, strict=True):
+        assert torch.equal(one.hidden_TLH, other.hidden_TLH) and torch.equal(one.token_T, other.token_T)
+
+
+def states_by(kind: str, python: Path, folder: Path) -> list[States]:
+    """vLLM's states of some sequences, by files or by Mooncake."""
+    folder.mkdir()
+    generator, found = torch.Generator().manual_seed(0), []
+    with ExitStack() as stack:
+        transport: Transport = StateFiles()
+        connector: dict[str, Any] = CPU_CONNECTOR
+        if kind == "mooncake":
+            master = stack.enter_context(mooncake_master(folder / "master.log", print))
+            transport = MooncakeStates(MooncakeStore(StoreSettings(master)), folder / "names")
+            connector = mooncake_connector(master, "127.0.0.1", "tcp", "", 2**28) | CPU_MOONCAKE
+        arguments = serve_arguments(str(EMBEDDED), (4, 8, 12), str(folder / "states"), 400, connector)
+        arguments += ["--dtype", "float32", "--enforce-eager"]
+        server = stack.enter_context(states_server(python, arguments, folder / "vllm.log", print))
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        for length in (1, 15, 16, 17, 63, 200, 399, 400):
+            ids, name = torch.randint(0, 500, (length,), generator=generator).tolist(), transport.names.next()
+            body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "request_id": name}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()
+            found.append(transport.receive(name, answer["kv_transfer_params"], length, time.monotonic() + 120, Event()))
+            assert found[-1].token_T.tolist() == ids
+        transport.sweep()
+        transport.close()
+    return found
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:

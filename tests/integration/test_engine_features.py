@@ -43,6 +43,7 @@ from tests import forked
 from tests.contract.test_families import SHAPES, build
 from tests.integration.test_features import data, loaded
 from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses
+from tests.standin.mooncake import Master, needs_mooncake
 from tests.standin.states_server import StandIn, serving
 
 __all__ = ["data", "loaded"]
@@ -130,9 +131,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(material: Path, folder: Path, port: int, layers: str = "4", faults: str = "{}") -> Iterator[subprocess.Popen[str]]:
-    """The stand-in as a process."""
-    command = [sys.executable, "-m", "tests.standin.states_server", str(material / "target"), str(folder), layers]
+def server(
+    material: Path, where: Path | str, port: int, layers: str = "4", faults: str = "{}"
+) -> Iterator[subprocess.Popen[str]]:
+    """The stand-in as a process. where: the folder of its files, or the address of Mooncake's master."""
+    module = f"tests.standin.{'mooncake' if isinstance(where, str) else 'states'}_server"
+    command = [sys.executable, "-m", module, str(material / "target"), str(where), layers]
     process = subprocess.Popen([*command, str(port), faults], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -223,3 +227,48 @@ def test_a_stopped_run_saves_and_leaves_no_file(material: Path, tmp_path: Path) 
         os.kill(trainer.pid, signal.SIGTERM)
         assert trainer.wait() in (75, 0), trainer.said()
     assert not list(folder.iterdir())
+
+
+@needs_mooncake
+@pytest.mark.slow
+def test_mooncake_gives_the_weights_of_files_whatever_is_killed(material: Path, tmp_path: Path) -> None:
+    """The server dies at a request, then the master is killed and comes back, and manifests and objects are damaged."""
+    port, other, folder = free_port(), free_port(), tmp_path / "states"
+    with server(material, folder, port) as process:
+        ready(process)
+        whole = fit(material, tmp_path / "files", *served(port))
+    master = Master(f"127.0.0.1:{free_port()}").start()
+    output = tmp_path / "mooncake"
+    try:
+        store = ("features.transport=mooncake", f"features.mooncake.master={master.address}")
+        with server(material, master.address, other, faults='{"5": "damaged", "8": "half", "12": "error", "20": "die"}') as one:
+            ready(one)
+            trainer = forked.start(arguments(material, output, *served(other, *store)))
+            assert one.wait(240) == 9
+            master.kill()
+            time.sleep(1)
+        master.start()
+        with server(material, master.address, other) as again:
+            ready(again)
+            assert trainer.wait() == 0, trainer.said()
+    finally:
+        master.kill()
+    (run,) = (path.parent for path in output.glob("*/*/run.json"))
+    assert digest(run) == digest(whole) and losses(run) == losses(whole)
+
+
+@needs_mooncake
+@pytest.mark.slow
+def test_a_master_that_stays_away_ends_the_run_in_one_line(material: Path, tmp_path: Path) -> None:
+    port, master = free_port(), Master(f"127.0.0.1:{free_port()}").start()
+    store = ("features.transport=mooncake", f"features.mooncake.master={master.address}", "features.patience=2")
+    try:
+        with server(material, master.address, port) as process:
+            ready(process)
+            master.kill()
+            trainer = forked.start(arguments(material, tmp_path / "out", *served(port, *store)))
+            assert trainer.wait() == 2, trainer.said()
+    finally:
+        master.kill()
+    last = trainer.said().strip().splitlines()[-1]
+    assert f"no mooncake_master answers at {master.address}" in last and "repeat the command with resume=auto" in last

@@ -35,6 +35,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+STANDIN_HOST = "STANDIN_HOST"  # environment variable: the address at which it serves, 127.0.0.1 unless it is set
+
 
 class StandIn:
     """A server. compute: token ids [T] to the states [T, L, H]."""
@@ -68,17 +70,16 @@ class StandIn:
             handler.close_connection = True
             handler.connection.close()
             return None
-        ids = body["prompt"]
-        name = f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}"
+        return self.give(handler, body["prompt"], f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}", fault)
+
+    def give(self, handler: Handler, ids: list[int], name: str, fault: str) -> None:
+        """Answer, and write the file."""
         file = self.folder / f"{name}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(f"{file}.lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX)
         given = file.with_name(f"cmpl-other-{file.name[-12:]}") if fault == "another" else file
-        answer = {"id": name, "object": "text_completion", "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
-        usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
-        handler.answer(200, answer | {"usage": usage, "kv_transfer_params": {"hidden_states_path": str(given)}})
-        handler.wfile.flush()
+        handler.completion(name, len(ids), {"hidden_states_path": str(given)})
         if fault == "late":
             self._held.append(lock)
             return None
@@ -120,6 +121,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
+    def completion(self, name: str, tokens: int, params: dict[str, Any]) -> None:
+        """The answer to a request for states."""
+        answer = {"id": name, "object": "text_completion", "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
+        usage = {"prompt_tokens": tokens, "completion_tokens": 1}
+        self.answer(200, answer | {"usage": usage, "kv_transfer_params": params})
+        self.wfile.flush()
+
     def log_message(self, *args: Any) -> None:
         pass
 
@@ -133,8 +141,9 @@ class _Listening(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(standin: StandIn, port: int = 0, host: str = "127.0.0.1") -> Any:
-    """Serve in threads of this process; yields the URL."""
+def serving(standin: StandIn, port: int = 0, host: str | None = None) -> Any:
+    """Serve in threads of this process; yields the URL. host: the address at which it listens."""
+    host = host or os.environ.get(STANDIN_HOST, "127.0.0.1")
     handler = type("Own", (Handler,), {"standin": standin})
     server = _Listening((host, port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
@@ -178,13 +187,18 @@ def states_of(model: Any, layers: Sequence[int]) -> Any:
 
 
 def main() -> None:
-    target, folder, layers, port, *faults = sys.argv[1:]
+    serve(StandIn, Path(sys.argv[2]))
+
+
+def serve(kind: Any, where: Any) -> None:
+    """Serve as a process. where: the second argument of the stand-in."""
+    target, _, layers, port, *faults = sys.argv[1:]
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     wanted = {int(number): fault for number, fault in json.loads(faults[0] if faults else "{}").items()}
-    standin = StandIn(states_of(model, [int(i) for i in layers.split(",")]), Path(folder), wanted)
+    standin = kind(states_of(model, [int(i) for i in layers.split(",")]), where, wanted)
     with serving(standin, int(port)):
         print("ready", flush=True)
         threading.Event().wait()
