@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from drafttrain.core.errors import UserError, check_at_least
 
 NAMES = ("online", "cached", "engine")
+ENGINES = ("vllm", "sglang")
 FORMATS = ("float32", "bfloat16", "float8")
 DISTRIBUTIONS = ("hidden", "top_k")
 
@@ -29,8 +30,10 @@ class FeatureOptions:
     confirm_above: float = 50.0  # GiB; writing more asks for confirmation
     yes: bool = False  # writes without asking
     # of engine
-    engine: str = "vllm"
+    engine: str = "vllm"  # vllm | sglang
     servers: list[str] = field(default_factory=list)  # http://HOST:PORT of running servers; none: one is started here
+    # of sglang: servers that give the final state, where `servers` give the outputs of blocks without it
+    final_servers: list[str] = field(default_factory=list)
     python: str | None = None  # the engine's Python for a server started here; null: .venv-engines/<engine>/bin/python
     arguments: list[str] = field(default_factory=list)  # further arguments of a server started here, as for `vllm serve`
     key_env: str = "OPENAI_API_KEY"  # environment variable that holds the servers' key, if they need one
@@ -50,13 +53,18 @@ class FeatureOptions:
             self._check_engine()
 
     def _check_engine(self) -> None:
-        if self.engine == "sglang":
+        if self.engine not in ENGINES:
+            raise UserError(f"features.engine is {self.engine!r}; choose {' or '.join(ENGINES)}")
+        if self.engine == "sglang" and not self.servers:
             raise UserError(
-                "features.engine is 'sglang', but unpatched SGLang gives no states of single blocks together with the last; "
-                "set features.engine=vllm"
+                "features.engine is 'sglang', but features.servers is empty and SGLang is not started here; start servers and "
+                "name them in features.servers (docs/engine.md)"
             )
-        if self.engine != "vllm":
-            raise UserError(f"features.engine is {self.engine!r}; choose vllm")
+        if self.engine != "sglang" and self.final_servers:
+            raise UserError(
+                f"features.final_servers is for features.engine=sglang, but features.engine is {self.engine!r}, whose servers "
+                "give all states; leave it out"
+            )
         check_at_least(1, "features", self, "ahead", "concurrency")
         for name in ("timeout", "patience"):
             if not getattr(self, name) > 0:

@@ -9,7 +9,9 @@ Then, and where a server refuses a request or gives states of another shape, the
 Before a server is used its states of one sequence are compared with the trainer's own (`Reference`). They are compared again
 after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model.
 
-Shapes: T tokens, L layer ids, H hidden.
+How an engine is asked and how its states arrive is a `Source`.
+
+Shapes: T tokens, K keys, H hidden.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from threading import Event, Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.features.reference import Reference
-from drafttrain.features.state_files import RequestNames, StateFileError, read, remove_abandoned, remove_named
+from drafttrain.features.source import AbsentError, Description, Received, Source, WrongError
 
 if TYPE_CHECKING:
     import httpx
@@ -36,16 +38,8 @@ BUSY = (408, 425, 429)  # and all from 500 on
 TRIES = 5  # answers with wrong states for one conversation
 TOLD = 3  # failures of a server, one after the other, after which a line says so
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds; doubled after every failure of a server
-LATE = 5.0  # seconds after which the file of a failed request is removed, if the server has written it
+LATE = 5.0  # seconds after which the states of a failed request are removed, if the server has written them
 IDLE = 10.0  # seconds without an answer after which a server's states are compared again: no server starts in less
-
-
-class _AbsentError(Exception):
-    """A server does not answer, or its file is not there. Another try may succeed."""
-
-
-class _WrongError(Exception):
-    """A server has answered with states that cannot be used."""
 
 
 class ClosedError(Exception):
@@ -56,9 +50,8 @@ class ClosedError(Exception):
 class ServerSettings:
     """How servers are reached."""
 
-    urls: tuple[str, ...]  # with /v1 at the end
+    urls: tuple[str, ...]  # below which the engine's paths are
     key: str | None = field(default=None, repr=False)  # sent as a bearer token; it appears in no message and no file
-    folder: Path | None = None  # where this machine sees the servers' files; None: where the servers say
     timeout: float = 120.0  # seconds for the states of one conversation
     patience: float = 600.0  # seconds to repeat a request while no server answers it
     concurrency: int = 32  # requests at a time
@@ -75,9 +68,8 @@ class _Server:
     failures: int = 0  # since its last answer
     resumes_at: float = 0.0  # of `monotonic`; no request is sent before
     heard_at: float = -IDLE  # of `monotonic`: its last good answer
-    model: str | None = None
+    description: Description | None = None  # once it has answered
     dtype: torch.dtype | None = None
-    folder: Path | None = None  # in which its files are, once it has answered
 
 
 @dataclass
@@ -92,8 +84,7 @@ class Counts:
 class Servers:
     """Requests to servers, from several threads. say: prints a line where a server is lost or found again."""
 
-    def __init__(self, settings: ServerSettings, reference: Reference, say: Callable[[str], None], way_out: str) -> None:
-        """way_out: how to start a server that gives the states, for messages."""
+    def __init__(self, settings: ServerSettings, source: Source, reference: Reference, say: Callable[[str], None]) -> None:
         import httpx
 
         headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
@@ -103,15 +94,30 @@ class Servers:
         def client(url: str) -> httpx.Client:
             return httpx.Client(base_url=url, headers=headers, limits=limits, timeout=patience)
 
-        self.settings, self.reference, self.say, self.way_out = settings, reference, say, way_out
+        self.settings, self.source, self.reference, self.say = settings, source, reference, say
         self.servers = [_Server(url, client(url)) for url in settings.urls]
         self.counts, self.versions = Counts(), dict[str, str]()
         self.closed = Event()
-        self._names, self._lock = RequestNames(), Lock()
-        self._lost: dict[str, float] = {}  # requests that failed, and when: a server may still write their files
+        self._lock = Lock()
+        self._lost: dict[str, float] = {}  # requests that failed, and when: a server may still write their states
+
+    @property
+    def names(self) -> list[str]:
+        """Engines and their versions."""
+        return [f"{engine} {version}" for engine, version in sorted(self.versions.items())]
+
+    @property
+    def number(self) -> int:
+        """Of servers."""
+        return len(self.servers)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Of the states that servers have given; one for each server that has answered."""
+        return [str(one.dtype).removeprefix("torch.") for one in self.servers if one.dtype is not None]
 
     def states(self, ids: Sequence[int]) -> Tensor:
-        """[T, L, H] the states of a sequence, in the server's dtype.
+        """[T, K, H] the states of a sequence, in the server's dtype.
 
         Raises UserError where no server gives them, and ClosedError after `close`.
         """
@@ -122,13 +128,13 @@ class Servers:
                 self._release(server)
                 raise ClosedError
             try:
-                hidden_TLH = self._from(server, ids)
-            except (_AbsentError, _WrongError) as error:
+                hidden_TKH = self._from(server, ids)
+            except (AbsentError, WrongError) as error:
                 self._failed(server, error)
-                wrong += isinstance(error, _WrongError)
+                wrong += isinstance(error, WrongError)
                 until = until or monotonic() + self.settings.patience
                 if wrong >= TRIES:
-                    raise UserError(f"{server.url}: {error}, {TRIES} times; {self.way_out}") from error
+                    raise UserError(f"{server.url}: {error}, {TRIES} times; {self.source.way_out}") from error
                 if monotonic() >= until:
                     raise UserError(
                         f"{server.url}: {error}, for {self.settings.patience:g} s; start the server again and repeat the "
@@ -136,7 +142,7 @@ class Servers:
                     ) from error
             else:
                 self._succeeded(server, len(ids))
-                return hidden_TLH
+                return hidden_TKH
             finally:
                 self._release(server)
 
@@ -149,24 +155,19 @@ class Servers:
         for server in self.servers:
             try:
                 self._verify(server)
-            except (_AbsentError, _WrongError) as error:
+            except (AbsentError, WrongError) as error:
                 self._failed(server, error)
 
-    def close(self) -> None:
-        """End the waits, and remove the files of requests that nothing waits for."""
+    def stop(self) -> None:
+        """End the waits: no request begins anew."""
         self.closed.set()
-        self.sweep()
+
+    def close(self) -> None:
+        """End the waits, and remove the states of requests that nothing waits for. No request may be running."""
+        self.closed.set()
+        self.source.sweep()
         for server in self.servers:
             server.client.close()
-
-    def sweep(self) -> None:
-        """Remove this process's files, and those of processes that have ended. No request may be running."""
-        for folder in self._folders():
-            remove_named(folder, [self._names.own])
-            remove_abandoned(folder, self._names)
-
-    def _folders(self) -> set[Path]:
-        return {server.folder for server in self.servers if server.folder is not None}
 
     def _chosen(self) -> _Server:
         """The server with the fewest requests among those that do not wait after a failure."""
@@ -203,8 +204,8 @@ class Servers:
                 del self._lost[name]
         if again:
             self.say(f"features: {server.url} gives states again")
-        for folder in self._folders() if lost else ():
-            remove_named(folder, lost)
+        if lost:
+            self.source.remove(lost)
 
     def _from(self, server: _Server, ids: Sequence[int]) -> Tensor:
         if monotonic() - server.heard_at > IDLE:
@@ -216,96 +217,61 @@ class Servers:
         with server.checking:
             if monotonic() - server.heard_at <= IDLE:  # another thread has
                 return
-            self._described(server)
+            server.description = found = self.source.describe(server.url, partial(self._json, server))
+            self.versions[found.engine] = found.version
             server.dtype = None
-            hidden_TLH = self._requested(server, self.reference.ids)
-            if fault := self.reference.fault(hidden_TLH):
-                raise UserError(f"{server.url}: {fault}; {self.way_out}")
-            server.dtype, server.heard_at = hidden_TLH.dtype, monotonic()
-
-    def _described(self, server: _Server) -> None:
-        listed = self._json(server, "GET", "models", None)
-        try:
-            about = listed["data"][0]
-            server.model = str(about["id"])
-            room, maker = int(about.get("max_model_len") or 2**31), str(about.get("owned_by") or "server")
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError(f"{server.url} does not list its models; is it an OpenAI-compatible server?") from error
-        if room <= self.reference.longest:
-            raise UserError(
-                f"{server.url} takes {room} tokens, one of them its answer, but conversations have up to "
-                f"{self.reference.longest}; start it with --max-model-len {self.reference.longest + 1}, or lower "
-                "data.max_length"
-            )
-        try:
-            root = server.url.removesuffix("/v1")
-            self.versions[maker] = str(self._json(server, "GET", f"{root}/version", None)["version"])
-        except (UserError, KeyError, TypeError):
-            self.versions.setdefault(maker, "of unknown version")
+            hidden_TKH = self._requested(server, self.reference.ids)
+            if fault := self.reference.fault(hidden_TKH, self.source.label):
+                raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
+            server.dtype, server.heard_at = hidden_TKH.dtype, monotonic()
 
     def _requested(self, server: _Server, ids: Sequence[int]) -> Tensor:
         """The states of one answer."""
-        began, name = monotonic(), self._names.next()
-        body = {"model": server.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "request_id": name}
+        assert server.description is not None, "a server is described before it is used"
+        deadline, name = monotonic() + self.settings.timeout, self.source.names.next()
         try:
-            path = self._path(server, name, self._json(server, "POST", "completions", body))
-            found = read(path, began + self.settings.timeout, self.closed)
-        except StateFileError as error:
-            self._lose(name)
-            raise _AbsentError(str(error)) from error
-        except (_AbsentError, _WrongError):
+            found = self.source.states(
+                server.url, server.description, partial(self._json, server), name, ids, deadline, self.closed
+            )
+        except (AbsentError, WrongError):
             self._lose(name)
             raise
-        self._check(server, found.hidden_TLH, found.token_T, ids)
-        return found.hidden_TLH
+        self._check(server, found, ids)
+        return found.hidden_TKH
 
     def _lose(self, name: str) -> None:
-        """Remember a failed request, whose file may be written later."""
+        """Remember a failed request, whose states may be written later."""
         with self._lock:
             self._lost[name] = monotonic()
 
-    def _path(self, server: _Server, name: str, answer: Any) -> Path:
-        """Where this machine sees the file of an answer."""
-        try:
-            given = Path(answer["kv_transfer_params"]["hidden_states_path"])
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{server.url} answers without states; {self.way_out}") from error
-        if name not in given.name or given.suffix != ".safetensors":
-            raise _WrongError(f"the file {given.name} of another request")
-        path = given if self.settings.folder is None else self.settings.folder / given.name
-        if server.folder is None:
-            server.folder = path.parent
-            remove_abandoned(path.parent, self._names)
-        return path
-
-    def _check(self, server: _Server, hidden_TLH: Tensor, token_T: Tensor, ids: Sequence[int]) -> None:
-        layers = self.reference.layers
-        if token_T.tolist() != list(ids):
-            raise _WrongError(f"states of {token_T.numel()} token ids that are not the {len(ids)} of the request")
-        if hidden_TLH.ndim != 3 or hidden_TLH.shape[:2] != (len(ids), len(layers)):
+    def _check(self, server: _Server, found: Received, ids: Sequence[int]) -> None:
+        hidden_TKH, keys = found.hidden_TKH, self.source.keys
+        if found.ids is not None and found.ids != list(ids):
+            raise WrongError(f"states of {len(found.ids)} token ids that are not the {len(ids)} of the request")
+        if hidden_TKH.ndim != 3 or hidden_TKH.shape[:2] != (len(ids), len(keys)):
             raise UserError(
-                f"{server.url} gives states of shape {list(hidden_TLH.shape)} for {len(ids)} tokens and the layer ids "
-                f"{list(layers)}; {self.way_out}"
+                f"{server.url} gives states of shape {list(hidden_TKH.shape)} for {len(ids)} tokens and "
+                f"{', '.join(map(self.source.label, keys))}; {self.source.way_out}"
             )
-        if server.dtype is not None and hidden_TLH.dtype != server.dtype:
-            raise _WrongError(f"states in {hidden_TLH.dtype} after others in {server.dtype}")
-        if not bool(hidden_TLH.isfinite().all()):
-            raise _WrongError("states that are not finite")
+        if server.dtype is not None and hidden_TKH.dtype != server.dtype:
+            raise WrongError(f"states in {hidden_TKH.dtype} after others in {server.dtype}")
+        if not bool(hidden_TKH.isfinite().all()):
+            raise WrongError("states that are not finite")
 
-    def _json(self, server: _Server, method: str, path: str, body: Any) -> Any:
+    def _json(self, server: _Server, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request. Raises UserError for a refusal, which every repetition would get too."""
         import httpx
 
         try:
             response = server.client.request(method, path, json=body)
         except httpx.TimeoutException as error:
-            raise _AbsentError(f"no answer in {self.settings.timeout:g} s") from error
+            raise AbsentError(f"no answer in {self.settings.timeout:g} s") from error
         except httpx.RequestError as error:
-            raise _AbsentError(f"no answer ({type(error).__name__})") from error
+            raise AbsentError(f"no answer ({type(error).__name__})") from error
         except RuntimeError as error:  # the client was closed
             raise ClosedError from error
         if response.status_code >= 500 or response.status_code in BUSY:
-            raise _AbsentError(f"status {response.status_code}")
+            raise AbsentError(f"status {response.status_code}")
         if response.status_code >= 400:
             said = " ".join(response.text.split())[:200] or "nothing"
             raise UserError(
@@ -315,4 +281,4 @@ class Servers:
         try:
             return response.json()
         except ValueError as error:
-            raise _AbsentError("an answer that is no JSON") from error
+            raise AbsentError("an answer that is no JSON") from error

@@ -12,8 +12,11 @@ from pathlib import Path
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, remove_abandoned
 from drafttrain.engines.process import python_of
+from drafttrain.engines.sglang_command import blocks_line, capture_line, final_line
 from drafttrain.engines.states_server import CPU_CONNECTOR, states_server
 from drafttrain.engines.vllm_command import serve_arguments, serve_line
+from drafttrain.features import FeatureOptions
+from drafttrain.model.target import FINAL
 from drafttrain.runs.options import RunOptions
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import EngineFeatures
@@ -41,8 +44,7 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
     given = options.features
     if given.servers:
         folder = None if given.dir is None else Path(given.dir).expanduser().absolute()
-        line = serve_line(features.loaded.path, features.layers.ids, given.dir or "/dev/shm/states", features.longest)
-        yield StatesServers(list(given.servers), folder, f"start it so: {line} (docs/engine.md)")
+        yield StatesServers(list(given.servers), folder, f"{_way_out(features, given)} (docs/engine.md)")
         return
     if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) != world.size:
         raise UserError(
@@ -65,6 +67,21 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
         if not told:
             world.share(str(error))
         raise
+
+
+def _way_out(features: EngineFeatures, given: FeatureOptions) -> str:
+    """How to start servers that give the states."""
+    path, longest, layers = features.loaded.path, features.longest, features.layers
+    if given.engine == "vllm":
+        return f"start it so: {serve_line(path, layers.ids, given.dir or '/dev/shm/states', longest)}"
+    blocks = [key for key in layers.keys if key != FINAL]
+    if not blocks:
+        return f"start it so: {final_line(path, longest)}"
+    if given.final_servers:
+        tapped, final = blocks_line(path, longest, blocks), final_line(path, longest)
+        return f"start those of features.servers so: {tapped} and those of features.final_servers so: {final}"
+    patched = capture_line(path, longest, blocks)
+    return f"start SGLang with SpecForge's patch so: {patched} or name servers of the final state in features.final_servers"
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
@@ -16,9 +17,13 @@ from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
 from drafttrain.features.engine import EngineStates, StateLayers
+from drafttrain.features.joined_servers import JoinedServers
 from drafttrain.features.online import Online
 from drafttrain.features.reference import TOLERANCE, Reference, difference
 from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.sglang_source import SglangSource
+from drafttrain.features.source import Source
+from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
@@ -38,8 +43,8 @@ class EngineFeatures:
 
     @property
     def layers(self) -> StateLayers:
-        """The layer ids that training needs."""
-        return StateLayers(self.taps, self.loaded.target.shape.blocks)
+        """The states that training needs."""
+        return StateLayers(self.taps, self.loaded.target.shape.blocks, final=self.options.engine == "sglang")
 
     def features(
         self, data: Dataset, urls: Sequence[str], folder: Path | None, way_out: str, world: World, console: Console
@@ -51,12 +56,7 @@ class EngineFeatures:
         """
         if data.has_images:
             raise UserError("features=engine takes text alone, but the data has images; set features=cached or online")
-        options = self.options
-        bases = tuple(str(base_of(url, "features.servers", "features.key_env")).rstrip("/") for url in urls)
-        settings = ServerSettings(
-            bases, os.environ.get(options.key_env) or None, folder, options.timeout, options.patience, options.concurrency
-        )
-        servers = Servers(settings, self._reference(data), console.say, way_out)
+        servers = self._servers(data, urls, folder, way_out, console)
         fault: str | None = None
         try:
             servers.check()
@@ -66,27 +66,73 @@ class EngineFeatures:
             if said is not None:
                 servers.close()
                 raise UserError(said)
-        versions = ", ".join(f"{name} {version}" for name, version in servers.versions.items())
-        answering = sum(server.dtype is not None for server in servers.servers)
-        dtypes = sorted({str(server.dtype).removeprefix("torch.") for server in servers.servers if server.dtype is not None})
+        answering, dtypes = len(servers.dtypes), " and ".join(sorted(set(servers.dtypes)))
         console.say(
-            f"features: {answering} of {len(bases)} servers ({versions}) give the target's states of the layer ids "
-            f"{', '.join(map(str, self.layers.ids))} in {' and '.join(dtypes)}; training does not run the target's blocks"
+            f"features: {answering} of {servers.number} servers ({', '.join(servers.names)}) give the target's states of "
+            f"{self._described} in {dtypes}; training does not run the target's blocks"
         )
-        return EngineStates(servers, self.layers, self.loaded.target, options.ahead)
+        return EngineStates(servers, self.layers, self.loaded.target, self.options.ahead)
+
+    @property
+    def _described(self) -> str:
+        """The states, in the engine's numbering of layers."""
+        if self.options.engine == "vllm":
+            return f"the layer ids {', '.join(map(str, self.layers.ids))}"
+        blocks = ", ".join(str(key) for key in self.layers.keys if key != FINAL)
+        return f"the blocks {blocks} and the final one" if blocks else "the last norm"
+
+    def _servers(
+        self, data: Dataset, urls: Sequence[str], folder: Path | None, way_out: str, console: Console
+    ) -> Servers | JoinedServers:
+        """The servers; two groups where one gives the tapped blocks and another one the final state."""
+        keys, others = self.layers.keys, self.options.final_servers
+        first = keys[:-1] if others else keys
+        if not first:
+            raise UserError(
+                "features.final_servers is set, but this drafter taps no block; name these servers in features.servers"
+            )
+        own = self._reference(data)
+
+        def group(urls: Sequence[str], name: str, keys: tuple[int, ...]) -> Servers:
+            source = self._source(keys, folder, way_out)
+            return Servers(self._settings(urls, name), source, replace(own, keys=keys), console.say)
+
+        tapped = group(urls, "features.servers", first)
+        return JoinedServers(tapped, group(others, "features.final_servers", (FINAL,))) if others else tapped
+
+    def _settings(self, urls: Sequence[str], name: str) -> ServerSettings:
+        options = self.options
+        bases = [str(base_of(url, name, "features.key_env")).rstrip("/") for url in urls]
+        if options.engine == "sglang":
+            bases = [base.removesuffix("/v1") for base in bases]
+        key = os.environ.get(options.key_env) or None
+        return ServerSettings(tuple(bases), key, options.timeout, options.patience, options.concurrency)
+
+    def _source(self, keys: tuple[int, ...], folder: Path | None, way_out: str) -> Source:
+        if self.options.engine == "vllm":
+            return VllmSource(keys, self.longest, folder, way_out)
+        target = self.loaded.target
+
+        @torch.no_grad()
+        def norm(state_TH: Tensor) -> Tensor:
+            return target.norm(state_TH.to(target.device, target.dtype)).to(state_TH.device)
+
+        return SglangSource(keys, target.shape.blocks, self.longest, norm, way_out)
 
     def _reference(self, data: Dataset) -> Reference:
         """The target's states of the beginning of the first conversation. All processes compute it together."""
         ids = data.train[0].documents[0][:COMPARED]
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
-        blocks, layers = target.shape.blocks, self.layers.ids
-        last, compared = blocks - 1, {near for i in layers for near in (i - 1, i, i + 1) if 1 <= near <= blocks}
-        hidden = Online(target, Taps(tuple(sorted(i - 1 for i in compared)))).fill(batch).hidden
-        final_TH = target.norm(hidden[last])[0].float()
-        if difference(final_TH, hidden[FINAL][0].float()) > TOLERANCE[torch.bfloat16]:
+        blocks, keys = target.shape.blocks, self.layers.keys
+        tapped = [key for key in keys if key != FINAL]
+        compared = {near for key in (*tapped, blocks - 1) for near in (key - 1, key, key + 1) if 0 <= near < blocks}
+        hidden = Online(target, Taps(tuple(sorted(compared)))).fill(batch).hidden
+        final_TH = target.norm(hidden[blocks - 1])[0].float()
+        if FINAL not in keys and difference(final_TH, hidden[FINAL][0].float()) > TOLERANCE[torch.bfloat16]:
             raise UserError(
                 "features=engine: this target's final state is not the norm of its last block's output; set features=online"
             )
-        own = {i: hidden[i - 1][0].float().cpu() for i in compared}
-        return Reference(ids.tolist(), layers, own, target.dtype, self.longest)
+        return Reference(
+            ids.tolist(), keys, {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}, target.dtype
+        )
