@@ -84,9 +84,9 @@ class SglangSource:
         about = ask("GET", "server_info")
         try:
             version, room = str(about["version"]), int(about.get("max_req_input_len") or 2**31)
-            found = SglangLayers.of(url, about, self.way_out)
         except (KeyError, AttributeError, TypeError, ValueError) as error:
             raise UserError(f"{url} does not say how it was started; is it an SGLang server?") from error
+        found = SglangLayers.of(url, about, self.way_out)
         if room <= self.longest:
             raise UserError(
                 f"{url} takes prompts of fewer than {room} tokens, but conversations have up to {self.longest}; start it with "

@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    standin: StandIn
+    standin: Any
 
     def do_GET(self) -> None:
         pages: dict[str, Any] = {
@@ -133,9 +133,9 @@ class _Listening(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(standin: StandIn, port: int = 0) -> Any:
-    """Serve in threads of this process; yields the URL."""
-    handler = type("Own", (Handler,), {"standin": standin})
+def serving(standin: Any, port: int = 0, kind: type[Handler] = Handler) -> Any:
+    """Serve in threads of this process; yields the URL. kind: an engine's handler of connections."""
+    handler = type("Own", (kind,), {"standin": standin})
     server = _Listening(("127.0.0.1", port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
