@@ -2,7 +2,7 @@
 
 A request is repeated, with growing waits, by whichever server is free:
 - for `patience` seconds where no server answers: no connection, a dropped one, status 408, 425, 429 or 5xx, no answer in
-  `timeout` seconds, or no whole file of states;
+  `timeout` seconds, or no whole states where it says that they are;
 - `TRIES` times where the states are wrong: other token ids, another dtype, or values that are not finite.
 Then, and where a server refuses a request or gives states of another shape, the run ends: a conversation is never left out.
 
@@ -29,7 +29,8 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.features.reference import Reference
-from drafttrain.features.source import AbsentError, Description, Received, Source, WrongError
+from drafttrain.features.source import Description, Received, Source
+from drafttrain.features.transport import AbsentError, WrongError
 
 if TYPE_CHECKING:
     import httpx
@@ -166,6 +167,7 @@ class Servers:
         """End the waits, and remove the states of requests that nothing waits for. No request may be running."""
         self.closed.set()
         self.source.sweep()
+        self.source.close()
         for server in self.servers:
             server.client.close()
 
@@ -234,15 +236,11 @@ class Servers:
                 server.url, server.description, partial(self._json, server), name, ids, deadline, self.closed
             )
         except (AbsentError, WrongError):
-            self._lose(name)
+            with self._lock:
+                self._lost[name] = monotonic()
             raise
         self._check(server, found, ids)
         return found.hidden_TKH
-
-    def _lose(self, name: str) -> None:
-        """Remember a failed request, whose states may be written later."""
-        with self._lock:
-            self._lost[name] = monotonic()
 
     def _check(self, server: _Server, found: Received, ids: Sequence[int]) -> None:
         hidden_TKH, keys = found.hidden_TKH, self.source.keys

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.features.source import AbsentError, Ask, Description, Received, WrongError
-from drafttrain.features.state_files import RequestNames
+from drafttrain.features.source import Ask, Description, Received
+from drafttrain.features.transport import AbsentError, RequestNames, WrongError
 from drafttrain.model.target import FINAL
 
 RESERVED = 6  # positions that SGLang keeps free of its context length, beyond a prompt
@@ -125,6 +125,9 @@ class SglangSource:
 
     def sweep(self) -> None:
         """Nothing is left."""
+
+    def close(self) -> None:
+        """No connection is open."""
 
     @property
     def _wanted(self) -> SglangLayers:

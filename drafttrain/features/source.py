@@ -14,15 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from drafttrain.features.state_files import RequestNames
-
-
-class AbsentError(Exception):
-    """A server does not answer, or its states are not there. Another try may succeed."""
-
-
-class WrongError(Exception):
-    """A server has answered with states that cannot be used."""
+from drafttrain.features.transport import RequestNames
 
 
 class Ask(Protocol):
@@ -81,4 +73,8 @@ class Source(Protocol):
 
     def sweep(self) -> None:
         """Remove what servers have left of this process's requests, and of processes that have ended."""
+        ...
+
+    def close(self) -> None:
+        """Disconnect from where states come from. Nothing can be received afterwards."""
         ...

@@ -2,77 +2,85 @@
 
 vLLM's connector writes `<folder>/<request id>.safetensors` after it has answered the request. From the request's first step
 until the file is whole it holds an exclusive lock (`flock`) on `<file>.lock`. It never deletes a file.
-
-Shapes: T tokens, L layer ids, H hidden.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from threading import Event
-from time import monotonic, time_ns
+from threading import Event, Lock
+from time import monotonic
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import Tensor
 
-from drafttrain.core.files import HOST, process_runs
+from drafttrain.features.transport import NAMED, AbsentError, NoStatesError, RequestNames, States, WrongError
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at a lock
 LOCK = ".lock"
-NAMED = "drafttrain-"
 
 
-class StateFileError(Exception):
-    """A file of states is missing, damaged or late. Another request may give a good one."""
+class StateFiles:
+    """States that servers on this machine, or with a mount in common, leave in files."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: where this machine sees the servers' files; None: where the servers say."""
+        self.names, self.folder = RequestNames(), folder
+        self._seen: set[Path] = set()  # folders with files of servers
+        self._lock = Lock()
+
+    def receive(self, name: str, params: Any, tokens: int, deadline: float, closed: Event) -> States:
+        """As `Transport.receive`."""
+        try:
+            given = Path(params["hidden_states_path"])
+        except (KeyError, TypeError) as error:
+            raise NoStatesError("answers without states") from error
+        if name not in given.name or given.suffix != ".safetensors":
+            raise WrongError(f"the file {given.name} of another request")
+        path = given if self.folder is None else self.folder / given.name
+        with self._lock:
+            if new := path.parent not in self._seen:
+                self._seen.add(path.parent)
+        if new:
+            remove_abandoned(path.parent, self.names)
+        return read(path, deadline, closed)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """As `Transport.remove`."""
+        wanted = list(names)
+        for folder in self._folders():
+            remove_named(folder, wanted)
+
+    def sweep(self) -> None:
+        """As `Transport.sweep`."""
+        for folder in self._folders():
+            remove_named(folder, [self.names.own])
+            remove_abandoned(folder, self.names)
+
+    def close(self) -> None:
+        """As `Transport.close`."""
+
+    def _folders(self) -> set[Path]:
+        with self._lock:
+            return set(self._seen)
 
 
-@dataclass(frozen=True, slots=True)
-class StateFile:
-    """The contents of a file."""
-
-    hidden_TLH: Tensor
-    token_T: Tensor
-
-
-class RequestNames:
-    """Names of this process's requests. Servers name their files after them, so that every file tells whose it is."""
-
-    def __init__(self) -> None:
-        self.own = f"{NAMED}{HOST}-{os.getpid()}-{time_ns():x}-"
-        self._numbers = count()
-
-    def next(self) -> str:
-        """A name that no other request has."""
-        return f"{self.own}{next(self._numbers)}-"
-
-    def abandoned(self, name: str) -> bool:
-        """Whether a file belongs to a process of this machine that has ended."""
-        found = re.search(rf"{NAMED}{re.escape(HOST)}-(\d+)-[0-9a-f]+-", name)
-        if found is None or found[0] == self.own:
-            return False
-        return int(found[1]) == os.getpid() or not process_runs(int(found[1]))
-
-
-def read(path: Path, deadline: float, closed: Event) -> StateFile:
+def read(path: Path, deadline: float, closed: Event) -> States:
     """Wait until the file is whole, read it and remove it. deadline: of `monotonic`. closed: ends the wait.
 
-    Raises StateFileError for a file that is missing, damaged or late.
+    Raises AbsentError for a file that is missing, damaged or late.
     """
     _wait(path, deadline, closed)
     try:
         content = load(path.read_bytes())  # not mapped: a server may truncate the file
-        return StateFile(content["hidden_states"], content["token_ids"])
+        return States(content["hidden_states"], content["token_ids"])
     except OSError as error:
-        raise StateFileError(f"no readable {path} ({error.strerror})") from error
+        raise AbsentError(f"no readable {path} ({error.strerror})") from error
     except (SafetensorError, KeyError, ValueError) as error:
-        raise StateFileError(f"{path} is damaged ({error})") from error
+        raise AbsentError(f"{path} is damaged ({error})") from error
     finally:
         remove(path)
 
@@ -107,7 +115,7 @@ def _wait(path: Path, deadline: float, closed: Event) -> None:
     try:
         lock = os.open(path.with_name(path.name + LOCK), os.O_RDONLY)
     except OSError as error:
-        raise StateFileError(
+        raise AbsentError(
             f"{path}{LOCK} cannot be read ({error.strerror}); features.dir names the folder in which this machine sees the "
             "server's files"
         ) from error
@@ -120,7 +128,7 @@ def _wait(path: Path, deadline: float, closed: Event) -> None:
             except BlockingIOError:
                 if monotonic() >= deadline or closed.is_set():
                     remove(path)
-                    raise StateFileError(f"{path} was not written in time") from None
+                    raise AbsentError(f"{path} was not written in time") from None
             closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
     finally:

@@ -23,6 +23,7 @@ from drafttrain.features.reference import TOLERANCE, Reference, difference
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.sglang_source import SglangSource
 from drafttrain.features.source import Source
+from drafttrain.features.state_files import StateFiles
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.load import LoadedTarget
@@ -110,7 +111,7 @@ class EngineFeatures:
 
     def _source(self, keys: tuple[int, ...], folder: Path | None, way_out: str) -> Source:
         if self.options.engine == "vllm":
-            return VllmSource(keys, self.longest, folder, way_out)
+            return VllmSource(keys, self.longest, StateFiles(folder), way_out)
         target = self.loaded.target
 
         @torch.no_grad()

@@ -24,6 +24,7 @@ from drafttrain.features.online import Online
 from drafttrain.features.reference import Reference
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.source import Description
+from drafttrain.features.state_files import StateFiles
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
@@ -80,7 +81,7 @@ def source(
     own = dict(zip(range(4), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
     reference = Reference(ids, LAYERS.keys, own, torch.float32)
     settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, timeout, 2.0, 4)
-    vllm = VllmSource(LAYERS.keys, 64, folder, "start it well")
+    vllm = VllmSource(LAYERS.keys, 64, StateFiles(folder), "start it well")
     states = EngineStates(Servers(settings, vllm, reference, (said if said is not None else []).append), LAYERS, target, 2)
     try:
         yield states

@@ -20,7 +20,7 @@ from drafttrain.features.online import Online
 from drafttrain.features.reference import Reference
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.sglang_source import SglangSource, meta_info, narrowed, numbers
-from drafttrain.features.source import AbsentError, WrongError
+from drafttrain.features.transport import AbsentError, WrongError
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target

@@ -1,0 +1,112 @@
+"""A real `mooncake_master` and a process that puts objects, on this machine's loopback.
+
+`python -m tests.standin.mooncake MASTER SEGMENT` puts what each line `KEY NBYTES SEED` of stdin says, and prints the status.
+
+Shapes: N bytes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+needs_mooncake = pytest.mark.skipif(
+    importlib.util.find_spec("mooncake") is None, reason="needs Mooncake: pip install 'drafttrain[mooncake]'"
+)
+
+
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@dataclass
+class Master:
+    """A master's process. It can be killed and started again at the same address."""
+
+    address: str
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Master:
+        import mooncake
+
+        host, port = self.address.rsplit(":", 1)
+        binary = Path(mooncake.__file__).parent / "mooncake_master"
+        binary.chmod(0o755)
+        command = [str(binary), f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+        command += ["--metrics_host=127.0.0.1", "--enable_metric_reporting=false"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                socket.create_connection((host, int(port)), 1).close()
+                return self
+            except OSError:
+                time.sleep(0.05)
+        raise AssertionError("mooncake_master does not start")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Producer:
+    """A process that puts objects from its own memory."""
+
+    def __init__(self, master: str, segment: int = 64 << 20) -> None:
+        command = [sys.executable, "-m", "tests.standin.mooncake", master, str(segment)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def put(self, key: str, nbytes: int, seed: int = 0) -> int:
+        """Mooncake's status."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(key, nbytes, seed, file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def content(nbytes: int, seed: int) -> Tensor:
+    """[N] the bytes of an object."""
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def connected(master: str, segment: int) -> Any:
+    """A client of Mooncake that gives the store so many bytes of memory."""
+    from mooncake.store import MooncakeDistributedStore
+
+    client = MooncakeDistributedStore()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", segment, 16 << 20, "tcp", "", master) == 0
+    return client
+
+
+def main() -> None:
+    client = connected(sys.argv[1], int(sys.argv[2]))
+    for line in sys.stdin:
+        key, nbytes, seed = line.split()
+        print(client.put(key, content(int(nbytes), int(seed)).numpy().tobytes()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
