@@ -27,7 +27,10 @@ def blocks_line(model: str, longest: int, blocks: Sequence[int]) -> str:
     return _line(model, longest, ["--enable-return-aux-hidden-states", "--speculative-algorithm", CONVENTION, *ids])
 
 
-def capture_line(model: str, longest: int, blocks: Sequence[int]) -> str:
-    """Of a server with SpecForge's patch, which gives both."""
+def capture_line(model: str, longest: int, blocks: Sequence[int], master: str) -> str:
+    """Of a server with SpecForge's patch, which gives both, in the store of this master."""
     ids = ["--spec-capture-aux-layer-ids", *map(str, blocks)] if blocks else []
-    return _line(model, longest, ["--enable-spec-capture", *ids])
+    store = (
+        f"MOONCAKE_MASTER_SERVER_ADDR={shlex.quote(master)} MOONCAKE_METADATA_SERVER=P2PHANDSHAKE MOONCAKE_LOCAL_HOSTNAME=HOST"
+    )
+    return f"{store} {_line(model, longest, ['--enable-spec-capture', *ids])}"

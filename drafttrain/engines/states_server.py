@@ -20,6 +20,7 @@ from drafttrain.engines.process import ENGINES, SCRIPTS, SHOWN, environment
 
 CONNECTORS = SCRIPTS / "connectors"
 CPU_CONNECTOR = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "drafttrain_cpu_connector"}
+CPU_MOONCAKE = {"kv_connector": "CpuMooncakeConnector", "kv_connector_module_path": "drafttrain_cpu_mooncake"}
 START = 1200.0  # seconds until a server must answer: it may load a large target, and compile
 LOOK, PATIENCE = 0.5, 30.0  # seconds between two looks at a server, and for it to end by itself
 STARTS = 5  # of a server that ends by itself
@@ -44,7 +45,7 @@ class StatesServer:
 
     def start(self) -> None:
         """Start the process."""
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         known = environment(ENGINES["vllm"])
         known["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # of a conversation with all positions: the answer's is never computed
         known[SPACE] = os.environ.get(SPACE, known[SPACE])
@@ -80,7 +81,7 @@ class StatesServer:
             if self.closing.is_set():
                 return
             self.say(f"features: vLLM ended with {code} ({' | '.join(_errors(self.log)[-1:])}); it starts again")
-            _kill(self.process)
+            kill(self.process)
             self.start()
 
     def end(self) -> None:
@@ -90,7 +91,7 @@ class StatesServer:
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE)
-        _kill(self.process)
+        kill(self.process)
 
 
 @contextmanager
@@ -113,7 +114,8 @@ def states_server(python: Path, arguments: Sequence[str], log: Path, say: Callab
         server.end()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a group, with its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -121,7 +123,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine on which nothing listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CONNECTOR = "ExampleHiddenStatesConnector"
+MOONCAKE = "MooncakeHiddenStatesConnector"
+MOONCAKE_MODULE = "hs_connectors.mooncake_hidden_states_connector"
+STAGING = 64 * 2**20  # bytes for messages of errors; states are put from a buffer of the connector
 
 
 def serve_arguments(
@@ -15,12 +18,12 @@ def serve_arguments(
 ) -> list[str]:
     """Arguments of `vllm`. layers: ids, ascending. folder: of the files. longest: tokens of the longest conversation.
 
-    connector: settings of another connector than vLLM's own.
+    connector: settings of another connector than vLLM's own, or of more.
     """
     speculation = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
     speculation["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
-    transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_producer", **(connector or {})}
-    transfer["kv_connector_extra_config"] = {"shared_storage_path": folder}
+    transfer: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_producer", **(connector or {})}
+    transfer.setdefault("kv_connector_extra_config", {"shared_storage_path": folder})
     length = ["--max-model-len", str(longest + 1)]  # the answer has one token
     return [
         "serve", model, *length,
@@ -29,6 +32,17 @@ def serve_arguments(
     ]  # fmt: skip
 
 
-def serve_line(model: str, layers: Sequence[int], folder: str, longest: int) -> str:
+def mooncake_connector(master: str, host: str, protocol: str, device: str, segment: int) -> dict[str, Any]:
+    """Settings of hs_connectors' connector. host: of the server, for other machines. segment: bytes in which states wait."""
+    settings = {"local_hostname": host, "master_server_address": master, "protocol": protocol, "device_name": device}
+    sizes = {"global_segment_size": segment, "local_buffer_size": STAGING}
+    return {
+        "kv_connector": MOONCAKE,
+        "kv_connector_module_path": MOONCAKE_MODULE,
+        "kv_connector_extra_config": {"mooncake": settings | sizes},
+    }
+
+
+def serve_line(model: str, layers: Sequence[int], folder: str, longest: int, connector: Mapping[str, Any] | None = None) -> str:
     """The command to type."""
-    return shlex.join(["vllm", *serve_arguments(model, layers, folder, longest)])
+    return shlex.join(["vllm", *serve_arguments(model, layers, folder, longest, connector)])

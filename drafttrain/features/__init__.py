@@ -10,6 +10,19 @@ NAMES = ("online", "cached", "engine")
 ENGINES = ("vllm", "sglang")
 FORMATS = ("float32", "bfloat16", "float8")
 DISTRIBUTIONS = ("hidden", "top_k")
+TRANSPORTS = ("files", "mooncake")
+
+
+@dataclass
+class MooncakeOptions:
+    """Mooncake's store, through which states come from other machines."""
+
+    master: str | None = None  # HOST:PORT of a running mooncake_master; null: one is started here, with the server
+    host: str | None = None  # address of this machine for the others; null: the one from which it reaches the master
+    protocol: str = "tcp"  # tcp | rdma
+    device: str = ""  # RDMA devices, with commas; empty: Mooncake chooses
+    buffer: int = 2**30  # bytes in each process in which states arrive, at least those of the longest conversation
+    segment: int = 2**32  # bytes of a server that is started here in which states wait to be read
 
 
 @dataclass
@@ -31,6 +44,9 @@ class FeatureOptions:
     yes: bool = False  # writes without asking
     # of engine
     engine: str = "vllm"  # vllm | sglang
+    # how states come: files | mooncake (over a network). Of sglang: files: in the answers; mooncake: with SpecForge's patch
+    transport: str = "files"
+    mooncake: MooncakeOptions = field(default_factory=MooncakeOptions)
     servers: list[str] = field(default_factory=list)  # http://HOST:PORT of running servers; none: one is started here
     # of sglang: servers that give the final state, where `servers` give the outputs of blocks without it
     final_servers: list[str] = field(default_factory=list)
@@ -65,7 +81,21 @@ class FeatureOptions:
                 f"features.final_servers is for features.engine=sglang, but features.engine is {self.engine!r}, whose servers "
                 "give all states; leave it out"
             )
+        if self.transport == "mooncake" and self.final_servers:
+            raise UserError(
+                "features.final_servers is for servers that give states in their answers, but with features.transport=mooncake "
+                "every server gives all states; leave one of them out"
+            )
         check_at_least(1, "features", self, "ahead", "concurrency")
+        if self.transport not in TRANSPORTS:
+            raise UserError(f"features.transport is {self.transport!r}; choose {', '.join(TRANSPORTS)}")
+        if self.transport == "mooncake":
+            check_at_least(2**20, "features.mooncake", self.mooncake, "buffer", "segment")
+            if self.servers and self.mooncake.master is None:
+                raise UserError(
+                    "features.mooncake.master is empty, but features.servers names running servers; give the HOST:PORT of the "
+                    "mooncake_master that they use"
+                )
         for name in ("timeout", "patience"):
             if not getattr(self, name) > 0:
                 raise UserError(f"features.{name} is {getattr(self, name):g}; set it to a number of seconds above 0")

@@ -50,7 +50,7 @@ class SglangLayers:
             found = cls((), True)
         else:
             raise UserError(f"{url} gives no hidden states; {way_out}")
-        if int(about.get("chunked_prefill_size") or -1) > 0:
+        if int(about.get("chunked_prefill_size") or -1) > 0:  # of a batch, even a short prompt may be cut
             raise UserError(
                 f"{url} computes long prompts in chunks and returns the states of the last one alone; start it with "
                 "--chunked-prefill-size -1"
@@ -76,22 +76,13 @@ class SglangSource:
         self._last, self._norm = blocks - 1, norm
 
     def label(self, key: int) -> str:
-        """A state's name. SGLang's numbers of layers are those of the blocks."""
-        return "the final state" if key == FINAL else f"the output of block {key}"
+        """As `label_of`."""
+        return label_of(key)
 
     def describe(self, url: str, ask: Ask) -> Description:
         """Ask how the server was started, and compare that with what the drafter needs."""
-        about = ask("GET", "server_info")
-        try:
-            version, room = str(about["version"]), int(about.get("max_req_input_len") or 2**31)
-        except (KeyError, AttributeError, TypeError, ValueError) as error:
-            raise UserError(f"{url} does not say how it was started; is it an SGLang server?") from error
+        version, about = server_info(url, ask, self.longest)
         found = SglangLayers.of(url, about, self.way_out)
-        if room <= self.longest:
-            raise UserError(
-                f"{url} takes prompts of fewer than {room} tokens, but conversations have up to {self.longest}; start it with "
-                f"--context-length {context_length(self.longest)} and memory for as many tokens, or lower data.max_length"
-            )
         if self._conversion(found) is None:
             raise UserError(f"{url} gives {found}, but the drafter needs {self._wanted}; {self.way_out}")
         return Description("sglang", version, found)
@@ -146,6 +137,26 @@ class SglangSource:
         """The norm of the last block's output as the final state, after the tapped blocks."""
         final_TH = self._norm(hidden_TKH[:, -1]).to(hidden_TKH.dtype)
         return torch.cat([hidden_TKH[:, : len(self.keys) - 1], final_TH[:, None]], 1)
+
+
+def label_of(key: int) -> str:
+    """A state's name. SGLang's numbers of layers are those of the blocks."""
+    return "the final state" if key == FINAL else f"the output of block {key}"
+
+
+def server_info(url: str, ask: Ask, longest: int) -> tuple[str, Mapping[str, Any]]:
+    """A server's version, and how it was started. Raises UserError where it has no room for so many tokens."""
+    about = ask("GET", "server_info")
+    try:
+        version, room = str(about["version"]), int(about.get("max_req_input_len") or 2**31)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{url} does not say how it was started; is it an SGLang server?") from error
+    if room <= longest:
+        raise UserError(
+            f"{url} takes prompts of fewer than {room} tokens, but conversations have up to {longest}; start it with "
+            f"--context-length {context_length(longest)} and memory for as many tokens, or lower data.max_length"
+        )
+    return version, about
 
 
 def context_length(longest: int) -> int:

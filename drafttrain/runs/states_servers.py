@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, remove_abandoned
+from drafttrain.engines.mooncake_master import mooncake_master
 from drafttrain.engines.process import python_of
 from drafttrain.engines.sglang_command import blocks_line, capture_line, final_line
-from drafttrain.engines.states_server import CPU_CONNECTOR, states_server
-from drafttrain.engines.vllm_command import serve_arguments, serve_line
+from drafttrain.engines.states_server import CPU_CONNECTOR, CPU_MOONCAKE, states_server
+from drafttrain.engines.vllm_command import mooncake_connector, serve_arguments, serve_line
 from drafttrain.features import FeatureOptions
+from drafttrain.features.mooncake_store import StoreSettings
 from drafttrain.model.target import FINAL
 from drafttrain.runs.options import RunOptions
 from drafttrain.train.engine import World
@@ -33,6 +37,7 @@ class StatesServers:
     urls: list[str]
     folder: Path | None  # where this machine sees the servers' files; None: where the servers say
     way_out: str = "set features=online, or start a server by hand (docs/engine.md)"  # where they give other states
+    store: StoreSettings | None = None  # Mooncake's, through which the states come; None: in files
 
 
 @contextmanager
@@ -44,7 +49,8 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
     given = options.features
     if given.servers:
         folder = None if given.dir is None else Path(given.dir).expanduser().absolute()
-        yield StatesServers(list(given.servers), folder, f"{_way_out(features, given)} (docs/engine.md)")
+        store = None if given.transport == "files" else _store(given, str(given.mooncake.master))
+        yield StatesServers(list(given.servers), folder, f"{_way_out(features, given, store)} (docs/engine.md)", store)
         return
     if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) != world.size:
         raise UserError(
@@ -69,19 +75,24 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
         raise
 
 
-def _way_out(features: EngineFeatures, given: FeatureOptions) -> str:
+def _way_out(features: EngineFeatures, given: FeatureOptions, store: StoreSettings | None) -> str:
     """How to start servers that give the states."""
     path, longest, layers = features.loaded.path, features.longest, features.layers
     if given.engine == "vllm":
-        return f"start it so: {serve_line(path, layers.ids, given.dir or '/dev/shm/states', longest)}"
+        connector = None if store is None else _connector(given, store.master, urlsplit(given.servers[0]).hostname or "HOST")
+        return f"start it so: {serve_line(path, layers.ids, given.dir or '/dev/shm/states', longest, connector)}"
     blocks = [key for key in layers.keys if key != FINAL]
+    if store is not None:
+        return f"start SGLang with SpecForge's patch so: {capture_line(path, longest, blocks, store.master)}"
     if not blocks:
         return f"start it so: {final_line(path, longest)}"
     if given.final_servers:
         tapped, final = blocks_line(path, longest, blocks), final_line(path, longest)
         return f"start those of features.servers so: {tapped} and those of features.final_servers so: {final}"
-    patched = capture_line(path, longest, blocks)
-    return f"start SGLang with SpecForge's patch so: {patched} or name servers of the final state in features.final_servers"
+    return (
+        "released SGLang gives both to few architectures: name servers of the final state in features.final_servers, or use "
+        "SpecForge's patch with features.transport=mooncake"
+    )
 
 
 @contextmanager
@@ -96,22 +107,41 @@ def _started(features: EngineFeatures, options: RunOptions, console: Console) ->
     folder = _folder(options)
     path = Path(loaded.path).expanduser()
     on_cpu = loaded.target.device.type == "cpu"
-    arguments = serve_arguments(
-        str(path.absolute()) if path.exists() else loaded.path,
-        features.layers.ids,
-        str(folder),
-        features.longest,
-        CPU_CONNECTOR if on_cpu else None,
-    )
-    arguments += ["--dtype", target.dtype, "--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        store, connector = None, CPU_CONNECTOR if on_cpu else None
+        if options.features.transport == "mooncake":
+            own = options.features.mooncake.master or stack.enter_context(mooncake_master(folder / "master.log", console.say))
+            store = _store(options.features, own)
+            store.check()
+            connector = _connector(options.features, own, store.host or "127.0.0.1") | (CPU_MOONCAKE if on_cpu else {})
+        model = str(path.absolute()) if path.exists() else loaded.path
+        arguments = serve_arguments(model, features.layers.ids, str(folder), features.longest, connector)
+        arguments += _more(options, on_cpu)
+        console.say("features: starting vLLM, which takes a minute or more")
+        server = stack.enter_context(states_server(python, arguments, folder / "vllm.log", console.say))
+        yield StatesServers([server.url], folder, store=store)
+
+
+def _more(options: RunOptions, on_cpu: bool) -> list[str]:
+    """Further arguments of `vllm`."""
+    target = options.target
+    arguments = ["--dtype", target.dtype, "--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
     arguments += ["--revision", target.revision] if target.revision is not None else []
     arguments += ["--trust-remote-code"] if target.trust_remote_code else []
-    console.say("features: starting vLLM, which takes a minute or more")
-    try:
-        with states_server(python, [*arguments, *options.features.arguments], folder / "vllm.log", console.say) as server:
-            yield StatesServers([server.url], folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return [*arguments, *options.features.arguments]
+
+
+def _store(given: FeatureOptions, master: str) -> StoreSettings:
+    """How this machine reaches the store."""
+    own = given.mooncake
+    return StoreSettings(master, own.host, own.protocol, own.device, own.buffer)
+
+
+def _connector(given: FeatureOptions, master: str, host: str) -> dict[str, Any]:
+    """The settings of a server's connector. host: of the server."""
+    own = given.mooncake
+    return mooncake_connector(master, host, own.protocol, own.device, own.segment)
 
 
 def _folder(options: RunOptions) -> Path:

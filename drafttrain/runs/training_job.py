@@ -203,7 +203,7 @@ def with_features(job: TrainingJob, options: RunOptions, world: World, console: 
         longest = min(options.data.max_length, job.loaded.target.shape.max_positions)
         features = EngineFeatures(options.features, job.loaded, job.drafter.taps, longest)
         servers = served.enter_context(states_servers(features, options, world, console))
-        states = features.features(job.data, servers.urls, servers.folder, servers.way_out, world, console)
+        states = features.features(job.data, servers.urls, servers.folder, servers.way_out, world, console, servers.store)
         served.callback(states.close)
         return replace(job, features=states)
     root = Path(options.features.dir or Path(options.output) / "features").expanduser()

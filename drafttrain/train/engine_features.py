@@ -16,8 +16,11 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
+from drafttrain.features.capture_source import CaptureSource
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.joined_servers import JoinedServers
+from drafttrain.features.mooncake_states import MooncakeStates, object_bytes
+from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
 from drafttrain.features.reference import TOLERANCE, Reference, difference
 from drafttrain.features.servers import Servers, ServerSettings
@@ -48,25 +51,38 @@ class EngineFeatures:
         return StateLayers(self.taps, self.loaded.target.shape.blocks, final=self.options.engine == "sglang")
 
     def features(
-        self, data: Dataset, urls: Sequence[str], folder: Path | None, way_out: str, world: World, console: Console
+        self,
+        data: Dataset,
+        urls: Sequence[str],
+        folder: Path | None,
+        way_out: str,
+        world: World,
+        console: Console,
+        store: StoreSettings | None = None,
     ) -> EngineStates:
         """The source, once the servers' states have been compared.
 
         folder: where this machine sees the servers' files. way_out: how to start a server that gives the states.
+        store: Mooncake's, through which the states come; None: they come in files.
         Raises UserError on all processes where a server is wrong, or one of the processes does not get its states.
         """
         if data.has_images:
             raise UserError("features=engine takes text alone, but the data has images; set features=cached or online")
-        servers = self._servers(data, urls, folder, way_out, console)
-        fault: str | None = None
+        self._check_groups()
+        reference = self._reference(data)
+        servers, fault = None, None
         try:
+            servers = self._servers(reference, urls, folder, way_out, store, console)
             servers.check()
+            self._check_room(store, servers.dtypes)
         except UserError as error:
             fault = str(error)
         for said in world.gather(fault):
             if said is not None:
-                servers.close()
+                if servers is not None:
+                    servers.close()
                 raise UserError(said)
+        assert servers is not None
         answering, dtypes = len(servers.dtypes), " and ".join(sorted(set(servers.dtypes)))
         console.say(
             f"features: {answering} of {servers.number} servers ({', '.join(servers.names)}) give the target's states of "
@@ -82,24 +98,31 @@ class EngineFeatures:
         blocks = ", ".join(str(key) for key in self.layers.keys if key != FINAL)
         return f"the blocks {blocks} and the final one" if blocks else "the last norm"
 
-    def _servers(
-        self, data: Dataset, urls: Sequence[str], folder: Path | None, way_out: str, console: Console
-    ) -> Servers | JoinedServers:
-        """The servers; two groups where one gives the tapped blocks and another one the final state."""
-        keys, others = self.layers.keys, self.options.final_servers
-        first = keys[:-1] if others else keys
-        if not first:
+    def _check_groups(self) -> None:
+        if self.options.final_servers and self.layers.keys == (FINAL,):
             raise UserError(
                 "features.final_servers is set, but this drafter taps no block; name these servers in features.servers"
             )
-        own = self._reference(data)
+
+    def _servers(
+        self,
+        reference: Reference,
+        urls: Sequence[str],
+        folder: Path | None,
+        way_out: str,
+        store: StoreSettings | None,
+        console: Console,
+    ) -> Servers | JoinedServers:
+        """The servers; two groups where one gives the tapped blocks and another one the final state."""
 
         def group(urls: Sequence[str], name: str, keys: tuple[int, ...]) -> Servers:
-            source = self._source(keys, folder, way_out)
-            return Servers(self._settings(urls, name), source, replace(own, keys=keys), console.say)
+            settings, source = self._settings(urls, name), self._source(keys, folder, store, way_out)
+            return Servers(settings, source, replace(reference, keys=keys), console.say)
 
-        tapped = group(urls, "features.servers", first)
-        return JoinedServers(tapped, group(others, "features.final_servers", (FINAL,))) if others else tapped
+        keys, others = self.layers.keys, self.options.final_servers
+        if not others:
+            return group(urls, "features.servers", keys)
+        return JoinedServers(group(urls, "features.servers", keys[:-1]), group(others, "features.final_servers", (FINAL,)))
 
     def _settings(self, urls: Sequence[str], name: str) -> ServerSettings:
         options = self.options
@@ -109,9 +132,12 @@ class EngineFeatures:
         key = os.environ.get(options.key_env) or None
         return ServerSettings(tuple(bases), key, options.timeout, options.patience, options.concurrency)
 
-    def _source(self, keys: tuple[int, ...], folder: Path | None, way_out: str) -> Source:
+    def _source(self, keys: tuple[int, ...], folder: Path | None, store: StoreSettings | None, way_out: str) -> Source:
+        objects = None if store is None else MooncakeStates(MooncakeStore(store))
         if self.options.engine == "vllm":
-            return VllmSource(keys, self.longest, StateFiles(folder), way_out)
+            return VllmSource(keys, self.longest, objects or StateFiles(folder), way_out)
+        if objects is not None:
+            return CaptureSource(keys, self.longest, objects, way_out)
         target = self.loaded.target
 
         @torch.no_grad()
@@ -119,6 +145,18 @@ class EngineFeatures:
             return target.norm(state_TH.to(target.device, target.dtype)).to(state_TH.device)
 
         return SglangSource(keys, target.shape.blocks, self.longest, norm, way_out)
+
+    def _check_room(self, store: StoreSettings | None, dtypes: Sequence[str]) -> None:
+        """Raise UserError where the longest conversation's states are larger than the buffer in which they arrive."""
+        if store is None:
+            return
+        width, item = self.loaded.target.shape.hidden_size, max(getattr(torch, dtype).itemsize for dtype in dtypes)
+        needed = object_bytes(self.longest, len(self.layers.ids) or 1, width, item)
+        if needed > store.buffer:
+            raise UserError(
+                f"{store.group}.buffer is {store.buffer} bytes, but the states of {self.longest} tokens have {needed}; set it "
+                f"to {needed} or more, or lower data.max_length"
+            )
 
     def _reference(self, data: Dataset) -> Reference:
         """The target's states of the beginning of the first conversation. All processes compute it together."""
