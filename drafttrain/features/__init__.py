@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from drafttrain.core.errors import UserError, check_at_least
 
 NAMES = ("online", "cached", "engine")
+ENGINES = ("vllm", "sglang")
 FORMATS = ("float32", "bfloat16", "float8")
 DISTRIBUTIONS = ("hidden", "top_k")
 TRANSPORTS = ("files", "mooncake")
@@ -42,10 +43,13 @@ class FeatureOptions:
     confirm_above: float = 50.0  # GiB; writing more asks for confirmation
     yes: bool = False  # writes without asking
     # of engine
-    engine: str = "vllm"
-    transport: str = "files"  # how states come: files | mooncake (over a network)
+    engine: str = "vllm"  # vllm | sglang
+    # how states come: files | mooncake (over a network). Of sglang: files: in the answers; mooncake: with SpecForge's patch
+    transport: str = "files"
     mooncake: MooncakeOptions = field(default_factory=MooncakeOptions)
     servers: list[str] = field(default_factory=list)  # http://HOST:PORT of running servers; none: they are started
+    # of sglang: servers that give the final state, where `servers` give the outputs of blocks without it
+    final_servers: list[str] = field(default_factory=list)
     gpus: int = 0  # GPUs of each machine that are its servers' alone, the last ones; 0: servers share the trainers' GPUs
     tensor_parallel: int = 1  # GPUs of one server
     count: int | None = None  # servers that are started on a machine; null: gpus / tensor_parallel, 1 without gpus
@@ -69,13 +73,23 @@ class FeatureOptions:
             self._check_engine()
 
     def _check_engine(self) -> None:
-        if self.engine == "sglang":
+        if self.engine not in ENGINES:
+            raise UserError(f"features.engine is {self.engine!r}; choose {' or '.join(ENGINES)}")
+        if self.engine == "sglang" and not self.servers:
             raise UserError(
-                "features.engine is 'sglang', but unpatched SGLang gives no states of single blocks together with the last; "
-                "set features.engine=vllm"
+                "features.engine is 'sglang', but features.servers is empty and SGLang is not started here; start servers and "
+                "name them in features.servers (docs/engine.md)"
             )
-        if self.engine != "vllm":
-            raise UserError(f"features.engine is {self.engine!r}; choose vllm")
+        if self.engine != "sglang" and self.final_servers:
+            raise UserError(
+                f"features.final_servers is for features.engine=sglang, but features.engine is {self.engine!r}, whose servers "
+                "give all states; leave it out"
+            )
+        if self.transport == "mooncake" and self.final_servers:
+            raise UserError(
+                "features.final_servers is for servers that give states in their answers, but with features.transport=mooncake "
+                "every server gives all states; leave one of them out"
+            )
         check_at_least(1, "features", self, "ahead", "concurrency")
         if self.transport not in TRANSPORTS:
             raise UserError(f"features.transport is {self.transport!r}; choose {', '.join(TRANSPORTS)}")

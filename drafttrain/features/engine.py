@@ -1,6 +1,6 @@
 """The target's states from serving engines: requested some batches ahead, received in memory, never stored.
 
-Shapes: B rows, T positions of a row, L layer ids, H hidden.
+Shapes: B rows, T positions of a row, K keys, H hidden.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.features.cached import Document, documents
+from drafttrain.features.joined_servers import JoinedServers
 from drafttrain.features.servers import ClosedError, Servers
 from drafttrain.model.batch import TrainBatch, moved
 from drafttrain.model.images import has_images
@@ -24,24 +25,33 @@ from drafttrain.model.target import FINAL, Taps, Target
 
 @dataclass(frozen=True, slots=True)
 class StateLayers:
-    """Which layer ids an engine must give.
+    """Which states an engine must give.
 
-    Id i is the residual stream before block i: 0 is the embedding, i + 1 the output of block i. The last
-    block's output is among them: its norm is the final state, which the engine does not give.
+    `final`: the engine gives the state after the last norm. Otherwise it gives the last block's output, and its norm is
+    computed here.
     """
 
     taps: Taps
     blocks: int  # of the target
+    final: bool = False
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Blocks in ascending order, each once, then the final state: the order in which engines give them."""
+        if self.final:
+            return (*sorted({*self.taps.blocks}), FINAL)
+        return tuple(sorted({*self.taps.blocks, self.blocks - 1}))
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The layer ids, ascending, each once: the order in which the engine gives them."""
-        return tuple(sorted({*(block + 1 for block in self.taps.blocks), self.blocks}))
+        """The layer ids of these blocks: id i is the residual stream before block i, so that b + 1 is the output of block b."""
+        return tuple(key + 1 for key in self.keys if key != FINAL)
 
-    def states(self, hidden_BTLH: Tensor, target: Target) -> dict[int, Tensor]:
+    def states(self, hidden_BTKH: Tensor, target: Target) -> dict[int, Tensor]:
         """The states [B, T, H] by tap key, the final one included, in the target's dtype."""
-        of = {layer: hidden_BTLH[..., i, :].to(target.dtype).contiguous() for i, layer in enumerate(self.ids)}
-        return {block: of[block + 1] for block in self.taps.blocks} | {FINAL: target.norm(of[self.blocks])}
+        of = {key: hidden_BTKH[..., i, :].to(target.dtype).contiguous() for i, key in enumerate(self.keys)}
+        final_BTH = of[FINAL] if self.final else target.norm(of[self.blocks - 1])
+        return {block: of[block] for block in self.taps.blocks} | {FINAL: final_BTH}
 
 
 @dataclass
@@ -49,7 +59,7 @@ class _Receiving:
     """A batch whose states are received."""
 
     batch: TrainBatch  # keeps the object, by whose identity it is found
-    hidden_BTLH: Tensor | None  # in host memory, pinned for a GPU; made when the first states come, in the server's dtype
+    hidden_BTKH: Tensor | None  # in host memory, pinned for a GPU; made when the first states come, in the server's dtype
     making: Lock
     parts: list[Future[None]]
 
@@ -61,7 +71,7 @@ class EngineStates:
     files and the memory are bounded. The states are the same with and without `begin`.
     """
 
-    def __init__(self, servers: Servers, layers: StateLayers, target: Target, ahead: int) -> None:
+    def __init__(self, servers: Servers | JoinedServers, layers: StateLayers, target: Target, ahead: int) -> None:
         self.servers, self.layers, self.target, self.ahead = servers, layers, target, ahead
         self._threads = ThreadPoolExecutor(servers.settings.concurrency, "states")
         self._begun: dict[int, _Receiving] = {}
@@ -89,13 +99,13 @@ class EngineStates:
         for part in receiving.parts:
             part.result()
         self._waited += perf_counter() - began
-        assert receiving.hidden_BTLH is not None, "a batch has a conversation"
-        hidden_BTLH = moved(receiving.hidden_BTLH, self.target.device)
-        return replace(batch.to(self.target.device), hidden=self.layers.states(hidden_BTLH, self.target))
+        assert receiving.hidden_BTKH is not None, "a batch has a conversation"
+        hidden_BTKH = moved(receiving.hidden_BTKH, self.target.device)
+        return replace(batch.to(self.target.device), hidden=self.layers.states(hidden_BTKH, self.target))
 
     def close(self) -> None:
         """Drop what was begun, wait for running requests and remove their files. Nothing can be filled afterwards."""
-        self.servers.closed.set()
+        self.servers.stop()
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._begun.clear()
         self.servers.close()
@@ -120,8 +130,8 @@ class EngineStates:
         """The figures of all steps since this process began, for the report."""
         counts = self.servers.counts
         return {
-            "engine": " ".join(f"{name} {version}" for name, version in sorted(self.servers.versions.items())),
-            "servers": len(self.servers.servers),
+            "engine": " ".join(self.servers.names),
+            "servers": self.servers.number,
             "layer_ids": list(self.layers.ids),
             "requests": counts.requests,
             "tokens": counts.tokens,
@@ -137,12 +147,12 @@ class EngineStates:
         if has_images(ids):  # of data that is still being prepared: what is prepared is checked before training
             raise UserError("features=engine takes text alone, but a conversation has images; set features=cached or online")
         try:
-            hidden_TLH = self.servers.states(ids)
+            hidden_TKH = self.servers.states(ids)
         except ClosedError:
             return
         with receiving.making:
-            if receiving.hidden_BTLH is None:
+            if receiving.hidden_BTKH is None:
                 pinned = self.target.device.type == "cuda"
-                shape = (*receiving.batch.token_BT.shape, *hidden_TLH.shape[1:])
-                receiving.hidden_BTLH = torch.zeros(shape, dtype=hidden_TLH.dtype, pin_memory=pinned)
-        receiving.hidden_BTLH[document.row, document.start : document.stop] = hidden_TLH
+                shape = (*receiving.batch.token_BT.shape, *hidden_TKH.shape[1:])
+                receiving.hidden_BTKH = torch.zeros(shape, dtype=hidden_TKH.dtype, pin_memory=pinned)
+        receiving.hidden_BTKH[document.row, document.start : document.stop] = hidden_TKH

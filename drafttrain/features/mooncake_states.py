@@ -117,7 +117,7 @@ class MooncakeStates:
         manifest = Manifest.of(params, name, tokens)
         handle, error = manifest.handle, manifest.handle + ERROR
         try:
-            self._sweep_once()
+            self.sweep_once()
             if self.store.wait([error, handle], deadline, closed) == error:
                 raise self._told(error)
             content_N = self.store.get(handle, manifest.nbytes)
@@ -158,7 +158,8 @@ class MooncakeStates:
             said = "an error that cannot be read"
         return (WrongError if "finite" in said else AbsentError)(f"the server could not give the states: {said:.300}")
 
-    def _sweep_once(self) -> None:
+    def sweep_once(self) -> None:
+        """At the first use: remove the objects of this machine's processes that have ended. Raises StoreError."""
         if not self._swept:
             self._swept = True
             self._sweep_abandoned(for_good=False)

@@ -1,11 +1,11 @@
 """Compares the states that a server gives with those of the trainer's own target.
 
-Shapes: T tokens, L layer ids, H hidden.
+Shapes: T tokens, K keys, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 # of a state's difference, by the coarser dtype. 12 blocks on vLLM: 6e-7 in float32, 0.012 in bfloat16
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
-NEARER = 0.8  # another layer id's state is nearer where its difference is below this share of the own one's
+NEARER = 0.8  # another key's state is nearer where its difference is below this share of the own one's
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +21,29 @@ class Reference:
     """The trainer's own states of one sequence, to compare a server's with."""
 
     ids: list[int]
-    layers: tuple[int, ...]  # layer ids that a server gives, ascending: 0 is the embedding, i the output of block i - 1
-    own: Mapping[int, Tensor]  # [T, H] in float32 by layer id: of `layers` and of their neighbours
+    keys: tuple[int, ...]  # of the states that a server gives, in its order
+    own: Mapping[int, Tensor]  # [T, H] in float32 by key: of `keys`, and of neighbouring blocks
     dtype: torch.dtype  # of the trainer's target
-    longest: int  # tokens of the longest conversation
 
-    def fault(self, hidden_TLH: Tensor) -> str | None:
-        """Why states of this sequence are not those of the target; None where they are.
+    def fault(self, hidden_TKH: Tensor, label: Callable[[int], str]) -> str | None:
+        """Why states of this sequence are not those of the target; None where they are. label: a state's name.
 
         In half precision rounding can be as large as the difference between two blocks' outputs. So a state must also be
-        nearest to the own state of its layer id.
+        nearest to the own state of its key.
         """
-        size, own = hidden_TLH.shape[2], next(iter(self.own.values())).shape[1]
+        size, own = hidden_TKH.shape[2], next(iter(self.own.values())).shape[1]
         if size != own:
             return f"states of {size} values, the target's have {own}: it serves another model"
-        tolerance = max(TOLERANCE.get(dtype, 0.06) for dtype in (hidden_TLH.dtype, self.dtype))
-        for i, layer in enumerate(self.layers):
-            errors = {other: difference(hidden_TLH[:, i].float(), own_TH) for other, own_TH in self.own.items()}
+        tolerance = max(TOLERANCE.get(dtype, 0.06) for dtype in (hidden_TKH.dtype, self.dtype))
+        for i, key in enumerate(self.keys):
+            errors = {other: difference(hidden_TKH[:, i].float(), own_TH) for other, own_TH in self.own.items()}
             best = min(errors, key=errors.__getitem__)
-            if errors[layer] <= tolerance and errors[best] >= NEARER * errors[layer]:
+            if errors[key] <= tolerance and errors[best] >= NEARER * errors[key]:
                 continue
-            other = f"; it is that of layer id {best}" if errors[best] <= tolerance else ""
+            other = f"; it is {label(best)}" if errors[best] <= tolerance else ""
             return (
-                f"the state of layer id {layer} differs from the target's by {errors[layer]:.2g} of its norm, more than "
-                f"rounding does{other}: it serves other layer ids, another model or another revision"
+                f"{label(key)} differs from the target's by {errors[key]:.2g} of its norm, more than rounding does{other}: "
+                "it serves other layer ids, another model or another revision"
             )
         return None
 

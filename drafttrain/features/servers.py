@@ -9,7 +9,9 @@ Then, and where a server refuses a request or gives states of another shape, the
 Before a server is used its states of one sequence are compared with the trainer's own (`Reference`). They are compared again
 after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model.
 
-Shapes: T tokens, L layer ids, H hidden.
+How an engine is asked and how its states arrive is a `Source`.
+
+Shapes: T tokens, K keys, H hidden.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from threading import Event, Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -27,8 +29,8 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.features.reference import Reference
-from drafttrain.features.state_files import StateFiles
-from drafttrain.features.transport import AbsentError, NoStatesError, Transport, WrongError
+from drafttrain.features.source import Description, Received, Source
+from drafttrain.features.transport import AbsentError, WrongError
 
 if TYPE_CHECKING:
     import httpx
@@ -49,9 +51,8 @@ class ClosedError(Exception):
 class ServerSettings:
     """How servers are reached."""
 
-    urls: tuple[str, ...]  # with /v1 at the end
+    urls: tuple[str, ...]  # below which the engine's paths are
     key: str | None = field(default=None, repr=False)  # sent as a bearer token; it appears in no message and no file
-    folder: Path | None = None  # where this machine sees the servers' files; None: where the servers say
     timeout: float = 120.0  # seconds for the states of one conversation
     patience: float = 600.0  # seconds to repeat a request while no server answers it
     concurrency: int = 32  # requests at a time
@@ -68,7 +69,7 @@ class _Server:
     failures: int = 0  # since its last answer
     resumes_at: float = 0.0  # of `monotonic`; no request is sent before
     heard_at: float = -IDLE  # of `monotonic`: its last good answer
-    model: str | None = None
+    description: Description | None = None  # once it has answered
     dtype: torch.dtype | None = None
 
 
@@ -84,15 +85,7 @@ class Counts:
 class Servers:
     """Requests to servers, from several threads. say: prints a line where a server is lost or found again."""
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        reference: Reference,
-        say: Callable[[str], None],
-        way_out: str,
-        transport: Transport | None = None,
-    ) -> None:
-        """way_out: how to start a server that gives the states, for messages. transport: None: by files."""
+    def __init__(self, settings: ServerSettings, source: Source, reference: Reference, say: Callable[[str], None]) -> None:
         import httpx
 
         headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
@@ -102,16 +95,30 @@ class Servers:
         def client(url: str) -> httpx.Client:
             return httpx.Client(base_url=url, headers=headers, limits=limits, timeout=patience)
 
-        self.settings, self.reference, self.say, self.way_out = settings, reference, say, way_out
+        self.settings, self.source, self.reference, self.say = settings, source, reference, say
         self.servers = [_Server(url, client(url)) for url in settings.urls]
         self.counts, self.versions = Counts(), dict[str, str]()
         self.closed = Event()
-        self.transport: Transport = transport or StateFiles(settings.folder)
         self._lock = Lock()
         self._lost: dict[str, float] = {}  # requests that failed, and when: a server may still write their states
 
+    @property
+    def names(self) -> list[str]:
+        """Engines and their versions."""
+        return [f"{engine} {version}" for engine, version in sorted(self.versions.items())]
+
+    @property
+    def number(self) -> int:
+        """Of servers."""
+        return len(self.servers)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Of the states that servers have given; one for each server that has answered."""
+        return [str(one.dtype).removeprefix("torch.") for one in self.servers if one.dtype is not None]
+
     def states(self, ids: Sequence[int]) -> Tensor:
-        """[T, L, H] the states of a sequence, in the server's dtype.
+        """[T, K, H] the states of a sequence, in the server's dtype.
 
         Raises UserError where no server gives them, and ClosedError after `close`.
         """
@@ -122,13 +129,13 @@ class Servers:
                 self._release(server)
                 raise ClosedError
             try:
-                hidden_TLH = self._from(server, ids)
+                hidden_TKH = self._from(server, ids)
             except (AbsentError, WrongError) as error:
                 self._failed(server, error)
                 wrong += isinstance(error, WrongError)
                 until = until or monotonic() + self.settings.patience
                 if wrong >= TRIES:
-                    raise UserError(f"{server.url}: {error}, {TRIES} times; {self.way_out}") from error
+                    raise UserError(f"{server.url}: {error}, {TRIES} times; {self.source.way_out}") from error
                 if monotonic() >= until:
                     raise UserError(
                         f"{server.url}: {error}, for {self.settings.patience:g} s; start the server again and repeat the "
@@ -136,7 +143,7 @@ class Servers:
                     ) from error
             else:
                 self._succeeded(server, len(ids))
-                return hidden_TLH
+                return hidden_TKH
             finally:
                 self._release(server)
 
@@ -152,11 +159,15 @@ class Servers:
             except (AbsentError, WrongError) as error:
                 self._failed(server, error)
 
-    def close(self) -> None:
-        """End the waits, and remove the states of requests that nothing waits for."""
+    def stop(self) -> None:
+        """End the waits: no request begins anew."""
         self.closed.set()
-        self.transport.sweep()
-        self.transport.close()
+
+    def close(self) -> None:
+        """End the waits, and remove the states of requests that nothing waits for. No request may be running."""
+        self.closed.set()
+        self.source.sweep()
+        self.source.close()
         for server in self.servers:
             server.client.close()
 
@@ -196,7 +207,7 @@ class Servers:
         if again:
             self.say(f"features: {server.url} gives states again")
         if lost:
-            self.transport.remove(lost)
+            self.source.remove(lost)
 
     def _from(self, server: _Server, ids: Sequence[int]) -> Tensor:
         if monotonic() - server.heard_at > IDLE:
@@ -208,65 +219,44 @@ class Servers:
         with server.checking:
             if monotonic() - server.heard_at <= IDLE:  # another thread has
                 return
-            self._described(server)
+            server.description = found = self.source.describe(server.url, partial(self._json, server))
+            self.versions[found.engine] = found.version
             server.dtype = None
-            hidden_TLH = self._requested(server, self.reference.ids)
-            if fault := self.reference.fault(hidden_TLH):
-                raise UserError(f"{server.url}: {fault}; {self.way_out}")
-            server.dtype, server.heard_at = hidden_TLH.dtype, monotonic()
-
-    def _described(self, server: _Server) -> None:
-        listed = self._json(server, "GET", "models", None)
-        try:
-            about = listed["data"][0]
-            server.model = str(about["id"])
-            room, maker = int(about.get("max_model_len") or 2**31), str(about.get("owned_by") or "server")
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError(f"{server.url} does not list its models; is it an OpenAI-compatible server?") from error
-        if room <= self.reference.longest:
-            raise UserError(
-                f"{server.url} takes {room} tokens, one of them its answer, but conversations have up to "
-                f"{self.reference.longest}; start it with --max-model-len {self.reference.longest + 1}, or lower "
-                "data.max_length"
-            )
-        try:
-            root = server.url.removesuffix("/v1")
-            self.versions[maker] = str(self._json(server, "GET", f"{root}/version", None)["version"])
-        except (UserError, KeyError, TypeError):
-            self.versions.setdefault(maker, "of unknown version")
+            hidden_TKH = self._requested(server, self.reference.ids)
+            if fault := self.reference.fault(hidden_TKH, self.source.label):
+                raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
+            server.dtype, server.heard_at = hidden_TKH.dtype, monotonic()
 
     def _requested(self, server: _Server, ids: Sequence[int]) -> Tensor:
         """The states of one answer."""
-        began, name = monotonic(), self.transport.names.next()
-        body = {"model": server.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "request_id": name}
+        assert server.description is not None, "a server is described before it is used"
+        deadline, name = monotonic() + self.settings.timeout, self.source.names.next()
         try:
-            answer = self._json(server, "POST", "completions", body)
-            params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
-            found = self.transport.receive(name, params, len(ids), began + self.settings.timeout, self.closed)
-        except NoStatesError as error:
-            raise UserError(f"{server.url} {error}; {self.way_out}") from error
+            found = self.source.states(
+                server.url, server.description, partial(self._json, server), name, ids, deadline, self.closed
+            )
         except (AbsentError, WrongError):
             with self._lock:
                 self._lost[name] = monotonic()
             raise
-        self._check(server, found.hidden_TLH, found.token_T, ids)
-        return found.hidden_TLH
+        self._check(server, found, ids)
+        return found.hidden_TKH
 
-    def _check(self, server: _Server, hidden_TLH: Tensor, token_T: Tensor, ids: Sequence[int]) -> None:
-        layers = self.reference.layers
-        if token_T.tolist() != list(ids):
-            raise WrongError(f"states of {token_T.numel()} token ids that are not the {len(ids)} of the request")
-        if hidden_TLH.ndim != 3 or hidden_TLH.shape[:2] != (len(ids), len(layers)):
+    def _check(self, server: _Server, found: Received, ids: Sequence[int]) -> None:
+        hidden_TKH, keys = found.hidden_TKH, self.source.keys
+        if found.ids is not None and found.ids != list(ids):
+            raise WrongError(f"states of {len(found.ids)} token ids that are not the {len(ids)} of the request")
+        if hidden_TKH.ndim != 3 or hidden_TKH.shape[:2] != (len(ids), len(keys)):
             raise UserError(
-                f"{server.url} gives states of shape {list(hidden_TLH.shape)} for {len(ids)} tokens and the layer ids "
-                f"{list(layers)}; {self.way_out}"
+                f"{server.url} gives states of shape {list(hidden_TKH.shape)} for {len(ids)} tokens and "
+                f"{', '.join(map(self.source.label, keys))}; {self.source.way_out}"
             )
-        if server.dtype is not None and hidden_TLH.dtype != server.dtype:
-            raise WrongError(f"states in {hidden_TLH.dtype} after others in {server.dtype}")
-        if not bool(hidden_TLH.isfinite().all()):
+        if server.dtype is not None and hidden_TKH.dtype != server.dtype:
+            raise WrongError(f"states in {hidden_TKH.dtype} after others in {server.dtype}")
+        if not bool(hidden_TKH.isfinite().all()):
             raise WrongError("states that are not finite")
 
-    def _json(self, server: _Server, method: str, path: str, body: Any) -> Any:
+    def _json(self, server: _Server, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request. Raises UserError for a refusal, which every repetition would get too."""
         import httpx
 

@@ -15,11 +15,13 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, remove_abandoned
 from drafttrain.engines.mooncake_master import mooncake_master
 from drafttrain.engines.process import python_of
+from drafttrain.engines.sglang_command import blocks_line, capture_line, final_line
 from drafttrain.engines.states_command import Served, server_process
 from drafttrain.engines.states_server import HERE, StatesServer, free_ports, running
 from drafttrain.engines.vllm_command import mooncake_connector, serve_line
 from drafttrain.features import FeatureOptions
 from drafttrain.features.mooncake_store import StoreSettings
+from drafttrain.model.target import FINAL
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.server_gpus import servers_next_to_trainers, visible_gpus
 from drafttrain.runs.server_machines import MEETING, asked
@@ -52,11 +54,7 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
     if given.servers:
         folder = None if given.dir is None else Path(given.dir).expanduser().absolute()
         store = None if given.transport == "files" else _store(given)
-        host = urlsplit(given.servers[0]).hostname or "HOST"
-        connector = None if store is None else mooncake_connector(host=host, **_mooncake(given, store.master))
-        shown = given.dir or "/dev/shm/states"
-        line = serve_line(features.loaded.path, features.layers.ids, shown, features.longest, connector)
-        yield StatesServers(list(given.servers), folder, f"start it so: {line} (docs/engine.md)", store)
+        yield StatesServers(list(given.servers), folder, f"{_way_out(features, given, store)} (docs/engine.md)", store)
         return
     number = int(os.environ.get(NUMBER, os.environ.get("LOCAL_RANK", "0")))  # of this process on its machine
     with ExitStack() as stack:
@@ -78,6 +76,27 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
             if fault is not None:
                 raise UserError(fault)
         yield found
+
+
+def _way_out(features: EngineFeatures, given: FeatureOptions, store: StoreSettings | None) -> str:
+    """How to start servers that give the states."""
+    path, longest, layers = features.loaded.path, features.longest, features.layers
+    if given.engine == "vllm":
+        host = urlsplit(given.servers[0]).hostname or "HOST"
+        connector = None if store is None else mooncake_connector(host=host, **_mooncake(given, store.master))
+        return f"start it so: {serve_line(path, layers.ids, given.dir or '/dev/shm/states', longest, connector)}"
+    blocks = [key for key in layers.keys if key != FINAL]
+    if store is not None:
+        return f"start SGLang with SpecForge's patch so: {capture_line(path, longest, blocks, store.master)}"
+    if not blocks:
+        return f"start it so: {final_line(path, longest)}"
+    if given.final_servers:
+        tapped, final = blocks_line(path, longest, blocks), final_line(path, longest)
+        return f"start those of features.servers so: {tapped} and those of features.final_servers so: {final}"
+    return (
+        "released SGLang gives both to few architectures: name servers of the final state in features.final_servers, or use "
+        "SpecForge's patch with features.transport=mooncake"
+    )
 
 
 @contextmanager

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
+from drafttrain.features.capture_source import CaptureSource
 from drafttrain.features.engine import EngineStates, StateLayers
+from drafttrain.features.joined_servers import JoinedServers
 from drafttrain.features.mooncake_states import MooncakeStates, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
 from drafttrain.features.reference import TOLERANCE, Reference, difference
 from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.sglang_source import SglangSource
+from drafttrain.features.source import Source
 from drafttrain.features.state_files import StateFiles
+from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
@@ -41,8 +47,8 @@ class EngineFeatures:
 
     @property
     def layers(self) -> StateLayers:
-        """The layer ids that training needs."""
-        return StateLayers(self.taps, self.loaded.target.shape.blocks)
+        """The states that training needs."""
+        return StateLayers(self.taps, self.loaded.target.shape.blocks, final=self.options.engine == "sglang")
 
     def features(
         self,
@@ -62,18 +68,13 @@ class EngineFeatures:
         """
         if data.has_images:
             raise UserError("features=engine takes text alone, but the data has images; set features=cached or online")
-        options = self.options
-        bases = tuple(str(base_of(url, "features.servers", "features.key_env")).rstrip("/") for url in urls)
-        settings = ServerSettings(
-            bases, os.environ.get(options.key_env) or None, folder, options.timeout, options.patience, options.concurrency
-        )
+        self._check_groups()
         reference = self._reference(data)
         servers, fault = None, None
         try:
-            transport = StateFiles(folder) if store is None else MooncakeStates(MooncakeStore(store))
-            servers = Servers(settings, reference, console.say, way_out, transport)
+            servers = self._servers(reference, urls, folder, way_out, store, console)
             servers.check()
-            self._check_room(servers, store)
+            self._check_room(store, servers.dtypes)
         except UserError as error:
             fault = str(error)
         for said in world.gather(fault):
@@ -82,22 +83,75 @@ class EngineFeatures:
                     servers.close()
                 raise UserError(said)
         assert servers is not None
-        versions = ", ".join(f"{name} {version}" for name, version in servers.versions.items())
-        answering = sum(server.dtype is not None for server in servers.servers)
-        dtypes = sorted({str(server.dtype).removeprefix("torch.") for server in servers.servers if server.dtype is not None})
+        answering, dtypes = len(servers.dtypes), " and ".join(sorted(set(servers.dtypes)))
         console.say(
-            f"features: {answering} of {len(bases)} servers ({versions}) give the target's states of the layer ids "
-            f"{', '.join(map(str, self.layers.ids))} in {' and '.join(dtypes)}; training does not run the target's blocks"
+            f"features: {answering} of {servers.number} servers ({', '.join(servers.names)}) give the target's states of "
+            f"{self._described} in {dtypes}; training does not run the target's blocks"
         )
-        return EngineStates(servers, self.layers, self.loaded.target, options.ahead)
+        return EngineStates(servers, self.layers, self.loaded.target, self.options.ahead)
 
-    def _check_room(self, servers: Servers, store: StoreSettings | None) -> None:
+    @property
+    def _described(self) -> str:
+        """The states, in the engine's numbering of layers."""
+        if self.options.engine == "vllm":
+            return f"the layer ids {', '.join(map(str, self.layers.ids))}"
+        blocks = ", ".join(str(key) for key in self.layers.keys if key != FINAL)
+        return f"the blocks {blocks} and the final one" if blocks else "the last norm"
+
+    def _check_groups(self) -> None:
+        if self.options.final_servers and self.layers.keys == (FINAL,):
+            raise UserError(
+                "features.final_servers is set, but this drafter taps no block; name these servers in features.servers"
+            )
+
+    def _servers(
+        self,
+        reference: Reference,
+        urls: Sequence[str],
+        folder: Path | None,
+        way_out: str,
+        store: StoreSettings | None,
+        console: Console,
+    ) -> Servers | JoinedServers:
+        """The servers; two groups where one gives the tapped blocks and another one the final state."""
+
+        def group(urls: Sequence[str], name: str, keys: tuple[int, ...]) -> Servers:
+            settings, source = self._settings(urls, name), self._source(keys, folder, store, way_out)
+            return Servers(settings, source, replace(reference, keys=keys), console.say)
+
+        keys, others = self.layers.keys, self.options.final_servers
+        if not others:
+            return group(urls, "features.servers", keys)
+        return JoinedServers(group(urls, "features.servers", keys[:-1]), group(others, "features.final_servers", (FINAL,)))
+
+    def _settings(self, urls: Sequence[str], name: str) -> ServerSettings:
+        options = self.options
+        bases = [str(base_of(url, name, "features.key_env")).rstrip("/") for url in urls]
+        if options.engine == "sglang":
+            bases = [base.removesuffix("/v1") for base in bases]
+        key = os.environ.get(options.key_env) or None
+        return ServerSettings(tuple(bases), key, options.timeout, options.patience, options.concurrency)
+
+    def _source(self, keys: tuple[int, ...], folder: Path | None, store: StoreSettings | None, way_out: str) -> Source:
+        objects = None if store is None else MooncakeStates(MooncakeStore(store))
+        if self.options.engine == "vllm":
+            return VllmSource(keys, self.longest, objects or StateFiles(folder), way_out)
+        if objects is not None:
+            return CaptureSource(keys, self.longest, objects, way_out)
+        target = self.loaded.target
+
+        @torch.no_grad()
+        def norm(state_TH: Tensor) -> Tensor:
+            return target.norm(state_TH.to(target.device, target.dtype)).to(state_TH.device)
+
+        return SglangSource(keys, target.shape.blocks, self.longest, norm, way_out)
+
+    def _check_room(self, store: StoreSettings | None, dtypes: Sequence[str]) -> None:
         """Raise UserError where the longest conversation's states are larger than the buffer in which they arrive."""
         if store is None:
             return
-        width = next(iter(servers.reference.own.values())).shape[1]
-        item = max(server.dtype.itemsize for server in servers.servers if server.dtype is not None)
-        needed = object_bytes(self.longest, len(self.layers.ids), width, item)
+        width, item = self.loaded.target.shape.hidden_size, max(getattr(torch, dtype).itemsize for dtype in dtypes)
+        needed = object_bytes(self.longest, len(self.layers.ids) or 1, width, item)
         if needed > store.buffer:
             raise UserError(
                 f"{store.group}.buffer is {store.buffer} bytes, but the states of {self.longest} tokens have {needed}; set it "
@@ -109,13 +163,15 @@ class EngineFeatures:
         ids = data.train[0].documents[0][:COMPARED]
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
-        blocks, layers = target.shape.blocks, self.layers.ids
-        last, compared = blocks - 1, {near for i in layers for near in (i - 1, i, i + 1) if 1 <= near <= blocks}
-        hidden = Online(target, Taps(tuple(sorted(i - 1 for i in compared)))).fill(batch).hidden
-        final_TH = target.norm(hidden[last])[0].float()
-        if difference(final_TH, hidden[FINAL][0].float()) > TOLERANCE[torch.bfloat16]:
+        blocks, keys = target.shape.blocks, self.layers.keys
+        tapped = [key for key in keys if key != FINAL]
+        compared = {near for key in (*tapped, blocks - 1) for near in (key - 1, key, key + 1) if 0 <= near < blocks}
+        hidden = Online(target, Taps(tuple(sorted(compared)))).fill(batch).hidden
+        final_TH = target.norm(hidden[blocks - 1])[0].float()
+        if FINAL not in keys and difference(final_TH, hidden[FINAL][0].float()) > TOLERANCE[torch.bfloat16]:
             raise UserError(
                 "features=engine: this target's final state is not the norm of its last block's output; set features=online"
             )
-        own = {i: hidden[i - 1][0].float().cpu() for i in compared}
-        return Reference(ids.tolist(), layers, own, target.dtype, self.longest)
+        return Reference(
+            ids.tolist(), keys, {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}, target.dtype
+        )

@@ -87,7 +87,7 @@ class StandIn:
             hidden_TLH = self.compute(ids)
         if fault == "nan":
             hidden_TLH[-1, 0, 0] = torch.nan
-        token_T = torch.tensor(ids[::-1] if fault == "ids" else ids)
+        token_T = torch.tensor(ids) + (fault == "ids")
         content = save({"hidden_states": hidden_TLH.contiguous(), "token_ids": token_T})
         if fault != "missing":
             file.write_bytes(content[: len(content) // 2] if fault == "half" else content)
@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    standin: StandIn
+    standin: Any
 
     def do_GET(self) -> None:
         pages: dict[str, Any] = {
@@ -141,10 +141,10 @@ class _Listening(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(standin: StandIn, port: int = 0, host: str | None = None) -> Any:
-    """Serve in threads of this process; yields the URL. host: the address at which it listens."""
+def serving(standin: Any, port: int = 0, host: str | None = None, kind: type[Handler] | None = None) -> Any:
+    """Serve in threads of this process; yields the URL. host: the address at which it listens. kind: an engine's handler."""
     host = host or os.environ.get(STANDIN_HOST, "127.0.0.1")
-    handler = type("Own", (Handler,), {"standin": standin})
+    handler = type("Own", (kind or Handler,), {"standin": standin})
     server = _Listening((host, port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

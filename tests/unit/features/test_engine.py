@@ -23,6 +23,9 @@ from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
 from drafttrain.features.reference import Reference
 from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.source import Description
+from drafttrain.features.state_files import StateFiles
+from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
@@ -75,12 +78,11 @@ def source(
     timeout: float = 5.0,
 ) -> Iterator[EngineStates]:
     ids = texts(1)[0].tolist()
-    own = dict(zip(range(1, 5), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
-    reference = Reference(ids, LAYERS.ids, own, torch.float32, 64)
-    settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, folder, timeout, 2.0, 4)
-    states = EngineStates(
-        Servers(settings, reference, (said if said is not None else []).append, "start it well"), LAYERS, target, 2
-    )
+    own = dict(zip(range(4), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
+    reference = Reference(ids, LAYERS.keys, own, torch.float32)
+    settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, timeout, 2.0, 4)
+    vllm = VllmSource(LAYERS.keys, 64, StateFiles(folder), "start it well")
+    states = EngineStates(Servers(settings, vllm, reference, (said if said is not None else []).append), LAYERS, target, 2)
     try:
         yield states
     finally:
@@ -179,9 +181,13 @@ def test_another_server_takes_over_and_a_dead_one_comes_back(target: HFTarget, t
 @pytest.mark.parametrize(
     ("layers", "seed", "line"),
     [
-        ((2, 4), 0, r"gives states of shape \[\d+, 2, 32\] for \d+ tokens and the layer ids \[1, 3, 4\]; start it well"),
-        ((1, 2, 4), 0, r"the state of layer id 3 differs .*; it is that of layer id 2: it serves other layer ids"),
-        ((1, 4, 4), 0, r"the state of layer id 3 differs .*; it is that of layer id 4: it serves other layer ids"),
+        (
+            (2, 4),
+            0,
+            r"gives states of shape \[\d+, 2, 32\] for \d+ tokens and the state of layer id 1, .* 3, .* 4; start it well",
+        ),
+        ((1, 2, 4), 0, r"the state of layer id 3 differs .*; it is the state of layer id 2: it serves other layer ids"),
+        ((1, 4, 4), 0, r"the state of layer id 3 differs .*; it is the state of layer id 4: it serves other layer ids"),
         ((1, 3, 4), 1, r"the state of layer id 1 differs from the target's by .* another model or another revision"),
     ],
 )
@@ -204,11 +210,11 @@ def test_in_bfloat16_the_nearest_block_decides() -> None:
         return share * torch.randn(30, 32, generator=generator)
 
     first_TH = noise(1.0)
-    own = {1: first_TH, 2: first_TH + noise(0.02), 3: first_TH + noise(1.0)}
-    reference = Reference([0] * 30, (2, 3), own, torch.bfloat16, 64)
-    right_TLH, early_TLH = (torch.stack([own[i] + noise(0.01), own[3] + noise(0.01)], 1).bfloat16() for i in (2, 1))
-    assert reference.fault(right_TLH) is None
-    assert "it is that of layer id 1" in str(reference.fault(early_TLH))
+    own = {0: first_TH, 1: first_TH + noise(0.02), 2: first_TH + noise(1.0)}
+    reference = Reference([0] * 30, (1, 2), own, torch.bfloat16)
+    right_TKH, early_TKH = (torch.stack([own[i] + noise(0.01), own[2] + noise(0.01)], 1).bfloat16() for i in (1, 0))
+    assert reference.fault(right_TKH, "block {}".format) is None
+    assert "it is block 0" in str(reference.fault(early_TKH, "block {}".format))
 
 
 def test_a_server_started_again_with_another_model_is_refused(target: HFTarget, tmp_path: Path) -> None:
@@ -218,7 +224,7 @@ def test_a_server_started_again_with_another_model_is_refused(target: HFTarget, 
     other = StandIn(computed(tiny_target(seed=1)), tmp_path, {0: "status"})
     with serving(other, port) as url, source(target, url) as states:
         states.servers.servers[0].heard_at = time.monotonic()  # as if its requests had just been answered
-        states.servers.servers[0].model = "target"
+        states.servers.servers[0].description = Description("vllm", "0.32.0", "target")
         with pytest.raises(UserError, match="another model or another revision"):
             states.fill(batch(texts(1)))
 
@@ -272,8 +278,9 @@ def test_a_server_with_too_little_room_is_refused(target: HFTarget, tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"engine": "sglang"}, "set features.engine=vllm"),
-        ({"engine": "tgi"}, "features.engine is 'tgi'; choose vllm"),
+        ({"engine": "sglang"}, "SGLang is not started here; start servers and name them in features.servers"),
+        ({"engine": "tgi"}, "features.engine is 'tgi'; choose vllm or sglang"),
+        ({"final_servers": ["http://a:1"]}, "features.final_servers is for features.engine=sglang"),
         ({"ahead": 0}, "features.ahead is 0; set it to 1 or more"),
         ({"patience": 0.0}, "features.patience is 0; set it to a number of seconds above 0"),
         ({"servers": ["http://a:1"], "python": "p"}, "leave one of them out"),

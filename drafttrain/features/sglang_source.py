@@ -1,0 +1,211 @@
+"""SGLang's `/generate` with `return_hidden_states`, as in its release 0.5.23: states are lists of numbers in the answer.
+
+A server gives either the state after the last norm (`--return-hidden-states-mode full`), or the outputs of some blocks
+(`--enable-return-aux-hidden-states`), concatenated in ascending order. Few architectures can give the last block's output among
+them; for these one server suffices, and the norm is computed here.
+
+SGLang returns the states of those tokens alone that it has computed for the request: not those that it has found in its prefix
+cache, and of a prompt that it computes in chunks only those of the last chunk. So every request has an `extra_key` of its own,
+which keeps it from what others have left in the cache, and chunks are refused.
+
+Shapes: T tokens, K keys, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafttrain.core.errors import UserError
+from drafttrain.features.source import Ask, Description, Received
+from drafttrain.features.transport import AbsentError, RequestNames, WrongError
+from drafttrain.model.target import FINAL
+
+RESERVED = 6  # positions that SGLang keeps free of its context length, beyond a prompt
+NARROW = (torch.bfloat16, torch.float16)  # dtypes that a list of numbers may come from, besides float32
+
+
+@dataclass(frozen=True, slots=True)
+class SglangLayers:
+    """What a server gives. blocks: None where its user has not chosen them."""
+
+    blocks: tuple[int, ...] | None
+    final: bool
+
+    @classmethod
+    def of(cls, url: str, about: Mapping[str, Any], way_out: str) -> SglangLayers:
+        """From the answer to `server_info`. Raises UserError where a server gives no states of whole prompts."""
+        if about.get("enable_return_aux_hidden_states"):
+            ids = about.get("return_aux_hidden_state_layer_ids")
+            found = cls(None if ids is None else tuple(sorted(map(int, ids))), False)
+        elif about.get("return_hidden_states_mode") == "full" or (
+            about.get("enable_return_hidden_states") and about.get("return_hidden_states_mode") is None
+        ):
+            found = cls((), True)
+        else:
+            raise UserError(f"{url} gives no hidden states; {way_out}")
+        if int(about.get("chunked_prefill_size") or -1) > 0:  # of a batch, even a short prompt may be cut
+            raise UserError(
+                f"{url} computes long prompts in chunks and returns the states of the last one alone; start it with "
+                "--chunked-prefill-size -1"
+            )
+        return found
+
+    def __str__(self) -> str:
+        if self.blocks is None:
+            return "the blocks of SGLang's own choice"
+        blocks = f"the blocks {', '.join(map(str, self.blocks))}" if self.blocks else ""
+        return " and ".join(part for part in (blocks, "the final state" if self.final else "") if part)
+
+
+class SglangSource:
+    """States in answers."""
+
+    def __init__(self, keys: Sequence[int], blocks: int, longest: int, norm: Callable[[Tensor], Tensor], way_out: str) -> None:
+        """blocks, norm: of the target. longest: tokens of the longest conversation.
+
+        way_out: how to start a server that gives the states, for messages.
+        """
+        self.keys, self.longest, self.way_out, self.names = tuple(keys), longest, way_out, RequestNames()
+        self._last, self._norm = blocks - 1, norm
+
+    def label(self, key: int) -> str:
+        """As `label_of`."""
+        return label_of(key)
+
+    def describe(self, url: str, ask: Ask) -> Description:
+        """Ask how the server was started, and compare that with what the drafter needs."""
+        version, about = server_info(url, ask, self.longest)
+        found = SglangLayers.of(url, about, self.way_out)
+        if self._conversion(found) is None:
+            raise UserError(f"{url} gives {found}, but the drafter needs {self._wanted}; {self.way_out}")
+        return Description("sglang", version, found)
+
+    def states(
+        self, url: str, description: Description, ask: Ask, name: str, ids: Sequence[int], deadline: float, closed: Event
+    ) -> Received:
+        """Ask for one token after the sequence: SGLang returns no more lists of states than it returns tokens."""
+        body = {
+            "rid": name,
+            "input_ids": list(ids),
+            "extra_key": name,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+            "return_hidden_states": True,
+            "return_prompt_token_ids": True,
+        }
+        answer = ask("POST", "generate", body)
+        about = meta_info(url, answer, name)
+        rows = about.get("hidden_states")
+        if not isinstance(rows, list) or not rows:
+            raise UserError(f"{url} answers without states; {self.way_out}")
+        state_TW = narrowed(numbers(rows[0]))
+        check_whole(url, state_TW.shape[0], len(ids), about)
+        convert = self._conversion(description.details)
+        assert convert is not None, "the server was compared"
+        given = answer.get("prompt_token_ids")
+        return Received(convert(state_TW), list(given) if isinstance(given, list) else None)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Nothing is left: states are in the answer."""
+
+    def sweep(self) -> None:
+        """Nothing is left."""
+
+    def close(self) -> None:
+        """No connection is open."""
+
+    @property
+    def _wanted(self) -> SglangLayers:
+        return SglangLayers(tuple(key for key in self.keys if key != FINAL), FINAL in self.keys)
+
+    def _conversion(self, found: SglangLayers) -> Callable[[Tensor], Tensor] | None:
+        """Makes [T, K, H] of what such a server gives, [T, H of each]; None where it does not give what is needed."""
+        wanted = self._wanted
+        if found == wanted:
+            return lambda state_TW: state_TW.unflatten(1, (len(self.keys), -1))
+        if found.blocks and wanted.final and set(found.blocks) == {*(wanted.blocks or ()), self._last}:
+            return lambda state_TW: self._with_norm(state_TW.unflatten(1, (len(found.blocks or ()), -1)))
+        return None
+
+    def _with_norm(self, hidden_TKH: Tensor) -> Tensor:
+        """The norm of the last block's output as the final state, after the tapped blocks."""
+        final_TH = self._norm(hidden_TKH[:, -1]).to(hidden_TKH.dtype)
+        return torch.cat([hidden_TKH[:, : len(self.keys) - 1], final_TH[:, None]], 1)
+
+
+def label_of(key: int) -> str:
+    """A state's name. SGLang's numbers of layers are those of the blocks."""
+    return "the final state" if key == FINAL else f"the output of block {key}"
+
+
+def server_info(url: str, ask: Ask, longest: int) -> tuple[str, Mapping[str, Any]]:
+    """A server's version, and how it was started. Raises UserError where it has no room for so many tokens."""
+    about = ask("GET", "server_info")
+    try:
+        version, room = str(about["version"]), int(about.get("max_req_input_len") or 2**31)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{url} does not say how it was started; is it an SGLang server?") from error
+    if room <= longest:
+        raise UserError(
+            f"{url} takes prompts of fewer than {room} tokens, but conversations have up to {longest}; start it with "
+            f"--context-length {context_length(longest)} and memory for as many tokens, or lower data.max_length"
+        )
+    return version, about
+
+
+def context_length(longest: int) -> int:
+    """`--context-length` of a server that takes conversations of so many tokens."""
+    return longest + RESERVED + 1
+
+
+def meta_info(url: str, answer: Any, name: str) -> Mapping[str, Any]:
+    """What an answer of `/generate` says of its request."""
+    about = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(about, dict):
+        raise UserError(f"{url} answers without meta_info; is it an SGLang server?")
+    reason = about.get("finish_reason")
+    if isinstance(reason, dict) and reason.get("type") == "abort":
+        raise AbsentError(f"it has ended the request ({reason.get('message') or 'without a reason'})")
+    if about.get("id") != name:
+        raise WrongError(f"the answer to another request, {about.get('id')}")
+    return about
+
+
+def check_whole(url: str, rows: int, tokens: int, about: Mapping[str, Any]) -> None:
+    """Raise where an answer has the states of a part of the sequence."""
+    if about.get("prompt_tokens") != tokens:
+        raise WrongError(f"states of {about.get('prompt_tokens')} tokens, not the {tokens} of the request")
+    if rows == tokens:
+        return
+    why = (
+        f"{about['cached_tokens']} are in its prefix cache; start it with --disable-radix-cache"
+        if about.get("cached_tokens")
+        else "it computes prompts in chunks; start it with --chunked-prefill-size -1"
+    )
+    raise UserError(f"{url} returns the states of {rows} of {tokens} tokens, since {why}")
+
+
+def numbers(rows: Any) -> Tensor:
+    """[T, W] lists of numbers, in float32."""
+    try:
+        found = np.array(rows, np.float32)
+    except (TypeError, ValueError) as error:  # JSON has no value that is not finite: SGLang writes null
+        raise WrongError("states that are not finite, or rows of several lengths") from error
+    if found.ndim != 2:
+        raise WrongError(f"states of {found.ndim} dimensions")
+    return torch.from_numpy(found)
+
+
+def narrowed(state_TW: Tensor) -> Tensor:
+    """In the dtype that the server computed in, by the values: those of bfloat16 and float16 are few in float32."""
+    for dtype in NARROW:
+        narrow_TW = state_TW.to(dtype)
+        if torch.equal(narrow_TW.float(), state_TW):
+            return narrow_TW
+    return state_TW

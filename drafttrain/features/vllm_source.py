@@ -1,0 +1,72 @@
+"""vLLM's `extract_hidden_states`: the answer says where the states and the token ids are, and a transport reads them.
+
+vLLM numbers layers by what is before them: id i is the residual stream before block i, so 0 is the embedding and b + 1 the
+output of block b. It gives the last block's output, and no state after the last norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from threading import Event
+
+from drafttrain.core.errors import UserError
+from drafttrain.features.source import Ask, Description, Received
+from drafttrain.features.transport import NoStatesError, Transport
+from drafttrain.model.target import FINAL
+
+
+class VllmSource:
+    """States that vLLM's connectors leave for a transport."""
+
+    def __init__(self, keys: Sequence[int], longest: int, transport: Transport, way_out: str) -> None:
+        """longest: tokens of the longest conversation. way_out: how to start a server that gives the states, for messages."""
+        self.keys, self.longest, self.transport, self.way_out = tuple(keys), longest, transport, way_out
+        self.names = transport.names
+
+    def label(self, key: int) -> str:
+        """A state's name in vLLM's numbering."""
+        return "the state after the last norm" if key == FINAL else f"the state of layer id {key + 1}"
+
+    def describe(self, url: str, ask: Ask) -> Description:
+        """Ask for the model's name, its room and the version."""
+        try:
+            about = ask("GET", "models")["data"][0]
+            model = str(about["id"])
+            room, maker = int(about.get("max_model_len") or 2**31), str(about.get("owned_by") or "server")
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{url} does not list its models; is it an OpenAI-compatible server?") from error
+        if room <= self.longest:
+            raise UserError(
+                f"{url} takes {room} tokens, one of them its answer, but conversations have up to {self.longest}; start it "
+                f"with --max-model-len {self.longest + 1}, or lower data.max_length"
+            )
+        try:
+            version = str(ask("GET", f"{url.removesuffix('/v1')}/version")["version"])
+        except (UserError, KeyError, TypeError):
+            version = "of unknown version"
+        return Description(maker, version, model)
+
+    def states(
+        self, url: str, description: Description, ask: Ask, name: str, ids: Sequence[int], deadline: float, closed: Event
+    ) -> Received:
+        """Ask for one token after the sequence, and read what the answer names."""
+        body = {"model": description.details, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "request_id": name}
+        answer = ask("POST", "completions", body)
+        params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+        try:
+            found = self.transport.receive(name, params, len(ids), deadline, closed)
+        except NoStatesError as error:
+            raise UserError(f"{url} {error}; {self.way_out}") from error
+        return Received(found.hidden_TLH, found.token_T.tolist())
+
+    def remove(self, names: Iterable[str]) -> None:
+        """As `Transport.remove`."""
+        self.transport.remove(names)
+
+    def sweep(self) -> None:
+        """As `Transport.sweep`."""
+        self.transport.sweep()
+
+    def close(self) -> None:
+        """As `Transport.close`."""
+        self.transport.close()
