@@ -30,6 +30,7 @@ class FeatureOptions:
     yes: bool = False  # writes without asking
     # of engine
     engine: str = "vllm"
+    target: str = "whole"  # of the target in the trainer: whole, or its embedding, last norm and output matrix alone (ends)
     servers: list[str] = field(default_factory=list)  # http://HOST:PORT of running servers; none: one is started here
     python: str | None = None  # the engine's Python for a server started here; null: .venv-engines/<engine>/bin/python
     arguments: list[str] = field(default_factory=list)  # further arguments of a server started here, as for `vllm serve`

@@ -7,7 +7,7 @@ and its quantised modules are those of the whole model. Only the files that hold
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,8 +132,8 @@ class Pieces:
         commit = getattr(self.config, "_commit_hash", None) or revision
         self.files = CheckpointFiles.of(place, commit, origin)
 
-    def outside(self) -> Any:
-        """The model with all weights outside of its blocks. The blocks are on the `meta` device."""
+    def outside(self, device: torch.device) -> Any:
+        """The model with all weights outside of its blocks on this device. The blocks are on the `meta` device."""
         kept: list[nn.Module] = []
 
         def leave_out(model: Any) -> None:
@@ -142,8 +142,8 @@ class Pieces:
             for number in range(self.count):
                 blocks[number] = nn.Identity()
 
-        model = self._load(leave_out, dict.fromkeys(self.files.names))
-        blocks = next(module for name, module in model.named_modules() if name == self.prefix)
+        model = self._load(leave_out, self.files.names).to(device)
+        blocks = model.get_submodule(self.prefix)
         for number, block in enumerate(kept):
             blocks[number] = block
         model.config.name_or_path = self.place
@@ -157,12 +157,11 @@ class Pieces:
         def keep_one(model: Any) -> None:
             _keep_block(model, self.prefix, number)
 
-        named = {name: None for name in self.files.names if str(number) in NUMBER.findall(name)}
-        model = self._load(keep_one, named)
+        model = self._load(keep_one, [name for name in self.files.names if str(number) in NUMBER.findall(name)])
         block: nn.Module = model.get_submodule(f"{self.prefix}.{number}")
         return block
 
-    def _load(self, reduce: Callable[[Any], None], names: dict[str, None]) -> Any:
+    def _load(self, reduce: Callable[[Any], None], names: Iterable[str]) -> Any:
         """Load what `reduce` leaves of a model without weights, from tensors among these."""
         kind: Any = self.kind
 

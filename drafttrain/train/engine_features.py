@@ -20,6 +20,7 @@ from drafttrain.features.online import Online
 from drafttrain.features.reference import TOLERANCE, Reference, difference
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets.frozen_ends import FrozenEnds
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
@@ -76,9 +77,13 @@ class EngineFeatures:
         return EngineStates(servers, self.layers, self.loaded.target, options.ahead)
 
     def _reference(self, data: Dataset) -> Reference:
-        """The target's states of the beginning of the first conversation. All processes compute it together."""
-        ids = data.train[0].documents[0][:COMPARED]
+        """The target's states of the beginning of the first conversation. All processes compute it together.
+
+        A target without blocks knows the states of one text alone.
+        """
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
+        known = target.known.ids if isinstance(target, FrozenEnds) and target.known else None
+        ids = np.array(known) if known else data.train[0].documents[0][:COMPARED]
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
         blocks, layers = target.shape.blocks, self.layers.ids
         last, compared = blocks - 1, {near for i in layers for near in (i - 1, i, i + 1) if 1 <= near <= blocks}
