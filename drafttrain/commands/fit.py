@@ -157,7 +157,8 @@ def _finish(
     best = chosen or checkpoints[-1].name
     if ends_alone(options):
         best = chosen or best_checkpoint(run.path / "checkpoints").name
-        print_line(console, f"not measured, since {NO_BLOCKS}; measure {best} where the whole target fits (see below)")
+        words = f"drafttrain measure checkpoint={run.path / 'checkpoints' / best}{target_arguments(options)}"
+        print_line(console, f"not measured: {NO_BLOCKS}; measure it where the whole target fits: {words} engine=vllm")
     elif options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
         report = measure_run(
