@@ -71,9 +71,7 @@ def stream(target: FrozenEnds, pieces: Pieces, ids: Sequence[int], done: Callabl
     Raises UserError for damaged files, and weights that do not fill the model.
     """
     state, blocks = _Stream(pieces, target.device, done), target.model.get_submodule(pieces.prefix)
-    for name, parameter in target.model.named_parameters():
-        if not parameter.is_meta:
-            state.samples[name] = sampled(*sample_of(parameter))
+    state.samples |= outside_samples(target)
     outlines = list(blocks)
     handle = target.backbone.module.register_forward_hook(state.keep_final)
     try:
@@ -88,6 +86,11 @@ def stream(target: FrozenEnds, pieces: Pieces, ids: Sequence[int], done: Callabl
     assert state.final_TH is not None
     hidden = {number: x_TH.cpu() for number, x_TH in state.hidden.items()}
     return KnownStates(list(ids), hidden, state.final_TH.cpu(), fingerprint_from(state.samples), state.wrong_tap)
+
+
+def outside_samples(target: FrozenEnds) -> Samples:
+    """What the fingerprint depends on outside of the blocks."""
+    return {name: sampled(*sample_of(p)) for name, p in target.model.named_parameters() if not p.is_meta}
 
 
 def _numbered(state: _Stream, number: int) -> Callable[..., Any]:

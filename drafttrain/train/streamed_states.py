@@ -1,7 +1,8 @@
 """The reference of `features.target=ends`: a target's states of one text, computed block by block once, then kept in a file.
 
 The states of all blocks are kept, so that one file serves every drafter of a target, whatever its data. It is named by what the
-states depend on: the checkpoint's files, its configuration, the dtype, the tokens and transformers' version.
+states depend on: the checkpoint's files and their times, its configuration, its ends, the dtype, the tokens and transformers'
+version. The fingerprint, which needs every block, is in the file.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from drafttrain.core.files import atomic_write_bytes, sealed, unsealed
 from drafttrain.data.prompts import load_prompts
 from drafttrain.ops.build import cache_folder
 from drafttrain.targets.estimate import format_bytes
+from drafttrain.targets.fingerprint import fingerprint_from
 from drafttrain.targets.frozen_ends import KnownStates
 from drafttrain.targets.load import reason
 from drafttrain.targets.load_ends import LoadedEnds
-from drafttrain.targets.streamed import stream
+from drafttrain.targets.streamed import outside_samples, stream
 from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
 
@@ -98,8 +100,9 @@ class StreamedStates:
 
     def _key(self, ids: list[int]) -> str:
         pieces, target = self.ends.pieces, self.ends.target
+        attention = target.model.config.get_text_config()._attn_implementation
         about: list[Any] = [FORM, transformers.__version__, pieces.files.identity, pieces.config.to_json_string(), ids]
-        about += [str(target.dtype), target.model.config.get_text_config()._attn_implementation]
+        about += [fingerprint_from(outside_samples(target)), str(target.dtype), attention]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 
 

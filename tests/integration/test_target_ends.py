@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import weakref
@@ -156,6 +157,7 @@ def test_the_states_are_computed_once(material: Path, world: World, cache: Path,
     monkeypatch.setattr(streamed_states, "stream", None)
     assert learn(material, world).target.known is not None
     shutil.copytree(material / "target", cache / "other")
+    os.utime(cache / "other" / "model.safetensors")
     with pytest.raises(UserError, match=r"could not be run block by block: TypeError"):
         StreamedStates(load_ends(TargetOptions(name="hf", path=str(cache / "other"))), 64).learn(world, Console(None))
 
