@@ -24,9 +24,11 @@ from drafttrain.runs.directory import RunDirectory
 from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.runs.placement import check_placement, place, target_to_measure
 from drafttrain.runs.ready import Ready
+from drafttrain.runs.target_ends import check_target, ends_alone
 from drafttrain.runs.training_engine import ENGINE, check_engine_options
 from drafttrain.runs.training_job import prepare_job, states_totals, with_features
 from drafttrain.targets.devices import device_of
+from drafttrain.targets.frozen_ends import NO_BLOCKS
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.checkpoint_manager import Progress, best_checkpoint, engine_figures
@@ -45,6 +47,7 @@ def fit(options: RunOptions, resolved: dict[str, Any], ready: Ready | None = Non
     Raises UserError for bad input, before anything is written. Raises Interrupted when a signal has ended the run, which
     `resume=auto` continues.
     """
+    check_target(options, ready is not None)
     check_placement(options)
     try:
         with Interrupt() as interrupt:
@@ -149,7 +152,11 @@ def _finish(
     checkpoints = list_checkpoints(run.path / "checkpoints")
     chosen = _chosen_by_engine(options, checkpoints, console)
     best = chosen or checkpoints[-1].name
-    if options.measure.enabled:
+    if ends_alone(options):
+        best = chosen or best_checkpoint(run.path / "checkpoints").name
+        words = f"drafttrain measure checkpoint={run.path / 'checkpoints' / best}{target_arguments(options)}"
+        print_line(console, f"not measured: {NO_BLOCKS}; measure it where the whole target fits: {words} engine=vllm")
+    elif options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
         report = measure_run(
             loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out, chosen

@@ -31,6 +31,7 @@ from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.shapes import LayerShape, TargetShape
 from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets.frozen_ends import FrozenEnds
 from drafttrain.targets.load import LoadedTarget
 
 GOLDEN = "golden.safetensors"
@@ -105,7 +106,12 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 
 
 def sequences_for(loaded: LoadedTarget) -> list[list[int]]:
-    """The first tokens of embedded prompts. Where the tokenizer makes too few tokens, made-up ones fill them."""
+    """The first tokens of embedded prompts. Where the tokenizer makes too few tokens, made-up ones fill them.
+
+    Of a target without blocks: beginnings of the text whose states it knows.
+    """
+    if isinstance(loaded.target, FrozenEnds) and loaded.target.known is not None:
+        return [loaded.target.known.ids[:length] for length in range(SHORTEST, LONGEST + 1, (LONGEST - SHORTEST) // TEXTS)]
     vocab, texts = loaded.target.shape.vocab_size, []
     for number, prompt in enumerate(load_prompts("embedded", TEXTS)):
         known = list(loaded.tokenizer(prompt.turns[0], add_special_tokens=False, verbose=False)["input_ids"])

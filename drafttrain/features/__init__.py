@@ -46,6 +46,7 @@ class FeatureOptions:
     engine: str = "vllm"  # vllm | sglang
     # how states come: files | mooncake (over a network). Of sglang: files: in the answers; mooncake: with SpecForge's patch
     transport: str = "files"
+    target: str = "whole"  # of the target in the trainer: whole, or its embedding, last norm and output matrix alone (ends)
     mooncake: MooncakeOptions = field(default_factory=MooncakeOptions)
     servers: list[str] = field(default_factory=list)  # http://HOST:PORT of running servers; none: they are started
     # of sglang: servers that give the final state, where `servers` give the outputs of blocks without it

@@ -30,7 +30,7 @@ NOT_HASHED = (
     *(f"train.{key}" for key in ("micro_batch", "sequence_parallel", "log_every", "checkpoint_every", "keep_last")),
     *(f"train.{key}" for key in ("per_rank", "profile", "hang_timeout", "activation_checkpointing", "compile")),
     *(f"data.{key}" for key in ("workers", "cache")),
-    *(f"features.{key}" for key in ("dir", "engine", "servers", "python", "arguments", "key_env")),
+    *(f"features.{key}" for key in ("dir", "engine", "target", "servers", "final_servers", "python", "arguments", "key_env")),
     *(f"features.{key}" for key in ("transport", "mooncake")),
     *(f"features.{key}" for key in ("ahead", "concurrency", "timeout", "patience")),
     *(f"features.{key}" for key in ("gpus", "tensor_parallel", "count", "nodes")),

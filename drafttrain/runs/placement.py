@@ -19,6 +19,7 @@ from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import Target
 from drafttrain.runs.lock_step import only_first_prints
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.target_ends import ends_alone
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, format_bytes, free_bytes, need_of, outline
@@ -90,9 +91,11 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
     trained, frozen = trained_and_frozen(drafter, options.train.lora, bare.shape.vocab_size)
     state = state_bytes(trained, options.train, options.deepspeed, world.size, frozen)
     needed = need_of(bare, target.weights, state, activations)
+    if ends_alone(options):
+        needed = replace(needed, target=needed.target - needed.blocks, blocks=0, live=0, experts=0)
     free = min(world.gather(free_bytes(device_of(target.device), _neighbours())))
     if chosen == "auto":
-        whole = alone or drafter.adapts is not None or target.weights is not None
+        whole = alone or drafter.adapts is not None or target.weights is not None or ends_alone(options)
         chosen = choose(needed, free, 1 if whole else world.size)
     sharing_size = {"replicated": 1, "zero3": world.size}.get(chosen) or _sharing(options)
     if chosen == "expert_parallel":
@@ -115,7 +118,7 @@ def built(options: RunOptions, target: Target) -> Drafter:
 
 
 def load_for_training(options: RunOptions, found: Placement) -> LoadedTarget:
-    """Load the target for training. Raises UserError as `load_target` does."""
+    """Load the whole target for training. Raises UserError as `load_target` does."""
     if found.placement == "zero3":
         return load_target(options.target, shards=ZeroShards(DTYPES[options.target.dtype]))
     if found.placement == "tensor_parallel":

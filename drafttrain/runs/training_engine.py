@@ -31,6 +31,7 @@ from drafttrain.model.images import has_images
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.serving_engines import TIMED, check_greedy, own_decoding, stacks_of, target_place, wanted_export
+from drafttrain.targets.frozen_ends import FrozenEnds
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import weights_of
 
@@ -161,9 +162,11 @@ class TrainingEngine:
         if len(counts) != len(settings.ids) or not sums[0]:
             raise UserError(f"it answered {len(counts)} of {len(settings.ids)} prompts in {sums[0]} verifications")
         prefilled = 0 if about.begins == "drafted" else 1
-        opened = Opened.of(running.folder / "checkpoint", settings.loaded)
-        here = own_decoding(opened, settings.ids, settings.ending, settings.length, settings.dtype)(about.begins)
-        own_tau = here.tau(range(len(settings.ids)))
+        own_tau = None
+        if not isinstance(settings.loaded.target, FrozenEnds):  # which cannot decode
+            opened = Opened.of(running.folder / "checkpoint", settings.loaded)
+            here = own_decoding(opened, settings.ids, settings.ending, settings.length, settings.dtype)(about.begins)
+            own_tau = here.tau(range(len(settings.ids)))
         return {
             "name": settings.name,
             "version": next(iter(about.versions.values()), None),
@@ -221,7 +224,7 @@ def check_engine_options(options: RunOptions) -> None:
 
 
 def engine_settings(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> EngineSettings | None:
-    """The engine of `measure.engine`; None without. The target is whole in this process.
+    """The engine of `measure.engine`; None without. The target is in this process.
 
     Raises UserError for an engine that is not installed or does not load this drafter, and for what engines cannot measure.
     """

@@ -32,10 +32,13 @@ from drafttrain.runs.placement import Placement, built, load_for_training
 from drafttrain.runs.provenance import origin_of
 from drafttrain.runs.ready import Ready
 from drafttrain.runs.states_servers import states_servers
+from drafttrain.runs.target_ends import ends_alone
 from drafttrain.runs.training_engine import ENGINE, engine_settings
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.estimate import format_bytes
+from drafttrain.targets.frozen_ends import FrozenEnds
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.load_ends import load_ends
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import EngineFeatures
@@ -43,6 +46,7 @@ from drafttrain.train.job import TrainingJob
 from drafttrain.train.onpolicy import check_on_policy
 from drafttrain.train.packed_rows import check_packing
 from drafttrain.train.progress import Console
+from drafttrain.train.streamed_states import StreamedStates
 from drafttrain.train.ulysses import check_sequence_parallel
 
 CHECKPOINT = 16  # bytes of a trained parameter in a checkpoint: weights, master weights and two moments
@@ -53,18 +57,24 @@ SEARCHED = 20_000  # conversations of each source that are searched for evaluati
 def prepare_job(options: RunOptions, world: World, where: Placement, console: Console, ready: Ready | None) -> TrainingJob:
     """Load target, drafter and data, and check the options against them, before anything is written."""
     torch.manual_seed(options.train.seed)
-    loaded = ready.loaded if ready else load_for_training(options, where)
+    ends = load_ends(options.target, world.first, world.share) if ends_alone(options) else None
+    loaded = ends.loaded if ends else ready.loaded if ready else load_for_training(options, where)
     drafter = ready.drafter if ready else built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
     start = (ready.start if ready else None) or _start(options, loaded, drafter, adapter, console)
     lora = _lora(options, loaded, drafter, start)
-    quick_measure = _quick_measure(options, loaded, drafter, adapter, where) if options.measure.every else None
+    by_us = options.measure.every and ends is None
+    quick_measure = _quick_measure(options, loaded, drafter, adapter, where) if by_us else None
     open_engine = engine_settings(options, loaded, drafter)
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
     check_packing(options.data.pack, options.train, loaded.target, drafter, adapter)
     check_features(options.features, drafter, options.train, loaded.target.shape.vocab_size)
     _check_end(options, loaded, drafter)
+    if options.decode.tree_nodes is None and drafter.proposal.tunable and ends is not None:
+        raise UserError(
+            "decode.tree_nodes=null times the target's blocks, but features.target=ends loads none; set decode.tree_nodes"
+        )
     if options.decode.tree_nodes is None and drafter.proposal.tunable and options.deepspeed.zero_stage == 3:
         raise UserError(
             "decode.tree_nodes=null needs whole weights, but ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
@@ -95,6 +105,7 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
         quick_measure_every=options.measure.every,
         open_engine=open_engine,
         best_by_engine=options.measure.best == ENGINE,
+        ends=ends,
     )
 
 
@@ -123,7 +134,10 @@ def _print_models(
     """
     about, path = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
-    console.say(f"target: {about['architecture']}, {size} ({path}, {about['runner']} runner)")
+    runner = f"{about['runner']} runner"
+    if isinstance(loaded.target, FrozenEnds):
+        runner = f"{format_bytes(loaded.target.own_bytes)} of them here: features.target=ends"
+    console.say(f"target: {about['architecture']}, {size} ({path}, {runner})")
     if about["runner_reason"]:
         console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
     if about["chains_reason"]:
@@ -148,7 +162,7 @@ def _print_models(
 
 def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> None:
     """Raise UserError for what would fail after training: the measurement, and a checkpoint that does not fit on the disk."""
-    if options.measure.enabled:
+    if options.measure.enabled and not ends_alone(options):
         check_measurement(loaded, drafter, options.decode, options.measure)
         room = loaded.target.shape.max_positions - options.decode.max_new_tokens
         cases, _ = encode_cases(measurement_prompts(options), loaded.tokenizer, room, loaded.images)
@@ -182,7 +196,7 @@ def _quick_measure(
 
 def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where: Placement, console: Console) -> Dataset:
     """Print who wrote the data's replies and which evaluation prompts it contains, and add both to the data's summary."""
-    origin = origin_of(options, loaded, data, where.shared)
+    origin = origin_of(options, loaded, data, where.shared or ends_alone(options))
     for line in origin.lines(options):
         console.say(line)
     summary = {"origin": origin.summary}
@@ -201,6 +215,8 @@ def with_features(job: TrainingJob, options: RunOptions, world: World, console: 
         return job
     if options.features.name == "engine":
         longest = min(options.data.max_length, job.loaded.target.shape.max_positions)
+        if job.ends is not None:
+            StreamedStates(job.ends, longest).learn(world, console)
         features = EngineFeatures(options.features, job.loaded, job.drafter.taps, longest)
         servers = served.enter_context(states_servers(features, options, world, console))
         states = features.features(job.data, servers.urls, servers.folder, servers.way_out, world, console, servers.store)

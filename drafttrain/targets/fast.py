@@ -110,7 +110,7 @@ class FastTarget(HFTarget):
 
     def _prepare(self) -> None:
         config, backbone = self.model.config, self.backbone.module
-        self.kind = kind_of(self.model)
+        self._prepare_ends()
         types = getattr(config, "layer_types", None) or [None] * self.shape.blocks
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         slides = [window is not None and kind in (None, "sliding_attention") for kind in types[: self.shape.blocks]]
@@ -120,13 +120,17 @@ class FastTarget(HFTarget):
             Block(layer, window if sliding else None, self.part.sum, self.kind, order_D if name != STILL else None)
             for layer, sliding, name in zip(backbone.layers, slides, self._rotations, strict=True)
         ]
-        self._last: FrozenRef[Any] = FrozenRef(self.kind.of(backbone, "norm"))
         self.generations = not any(slides) and all(block.shape.plain for block in self._chain)
-        self._head = Joint([self.model.get_output_embeddings()])
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}
         self._blocks: Blocks | None = None
         if self.frozen:
             self._join(share=True)
+
+    def _prepare_ends(self) -> None:
+        """Set up what runs outside of the blocks."""
+        self.kind = kind_of(self.model)
+        self._last: FrozenRef[Any] = FrozenRef(self.kind.of(self.backbone.module, "norm"))
+        self._head = Joint([self.model.get_output_embeddings()])
 
     @torch.no_grad()
     def _why_not_captured(self) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 SAMPLES = 64  # values read per parameter: cheap at 70B, and a training step changes nearly all of them
+Samples = dict[str, tuple[tuple[int, ...], bytes]]  # by the parameter's name: `sampled`
 SMALLEST = 2.0**-14  # float16's smallest normal number: smaller values differ in a float16 copy
 
 
@@ -40,12 +41,24 @@ def fingerprint_of(
     and bfloat16 always agree; float16 agrees unless the weights were stored in float32. whole: a context in which a sharded
     parameter has all its values. sample: reads a parameter, as `sample_of`.
     """
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    found: Samples = {}
+    for name, parameter in model.named_parameters():
         with whole(parameter):
-            shape, sample_S = sample(parameter)
-            digest.update(f"{name} {shape}\n".encode())
-            digest.update(_bytes(sample_S.detach().cpu()))
+            found[name] = sampled(*sample(parameter))
+    return fingerprint_from(found)
+
+
+def sampled(shape: tuple[int, ...], sample_S: Tensor) -> tuple[tuple[int, ...], bytes]:
+    """What a fingerprint depends on, of one parameter: its shape, and the bytes of its rounded sample."""
+    return shape, _bytes(sample_S.detach().cpu())
+
+
+def fingerprint_from(found: Samples) -> str:
+    """`fingerprint_of` a model with these parameters, which need not be in memory together."""
+    digest = hashlib.sha256()
+    for name, (shape, sample) in sorted(found.items()):
+        digest.update(f"{name} {shape}\n".encode())
+        digest.update(sample)
     return digest.hexdigest()
 
 

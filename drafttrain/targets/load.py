@@ -69,7 +69,7 @@ def load_target(
     check_settings(path)
     model: Any
     model, tokenizer = _read(options, path, part, shards, by_experts)
-    runner = HFTarget if by_experts else _runner(options.runner, model, part)
+    runner = HFTarget if by_experts else runner_of(options.runner, model, part)
     stop_ids = stop_ids_of(model, tokenizer)
     if device.type == "cpu":
         keep_freed_memory()
@@ -90,7 +90,7 @@ def load_target(
     elif type(model).__name__ in ARCHITECTURES:
         target = _with_tower(model.to(device), stop_ids, images, options)
     elif options.runner == "auto":
-        target, failed = _compared(runner, model.to(device), stop_ids)
+        target, failed = compared(runner, model.to(device), stop_ids)
     else:
         target = runner(model.to(device), stop_ids)
     if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
@@ -133,7 +133,7 @@ def _read(
         ) from error
 
 
-def _compared(runner: type[HFTarget], model: PreTrainedModel, stop_ids: frozenset[int]) -> tuple[HFTarget, str | None]:
+def compared(runner: type[HFTarget], model: PreTrainedModel, stop_ids: frozenset[int]) -> tuple[HFTarget, str | None]:
     """(target, why it is not on the fast runner). Transformers' forward takes its place if the probe finds it inexact."""
     if runner is HFTarget:
         return runner(model, stop_ids), None
@@ -282,7 +282,7 @@ def path_of(options: TargetOptions) -> str:
     return str(path)
 
 
-def _runner(name: str, model: Any, part: Part) -> type[HFTarget]:
+def runner_of(name: str, model: Any, part: Part) -> type[HFTarget]:
     """The runner's class. Raises UserError for an unknown name, and if `fast` or a split needs what the model does
     not support.
     """

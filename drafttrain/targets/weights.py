@@ -43,8 +43,12 @@ def load_model(path: str, origin: str, read: Callable[..., tuple[Any, Any]] | No
         if not int(os.environ.get("LOCAL_RANK", 0)):  # once on each machine
             check_listed(Path(path), AGAIN, is_weights)
     shared = {name: settings[name] for name in ("revision", "trust_remote_code") if name in settings}
-    level, load = logging.get_verbosity(), read or model_class(AutoConfig.from_pretrained(path, **shared)).from_pretrained
-    bars = logging.is_progress_bar_enabled()
+    return filled(read or model_class(AutoConfig.from_pretrained(path, **shared)).from_pretrained, path, origin, **settings)
+
+
+def filled(load: Callable[..., tuple[Any, Any]], path: str | None, origin: str, **settings: Any) -> Any:
+    """The model that a `from_pretrained` gives, every parameter filled; otherwise as `load_model`."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # `_check_filled` reports missing tensors
     logging.disable_progress_bar()  # callers have not asked for one
     try:
@@ -95,18 +99,27 @@ def listed_files(index: Path, origin: str) -> list[Path]:
     Raises UserError for a file that is not an index, for names outside its directory, and for missing files. Links may not lead
     outside the directory either, except those of the hub's cache.
     """
-    try:
-        names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{origin}: {index.name} is no index of weights ({one_line(error)}); {AGAIN}") from error
+    names = set(listed_weights(index, origin).values())
     folder, files = index.parent, [index.parent / name for name in sorted(names)]
     home = folder.resolve()
     allowed = home.parent.parent if home.parent.name == "snapshots" else home
     for name, file in zip(sorted(names), files, strict=True):
-        if Path(name).name != name or not file.resolve().is_relative_to(allowed):
+        if not file.resolve().is_relative_to(allowed):
             raise UserError(f"{origin}: {index.name} names {name!r}; only files next to it are read; {AGAIN}")
         if not file.is_file():
             raise UserError(f"{origin}: {index.name} names {name!r}, which is not there; {AGAIN}")
+    return files
+
+
+def listed_weights(index: Path, origin: str) -> dict[str, str]:
+    """The name of the file of each tensor that an index lists. Raises UserError for a file that is not an index."""
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{origin}: {index.name} is no index of weights ({one_line(error)}); {AGAIN}") from error
+    if wrong := [file for file in files.values() if Path(file).name != file]:
+        raise UserError(f"{origin}: {index.name} names {wrong[0]!r}; only files next to it are read; {AGAIN}")
     return files
 
 
@@ -124,6 +137,13 @@ def _check_filled(model: Any, found: Any, origin: str) -> None:
     if faults:
         kind = type(model).__name__
         raise UserError(f"{origin}: its files do not fill {kind}: they {'; they '.join(faults)}; {AGAIN}, or mend config.json")
+
+
+def check_known(names: Iterable[str], model: Any, origin: str) -> None:
+    """Raise UserError for tensors of a checkpoint that the model has no use for, as `load_model` does."""
+    patterns = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    left = [name for name in names if not any(one.search(name) for one in patterns)]
+    _check_filled(model, {"unexpected_keys": left}, origin)
 
 
 def _is_ignored(name: str, config: Any) -> bool:

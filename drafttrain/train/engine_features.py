@@ -29,6 +29,7 @@ from drafttrain.features.source import Source
 from drafttrain.features.state_files import StateFiles
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets.frozen_ends import FrozenEnds
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
@@ -159,9 +160,13 @@ class EngineFeatures:
             )
 
     def _reference(self, data: Dataset) -> Reference:
-        """The target's states of the beginning of the first conversation. All processes compute it together."""
-        ids = data.train[0].documents[0][:COMPARED]
+        """The target's states of the beginning of the first conversation. All processes compute it together.
+
+        A target without blocks knows the states of one text alone.
+        """
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
+        known = target.known.ids if isinstance(target, FrozenEnds) and target.known else None
+        ids = np.array(known) if known else data.train[0].documents[0][:COMPARED]
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
         blocks, keys = target.shape.blocks, self.layers.keys
         tapped = [key for key in keys if key != FINAL]

@@ -23,6 +23,7 @@ from drafttrain.objective.lora_target import AdaptedObjective
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.load_ends import LoadedEnds
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine_measurement import OpenEngine
 
@@ -48,6 +49,7 @@ class TrainingJob:
     quick_measure_every: int = 0  # steps between small measurements; there is also one at each checkpoint
     open_engine: OpenEngine | None = None  # a serving engine that makes these measurements too
     best_by_engine: bool = False  # whether its tau chooses the best checkpoint
+    ends: LoadedEnds | None = None  # of a target whose blocks are not in memory: `loaded`, and the rest of its checkpoint
 
 
 def tensor_names(job: TrainingJob) -> dict[str, str]:

@@ -132,7 +132,7 @@ class Trainer:
             or step == options.steps
             or step % (self.job.quick_measure_every or step + 1) == 0
         )
-        if quick_measure is None or not due:
+        if (quick_measure is None and self.job.open_engine is None) or not due:
             return {}
         weights = self.engine.whole_state(self.checkpoints.names.values())
         found: dict[str, float] = {}
@@ -140,10 +140,11 @@ class Trainer:
         if self.world.first:
             state, meta = {name: weights[inner] for name, inner in self.checkpoints.names.items()}, meta_of(self.job, step)
             with self._same_random_numbers():
-                found = quick_measure(filled(self.run_dir, meta, self.job.loaded.target, state))
+                if quick_measure is not None:
+                    found = quick_measure(filled(self.run_dir, meta, self.job.loaded.target, state))
                 in_engine.start(step, lambda directory: save_drafter(directory, state, meta))
         found = dict(self.world.share(found))
-        self.progress.measured_tau = found["measured_tau"]
+        self.progress.measured_tau = found.get("measured_tau")
         self.meter.pause()
         return found
 

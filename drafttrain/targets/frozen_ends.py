@@ -1,0 +1,165 @@
+"""A frozen target whose blocks are not in memory: its embedding, last norm and output matrix.
+
+They compute what those of the whole target compute, bit for bit. Only the states of one sequence are known, once it has been
+computed block by block (`streamed.py`).
+
+Shapes: B rows, N positions, T positions of the known sequence, L blocks, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from drafttrain.core.errors import UserError
+from drafttrain.model.joint import PACKED_BYTES
+from drafttrain.model.low_rank import LowRank
+from drafttrain.model.masks import Documents
+from drafttrain.model.target import Taps, TargetOut
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.shallow import final_norm
+
+NO_BLOCKS = "features.target=ends loads no blocks of the target"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownStates:
+    """The target's states of one sequence, and what else is known once every block has run."""
+
+    ids: list[int]
+    hidden: Mapping[int, Tensor]  # [T, H] by block
+    final_TH: Tensor  # post-norm
+    fingerprint: str
+    wrong_tap: int | None = None  # as `HFTarget.wrong_tap`
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What running the first block with the ends has shown of the target."""
+
+    fast: bool  # whether the fast runner would run it
+    failed: str | None  # why its probe refused the fast runner
+    chains_reason: str | None  # as `HFTarget.chains_reason`
+    generations: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSize:
+    """The size of the whole target."""
+
+    parameters: int
+    bytes: int
+
+
+class FrozenEnds(HFTarget):
+    """The ends of a target that transformers' own forward would run."""
+
+    hooked = False
+    capture_reason = NO_BLOCKS
+
+    def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int], probed: Probed, size: WholeSize) -> None:
+        """model: with blocks on `meta`."""
+        self.size = size
+        super().__init__(model, stop_ids, frozen=False)
+        model.requires_grad_(False).eval()
+        self.frozen = True
+        self.chains_reason, self.generations = probed.chains_reason, probed.generations
+        self.trees = probed.chains_reason is None
+        self.known: KnownStates | None = None
+
+    def _install_attention(self) -> bool:
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._embedding.weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._embedding.weight.dtype
+        return dtype
+
+    @property
+    def _embedding(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of its weights in memory."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.is_meta)
+
+    def learn(self, known: KnownStates) -> None:
+        """Take up what was computed block by block."""
+        self.known, self.fingerprint, self.wrong_tap = known, known.fingerprint, known.wrong_tap
+
+    def drop_others(self) -> None:
+        """Release the weights outside of the blocks that training does not use: encoders of images, embeddings of layers."""
+        norm = final_norm(self.model, self.shape.blocks)
+        ends: list[nn.Module] = [self._embedding, self.model.get_output_embeddings(), norm]
+        kept = {id(p) for part in ends for p in part.parameters()}
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if id(parameter) not in kept and not parameter.is_meta:
+                    setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+
+    def forward(
+        self,
+        token_BN: Tensor,
+        kv: Any,
+        ancestor_BNN: Tensor | Documents | None,
+        position_BN: Tensor,
+        taps: Taps,
+        logit_row_BR: Tensor | None = None,
+    ) -> TargetOut:
+        """The states of rows that begin as the known sequence does. Zeros follow where a row goes on otherwise: padding."""
+        if kv is not None or ancestor_BNN is not None or self.known is None:
+            self._refuse("runs the target")
+        self._check_taps(taps)
+        ids_N = torch.tensor(self.known.ids[: token_BN.shape[1]], device=self.device)
+        same_BN = torch.zeros_like(token_BN, dtype=torch.bool)
+        same_BN[:, : len(ids_N)] = (token_BN[:, : len(ids_N)] == ids_N).long().cumprod(1).bool()
+        if not bool(same_BN[:, 0].all()):
+            self._refuse("runs the target")
+        hidden = {block: self._rows(self.known.hidden[block], same_BN) for block in taps.blocks}
+        return self._output(self._rows(self.known.final_TH, same_BN), hidden, taps, logit_row_BR)
+
+    def _rows(self, x_TH: Tensor, same_BN: Tensor) -> Tensor:
+        """[B, N, H]: the sequence's states where a row is the same."""
+        x_BNH = torch.zeros(*same_BN.shape, x_TH.shape[1], device=self.device, dtype=self.dtype)
+        length = min(x_TH.shape[0], same_BN.shape[1])
+        x_BNH[:, :length] = x_TH[:length].to(self.device)
+        return x_BNH * same_BN[..., None]
+
+    def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> NoReturn:
+        self._refuse("decodes with the target")
+
+    def shallow(self, blocks: int) -> NoReturn:
+        self._refuse("runs the target's first blocks")
+
+    def pruned(self, blocks: int) -> NoReturn:
+        self._refuse("copies blocks of the target")
+
+    def with_added(self, added: Mapping[str, LowRank]) -> NoReturn:
+        self._refuse("adds to the target's own linear maps")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UserError(f"{NO_BLOCKS}, but this drafter or setting {what}; set features.target=whole, or another drafter")
+
+
+class FastEnds(FrozenEnds, FastTarget):
+    """The ends of a target that the fast runner would run: its norm, and its product with the output matrix."""
+
+    def _prepare(self) -> None:
+        self._prepare_ends()
+        self._head.join(share=True, packed=self.size.bytes <= PACKED_BYTES)
+
+    @property
+    def captured(self) -> bool:
+        return False

@@ -1,0 +1,133 @@
+"""Loads the embedding, last norm and output matrix of a target, and finds out on its first block how the whole would be run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from drafttrain.core.errors import UserError
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.devices import bind, device_of
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.frozen_ends import FastEnds, FrozenEnds, Probed, WholeSize
+from drafttrain.targets.load import (
+    DTYPES,
+    LoadedTarget,
+    check_options,
+    compared,
+    keep_freed_memory,
+    path_of,
+    reason,
+    runner_of,
+    stop_ids_of,
+)
+from drafttrain.targets.parallel import WHOLE
+from drafttrain.targets.pieces import Pieces
+from drafttrain.targets.shallow import first_blocks
+from drafttrain.targets.vision import ARCHITECTURES
+from drafttrain.targets.weights import check_settings
+
+Share = Callable[[Any], Any]  # rank 0's value, on every process
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEnds:
+    """The ends of a target, and the rest of its checkpoint, piece by piece."""
+
+    loaded: LoadedTarget
+    target: FrozenEnds
+    pieces: Pieces
+
+
+def load_ends(options: TargetOptions, first: bool = True, share: Share = lambda value: value) -> LoadedEnds:
+    """Load them. All processes call it together; the first runs the first block once, and `share` gives its value to all.
+
+    Raises UserError as `load_target` does, and for models that cannot be loaded in pieces.
+    """
+    path, device = path_of(options), device_of(options.device)
+    check_options(options)
+    bind(device)
+    check_settings(path)
+    pieces, model, tokenizer = _explained(options, lambda: _read(options, path))
+    if device.type == "cpu":
+        keep_freed_memory()
+    stop_ids = stop_ids_of(model, tokenizer)
+    found: Probed | str | None = None
+    if first:
+        try:
+            found = _explained(options, lambda: _probed(options, model, pieces, stop_ids))
+        except UserError as error:
+            found = str(error)
+    found = share(found)
+    if not isinstance(found, Probed):
+        raise UserError(str(found))
+    target = (FastEnds if found.fast else FrozenEnds)(model, stop_ids, found, WholeSize(pieces.parameters, pieces.bytes))
+    if len(tokenizer) > target.shape.vocab_size:
+        raise UserError(
+            f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
+        )
+    target.tokenizer = tokenizer
+    return LoadedEnds(LoadedTarget(target, tokenizer, path, _description(options, target, found)), target, pieces)
+
+
+def _read(options: TargetOptions, path: str) -> tuple[Pieces, Any, PreTrainedTokenizerBase]:
+    pieces = Pieces(
+        path,
+        f"target.path {path!r}",
+        options.revision,
+        options.trust_remote_code,
+        dtype=DTYPES[options.dtype],
+        attn_implementation=None if options.attention == "auto" else options.attention,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    return pieces, pieces.outside(device_of(options.device)), tokenizer
+
+
+def _explained(options: TargetOptions, work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except (UserError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # libraries raise errors of every kind for damaged files, and models for missing blocks
+        path = path_of(options)
+        raise UserError(
+            f"target.path {path!r} could not be loaded in pieces: {reason(error, path, options.revision)}; set "
+            "features.target=whole"
+        ) from error
+
+
+@torch.no_grad()
+def _probed(options: TargetOptions, model: Any, pieces: Pieces, stop_ids: frozenset[int]) -> Probed:
+    """What the probe of a target of the first block shows. It decides which runner the whole target would have."""
+    blocks = model.get_submodule(pieces.prefix)
+    outline = blocks[0]
+    blocks[0] = pieces.block(0).to(device_of(options.device))
+    try:
+        alone = first_blocks(model, pieces.count, 1)
+    finally:
+        blocks[0] = outline
+    target, failed = compared(runner_of(options.runner, alone, WHOLE), alone, stop_ids)
+    return Probed(isinstance(target, FastTarget), failed, target.chains_reason, target.generations)
+
+
+def _description(options: TargetOptions, target: FrozenEnds, probed: Probed) -> dict[str, Any]:
+    """As of a whole target, without what running its blocks would show."""
+    kept = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
+    described = {name: getattr(options, name) for name in kept}
+    described |= {
+        "runner": target.name,
+        "runner_reason": None,
+        "chains_reason": probed.chains_reason,
+        "attention_reason": None,
+        "capture_reason": None,
+        "architecture": type(target.model).__name__,
+        "parameters": target.size.parameters,
+        "fingerprint": target.fingerprint,
+    }
+    if type(target.model).__name__ in ARCHITECTURES:
+        described["image_inputs"] = options.image_inputs
+    return described | asdict(target.shape)

@@ -1,0 +1,136 @@
+"""The reference of `features.target=ends`: a target's states of one text, computed block by block once, then kept in a file.
+
+The states of all blocks are kept, so that one file serves every drafter of a target, whatever its data. It is named by what the
+states depend on: the checkpoint's files and their times, its configuration, its ends, the dtype, the tokens and transformers'
+version. The fingerprint, which needs every block, is in the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_bytes, sealed, unsealed
+from drafttrain.data.prompts import load_prompts
+from drafttrain.ops.build import cache_folder
+from drafttrain.targets.estimate import format_bytes
+from drafttrain.targets.fingerprint import fingerprint_from
+from drafttrain.targets.frozen_ends import KnownStates
+from drafttrain.targets.load import reason
+from drafttrain.targets.load_ends import LoadedEnds
+from drafttrain.targets.streamed import outside_samples, stream
+from drafttrain.train.engine import World
+from drafttrain.train.progress import Console
+
+TOKENS, PROMPTS = 64, 8  # of the text, and embedded prompts that it is made of
+FORM = 1  # of the file
+GOING = "going"  # a message between processes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedStates:
+    """Gives the target its known states."""
+
+    ends: LoadedEnds
+    longest: int  # tokens of the longest conversation: servers may take no longer text
+
+    def learn(self, world: World, console: Console) -> None:
+        """Compute or read them on rank 0, and give them to the target of every process.
+
+        Other processes wait for a message after each block, so that no collective takes longer than a block.
+        Raises UserError on all processes where the checkpoint cannot be read.
+        """
+        known: KnownStates | str
+        if world.first:
+            try:
+                known = self._known(console, lambda _: world.share(GOING))
+            except UserError as error:
+                known = str(error)
+            world.share(known)
+        else:
+            while (known := world.share(None)) == GOING:
+                pass
+        if isinstance(known, str):
+            raise UserError(known)
+        self.ends.target.learn(known)
+        self.ends.target.drop_others()
+        self.ends.loaded.description["fingerprint"] = known.fingerprint
+
+    def _known(self, console: Console, done: Callable[[int], object]) -> KnownStates:
+        ids, pieces = self._ids(), self.ends.pieces
+        file = cache_folder() / "targets" / f"{self._key(ids)}.safetensors"
+        if (kept := read(file)) is not None:
+            console.say(f"features: the target's states of {len(kept.ids)} tokens are in {file}")
+            return kept
+        began, size = monotonic(), format_bytes(pieces.bytes)
+        console.say(f"features: computing the target's states of {len(ids)} tokens block by block ({size} of weights, once)")
+        with console.counting("features", pieces.count, "blocks/s") as advance:
+
+            def tell(number: int) -> None:
+                advance(1)
+                done(number)
+
+            try:
+                found = stream(self.ends.target, pieces, ids, tell)
+            except (UserError, torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:  # libraries raise errors of every kind for damaged files
+                why = reason(error, pieces.place, pieces.files.revision)
+                raise UserError(f"{pieces.origin} could not be run block by block: {why}; set features.target=whole") from error
+        atomic_write_bytes(file, packed(found), f"free space under {file.parent}, or set XDG_CACHE_HOME")
+        console.say(f"features: computed in {monotonic() - began:,.0f} s, kept in {file}")
+        return found
+
+    def _ids(self) -> list[int]:
+        """The text: the beginning of embedded prompts."""
+        text = "\n".join(prompt.turns[0] for prompt in load_prompts("embedded", PROMPTS))
+        ids = list(self.ends.loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return ids[: min(TOKENS, self.longest)]
+
+    def _key(self, ids: list[int]) -> str:
+        pieces, target = self.ends.pieces, self.ends.target
+        attention = target.model.config.get_text_config()._attn_implementation
+        about: list[Any] = [FORM, transformers.__version__, pieces.files.identity, pieces.config.to_json_string(), ids]
+        about += [fingerprint_from(outside_samples(target)), str(target.dtype), attention]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
+
+
+def packed(known: KnownStates) -> bytes:
+    """The content of the file."""
+    tensors = {"hidden": torch.stack([known.hidden[block] for block in sorted(known.hidden)]), "final": known.final_TH}
+    tensors = {name: x.contiguous() for name, x in tensors.items()}
+    about = {"ids": known.ids, "fingerprint": known.fingerprint, "wrong_tap": known.wrong_tap, "tensors": _digest(tensors)}
+    return save(tensors, {"drafttrain": json.dumps(sealed(about))})
+
+
+def read(file: Path) -> KnownStates | None:
+    """The states in a file; None where there is none, or it is damaged: they are computed again."""
+    try:
+        with safe_open(file, "pt") as opened:
+            about = unsealed(json.loads(opened.metadata()["drafttrain"]))
+            tensors = {name: opened.get_tensor(name) for name in ("hidden", "final")}
+        if about is None or about["tensors"] != _digest(tensors):
+            return None
+        hidden = dict(enumerate(tensors["hidden"]))
+        return KnownStates(about["ids"], hidden, tensors["final"], about["fingerprint"], about["wrong_tap"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype};".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
