@@ -38,6 +38,10 @@ class FeatureOptions:
     concurrency: int = 32  # requests at a time, in each process
     timeout: float = 120.0  # seconds for one conversation's states
     patience: float = 600.0  # seconds to repeat a request while no server answers it
+    # the target answers each conversation's last prompt anew in the engine, and the drafter trains on that answer
+    answers: bool = False
+    temperature: float = 1.0  # of answers; 0: greedy, the same answer in every epoch
+    max_new_tokens: int = 1024  # of an answer; data.max_length bounds prompt and answer together
 
     def check(self, vocab_size: int) -> None:
         """Raise UserError for unknown values and for k outside the vocabulary."""
@@ -46,6 +50,10 @@ class FeatureOptions:
                 raise UserError(f"features.{name} is {getattr(self, name)!r}; choose {', '.join(choices)}")
         if self.law == "top_k" and not 1 <= self.k < vocab_size:
             raise UserError(f"features.k is {self.k}, the target has {vocab_size} tokens; set it within 1..{vocab_size - 1}")
+        if self.answers and self.name != "engine":
+            raise UserError(
+                f"features.answers needs an engine that writes them, but features is {self.name}; set features=engine"
+            )
         if self.name == "engine":
             self._check_engine()
 
@@ -57,7 +65,9 @@ class FeatureOptions:
             )
         if self.engine != "vllm":
             raise UserError(f"features.engine is {self.engine!r}; choose vllm")
-        check_at_least(1, "features", self, "ahead", "concurrency")
+        check_at_least(1, "features", self, "ahead", "concurrency", "max_new_tokens")
+        if not self.temperature >= 0:
+            raise UserError(f"features.temperature is {self.temperature:g}; set it to 0 (greedy) or more")
         for name in ("timeout", "patience"):
             if not getattr(self, name) > 0:
                 raise UserError(f"features.{name} is {getattr(self, name):g}; set it to a number of seconds above 0")

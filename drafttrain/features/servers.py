@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from threading import Event, Lock
 from time import monotonic
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.features.answers import Answer, AnswerError, AnswerRequest
 from drafttrain.features.reference import Reference
 from drafttrain.features.state_files import RequestNames, StateFileError, read, remove_abandoned, remove_named
 
@@ -85,8 +86,21 @@ class Counts:
     """What was received, for the log."""
 
     requests: int = 0
-    tokens: int = 0
+    tokens: int = 0  # with states
     repeated: int = 0
+    answers: int = 0  # that the target wrote
+    answer_tokens: int = 0
+    answers_cut: int = 0  # without an end token
+
+    def since(self, before: Counts) -> Counts:
+        """What was received after `before`."""
+        return Counts(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
+
+    def answer_figures(self) -> dict[str, float | None]:
+        """Mean length of the answers in tokens, their end tokens included, and the share of those that were cut off."""
+        if not self.answers:
+            return {"answer_length": None, "answers_cut": None}
+        return {"answer_length": self.answer_tokens / self.answers, "answers_cut": self.answers_cut / self.answers}
 
 
 class Servers:
@@ -115,6 +129,14 @@ class Servers:
 
         Raises UserError where no server gives them, and ClosedError after `close`.
         """
+        return self._repeated(ids, None).hidden_TLH
+
+    def answered(self, request: AnswerRequest) -> Answer:
+        """The answer that the target writes to a prompt, with its states. Raises as `states`."""
+        return self._repeated(request.prompt, request)
+
+    def _repeated(self, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
+        """The states of a sequence, with the target's answer to it if one is requested."""
         until, wrong = None, 0
         while True:
             server = self._chosen()
@@ -122,7 +144,7 @@ class Servers:
                 self._release(server)
                 raise ClosedError
             try:
-                hidden_TLH = self._from(server, ids)
+                answer = self._from(server, ids, request)
             except (_AbsentError, _WrongError) as error:
                 self._failed(server, error)
                 wrong += isinstance(error, _WrongError)
@@ -135,8 +157,8 @@ class Servers:
                         "command with resume=auto, which continues from the last checkpoint, or raise features.patience"
                     ) from error
             else:
-                self._succeeded(server, len(ids))
-                return hidden_TLH
+                self._succeeded(server, answer, request)
+                return answer
             finally:
                 self._release(server)
 
@@ -193,9 +215,13 @@ class Servers:
         if told and not self.closed.is_set():
             self.say(f"features: {server.url}: {error}; trying again for up to {self.settings.patience:g} s")
 
-    def _succeeded(self, server: _Server, tokens: int) -> None:
+    def _succeeded(self, server: _Server, answer: Answer, request: AnswerRequest | None) -> None:
         with self._lock:
-            self.counts.requests, self.counts.tokens = self.counts.requests + 1, self.counts.tokens + tokens
+            self.counts.requests, self.counts.tokens = self.counts.requests + 1, self.counts.tokens + len(answer.hidden_TLH)
+            if request is not None:
+                self.counts.answers, written = self.counts.answers + 1, len(answer.token_ids)
+                self.counts.answer_tokens += written
+                self.counts.answers_cut += answer.cut(request.writing)
             server.heard_at = monotonic()
             again, server.failures = server.failures >= TOLD, 0
             lost = [name for name, failed_at in self._lost.items() if monotonic() - failed_at > LATE]
@@ -206,10 +232,10 @@ class Servers:
         for folder in self._folders() if lost else ():
             remove_named(folder, lost)
 
-    def _from(self, server: _Server, ids: Sequence[int]) -> Tensor:
+    def _from(self, server: _Server, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
         if monotonic() - server.heard_at > IDLE:
             self._verify(server)
-        return self._requested(server, ids)
+        return self._requested(server, ids, request)
 
     def _verify(self, server: _Server) -> None:
         """Ask a server what it is, and compare its states. Raises UserError where they are another target's."""
@@ -218,7 +244,7 @@ class Servers:
                 return
             self._described(server)
             server.dtype = None
-            hidden_TLH = self._requested(server, self.reference.ids)
+            hidden_TLH = self._requested(server, self.reference.ids, None).hidden_TLH
             if fault := self.reference.fault(hidden_TLH):
                 raise UserError(f"{server.url}: {fault}; {self.way_out}")
             server.dtype, server.heard_at = hidden_TLH.dtype, monotonic()
@@ -243,21 +269,34 @@ class Servers:
         except (UserError, KeyError, TypeError):
             self.versions.setdefault(maker, "of unknown version")
 
-    def _requested(self, server: _Server, ids: Sequence[int]) -> Tensor:
-        """The states of one answer."""
+    def _requested(self, server: _Server, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
+        """One request's states and, if it is for one, the target's answer."""
         began, name = monotonic(), self._names.next()
-        body = {"model": server.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "request_id": name}
+        how = {"max_tokens": 1, "temperature": 0} if request is None else request.fields()
         try:
-            path = self._path(server, name, self._json(server, "POST", "completions", body))
+            said = self._json(
+                server, "POST", "completions", {"model": server.model, "prompt": list(ids), "request_id": name} | how
+            )
+            path = self._path(server, name, said)
             found = read(path, began + self.settings.timeout, self.closed)
+            written = [] if request is None else self._written(server, request, said)
         except StateFileError as error:
             self._lose(name)
             raise _AbsentError(str(error)) from error
         except (_AbsentError, _WrongError):
             self._lose(name)
             raise
-        self._check(server, found.hidden_TLH, found.token_T, ids)
-        return found.hidden_TLH
+        self._check(server, found.hidden_TLH, found.token_T, [*ids, *written[:-1]])
+        return Answer(written, found.hidden_TLH)
+
+    def _written(self, server: _Server, request: AnswerRequest, said: Any) -> list[int]:
+        """The token ids of the target's answer."""
+        try:
+            return request.read(said)
+        except AnswerError as error:
+            raise _WrongError(str(error)) from error
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{server.url} answers without token ids; features.answers needs vLLM 0.32 or later") from error
 
     def _lose(self, name: str) -> None:
         """Remember a failed request, whose file may be written later."""

@@ -15,6 +15,7 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
+from drafttrain.features.answers import Writing
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
 from drafttrain.features.reference import TOLERANCE, Reference, difference
@@ -40,6 +41,12 @@ class EngineFeatures:
     def layers(self) -> StateLayers:
         """The layer ids that training needs."""
         return StateLayers(self.taps, self.loaded.target.shape.blocks)
+
+    @property
+    def writing(self) -> Writing | None:
+        """How the target answers the data's prompts; None where the drafter trains on the given answers."""
+        options, stop_ids = self.options, tuple(sorted(self.loaded.target.stop_ids))
+        return Writing(options.temperature, options.max_new_tokens, stop_ids, self.longest) if options.answers else None
 
     def features(
         self, data: Dataset, urls: Sequence[str], folder: Path | None, way_out: str, world: World, console: Console
@@ -73,7 +80,7 @@ class EngineFeatures:
             f"features: {answering} of {len(bases)} servers ({versions}) give the target's states of the layer ids "
             f"{', '.join(map(str, self.layers.ids))} in {' and '.join(dtypes)}; training does not run the target's blocks"
         )
-        return EngineStates(servers, self.layers, self.loaded.target, options.ahead)
+        return EngineStates(servers, self.layers, self.loaded.target, options.ahead, self.writing)
 
     def _reference(self, data: Dataset) -> Reference:
         """The target's states of the beginning of the first conversation. All processes compute it together."""

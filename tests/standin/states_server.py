@@ -3,6 +3,10 @@
 `python -m tests.standin.states_server TARGET FOLDER LAYERS PORT [FAULTS]` serves as a process: LAYERS as `2,3,4`. As vLLM does,
 it takes an exclusive lock on `<file>.lock` before it answers, and writes the file after its answer.
 
+A request with `kv_transfer_params={"include_output_tokens": true}` is answered by `write`, and its file has the prompt and the
+answer without the last token (`request_finished` of vLLM's example_hidden_states_connector). The process samples from the
+target with the request's seed and temperature, so that the same request has the same answer.
+
 FAULTS is a JSON object: the number of a request (from 0, over all requests for states) to one of
 
     status      answers with 500
@@ -13,6 +17,7 @@ FAULTS is a JSON object: the number of a request (from 0, over all requests for 
     nan         one value is not a number
     ids         the states of other token ids
     another     names the file of another request
+    aborted     an answer without its last token, as of a request that the server gave up
     die         the process ends at once
 
 Shapes: T tokens, L layer ids, H hidden.
@@ -25,8 +30,9 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -37,10 +43,21 @@ from torch import Tensor
 
 
 class StandIn:
-    """A server. compute: token ids [T] to the states [T, L, H]."""
+    """A server.
 
-    def __init__(self, compute: Any, folder: Path, faults: dict[int, str] | None = None, longest: int = 2**20) -> None:
+    compute: token ids [T] to the states [T, L, H]. write: a prompt and the request's body to the token ids of an answer.
+    """
+
+    def __init__(
+        self,
+        compute: Any,
+        folder: Path,
+        faults: dict[int, str] | None = None,
+        longest: int = 2**20,
+        write: Callable[[list[int], dict[str, Any]], list[int]] | None = None,
+    ) -> None:
         self.compute, self.folder, self.faults, self.longest = compute, folder, faults or {}, longest
+        self.write = write
         self.requests: list[dict[str, Any]] = []
         self.most_at_once = self._at_once = 0
         self.writing = threading.Lock()
@@ -68,15 +85,24 @@ class StandIn:
             handler.close_connection = True
             handler.connection.close()
             return None
-        ids = body["prompt"]
+        ids, choice = body["prompt"], {"index": 0, "text": "", "finish_reason": "length"}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
+        if (body.get("kv_transfer_params") or {}).get("include_output_tokens"):
+            assert self.write is not None and body["return_token_ids"], "a test of answers gives `write`"
+            written = self.write(ids, body)
+            stopped = written[-1] in body["stop_token_ids"]
+            written = written[:-1] if fault == "aborted" else written
+            finish = "abort" if fault == "aborted" else "stop" if stopped else "length"
+            choice |= {"finish_reason": finish, "token_ids": written, "prompt_token_ids": ids}
+            usage["completion_tokens"] = len(written)
+            ids = [*ids, *written][:-1]
         name = f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}"
         file = self.folder / f"{name}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(f"{file}.lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX)
         given = file.with_name(f"cmpl-other-{file.name[-12:]}") if fault == "another" else file
-        answer = {"id": name, "object": "text_completion", "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
-        usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
+        answer = {"id": name, "object": "text_completion", "choices": [choice]}
         handler.answer(200, answer | {"usage": usage, "kv_transfer_params": {"hidden_states_path": str(given)}})
         handler.wfile.flush()
         if fault == "late":
@@ -177,6 +203,24 @@ def states_of(model: Any, layers: Sequence[int]) -> Any:
     return locked
 
 
+def sampled_by(model: Any) -> Callable[[list[int], dict[str, Any]], list[int]]:
+    """Answers that a target samples token by token; they follow from the prompt and the request's seed alone."""
+
+    def write(ids: list[int], body: dict[str, Any]) -> list[int]:
+        generator, written = torch.Generator().manual_seed(body["seed"]), list[int]()
+        while len(written) < body["max_tokens"] and written[-1:] not in [[i] for i in body["stop_token_ids"]]:
+            with torch.no_grad():
+                logits_V = model(torch.tensor([[*ids, *written]]), use_cache=False).logits[0, -1].double()
+            if body["temperature"] == 0:
+                written.append(int(logits_V.argmax()))
+            else:
+                p_V = (logits_V / body["temperature"]).softmax(0)
+                written.append(int(torch.multinomial(p_V, 1, generator=generator)))
+        return written
+
+    return write
+
+
 def main() -> None:
     target, folder, layers, port, *faults = sys.argv[1:]
     from transformers import AutoModelForCausalLM
@@ -184,7 +228,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     wanted = {int(number): fault for number, fault in json.loads(faults[0] if faults else "{}").items()}
-    standin = StandIn(states_of(model, [int(i) for i in layers.split(",")]), Path(folder), wanted)
+    write = sampled_by(deepcopy(model))  # a copy: the hooks of `states_of` see every pass of theirs
+    standin = StandIn(states_of(model, [int(i) for i in layers.split(",")]), Path(folder), wanted, write=write)
     with serving(standin, int(port)):
         print("ready", flush=True)
         threading.Event().wait()

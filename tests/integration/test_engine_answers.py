@@ -1,0 +1,94 @@
+"""Training on answers that the target writes in servers: the weights of training on the same answers as given texts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console as RichConsole
+from safetensors.torch import load_file
+
+from drafttrain.data.chat import Encoded
+from drafttrain.data.dataset import Dataset
+from drafttrain.drafters import families
+from drafttrain.features import FeatureOptions
+from drafttrain.objective.losses import LossOptions
+from drafttrain.targets.load import LoadedTarget
+from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.train.answers import Answers, answered
+from drafttrain.train.engine import World
+from drafttrain.train.engine_features import EngineFeatures
+from drafttrain.train.job import TrainingJob
+from drafttrain.train.progress import Console
+from tests.contract.test_families import SHAPES, build
+from tests.integration.test_engine_features import computed, data, loaded, train, world
+from tests.integration.test_training import last_weights
+from tests.standin.states_server import StandIn, serving
+
+__all__ = ["data", "loaded", "world"]
+OPTIONS = TrainOptions(steps=3, global_batch=4, micro_batch=1, warmup=0.0, checkpoint_every=3)
+FAMILIES = ("medusa", "eagle3", "dflash")
+
+
+class Recorded(Dataset):
+    """The answers of a run as given texts, in the same places."""
+
+    def __init__(self, data: Dataset, rows: list[Encoded]) -> None:
+        super().__init__(data.train, data.held_out, data.summary, data.seed, data.group_by_length)
+        object.__setattr__(self, "rows_by_place", rows)
+
+    def global_batch(self, step: int, size: int) -> list[Encoded]:
+        rows: list[Encoded] = self.rows_by_place  # type: ignore[attr-defined]
+        return rows[step * size : (step + 1) * size]
+
+
+def written(prompt: list[int], body: dict[str, Any]) -> list[int]:
+    """An answer that follows from the request: of one token, cut off, or in between."""
+    draw = np.random.default_rng([*prompt, body["seed"]])
+    ids = draw.integers(3, 60, draw.integers(1, 16)).tolist()[: body["max_tokens"]]
+    return ids if len(ids) == body["max_tokens"] else [*ids[:-1], body["stop_token_ids"][0]]
+
+
+def job_of(name: str, loaded: LoadedTarget, data: Dataset, **options: Any) -> TrainingJob:
+    torch.manual_seed(0)
+    shape, drafter = asdict(families()[name].options(**SHAPES[name])), build(name, loaded.target)
+    return TrainingJob(loaded, drafter, name, shape, data, replace(OPTIONS, **options), DeepSpeedOptions(), LossOptions(), 4)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_is_that_on_the_same_answers_as_texts(
+    name: str, micro_batch: int, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
+) -> None:
+    """Bit for bit where every row is computed by itself, though the last token of an answer has no state."""
+    job = job_of(name, loaded, data, micro_batch=micro_batch)
+    given = FeatureOptions("engine", servers=["x"], ahead=3, answers=True, max_new_tokens=12)
+    features = EngineFeatures(given, loaded, job.drafter.taps, 64)
+    faults = {4: "status", 9: "half", 12: "aborted", 14: "nan", 15: "ids"}
+    standin = StandIn(computed(loaded, features.layers.ids), tmp_path / "states", faults, write=written)
+    with serving(standin) as url:
+        states = features.features(data, [url], None, "", world, Console(RichConsole(file=StringIO())))
+        ours = train(job, world, tmp_path / "ours", states)
+    totals = states.totals()
+    assert totals["repeated"] == 5 and totals["answers"] == 12 and not list((tmp_path / "states").iterdir())
+    requests = Answers(states, job.train.seed, lambda rows: None).requests  # type: ignore[arg-type, return-value]
+    asked = [one for step in range(3) for one in requests(data.global_batch(step, 4), 4 * step)]
+    bodies = [one.fields() | {"prompt": one.prompt} for one in asked]
+    sent = [body for body in standin.requests if "return_token_ids" in body]
+    assert {body["seed"] for body in sent} == {body["seed"] for body in bodies} and len(sent) >= 12
+    rows = [answered(one.prompt, written(one.prompt, body)) for one, body in zip(asked, bodies, strict=True)]
+    assert totals["answer_tokens"] == sum(row.supervised for row in rows) and 0 < totals["answers_cut"] < 1
+    theirs = train(replace(job, data=Recorded(data, rows)), world, tmp_path / "texts", None)
+    if micro_batch == 1:
+        assert (ours / "loss").read_text() == (theirs / "loss").read_text()
+        assert last_weights(ours).read_bytes() == last_weights(theirs).read_bytes()
+        return
+    assert float((ours / "loss").read_text()) == pytest.approx(float((theirs / "loss").read_text()), rel=1e-5)
+    a, b = (load_file(last_weights(folder)) for folder in (theirs, ours))
+    for key, tensor in a.items():
+        torch.testing.assert_close(b[key], tensor, atol=1e-4, rtol=1e-3)
