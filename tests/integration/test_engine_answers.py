@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from rich.console import Console as RichConsole
 from safetensors.torch import load_file
 
+from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded
-from drafttrain.data.dataset import Dataset
+from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.drafters import families
 from drafttrain.features import FeatureOptions
 from drafttrain.objective.losses import LossOptions
@@ -26,13 +28,41 @@ from drafttrain.train.engine_features import EngineFeatures
 from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
 from tests.contract.test_families import SHAPES, build
-from tests.integration.test_engine_features import computed, data, loaded, train, world
+from tests.integration.test_engine_features import computed, loaded, train, world
 from tests.integration.test_training import last_weights
 from tests.standin.states_server import StandIn, serving
 
-__all__ = ["data", "loaded", "world"]
+__all__ = ["loaded", "world"]
 OPTIONS = TrainOptions(steps=3, global_batch=4, micro_batch=1, warmup=0.0, checkpoint_every=3)
 FAMILIES = ("medusa", "eagle3", "dflash")
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ 'u' if m.role == 'user' else 'a' }}{{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{{ 'a' if add_generation_prompt else '' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def chats(material: Path) -> tuple[str, ...]:
+    """Options for conversations of one or two replies, whose prompts are all different."""
+    draw, lines = np.random.default_rng(0), []
+
+    def word(most: int) -> str:
+        return "".join(chr(97 + c) for c in draw.integers(0, 26, draw.integers(2, most)))
+
+    for i in range(40):
+        turns = [("user", word(20)), ("assistant", word(12))] * (1 + i % 2)
+        lines.append(json.dumps({"messages": [{"role": role, "content": content + word(4)} for role, content in turns]}))
+    (material / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    (material / "chats.jinja").write_text(TEMPLATE)
+    return (f"data.path={material / 'chats.jsonl'}", f"data.template={material / 'chats.jinja'}")
+
+
+@pytest.fixture(scope="module")
+def data(chats: tuple[str, ...], loaded: LoadedTarget) -> Dataset:
+    path, template = (option.partition("=")[2] for option in chats)
+    return load_dataset(DataOptions(path=path, template=template, held_out=4, max_length=64), loaded.tokenizer, progress=False)
 
 
 class Recorded(Dataset):

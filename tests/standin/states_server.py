@@ -85,7 +85,8 @@ class StandIn:
             handler.close_connection = True
             handler.connection.close()
             return None
-        ids, choice = body["prompt"], {"index": 0, "text": "", "finish_reason": "length"}
+        read = ids = body["prompt"]
+        choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": "length"}
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
         if (body.get("kv_transfer_params") or {}).get("include_output_tokens"):
             assert self.write is not None and body["return_token_ids"], "a test of answers gives `write`"
@@ -95,7 +96,7 @@ class StandIn:
             finish = "abort" if fault == "aborted" else "stop" if stopped else "length"
             choice |= {"finish_reason": finish, "token_ids": written, "prompt_token_ids": ids}
             usage["completion_tokens"] = len(written)
-            ids = [*ids, *written][:-1]
+            read, ids = [*ids, *written], [*ids, *written][:-1]
         name = f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}"
         file = self.folder / f"{name}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,8 @@ class StandIn:
             self._held.append(lock)
             return None
         with torch.no_grad():
-            hidden_TLH = self.compute(ids)
+            # of all tokens, so that the sums are those of training on the same text; the last state is not given
+            hidden_TLH = self.compute(read)[: len(ids)]
         if fault == "nan":
             hidden_TLH[-1, 0, 0] = torch.nan
         token_T = torch.tensor(ids[::-1] if fault == "ids" else ids)
