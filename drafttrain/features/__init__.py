@@ -36,12 +36,17 @@ class FeatureOptions:
     key_env: str = "OPENAI_API_KEY"  # environment variable that holds the servers' key, if they need one
     ahead: int = 4  # micro-batches whose states are requested before they are due, in each process
     concurrency: int = 32  # requests at a time, in each process
-    timeout: float = 120.0  # seconds for one conversation's states
+    timeout: float | None = None  # seconds for one conversation's states; null: 120, and 600 if the target writes an answer
     patience: float = 600.0  # seconds to repeat a request while no server answers it
     # the target answers each conversation's last prompt anew in the engine, and the drafter trains on that answer
     answers: bool = False
     temperature: float = 1.0  # of answers; 0: greedy, the same answer in every epoch
     max_new_tokens: int = 1024  # of an answer; data.max_length bounds prompt and answer together
+
+    @property
+    def request_timeout(self) -> float:
+        """Seconds for one request of `engine`."""
+        return self.timeout or (600.0 if self.answers else 120.0)
 
     def check(self, vocab_size: int) -> None:
         """Raise UserError for unknown values and for k outside the vocabulary."""
@@ -51,9 +56,7 @@ class FeatureOptions:
         if self.law == "top_k" and not 1 <= self.k < vocab_size:
             raise UserError(f"features.k is {self.k}, the target has {vocab_size} tokens; set it within 1..{vocab_size - 1}")
         if self.answers and self.name != "engine":
-            raise UserError(
-                f"features.answers needs an engine that writes them, but features is {self.name}; set features=engine"
-            )
+            raise UserError(f"features.answers needs an engine to write them, but features is {self.name}; set features=engine")
         if self.name == "engine":
             self._check_engine()
 
@@ -69,7 +72,7 @@ class FeatureOptions:
         if not self.temperature >= 0:
             raise UserError(f"features.temperature is {self.temperature:g}; set it to 0 (greedy) or more")
         for name in ("timeout", "patience"):
-            if not getattr(self, name) > 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise UserError(f"features.{name} is {getattr(self, name):g}; set it to a number of seconds above 0")
         for name in ("python", "arguments"):
             if self.servers and getattr(self, name):

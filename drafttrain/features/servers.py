@@ -338,7 +338,7 @@ class Servers:
         try:
             response = server.client.request(method, path, json=body)
         except httpx.TimeoutException as error:
-            raise _AbsentError(f"no answer in {self.settings.timeout:g} s") from error
+            raise _AbsentError(f"no answer in features.timeout={self.settings.timeout:g} s") from error
         except httpx.RequestError as error:
             raise _AbsentError(f"no answer ({type(error).__name__})") from error
         except RuntimeError as error:  # the client was closed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,16 +16,18 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
-from drafttrain.features.answers import Writing
+from drafttrain.features.answers import AnswerRequest, Writing
 from drafttrain.features.engine import EngineStates, StateLayers
+from drafttrain.features.layout import Ids
 from drafttrain.features.online import Online
 from drafttrain.features.reference import TOLERANCE, Reference, difference
-from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.servers import Counts, Servers, ServerSettings
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
 
+R = TypeVar("R")
 COMPARED = 64  # tokens of the sequence whose states are compared
 
 
@@ -61,18 +64,23 @@ class EngineFeatures:
         options = self.options
         bases = tuple(str(base_of(url, "features.servers", "features.key_env")).rstrip("/") for url in urls)
         settings = ServerSettings(
-            bases, os.environ.get(options.key_env) or None, folder, options.timeout, options.patience, options.concurrency
+            bases,
+            os.environ.get(options.key_env) or None,
+            folder,
+            options.request_timeout,
+            options.patience,
+            options.concurrency,
         )
-        servers = Servers(settings, self._reference(data), console.say, way_out)
-        fault: str | None = None
+        beginning_T = data.train[0].documents[0][:COMPARED]
+        servers = Servers(settings, self._reference(beginning_T), console.say, way_out)
         try:
-            servers.check()
-        except UserError as error:
-            fault = str(error)
-        for said in world.gather(fault):
-            if said is not None:
-                servers.close()
-                raise UserError(said)
+            _together(world, servers.check)
+            if self.writing is not None:
+                self._compare_answer(servers, self.writing, beginning_T, world)
+        except UserError:
+            servers.close()
+            raise
+        servers.counts = Counts()  # the comparisons are not of training
         versions = ", ".join(f"{name} {version}" for name, version in servers.versions.items())
         answering = sum(server.dtype is not None for server in servers.servers)
         dtypes = sorted({str(server.dtype).removeprefix("torch.") for server in servers.servers if server.dtype is not None})
@@ -82,9 +90,22 @@ class EngineFeatures:
         )
         return EngineStates(servers, self.layers, self.loaded.target, options.ahead, self.writing)
 
-    def _reference(self, data: Dataset) -> Reference:
-        """The target's states of the beginning of the first conversation. All processes compute it together."""
-        ids = data.train[0].documents[0][:COMPARED]
+    def _compare_answer(self, servers: Servers, writing: Writing, beginning_T: Ids, world: World) -> None:
+        """Compare the states of an answer, which the engine computes token by token, with the trainer's own.
+
+        Raises UserError on all processes where they differ.
+        """
+        prompt = beginning_T[: max(1, len(beginning_T) // 2)].tolist()
+        request = AnswerRequest(prompt, 0, max(1, min(COMPARED, self.longest - len(prompt))), replace(writing, stop_ids=()))
+        answer = _together(world, lambda: servers.answered(request) if world.first else None)
+        read_T = np.array([*prompt, *answer.token_ids[:-1]] if answer else [], np.int32)
+        reference = self._reference(world.share(read_T))
+        fault = reference.fault(answer.hidden_TLH) if answer else None
+        if fault := world.share(fault):
+            raise UserError(f"features.answers: the states of an answer are wrong: {fault}; set features.answers=false")
+
+    def _reference(self, ids: Ids) -> Reference:
+        """The target's states of a sequence. All processes compute it together."""
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
         blocks, layers = target.shape.blocks, self.layers.ids
@@ -97,3 +118,16 @@ class EngineFeatures:
             )
         own = {i: hidden[i - 1][0].float().cpu() for i in compared}
         return Reference(ids.tolist(), layers, own, target.dtype, self.longest)
+
+
+def _together(world: World, ask: Callable[[], R]) -> R | None:
+    """The result of `ask` in this process. Raises UserError on all processes where it does in one."""
+    found, fault = None, None
+    try:
+        found = ask()
+    except UserError as error:
+        fault = str(error)
+    for said in world.gather(fault):
+        if said is not None:
+            raise UserError(said)
+    return found
