@@ -23,7 +23,8 @@ from drafttrain.model.batch import TrainBatch, moved
 from drafttrain.model.images import has_images
 from drafttrain.model.target import FINAL, Taps, Target
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,9 @@ class Batches:
         self.prefetch = Prefetch(self._states, job.loaded.target.device)
         self._built: dict[int, StepBatches] = {}  # of later steps whose states have begun to be loaded
         self._asked: dict[int, list[Asked]] = {}  # of later steps whose answers have been requested
-        written = isinstance(source, EngineStates) and source.writing is not None
-        self.answers = Answers(source, job.train.seed, self._batch) if written else None
+        self.answers: Answers | None = None  # None: the given replies are trained on
+        if isinstance(source, EngineStates) and source.writing is not None:
+            self.answers = Answers(source, job.train.seed, self._batch)
 
     def of(self, step: int) -> StepBatches:
         """The batches of a step, without states; each step's are built once."""
