@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from drafttrain.targets.images import TEXT_ONLY, Images
 
 __all__ = ["Dataset", "Encoded", "check_supervised", "collate", "encoder_of", "load_dataset", "pack", "shard", "token_counts"]
 
+T = TypeVar("T")
 LARGE = 8192  # records; larger data is prepared by several processes while training runs
 FIRST = 2048  # records that training waits for, in addition to the held-out ones
 COUNTED = 1024  # rows whose tokens are counted in one call
@@ -237,7 +238,7 @@ def token_counts(rows: Sequence[Encoded], vocab_size: int) -> torch.Tensor:
     return torch.from_numpy(total)
 
 
-def shard(batch: Sequence[Encoded], rank: int, world: int, micro_batch: int) -> list[list[Encoded]]:
+def shard(batch: Sequence[T], rank: int, world: int, micro_batch: int) -> list[list[T]]:
     """This process's rows of a global batch (rank, rank + world, ...) in micro-batches; the same number for every process."""
     if len(batch) % (micro_batch * world):
         raise UserError(

@@ -150,7 +150,8 @@ def _unknown(reason: str) -> Counted:
 
 
 def _of_sums(spent: Reading) -> Counted:
-    sums, places = {name: int(value) for name, value in spent.sums.items()}, spent.by_position
+    sums: dict[str, Any] = {name: int(value) for name, value in spent.sums.items()}
+    places = spent.by_position
     if not places:
         return Counted(**sums, notes=("no acceptance by position: the server counts only sums",))
     by_position = tuple(int(places.get(i, 0.0)) for i in range(max(places) + 1))

@@ -60,8 +60,17 @@ class FeatureOptions:
     key_env: str = "OPENAI_API_KEY"  # environment variable that holds the servers' key, if they need one
     ahead: int = 4  # micro-batches whose states are requested before they are due, in each process
     concurrency: int = 32  # requests at a time, in each process
-    timeout: float = 120.0  # seconds for one conversation's states
+    timeout: float | None = None  # seconds for one conversation's states; null: 120, and 600 if the target writes an answer
     patience: float = 600.0  # seconds to repeat a request while no server answers it
+    # the target answers each conversation's last prompt anew in the engine, and the drafter trains on that answer
+    answers: bool = False
+    temperature: float = 1.0  # of answers; 0: greedy, the same answer in every epoch
+    max_new_tokens: int = 1024  # of an answer; data.max_length bounds prompt and answer together
+
+    @property
+    def request_timeout(self) -> float:
+        """Seconds for one request of `engine`."""
+        return self.timeout or (600.0 if self.answers else 120.0)
 
     def check(self, vocab_size: int) -> None:
         """Raise UserError for unknown values and for k outside the vocabulary."""
@@ -70,6 +79,8 @@ class FeatureOptions:
                 raise UserError(f"features.{name} is {getattr(self, name)!r}; choose {', '.join(choices)}")
         if self.law == "top_k" and not 1 <= self.k < vocab_size:
             raise UserError(f"features.k is {self.k}, the target has {vocab_size} tokens; set it within 1..{vocab_size - 1}")
+        if self.answers and self.name != "engine":
+            raise UserError(f"features.answers needs an engine to write them, but features is {self.name}; set features=engine")
         if self.name == "engine":
             self._check_engine()
 
@@ -91,7 +102,11 @@ class FeatureOptions:
                 "features.final_servers is for servers that give states in their answers, but with features.transport=mooncake "
                 "every server gives all states; leave one of them out"
             )
-        check_at_least(1, "features", self, "ahead", "concurrency")
+        if self.answers and self.engine != "vllm":
+            raise UserError(f"features.answers is true, but features.engine is {self.engine!r}; only vllm can answer")
+        if not self.temperature >= 0:
+            raise UserError(f"features.temperature is {self.temperature:g}; set it to 0 (greedy) or more")
+        check_at_least(1, "features", self, "ahead", "concurrency", "max_new_tokens")
         if self.transport not in TRANSPORTS:
             raise UserError(f"features.transport is {self.transport!r}; choose {', '.join(TRANSPORTS)}")
         if self.transport == "mooncake":
@@ -102,7 +117,7 @@ class FeatureOptions:
                     "mooncake_master that they use"
                 )
         for name in ("timeout", "patience"):
-            if not getattr(self, name) > 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise UserError(f"features.{name} is {getattr(self, name):g}; set it to a number of seconds above 0")
         self.check_started()
 

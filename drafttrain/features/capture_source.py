@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.features.answers import AnswerRequest
 from drafttrain.features.mooncake_states import MooncakeStates, key_of
 from drafttrain.features.mooncake_store import StoreError
 from drafttrain.features.sglang_source import check_whole, label_of, meta_info, server_info
@@ -53,7 +54,15 @@ class CaptureSource:
         return Description("sglang", f"{version} with SpecForge's patch")
 
     def states(
-        self, url: str, description: Description, ask: Ask, name: str, ids: Sequence[int], deadline: float, closed: Event
+        self,
+        url: str,
+        description: Description,
+        ask: Ask,
+        name: str,
+        ids: Sequence[int],
+        deadline: float,
+        closed: Event,
+        request: AnswerRequest | None = None,
     ) -> Received:
         """Ask for the states of the sequence, and read their objects."""
         artifacts = [AUX, LAST] if self._blocks else [LAST]

@@ -5,22 +5,27 @@ Shapes: B rows, T positions of a row, K keys, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import perf_counter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.features.answers import Writing
 from drafttrain.features.cached import Document, documents
 from drafttrain.features.joined_servers import JoinedServers
-from drafttrain.features.servers import ClosedError, Servers
+from drafttrain.features.servers import ClosedError, Counts, Servers
 from drafttrain.model.batch import TrainBatch, moved
 from drafttrain.model.images import has_images
 from drafttrain.model.target import FINAL, Taps, Target
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +76,17 @@ class EngineStates:
     files and the memory are bounded. The states are the same with and without `begin`.
     """
 
-    def __init__(self, servers: Servers | JoinedServers, layers: StateLayers, target: Target, ahead: int) -> None:
-        self.servers, self.layers, self.target, self.ahead = servers, layers, target, ahead
+    def __init__(
+        self, servers: Servers | JoinedServers, layers: StateLayers, target: Target, ahead: int, writing: Writing | None = None
+    ) -> None:
+        """writing: how the target answers the training conversations' prompts; None: it reads the given answers."""
+        self.servers, self.layers, self.target, self.ahead, self.writing = servers, layers, target, ahead, writing
         self._threads = ThreadPoolExecutor(servers.settings.concurrency, "states")
         self._begun: dict[int, _Receiving] = {}
-        self._tokens = 0  # received when figures were last taken
+        self._open: set[Future[Any]] = set()  # requests that are not answered
+        self._seen = Counts()  # when figures were last taken
         self._waited = 0.0  # seconds since then
-        self.tokens, self.seconds, self.waited = 0, 0.0, 0.0  # of all steps
+        self.tokens, self.answer_tokens, self.seconds, self.waited = 0, 0, 0.0, 0.0  # of all steps
 
     def begin(self, batch: TrainBatch) -> None:
         """Request the states of a batch that will be filled soon, unless they have been. Errors are raised by `fill`."""
@@ -86,7 +95,7 @@ class EngineStates:
         receiving = _Receiving(batch, None, Lock(), [])
         self._begun[id(batch)] = receiving
         for document in documents(batch.to(torch.device("cpu"))):
-            receiving.parts.append(self._threads.submit(self._receive, receiving, document))
+            receiving.parts.append(self.submit(self._receive, receiving, document))
 
     @torch.no_grad()
     def fill(self, batch: TrainBatch) -> TrainBatch:
@@ -95,13 +104,31 @@ class EngineStates:
         Raises UserError where no server gives the states.
         """
         self.begin(batch)
-        receiving, began = self._begun.pop(id(batch)), perf_counter()
-        for part in receiving.parts:
-            part.result()
-        self._waited += perf_counter() - began
+        receiving = self._begun.pop(id(batch))
+        self.results(receiving.parts)
         assert receiving.hidden_BTKH is not None, "a batch has a conversation"
         hidden_BTKH = moved(receiving.hidden_BTKH, self.target.device)
         return replace(batch.to(self.target.device), hidden=self.layers.states(hidden_BTKH, self.target))
+
+    def submit(self, work: Callable[P, R], *given: P.args, **named: P.kwargs) -> Future[R]:
+        """Start a request in a thread of its own."""
+        part = self._threads.submit(work, *given, **named)
+        self._open.add(part)
+        part.add_done_callback(self._open.discard)
+        return part
+
+    def results(self, parts: Sequence[Future[R]]) -> list[R]:
+        """Wait for requests. Raises UserError where no server answers one."""
+        began = perf_counter()
+        found = [part.result() for part in parts]
+        self._waited += perf_counter() - began
+        return found
+
+    def hold(self, batch: TrainBatch, states: Sequence[Tensor]) -> None:
+        """Keep states that have come for `fill`: [T, K, H] of the first positions of each row."""
+        receiving = self._begun[id(batch)] = _Receiving(batch, None, Lock(), [])
+        for row, hidden_TKH in enumerate(states):
+            self._place(receiving, row, 0, hidden_TKH)
 
     def close(self) -> None:
         """Drop what was begun, wait for running requests and remove their files. Nothing can be filled afterwards."""
@@ -112,24 +139,28 @@ class EngineStates:
 
     def figures(self, seconds: float) -> dict[str, Any]:
         """The figures of a step that took so many seconds, of this process."""
-        tokens, self._tokens = self.servers.counts.tokens - self._tokens, self.servers.counts.tokens
-        waited, self._waited = self._waited, 0.0
-        self.tokens, self.seconds, self.waited = self.tokens + tokens, self.seconds + seconds, self.waited + waited
-        return {
-            "states_tokens_per_s": tokens / seconds,
-            "states_queue": sum(not part.done() for one in self._begun.values() for part in one.parts),
+        counts, waited = replace(self.servers.counts), self._waited
+        new, self._seen, self._waited = counts.since(self._seen), counts, 0.0
+        self.tokens, self.answer_tokens = self.tokens + new.tokens, self.answer_tokens + new.answer_tokens
+        self.seconds, self.waited = self.seconds + seconds, self.waited + waited
+        found: dict[str, Any] = {
+            "states_tokens_per_s": new.tokens / seconds,
+            "states_queue": len(self._open),
             "states_wait_share": min(waited / seconds, 1.0),
-            "states_repeated": self.servers.counts.repeated,
+            "states_repeated": counts.repeated,
         }
+        if self.writing is not None:
+            found |= {"answers_tokens_per_s": new.answer_tokens / seconds} | new.answer_figures()
+        return found
 
     def pause(self) -> None:
         """Leave out what was received and waited for since the last step: it was not training's."""
-        self._tokens, self._waited = self.servers.counts.tokens, 0.0
+        self._seen, self._waited = replace(self.servers.counts), 0.0
 
     def totals(self) -> dict[str, Any]:
         """The figures of all steps since this process began, for the report."""
         counts = self.servers.counts
-        return {
+        found = {
             "engine": " ".join(self.servers.names),
             "servers": self.servers.number,
             "layer_ids": list(self.layers.ids),
@@ -139,6 +170,11 @@ class EngineStates:
             "wait_share": self.waited / self.seconds if self.seconds else None,
             "repeated": counts.repeated,
         }
+        if self.writing is None:
+            return found
+        rate = self.answer_tokens / self.seconds if self.seconds else None
+        found |= {"answers": counts.answers, "answer_tokens": counts.answer_tokens, "answers_tokens_per_s": rate}
+        return found | counts.answer_figures() | {"temperature": self.writing.temperature}
 
     def _receive(self, receiving: _Receiving, document: Document) -> None:
         """Get one conversation's states into the batch's."""
@@ -150,9 +186,13 @@ class EngineStates:
             hidden_TKH = self.servers.states(ids)
         except ClosedError:
             return
+        self._place(receiving, document.row, document.start, hidden_TKH)
+
+    def _place(self, receiving: _Receiving, row: int, start: int, hidden_TKH: Tensor) -> None:
+        """Copy a conversation's states into the batch's."""
         with receiving.making:
             if receiving.hidden_BTKH is None:
                 pinned = self.target.device.type == "cuda"
                 shape = (*receiving.batch.token_BT.shape, *hidden_TKH.shape[1:])
                 receiving.hidden_BTKH = torch.zeros(shape, dtype=hidden_TKH.dtype, pin_memory=pinned)
-        receiving.hidden_BTKH[document.row, document.start : document.stop] = hidden_TKH
+        receiving.hidden_BTKH[row, start : start + len(hidden_TKH)] = hidden_TKH

@@ -6,6 +6,7 @@ Shapes: T tokens, K keys of both groups, H hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,8 +42,12 @@ class JoinedServers:
     @property
     def counts(self) -> Counts:
         """A sequence counts once; every repeated request counts."""
-        first = self.groups[0].counts
-        return Counts(first.requests, first.tokens, sum(group.counts.repeated for group in self.groups))
+        return replace(self.groups[0].counts, repeated=sum(group.counts.repeated for group in self.groups))
+
+    def reset_counts(self) -> None:
+        """Count from 0 again."""
+        for group in self.groups:
+            group.reset_counts()
 
     def states(self, ids: Sequence[int]) -> Tensor:
         """[T, K, H] the states of a sequence. Raises as `Servers.states`."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from threading import Event, Lock
 from time import monotonic
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.features.answers import Answer, AnswerRequest
 from drafttrain.features.reference import Reference
 from drafttrain.features.source import Description, Received, Source
 from drafttrain.features.transport import AbsentError, WrongError
@@ -78,8 +79,21 @@ class Counts:
     """What was received, for the log."""
 
     requests: int = 0
-    tokens: int = 0
+    tokens: int = 0  # with states
     repeated: int = 0
+    answers: int = 0  # that the target wrote
+    answer_tokens: int = 0
+    answers_cut: int = 0  # without an end token
+
+    def since(self, before: Counts) -> Counts:
+        """What was received after `before`."""
+        return Counts(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
+
+    def answer_figures(self) -> dict[str, float | None]:
+        """Mean length of the answers in tokens, their end tokens included, and the share of those that were cut off."""
+        if not self.answers:
+            return {"answer_length": None, "answers_cut": None}
+        return {"answer_length": self.answer_tokens / self.answers, "answers_cut": self.answers_cut / self.answers}
 
 
 class Servers:
@@ -117,11 +131,23 @@ class Servers:
         """Of the states that servers have given; one for each server that has answered."""
         return [str(one.dtype).removeprefix("torch.") for one in self.servers if one.dtype is not None]
 
+    def reset_counts(self) -> None:
+        """Count from 0 again."""
+        self.counts = Counts()
+
     def states(self, ids: Sequence[int]) -> Tensor:
         """[T, K, H] the states of a sequence, in the server's dtype.
 
         Raises UserError where no server gives them, and ClosedError after `close`.
         """
+        return self._repeated(ids, None).hidden_TKH
+
+    def answered(self, request: AnswerRequest) -> Answer:
+        """The answer that the target writes to a prompt, with its states. Raises as `states`."""
+        return self._repeated(request.prompt, request)
+
+    def _repeated(self, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
+        """The states of a sequence, with the target's answer to it if one is requested."""
         until, wrong = None, 0
         while True:
             server = self._chosen()
@@ -129,7 +155,7 @@ class Servers:
                 self._release(server)
                 raise ClosedError
             try:
-                hidden_TKH = self._from(server, ids)
+                answer = self._from(server, ids, request)
             except (AbsentError, WrongError) as error:
                 self._failed(server, error)
                 wrong += isinstance(error, WrongError)
@@ -142,8 +168,8 @@ class Servers:
                         "command with resume=auto, which continues from the last checkpoint, or raise features.patience"
                     ) from error
             else:
-                self._succeeded(server, len(ids))
-                return hidden_TKH
+                self._succeeded(server, answer, request)
+                return answer
             finally:
                 self._release(server)
 
@@ -196,9 +222,13 @@ class Servers:
         if told and not self.closed.is_set():
             self.say(f"features: {server.url}: {error}; trying again for up to {self.settings.patience:g} s")
 
-    def _succeeded(self, server: _Server, tokens: int) -> None:
+    def _succeeded(self, server: _Server, answer: Answer, request: AnswerRequest | None) -> None:
         with self._lock:
-            self.counts.requests, self.counts.tokens = self.counts.requests + 1, self.counts.tokens + tokens
+            self.counts.requests, self.counts.tokens = self.counts.requests + 1, self.counts.tokens + len(answer.hidden_TKH)
+            if request is not None:
+                self.counts.answers, written = self.counts.answers + 1, len(answer.token_ids)
+                self.counts.answer_tokens += written
+                self.counts.answers_cut += answer.cut(request.writing)
             server.heard_at = monotonic()
             again, server.failures = server.failures >= TOLD, 0
             lost = [name for name, failed_at in self._lost.items() if monotonic() - failed_at > LATE]
@@ -209,38 +239,38 @@ class Servers:
         if lost:
             self.source.remove(lost)
 
-    def _from(self, server: _Server, ids: Sequence[int]) -> Tensor:
+    def _from(self, server: _Server, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
         if monotonic() - server.heard_at > IDLE:
             self._verify(server)
-        return self._requested(server, ids)
+        return self._requested(server, ids, request)
 
     def _verify(self, server: _Server) -> None:
         """Ask a server what it is, and compare its states. Raises UserError where they are another target's."""
         with server.checking:
             if monotonic() - server.heard_at <= IDLE:  # another thread has
                 return
-            server.description = found = self.source.describe(server.url, partial(self._json, server))
-            self.versions[found.engine] = found.version
+            server.description = about = self.source.describe(server.url, partial(self._json, server))
+            self.versions[about.engine] = about.version
             server.dtype = None
-            hidden_TKH = self._requested(server, self.reference.ids)
-            if fault := self.reference.fault(hidden_TKH, self.source.label):
+            found = self._requested(server, self.reference.ids, None)
+            if fault := self.reference.fault(found.hidden_TKH, self.source.label):
                 raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
-            server.dtype, server.heard_at = hidden_TKH.dtype, monotonic()
+            server.dtype, server.heard_at = found.hidden_TKH.dtype, monotonic()
 
-    def _requested(self, server: _Server, ids: Sequence[int]) -> Tensor:
-        """The states of one answer."""
+    def _requested(self, server: _Server, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
+        """One request's states and, if it is for one, the target's answer."""
         assert server.description is not None, "a server is described before it is used"
         deadline, name = monotonic() + self.settings.timeout, self.source.names.next()
         try:
             found = self.source.states(
-                server.url, server.description, partial(self._json, server), name, ids, deadline, self.closed
+                server.url, server.description, partial(self._json, server), name, ids, deadline, self.closed, request
             )
         except (AbsentError, WrongError):
             with self._lock:
                 self._lost[name] = monotonic()
             raise
-        self._check(server, found, ids)
-        return found.hidden_TKH
+        self._check(server, found, [*ids, *found.written[:-1]])
+        return Answer(found.written, found.hidden_TKH)
 
     def _check(self, server: _Server, found: Received, ids: Sequence[int]) -> None:
         hidden_TKH, keys = found.hidden_TKH, self.source.keys
@@ -263,7 +293,7 @@ class Servers:
         try:
             response = server.client.request(method, path, json=body)
         except httpx.TimeoutException as error:
-            raise AbsentError(f"no answer in {self.settings.timeout:g} s") from error
+            raise AbsentError(f"no answer in features.timeout={self.settings.timeout:g} s") from error
         except httpx.RequestError as error:
             raise AbsentError(f"no answer ({type(error).__name__})") from error
         except RuntimeError as error:  # the client was closed

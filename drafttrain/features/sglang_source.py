@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.features.answers import AnswerRequest
 from drafttrain.features.source import Ask, Description, Received
 from drafttrain.features.transport import AbsentError, RequestNames, WrongError
 from drafttrain.model.target import FINAL
@@ -88,7 +89,15 @@ class SglangSource:
         return Description("sglang", version, found)
 
     def states(
-        self, url: str, description: Description, ask: Ask, name: str, ids: Sequence[int], deadline: float, closed: Event
+        self,
+        url: str,
+        description: Description,
+        ask: Ask,
+        name: str,
+        ids: Sequence[int],
+        deadline: float,
+        closed: Event,
+        request: AnswerRequest | None = None,
     ) -> Received:
         """Ask for one token after the sequence: SGLang returns no more lists of states than it returns tokens."""
         body = {

@@ -8,12 +8,13 @@ Shapes: T tokens, K keys (of tapped blocks, and of the final state), H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from drafttrain.features.answers import AnswerRequest
 from drafttrain.features.transport import RequestNames
 
 
@@ -37,10 +38,11 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The states of one answer."""
+    """The states of one request."""
 
     hidden_TKH: Tensor
     ids: list[int] | None  # the tokens that they belong to, where the server says so
+    written: list[int] = field(default_factory=list)  # token ids of the target's answer
 
 
 class Source(Protocol):
@@ -59,9 +61,19 @@ class Source(Protocol):
         ...
 
     def states(
-        self, url: str, description: Description, ask: Ask, name: str, ids: Sequence[int], deadline: float, closed: Event
+        self,
+        url: str,
+        description: Description,
+        ask: Ask,
+        name: str,
+        ids: Sequence[int],
+        deadline: float,
+        closed: Event,
+        request: AnswerRequest | None = None,
     ) -> Received:
         """The states of a sequence. name: of this request alone. deadline: of `monotonic`. closed: ends the wait.
+        request: for an answer of the target to these tokens, whose states come too, but that of its last token; None: for the
+        states alone. Only vLLM is asked for answers.
 
         Raises AbsentError, WrongError and UserError as `Ask` does.
         """

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from threading import Event
+from typing import Any
 
 from drafttrain.core.errors import UserError
+from drafttrain.features.answers import AnswerError, AnswerRequest
 from drafttrain.features.source import Ask, Description, Received
-from drafttrain.features.transport import NoStatesError, Transport
+from drafttrain.features.transport import NoStatesError, Transport, WrongError
 from drafttrain.model.target import FINAL
 
 
@@ -47,17 +49,26 @@ class VllmSource:
         return Description(maker, version, model)
 
     def states(
-        self, url: str, description: Description, ask: Ask, name: str, ids: Sequence[int], deadline: float, closed: Event
+        self,
+        url: str,
+        description: Description,
+        ask: Ask,
+        name: str,
+        ids: Sequence[int],
+        deadline: float,
+        closed: Event,
+        request: AnswerRequest | None = None,
     ) -> Received:
-        """Ask for one token after the sequence, and read what the answer names."""
-        body = {"model": description.details, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "request_id": name}
-        answer = ask("POST", "completions", body)
-        params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+        """Ask for one token after the sequence, or for an answer, and read what vLLM's answer names."""
+        how = {"max_tokens": 1, "temperature": 0} if request is None else request.fields()
+        said = ask("POST", "completions", {"model": description.details, "prompt": list(ids), "request_id": name} | how)
+        params = said.get("kv_transfer_params") if isinstance(said, dict) else None
+        written = [] if request is None else _written(url, request, said)
         try:
-            found = self.transport.receive(name, params, len(ids), deadline, closed)
+            found = self.transport.receive(name, params, len([*ids, *written[:-1]]), deadline, closed)
         except NoStatesError as error:
             raise UserError(f"{url} {error}; {self.way_out}") from error
-        return Received(found.hidden_TLH, found.token_T.tolist())
+        return Received(found.hidden_TLH, found.token_T.tolist(), written)
 
     def remove(self, names: Iterable[str]) -> None:
         """As `Transport.remove`."""
@@ -70,3 +81,13 @@ class VllmSource:
     def close(self) -> None:
         """As `Transport.close`."""
         self.transport.close()
+
+
+def _written(url: str, request: AnswerRequest, said: Any) -> list[int]:
+    """The token ids of the target's answer."""
+    try:
+        return request.read(said)
+    except AnswerError as error:
+        raise WrongError(str(error)) from error
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise UserError(f"{url} answers without token ids; features.answers needs vLLM 0.32 or later") from error

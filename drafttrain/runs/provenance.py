@@ -47,7 +47,12 @@ class Origin:
     def lines(self, options: RunOptions) -> list[str]:
         """Lines for the console."""
         lines = []
-        if self.foreign is not None:
+        if options.features.answers:
+            lines.append(
+                f"features.answers: training uses the data's prompts, and answers that the target writes at temperature "
+                f"{options.features.temperature:g}; held-out conversations keep their replies"
+            )
+        elif self.foreign is not None:
             lines.append(
                 f"warning: {self.foreign}; a drafter learns best from replies that its target wrote: drafttrain "
                 f"prepare{target_arguments(options)} {options.data.named} out=DIR, then data.path=DIR"

@@ -68,7 +68,7 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
     open_engine = engine_settings(options, loaded, drafter)
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
-    check_packing(options.data.pack, options.train, loaded.target, drafter, adapter)
+    check_packing(options.data.pack, options.train, loaded.target, drafter, adapter, options.features.answers)
     check_features(options.features, drafter, options.train, loaded.target.shape.vocab_size)
     _check_end(options, loaded, drafter)
     if options.decode.tree_nodes is None and drafter.proposal.tunable and ends is not None:
@@ -237,6 +237,11 @@ def states_totals(job: TrainingJob, console: Console) -> dict[str, Any] | None:
             f"features: {totals['requests']:,} conversations, {totals['tokens']:,} tokens from {totals['engine']} at "
             f"{totals['tokens_per_s']:,.0f} tokens/s; training waited for {totals['wait_share']:.0%} of the time, "
             f"{totals['repeated']} requests were repeated"
+        )
+    if totals.get("answers"):
+        console.say(
+            f"features: the target wrote {totals['answers']:,} answers of {totals['answer_length']:,.0f} tokens on average, "
+            f"{totals['answers_cut']:.0%} of them were cut off"
         )
     return totals
 

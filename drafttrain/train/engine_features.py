@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
+from drafttrain.features.answers import AnswerRequest, Writing
 from drafttrain.features.capture_source import CaptureSource
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.joined_servers import JoinedServers
+from drafttrain.features.layout import Ids
 from drafttrain.features.mooncake_states import MooncakeStates, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
@@ -34,6 +37,7 @@ from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
 
+R = TypeVar("R")
 COMPARED = 64  # tokens of the sequence whose states are compared
 
 
@@ -50,6 +54,12 @@ class EngineFeatures:
     def layers(self) -> StateLayers:
         """The states that training needs."""
         return StateLayers(self.taps, self.loaded.target.shape.blocks, final=self.options.engine == "sglang")
+
+    @property
+    def writing(self) -> Writing | None:
+        """How the target answers the data's prompts; None where the drafter trains on the given answers."""
+        options, stop_ids = self.options, tuple(sorted(self.loaded.target.stop_ids))
+        return Writing(options.temperature, options.max_new_tokens, stop_ids, self.longest) if options.answers else None
 
     def features(
         self,
@@ -70,26 +80,27 @@ class EngineFeatures:
         if data.has_images:
             raise UserError("features=engine takes text alone, but the data has images; set features=cached or online")
         self._check_groups()
-        reference = self._reference(data)
-        servers, fault = None, None
+        beginning_T = data.train[0].documents[0][:COMPARED]
+        reference, servers = self._reference(np.array(self._known, np.int32) if self._known else beginning_T), None
         try:
-            servers = self._servers(reference, urls, folder, way_out, store, console)
-            servers.check()
-            self._check_room(store, servers.dtypes)
-        except UserError as error:
-            fault = str(error)
-        for said in world.gather(fault):
-            if said is not None:
-                if servers is not None:
-                    servers.close()
-                raise UserError(said)
-        assert servers is not None
+            servers = _together(world, lambda: self._servers(reference, urls, folder, way_out, store, console))
+            assert servers is not None
+            _together(world, servers.check)
+            _together(world, lambda: self._check_room(store, servers.dtypes))
+            if self.writing is not None and self._known is None:
+                assert isinstance(servers, Servers), "no groups of servers give answers"
+                self._compare_answer(servers, self.writing, beginning_T, world)
+        except UserError:
+            if servers is not None:
+                servers.close()
+            raise
+        servers.reset_counts()  # the comparisons are not of training
         answering, dtypes = len(servers.dtypes), " and ".join(sorted(set(servers.dtypes)))
         console.say(
             f"features: {answering} of {servers.number} servers ({', '.join(servers.names)}) give the target's states of "
             f"{self._described} in {dtypes}; training does not run the target's blocks"
         )
-        return EngineStates(servers, self.layers, self.loaded.target, self.options.ahead)
+        return EngineStates(servers, self.layers, self.loaded.target, self.options.ahead, self.writing)
 
     @property
     def _described(self) -> str:
@@ -131,7 +142,7 @@ class EngineFeatures:
         if options.engine == "sglang":
             bases = [base.removesuffix("/v1") for base in bases]
         key = os.environ.get(options.key_env) or None
-        return ServerSettings(tuple(bases), key, options.timeout, options.patience, options.concurrency)
+        return ServerSettings(tuple(bases), key, options.request_timeout, options.patience, options.concurrency)
 
     def _source(self, keys: tuple[int, ...], folder: Path | None, store: StoreSettings | None, way_out: str) -> Source:
         objects = None if store is None else MooncakeStates(MooncakeStore(store))
@@ -159,14 +170,29 @@ class EngineFeatures:
                 f"to {needed} or more, or lower data.max_length"
             )
 
-    def _reference(self, data: Dataset) -> Reference:
-        """The target's states of the beginning of the first conversation. All processes compute it together.
+    def _compare_answer(self, servers: Servers, writing: Writing, beginning_T: Ids, world: World) -> None:
+        """Compare the states of an answer, which the engine computes token by token, with the trainer's own.
 
-        A target without blocks knows the states of one text alone.
+        Raises UserError on all processes where they differ.
         """
+        prompt = beginning_T[: max(1, len(beginning_T) // 2)].tolist()
+        request = AnswerRequest(prompt, 0, max(1, min(COMPARED, self.longest - len(prompt))), replace(writing, stop_ids=()))
+        answer = _together(world, lambda: servers.answered(request) if world.first else None)
+        read_T = np.array([*prompt, *answer.token_ids[:-1]] if answer else [], np.int32)
+        reference = self._reference(world.share(read_T))
+        fault = reference.fault(answer.hidden_TKH, servers.source.label) if answer else None
+        if fault := world.share(fault):
+            raise UserError(f"features.answers: the states of an answer are wrong: {fault}; set features.answers=false")
+
+    @property
+    def _known(self) -> list[int] | None:
+        """The one text whose states a target without blocks knows; None for a whole target."""
+        target = self.loaded.target
+        return target.known.ids if isinstance(target, FrozenEnds) and target.known else None
+
+    def _reference(self, ids: Ids) -> Reference:
+        """The target's states of a sequence. All processes compute it together."""
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
-        known = target.known.ids if isinstance(target, FrozenEnds) and target.known else None
-        ids = np.array(known) if known else data.train[0].documents[0][:COMPARED]
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
         blocks, keys = target.shape.blocks, self.layers.keys
         tapped = [key for key in keys if key != FINAL]
@@ -180,3 +206,16 @@ class EngineFeatures:
         return Reference(
             ids.tolist(), keys, {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}, target.dtype
         )
+
+
+def _together(world: World, ask: Callable[[], R]) -> R | None:
+    """The result of `ask` in this process. Raises UserError on all processes where it does in one."""
+    found, fault = None, None
+    try:
+        found = ask()
+    except UserError as error:
+        fault = str(error)
+    for said in world.gather(fault):
+        if said is not None:
+            raise UserError(said)
+    return found

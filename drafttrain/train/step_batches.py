@@ -1,6 +1,7 @@
 """The batches of a run's steps, with the target's states: computed, read from disk, or received from servers.
 
-Batches follow from seed and step, so the states of later ones can be begun early.
+Batches follow from seed and step, so the states of later ones can be begun early. With `features.answers` it is their prompts
+that follow: a step's batches are made when all their answers are there, because the loss divides by the number of their tokens.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import torch
+
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate, shard
 from drafttrain.features.cached import Cached
@@ -16,6 +19,7 @@ from drafttrain.features.engine import EngineStates
 from drafttrain.features.online import Online
 from drafttrain.features.prefetch import Prefetch
 from drafttrain.model.batch import TrainBatch
+from drafttrain.train.answers import Answers, Asked
 from drafttrain.train.engine import World
 from drafttrain.train.job import TrainingJob
 from drafttrain.train.onpolicy import OnPolicy
@@ -40,9 +44,15 @@ class Batches:
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
         self.prefetch = Prefetch(self._states, job.loaded.target.device)
         self._built: dict[int, StepBatches] = {}  # of later steps whose states have begun to be loaded
+        self._asked: dict[int, list[Asked]] = {}  # of later steps whose answers have been requested
+        self.answers: Answers | None = None  # None: the given replies are trained on
+        if isinstance(source, EngineStates) and source.writing is not None:
+            self.answers = Answers(source, job.train.seed, self._batch)
 
     def of(self, step: int) -> StepBatches:
         """The batches of a step, without states; each step's are built once."""
+        if self.answers is not None:
+            return self._answered(self.answers, step)
         if step in self._built:
             return self._built.pop(step)
         options = self.job.train
@@ -68,6 +78,9 @@ class Batches:
         """
         job, source = self.job, None if isinstance(self.source, Online) else self.source
         if not (job.prefetch or source) or job.adapter is not None or job.train.on_policy:
+            return
+        if self.answers is not None:
+            self._ask(self.answers, step + 1)
             return
         for batch in islice(self._coming(left, step), source.ahead if source else 1):
             (source.begin if source else self.prefetch.start)(batch)
@@ -95,6 +108,34 @@ class Batches:
             if later not in self._built:
                 self._built[later] = self.of(later)
             yield from self._built[later].micro
+
+    def _answered(self, answers: Answers, step: int) -> StepBatches:
+        """The batches of a step, once the target has answered its prompts."""
+        with self.meter.data():
+            asked = self._prompts(answers, step)
+            del self._asked[step]
+            for one in asked:
+                answers.begin(one)
+            self._ask(answers, step + 1)  # now, so that the servers have work while the longest answer is written
+            micro = [answers.batch(one) for one in asked]
+            tokens = sum(int((batch.document_BT >= 0).sum()) for batch in micro)
+            return StepBatches(micro, int(self.world.sum(torch.tensor([tokens], device=self.job.loaded.target.device))))
+
+    def _prompts(self, answers: Answers, step: int) -> list[Asked]:
+        """The prompts of this process's micro-batches."""
+        if step not in self._asked:
+            size = self.job.train.global_batch
+            requests = answers.requests(self.job.data.global_batch(step, size), step * size)
+            parts = shard(requests, self.world.rank, self.world.size, self.job.train.micro_batch)
+            self._asked[step] = [Asked(part) for part in parts]
+        return self._asked[step]
+
+    def _ask(self, answers: Answers, step: int) -> None:
+        """Request the answers of the first `ahead` micro-batches from this step on."""
+        assert isinstance(self.source, EngineStates)
+        coming = (one for later in range(step, self.job.train.steps) for one in self._prompts(answers, later))
+        for one in islice(coming, self.source.ahead):
+            answers.begin(one)
 
     def _batch(self, rows: Sequence[Encoded]) -> TrainBatch:
         pad = self.job.loaded.tokenizer.pad_token_id

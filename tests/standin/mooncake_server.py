@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tests.standin.mooncake import connected
-from tests.standin.states_server import Handler, StandIn, serve
+from tests.standin.states_server import Asked, Handler, StandIn, serve
 
 SEGMENT = 256 << 20
 ALIGNED = 64
@@ -33,21 +33,22 @@ ALIGNED = 64
 class MooncakeStandIn(StandIn):
     """A server. folder: unused."""
 
-    def __init__(self, compute: Any, master: str, faults: dict[int, str] | None = None, longest: int = 2**20) -> None:
-        super().__init__(compute, None, faults, longest)  # type: ignore[arg-type]
+    def __init__(self, compute: Any, master: str, *given: Any, **named: Any) -> None:
+        super().__init__(compute, None, *given, **named)  # type: ignore[arg-type]
         self.client = connected(master, SEGMENT)
 
-    def give(self, handler: Handler, ids: list[int], name: str, fault: str) -> None:
+    def give(self, handler: Handler, asked: Asked, name: str, fault: str) -> None:
         """Answer, and put the object."""
         with torch.no_grad():
-            hidden_TLH = self.compute(ids).contiguous()
+            hidden_TLH = self.compute(asked.read)[: len(asked.ids)].contiguous()
+        ids = asked.ids
         token_T = torch.tensor(ids[::-1] if fault == "ids" else ids)
         handle = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
         content, manifest = packed(handle, {"hidden_states": hidden_TLH, "token_ids": token_T})
         if fault == "damaged":
             manifest["tensors"]["hidden_states"]["offset"] = 2**30
         given = manifest | {"handle": f"cmpl-other-{handle[-12:]}"} if fault == "another" else manifest
-        handler.completion(name, len(ids), given)
+        handler.completion(name, asked, given)
         if fault in ("error", "nan"):
             why = "Non-finite producer tensor 'hidden_states'" if fault == "nan" else "Mooncake put_from failed"
             self.client.put(f"{handle}:error", json.dumps({"error": why}).encode())

@@ -3,6 +3,10 @@
 `python -m tests.standin.states_server TARGET FOLDER LAYERS PORT [FAULTS]` serves as a process: LAYERS as `2,3,4`. As vLLM does,
 it takes an exclusive lock on `<file>.lock` before it answers, and writes the file after its answer.
 
+A request with `kv_transfer_params={"include_output_tokens": true}` is answered by `write`, and its file has the prompt and the
+answer without the last token (`request_finished` of vLLM's example_hidden_states_connector). The process samples from the
+target with the request's seed and temperature, so that the same request has the same answer.
+
 FAULTS is a JSON object: the number of a request (from 0, over all requests for states) to one of
 
     status      answers with 500
@@ -13,6 +17,7 @@ FAULTS is a JSON object: the number of a request (from 0, over all requests for 
     nan         one value is not a number
     ids         the states of other token ids
     another     names the file of another request
+    aborted     an answer without its last token, as of a request that the server gave up
     die         the process ends at once
 
 Shapes: T tokens, L layer ids, H hidden.
@@ -25,8 +30,10 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -38,11 +45,32 @@ from torch import Tensor
 STANDIN_HOST = "STANDIN_HOST"  # environment variable: the address at which it serves, 127.0.0.1 unless it is set
 
 
-class StandIn:
-    """A server. compute: token ids [T] to the states [T, L, H]."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for, and what is said in return."""
 
-    def __init__(self, compute: Any, folder: Path, faults: dict[int, str] | None = None, longest: int = 2**20) -> None:
+    read: list[int]  # tokens that the target reads
+    ids: list[int]  # those whose states are given
+    choice: dict[str, Any]
+    usage: dict[str, int]
+
+
+class StandIn:
+    """A server.
+
+    compute: token ids [T] to the states [T, L, H]. write: a prompt and the request's body to the token ids of an answer.
+    """
+
+    def __init__(
+        self,
+        compute: Any,
+        folder: Path,
+        faults: dict[int, str] | None = None,
+        longest: int = 2**20,
+        write: Callable[[list[int], dict[str, Any]], list[int]] | None = None,
+    ) -> None:
         self.compute, self.folder, self.faults, self.longest = compute, folder, faults or {}, longest
+        self.write = write
         self.requests: list[dict[str, Any]] = []
         self.most_at_once = self._at_once = 0
         self.writing = threading.Lock()
@@ -70,24 +98,41 @@ class StandIn:
             handler.close_connection = True
             handler.connection.close()
             return None
-        return self.give(handler, body["prompt"], f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}", fault)
+        return self.give(handler, self._asked(body, fault), f"cmpl-{body['request_id']}-0-{os.urandom(4).hex()}", fault)
 
-    def give(self, handler: Handler, ids: list[int], name: str, fault: str) -> None:
+    def _asked(self, body: dict[str, Any], fault: str) -> Asked:
+        """What a request asks for. An answer is written at once."""
+        ids = body["prompt"]
+        choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": "length"}
+        if not (body.get("kv_transfer_params") or {}).get("include_output_tokens"):
+            return Asked(ids, ids, choice, {"prompt_tokens": len(ids), "completion_tokens": 1})
+        assert self.write is not None and body["return_token_ids"], "a test of answers gives `write`"
+        written = self.write(ids, body)
+        stopped = written[-1] in body["stop_token_ids"]
+        written = written[:-1] if fault == "aborted" else written
+        finish = "abort" if fault == "aborted" else "stop" if stopped else "length"
+        choice |= {"finish_reason": finish, "token_ids": written, "prompt_token_ids": ids}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(written)}
+        return Asked([*ids, *written], [*ids, *written][:-1], choice, usage)
+
+    def give(self, handler: Handler, asked: Asked, name: str, fault: str) -> None:
         """Answer, and write the file."""
         file = self.folder / f"{name}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(f"{file}.lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX)
         given = file.with_name(f"cmpl-other-{file.name[-12:]}") if fault == "another" else file
-        handler.completion(name, len(ids), {"hidden_states_path": str(given)})
+        handler.completion(name, asked, {"hidden_states_path": str(given)})
         if fault == "late":
             self._held.append(lock)
             return None
         with torch.no_grad():
-            hidden_TLH = self.compute(ids)
+            # of all tokens, so that the sums are those of training on the same text; the last state is not given
+            hidden_TLH = self.compute(asked.read)[: len(asked.ids)]
         if fault == "nan":
             hidden_TLH[-1, 0, 0] = torch.nan
-        token_T = torch.tensor(ids) + (fault == "ids")
+        ids = asked.ids
+        token_T = torch.tensor([i + 1 for i in ids] if fault == "ids" else ids)
         content = save({"hidden_states": hidden_TLH.contiguous(), "token_ids": token_T})
         if fault != "missing":
             file.write_bytes(content[: len(content) // 2] if fault == "half" else content)
@@ -121,11 +166,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def completion(self, name: str, tokens: int, params: dict[str, Any]) -> None:
+    def completion(self, name: str, asked: Asked, params: dict[str, Any]) -> None:
         """The answer to a request for states."""
-        answer = {"id": name, "object": "text_completion", "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
-        usage = {"prompt_tokens": tokens, "completion_tokens": 1}
-        self.answer(200, answer | {"usage": usage, "kv_transfer_params": params})
+        answer = {"id": name, "object": "text_completion", "choices": [asked.choice]}
+        self.answer(200, answer | {"usage": asked.usage, "kv_transfer_params": params})
         self.wfile.flush()
 
     def log_message(self, *args: Any) -> None:
@@ -186,6 +230,24 @@ def states_of(model: Any, layers: Sequence[int]) -> Any:
     return locked
 
 
+def sampled_by(model: Any) -> Callable[[list[int], dict[str, Any]], list[int]]:
+    """Answers that a target samples token by token; they follow from the prompt and the request's seed alone."""
+
+    def write(ids: list[int], body: dict[str, Any]) -> list[int]:
+        generator, written = torch.Generator().manual_seed(body["seed"]), list[int]()
+        while len(written) < body["max_tokens"] and written[-1:] not in [[i] for i in body["stop_token_ids"]]:
+            with torch.no_grad():
+                logits_V = model(torch.tensor([[*ids, *written]]), use_cache=False).logits[0, -1].double()
+            if body["temperature"] == 0:
+                written.append(int(logits_V.argmax()))
+            else:
+                p_V = (logits_V / body["temperature"]).softmax(0)
+                written.append(int(torch.multinomial(p_V, 1, generator=generator)))
+        return written
+
+    return write
+
+
 def main() -> None:
     serve(StandIn, Path(sys.argv[2]))
 
@@ -198,7 +260,8 @@ def serve(kind: Any, where: Any) -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     wanted = {int(number): fault for number, fault in json.loads(faults[0] if faults else "{}").items()}
-    standin = kind(states_of(model, [int(i) for i in layers.split(",")]), where, wanted)
+    write = sampled_by(deepcopy(model))  # a copy: the hooks of `states_of` see every pass of theirs
+    standin = kind(states_of(model, [int(i) for i in layers.split(",")]), where, wanted, write=write)
     with serving(standin, int(port)):
         print("ready", flush=True)
         threading.Event().wait()

@@ -1,0 +1,135 @@
+"""Answers that the target writes: what is requested, what is refused, and that the state which is missing is never read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.tiny import NAMES, build
+from drafttrain.core.errors import UserError
+from drafttrain.data.chat import Encoded
+from drafttrain.data.dataset import collate
+from drafttrain.features import FeatureOptions
+from drafttrain.features.answers import AnswerError, AnswerRequest, Writing
+from drafttrain.features.online import Online
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.train import TrainOptions
+from drafttrain.train.answers import Answers, answered
+from drafttrain.train.packed_rows import check_packing
+from tests.helpers import FEW, tiny_target
+
+WRITING = Writing(1.0, 8, (7, 11), 16)
+
+
+def row(prompt: int, reply: int, before: int = 0) -> Encoded:
+    """A conversation with a reply of `before` tokens inside its prompt, and a last reply."""
+    mask = np.zeros(prompt + reply, np.bool_)
+    mask[2 : 2 + before] = True
+    mask[prompt:] = True
+    return Encoded(np.arange(prompt + reply, dtype=np.int32), mask)
+
+
+def requests(*rows: Encoded, first: int = 0, seed: int = 0, writing: Writing = WRITING) -> list[AnswerRequest]:
+    states: Any = SimpleNamespace(writing=writing)
+    return Answers(states, seed, lambda rows: collate(rows, 0)).requests(rows, first)
+
+
+def test_the_prompt_ends_before_the_last_reply_and_the_seed_follows_from_its_place() -> None:
+    a, b = requests(row(5, 3, before=1), row(12, 2))
+    assert (a.prompt, a.room) == (list(range(5)), 8) and (b.prompt, b.room) == (list(range(12)), 4)
+    (again,) = requests(row(12, 2), first=1)
+    assert again == b, "a resumed run asks for the same"
+    others = requests(row(12, 2), first=2) + requests(row(12, 2), first=1, seed=1)
+    assert len({one.seed for one in (a, b, *others)}) == 4 and all(0 <= one.seed < 2**31 for one in others)
+
+
+def test_only_the_answer_is_supervised() -> None:
+    found = answered([5, 6, 7], [8, 9])
+    assert found.token_ids.tolist() == [5, 6, 7, 8, 9] and found.mask.tolist() == [False] * 3 + [True] * 2
+    assert collate([answered([5, 6], [7])], 0).supervised() == 1, "an answer of its end token alone"
+
+
+def test_a_request_says_all_that_decides_the_answer() -> None:
+    (one,) = requests(row(12, 2))
+    fields = one.fields()
+    assert fields["max_tokens"] == 4 and fields["temperature"] == 1.0 and fields["seed"] == one.seed
+    assert fields["stop_token_ids"] == [7, 11] and fields["ignore_eos"] and fields["return_token_ids"]
+    assert fields["kv_transfer_params"] == {"include_output_tokens": True}
+    assert fields["top_p"] == 1.0 and fields["top_k"] == 0 and fields["repetition_penalty"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ids", "finish", "whole"),
+    [
+        ([7], "stop", True),
+        ([3, 4, 11], "stop", True),
+        ([3, 4, 5, 6], "length", True),
+        ([3, 4, 5, 7], "stop", True),
+        ([3, 4], "stop", False),
+        ([3, 4], "length", False),
+        ([3, 4], "abort", False),
+        ([], "abort", False),
+        ([3, 4, 5, 6, 7], "stop", False),
+    ],
+)
+def test_an_answer_is_whole_or_asked_for_again(ids: list[int], finish: str, whole: bool) -> None:
+    (one,) = requests(row(12, 2))
+    given = {"choices": [{"token_ids": ids, "finish_reason": finish}]}
+    if whole:
+        assert one.read(given) == ids
+        return
+    with pytest.raises(AnswerError, match=f"an answer of {len(ids)} tokens that ended by '{finish}', at most 4"):
+        one.read(given)
+
+
+def test_what_cannot_be_answered_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the data has plain text without replies"):
+        requests(row(1, 9))
+    with pytest.raises(UserError, match=r"a prompt has 16 tokens, which leave .*; lower data.max_length"):
+        requests(row(16, 2))
+    with pytest.raises(UserError, match=r"data.pack fills rows by the lengths of the given replies"):
+        check_packing(True, TrainOptions(), tiny_target(), build("medusa", tiny_target()), None, answers=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("online", {}, "features.answers needs an engine to write them, but features is online; set features=engine"),
+        ("engine", {"temperature": -1.0}, "features.temperature is -1; set it to 0"),
+        ("engine", {"max_new_tokens": 0}, "features.max_new_tokens is 0; set it to 1 or more"),
+    ],
+)
+def test_options_are_checked(name: str, options: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        FeatureOptions(name, answers=True, **options).check(64)
+
+
+def test_answers_have_more_time_than_given_texts() -> None:
+    assert FeatureOptions("engine").request_timeout == 120 and FeatureOptions("engine", answers=True).request_timeout == 600
+    assert FeatureOptions("engine", answers=True, timeout=7.0).request_timeout == 7
+
+
+@pytest.mark.sampled(name=FEW)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_family_reads_the_state_of_an_answers_last_token(name: str) -> None:
+    """Whatever stands there, the loss and every gradient have the same bits."""
+    target = tiny_target()
+    drafter = build(name, target)
+    if not drafter.trained or drafter.adapts is not None:
+        pytest.skip("features=engine refuses it")
+    rows = [answered(list(range(3, 9)), [12, 13, 14, 15, 16, 17, 18]), answered(list(range(20, 24)), [30, 31, 32, 33])]
+    filled = Online(target, drafter.taps).fill(collate(rows, 0))
+    objective, found = Objective(drafter.train(), target, LossOptions()), []
+    for value in (0.0, 3.0):
+        for state_BTH in filled.hidden.values():
+            state_BTH[0, 12], state_BTH[1, 7] = value, value
+        drafter.zero_grad()
+        torch.manual_seed(0)
+        loss, _ = objective(filled)
+        loss.backward()
+        found.append([loss.detach()] + [p.grad.clone() for p in drafter.parameters() if p.grad is not None])
+    assert len(found[0]) > 1 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
