@@ -61,7 +61,7 @@ class Endpoint:
         """Stream one answer, and the server's counts of it. Raises UserError for a refusal, and for an answer without its
         number of tokens.
         """
-        content = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
+        content: dict[str, Any] = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
         body = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": 0, "stream": True}
         body |= content | {"stream_options": {"include_usage": True}} | (ASK_DETAILS if SGLANG in self.about.versions else {})
         path = "completions" if self.where.api == TOKENS else "chat/completions"
