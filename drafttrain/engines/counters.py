@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import sleep
 from typing import Any
 
@@ -150,14 +150,18 @@ def _unknown(reason: str) -> Counted:
 
 
 def _of_sums(spent: Reading) -> Counted:
-    sums: dict[str, Any] = {name: int(value) for name, value in spent.sums.items()}
-    places = spent.by_position
-    if not places:
-        return Counted(**sums, notes=("no acceptance by position: the server counts only sums",))
-    by_position = tuple(int(places.get(i, 0.0)) for i in range(max(places) + 1))
-    if sum(by_position) != sums["accepted"]:
-        return Counted(**sums, notes=(DOES_NOT_ADD_UP,))
-    return Counted(**sums, accepted_by_position=by_position)
+    steps, drafted, accepted = (spent.sums.get(name) for name in ("verifications", "drafted", "accepted"))
+    found = Counted(_whole(steps), _whole(drafted), _whole(accepted))
+    if not spent.by_position:
+        return replace(found, notes=("no acceptance by position: the server counts only sums",))
+    by_position = tuple(int(spent.by_position.get(i, 0.0)) for i in range(max(spent.by_position) + 1))
+    if sum(by_position) != found.accepted:
+        return replace(found, notes=(DOES_NOT_ADD_UP,))
+    return replace(found, accepted_by_position=by_position)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _samples(text: str) -> list[tuple[str, str, float]]:

@@ -62,7 +62,7 @@ class Endpoint:
         number of tokens.
         """
         content: dict[str, Any] = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
-        body: dict[str, Any] = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": 0, "stream": True}
+        body = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": 0, "stream": True}
         body |= content | {"stream_options": {"include_usage": True}} | (ASK_DETAILS if SGLANG in self.about.versions else {})
         path = "completions" if self.where.api == TOKENS else "chat/completions"
         first, text, count, details = None, "", None, None
