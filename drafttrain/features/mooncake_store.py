@@ -272,7 +272,7 @@ class Buffer:
     def suspect(self, part_N: Tensor) -> None:
         """Keep a part for `SUSPECT` seconds after its context."""
         with self._changed:
-            self._suspects[part_N.storage_offset()] = self._clock() + SUSPECT
+            self._suspects[int(part_N.storage_offset())] = self._clock() + SUSPECT
 
     def _free(self, nbytes: int) -> int | None:
         """Where so many bytes are free; None: nowhere."""
