@@ -148,7 +148,7 @@ class Pieces:
             blocks[number] = block
         model.config.name_or_path = self.place
         with suppress(OSError):  # many have none
-            model.generation_config = GenerationConfig.from_pretrained(self.place, revision=self.files.revision)
+            model.generation_config = GenerationConfig.from_pretrained(self.place, revision=self.files.revision or "main")
         return model
 
     def block(self, number: int) -> nn.Module:
