@@ -70,14 +70,16 @@ def stream(target: FrozenEnds, pieces: Pieces, ids: Sequence[int], done: Callabl
 
     Raises UserError for damaged files, and weights that do not fill the model.
     """
-    state, blocks = _Stream(pieces, target.device, done), cast(Any, target.model.get_submodule(pieces.prefix))
+    model: Any = target.model
+    state, blocks = _Stream(pieces, target.device, done), model.get_submodule(pieces.prefix)
     state.samples |= outside_samples(target)
     outlines = list(blocks)
-    handle = target.backbone.module.register_forward_hook(state.keep_final)
+    backbone: Any = target.backbone.module
+    handle = backbone.register_forward_hook(state.keep_final)
     try:
         for number, outline in enumerate(outlines):
             blocks[number] = _StreamedBlock(outline, _numbered(state, number))
-        cast(Any, target.backbone.module)(input_ids=torch.tensor([list(ids)], device=target.device), use_cache=False)
+        backbone(input_ids=torch.tensor([list(ids)], device=target.device), use_cache=False)
     finally:
         handle.remove()
         for number, outline in enumerate(outlines):

@@ -95,8 +95,7 @@ class StreamedStates:
     def _ids(self) -> list[int]:
         """The text: the beginning of embedded prompts."""
         text = "\n".join(str(prompt.turns[0]) for prompt in load_prompts("embedded", PROMPTS))
-        tokenizer: Any = self.ends.loaded.tokenizer
-        ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = list(self.ends.loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return ids[: min(TOKENS, self.longest)]
 
     def _key(self, ids: list[int]) -> str:
