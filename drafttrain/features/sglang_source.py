@@ -135,7 +135,7 @@ class SglangSource:
 
     def _with_norm(self, hidden_TKH: Tensor) -> Tensor:
         """The norm of the last block's output as the final state, after the tapped blocks."""
-        final_TH = self._norm(hidden_TKH[:, -1]).to(hidden_TKH.dtype)
+        final_TH = self._norm(hidden_TKH[:, -1].contiguous()).to(hidden_TKH.dtype)
         return torch.cat([hidden_TKH[:, : len(self.keys) - 1], final_TH[:, None]], 1)
 
 
