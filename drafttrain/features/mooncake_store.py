@@ -25,7 +25,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 
 PROTOCOLS = ("tcp", "rdma")
-INSTALL = "pip install mooncake-transfer-engine-non-cuda, or mooncake-transfer-engine on a machine with CUDA 12"
+INSTALL = "pip install 'drafttrain[mooncake]' (Linux on x86-64)"
 DEVICES = Path("/sys/class/infiniband")  # RDMA devices of a Linux machine
 CONNECT = 10.0  # seconds for the master to accept a connection
 ALIGNED = 64  # bytes to which the parts of the buffer are aligned, as hs_connectors aligns tensors

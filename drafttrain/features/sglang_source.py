@@ -106,6 +106,9 @@ class SglangSource:
             raise UserError(f"{url} answers without states; {self.way_out}")
         state_TW = narrowed(numbers(rows[0]))
         check_whole(url, state_TW.shape[0], len(ids), about)
+        states = len(description.details.blocks or ()) + description.details.final
+        if state_TW.shape[1] % states:
+            raise UserError(f"{url} gives {state_TW.shape[1]} values a token, which are not {states} states; {self.way_out}")
         convert = self._conversion(description.details)
         assert convert is not None, "the server was compared"
         given = answer.get("prompt_token_ids")
