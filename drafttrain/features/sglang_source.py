@@ -115,6 +115,9 @@ class SglangSource:
             raise UserError(f"{url} answers without states; {self.way_out}")
         state_TW = narrowed(numbers(rows[0]))
         check_whole(url, state_TW.shape[0], len(ids), about)
+        states = len(description.details.blocks or ()) + description.details.final
+        if state_TW.shape[1] % states:
+            raise UserError(f"{url} gives {state_TW.shape[1]} values a token, which are not {states} states; {self.way_out}")
         convert = self._conversion(description.details)
         assert convert is not None, "the server was compared"
         given = answer.get("prompt_token_ids")
@@ -144,7 +147,7 @@ class SglangSource:
 
     def _with_norm(self, hidden_TKH: Tensor) -> Tensor:
         """The norm of the last block's output as the final state, after the tapped blocks."""
-        final_TH = self._norm(hidden_TKH[:, -1]).to(hidden_TKH.dtype)
+        final_TH = self._norm(hidden_TKH[:, -1].contiguous()).to(hidden_TKH.dtype)
         return torch.cat([hidden_TKH[:, : len(self.keys) - 1], final_TH[:, None]], 1)
 
 
