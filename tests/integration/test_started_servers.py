@@ -19,7 +19,7 @@ from tests.standin.vllm import python
 
 
 def wait_for(happened: Callable[[], object], said: Callable[[], str]) -> None:
-    until = time.monotonic() + 200
+    until = time.monotonic() + 300
     while not happened():
         assert time.monotonic() < until, said()
         time.sleep(0.05)
@@ -56,6 +56,26 @@ def test_one_of_two_servers_is_killed_and_starts_again(material: Path, tmp_path:
     assert not servers(states) and not list(states.iterdir())
     run = next((tmp_path / "two").glob("*/*/run.json")).parent
     whole = fit(material, tmp_path / "one", *started(tmp_path, states, *steps))
+    assert digest(run) == digest(whole) and losses(run) == losses(whole)
+
+
+@pytest.mark.slow
+def test_each_of_two_machines_that_train_has_a_server_of_its_own(material: Path, tmp_path: Path) -> None:
+    states, place = tmp_path / "states", ("launcher.nodes=2", f"launcher.rendezvous=localhost:{free_port()}")
+    words = arguments(material, tmp_path / "two", *started(tmp_path, states, *place))
+    both = [forked.start(words) for _ in range(2)]
+    most = 0
+
+    def ended() -> bool:
+        nonlocal most
+        most = max(most, len(servers(states)))
+        return all(process.poll() is not None for process in both)
+
+    wait_for(ended, both[0].said)
+    assert [process.returncode for process in both] == [0, 0], both[0].said()
+    assert most == 2 and not list(states.iterdir())
+    run = next((tmp_path / "two").glob("*/*/run.json")).parent
+    whole = fit(material, tmp_path / "one", *started(tmp_path, states, "launcher.nproc=2"))
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
 
 

@@ -55,7 +55,7 @@ class Machine:
         return ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={os.getcwd()}", *map(str, words)]
 
     def run(self, *words: str | Path, check: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=120, **more)
+        done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=300, **more)
         assert not check or not done.returncode, f"{words}: {done.stdout}{done.stderr}"
         return done
 
