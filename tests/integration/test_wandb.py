@@ -154,10 +154,11 @@ def test_online_all_arrives_and_compare_reads_it(material: Path, tmp_path: Path)
         run = assert_complete(server, run_dir)
         assert_no_secret(server, run_dir)
         assert server.used == [(run.name, server.artifact("dataset").name)]
-        call = [sys.executable, "-m", "drafttrain", "compare", f"me/drafttrain/{run.name}", str(run_dir), "compare.samples=200"]
+        there = f"me/drafttrain/{run.name}"
+        call = [sys.executable, "-m", "drafttrain", "compare", there, str(run_dir), "compare.samples=200", "out=compared"]
         done = subprocess.run(call, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
-        assert f"me/drafttrain/{run.name}" in done.stdout and not server.unknown
+        assert there in (tmp_path / "compared/compare.csv").read_text() and not server.unknown
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
