@@ -65,8 +65,9 @@ class Logger:
             return
         raw = self.run.raw
         lineage = Lineage(raw, self.options.artifacts)
-        self.run.attempt("figures", lambda: raw.summary.update(summary_of(report)))
         self.run.attempt("pictures", lambda: raw.log(_shown(report, plots)))
+        # last, because each step that W&B takes in sets the summary of its figures, such as expected_tau
+        self.run.attempt("figures", lambda: raw.summary.update(summary_of(report)))
         self.run.attempt("artifacts", lambda: lineage.made_checkpoints(checkpoints, report))
         self.run.attempt("artifacts", lambda: lineage.made_report(files))
 

@@ -19,7 +19,7 @@ def logged_in() -> bool:
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or setting("base_url") or "").netloc
     try:
         known = netrc.netrc(_netrc_file())
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
         return False
     return any(known.authenticators(name) is not None for name in ([host] if host and host not in HOSTS else HOSTS))
 

@@ -438,6 +438,7 @@ def _upsert_view(server: WandbServer, given: JSON) -> JSON:
 VIEWER = {"id": "VXNlcjox", "entity": USER, "username": USER, "email": "me@example.org", "flags": "{}", "teams": {"edges": []}}
 OPERATIONS: dict[str, Callable[[WandbServer, JSON], JSON]] = {
     "Viewer": lambda *_: {"viewer": VIEWER},
+    "GetDefaultEntity": lambda *_: {"viewer": VIEWER},
     "ServerFeaturesQuery": lambda *_: {"serverInfo": {"features": []}},
     "XXHashDigestsEnabled": lambda *_: {"entity": {"xxhashDigestsEnabled": False}},
     "OrganizationCoreWeaveOrganizationID": lambda *_: {"entity": {"organization": None}},

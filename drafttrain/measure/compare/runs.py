@@ -107,7 +107,8 @@ def _at_wandb(path: str) -> RunReport:
 
     try:
         run = wandb.Api().run(path)
-        artifact = next((a for a in run.logged_artifacts() if a.type == "report"), None)
+        reports = [a for a in run.logged_artifacts() if a.type == "report"]
+        artifact = max(reports, key=lambda a: int(a.version.removeprefix("v")), default=None)
         if artifact is None:
             raise UserError(f"W&B run {path} has no report; name a run whose measurement has finished")
         with tempfile.TemporaryDirectory(prefix="drafttrain-") as folder:

@@ -306,7 +306,9 @@ class Weights:
         if path != "me/drafttrain/abc123":
             raise wandb.errors.CommError(f"could not find run <Run {path}\n(not found)>")
         other = SimpleNamespace(type="drafter")
-        artifacts = [other] if self.made is None else [other, SimpleNamespace(type="report", download=self.download)]
+        old = SimpleNamespace(type="report", version="v9", download=None)
+        new = SimpleNamespace(type="report", version="v10", download=self.download)
+        artifacts = [other] if self.made is None else [old, other, new]
         return SimpleNamespace(config={"train": {"lr": 0.5}}, logged_artifacts=lambda: artifacts)
 
     def download(self, root: str) -> None:
