@@ -111,9 +111,8 @@ def target_parts(opened: Opened, files: Files) -> TargetParts:
     texts = [TEXT, f"{TEXT}{tokenizer.eos_token or ''}{TEXT}"] if files.tokenizer else []
     made = [(text, list(tokenizer(text, verbose=False)["input_ids"])) for text in texts]
     blocks, whole = opened.loaded.target.shape.blocks, partial(_whole_model, model)
-    return TargetParts(
-        embed_VH, opened.target.head_weight.cpu(), blocks, pieces, made, files.base, whole, opened.loaded.target.dtype
-    )
+    head_VH, dtype = opened.target.head_weight.cpu(), opened.loaded.target.dtype
+    return TargetParts(embed_VH, head_VH, blocks, pieces, made, files.base, whole, dtype)
 
 
 def _whole_model(model: Any) -> tuple[Config, Tensors]:
