@@ -1,16 +1,23 @@
-"""llama.cpp serves targets of other kinds than Llama, written by us, and accepts as many drafts of their drafters as we do."""
+"""llama.cpp serves targets of other kinds than Llama, written by us, and accepts as many drafts of their drafters as we do.
+
+Shapes: R rows of text, T tokens of a row, B rows of a batch.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from drafttrain.targets.load import EMBEDDED
 from tests.engines.conftest import note, python_for
@@ -37,28 +44,47 @@ KINDS: dict[str, dict[str, Any]] = {
     "minimax_m2": {**EXPERTS, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 PLAIN = ("drafter.fc_norm=false", "drafter.norm_output=false", "drafter.taps=[0,1,2]", "drafter.tree=chain")
+WIDTH = 96  # tokens of a row of the target's training
 QUIET = ("measure.enabled=false", "logger=none")
 
 
-def random_target(kind: str, folder: Path) -> Path:
-    """A random model with the embedded target's tokenizer, and weights large enough that its texts are no constants."""
+def target_of(kind: str, folder: Path) -> Path:
+    """A small model with the embedded target's tokenizer, trained for a moment: drafts for a random one are seldom accepted."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | KINDS[kind]))
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.5 if "conv.conv" in name else parameter.shape[-1] ** -0.5)
+            torch.nn.init.normal_(parameter, std=0.5 if "conv.conv" in name else 0.6 * parameter.shape[-1] ** -0.5)
         elif "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rows_RT = texts()
+    for _ in range(120):
+        some_BT = rows_RT[torch.randint(len(rows_RT), (8,))]
+        model(input_ids=some_BT, labels=some_BT).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
     ours = shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json")
     shutil.copytree(EMBEDDED, folder / kind, ignore=ours)
-    model.save_pretrained(folder / kind)
+    model.eval().save_pretrained(folder / kind)
     return folder / kind
+
+
+@cache
+def texts() -> Tensor:
+    """[R, T] tokens of the embedded conversations, one after the other."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED)
+    with gzip.open(EMBEDDED.parent / "train.jsonl.gz", "rt", encoding="utf-8") as file:
+        told = [json.loads(line)["messages"] for line in islice(file, 600)]
+    ids = [i for turns in told for i in tokenizer.apply_chat_template(turns, return_dict=False)]
+    return torch.tensor(ids[: len(ids) // WIDTH * WIDTH]).view(-1, WIDTH)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_for_a_target_of_another_kind(kind: str, command: Callable[..., int], tmp_path: Path) -> None:
     python = python_for("llamacpp")
-    target = f"target.path={random_target(kind, tmp_path)}"
+    target = f"target.path={target_of(kind, tmp_path)}"
     steps = ("train.steps=60", "train.checkpoint_every=60", "drafter.norm_before_residual=true", f"output={tmp_path / 'run'}")
     assert command("fit", "recipe=eagle3", "drafter.draft_vocab=512", target, *PLAIN, *QUIET, *steps) == 0
     (checkpoint,) = (tmp_path / "run").glob("*/*/checkpoints/step-*")

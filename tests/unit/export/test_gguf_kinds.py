@@ -100,6 +100,8 @@ def test_a_wrong_target_is_stopped_by_name(kind: str, says: str, change: Change,
     [
         ("qwen3_moe", {"mlp_only_layers": [1]}, "some of its layers have no experts"),
         ("qwen3_moe", {"norm_topk_prob": False}, "its experts' weights are not normalized"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "its head is tied to its embedding"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "its swiglu_alpha and swiglu_limit are not 1.702 and 7.0"),
         ("lfm2", {"conv_bias": True}, "its convolutions have biases"),
         ("gemma4_text", {}, "its architecture is gemma4_text, but GGUF files can be written only for llama"),
     ],
