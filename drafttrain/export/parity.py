@@ -6,6 +6,7 @@ Shapes: P points, K drafts, R recorded logits, V vocabulary.
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ TOLERANCE = 5e-5  # relative to a draft's largest logit (at least 1), for float3
 SHOWN = 60  # characters of a value in a message
 # tokenizers split these differently: contractions, numbers, scripts, marks, spaces and line ends
 TEXT = "It's 12345.67, WE'VE 2 don't-cares:\n\n  x = f(a_1)\t+ 'y'  \r\n Größe नमस्ते 你好 🙂 ½ x\u0301... "
+UNMARKED = "".join(letter for letter in TEXT if not unicodedata.category(letter).startswith("M"))
 
 Reader = Callable[[Path, TargetParts, Sequence[Point]], Reading]
 
@@ -108,12 +110,11 @@ def target_parts(opened: Opened, files: Files) -> TargetParts:
     embed_VH = model.get_input_embeddings().weight.detach().float().cpu()
     tokenizer: Any = opened.loaded.tokenizer
     pieces = tokenizer.get_vocab() if files.tokenizer else None
-    texts = [TEXT, f"{TEXT}{tokenizer.eos_token or ''}{TEXT}"] if files.tokenizer else []
+    texts = [TEXT, f"{TEXT}{tokenizer.eos_token or ''}{TEXT}", UNMARKED] if files.tokenizer else []
     made = [(text, list(tokenizer(text, verbose=False)["input_ids"])) for text in texts]
     blocks, whole = opened.loaded.target.shape.blocks, partial(_whole_model, model)
-    return TargetParts(
-        embed_VH, opened.target.head_weight.cpu(), blocks, pieces, made, files.base, whole, opened.loaded.target.dtype
-    )
+    head_VH, dtype = opened.target.head_weight.cpu(), opened.loaded.target.dtype
+    return TargetParts(embed_VH, head_VH, blocks, pieces, made, files.base, whole, dtype)
 
 
 def _whole_model(model: Any) -> tuple[Config, Tensors]:

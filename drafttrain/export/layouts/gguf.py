@@ -139,9 +139,8 @@ def eagle3_files(source: Source) -> Files:
         "norm_before_fc": False,
     }
     if _embedding_scale(source) is not None:
-        tensors[EMBEDDING] = source.opened.loaded.target.embed(
-            torch.arange(source.shape.vocab_size, device=source.embedding.device)
-        )
+        all_V = torch.arange(source.shape.vocab_size, device=source.embedding.device)
+        tensors[EMBEDDING] = source.opened.loaded.target.embed(all_V)
     fields = _fields("eagle3", source, shape, 1) | _own("eagle3", own)
     return Files(fields, tensors, DRAFT, True, eagle3.facts(source), as_is=(EMBEDDING,) if EMBEDDING in tensors else ())
 
@@ -173,11 +172,13 @@ def _block_files(source: Source, **more: Any) -> Files:
     }
     if (scale := _embedding_scale(source)) is not None:
         own["embedding_scale"] = scale
-    if (cap := getattr(_text(source), "final_logit_softcapping", None)) is not None:
+    cap = getattr(_text(source), "final_logit_softcapping", None)
+    if cap is not None:
         own["final_logit_softcapping"] = float(cap)
     fields = _fields("dflash", source, shape, source.options["layers"]) | _own("dflash", own)
     fields["tokenizer.ggml.mask_token_id"] = mask
-    return Files(fields, _renamed(tensors, shape, paired=False), DRAFT, True, zlab.facts(source))
+    facts = zlab.facts(source) | {"soft cap": cap}
+    return Files(fields, _renamed(tensors, shape, paired=False), DRAFT, True, facts)
 
 
 def model_files(source: Source) -> Files:

@@ -14,6 +14,7 @@ from torch import Tensor
 Fields = dict[str, Any]
 NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 EXPERTS = {f"mlp.experts.{x}_proj": f"ffn_{x}_exps" for x in ("gate", "up", "down")}
+SWIGLU = (1.702, 7.0)  # gpt-oss' alpha and limit, which llama.cpp has no field for
 SIGMOID = 2  # of the fields that say how scores of experts are made
 SCALINGS = ("default", "linear")  # of rotary positions
 
@@ -92,6 +93,22 @@ def _refuse_qwen_moe(config: Any) -> str | None:
     return None if config.norm_topk_prob else "its experts' weights are not normalized, but llama.cpp normalizes them"
 
 
+def _refuse_tied(config: Any) -> str | None:
+    return (
+        "its head is tied to its embedding, but llama.cpp needs one for this architecture"
+        if config.tie_word_embeddings
+        else None
+    )
+
+
+def _refuse_gpt_oss(config: Any) -> str | None:
+    if (config.swiglu_alpha, config.swiglu_limit) != SWIGLU:
+        return f"its swiglu_alpha and swiglu_limit are not {SWIGLU[0]} and {SWIGLU[1]}, as in llama.cpp"
+    if rope_of(config).get("attention_factor") is not None:
+        return "its rotary scaling has an attention_factor of its own, for which llama.cpp has no field"
+    return _refuse_tied(config)
+
+
 def _refuse_lfm(config: Any) -> str | None:
     return "its convolutions have biases, which llama.cpp does not read" if config.conv_bias else None
 
@@ -123,13 +140,13 @@ KINDS = {  # by transformers' model type
         "gpt-oss",
         names=EXPERTS | {"mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks",
                          "post_attention_layernorm": "post_attention_norm"},
-        fields=_gpt_oss, split=_interleaved, scalings=(*SCALINGS, "yarn"), biases=True, windows=True,
+        fields=_gpt_oss, split=_interleaved, refuse=_refuse_gpt_oss, scalings=(*SCALINGS, "yarn"), biases=True, windows=True,
     ),
     "hunyuan_v1_dense": Kind(
         "hunyuan-dense", names={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
     ),
     "minimax_m2": Kind("minimax-m2", names=EXPERTS | {"mlp.gate": "ffn_gate_inp", "mlp.scores": "exp_probs_b"},
-                       fields=_minimax, split=_stacked),
+                       fields=_minimax, split=_stacked, refuse=_refuse_tied),
     "lfm2": Kind(
         "lfm2",
         names={

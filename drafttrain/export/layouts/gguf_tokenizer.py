@@ -15,6 +15,8 @@ SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + SPACES
 QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + SPACES
 QWEN35 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + SPACES
+LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s" + CONTRACTIONS + "?|"
+O200K = LETTERS % ("*", "+") + LETTERS % ("+", "*") + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + SPACES
 GPT2, DIGITS = "gpt-2's own", "digit by digit"
 
 # (rules that split a text, whether a word that is a piece is used without merging) -> llama.cpp's name
@@ -25,6 +27,7 @@ NAMES = {
     ((LLAMA3,), False): "smaug-bpe",
     ((QWEN2,), False): "qwen2",
     ((QWEN35,), False): "qwen35",
+    ((O200K,), False): "gpt-4o",
 }
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py supports more of them, and reads a directory of format=vllm"

@@ -189,7 +189,7 @@ def reading(block: Block, tensors: Tensors, names: tuple[str, str], target: Targ
     """Draft with the target's head from the states of a block."""
     states = slots(block, tensors, names, target)
     tensors.finish()
-    return Reading(each(points, lambda point: target.logits(states(point))), block.facts())
+    return Reading(each(points, lambda point: F.linear(states(point), target.head)), block.facts())
 
 
 def slots(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts) -> Callable[[Point], Tensor]:

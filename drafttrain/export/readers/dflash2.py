@@ -64,7 +64,7 @@ def reading(
     def draft(point: Point) -> Tensor:
         state_KH = states(point)
         before_K = tokens_before(point, len(state_KH))
-        logits_KV, joint_KR = target.logits(state_KH), before_VR[before_K] * F.linear(state_KH, reads_RH)
+        logits_KV, joint_KR = F.linear(state_KH, target.head), before_VR[before_K] * F.linear(state_KH, reads_RH)
         best_KC, token_KC = logits_KV.topk(candidates)
         score_KC = best_KC + (after_VR[token_KC] * joint_KR[:, None]).sum(-1)
         return torch.full_like(logits_KV, -torch.inf).scatter(1, token_KC, score_KC)

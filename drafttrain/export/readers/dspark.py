@@ -106,6 +106,6 @@ def reading(
 
     def draft(point: Point) -> Tensor:
         state_KH = states(point)
-        return target.logits(state_KH) + F.linear(first_VR[tokens_before(point, len(state_KH))], second_VR)
+        return F.linear(state_KH, target.head) + F.linear(first_VR[tokens_before(point, len(state_KH))], second_VR)
 
     return Reading(each(points, draft), block.facts())

@@ -102,8 +102,8 @@ def eagle3_draft(directory: Path, target: TargetParts, points: Sequence[Point]) 
 def dflash_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
     """A block drafter without a head of its own. Slots are in place: llama.cpp ignores another flag."""
     config, tensors, block = _block(directory, target)
-    target = _shared(config, target)
-    return dflash.reading(block, tensors, CONTEXT, target, points)
+    target = _scaled(config, target)
+    return _capped(config, dflash.reading(block, tensors, CONTEXT, target, points))
 
 
 def dspark_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -111,8 +111,8 @@ def dspark_draft(directory: Path, target: TargetParts, points: Sequence[Point]) 
     config, tensors, block = _block(directory, target)
     first = 0 if config.get("dflash.sample_from_anchor", "config") else 1
     config.expect("dflash.has_confidence_head", True, "config")
-    target = _shared(config, target)
-    return dspark.reading(replace(block, first=first), tensors, CONTEXT, -1, target, points)
+    target = _scaled(config, target)
+    return _capped(config, dspark.reading(replace(block, first=first), tensors, CONTEXT, -1, target, points))
 
 
 def dflash2_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -123,8 +123,8 @@ def dflash2_draft(directory: Path, target: TargetParts, points: Sequence[Point])
     rank, candidates = (config.get(f"dflash.selector_{key}", "config") for key in ("rank", "top_k"))
     if candidates * (candidates + 1) > block.shape.width:
         raise MismatchError("config", f"dflash.selector_top_k is {candidates}, too many for states of {block.shape.width}")
-    target = _shared(config, target)
-    return dflash2.reading(block, tensors, CONTEXT, rank, candidates, target, points)
+    target = _scaled(config, target)
+    return _capped(config, dflash2.reading(block, tensors, CONTEXT, rank, candidates, target, points))
 
 
 def _block(directory: Path, target: TargetParts) -> tuple[Config, Tensors, dflash.Block]:
@@ -141,14 +141,17 @@ def _block(directory: Path, target: TargetParts) -> tuple[Config, Tensors, dflas
     return config, tensors, block
 
 
-def _shared(config: Config, target: TargetParts) -> TargetParts:
-    """The target's embedding and head as a block drafter uses them. llama.cpp multiplies in float32, the target in its own
-    dtype, which the check must follow.
+def _scaled(config: Config, target: TargetParts) -> TargetParts:
+    """The target's embedding as a block drafter uses it. llama.cpp multiplies in float32, the target in its own dtype, which
+    the check must follow.
     """
-    scale, cap = (config.values.get(f"dflash.{key}") for key in ("embedding_scale", "final_logit_softcapping"))
-    if scale is not None:
-        target = replace(target, embed=(target.embed.to(target.dtype) * scale).float())
-    return replace(target, cap=cap)
+    scale = config.values.get("dflash.embedding_scale")
+    return target if scale is None else replace(target, embed=(target.embed.to(target.dtype) * scale).float())
+
+
+def _capped(config: Config, reading: Reading) -> Reading:
+    """With the soft cap of the head's logits as a fact. The golden drafts are made without one."""
+    return replace(reading, facts=reading.facts | {"soft cap": config.values.get("dflash.final_logit_softcapping")})
 
 
 def _opened(directory: Path, file: str, kinds: tuple[str, ...], target: TargetParts) -> tuple[Config, Tensors, str]:

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional as F
 
 
 class MismatchError(Exception):
@@ -67,12 +66,6 @@ class TargetParts:
     base: Path | None = None  # directory of an adapter's base model
     model: Callable[[], tuple[Config, Tensors]] | None = None  # gives the whole target, for readers of what is added to it
     dtype: torch.dtype = torch.float32  # in which the target computes
-    cap: float | None = None  # soft cap of the head's logits, where a stack applies one
-
-    def logits(self, state_KH: Tensor) -> Tensor:
-        """[K, V] by the target's head."""
-        logits_KV = F.linear(state_KH, self.head)
-        return logits_KV if self.cap is None else torch.tanh(logits_KV / self.cap) * self.cap
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,8 @@ TRAPS: list[tuple[str, str, Change]] = [
     ("eagle3", "config", put("eagle3.target_hidden_size", 64)),
     ("eagle3", "architecture", put("general.architecture", "llama")),
     ("eagle3", "tensors", lose("blk.0.attn_norm_2.weight")),
-    ("eagle3", "tensors", lambda f, t: t.update({"token_embd.weight": torch.zeros(64, 32)})),
+    ("eagle3", "logits", lambda f, t: t.update({"token_embd.weight": torch.zeros(64, 32)})),  # it may have its own
+    ("eagle3", "vocabulary", lambda f, t: t.update({"token_embd.weight": torch.zeros(63, 32)})),
     ("dflash", "block size", put("dflash.block_size", 6)),
     ("dflash", "mask token", put(f"{TOKENS}.mask_token_id", 5)),
     ("dflash", "mask token", drop(f"{TOKENS}.mask_token_id")),

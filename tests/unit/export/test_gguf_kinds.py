@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import parity
 from drafttrain.export.exporter import Wanted, refusals
-from drafttrain.export.files import Source
+from drafttrain.export.files import Source, write
 from drafttrain.export.layouts import gguf as layouts
+from drafttrain.export.table import layout
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import loaded, opened, written
@@ -23,7 +24,7 @@ from tests.unit.export.test_gguf import Change, changed, content, drop, lose, pu
 EXPERTS = {"num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None}
 # by model type: what differs from a small model
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "norm_topk_prob": True, "moe_intermediate_size": 24},
     "gpt_oss": {**EXPERTS, "num_local_experts": 4, "sliding_window": 6},
     "hunyuan_v1_dense": {},
     "minimax_m2": {**EXPERTS, "num_local_experts": 4, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -39,14 +40,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 WHOLE = [name for name in CONFIGS if name != "gemma4_text"]
 
 
-def target_of(kind: str, **changes: Any) -> LoadedTarget:
+def target_of(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> LoadedTarget:
     """A random model, with weights large enough that its greedy text is no constant."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **GATED | {"pad_token_id": None} | CONFIGS[kind] | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=1.0 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.5)
-    return LoadedTarget(HFTarget(model), loaded().tokenizer, kind, loaded().description)
+    return LoadedTarget(HFTarget(model.to(dtype)), loaded().tokenizer, kind, loaded().description)
 
 
 @pytest.mark.parametrize("kind", WHOLE)
@@ -88,16 +89,10 @@ def test_a_wrong_target_is_stopped_by_name(kind: str, says: str, change: Change,
     source = Source(found, "llamacpp", "float32")
     files = layouts.target_files(source)
     (tmp_path / "right").mkdir()
-    layouts_write(tmp_path / "right", source)
+    write(tmp_path / "right", files, source, "5GB")
     parity.check_gguf_target(tmp_path / "right", files, source)
     with pytest.raises(ParityError, match=f"^Parity: {says}"):
         parity.check_gguf_target(changed(tmp_path / "right", tmp_path / "wrong", change, "target.gguf"), files, source)
-
-
-def layouts_write(directory: Path, source: Source) -> None:
-    from drafttrain.export.files import write
-
-    write(directory, layouts.target_files(source), source, "5GB")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +100,8 @@ def layouts_write(directory: Path, source: Source) -> None:
     [
         ("qwen3_moe", {"mlp_only_layers": [1]}, "some of its layers have no experts"),
         ("qwen3_moe", {"norm_topk_prob": False}, "its experts' weights are not normalized"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "its head is tied to its embedding"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "its swiglu_alpha and swiglu_limit are not 1.702 and 7.0"),
         ("lfm2", {"conv_bias": True}, "its convolutions have biases"),
         ("gemma4_text", {}, "its architecture is gemma4_text, but GGUF files can be written only for llama"),
     ],
@@ -122,23 +119,25 @@ def test_norm_before_residual(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "change"),
+    ("case", "name", "change"),
     [
-        ("eagle3", lose("token_embd.weight")),
-        ("dflash", drop("dflash.embedding_scale")),
-        ("dflash", put("dflash.embedding_scale", 1.0)),
-        ("dflash", drop("dflash.final_logit_softcapping")),
-        ("dspark", put("dflash.final_logit_softcapping", 30.0)),
+        ("eagle3", "logits", lose("token_embd.weight")),
+        ("dflash", "logits", drop("dflash.embedding_scale")),
+        ("dflash", "logits", put("dflash.embedding_scale", 1.0)),
+        ("dflash", "soft cap", drop("dflash.final_logit_softcapping")),
+        ("dspark", "soft cap", put("dflash.final_logit_softcapping", 30.0)),
     ],
 )
-def test_a_factor_of_the_embedding_and_a_cap_of_the_logits(case: str, change: Change, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_factor_of_the_embedding_and_a_cap_of_the_logits(
+    case: str, name: str, change: Change, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """llama.cpp gives a drafter the rows of the target's embedding without the factor of Gemma."""
-    found, golden = opened(tmp_path, case, target_of("gemma4_text"))
+    target: Any = target_of("gemma4_text", dtype=dtype)
+    target.target.model.get_input_embeddings().weight.data.mul_(0.01)  # as small as an eps notices
+    found, golden = opened(tmp_path, case, target)
     assert written(found, golden, "llamacpp", tmp_path / "out").written["llamacpp"].gap < 0.5
-    source, to = Source(found, "llamacpp", "float32"), {"eagle3": layouts.eagle3_files}.get(case, layouts.dflash_files)
-    to = layouts.dspark_files if case == "dspark" else to
-    from drafttrain.export.table import layout
-
+    source, to = Source(found, "llamacpp", "float32"), layout(case, "llamacpp")
     wrong = changed(tmp_path / "out", tmp_path / "wrong", change)
-    with pytest.raises(ParityError, match=r"^Parity: logits: "):
-        parity.check(wrong, layout(case, "llamacpp").read, to(source), source, golden, golden)
+    with pytest.raises(ParityError, match=f"^Parity: {name}: "):
+        parity.check(wrong, to.read, to.write(source), source, golden, golden)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafttrain.data.prompts import load_prompts
 from drafttrain.export.layouts import gguf_tokenizer as layout
-from drafttrain.export.parity import TEXT
+from drafttrain.export.parity import TEXT, UNMARKED
 from drafttrain.export.readers.gguf_tokenizer import check_tokenizer
 from drafttrain.export.readers.parts import Config, MismatchError, TargetParts
 from drafttrain.targets import TargetOptions
@@ -24,6 +24,8 @@ CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + END
 QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + END
+CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s" + CONTRACTIONS + "?"
+O200K = CASED % ("*", "+") + "|" + CASED % ("+", "*") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES = pre.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = pre.ByteLevel(add_prefix_space=False, use_regex=True)
 
@@ -38,13 +40,24 @@ CUTS = {
     "llama-bpe": split(LLAMA3),
     "smaug-bpe": split(LLAMA3),
     "qwen2": split(QWEN2),
+    "gpt-4o": split(O200K),
 }
 
 
 @cache
 def texts() -> list[str]:
     asked = [turn for prompt in load_prompts("embedded", 12) for turn in prompt.turns]
-    return [TEXT, "", " ", "\n\n\n", "  two  spaces ", "I'LL say 'tis 1000000 times", "<|end|>a<|end|><|mine|> b", *asked]
+    return [
+        TEXT,
+        UNMARKED,
+        "",
+        " ",
+        "\n\n\n",
+        "  two  spaces ",
+        "I'LL say 'tis 1000000 times",
+        "<|end|>a<|end|><|mine|> b",
+        *asked,
+    ]
 
 
 @cache
