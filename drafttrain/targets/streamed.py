@@ -8,7 +8,7 @@ Shapes: B rows, T positions, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
