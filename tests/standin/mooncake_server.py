@@ -41,7 +41,7 @@ class MooncakeStandIn(StandIn):
         """Answer, and put the object."""
         with torch.no_grad():
             hidden_TLH = self.compute(ids).contiguous()
-        token_T = torch.tensor(ids[::-1] if fault == "ids" else ids)
+        token_T = torch.tensor([i + 1 for i in ids] if fault == "ids" else ids)
         handle = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
         content, manifest = packed(handle, {"hidden_states": hidden_TLH, "token_ids": token_T})
         if fault == "damaged":

@@ -87,7 +87,7 @@ class StandIn:
             hidden_TLH = self.compute(ids)
         if fault == "nan":
             hidden_TLH[-1, 0, 0] = torch.nan
-        token_T = torch.tensor(ids[::-1] if fault == "ids" else ids)
+        token_T = torch.tensor([i + 1 for i in ids] if fault == "ids" else ids)
         content = save({"hidden_states": hidden_TLH.contiguous(), "token_ids": token_T})
         if fault != "missing":
             file.write_bytes(content[: len(content) // 2] if fault == "half" else content)
