@@ -42,7 +42,7 @@ class MooncakeStandIn(StandIn):
         with torch.no_grad():
             hidden_TLH = self.compute(asked.read)[: len(asked.ids)].contiguous()
         ids = asked.ids
-        token_T = torch.tensor(ids[::-1] if fault == "ids" else ids)
+        token_T = torch.tensor([i + 1 for i in ids] if fault == "ids" else ids)
         handle = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
         content, manifest = packed(handle, {"hidden_states": hidden_TLH, "token_ids": token_T})
         if fault == "damaged":
