@@ -257,7 +257,7 @@ def _resume_status(server: WandbServer, given: JSON) -> JSON:
 
 
 def _run(server: WandbServer, given: JSON) -> JSON:
-    run = server.runs.get((given["entity"], given["project"], given.get("name") or given.get("run")))
+    run = server.runs.get((given["entity"], given["project"], str(given.get("name") or given.get("run"))))
     return {"project": {"run": _bucket(run)} if run else None}
 
 
@@ -306,7 +306,7 @@ def _update_manifest(server: WandbServer, given: JSON) -> JSON:
 
 
 def _manifest(server: WandbServer, artifact: Artifact) -> JSON:
-    file = {"id": artifact.manifest, "uploadUrl": _place(server, str(artifact.manifest)), "uploadHeaders": []}
+    file: JSON = {"id": artifact.manifest, "uploadUrl": _place(server, str(artifact.manifest)), "uploadHeaders": []}
     return {"id": f"of {artifact.key}", "file": file}
 
 
@@ -315,7 +315,12 @@ def _artifact_files(server: WandbServer, given: JSON) -> JSON:
     for spec in given["input"]["artifactFiles"]:
         artifact = _artifact_by(server, spec["artifactID"])
         key = f"artifact/{artifact.name}/{artifact.version}/{spec['name']}"
-        node = {"storagePath": key, "uploadUrl": _place(server, key), "uploadHeaders": [], "uploadMultipartUrls": None}
+        node: dict[str, Any] = {
+            "storagePath": key,
+            "uploadUrl": _place(server, key),
+            "uploadHeaders": [],
+            "uploadMultipartUrls": None,
+        }
         edges.append({"node": node | {"artifact": {"id": artifact.key}}})
     return {"createArtifactFiles": {"files": {"edges": edges}}}
 
