@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
-from drafttrain.features.answers import AnswerRequest, Writing
+from drafttrain.features.answers import Answer, AnswerRequest, Writing, unlikely
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.layout import Ids
 from drafttrain.features.online import Online
@@ -28,6 +30,7 @@ from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
 
 R = TypeVar("R")
+ANSWERS = 4  # that are compared
 COMPARED = 64  # tokens of the sequence whose states are compared
 
 
@@ -72,11 +75,11 @@ class EngineFeatures:
             options.concurrency,
         )
         beginning_T = data.train[0].documents[0][:COMPARED]
-        servers = Servers(settings, self._reference(beginning_T), console.say, way_out)
+        servers = Servers(settings, self._compared(beginning_T)[0], console.say, way_out)
         try:
             _together(world, servers.check)
             if self.writing is not None:
-                self._compare_answer(servers, self.writing, beginning_T, world)
+                self._compare_answers(servers, self.writing, beginning_T, world)
         except UserError:
             servers.close()
             raise
@@ -90,22 +93,29 @@ class EngineFeatures:
         )
         return EngineStates(servers, self.layers, self.loaded.target, options.ahead, self.writing)
 
-    def _compare_answer(self, servers: Servers, writing: Writing, beginning_T: Ids, world: World) -> None:
-        """Compare the states of an answer, which the engine computes token by token, with the trainer's own.
+    def _compare_answers(self, servers: Servers, writing: Writing, beginning_T: Ids, world: World) -> None:
+        """Compare answers that a server writes at the same time with the trainer's own target: their states, and their tokens.
 
-        Raises UserError on all processes where they differ.
+        Raises UserError on all processes where the target would not write them.
         """
-        prompt = beginning_T[: max(1, len(beginning_T) // 2)].tolist()
-        request = AnswerRequest(prompt, 0, max(1, min(COMPARED, self.longest - len(prompt))), replace(writing, stop_ids=()))
-        answer = _together(world, lambda: servers.answered(request) if world.first else None)
-        read_T = np.array([*prompt, *answer.token_ids[:-1]] if answer else [], np.int32)
-        reference = self._reference(world.share(read_T))
-        fault = reference.fault(answer.hidden_TLH) if answer else None
-        if fault := world.share(fault):
-            raise UserError(f"features.answers: the states of an answer are wrong: {fault}; set features.answers=false")
+        prompt, free = beginning_T[: max(1, len(beginning_T) // 2)].tolist(), replace(writing, stop_ids=())
+        room = max(1, min(COMPARED, self.longest - len(prompt)))
+        requests = [AnswerRequest(prompt, seed, room, free) for seed in range(ANSWERS if world.first else 0)]
 
-    def _reference(self, ids: Ids) -> Reference:
-        """The target's states of a sequence. All processes compute it together."""
+        def ask() -> list[Answer]:
+            with ThreadPoolExecutor(ANSWERS) as threads:
+                return list(threads.map(servers.answered, requests))
+
+        for answer in world.share(_together(world, ask)):
+            reference, final_TH = self._compared(np.array([*prompt, *answer.token_ids[:-1]], np.int32))
+            fault = reference.fault(answer.hidden_TLH)
+            logits_AV = self.loaded.target.logits(final_TH[len(prompt) - 1 :])
+            fault = fault or unlikely(logits_AV.float().cpu(), torch.tensor(answer.token_ids), writing.temperature)
+            if fault := world.share(fault):
+                raise UserError(f"features.answers: an answer of the server is wrong: {fault}; leave features.answers out")
+
+    def _compared(self, ids: Ids) -> tuple[Reference, Tensor]:
+        """The target's states of a sequence, and the final ones [T, H]. All processes compute them together."""
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
         blocks, layers = target.shape.blocks, self.layers.ids
@@ -117,7 +127,7 @@ class EngineFeatures:
                 "features=engine: this target's final state is not the norm of its last block's output; set features=online"
             )
         own = {i: hidden[i - 1][0].float().cpu() for i in compared}
-        return Reference(ids.tolist(), layers, own, target.dtype, self.longest)
+        return Reference(ids.tolist(), layers, own, target.dtype, self.longest), hidden[FINAL][0]
 
 
 def _together(world: World, ask: Callable[[], R]) -> R | None:
