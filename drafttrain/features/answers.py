@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 # The request says all of these: what it leaves out, vLLM takes from the model's generation_config.json.
@@ -80,8 +79,8 @@ class Answer:
 def unlikely(logits_AV: Tensor, token_A: Tensor, temperature: float) -> str | None:
     """Why the target does not write these tokens where it has these logits; None where it may.
 
-    A greedy answer has the likeliest tokens. The log-likelihood of a sampled one has the distributions' negative entropies as its
-    mean; in a correct answer it is 6 standard deviations below by a chance of less than 1e-6.
+    A greedy answer has the likeliest tokens. The log-likelihood of a sampled one scatters around the distributions' negative
+    entropies; it is hardly ever more than 6 standard deviations below.
     """
     logits_AV = logits_AV.double()
     if temperature == 0:

@@ -109,7 +109,7 @@ class EngineFeatures:
         for answer in world.share(_together(world, ask)):
             reference, final_TH = self._compared(np.array([*prompt, *answer.token_ids[:-1]], np.int32))
             fault = reference.fault(answer.hidden_TLH)
-            logits_AV = self.loaded.target.logits(final_TH[len(prompt) - 1 :])
+            logits_AV = self.loaded.target.head(final_TH[len(prompt) - 1 :]).detach()
             fault = fault or unlikely(logits_AV.float().cpu(), torch.tensor(answer.token_ids), writing.temperature)
             if fault := world.share(fault):
                 raise UserError(f"features.answers: an answer of the server is wrong: {fault}; leave features.answers out")
