@@ -43,7 +43,7 @@ def test_a_drafter_trains_on_vllms_states(
 def test_a_drafter_trains_on_answers_that_vllm_writes(
     command: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Answers are compared with transformers' target before training. vLLM 0.32 for CPUs samples wrongly, so they are greedy."""
+    """Answers are compared with the target before training. vLLM 0.32 for CPUs samples wrongly, so they are greedy."""
     more = ("features=engine", f"features.python={python_for('vllm')}", f"features.dir={tmp_path / 'states'}")
     answers = ("features.answers=true", "features.max_new_tokens=24", "features.temperature=0")
     assert command("fit", "recipe=medusa", *SETTINGS, *more, *answers, f"output={tmp_path / 'out'}") == 0
