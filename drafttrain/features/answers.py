@@ -1,6 +1,6 @@
 """Answers that the target writes in an engine: the request for one, and what is checked of it.
 
-Shapes: T tokens, K keys of states, H hidden.
+Shapes: T tokens, A tokens of an answer, K keys of states, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from torch import Tensor
 
 # The request says all of these: what it leaves out, vLLM takes from the model's generation_config.json.
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+GAP, GAPS = (
+    1.0,
+    0.1,
+)  # greedy: share of tokens that may be so many nats less likely than the likeliest; rounding swaps near ones
+DEVIATIONS, ROUNDING = 6.0, 0.05  # sampled: standard deviations of an answer's log-likelihood, and nats a token
 
 
 class AnswerError(Exception):
@@ -68,3 +74,28 @@ class Answer:
     def cut(self, writing: Writing) -> bool:
         """Whether it ended without an end token."""
         return self.token_ids[-1] not in writing.stop_ids
+
+
+def unlikely(logits_AV: Tensor, token_A: Tensor, temperature: float) -> str | None:
+    """Why the target does not write these tokens where it has these logits; None where it may.
+
+    A greedy answer has the likeliest tokens. The log-likelihood of a sampled one scatters around the distributions' negative
+    entropies; it is hardly ever more than 6 standard deviations below.
+    """
+    logits_AV = logits_AV.double()
+    if temperature == 0:
+        gap_A = logits_AV.amax(1) - logits_AV.gather(1, token_A[:, None])[:, 0]
+        far = float((gap_A > GAP).double().mean())
+        return None if far <= GAPS else f"{far:.0%} of a greedy answer's tokens are not the target's likeliest"
+    log_p_AV = (logits_AV / temperature).log_softmax(1)
+    p_AV = log_p_AV.exp()
+    mean_A = (p_AV * log_p_AV.clamp_min(-1e4)).sum(1)
+    variance_A = (p_AV * (log_p_AV.clamp_min(-1e4) - mean_A[:, None]) ** 2).sum(1)
+    found = float(log_p_AV.gather(1, token_A[:, None]).sum())
+    expected, deviation = float(mean_A.sum()), float(variance_A.sum().sqrt())
+    if found >= expected - DEVIATIONS * deviation - ROUNDING * len(token_A):
+        return None
+    return (
+        f"its log-likelihood under the target is {found / len(token_A):.2f} nats a token, that of answers which the target "
+        f"samples is {expected / len(token_A):.2f}"
+    )

