@@ -42,10 +42,10 @@ def _interleaved(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if ".experts." not in name:
         return {name: tensor}
     part = "bias" if last.endswith("_bias") else "weight"
-    turned = tensor if part == "bias" else tensor.transpose(1, 2)
+    transposed = tensor if part == "bias" else tensor.transpose(1, 2)
     if last.startswith("down_proj"):
-        return {f"{stem}.down_proj.{part}": turned}
-    return {f"{stem}.gate_proj.{part}": turned[:, ::2], f"{stem}.up_proj.{part}": turned[:, 1::2]}
+        return {f"{stem}.down_proj.{part}": transposed}
+    return {f"{stem}.gate_proj.{part}": transposed[:, ::2], f"{stem}.up_proj.{part}": transposed[:, 1::2]}
 
 
 def _convolved(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ PAIRS = {  # case -> the stacks that it goes to
     "eagle3-whole": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "openvino"],
     "eagle3-two": ["vllm", "sglang", "trtllm", "speculators"],
     "eagle3-last": ["vllm"],
-    "eagle3-unlike": ["vllm", "speculators"],
+    "eagle3-unlike": ["vllm", "speculators", "llamacpp"],
     "eagle3-scaled": ["vllm", "sglang", "trtllm", "speculators", "openvino"],
     "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
     "peagle": ["vllm", "speculators"],
