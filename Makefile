@@ -67,9 +67,10 @@ test-engines: install  ## serving engines run what is exported here: installs th
 	$(BIN)/python -m pytest -m engines tests/engines
 	$(BIN)/python -m drafttrain.export.matrix docs/export.md
 
-test-slurm: install  ## a Slurm cluster of two nodes and two machines with a cable, all here: installs Slurm, needs root on Linux
+test-slurm: install  ## a Slurm cluster of two nodes, two machines with a cable, Mooncake: installs them, needs root on Linux
 	$(BIN)/python -m tests.slurm.install
 	$(PYTEST) -m slurm tests/slurm
+	$(PYTEST) -m "slow or not slow" -k mooncake tests/unit/features tests/unit/engines tests/integration
 
 test-faults: install  ## random kills, damaged files, malformed data, hostile input, request storms (MINUTES=30 SEED=0 KINDS=...)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --minutes $(MINUTES) --seed $(SEED) --kinds $(KINDS) $(FLAGS)

@@ -8,8 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 from drafttrain.engines.process import ENGINES, VENVS
+
+
+# packages that only tests need; without them a test skips
+MORE = {"vllm": ("hs-connectors==0.9.0", "mooncake-transfer-engine-non-cuda==0.3.13.post1")}
 
 
 def main() -> None:
@@ -34,6 +39,9 @@ def install(name: str) -> None:
     run([*pip, "install", *engine.needs], engine.build)
     if engine.after:
         run([*pip, "uninstall", "-y", *engine.after])
+    if name in MORE:
+        with suppress(subprocess.CalledProcessError):
+            run([*pip, "install", "--no-deps", *MORE[name]])
     (folder / "failed").unlink(missing_ok=True)
     (folder / "installed").touch()
 

@@ -259,7 +259,7 @@ def test_mooncake_gives_the_weights_of_files_whatever_is_killed(material: Path, 
 
 @needs_mooncake
 @pytest.mark.slow
-def test_a_master_that_stays_away_ends_the_run_in_one_line(material: Path, tmp_path: Path) -> None:
+def test_a_mooncake_master_that_stays_away_ends_the_run_in_one_line(material: Path, tmp_path: Path) -> None:
     port, master = free_port(), Master(f"127.0.0.1:{free_port()}").start()
     store = ("features.transport=mooncake", f"features.mooncake.master={master.address}", "features.patience=2")
     try:

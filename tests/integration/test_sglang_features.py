@@ -109,7 +109,7 @@ def test_training_is_that_on_the_target_itself(
 
 @needs_mooncake
 @pytest.mark.slow
-def test_states_come_through_a_real_store(
+def test_states_come_through_a_real_mooncake_store(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SHAPES["eagle3"], "taps", [0, 1, 2])

@@ -1,10 +1,11 @@
-"""`python -m tests.slurm.install`: what these tests need and is not there: Debian's packages, submitit, Kubernetes' schemas.
+"""`python -m tests.slurm.install`: what these tests need and is not there: Debian's packages, submitit, Mooncake, schemas of Kubernetes.
 
 Ends with code 2 and one line if it cannot install them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -16,7 +17,8 @@ from tests.slurm import cluster, machines
 
 SECONDS = 300  # for each installation
 SCHEMAS = "kubernetes-validate"  # 72 MB, which make install leaves out
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "util-linux")
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "util-linux", "libibverbs1")
+VERBS = "libibverbs.so.1"  # Mooncake is linked to it, whether or not there is RDMA
 
 
 def main() -> None:
@@ -25,14 +27,24 @@ def main() -> None:
         run([*pip, "-e", ".[slurm]"])
     if importlib.util.find_spec("kubernetes_validate") is None and (problem := problem_of([*pip, SCHEMAS])):
         print(f"its test is skipped: {problem}", file=sys.stderr)
-    if absent := [*cluster.absent(), *machines.absent()]:
+    if importlib.util.find_spec("mooncake") is None and (problem := problem_of([*pip, "-e", ".[mooncake]"])):
+        print(f"the tests of Mooncake are skipped: {problem}", file=sys.stderr)
+    if absent := [*cluster.absent(), *machines.absent(), *verbs_absent()]:
         if os.getuid() or shutil.which("apt-get") is None:
-            end(f"there is no {', '.join(absent)}; install Slurm, munge and iproute2, as root on Debian: {apt()}")
+            end(f"there is no {', '.join(absent)}; install Slurm, munge, iproute2 and libibverbs1, as root on Debian: {apt()}")
         print(f"installing {' '.join(PACKAGES)}", flush=True)
         run(["apt-get", "update"])
         run(["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES])
     if reason := cluster.missing():
         end(reason)
+
+
+def verbs_absent() -> list[str]:
+    try:
+        ctypes.CDLL(VERBS)
+    except OSError:
+        return [VERBS]
+    return []
 
 
 def apt() -> str:
