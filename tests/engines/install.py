@@ -12,7 +12,6 @@ from contextlib import suppress
 
 from drafttrain.engines.process import ENGINES, VENVS
 
-
 # packages that only tests need; without them a test skips
 MORE = {"vllm": ("hs-connectors==0.9.0", "mooncake-transfer-engine-non-cuda==0.3.13.post1")}
 

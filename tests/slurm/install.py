@@ -1,4 +1,4 @@
-"""`python -m tests.slurm.install`: what these tests need and is not there: Debian's packages, submitit, Mooncake, schemas of Kubernetes.
+"""`python -m tests.slurm.install`: Debian's packages, submitit, Mooncake and schemas of Kubernetes, where they are not there.
 
 Ends with code 2 and one line if it cannot install them.
 """
