@@ -22,7 +22,7 @@ function acceptance() {
   const engines = report.engines.filter((one) => one.alpha_by_position).map((one) => ({...one, name: one.label}));
   const drawn = entries.filter((entry) => entry.alpha_by_position.length);
   const series = [...drawn.slice(-Math.max(1, 6 - engines.length)), ...engines].slice(0, 6).map((entry) => ({
-    name: `${entry.name} (tau ${two(entry.tau)})`,
+    name: entry.tau === null ? entry.name : `${entry.name} (tau ${two(entry.tau)})`,
     points: entry.alpha_by_position.map(([y, low, high], i) => ({x: i + 1, y, low, high, lines: [
       `${entry.name}, position ${i + 1}`, `accepted ${(100 * y).toFixed(1)}%, if all earlier drafts were`,
       `95% interval ${percent(low)} to ${percent(high)}`]})),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from drafttrain.engines.states_server import states_server
+from drafttrain.engines.states_command import Served, server_process
+from drafttrain.engines.states_server import StatesServer, free_ports, running
 from tests.engines.conftest import ROOT, python_for, trained
 from tests.unit.measure.test_runner import SCHEMA, check
 
@@ -56,7 +57,9 @@ def test_a_vllm_server_counts_positions_as_vllm_in_process_does(command: Callabl
     drafts = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
     serve = ["serve", str(ROOT / "drafttrain" / "assets" / "tiny"), "--dtype", "float32", "--max-model-len", "1024"]
     serve += ["--no-enable-prefix-caching", "--enforce-eager", "--speculative-config", json.dumps(drafts)]
-    with states_server(python, serve, tmp_path / "log", print) as server:
+    _, environment = server_process(Served("vllm", serve[1], (1,), 1, str(tmp_path), "float32"), (), 1, on_cpu=True)
+    server = StatesServer(python, serve, environment, tmp_path / "log", print, free_ports(1)[0])
+    with running([server]):
         code = command(
             "measure", f"checkpoint={trained('eagle')}", "engine=[vllm,http]", f"engine_url={server.url}/v1",
             f"engine_python={python}", "measure.limit=4", "decode.max_new_tokens=48", "decode.draft_length=3",

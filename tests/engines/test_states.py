@@ -19,8 +19,8 @@ import torch
 
 from drafttrain.core.files import remove_abandoned
 from drafttrain.engines.mooncake_master import mooncake_master
-from drafttrain.engines.states_server import CPU_CONNECTOR, CPU_MOONCAKE, states_server
-from drafttrain.engines.vllm_command import mooncake_connector, serve_arguments
+from drafttrain.engines.states_command import Served, server_process
+from drafttrain.engines.states_server import StatesServer, free_ports, running
 from drafttrain.features.mooncake_states import MooncakeStates
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.state_files import StateFiles
@@ -70,14 +70,15 @@ def states_by(kind: str, python: Path, folder: Path) -> list[States]:
     generator, found = torch.Generator().manual_seed(0), []
     with ExitStack() as stack:
         transport: Transport = StateFiles()
-        connector: dict[str, Any] = CPU_CONNECTOR
+        store = None
         if kind == "mooncake":
             master = stack.enter_context(mooncake_master(folder / "master.log", print))
             transport = MooncakeStates(MooncakeStore(StoreSettings(master)), folder / "names")
-            connector = mooncake_connector(master, "127.0.0.1", "tcp", "", 2**28) | CPU_MOONCAKE
-        arguments = serve_arguments(str(EMBEDDED), (4, 8, 12), str(folder / "states"), 400, connector)
-        arguments += ["--dtype", "float32", "--enforce-eager"]
-        server = stack.enter_context(states_server(python, arguments, folder / "vllm.log", print))
+            store = {"master": master, "protocol": "tcp", "device": "", "segment": 2**28}
+        served = Served("vllm", str(EMBEDDED), (4, 8, 12), 400, str(folder / "states"), "float32", mooncake=store)
+        arguments, environment = server_process(served, (), 1, on_cpu=True)
+        server = StatesServer(python, arguments, environment, folder / "vllm.log", print, free_ports(1)[0])
+        stack.enter_context(running([server]))
         model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
         for length in (1, 15, 16, 17, 63, 200, 399, 400):
             ids, name = torch.randint(0, 500, (length,), generator=generator).tolist(), transport.names.next()

@@ -175,7 +175,7 @@ def test_another_targets_states_are_refused(
     layers = EngineFeatures(FeatureOptions("engine"), ends.loaded, Taps((0,)), 64).layers.ids
     with serving(StandIn(computed(loaded, tuple(i + 1 for i in layers[:-1]) + layers[-1:]), tmp_path / "states")) as url:
         features = EngineFeatures(FeatureOptions("engine", servers=["x"]), ends.loaded, Taps((0,)), 64)
-        with pytest.raises(UserError, match=r"the state of layer id 1 differs .*; it is that of layer id 2"):
+        with pytest.raises(UserError, match=r"the state of layer id 1 differs .*; it is the state of layer id 2"):
             features.features(data, [url], None, "", world, Console(None))
 
 

@@ -19,6 +19,7 @@ from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, save_drafter
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
+from drafttrain.runs.options import LauncherOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 
@@ -122,7 +123,7 @@ def test_a_chat_remembers_its_turns(loaded: LoadedTarget, monkeypatch: pytest.Mo
     monkeypatch.setattr(generate, "Writer", lambda *a, **k: writer)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     options = SimpleNamespace(
-        launcher=SimpleNamespace(nproc=1),
+        launcher=LauncherOptions(),
         checkpoint=None,
         target=TargetOptions(),
         decode=DecodeOptions(),
