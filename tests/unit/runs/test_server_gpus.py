@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -80,6 +82,11 @@ def test_more_processes_and_servers_than_gpus_are_refused() -> None:
             {"nodes": 2},
             "features.nodes is 1, but features.dir is not set; name a folder that all machines see",
         ),
+        (
+            engine(nodes=1, transport="mooncake"),
+            {"nodes": 2},
+            "features.nodes is 1, but features.mooncake.master is empty; start mooncake_master on a machine",
+        ),
         (engine(nodes=1, servers=["http://x"]), {"nodes": 2}, "features.nodes is for servers that are started, but"),
         (engine(gpus=3, tensor_parallel=2), {}, "features.gpus is 3, but each server has features.tensor_parallel=2 GPUs"),
         (
@@ -114,6 +121,20 @@ def test_an_engine_gets_its_gpus_and_nothing_of_the_trainers_group(monkeypatch: 
     assert arguments[:2] == ["serve", "target"] and arguments[-3:] == ["--tensor-parallel-size", "2", "--seed=1"]
     assert variables["CUDA_VISIBLE_DEVICES"] == "4,5" and not {"MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(variables)
     assert "CpuHiddenStatesConnector" in " ".join(server_process(served, [], 1, on_cpu=True)[0])
+
+
+def test_servers_of_a_store_name_their_own_machine_in_it() -> None:
+    """What they must know travels to their machines as JSON."""
+    store = {"master": "a:50051", "protocol": "tcp", "device": "", "segment": 2**28}
+    served = Served("vllm", "target", (3, 4), 64, "/logs", "bfloat16", mooncake=store)
+    there = Served.of(json.loads(json.dumps(asdict(served))))
+    assert there == served
+    for on_cpu, connector in ((False, "MooncakeHiddenStatesConnector"), (True, "CpuMooncakeConnector")):
+        arguments, _ = server_process(there, [], 1, on_cpu, "10.0.0.4")
+        transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+        assert transfer["kv_connector"] == connector
+        settings = transfer["kv_connector_extra_config"]["mooncake"]
+        assert (settings["local_hostname"], settings["master_server_address"]) == ("10.0.0.4", "a:50051")
 
 
 def test_slurm_gives_the_last_nodes_to_servers() -> None:
