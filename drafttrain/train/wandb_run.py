@@ -103,9 +103,9 @@ def start(
         return None
     import wandb
 
-    run_id = resumed or os.environ.get("WANDB_RUN_ID") or _new_id()
+    wanted_id = resumed or os.environ.get("WANDB_RUN_ID")
 
-    def begin(mode: Any) -> Any:
+    def begin(mode: Any, run_id: str) -> Any:
         return wandb.init(
             project=options.project,
             entity=options.entity,
@@ -124,11 +124,13 @@ def start(
         try:
             if mode not in OFFLINE and not logged_in():
                 raise wandb.errors.UsageError("not logged in; wandb login")
-            raw = begin(mode)
+            raw = begin(mode, wanted_id or _new_id())
         except Exception as error:  # W&B raises many kinds, and none of them may end a training
             if mode in OFFLINE:
                 raise
-            raw = begin("offline")
+            if wanted_id is not None:
+                wandb.teardown()  # its own process holds the id of the run that did not start
+            raw = begin("offline", wanted_id or _new_id())
             say(f"W&B: {reason(error)}; the run is logged offline, send it later: {sync_command(Path(raw.dir).parent)}")
     except Exception as error:  # as above
         say(f"W&B: {reason(error)}; this run is not logged there")
