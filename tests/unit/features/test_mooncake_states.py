@@ -21,6 +21,7 @@ from drafttrain.features.online import Online
 from drafttrain.features.reference import Reference
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.transport import NoStatesError, WrongError
+from drafttrain.features.vllm_source import VllmSource
 from drafttrain.targets.hf import HFTarget
 from tests.standin.mooncake import Master, Producer, free_port, needs_mooncake
 from tests.standin.mooncake_server import MooncakeStandIn, packed
@@ -127,9 +128,10 @@ def test_options_are_checked(options: dict[str, Any], line: str) -> None:
 
 def source(target: HFTarget, url: str, transport: MooncakeStates, timeout: float = 60.0) -> EngineStates:
     ids = texts(1)[0].tolist()
-    own = dict(zip(range(1, 5), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
-    reference, settings = Reference(ids, LAYERS.ids, own, torch.float32, 64), ServerSettings((f"{url}/v1",), timeout=timeout)
-    return EngineStates(Servers(settings, reference, [].append, "start it well", transport), LAYERS, target, 2)
+    own = dict(zip(range(4), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
+    reference, settings = Reference(ids, LAYERS.keys, own, torch.float32), ServerSettings((f"{url}/v1",), timeout=timeout)
+    vllm = VllmSource(LAYERS.keys, 64, transport, "start it well")
+    return EngineStates(Servers(settings, vllm, reference, [].append), LAYERS, target, 2)
 
 
 @needs_mooncake
