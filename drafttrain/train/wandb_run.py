@@ -129,7 +129,7 @@ def start(
             if mode in OFFLINE:
                 raise
             if wanted_id is not None:
-                wandb.teardown()  # its own process holds the id of the run that did not start
+                bounded(wandb.teardown, ANSWER)  # its own process holds the id of the run that did not start
             raw = begin("offline", wanted_id or _new_id())
             say(f"W&B: {reason(error)}; the run is logged offline, send it later: {sync_command(Path(raw.dir).parent)}")
     except Exception as error:  # as above

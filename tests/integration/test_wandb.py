@@ -183,10 +183,13 @@ def test_a_killed_run_goes_on_in_the_same_run(mode: str, material: Path, tmp_pat
         assert_no_secret(server, run_dir)
 
 
-@pytest.mark.parametrize("fault", ["gone", 401, 500, "hang"])
-def test_a_server_that_fails_at_the_start(fault: int | str, material: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "run_id"), [("gone", None), (401, None), (500, None), ("hang", None), (500, "chosen"), ("hang", "chosen")]
+)
+def test_a_server_that_fails_at_the_start(fault: int | str, run_id: str | None, material: Path, tmp_path: Path) -> None:
+    """run_id: the user's, which a resumed run has too: W&B's own process still holds it after the failure."""
     with WandbServer() as server:
-        variables = environment(server, tmp_path, WANDB_INIT_TIMEOUT="4")
+        variables = environment(server, tmp_path, WANDB_INIT_TIMEOUT="4", **({"WANDB_RUN_ID": run_id} if run_id else {}))
         if fault == "gone":
             server.stop()
         else:
@@ -196,7 +199,7 @@ def test_a_server_that_fails_at_the_start(fault: int | str, material: Path, tmp_
     assert "the run is logged offline, send it later: wandb sync" in line
     with WandbServer() as server:
         sync(line.partition("later: ")[2], tmp_path, variables | server.environment(tmp_path))
-        assert_complete(server, run_dir)
+        assert assert_complete(server, run_dir).name == (run_id or recorded_run(run_dir)["id"])
 
 
 @pytest.mark.parametrize("fault", ["gone", 401, 500, "hang"])
