@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.features.answers import AnswerRequest
 from drafttrain.features.mooncake_states import MooncakeStates, key_of
 from drafttrain.features.mooncake_store import StoreError
 from drafttrain.features.sglang_source import check_whole, label_of, meta_info, server_info
-from drafttrain.features.source import Ask, Description, Received
+from drafttrain.features.source import Ask, Description, Received, StatesRequest
 from drafttrain.features.transport import AbsentError, WrongError
 from drafttrain.model.target import FINAL
 
@@ -53,19 +51,10 @@ class CaptureSource:
         self._check_blocks(url, about.get("spec_capture_aux_layer_ids"))
         return Description("sglang", f"{version} with SpecForge's patch")
 
-    def states(
-        self,
-        url: str,
-        description: Description,
-        ask: Ask,
-        name: str,
-        ids: Sequence[int],
-        deadline: float,
-        closed: Event,
-        request: AnswerRequest | None = None,
-    ) -> Received:
+    def states(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
         """Ask for the states of the sequence, and read their objects."""
         artifacts = [AUX, LAST] if self._blocks else [LAST]
+        name, ids = request.name, request.ids
         sample = key_of(name)
         capture = {"store_id": STORE, "sample_id": sample, "gen": GENERATION, "replace": False}
         body = {

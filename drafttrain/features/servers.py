@@ -30,7 +30,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.features.answers import Answer, AnswerRequest
 from drafttrain.features.reference import Reference
-from drafttrain.features.source import Description, Received, Source
+from drafttrain.features.source import Description, Received, Source, StatesRequest
 from drafttrain.features.transport import AbsentError, WrongError
 
 if TYPE_CHECKING:
@@ -261,10 +261,9 @@ class Servers:
         """One request's states and, if it is for one, the target's answer."""
         assert server.description is not None, "a server is described before it is used"
         deadline, name = monotonic() + self.settings.timeout, self.source.names.next()
+        asked = StatesRequest(name, ids, deadline, self.closed, request)
         try:
-            found = self.source.states(
-                server.url, server.description, partial(self._json, server), name, ids, deadline, self.closed, request
-            )
+            found = self.source.states(server.url, server.description, partial(self._json, server), asked)
         except (AbsentError, WrongError):
             with self._lock:
                 self._lost[name] = monotonic()

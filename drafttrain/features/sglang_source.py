@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.features.answers import AnswerRequest
-from drafttrain.features.source import Ask, Description, Received
+from drafttrain.features.source import Ask, Description, Received, StatesRequest
 from drafttrain.features.transport import AbsentError, RequestNames, WrongError
 from drafttrain.model.target import FINAL
 
@@ -88,33 +86,23 @@ class SglangSource:
             raise UserError(f"{url} gives {found}, but the drafter needs {self._wanted}; {self.way_out}")
         return Description("sglang", version, found)
 
-    def states(
-        self,
-        url: str,
-        description: Description,
-        ask: Ask,
-        name: str,
-        ids: Sequence[int],
-        deadline: float,
-        closed: Event,
-        request: AnswerRequest | None = None,
-    ) -> Received:
+    def states(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
         """Ask for one token after the sequence: SGLang returns no more lists of states than it returns tokens."""
         body = {
-            "rid": name,
-            "input_ids": list(ids),
-            "extra_key": name,
+            "rid": request.name,
+            "input_ids": list(request.ids),
+            "extra_key": request.name,
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
             "return_hidden_states": True,
             "return_prompt_token_ids": True,
         }
         answer = ask("POST", "generate", body)
-        about = meta_info(url, answer, name)
+        about = meta_info(url, answer, request.name)
         rows = about.get("hidden_states")
         if not isinstance(rows, list) or not rows:
             raise UserError(f"{url} answers without states; {self.way_out}")
         state_TW = narrowed(numbers(rows[0]))
-        check_whole(url, state_TW.shape[0], len(ids), about)
+        check_whole(url, state_TW.shape[0], len(request.ids), about)
         states = len(description.details.blocks or ()) + description.details.final
         if state_TW.shape[1] % states:
             raise UserError(f"{url} gives {state_TW.shape[1]} values a token, which are not {states} states; {self.way_out}")

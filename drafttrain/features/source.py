@@ -45,6 +45,17 @@ class Received:
     written: list[int] = field(default_factory=list)  # token ids of the target's answer
 
 
+@dataclass(frozen=True, slots=True)
+class StatesRequest:
+    """A request for the states of a sequence, and for an answer of the target to it."""
+
+    name: str  # of this request alone
+    ids: Sequence[int]
+    deadline: float  # of `time.monotonic`
+    closed: Event  # ends the wait
+    answer: AnswerRequest | None = None  # the states of an answer come too, but that of its last token. Only vLLM is asked
+
+
 class Source(Protocol):
     """An engine's way to give states."""
 
@@ -60,23 +71,8 @@ class Source(Protocol):
         """Ask a server what it is. Raises UserError where it cannot give the states of the longest conversation."""
         ...
 
-    def states(
-        self,
-        url: str,
-        description: Description,
-        ask: Ask,
-        name: str,
-        ids: Sequence[int],
-        deadline: float,
-        closed: Event,
-        request: AnswerRequest | None = None,
-    ) -> Received:
-        """The states of a sequence. name: of this request alone. deadline: of `monotonic`. closed: ends the wait.
-        request: for an answer of the target to these tokens, whose states come too, but that of its last token; None: for the
-        states alone. Only vLLM is asked for answers.
-
-        Raises AbsentError, WrongError and UserError as `Ask` does.
-        """
+    def states(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
+        """The states of a sequence. Raises AbsentError, WrongError and UserError as `Ask` does."""
         ...
 
     def remove(self, names: Iterable[str]) -> None:

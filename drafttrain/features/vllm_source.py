@@ -7,12 +7,11 @@ output of block b. It gives the last block's output, and no state after the last
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from threading import Event
 from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.features.answers import AnswerError, AnswerRequest
-from drafttrain.features.source import Ask, Description, Received
+from drafttrain.features.source import Ask, Description, Received, StatesRequest
 from drafttrain.features.transport import NoStatesError, Transport, WrongError
 from drafttrain.model.target import FINAL
 
@@ -48,24 +47,17 @@ class VllmSource:
             version = "of unknown version"
         return Description(maker, version, model)
 
-    def states(
-        self,
-        url: str,
-        description: Description,
-        ask: Ask,
-        name: str,
-        ids: Sequence[int],
-        deadline: float,
-        closed: Event,
-        request: AnswerRequest | None = None,
-    ) -> Received:
+    def states(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
         """Ask for one token after the sequence, or for an answer, and read what vLLM's answer names."""
-        how = {"max_tokens": 1, "temperature": 0} if request is None else request.fields()
-        said = ask("POST", "completions", {"model": description.details, "prompt": list(ids), "request_id": name} | how)
+        answer = request.answer
+        how = {"max_tokens": 1, "temperature": 0} if answer is None else answer.fields()
+        body = {"model": description.details, "prompt": list(request.ids), "request_id": request.name}
+        said = ask("POST", "completions", body | how)
         params = said.get("kv_transfer_params") if isinstance(said, dict) else None
-        written = [] if request is None else _written(url, request, said)
+        written = [] if answer is None else _written(url, answer, said)
+        tokens = len([*request.ids, *written[:-1]])
         try:
-            found = self.transport.receive(name, params, len([*ids, *written[:-1]]), deadline, closed)
+            found = self.transport.receive(request.name, params, tokens, request.deadline, request.closed)
         except NoStatesError as error:
             raise UserError(f"{url} {error}; {self.way_out}") from error
         return Received(found.hidden_TLH, found.token_T.tolist(), written)
