@@ -21,7 +21,7 @@ Job:
 - `timed`: null here; `timed_process.py` explains it for engines that are timed
 - `parent`: null here; `background.py` gives the process whose end ends this one
 
-A script's `FAMILIES` are those that it drafts with.
+A script's `FAMILIES` are those that it drafts with. Of those in `ALONE` the engine accepts fewer drafts in a batch than alone.
 
 Result:
 
@@ -192,6 +192,12 @@ def check_family(name: str, family: str) -> None:
     able = runpy.run_path(str(SCRIPTS / f"{name}.py")).get("FAMILIES", (family,))
     if family not in able:
         raise UserError(f"{ENGINES[name].label} is run here with {', '.join(sorted(able))} alone, and this is {family}")
+
+
+def batches_with(name: str, family: str) -> bool:
+    """Whether the engine decodes several prompts at a time and accepts as many drafts of this family then as of one."""
+    alone = runpy.run_path(str(SCRIPTS / f"{name}.py")).get("ALONE", ())
+    return ENGINES[name].batches and family not in alone
 
 
 def _has(python: Path, package: str) -> bool:

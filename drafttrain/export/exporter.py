@@ -188,5 +188,7 @@ def _nowhere(opened: Opened, wanted: Wanted, refused: dict[str, str]) -> str:
         return f"no stack loads this {family} drafter: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     others = [other for other in loads(family) if other != stack]
     fit = [other for other in others if _refusal(opened, other, wanted) is None]
-    loaders = f"{', '.join(fit)} load it unchanged" if fit else "no other stack loads it unchanged"
+    loaders = (
+        f"{', '.join(fit)} {'loads' if len(fit) == 1 else 'load'} it unchanged" if fit else "no other stack loads it unchanged"
+    )
     return f"this {family} drafter cannot be exported to {stack}: {refused[stack]}; {loaders}"

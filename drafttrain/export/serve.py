@@ -33,8 +33,12 @@ NOTES = {
     ("sglang", "uno"): "SGLang takes it with one process: leave tensor and pipeline parallelism at 1.",
     ("official", "hydra"): "The authors' code reads a pickle. The first two lines write it from the safetensors file.",
 }
-
 TARGET_NOTE = "target.gguf is the target as GGUF. Export with with_target=true writes it, and so does llama.cpp's converter."
+ONE_AT_A_TIME = (
+    "Build 11434 accepts far fewer drafts while it decodes several requests; add --parallel 1 to serve one at a time."
+)
+NOTES |= {("llamacpp", "eagle3"): f"{TARGET_NOTE} {ONE_AT_A_TIME}"}
+
 OFFICIAL = {  # the lines of Python that load a drafter with its authors' code
     "hydra": 'weights = safetensors.torch.load_file("{directory}/hydra_lm_head.safetensors")\n'
     'torch.save(weights, "{directory}/hydra_lm_head.pt")\n'

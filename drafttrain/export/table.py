@@ -166,7 +166,7 @@ TABLE: dict[str, dict[str, Row]] = {
         trtllm=_eagle3("trtllm"),
         speculators=Layout("speculators", eagle3.speculators, read_eagle3.speculators, eagle3.refuse),
         llamacpp=Layout("GGUF", gguf.eagle3_files, read_gguf.eagle3_draft, gguf.refuse_eagle3),
-        openvino=_eagle3("openvino"),
+        openvino=Layout("portable", eagle3.mapped, read_eagle3.portable("openvino"), eagle3.refuse),
         lmdeploy=Layout("portable", eagle3.lmdeploy, read_eagle3.portable("lmdeploy"), eagle3.refuse),
         official=NOT_STRICT,
     ),

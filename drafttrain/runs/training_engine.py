@@ -20,7 +20,7 @@ from drafttrain.core.files import temporary_name
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord
 from drafttrain.engines import background
 from drafttrain.engines.background import CPU, BackgroundEngine, Resources
-from drafttrain.engines.process import ENGINES, EngineJob, check_family, python_of
+from drafttrain.engines.process import ENGINES, EngineJob, batches_with, check_family, python_of
 from drafttrain.export import golden
 from drafttrain.export.chain import Ending
 from drafttrain.export.exporter import export
@@ -63,7 +63,7 @@ class EngineSettings:
 
     def job(self, opened: Opened, out: Path, stack: str) -> EngineJob:
         """The job for an exported drafter."""
-        batch = len(self.ids) if ENGINES[self.name].batches else 1
+        batch = max(map(len, self.waves))
         return EngineJob(
             target=target_place(out, opened),
             drafter=str(out),
@@ -81,7 +81,7 @@ class EngineSettings:
     def waves(self) -> list[list[int]]:
         """Numbers of the prompts that are decoded together."""
         numbers = list(range(len(self.ids)))
-        return [numbers] if ENGINES[self.name].batches else [[i] for i in numbers]
+        return [numbers] if batches_with(self.name, self.family) else [[i] for i in numbers]
 
 
 @dataclass(frozen=True, slots=True)

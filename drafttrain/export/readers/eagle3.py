@@ -37,6 +37,7 @@ from drafttrain.export.readers.parts import (
 )
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+MAPPED = {"lmdeploy": "LMDeploy would draft only token 0", "openvino": "optimum-intel would map tokens by uninitialised memory"}
 ARCHITECTURES = {"lmdeploy": "LlamaForCausalLM"}  # LMDeploy adds the method's name to it
 
 
@@ -64,8 +65,8 @@ def portable(stack: str) -> Callable[[Path, TargetParts, Sequence[Point]], Readi
     def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
         config, tensors = Config.of(directory), Tensors(directory)
         layers = portable_layers(stack, config, target.blocks)
-        if stack == "lmdeploy" and "d2t" not in tensors.left:
-            raise MismatchError("d2t", "it is missing, and LMDeploy would draft only token 0")
+        if stack in MAPPED and "d2t" not in tensors.left:
+            raise MismatchError("d2t", f"it is missing, and {MAPPED[stack]}")
         head = head_of(config, config, tensors, "midlayer", target, layers)
         tensors.finish()
         if head.before and stack in ("sglang", "trtllm"):

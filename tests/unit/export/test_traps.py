@@ -168,6 +168,7 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (E3, "d2t", unmarked),
     (E3, "d2t", marked_more),
     (E3, "tensors", lose("d2t")),
+    (("eagle3-whole", "openvino"), "d2t", lose("d2t")),
     (E3, "vocabulary", drop("draft_vocab_size")),
     (E3, "vocabulary", put("vocab_size", value=65)),
     (SPEC, "d2t", absolute),
