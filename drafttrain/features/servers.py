@@ -41,6 +41,7 @@ TRIES = 5  # answers with wrong states for one conversation
 TOLD = 3  # failures of a server, one after the other, after which a line says so
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds; doubled after every failure of a server
 LATE = 5.0  # seconds after which the states of a failed request are removed, if the server has written them
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # of this machine, which no proxy reaches
 IDLE = 10.0  # seconds without an answer after which a server's states are compared again: no server starts in less
 
 
@@ -57,6 +58,7 @@ class ServerSettings:
     timeout: float = 120.0  # seconds for the states of one conversation
     patience: float = 600.0  # seconds to repeat a request while no server answers it
     concurrency: int = 32  # requests at a time
+    direct: bool = False  # whether they were started for this run: no proxy is asked for them, whatever the environment says
 
 
 @dataclass
@@ -70,6 +72,8 @@ class _Server:
     failures: int = 0  # since its last answer
     resumes_at: float = 0.0  # of `monotonic`; no request is sent before
     heard_at: float = -IDLE  # of `monotonic`: its last good answer
+    fault: str | None = None  # of the last comparison, where the server did not answer it
+    faults: int = 0  # comparisons that it did not answer
     description: Description | None = None  # once it has answered
     dtype: torch.dtype | None = None
 
@@ -107,7 +111,8 @@ class Servers:
         patience = httpx.Timeout(settings.timeout, connect=min(settings.timeout, 10.0))
 
         def client(url: str) -> httpx.Client:
-            return httpx.Client(base_url=url, headers=headers, limits=limits, timeout=patience)
+            trusted = not (settings.direct or httpx.URL(url).host in LOOPBACK)
+            return httpx.Client(base_url=url, headers=headers, limits=limits, timeout=patience, trust_env=trusted)
 
         self.settings, self.source, self.reference, self.say = settings, source, reference, say
         self.servers = [_Server(url, client(url)) for url in settings.urls]
@@ -198,10 +203,10 @@ class Servers:
             server.client.close()
 
     def _chosen(self) -> _Server:
-        """The server with the fewest requests among those that do not wait after a failure."""
+        """The server with the fewest requests among those that do not wait after a failure, and are not being compared."""
         with self._lock:
             now = monotonic()
-            server = min(self.servers, key=lambda one: (max(0.0, one.resumes_at - now), one.running))
+            server = min(self.servers, key=lambda one: (max(0.0, one.resumes_at - now), one.checking.locked(), one.running))
             server.running += 1
             return server
 
@@ -245,17 +250,33 @@ class Servers:
         return self._requested(server, ids, request)
 
     def _verify(self, server: _Server) -> None:
-        """Ask a server what it is, and compare its states. Raises UserError where they are another target's."""
+        """Ask a server what it is, and compare its states. Raises UserError where they are another target's.
+
+        Threads that wait for another one's comparison share its result, also a bad one: a server that hangs costs all of
+        them one `timeout` together.
+        """
+        faults = server.faults
         with server.checking:
+            if self.closed.is_set():
+                raise ClosedError
             if monotonic() - server.heard_at <= IDLE:  # another thread has
                 return
-            server.description = about = self.source.describe(server.url, partial(self._json, server))
-            self.versions[about.engine] = about.version
-            server.dtype = None
-            found = self._requested(server, self.reference.ids, None)
-            if fault := self.reference.fault(found.hidden_TKH, self.source.label):
-                raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
-            server.dtype, server.heard_at = found.hidden_TKH.dtype, monotonic()
+            if server.faults != faults:
+                raise AbsentError(server.fault)
+            try:
+                self._compare(server)
+            except (AbsentError, WrongError) as error:
+                server.fault, server.faults = str(error), server.faults + 1
+                raise
+
+    def _compare(self, server: _Server) -> None:
+        server.description = about = self.source.describe(server.url, partial(self._json, server))
+        self.versions[about.engine] = about.version
+        server.dtype = None
+        found = self._requested(server, self.reference.ids, None)
+        if fault := self.reference.fault(found.hidden_TKH, self.source.label):
+            raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
+        server.dtype, server.heard_at = found.hidden_TKH.dtype, monotonic()
 
     def _requested(self, server: _Server, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
         """One request's states and, if it is for one, the target's answer."""

@@ -17,6 +17,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from drafttrain.core.errors import UserError
 from drafttrain.features.transport import NAMED, AbsentError, NoStatesError, RequestNames, States, WrongError
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at a lock
@@ -129,6 +130,11 @@ def _wait(path: Path, deadline: float, closed: Event) -> None:
                 if monotonic() >= deadline or closed.is_set():
                     remove(path)
                     raise AbsentError(f"{path} was not written in time") from None
+            except OSError as error:  # a mount without locks; no other try would succeed
+                raise UserError(
+                    f"{path.parent} takes no locks ({error.strerror}), which tell when a file of states is whole; mount it with "
+                    "flock (NFS 4, Lustre with its option flock), or set features.transport=mooncake"
+                ) from error
             closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
     finally:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +21,27 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
-from drafttrain.features import FeatureOptions, servers
+from drafttrain.engines.states_server import free_ports
+from drafttrain.features import FeatureOptions, servers, state_files
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
 from drafttrain.features.reference import Reference
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.source import Description
 from drafttrain.features.state_files import StateFiles
+from drafttrain.features.transport import AbsentError
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
+from drafttrain.train import TrainOptions
+from drafttrain.train.caching import check_features
 from tests.helpers import prompts, tiny_target
 from tests.standin.states_server import StandIn, serving
 
 TAPS = Taps((0, 2))
 LAYERS = StateLayers(TAPS, 4)
+THREADS = 6
 NO_PROCESS = 2**22 + 1  # above every process number
 
 
@@ -76,11 +84,12 @@ def source(
     ahead: int = 2,
     folder: Path | None = None,
     timeout: float = 5.0,
+    direct: bool = False,
 ) -> Iterator[EngineStates]:
     ids = texts(1)[0].tolist()
     own = dict(zip(range(4), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
     reference = Reference(ids, LAYERS.keys, own, torch.float32)
-    settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, timeout, 2.0, 4)
+    settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, timeout, 2.0, 4, direct)
     vllm = VllmSource(LAYERS.keys, 64, StateFiles(folder), "start it well")
     states = EngineStates(Servers(settings, vllm, reference, (said if said is not None else []).append), LAYERS, target, 2)
     try:
@@ -255,6 +264,91 @@ def test_files_of_killed_processes_are_removed_and_others_stay(target: HFTarget,
         assert sorted(tmp_path.iterdir()) == sorted([alive, elsewhere, foreign])
 
 
+@pytest.mark.parametrize(("host", "direct"), [("127.0.0.1", False), ("127.0.0.2", True)])
+def test_no_proxy_is_asked_for_this_machine_or_for_servers_of_the_run(
+    host: str, direct: bool, target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(StandIn(computed(target), tmp_path), host=host) as url:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")
+        with source(target, url, direct=direct) as states:
+            states.servers.check()
+        if direct:  # of servers that the user named elsewhere, the environment says how they are reached
+            with source(target, url) as states, pytest.raises(UserError, match=r"no answer \(ConnectError\)"):
+                object.__setattr__(states.servers.settings, "patience", 0.1)
+                states.servers.check()
+
+
+def test_all_threads_share_a_comparison_that_fails() -> None:
+    """A server that hangs must not keep them for a `timeout` each, one after the other."""
+
+    class Counting:
+        """A lock that knows how many threads want it."""
+
+        def __init__(self) -> None:
+            self.lock, self.wanted = threading.Lock(), 0
+
+        def __enter__(self) -> None:
+            with counting:
+                self.wanted += 1
+            self.lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+
+        def locked(self) -> bool:
+            return self.lock.locked()
+
+    class Hanging:
+        """A source whose first comparison ends when all threads wait for it."""
+
+        keys, way_out, comparisons = (FINAL,), "start it well", 0
+
+        def describe(self, url: str, ask: object) -> Description:
+            self.comparisons += 1
+            while checking.wanted < THREADS:
+                time.sleep(0.001)
+            raise AbsentError("no answer in features.timeout=120 s")
+
+        def sweep(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    counting, checking, hanging, faults = threading.Lock(), Counting(), Hanging(), list[str]()
+    reference = Reference([1, 2], (FINAL,), {FINAL: torch.zeros(2, 4)}, torch.float32)
+    settings = ServerSettings(("http://127.0.0.1:1/v1",), patience=1e-9)
+    asked = Servers(settings, hanging, reference, lambda line: None)  # type: ignore[arg-type]
+    asked.servers[0].checking = checking  # type: ignore[assignment]
+
+    def ask() -> None:
+        with pytest.raises(UserError) as fault:
+            asked.states([1, 2])
+        faults.append(str(fault.value))
+
+    threads = [threading.Thread(target=ask) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asked.close()
+    assert hanging.comparisons == 1
+    assert len(faults) == THREADS and all("no answer in features.timeout=120 s, for" in fault for fault in faults)
+
+
+def test_a_mount_without_locks_is_one_line(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre without its option flock."""
+    with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
+        states.servers.check()
+
+        def unsupported(*given: object) -> None:
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        monkeypatch.setattr(state_files, "fcntl", SimpleNamespace(LOCK_SH=1, LOCK_NB=4, flock=unsupported))
+        with pytest.raises(UserError, match=r"takes no locks \(Function not implemented\).*features.transport=mooncake"):
+            states.fill(batch(texts(1)))
+
+
 def test_files_are_found_where_this_machine_sees_them(target: HFTarget, tmp_path: Path) -> None:
     (tmp_path / "here").symlink_to(tmp_path / "there")
     with serving(StandIn(computed(target), tmp_path / "there")) as url:
@@ -289,3 +383,13 @@ def test_a_server_with_too_little_room_is_refused(target: HFTarget, tmp_path: Pa
 def test_options_are_checked(options: dict[str, object], line: str) -> None:
     with pytest.raises(UserError, match=line):
         FeatureOptions("engine", **options).check(64)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", ["http://[::1:8000", "http://user:secret@a:8000", "a:8000"])
+def test_addresses_are_checked_before_anything_is_started(url: str) -> None:
+    drafter: Any = SimpleNamespace(trained=True, adapts=None, taps=TAPS)
+    with pytest.raises(UserError, match=r"^features\.final_servers ") as fault:
+        check_features(
+            FeatureOptions("engine", engine="sglang", servers=["http://a:1"], final_servers=[url]), drafter, TrainOptions(), 64
+        )
+    assert "secret" not in str(fault.value)
