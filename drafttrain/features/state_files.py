@@ -132,8 +132,8 @@ def _wait(path: Path, deadline: float, closed: Event) -> None:
                     raise AbsentError(f"{path} was not written in time") from None
             except OSError as error:  # a mount without locks; no other try would succeed
                 raise UserError(
-                    f"{path.parent} takes no locks ({error.strerror}), which tell when a file of states is whole; mount it with "
-                    "flock (NFS 4, Lustre with its option flock), or set features.transport=mooncake"
+                    f"{path.parent} takes no locks ({error.strerror}), which tell when a file of states is whole; mount it "
+                    "with flock (NFS 4, Lustre with its option flock), or set features.transport=mooncake"
                 ) from error
             closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
