@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock
 from time import monotonic
@@ -87,9 +88,15 @@ def read(path: Path, deadline: float, closed: Event) -> States:
 
 
 def remove(path: Path) -> None:
-    """Remove a file of states and its lock, where they are."""
+    """Remove a file of states and its lock, where they are. Raises UserError where that is not allowed."""
     for one in (path, path.with_name(path.name + LOCK)):
-        one.unlink(missing_ok=True)
+        try:
+            one.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{one} cannot be removed ({error.strerror}), but every file of states is removed once it is read; run "
+                "server and trainer as one user, or let both write to the folder"
+            ) from error
 
 
 def remove_named(folder: Path, names: Iterable[str]) -> None:
@@ -97,14 +104,16 @@ def remove_named(folder: Path, names: Iterable[str]) -> None:
     wanted = tuple(names)
     for file in _files(folder):
         if any(name in file.name for name in wanted):
-            file.unlink(missing_ok=True)
+            with suppress(PermissionError):  # `remove` says so
+                file.unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path, names: RequestNames) -> None:
     """Remove the files that killed processes of this machine have left in a folder."""
     for file in _files(folder):
         if names.abandoned(file.name):
-            file.unlink(missing_ok=True)
+            with suppress(PermissionError):  # another user's
+                file.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> list[Path]:

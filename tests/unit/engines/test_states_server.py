@@ -108,5 +108,6 @@ def test_a_proxy_of_the_environment_is_not_asked(tmp_path: Path, monkeypatch: py
         environment.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")
         environment.delenv("no_proxy", raising=False)
         environment.delenv("NO_PROXY", raising=False)
+        environment.setattr("urllib.request._opener", None)  # `urlopen` keeps the proxies of its first call
         with running([one]):
             pass

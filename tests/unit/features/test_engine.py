@@ -349,6 +349,22 @@ def test_a_mount_without_locks_is_one_line(target: HFTarget, tmp_path: Path, mon
             states.fill(batch(texts(1)))
 
 
+def test_files_that_the_server_owns_are_one_line_and_those_of_other_users_none(
+    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that runs as another user, in a folder where only that user may remove files."""
+    (tmp_path / f"cmpl-drafttrain-{HOST}-{NO_PROCESS}-1f-3--0-ab.safetensors").touch()
+
+    def refused(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    line = rf"{os.getpid()}-\w+-0-.*safetensors cannot be removed \(Permission denied\).*run server and trainer as one user"
+    with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
+        monkeypatch.setattr(Path, "unlink", refused)
+        with pytest.raises(UserError, match=line):
+            states.servers.check()
+
+
 def test_files_are_found_where_this_machine_sees_them(target: HFTarget, tmp_path: Path) -> None:
     (tmp_path / "here").symlink_to(tmp_path / "there")
     with serving(StandIn(computed(target), tmp_path / "there")) as url:
@@ -383,6 +399,12 @@ def test_a_server_with_too_little_room_is_refused(target: HFTarget, tmp_path: Pa
 def test_options_are_checked(options: dict[str, object], line: str) -> None:
     with pytest.raises(UserError, match=line):
         FeatureOptions("engine", **options).check(64)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", [{"servers": ["http://a:1"]}, {"gpus": 2}, {"arguments": ["--x"]}])
+def test_servers_are_not_ignored_without_an_engine(option: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"features.{next(iter(option))} is for features=engine, but features is online"):
+        FeatureOptions(**option).check(64)
 
 
 @pytest.mark.parametrize("url", ["http://[::1:8000", "http://user:secret@a:8000", "a:8000"])
