@@ -7,7 +7,8 @@ A request is repeated, with growing waits, by whichever server is free:
 Then, and where a server refuses a request or gives states of another shape, the run ends: a conversation is never left out.
 
 Before a server is used its states of one sequence are compared with the trainer's own (`Reference`). They are compared again
-after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model.
+after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model. After a
+failure no conversation waits for that as long as another server answers.
 
 How an engine is asked and how its states arrive is a `Source`.
 
@@ -20,7 +21,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from threading import Event, Lock
+from threading import Event, Lock, Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ class _Server:
     checking: Lock = field(default_factory=Lock)
     running: int = 0  # requests
     failures: int = 0  # since its last answer
+    probe: Thread | None = None  # compares it after a failure, while other servers take the requests
     resumes_at: float = 0.0  # of `monotonic`; no request is sent before
     heard_at: float = -IDLE  # of `monotonic`: its last good answer
     fault: str | None = None  # of the last comparison, where the server did not answer it
@@ -119,6 +121,7 @@ class Servers:
         self.counts, self.versions = Counts(), dict[str, str]()
         self.closed = Event()
         self._lock = Lock()
+        self._refusal: str | None = None  # why a server that has come back cannot be used
         self._lost: dict[str, float] = {}  # requests that failed, and when: a server may still write their states
 
     @property
@@ -155,6 +158,8 @@ class Servers:
         """The states of a sequence, with the target's answer to it if one is requested."""
         until, wrong = None, 0
         while True:
+            if self._refusal is not None:
+                raise UserError(self._refusal)
             server = self._chosen()
             if self.closed.wait(max(0.0, server.resumes_at - monotonic())) or self.closed.is_set():
                 self._release(server)
@@ -163,6 +168,8 @@ class Servers:
                 answer = self._from(server, ids, request)
             except (AbsentError, WrongError) as error:
                 self._failed(server, error)
+                with self._lock:
+                    self.counts.repeated += 1
                 wrong += isinstance(error, WrongError)
                 until = until or monotonic() + self.settings.patience
                 if wrong >= TRIES:
@@ -197,18 +204,48 @@ class Servers:
     def close(self) -> None:
         """End the waits, and remove the states of requests that nothing waits for. No request may be running."""
         self.closed.set()
+        for probe in [server.probe for server in self.servers]:
+            if probe is not None:
+                probe.join()
         self.source.sweep()
         self.source.close()
         for server in self.servers:
             server.client.close()
 
     def _chosen(self) -> _Server:
-        """The server with the fewest requests among those that do not wait after a failure, and are not being compared."""
+        """The server with the fewest requests, of those that have answered last; else the one that is tried again first."""
         with self._lock:
             now = monotonic()
-            server = min(self.servers, key=lambda one: (max(0.0, one.resumes_at - now), one.checking.locked(), one.running))
+            able = [one for one in self.servers if not one.failures]
+            for one in self.servers if able else ():
+                if one.failures and one.resumes_at <= now and one.probe is None:
+                    one.probe = Thread(target=self._probed, args=(one,), daemon=True)
+                    one.probe.start()
+
+            def order(one: _Server) -> tuple[bool, float, int]:
+                return one.checking.locked(), max(0.0, one.resumes_at - now), one.running
+
+            server = min(able or self.servers, key=order)
             server.running += 1
             return server
+
+    def _probed(self, server: _Server) -> None:
+        """Compare a server that has failed. A hanging one keeps this thread until `timeout`, and no conversation."""
+        try:
+            self._verify(server)
+        except (AbsentError, WrongError) as error:
+            self._failed(server, error)
+        except UserError as error:
+            self._refusal = str(error)
+        except ClosedError:
+            pass
+        else:
+            with self._lock:
+                again, server.failures = server.failures >= TOLD, 0
+            if again:
+                self.say(f"features: {server.url} gives states again")
+        finally:
+            server.probe = None
 
     def _release(self, server: _Server) -> None:
         with self._lock:
@@ -216,7 +253,6 @@ class Servers:
 
     def _failed(self, server: _Server, error: Exception) -> None:
         with self._lock:
-            self.counts.repeated += 1
             server.heard_at = -IDLE
             if server.resumes_at > monotonic():  # another request has found the same failure
                 return

@@ -27,9 +27,9 @@ from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
 from drafttrain.features.reference import Reference
 from drafttrain.features.servers import Servers, ServerSettings
-from drafttrain.features.source import Description
+from drafttrain.features.source import Description, Received
 from drafttrain.features.state_files import StateFiles
-from drafttrain.features.transport import AbsentError
+from drafttrain.features.transport import AbsentError, RequestNames
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
@@ -334,6 +334,53 @@ def test_all_threads_share_a_comparison_that_fails() -> None:
     asked.close()
     assert hanging.comparisons == 1
     assert len(faults) == THREADS and all("no answer in features.timeout=120 s, for" in fault for fault in faults)
+
+
+def test_no_conversation_waits_for_a_server_that_hangs_while_another_answers() -> None:
+    """It is compared in a thread of its own, and used again when it answers."""
+    ids, released, compared, served = [1, 2], threading.Event(), list[bool](), list[str]()
+
+    class Two:
+        """A source of two servers: `hangs` drops the first comparison and hangs in the second; `works` works."""
+
+        keys, way_out, names = (FINAL,), "start it well", RequestNames()
+
+        def describe(self, url: str, ask: object) -> Description:
+            if "hangs" in url:
+                compared.append(threading.current_thread() is threading.main_thread())
+                if len(compared) == 1:
+                    raise AbsentError("dropped")
+                released.wait(30)
+            return Description("vllm", "0.32.0")
+
+        def states(self, url: str, *given: object) -> Received:
+            served.append(url)
+            return Received(torch.ones(2, 1, 4), ids)
+
+        def label(self, key: int) -> str:
+            return ""
+
+        def remove(self, names: object) -> None: ...
+
+        def sweep(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    reference = Reference(ids, (FINAL,), {FINAL: torch.ones(2, 4)}, torch.float32)
+    settings = ServerSettings(("http://hangs/v1", "http://works/v1"))
+    asked = Servers(settings, Two(), reference, lambda line: None)  # type: ignore[arg-type]
+    until = time.monotonic() + 60
+    while len(compared) < 2 and time.monotonic() < until:
+        asked.states(ids)
+    for _ in range(10):
+        asked.states(ids)
+    assert compared == [True, False] and set(served) == {"http://works/v1"}
+    released.set()
+    asked.servers[1].running += 1  # so that the other one is chosen once it can be
+    while served.count("http://hangs/v1") < 2 and time.monotonic() < until:
+        asked.states(ids)
+    assert served.count("http://hangs/v1") == 2 and len(compared) == 2, "the comparison, and a request"
+    asked.close()
 
 
 def test_a_mount_without_locks_is_one_line(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
