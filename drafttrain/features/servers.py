@@ -46,6 +46,10 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")  # of this machine, which no proxy 
 IDLE = 10.0  # seconds without an answer after which a server's states are compared again: no server starts in less
 
 
+class _SharedError(AbsentError):
+    """A comparison that another thread has made has failed. It counts once."""
+
+
 class ClosedError(Exception):
     """The source of states was closed while a request was waiting."""
 
@@ -167,9 +171,10 @@ class Servers:
             try:
                 answer = self._from(server, ids, request)
             except (AbsentError, WrongError) as error:
-                self._failed(server, error)
-                with self._lock:
-                    self.counts.repeated += 1
+                if not isinstance(error, _SharedError):
+                    self._failed(server, error)
+                    with self._lock:
+                        self.counts.repeated += 1
                 wrong += isinstance(error, WrongError)
                 until = until or monotonic() + self.settings.patience
                 if wrong >= TRIES:
@@ -298,7 +303,7 @@ class Servers:
             if monotonic() - server.heard_at <= IDLE:  # another thread has
                 return
             if server.faults != faults:
-                raise AbsentError(server.fault)
+                raise _SharedError(server.fault)
             try:
                 self._compare(server)
             except (AbsentError, WrongError) as error:
