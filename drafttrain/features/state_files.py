@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from safetensors import SafetensorError
@@ -22,6 +22,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.features.transport import NAMED, AbsentError, NoStatesError, RequestNames, States, WrongError
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at a lock
+ENDING = 5.0  # seconds that the end of a run waits for a file that is being written
 LOCK = ".lock"
 
 
@@ -130,13 +131,15 @@ def _wait(path: Path, deadline: float, closed: Event) -> None:
             "server's files"
         ) from error
     try:
-        pause = SHORTEST_PAUSE
+        pause, ending = SHORTEST_PAUSE, False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if monotonic() >= deadline or closed.is_set():
+                if closed.is_set() and not ending:  # the server writes the file: nothing else would remove it
+                    ending, deadline = True, min(deadline, monotonic() + ENDING)
+                if monotonic() >= deadline:
                     remove(path)
                     raise AbsentError(f"{path} was not written in time") from None
             except OSError as error:  # a mount without locks; no other try would succeed
@@ -144,7 +147,10 @@ def _wait(path: Path, deadline: float, closed: Event) -> None:
                     f"{path.parent} takes no locks ({error.strerror}), which tell when a file of states is whole; mount it "
                     "with flock (NFS 4, Lustre with its option flock), or set features.transport=mooncake"
                 ) from error
-            closed.wait(pause)
+            if ending:
+                sleep(pause)
+            else:
+                closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
     finally:
         os.close(lock)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -381,6 +382,32 @@ def test_no_conversation_waits_for_a_server_that_hangs_while_another_answers() -
         asked.states(ids)
     assert served.count("http://hangs/v1") == 2 and len(compared) == 2, "the comparison, and a request"
     asked.close()
+
+
+def test_a_file_that_is_written_while_the_run_ends_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_files, "ENDING", 60.0, raising=False)
+    path, closed, looks, ended = tmp_path / "cmpl-1.safetensors", threading.Event(), list[int](), list[int]()
+    closed.set()
+
+    def flock(file: int, how: int) -> None:
+        looks.append(file)
+        fcntl.flock(file, how)
+
+    def read() -> None:
+        with suppress(AbsentError):
+            state_files.read(path, time.monotonic() + 60, closed)
+        ended.append(1)
+
+    monkeypatch.setattr(state_files, "fcntl", SimpleNamespace(LOCK_SH=fcntl.LOCK_SH, LOCK_NB=fcntl.LOCK_NB, flock=flock))
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=read)
+        thread.start()
+        while len(looks) < 3 and not ended:
+            time.sleep(0.001)
+        path.touch()
+    thread.join()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_mount_without_locks_is_one_line(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
