@@ -128,7 +128,10 @@ class ReloadedDirectory:
         with atomic_directory(place) as aside:
             draft.write(aside)
         self.reload(place)
-        for old in sorted(self.folder.glob("draft-*"))[: -self.keep]:
+        # by time: the steps of a loop that was started again are smaller than those of earlier drafts
+        earlier = [one for one in self.folder.glob("draft-*") if one != place and one.name.removeprefix("draft-").isdecimal()]
+        earlier.sort(key=lambda one: one.stat().st_mtime)
+        for old in earlier[: max(0, len(earlier) + 1 - self.keep)]:
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 from drafttrain.core.errors import UserError
 from drafttrain.engines.process import SCRIPTS, SHOWN
@@ -57,12 +57,12 @@ class StatesServer:
     def wait(self) -> None:
         """Wait until it answers. Raises UserError with its last lines where it does not."""
         assert self.process is not None
-        until = monotonic() + START
+        until, direct = monotonic() + START, build_opener(ProxyHandler({}))  # a proxy does not reach this machine
         while monotonic() < until:
             if (code := self.process.poll()) is not None:
                 said = " | ".join(_errors(self.log)) or "its log is empty"
                 raise UserError(f"{self.name} ended with {code} as it started: {said}")
-            with suppress(URLError, OSError), urlopen(f"{self.url}/health", timeout=5) as answer:
+            with suppress(URLError, OSError), direct.open(f"{self.url}/health", timeout=5) as answer:
                 if answer.status == 200:
                     return
             sleep(LOOK)

@@ -83,6 +83,12 @@ class FeatureOptions:
             raise UserError(f"features.answers needs an engine to write them, but features is {self.name}; set features=engine")
         if self.name == "engine":
             self._check_engine()
+            return
+        for name in ("servers", "final_servers", "gpus", "count", "python", "arguments"):
+            if getattr(self, name):
+                raise UserError(
+                    f"features.{name} is for features=engine, but features is {self.name}; set features=engine, or leave it out"
+                )
 
     def _check_engine(self) -> None:
         if self.engine not in ENGINES:

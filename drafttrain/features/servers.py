@@ -7,7 +7,8 @@ A request is repeated, with growing waits, by whichever server is free:
 Then, and where a server refuses a request or gives states of another shape, the run ends: a conversation is never left out.
 
 Before a server is used its states of one sequence are compared with the trainer's own (`Reference`). They are compared again
-after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model.
+after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model. After a
+failure no conversation waits for that as long as another server answers.
 
 How an engine is asked and how its states arrive is a `Source`.
 
@@ -20,7 +21,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from threading import Event, Lock
+from threading import Event, Lock, Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,12 @@ TRIES = 5  # answers with wrong states for one conversation
 TOLD = 3  # failures of a server, one after the other, after which a line says so
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds; doubled after every failure of a server
 LATE = 5.0  # seconds after which the states of a failed request are removed, if the server has written them
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # of this machine, which no proxy reaches
 IDLE = 10.0  # seconds without an answer after which a server's states are compared again: no server starts in less
+
+
+class _SharedError(AbsentError):
+    """A comparison that another thread has made has failed. It counts once."""
 
 
 class ClosedError(Exception):
@@ -57,6 +63,7 @@ class ServerSettings:
     timeout: float = 120.0  # seconds for the states of one conversation
     patience: float = 600.0  # seconds to repeat a request while no server answers it
     concurrency: int = 32  # requests at a time
+    direct: bool = False  # whether they were started for this run: no proxy is asked for them, whatever the environment says
 
 
 @dataclass
@@ -68,8 +75,11 @@ class _Server:
     checking: Lock = field(default_factory=Lock)
     running: int = 0  # requests
     failures: int = 0  # since its last answer
+    probe: Thread | None = None  # compares it after a failure, while other servers take the requests
     resumes_at: float = 0.0  # of `monotonic`; no request is sent before
     heard_at: float = -IDLE  # of `monotonic`: its last good answer
+    fault: str | None = None  # of the last comparison, where the server did not answer it
+    faults: int = 0  # comparisons that it did not answer
     description: Description | None = None  # once it has answered
     dtype: torch.dtype | None = None
 
@@ -107,13 +117,15 @@ class Servers:
         patience = httpx.Timeout(settings.timeout, connect=min(settings.timeout, 10.0))
 
         def client(url: str) -> httpx.Client:
-            return httpx.Client(base_url=url, headers=headers, limits=limits, timeout=patience)
+            trusted = not (settings.direct or httpx.URL(url).host in LOOPBACK)
+            return httpx.Client(base_url=url, headers=headers, limits=limits, timeout=patience, trust_env=trusted)
 
         self.settings, self.source, self.reference, self.say = settings, source, reference, say
         self.servers = [_Server(url, client(url)) for url in settings.urls]
         self.counts, self.versions = Counts(), dict[str, str]()
         self.closed = Event()
         self._lock = Lock()
+        self._refusal: str | None = None  # why a server that has come back cannot be used
         self._lost: dict[str, float] = {}  # requests that failed, and when: a server may still write their states
 
     @property
@@ -150,6 +162,8 @@ class Servers:
         """The states of a sequence, with the target's answer to it if one is requested."""
         until, wrong = None, 0
         while True:
+            if self._refusal is not None:
+                raise UserError(self._refusal)
             server = self._chosen()
             if self.closed.wait(max(0.0, server.resumes_at - monotonic())) or self.closed.is_set():
                 self._release(server)
@@ -157,7 +171,10 @@ class Servers:
             try:
                 answer = self._from(server, ids, request)
             except (AbsentError, WrongError) as error:
-                self._failed(server, error)
+                if not isinstance(error, _SharedError):
+                    self._failed(server, error)
+                    with self._lock:
+                        self.counts.repeated += 1
                 wrong += isinstance(error, WrongError)
                 until = until or monotonic() + self.settings.patience
                 if wrong >= TRIES:
@@ -192,18 +209,48 @@ class Servers:
     def close(self) -> None:
         """End the waits, and remove the states of requests that nothing waits for. No request may be running."""
         self.closed.set()
+        for probe in [server.probe for server in self.servers]:
+            if probe is not None:
+                probe.join()
         self.source.sweep()
         self.source.close()
         for server in self.servers:
             server.client.close()
 
     def _chosen(self) -> _Server:
-        """The server with the fewest requests among those that do not wait after a failure."""
+        """The server with the fewest requests, of those that have answered last; else the one that is tried again first."""
         with self._lock:
             now = monotonic()
-            server = min(self.servers, key=lambda one: (max(0.0, one.resumes_at - now), one.running))
+            able = [one for one in self.servers if not one.failures]
+            for one in self.servers if able else ():
+                if one.failures and one.resumes_at <= now and one.probe is None:
+                    one.probe = Thread(target=self._probed, args=(one,), daemon=True)
+                    one.probe.start()
+
+            def order(one: _Server) -> tuple[bool, float, int]:
+                return one.checking.locked(), max(0.0, one.resumes_at - now), one.running
+
+            server = min(able or self.servers, key=order)
             server.running += 1
             return server
+
+    def _probed(self, server: _Server) -> None:
+        """Compare a server that has failed. A hanging one keeps this thread until `timeout`, and no conversation."""
+        try:
+            self._verify(server)
+        except (AbsentError, WrongError) as error:
+            self._failed(server, error)
+        except UserError as error:
+            self._refusal = str(error)
+        except ClosedError:
+            pass
+        else:
+            with self._lock:
+                again, server.failures = server.failures >= TOLD, 0
+            if again:
+                self.say(f"features: {server.url} gives states again")
+        finally:
+            server.probe = None
 
     def _release(self, server: _Server) -> None:
         with self._lock:
@@ -211,7 +258,6 @@ class Servers:
 
     def _failed(self, server: _Server, error: Exception) -> None:
         with self._lock:
-            self.counts.repeated += 1
             server.heard_at = -IDLE
             if server.resumes_at > monotonic():  # another request has found the same failure
                 return
@@ -245,17 +291,33 @@ class Servers:
         return self._requested(server, ids, request)
 
     def _verify(self, server: _Server) -> None:
-        """Ask a server what it is, and compare its states. Raises UserError where they are another target's."""
+        """Ask a server what it is, and compare its states. Raises UserError where they are another target's.
+
+        Threads that wait for another one's comparison share its result, also a bad one: a server that hangs costs all of
+        them one `timeout` together.
+        """
+        faults = server.faults
         with server.checking:
+            if self.closed.is_set():
+                raise ClosedError
             if monotonic() - server.heard_at <= IDLE:  # another thread has
                 return
-            server.description = about = self.source.describe(server.url, partial(self._json, server))
-            self.versions[about.engine] = about.version
-            server.dtype = None
-            found = self._requested(server, self.reference.ids, None)
-            if fault := self.reference.fault(found.hidden_TKH, self.source.label):
-                raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
-            server.dtype, server.heard_at = found.hidden_TKH.dtype, monotonic()
+            if server.faults != faults:
+                raise _SharedError(server.fault)
+            try:
+                self._compare(server)
+            except (AbsentError, WrongError) as error:
+                server.fault, server.faults = str(error), server.faults + 1
+                raise
+
+    def _compare(self, server: _Server) -> None:
+        server.description = about = self.source.describe(server.url, partial(self._json, server))
+        self.versions[about.engine] = about.version
+        server.dtype = None
+        found = self._requested(server, self.reference.ids, None)
+        if fault := self.reference.fault(found.hidden_TKH, self.source.label):
+            raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
+        server.dtype, server.heard_at = found.hidden_TKH.dtype, monotonic()
 
     def _requested(self, server: _Server, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
         """One request's states and, if it is for one, the target's answer."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from drafttrain.core.errors import UserError
 from drafttrain.features.transport import NAMED, AbsentError, NoStatesError, RequestNames, States, WrongError
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at a lock
+ENDING = 5.0  # seconds that the end of a run waits for a file that is being written
 LOCK = ".lock"
 
 
@@ -86,9 +89,15 @@ def read(path: Path, deadline: float, closed: Event) -> States:
 
 
 def remove(path: Path) -> None:
-    """Remove a file of states and its lock, where they are."""
+    """Remove a file of states and its lock, where they are. Raises UserError where that is not allowed."""
     for one in (path, path.with_name(path.name + LOCK)):
-        one.unlink(missing_ok=True)
+        try:
+            one.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{one} cannot be removed ({error.strerror}), but every file of states is removed once it is read; run "
+                "server and trainer as one user, or let both write to the folder"
+            ) from error
 
 
 def remove_named(folder: Path, names: Iterable[str]) -> None:
@@ -96,14 +105,16 @@ def remove_named(folder: Path, names: Iterable[str]) -> None:
     wanted = tuple(names)
     for file in _files(folder):
         if any(name in file.name for name in wanted):
-            file.unlink(missing_ok=True)
+            with suppress(PermissionError):  # `remove` says so
+                file.unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path, names: RequestNames) -> None:
     """Remove the files that killed processes of this machine have left in a folder."""
     for file in _files(folder):
         if names.abandoned(file.name):
-            file.unlink(missing_ok=True)
+            with suppress(PermissionError):  # another user's
+                file.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -120,16 +131,26 @@ def _wait(path: Path, deadline: float, closed: Event) -> None:
             "server's files"
         ) from error
     try:
-        pause = SHORTEST_PAUSE
+        pause, ending = SHORTEST_PAUSE, False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if monotonic() >= deadline or closed.is_set():
+                if closed.is_set() and not ending:  # the server writes the file: nothing else would remove it
+                    ending, deadline = True, min(deadline, monotonic() + ENDING)
+                if monotonic() >= deadline:
                     remove(path)
                     raise AbsentError(f"{path} was not written in time") from None
-            closed.wait(pause)
+            except OSError as error:  # a mount without locks; no other try would succeed
+                raise UserError(
+                    f"{path.parent} takes no locks ({error.strerror}), which tell when a file of states is whole; mount it "
+                    "with flock (NFS 4, Lustre with its option flock), or set features.transport=mooncake"
+                ) from error
+            if ending:
+                sleep(pause)
+            else:
+                closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
     finally:
         os.close(lock)

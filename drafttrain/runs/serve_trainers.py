@@ -89,6 +89,7 @@ class _Machine:
             known = self.wanted is not None and self.wanted.id == found.id
             if self.last is not None and self.last.id == found.id and not known:
                 self._answer(found)  # its beat has changed: it is not that of a run that was killed
+                self.heard = monotonic()  # nothing was looked at while the servers loaded the target
             self.last = found
         if self.wanted is not None and monotonic() - self.heard > SILENT:
             self.say(f"features: no sign of the trainers for {SILENT:g} s; the servers here end")

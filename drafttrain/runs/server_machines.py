@@ -11,6 +11,7 @@ ports that it had, because trainers know its addresses.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from drafttrain.runs.options import RunOptions
 MEETING = "DRAFTTRAIN_SERVERS"  # environment variable of training processes: the folder
 BEAT, LOOK = 2.0, 0.5  # seconds between two signs of life, and between two looks
 COMING = 1800.0  # seconds for the servers of all machines to answer
+READS = 5  # of a file that is replaced while it is read, which is an error on NFS
 WANTED, MACHINE = "wanted.json", "machine-*.json"
 
 
@@ -153,8 +155,14 @@ def _write(file: Path, content: dict[str, Any]) -> None:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return content
+    reads = 0
+    while True:
+        reads += 1
+        try:
+            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return content
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ESTALE or reads == READS:
+                raise

@@ -138,7 +138,7 @@ def _elsewhere(features: EngineFeatures, options: RunOptions, console: Console) 
         )
     meeting = Path(os.environ[MEETING])
     folder = Path(root).expanduser().absolute() / f"{NAME}-{meeting.name}"  # of this run, however often its trainers start
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     with asked(_served(features, options, folder, store), given.nodes, meeting, console.say) as urls:
         yield StatesServers(urls, folder, store=store)
 
@@ -202,9 +202,18 @@ def _folder(options: RunOptions) -> Path:
         root = Path(options.features.dir).expanduser().absolute()
     else:
         root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(options.output).absolute()
-    root.mkdir(parents=True, exist_ok=True)
+    _make(root)
     with suppress(OSError):  # the server of a killed run may still be ending: its files are removed at the next start
         remove_abandoned(root, f"{NAME}.tmp-*")
     folder = root / f"{NAME}.tmp-{HOST}-{os.getpid()}"
-    folder.mkdir(exist_ok=True)
+    _make(folder)
     return folder
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the folder {folder} for the servers' states cannot be made ({error.strerror}); set features.dir to another one"
+        ) from error

@@ -17,6 +17,7 @@ from rich.prompt import Confirm
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
+from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
 from drafttrain.features.cached import Cached
 from drafttrain.features.format import FeatureFormat
@@ -50,12 +51,15 @@ def check_features(options: FeatureOptions, drafter: Drafter, train: TrainOption
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise UserError(f"features={options.name} {kind} in advance, but {reason}; set features=online")
     if options.name == "engine":
-        _check_engine(train)
+        _check_engine(options, train)
     elif options.law == "top_k" and drafter.taps.final:
         raise UserError("features.law=top_k stores no final state, but this drafter reads it; set features.law=hidden")
 
 
-def _check_engine(train: TrainOptions) -> None:
+def _check_engine(options: FeatureOptions, train: TrainOptions) -> None:
+    named = [(f"features.{name}", url) for name in ("servers", "final_servers") for url in getattr(options, name)]
+    for name, url in named or [("features=engine", "http://localhost")]:  # before servers are started: they take minutes
+        base_of(url, name, "features.key_env")
     if train.sequence_parallel > 1:
         raise UserError(
             f"train.sequence_parallel is {train.sequence_parallel}, but with features=engine every process of a group would "

@@ -144,7 +144,8 @@ class EngineFeatures:
         if options.engine == "sglang":
             bases = [base.removesuffix("/v1") for base in bases]
         key = os.environ.get(options.key_env) or None
-        return ServerSettings(tuple(bases), key, options.request_timeout, options.patience, options.concurrency)
+        started = not options.servers
+        return ServerSettings(tuple(bases), key, options.request_timeout, options.patience, options.concurrency, started)
 
     def _source(self, keys: tuple[int, ...], folder: Path | None, store: StoreSettings | None, way_out: str) -> Source:
         objects = None if store is None else MooncakeStates(MooncakeStore(store))

@@ -88,8 +88,15 @@ class StreamedStates:
             except Exception as error:  # libraries raise errors of every kind for damaged files
                 why = reason(error, pieces.place, pieces.files.revision)
                 raise UserError(f"{pieces.origin} could not be run block by block: {why}; set features.target=whole") from error
-        atomic_write_bytes(file, packed(found), f"free space under {file.parent}, or set XDG_CACHE_HOME")
-        console.say(f"features: computed in {monotonic() - began:,.0f} s, kept in {file}")
+        took = f"features: computed in {monotonic() - began:,.0f} s"
+        try:
+            atomic_write_bytes(file, packed(found), f"free space under {file.parent}, or set XDG_CACHE_HOME")
+            console.say(f"{took}, kept in {file}")
+        except UserError as error:
+            console.say(f"{took}, but not kept: {error}")
+        except OSError as error:
+            why = f"{file.parent} cannot be written ({error.strerror})"
+            console.say(f"{took}, but not kept: {why}; set XDG_CACHE_HOME to another folder, or every run computes them")
         return found
 
     def _ids(self) -> list[int]:

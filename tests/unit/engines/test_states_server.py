@@ -97,3 +97,17 @@ def test_a_server_that_does_not_start_ends_with_its_own_words(tmp_path: Path, mo
     fault = r"vLLM ended with 1 as it started: ValueError: no room for the cache"
     with pytest.raises(UserError, match=fault), running([broken]):
         pass
+
+
+def test_a_proxy_of_the_environment_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters name one for downloads; it does not reach this machine's own servers."""
+    monkeypatch.setattr(module, "LOOK", 0.02)
+    monkeypatch.setattr(module, "START", 30.0)
+    one = server(tmp_path, HEALTHY, [])
+    with monkeypatch.context() as environment:
+        environment.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")
+        environment.delenv("no_proxy", raising=False)
+        environment.delenv("NO_PROXY", raising=False)
+        environment.setattr("urllib.request._opener", None)  # `urlopen` keeps the proxies of its first call
+        with running([one]):
+            pass

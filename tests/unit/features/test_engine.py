@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +22,27 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
-from drafttrain.features import FeatureOptions, servers
+from drafttrain.engines.states_server import free_ports
+from drafttrain.features import FeatureOptions, servers, state_files
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
 from drafttrain.features.reference import Reference
 from drafttrain.features.servers import Servers, ServerSettings
-from drafttrain.features.source import Description
+from drafttrain.features.source import Description, Received
 from drafttrain.features.state_files import StateFiles
+from drafttrain.features.transport import AbsentError, RequestNames
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
+from drafttrain.train import TrainOptions
+from drafttrain.train.caching import check_features
 from tests.helpers import prompts, tiny_target
 from tests.standin.states_server import StandIn, serving
 
 TAPS = Taps((0, 2))
 LAYERS = StateLayers(TAPS, 4)
+THREADS = 6
 NO_PROCESS = 2**22 + 1  # above every process number
 
 
@@ -76,11 +85,12 @@ def source(
     ahead: int = 2,
     folder: Path | None = None,
     timeout: float = 5.0,
+    direct: bool = False,
 ) -> Iterator[EngineStates]:
     ids = texts(1)[0].tolist()
     own = dict(zip(range(4), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
     reference = Reference(ids, LAYERS.keys, own, torch.float32)
-    settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, timeout, 2.0, 4)
+    settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, timeout, 2.0, 4, direct)
     vllm = VllmSource(LAYERS.keys, 64, StateFiles(folder), "start it well")
     states = EngineStates(Servers(settings, vllm, reference, (said if said is not None else []).append), LAYERS, target, 2)
     try:
@@ -255,6 +265,180 @@ def test_files_of_killed_processes_are_removed_and_others_stay(target: HFTarget,
         assert sorted(tmp_path.iterdir()) == sorted([alive, elsewhere, foreign])
 
 
+@pytest.mark.parametrize(("host", "direct"), [("127.0.0.1", False), ("127.0.0.2", True)])
+def test_no_proxy_is_asked_for_this_machine_or_for_servers_of_the_run(
+    host: str, direct: bool, target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(StandIn(computed(target), tmp_path), host=host) as url:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")
+        with source(target, url, direct=direct) as states:
+            states.servers.check()
+        if direct:  # of servers that the user named elsewhere, the environment says how they are reached
+            with source(target, url) as states, pytest.raises(UserError, match=r"no answer \(ConnectError\)"):
+                object.__setattr__(states.servers.settings, "patience", 0.1)
+                states.servers.check()
+
+
+def test_all_threads_share_a_comparison_that_fails() -> None:
+    """A server that hangs must not keep them for a `timeout` each, one after the other."""
+
+    class Counting:
+        """A lock that knows how many threads want it."""
+
+        def __init__(self) -> None:
+            self.lock, self.wanted = threading.Lock(), 0
+
+        def __enter__(self) -> None:
+            with counting:
+                self.wanted += 1
+            self.lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+
+        def locked(self) -> bool:
+            return self.lock.locked()
+
+    class Hanging:
+        """A source whose first comparison ends when all threads wait for it."""
+
+        keys, way_out, comparisons = (FINAL,), "start it well", 0
+
+        def describe(self, url: str, ask: object) -> Description:
+            self.comparisons += 1
+            while checking.wanted < THREADS:
+                time.sleep(0.001)
+            raise AbsentError("no answer in features.timeout=120 s")
+
+        def sweep(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    counting, checking, hanging, faults = threading.Lock(), Counting(), Hanging(), list[str]()
+    reference = Reference([1, 2], (FINAL,), {FINAL: torch.zeros(2, 4)}, torch.float32)
+    settings = ServerSettings(("http://127.0.0.1:1/v1",), patience=1e-9)
+    asked = Servers(settings, hanging, reference, lambda line: None)  # type: ignore[arg-type]
+    asked.servers[0].checking = checking  # type: ignore[assignment]
+
+    def ask() -> None:
+        with pytest.raises(UserError) as fault:
+            asked.states([1, 2])
+        faults.append(str(fault.value))
+
+    threads = [threading.Thread(target=ask) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asked.close()
+    assert hanging.comparisons == 1
+    assert len(faults) == THREADS and all("no answer in features.timeout=120 s, for" in fault for fault in faults)
+
+
+def test_no_conversation_waits_for_a_server_that_hangs_while_another_answers() -> None:
+    """It is compared in a thread of its own, and used again when it answers."""
+    ids, released, compared, served = [1, 2], threading.Event(), list[bool](), list[str]()
+
+    class Two:
+        """A source of two servers: `hangs` drops the first comparison and hangs in the second; `works` works."""
+
+        keys, way_out, names = (FINAL,), "start it well", RequestNames()
+
+        def describe(self, url: str, ask: object) -> Description:
+            if "hangs" in url:
+                compared.append(threading.current_thread() is threading.main_thread())
+                if len(compared) == 1:
+                    raise AbsentError("dropped")
+                released.wait(30)
+            return Description("vllm", "0.32.0")
+
+        def states(self, url: str, *given: object) -> Received:
+            served.append(url)
+            return Received(torch.ones(2, 1, 4), ids)
+
+        def label(self, key: int) -> str:
+            return ""
+
+        def remove(self, names: object) -> None: ...
+
+        def sweep(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    reference = Reference(ids, (FINAL,), {FINAL: torch.ones(2, 4)}, torch.float32)
+    settings = ServerSettings(("http://hangs/v1", "http://works/v1"))
+    asked = Servers(settings, Two(), reference, lambda line: None)  # type: ignore[arg-type]
+    until = time.monotonic() + 60
+    while len(compared) < 2 and time.monotonic() < until:
+        asked.states(ids)
+    for _ in range(10):
+        asked.states(ids)
+    assert compared == [True, False] and set(served) == {"http://works/v1"}
+    released.set()
+    asked.servers[1].running += 1  # so that the other one is chosen once it can be
+    while served.count("http://hangs/v1") < 2 and time.monotonic() < until:
+        asked.states(ids)
+    assert served.count("http://hangs/v1") == 2 and len(compared) == 2, "the comparison, and a request"
+    asked.close()
+
+
+def test_a_file_that_is_written_while_the_run_ends_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_files, "ENDING", 60.0, raising=False)
+    path, closed, looks, ended = tmp_path / "cmpl-1.safetensors", threading.Event(), list[int](), list[int]()
+    closed.set()
+
+    def flock(file: int, how: int) -> None:
+        looks.append(file)
+        fcntl.flock(file, how)
+
+    def read() -> None:
+        with suppress(AbsentError):
+            state_files.read(path, time.monotonic() + 60, closed)
+        ended.append(1)
+
+    monkeypatch.setattr(state_files, "fcntl", SimpleNamespace(LOCK_SH=fcntl.LOCK_SH, LOCK_NB=fcntl.LOCK_NB, flock=flock))
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=read)
+        thread.start()
+        while len(looks) < 3 and not ended:
+            time.sleep(0.001)
+        path.touch()
+    thread.join()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mount_without_locks_is_one_line(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre without its option flock."""
+    with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
+        states.servers.check()
+
+        def unsupported(*given: object) -> None:
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        monkeypatch.setattr(state_files, "fcntl", SimpleNamespace(LOCK_SH=1, LOCK_NB=4, flock=unsupported))
+        with pytest.raises(UserError, match=r"takes no locks \(Function not implemented\).*features.transport=mooncake"):
+            states.fill(batch(texts(1)))
+
+
+def test_files_that_the_server_owns_are_one_line_and_those_of_other_users_none(
+    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that runs as another user, in a folder where only that user may remove files."""
+    (tmp_path / f"cmpl-drafttrain-{HOST}-{NO_PROCESS}-1f-3--0-ab.safetensors").touch()
+
+    def refused(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    line = rf"{os.getpid()}-\w+-0-.*safetensors cannot be removed \(Permission denied\).*run server and trainer as one user"
+    with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
+        monkeypatch.setattr(Path, "unlink", refused)
+        with pytest.raises(UserError, match=line):
+            states.servers.check()
+
+
 def test_files_are_found_where_this_machine_sees_them(target: HFTarget, tmp_path: Path) -> None:
     (tmp_path / "here").symlink_to(tmp_path / "there")
     with serving(StandIn(computed(target), tmp_path / "there")) as url:
@@ -289,3 +473,19 @@ def test_a_server_with_too_little_room_is_refused(target: HFTarget, tmp_path: Pa
 def test_options_are_checked(options: dict[str, object], line: str) -> None:
     with pytest.raises(UserError, match=line):
         FeatureOptions("engine", **options).check(64)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", [{"servers": ["http://a:1"]}, {"gpus": 2}, {"arguments": ["--x"]}])
+def test_servers_are_not_ignored_without_an_engine(option: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"features.{next(iter(option))} is for features=engine, but features is online"):
+        FeatureOptions(**option).check(64)
+
+
+@pytest.mark.parametrize("url", ["http://[::1:8000", "http://user:secret@a:8000", "a:8000"])
+def test_addresses_are_checked_before_anything_is_started(url: str) -> None:
+    drafter: Any = SimpleNamespace(trained=True, adapts=None, taps=TAPS)
+    with pytest.raises(UserError, match=r"^features\.final_servers ") as fault:
+        check_features(
+            FeatureOptions("engine", engine="sglang", servers=["http://a:1"], final_servers=[url]), drafter, TrainOptions(), 64
+        )
+    assert "secret" not in str(fault.value)

@@ -1,0 +1,44 @@
+"""docs/engine.md and docs/online.md: every command composes, what it asks for is accepted, and every option exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from drafttrain.cli.config import compose_run, known_keys, register
+from drafttrain.cli.launch import check_launcher
+from tests.unit.test_readme import shell, spans
+
+TEXTS = [(Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8") for page in ("engine.md", "online.md")]
+OPTION = re.compile(r"\b((?:features|launcher|measure|train|data|target|decode)\.[a-z_]+(?:\.[a-z_]+)?)")
+
+
+def commands() -> list[str]:
+    lines = (line for text in TEXTS for line in [*shell(text), *spans(text)])
+    return list(dict.fromkeys(line for line in lines if line.startswith("drafttrain ") and "..." not in line))
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_is_accepted(line: str) -> None:
+    _, name, *words = shlex.split(line)
+    recipe = next((word.removeprefix("recipe=") for word in words if word.startswith("recipe=")), None)
+    rest = [word for word in words if not word.startswith("recipe=")]
+    options = compose_run(recipe, rest if "data=ultrachat" in rest else ["data.path=x", *rest]).options
+    if name == "fit":
+        options.features.check(32_000)
+        if not any(word.startswith("launcher=slurm") for word in words):  # there each node gets a command of its own
+            check_launcher(options)
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) >= 14
+
+
+def test_every_option_exists() -> None:
+    register()
+    known = set(known_keys())
+    for text in TEXTS:
+        assert set(OPTION.findall(text)) <= known
