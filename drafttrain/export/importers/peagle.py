@@ -30,7 +30,7 @@ def _renames(found: Foreign) -> Renames:
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
     inside = (INNER,) if TYPE in found.config else ()
-    inner = found.field(INNER) if inside else found.config
+    inner = found.object(INNER) if inside else found.config
     own = {"layers": found.number("num_hidden_layers", *inside), "mask_token": _mask(found)}
     return own | eagle3.shared_options(found, inner, target)
 

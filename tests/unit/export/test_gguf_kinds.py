@@ -125,7 +125,7 @@ def test_norm_before_residual(tmp_path: Path) -> None:
         ("dflash", "logits", drop("dflash.embedding_scale")),
         ("dflash", "logits", put("dflash.embedding_scale", 1.0)),
         ("dflash", "soft cap", drop("dflash.final_logit_softcapping")),
-        ("dspark", "soft cap", put("dflash.final_logit_softcapping", 30.0)),
+        ("dflash2", "soft cap", put("dflash.final_logit_softcapping", 30.0)),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
