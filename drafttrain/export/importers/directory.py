@@ -88,6 +88,11 @@ class Foreign:
         return record if isinstance(record, dict) else {}
 
     @property
+    def adapter(self) -> bool:
+        """Whether it is a peft adapter."""
+        return self.config_name == CONFIGS[1]
+
+    @property
     def pickled(self) -> bool:
         """Whether the weights are a pickle."""
         return self.weights in PICKLED

@@ -40,7 +40,7 @@ def _plain(found: Foreign) -> bool:
 
 
 def _adapter(found: Foreign) -> bool:
-    return found.config_name == "adapter_config.json"
+    return found.adapter
 
 
 def options(found: Foreign, target: Target) -> dict[str, Any]:

@@ -140,8 +140,7 @@ def eagle3_files(source: Source) -> Files:
         "norm_before_fc": False,
     }
     if embedding_scale(source) is not None:
-        all_V = torch.arange(source.shape.vocab_size, device=source.embedding.device)
-        tensors[EMBEDDING] = source.opened.loaded.target.embed(all_V)
+        tensors[EMBEDDING] = source.embedded
     fields = _fields("eagle3", source, shape, 1) | _own("eagle3", own)
     return Files(fields, tensors, DRAFT, True, eagle3.facts(source), as_is=(EMBEDDING,) if EMBEDDING in tensors else ())
 

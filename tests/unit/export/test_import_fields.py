@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from drafttrain.core.errors import UserError
+from drafttrain.export.importers import convert
 from drafttrain.export.importers.convert import taken
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.table import recognised
@@ -103,3 +104,17 @@ def test_an_embedding_of_masks_is_not_dropped(exports: Path, tmp_path: Path) -> 
 
     with pytest.raises(UserError, match=r"mask_embedding\.pt holds an embedding of its own for masks"):
         options(exports, tmp_path, "dflash", change)
+
+
+def test_a_changed_base_model_is_converted_again(tmp_path: Path) -> None:
+    """Its weights are kept with the adapter's."""
+    adapter, base = tmp_path / "adapter", tmp_path / "base-model"
+    for folder in (adapter, base):
+        folder.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    keys = []
+    for content in (b"1", b"22"):
+        (base / "model.safetensors").write_bytes(content)
+        keys.append(convert._key(Foreign(adapter), loaded()))
+    assert keys[0] != keys[1]
