@@ -18,7 +18,8 @@ from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.table import recognised
 from tests.exports import loaded, opened, written
 
-CASES = {"dflash": "vllm", "dspark": "speculators", "eagle3": "vllm", "lilicorr": "vllm"}  # with the stack of its layout
+# with the stack of its layout
+CASES = {"dflash": "vllm", "dspark": "speculators", "eagle3": "vllm", "lilicorr": "vllm", "mlp_speculator": "tgi"}
 Config = dict[str, Any]
 
 
@@ -89,6 +90,8 @@ def inside(**fields: Any) -> Callable[[Config], Any]:
         ("dspark", inside(layer_types=[[1]]), "layer_types is "),
         ("eagle3", put(norm_before_residual="false"), "norm_before_residual is 'false'"),
         ("lilicorr", put(dflash_config=[]), "dflash_config"),
+        ("mlp_speculator", put(inner_dim="x"), "inner_dim is 'x'"),
+        ("mlp_speculator", put(tie_weights="false"), "tie_weights is 'false'"),
     ],
 )  # fmt: skip
 def test_a_field_that_cannot_be_is_named(
