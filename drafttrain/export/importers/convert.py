@@ -106,6 +106,15 @@ def _built(found: Foreign, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafte
         return build(found.directory, meta, loaded.target)
     except ValueError as error:  # UserError is one too: of options that do not fit this target
         raise UserError(f"{found.origin}: {error}") from error
+    except (
+        KeyError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # of transformers' classes for other fields, of torch for sizes too large
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise UserError(
+            f"{found.origin}: no drafter can be built from {found.config_name} ({reason}); correct it, or fetch it again"
+        ) from error
 
 
 def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:

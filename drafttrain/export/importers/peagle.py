@@ -37,7 +37,7 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
 
 def _mask(found: Foreign) -> int:
     masks = {key: found.config[key] for key in MASKS if found.config.get(key) is not None}
-    if len(set(masks.values())) != 1 or not all(isinstance(x, int) and not isinstance(x, bool) for x in masks.values()):
+    if not all(isinstance(x, int) and not isinstance(x, bool) for x in masks.values()) or len(set(masks.values())) != 1:
         got = ", ".join(f"{key} {value!r}" for key, value in masks.items()) or "none"
         raise UserError(f"{found.origin}: one mask token is needed, as {' or '.join(MASKS)}; config.json has {got}: correct it")
     return next(iter(masks.values()))

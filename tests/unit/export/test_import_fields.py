@@ -19,7 +19,8 @@ from drafttrain.export.importers.table import recognised
 from tests.exports import loaded, opened, written
 
 # with the stack of its layout
-CASES = {"dflash": "vllm", "dspark": "speculators", "eagle3": "vllm", "lilicorr": "vllm", "mlp_speculator": "tgi"}
+CASES = {"dflash": "vllm", "dspark": "speculators", "eagle3": "vllm", "lilicorr": "vllm", "peagle": "vllm"}
+CASES |= {"mlp_speculator": "tgi", "draft_model": "transformers"}
 Config = dict[str, Any]
 
 
@@ -90,6 +91,9 @@ def inside(**fields: Any) -> Callable[[Config], Any]:
         ("dspark", inside(layer_types=[[1]]), "layer_types is "),
         ("eagle3", put(norm_before_residual="false"), "norm_before_residual is 'false'"),
         ("lilicorr", put(dflash_config=[]), "dflash_config"),
+        ("peagle", put(pard_token=[]), "one mask token is needed"),
+        ("dflash", put(intermediate_size=10**12), "no drafter can be built from config.json"),
+        ("draft_model", put(hidden_act="x"), "no drafter can be built from config.json .KeyError"),
         ("mlp_speculator", put(inner_dim="x"), "inner_dim is 'x'"),
         ("mlp_speculator", put(tie_weights="false"), "tie_weights is 'false'"),
     ],
