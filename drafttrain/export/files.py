@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.ggufs import SUFFIX, cast, write_gguf
@@ -60,6 +60,15 @@ class Source:
         model: Any = self.opened.loaded.target.model
         weight: Tensor = model.get_input_embeddings().weight
         return weight
+
+    @property
+    def embedded(self) -> Tensor:
+        """[V, H] all tokens as the target embeds them, with its factor if it has one, in its own dtype."""
+        target: Any = self.opened.loaded.target
+        if type(target.model.get_input_embeddings()) is nn.Embedding:
+            return self.embedding
+        found: Tensor = target.embed(torch.arange(target.shape.vocab_size, device=target.device))
+        return found
 
     @property
     def shape(self) -> TargetShape:

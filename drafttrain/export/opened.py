@@ -34,7 +34,8 @@ from drafttrain.targets.shallow import weight_sharing_copy
 class Float32Target:
     """A target whose embedding and head compute in float32, so that golden drafts do not depend on its rounding.
 
-    A soft cap of its logits is left out. It does not change their order, and no stack applies one to a drafter's logits.
+    A factor on its logits, or a soft cap, is left out. Neither changes their order. Where a drafter adds to them, its export is
+    refused, except where the stack applies the cap too (`layouts/target_ends.py`).
     """
 
     dtype = torch.float32

@@ -114,7 +114,16 @@ def target_parts(opened: Opened, files: Files) -> TargetParts:
     made = [(text, list(tokenizer(text, verbose=False)["input_ids"])) for text in texts]
     blocks, whole = opened.loaded.target.shape.blocks, partial(_whole_model, model)
     head_VH, dtype = opened.target.head_weight.cpu(), opened.loaded.target.dtype
-    return TargetParts(embed_VH, head_VH, blocks, pieces, made, files.base, whole, dtype)
+    return TargetParts(embed_VH, head_VH, blocks, pieces, made, files.base, whole, dtype, partial(_modules, opened))
+
+
+@torch.no_grad()
+def _modules(opened: Opened) -> tuple[Tensor, Tensor | None]:
+    """What the target's own modules give: all embeddings, and the bias of its head."""
+    target = opened.target
+    all_V = torch.arange(target.shape.vocab_size, device=target.device)
+    bias = getattr(target.model.get_output_embeddings(), "bias", None)
+    return target.embed(all_V).cpu(), None if bias is None else bias.detach().float().cpu()
 
 
 def _whole_model(model: Any) -> tuple[Config, Tensors]:

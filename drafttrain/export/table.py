@@ -29,6 +29,7 @@ from drafttrain.export.layouts import (
     uno,
     xpress,
 )
+from drafttrain.export.layouts.target_ends import refuse_embedding
 from drafttrain.export.parity import Reader
 from drafttrain.export.readers import causal_lm
 from drafttrain.export.readers import dflash as read_dflash
@@ -130,7 +131,7 @@ def _dspark(stack: str) -> Layout:
 
 
 def _dflash2(stack: str) -> Layout:
-    return Layout("z-lab", dflash2.zlab, read_dflash2.zlab(stack), dflash.refuse)
+    return Layout("z-lab", dflash2.zlab, read_dflash2.zlab(stack), dflash2.refuse)
 
 
 def _jetspec(stack: str) -> Layout:
@@ -185,7 +186,9 @@ TABLE: dict[str, dict[str, Row]] = {
         official=_heads("official"),
     ),
     "hydra": _row(official=Layout("hydra_lm_head", hydra.files, read_hydra.read, hydra.refuse)),
-    "redrafter": _row(trtllm=ENGINE_ENDED, official=Layout("recurrent_drafting", redrafter.files, read_redrafter.read)),
+    "redrafter": _row(
+        trtllm=ENGINE_ENDED, official=Layout("recurrent_drafting", redrafter.files, read_redrafter.read, refuse_embedding)
+    ),
     "mlp_speculator": _row(tgi=_stages(), official=_stages()),
     "dflash": _row(
         **{stack: _dflash(stack) for stack in ("vllm", "sglang", "trtllm", "openvino", "official")},
@@ -203,7 +206,7 @@ TABLE: dict[str, dict[str, Row]] = {
     "dflash2": _row(
         **{stack: _dflash2(stack) for stack in SERVING},
         trtllm=UNREAD,
-        speculators=Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash.refuse_last),
+        speculators=Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash2.refuse_speculators),
         llamacpp=Layout("GGUF", gguf.dflash2_files, read_gguf.dflash2_draft, gguf.refuse_dflash2),
     ),
     "jetspec": _row(
@@ -214,11 +217,11 @@ TABLE: dict[str, dict[str, Row]] = {
         llamacpp=Layout("GGUF", gguf.dflash_files, read_gguf.dflash_draft, gguf.refuse_jetspec),
     ),
     "domino": _row(
-        sglang=Layout("Domino", domino.files, read_domino.sglang, dflash.refuse_last),
+        sglang=Layout("Domino", domino.files, read_domino.sglang, domino.refuse),
         official="SGLang serves it; format=sglang writes it",
     ),
     "xpress": _row(
-        vllm=Layout("vLLM", xpress.vllm, read_xpress.vllm, dflash.refuse),
+        vllm=Layout("vLLM", xpress.vllm, read_xpress.vllm, xpress.refuse),
         speculators=NO_ENGINE,
         official="the authors serve it in vLLM; format=vllm writes it",
     ),

@@ -45,8 +45,8 @@ def causal_options(found: Foreign, windows: bool) -> dict[str, Any]:
     """
     field_of(found, "causal")  # raises if dflash_config is no object
     inner = found.config.get(NESTED) or {}
-    keys = (found.config.get("is_causal"), inner.get("causal"), inner.get("causal_head"))
-    given = next((key for key in keys if key is not None), None)
+    keys = {"is_causal": found.config.get("is_causal")} | {key: inner.get(key) for key in ("causal", "causal_head")}
+    given = next((found.flag(key, value) for key, value in keys.items() if value is not None), None)
     return {"causal": bool(given)} | ({"causal_windows": given is None} if windows and not given else {})
 
 

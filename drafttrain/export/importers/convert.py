@@ -26,7 +26,7 @@ from drafttrain.ops.build import cache_folder
 from drafttrain.targets.load import LoadedTarget
 
 DROPPED = {"adapter"}  # an option that does not return: a trained target was exported merged, as an ordinary target
-FORM = 2  # version of the cache's content; a change converts everything again
+FORM = 3  # version of the cache's content; a change converts everything again
 
 Say = Callable[[str], None]
 
@@ -106,6 +106,15 @@ def _built(found: Foreign, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafte
         return build(found.directory, meta, loaded.target)
     except ValueError as error:  # UserError is one too: of options that do not fit this target
         raise UserError(f"{found.origin}: {error}") from error
+    except (
+        KeyError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # of transformers' classes for other fields, of torch for sizes too large
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise UserError(
+            f"{found.origin}: no drafter can be built from {found.config_name} ({reason}); correct it, or fetch it again"
+        ) from error
 
 
 def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:
@@ -140,7 +149,9 @@ def _record(found: Foreign, family: str) -> dict[str, Any]:
 
 def _key(found: Foreign, loaded: LoadedTarget) -> str:
     """A hash that differs for other files and for another target."""
-    files = sorted(path for path in found.directory.iterdir() if path.is_file())
+    base = Path(str(found.config.get("base_model_name_or_path") or "")).expanduser()  # of an adapter: its weights are kept too
+    folders = [found.directory, *(place for place in (found.directory / "base", base) if found.adapter and place.is_dir())]
+    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     about = [FORM, __version__, str(found.directory.resolve()), stats, asdict(TargetRecord.of(loaded))]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]

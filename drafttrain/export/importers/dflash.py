@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.importers.block_fields import causal_options, check_vocabulary, field_of, inside, number_of
-from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.importers.block_fields import (
+    NESTED,
+    causal_options,
+    check_vocabulary,
+    field_of,
+    inside,
+    number_of,
+)
+from drafttrain.export.importers.directory import MASK_EMBEDDING, Foreign
 from drafttrain.export.importers.row import (
     EMBEDDING,
     HEAD,
@@ -41,7 +48,7 @@ def causal_head(found: Foreign) -> bool:
 
 
 def _anchored(found: Foreign) -> bool:
-    return any(name in ANCHORED for name in found.config.get("architectures") or ())
+    return any(name in ANCHORED for name in found.architectures)
 
 
 def _zlab(found: Foreign) -> bool:
@@ -63,9 +70,7 @@ def speculators_options(
     """Options from speculators' configuration. Its layer ids are k, blocks whose inputs are read. shifted: the default
     convention; None: it must be said. non_causal: the default for slots of layers with windows.
     """
-    inner, blocks = found.field(INNER), target.shape.blocks
-    if not isinstance(inner, Mapping):
-        raise UserError(f"{found.origin}: {INNER} is {inner!r}; an object is needed")
+    inner, blocks = found.object(INNER), target.shape.blocks
     same_size(found, "target_hidden_size", found.config.get("target_hidden_size"), target.shape.hidden_size)
     check_vocabulary(found, target.shape.vocab_size)
     layers = found.field("aux_hidden_state_layer_ids")
@@ -74,13 +79,15 @@ def speculators_options(
             f"{found.origin}: aux_hidden_state_layer_ids is {layers!r}; of a target of {blocks} blocks, 1 to {blocks} can be "
             f"read; {TRAINED_FOR}"
         )
-    given = found.config.get(SHIFTED, shifted)
+    given = found.config.get(SHIFTED)
+    given = shifted if given is None else found.flag(SHIFTED, given)
     if given is None:
         raise UserError(
             f"{found.origin}: {found.config_name} does not say {SHIFTED}, for which vLLM takes false here and SGLang true; add "
             "it as the drafter was trained"
         )
-    non_causal = bool(found.config.get("sliding_window_non_causal", non_causal))
+    given_windows = found.config.get("sliding_window_non_causal")
+    non_causal = non_causal if given_windows is None else found.flag("sliding_window_non_causal", given_windows)
     own = layer_options(found, inner, target, "qwen3")
     return {
         "block_size": found.number("block_size"),
@@ -88,7 +95,7 @@ def speculators_options(
         **({} if own["sliding_window"] is None else {"causal_windows": not non_causal}),
         "layers": found.number("num_hidden_layers", INNER),
         "taps": [k - 1 for k in layers],
-        "mask_token": int(found.field("mask_token_id")),
+        "mask_token": found.number("mask_token_id", least=0),
         "slots": "shifted" if given else "in_place",
     }
 
@@ -99,15 +106,30 @@ def zlab_options(found: Foreign, target: Target, shifted: bool = False) -> dict[
     The fields of the block are at the top level or in `dflash_config`. Layer ids are k - 1, blocks whose outputs are read.
     """
     check_vocabulary(found, target.shape.vocab_size)
-    options = _options(found, found.config, target)
+    fields, forced = _windowed(found)
+    options = _options(found, fields, target)
     windows = options["layer"]["sliding_window"] is not None
-    return (
-        options
-        | causal_options(found, windows)
-        | {
-            "slots": "shifted" if field_of(found, SHIFTED, shifted) else "in_place",
-        }
-    )
+    causal = causal_options(found, windows)
+    if forced and not causal["causal"]:
+        causal["causal_windows"] = False
+    slots = "shifted" if found.flag(SHIFTED, field_of(found, SHIFTED, shifted)) else "in_place"
+    return options | causal | {"slots": slots}
+
+
+def _windowed(found: Foreign) -> tuple[dict[str, Any], bool]:
+    """(the layers' fields, whether `use_swa` alone gives them windows) with the keys of `dflash_config` that vLLM reads.
+
+    `swa_window_size` counts before `sliding_window`. With `use_swa` all layers have windows where `layer_types` names none, and
+    slots see later slots of their block.
+    """
+    inner, kinds = found.config.get(NESTED) or {}, found.config.get("layer_types") or []
+    forced = inner.get("use_swa") is not None and found.flag("use_swa", inner["use_swa"]) and "sliding_attention" not in kinds
+    own: dict[str, Any] = {}
+    if forced:
+        own = {"layer_types": ["sliding_attention"] * found.number("num_hidden_layers"), "use_sliding_window": True}
+    if inner.get("swa_window_size") is not None:
+        own["sliding_window"] = inner["swa_window_size"]
+    return found.config | own, forced
 
 
 def _deepspec_options(found: Foreign, target: Target) -> dict[str, Any]:
@@ -129,6 +151,11 @@ def _transformers_options(found: Foreign, target: Target) -> dict[str, Any]:
 def _options(found: Foreign, layers: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """The options that the authors' and transformers' layouts give alike. layers: the fields of the drafter's own layers."""
     blocks = target.shape.blocks
+    if (found.directory / MASK_EMBEDDING).is_file():
+        raise UserError(
+            f"{found.origin}: {MASK_EMBEDDING} holds an embedding of its own for masks, but drafters here embed a token of the "
+            "target; take one without it"
+        )
     same_size(found, "num_target_layers", found.config.get("num_target_layers"), blocks)
     taps = found.field("target_layer_ids", *inside(found, "target_layer_ids"))
     if not isinstance(taps, list) or not all(isinstance(b, int) and 0 <= b < blocks for b in taps):
@@ -140,7 +167,7 @@ def _options(found: Foreign, layers: Mapping[str, Any], target: Target) -> dict[
         "layer": layer_options(found, layers, target, "qwen3"),
         "layers": found.number("num_hidden_layers"),
         "taps": taps,
-        "mask_token": int(found.field("mask_token_id", *inside(found, "mask_token_id"))),
+        "mask_token": found.number("mask_token_id", *inside(found, "mask_token_id"), least=0),
     }
 
 

@@ -29,6 +29,7 @@ PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", "adapte
 RECORD = "drafttrain.json"  # in our own exports: options and decode settings that the layout cannot hold
 CONFIGS = ("config.json", "adapter_config.json")
 FETCHED = (".json", ".txt", ".model", ".jinja", ".safetensors")
+MASK_EMBEDDING = "mask_embedding.pt"  # of some drafters, which vLLM embeds masks with
 AGAIN = "fetch it again"
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of weights
 SHOWN = 4  # names of tensors in a message
@@ -87,6 +88,11 @@ class Foreign:
         return record if isinstance(record, dict) else {}
 
     @property
+    def adapter(self) -> bool:
+        """Whether it is a peft adapter."""
+        return self.config_name == CONFIGS[1]
+
+    @property
     def pickled(self) -> bool:
         """Whether the weights are a pickle."""
         return self.weights in PICKLED
@@ -142,11 +148,32 @@ class Foreign:
             raise UserError(f"{self.origin}: {where} does not say {key}, which the drafter cannot be built without; add it")
         return values[key]
 
-    def number(self, key: str, *inside: str) -> int:
-        """A field that is a count of at least 1. Raises UserError, as `field` does, and for other values."""
+    def number(self, key: str, *inside: str, least: int = 1) -> int:
+        """A field that is a whole number from `least` on. Raises UserError, as `field` does, and for other values."""
         value = self.field(key, *inside)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{self.origin}: {key} is {value!r} in {self.config_name}; a number from 1 is needed")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"{self.origin}: {key} is {value!r} in {self.config_name}; a number from {least} is needed")
+        return value
+
+    def object(self, key: str) -> Mapping[str, Any]:
+        """A field that is an object. Raises UserError, as `field` does, and for other values."""
+        value = self.field(key)
+        if not isinstance(value, Mapping):
+            raise UserError(f"{self.origin}: {key} is {value!r} in {self.config_name}; an object is needed")
+        return value
+
+    @property
+    def architectures(self) -> list[str]:
+        """The classes that the configuration names. Raises UserError where they are no list of names."""
+        given = self.config.get("architectures") or []
+        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+            raise UserError(f"{self.origin}: architectures is {given!r} in {self.config_name}; a list of names is needed")
+        return given
+
+    def flag(self, key: str, value: Any) -> bool:
+        """A field's value, if it is true or false. Raises UserError for others: a text such as "false" would count as true."""
+        if not isinstance(value, bool):
+            raise UserError(f"{self.origin}: {key} is {value!r} in {self.config_name}; true or false is needed")
         return value
 
     def wants(self, key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
@@ -164,7 +191,8 @@ def fetched(name: str) -> Path:
     repository, _, revision = name.partition("@")
     query: dict[str, Any] = {"repo_id": repository, "revision": revision or None}
     try:
-        directory = Path(snapshot_download(**query, allow_patterns=[f"*{suffix}" for suffix in FETCHED]))
+        patterns = [*(f"*{suffix}" for suffix in FETCHED), MASK_EMBEDDING]
+        directory = Path(snapshot_download(**query, allow_patterns=patterns))
         if not any(directory.glob("*.safetensors")):
             pickles = [f"{Path(file).stem}*{Path(file).suffix}" for file in PICKLED]
             directory = Path(snapshot_download(**query, allow_patterns=[*(f"*{suffix}" for suffix in FETCHED[:-1]), *pickles]))

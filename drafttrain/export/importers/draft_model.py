@@ -28,9 +28,9 @@ EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transfor
 
 def whole_model(found: Foreign) -> bool:
     """Whether this is a language model. Some drafter heads and layers are named like one, but have an `fc` or no embedding."""
-    named = found.config.get("architectures") or [""]
+    named = found.architectures or [""]
     inside = any(name.endswith(EMBEDDINGS) for name in found.kinds)
-    whole = found.weights in WHOLE and str(named[0]).endswith(MODELS) and inside
+    whole = found.weights in WHOLE and named[0].endswith(MODELS) and inside
     return whole and not found.has("fc.weight")
 
 
@@ -40,7 +40,7 @@ def _plain(found: Foreign) -> bool:
 
 
 def _adapter(found: Foreign) -> bool:
-    return found.config_name == "adapter_config.json"
+    return found.adapter
 
 
 def options(found: Foreign, target: Target) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def _portable(found: Foreign) -> bool:
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
-    inner = found.field(INNER) if TYPE in found.config else found.config
+    inner = found.object(INNER) if TYPE in found.config else found.config
     found.wants("num_hidden_layers", inner.get("num_hidden_layers", 1), (1,), "but drafters of this family have one layer")
     flag = "embed_requires_grad"
     found.wants(flag, found.config.get(flag, False), (False,), "which drafters here do not have")
@@ -51,8 +51,8 @@ def shared_options(found: Foreign, inner: Mapping[str, Any], target: Target) -> 
     return {
         "taps": [k - 1 for k in layers],
         "draft_vocab": draft_vocab(found, target.shape.vocab_size),
-        "fc_norm": bool(config.get("fc_norm", found.has("fc_norm.0.weight"))),
-        "norm_before_residual": bool(config.get("norm_before_residual", False)),
+        "fc_norm": _flag(found, "fc_norm", found.has("fc_norm.0.weight")),
+        "norm_before_residual": _flag(found, "norm_before_residual"),
         "layer": layer_options(found, inner, target),
     }
 
@@ -89,9 +89,15 @@ def _ids(found: Foreign, given: Any) -> list[int] | None:
     return given
 
 
+def _flag(found: Foreign, key: str, default: bool = False) -> bool:
+    value = found.config.get(key)
+    return default if value is None else found.flag(key, value)
+
+
 def _norm_output(found: Foreign) -> bool:
-    eagle = found.config.get("eagle_config") or {}
-    flags = {bool(x) for x in (found.config.get("norm_output"), eagle.get("return_hidden_post_norm")) if x is not None}
+    given = {"norm_output": found.config.get("norm_output")}
+    given["return_hidden_post_norm"] = (found.config.get("eagle_config") or {}).get("return_hidden_post_norm")
+    flags = {found.flag(key, value) for key, value in given.items() if value is not None}
     if len(flags) > 1:
         raise UserError(f"{found.origin}: norm_output and eagle_config's return_hidden_post_norm differ; correct one of them")
     return flags.pop() if flags else False

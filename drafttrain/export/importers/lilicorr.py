@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.core.errors import UserError
+from drafttrain.export.importers.block_fields import NESTED, field_of
 from drafttrain.export.importers.dflash import zlab_options
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import TYPE, Importer
@@ -12,7 +13,6 @@ from drafttrain.export.layouts.lilicorr import ATTENTION, FIELDS, RENAMES
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.model.target import Target
 
-NESTED = "dflash_config"
 REALS = ("mlp_ratio", "logit_scale", "vector_eps")  # options that need not be whole numbers
 NUMBERED = Renames(  # names of older exports
     ATTENTION
@@ -33,7 +33,7 @@ def _knows(found: Foreign) -> bool:
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
     """Width 0 is the target's."""
-    taps = found.config.get(NESTED, {}).get("conv_kernel_size")
+    taps = field_of(found, "conv_kernel_size")
     found.wants("conv_kernel_size", taps, (None, 0), "but layers of this family have no convolutions here")
     own: dict[str, Any] = {}
     for theirs, ours in FIELDS.items():

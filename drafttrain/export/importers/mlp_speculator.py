@@ -19,9 +19,8 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     same_size(found, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)
     return {
         "n_predict": found.number("n_predict"),
-        "inner_dim": config.get("inner_dim") or width,
-        "tie_weights": bool(config.get("tie_weights", False)),
-        "scale_input": bool(config.get("scale_input", False)),
+        "inner_dim": found.number("inner_dim") if config.get("inner_dim") else width,
+        **{key: found.flag(key, config.get(key) or False) for key in ("tie_weights", "scale_input")},
     }
 
 

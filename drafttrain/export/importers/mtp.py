@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import (
     INNER,
@@ -38,9 +36,7 @@ def _deepseek_options(found: Foreign, target: Target) -> dict[str, Any]:
 
 def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
     found.wants(MODULES, found.config.get(MODULES, 1), (1,), "but here one module drafts every depth")
-    inner = found.field(INNER)
-    if not isinstance(inner, Mapping):
-        raise UserError(f"{found.origin}: {INNER} is {inner!r}; an object is needed")
+    inner = found.object(INNER)
     found.wants(f"{INNER}'s model_type", inner.get("model_type"), ("qwen3",), "but only Qwen3's blocks are supported here")
     return {"norm_output": True, "qk_norm": True, "layer": layer_options(found, inner, target, "qwen3")}
 

@@ -30,14 +30,14 @@ def _renames(found: Foreign) -> Renames:
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
     inside = (INNER,) if TYPE in found.config else ()
-    inner = found.field(INNER) if inside else found.config
+    inner = found.object(INNER) if inside else found.config
     own = {"layers": found.number("num_hidden_layers", *inside), "mask_token": _mask(found)}
     return own | eagle3.shared_options(found, inner, target)
 
 
 def _mask(found: Foreign) -> int:
     masks = {key: found.config[key] for key in MASKS if found.config.get(key) is not None}
-    if len(set(masks.values())) != 1 or not all(isinstance(x, int) and not isinstance(x, bool) for x in masks.values()):
+    if not all(isinstance(x, int) and not isinstance(x, bool) for x in masks.values()) or len(set(masks.values())) != 1:
         got = ", ".join(f"{key} {value!r}" for key, value in masks.items()) or "none"
         raise UserError(f"{found.origin}: one mask token is needed, as {' or '.join(MASKS)}; config.json has {got}: correct it")
     return next(iter(masks.values()))

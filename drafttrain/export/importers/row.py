@@ -89,9 +89,21 @@ def check_shared(found: Foreign, name: str, what: str, target: Any) -> None:
         raise UserError(
             f"{found.origin}: {name} is {list(given.shape)}, this target's {what} is {list(own.shape)}; {TRAINED_FOR}"
         )
-    step = 2 * max(torch.finfo(own.dtype).eps, torch.finfo(given.dtype).eps)
-    if not torch.allclose(own.float(), given.float(), rtol=step, atol=step * float(own.abs().max()) * 2**-8):
+    if not _alike(own, given) and not (what == EMBEDDING and _alike(_embedded(target), given)):
         raise UserError(f"{found.origin}: {name} is not this target's {what}, which drafters here use; {TRAINED_FOR}")
+
+
+def _alike(own: Tensor, given: Tensor) -> bool:
+    """Whether two weights are equal up to the rounding of either."""
+    step = 2 * max(torch.finfo(own.dtype).eps, torch.finfo(given.dtype).eps)
+    return torch.allclose(own.float(), given.float(), rtol=step, atol=step * float(own.abs().max()) * 2**-8)
+
+
+@torch.no_grad()
+def _embedded(target: Any) -> Tensor:
+    """[V, H] all tokens as the target embeds them: some apply a factor, which files may have in them."""
+    found: Tensor = target.embed(torch.arange(target.shape.vocab_size, device=target.device))
+    return found.detach().cpu()
 
 
 def _shared(what: str, target: Any) -> Tensor:
@@ -110,9 +122,7 @@ def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kin
     same_size(found, "hidden size", fields.get("hidden_size"), target.shape.hidden_size)
     same_size(found, "vocabulary", fields.get("vocab_size"), target.shape.vocab_size)
     found.wants("hidden_act", fields.get("hidden_act"), (None, "silu", "swish"), "but drafter layers are gated by SiLU")
-    found.wants(
-        "partial_rotary_factor", fields.get("partial_rotary_factor"), (None, 1.0), "but drafter layers rotate whole heads"
-    )
+    _check_rope(found, fields)
     known = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
     rope = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
     given = {key: fields[key] for key in known + rope if fields.get(key) is not None}
@@ -127,6 +137,18 @@ def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kin
     return asdict(LayerOptions.between(own, target.shape))
 
 
+def _check_rope(found: Foreign, fields: Mapping[str, Any]) -> None:
+    """Raise UserError for rotations that drafters' layers do not have. Transformers 5 writes them into `rope_parameters`."""
+    for holder in (fields, fields.get("rope_parameters"), fields.get("rope_scaling")):
+        part = holder.get("partial_rotary_factor") if isinstance(holder, Mapping) else None
+        found.wants("partial_rotary_factor", part, (None, 1.0), "but drafter layers rotate whole heads")
+    for key in ("is_neox_style", "rope_is_neox_style"):
+        found.wants(key, fields.get(key), (None, True), "but drafter layers rotate the two halves of a head")
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(f"{found.origin}: rope_parameters differ by kind of layer; drafter layers have the same rotation")
+
+
 def _windows(found: Foreign, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The sliding windows of `LayerShape`. A window that no layer has is ignored: targets' fields are often copied.
 
@@ -135,7 +157,10 @@ def _windows(found: Foreign, fields: Mapping[str, Any]) -> dict[str, Any]:
     layers, used = fields.get("num_hidden_layers", 1), fields.get("use_sliding_window")
     if not isinstance(layers, int) or isinstance(layers, bool):
         raise UserError(f"{found.origin}: num_hidden_layers is {layers!r}; a number is needed")
-    kinds = (fields.get("layer_types") or ["sliding_attention" if used else "full_attention"] * layers)[:layers]
+    kinds = fields.get("layer_types") or ["sliding_attention" if used else "full_attention"] * layers
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise UserError(f"{found.origin}: layer_types is {kinds!r}; a list of names is needed")
+    kinds = kinds[:layers]
     found.wants("layer_types", sorted(set(kinds)), KINDS, "but layers of drafters see all positions or a window")
     if len(kinds) < layers:
         raise UserError(f"{found.origin}: layer_types names {len(kinds)} layers, num_hidden_layers is {layers}; correct one")

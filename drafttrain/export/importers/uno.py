@@ -12,7 +12,7 @@ from drafttrain.model.target import Target
 
 
 def _knows(found: Foreign) -> bool:
-    return found.config_name == "adapter_config.json" and found.record.get("family") == "uno"
+    return found.adapter and found.record.get("family") == "uno"
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:

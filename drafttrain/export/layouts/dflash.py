@@ -9,6 +9,7 @@ from drafttrain.export.layouts.causal import causal_key, causal_layers, refuse_c
 from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_fields
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
+from drafttrain.export.layouts.target_ends import refuse_bias, refuse_embedding
 
 SERVED = ("vllm", "sglang", "transformers", "speculators")  # stacks that read sliding windows
 LAST = ("vllm", "lmdeploy")  # stacks that give out the last block's output
@@ -38,7 +39,8 @@ def refuse_shifted(source: Source) -> str | None:
 
 def refuse_last(source: Source, per_layer: bool = False) -> str | None:
     """Why a stack that accepts shifted slots cannot load this drafter; None where it can. per_layer: as in `refuse_causal`."""
-    return refuse_last_block(source, LAST) or refuse_windows(source, SERVED) or refuse_causal(source, per_layer)
+    taps = refuse_last_block(source, LAST) or refuse_windows(source, SERVED) or refuse_causal(source, per_layer)
+    return taps or refuse_embedding(source) or refuse_bias(source)
 
 
 def lmdeploy_refuse(source: Source) -> str | None:

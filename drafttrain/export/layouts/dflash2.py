@@ -5,12 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts import dflash
 from drafttrain.export.layouts.dflash import facts, speculators_config, zlab_config
 from drafttrain.export.layouts.renames import Renames
+from drafttrain.export.layouts.target_ends import refuse_logits
 from drafttrain.model.convolution import TAPS
 
+CAPPED = ("llamacpp",)  # stacks that cap the logits before the selector
 BOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 RENAMES = Renames({f"{book}.weight": book for book in BOOKS} | {"{rest}": "{rest}"})
+
+
+def refuse(source: Source) -> str | None:
+    """Why this stack cannot load this drafter; None where it can."""
+    return dflash.refuse(source) or refuse_logits(source, CAPPED)
+
+
+def refuse_speculators(source: Source) -> str | None:
+    """Why speculators cannot load this drafter; None where it can. Slots may be shifted there."""
+    return dflash.refuse_last(source) or refuse_logits(source)
 
 
 def zlab(source: Source) -> Files:

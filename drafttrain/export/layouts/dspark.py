@@ -19,6 +19,7 @@ from drafttrain.export.layouts.dflash import (
     refuse_sorted,
     speculators_config,
 )
+from drafttrain.export.layouts.target_ends import refuse_logits
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # in the authors' files: copies of the target's
 
@@ -29,7 +30,8 @@ def refuse(source: Source) -> str | None:
         return "its slots are in place, but the authors' code has shifted ones; train with drafter.slots=shifted"
     if source.stack == "trtllm" and source.options["slots"] != "shifted":
         return "its slots are in place, but TensorRT-LLM drafts with every slot of a block; train with drafter.slots=shifted"
-    return refuse_sorted(source) or refuse_last(source, per_layer=source.stack == "speculators")
+    reason = refuse_sorted(source) or refuse_last(source, per_layer=source.stack == "speculators")
+    return reason or refuse_logits(source)
 
 
 def deepspec(source: Source) -> Files:

@@ -6,6 +6,7 @@ import torch
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields, refuse_windows
+from drafttrain.export.layouts.target_ends import refuse_bias, refuse_embedding
 
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "lmdeploy": "LlamaForCausalLM"}
 
@@ -18,7 +19,7 @@ def refuse(source: Source) -> str | None:
     own = str(source.opened.loaded.target.dtype).removeprefix("torch.")
     if source.stack == "lmdeploy" and source.dtype not in (own, "float32"):
         return f"lmdeploy reads the target's embedding, which is {own}, from the drafter's files; export with dtype={own}"
-    return refuse_windows(source)
+    return refuse_windows(source) or refuse_embedding(source) or refuse_bias(source)
 
 
 def files(source: Source) -> Files:

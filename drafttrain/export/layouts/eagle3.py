@@ -11,6 +11,7 @@ from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_fields, windows_of
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
+from drafttrain.export.layouts.target_ends import embedding_scale
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
@@ -56,9 +57,13 @@ def mapped(source: Source) -> Files:
 
 
 def portable(source: Source) -> Files:
-    """The portable layout."""
+    """The portable layout. For vLLM an embedding with a factor is written, with it: its target applies it elsewhere.
+
+    Without it a drafter's norm of embeddings leaves a difference, of its eps.
+    """
     tensors = weights(source)
-    return Files(portable_config(source, tensors), tensors, facts=facts(source))
+    own = {} if source.stack != "vllm" or embedding_scale(source) is None else {EMBEDDING: source.embedded}
+    return Files(portable_config(source, tensors), tensors | own, facts=facts(source), as_is=tuple(own))
 
 
 def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
@@ -85,10 +90,11 @@ def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1)
 
 
 def speculators(source: Source) -> Files:
-    """speculators' layout, with the target's embedding: the library leaves an embedding that the files lack uninitialised."""
+    """speculators' layout, with the target's embedding and its factor: the library leaves an embedding that the files lack
+    uninitialised."""
     tensors = {str(SPECULATORS.theirs(name)): x for name, x in weights(source).items()}
     config = header(source, "eagle3", "Eagle3Speculator") | speculators_config(source, tensors)
-    return Files(config, tensors | {EMBEDDING: source.embedding}, facts=facts(source), as_is=(EMBEDDING,))
+    return Files(config, tensors | {EMBEDDING: source.embedded}, facts=facts(source), as_is=(EMBEDDING,))
 
 
 def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from drafttrain.export.layouts import dflash2, draft_model, dspark, eagle3, jets
 from drafttrain.export.layouts import gguf_tokenizer as tokens
 from drafttrain.export.layouts.causal import causal_layers, windows
 from drafttrain.export.layouts.gguf_models import KINDS, NORMS, rope_of, scaling_fields
+from drafttrain.export.layouts.target_ends import embedding_scale
 from drafttrain.model.shapes import TargetShape
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
@@ -88,7 +89,7 @@ def refuse_dflash2(source: Source) -> str | None:
             f"it has {source.options['candidates']} candidates, and llama.cpp takes k of them only where k (k + 1) is at most "
             f"the hidden size, {width}; train with fewer drafter.candidates"
         )
-    return refuse_dflash(source)
+    return _refuse_windows(source) or dflash2.refuse(source) or _refuse_states(source)
 
 
 def refuse_jetspec(source: Source) -> str | None:
@@ -138,9 +139,8 @@ def eagle3_files(source: Source) -> Files:
         "norm_before_residual": eagle3.before(source),
         "norm_before_fc": False,
     }
-    if _embedding_scale(source) is not None:
-        all_V = torch.arange(source.shape.vocab_size, device=source.embedding.device)
-        tensors[EMBEDDING] = source.opened.loaded.target.embed(all_V)
+    if embedding_scale(source) is not None:
+        tensors[EMBEDDING] = source.embedded
     fields = _fields("eagle3", source, shape, 1) | _own("eagle3", own)
     return Files(fields, tensors, DRAFT, True, eagle3.facts(source), as_is=(EMBEDDING,) if EMBEDDING in tensors else ())
 
@@ -170,7 +170,7 @@ def _block_files(source: Source, **more: Any) -> Files:
         "attention.causal": all(causal_layers(source)),
         **more,
     }
-    if (scale := _embedding_scale(source)) is not None:
+    if (scale := embedding_scale(source)) is not None:
         own["embedding_scale"] = scale
     cap = getattr(_text(source), "final_logit_softcapping", None)
     if cap is not None:
@@ -284,13 +284,6 @@ def _refuse_states(source: Source) -> str | None:
 def _text(source: Source) -> Any:
     """The configuration of the target's text part."""
     return source.opened.loaded.target.model.config.get_text_config()
-
-
-def _embedding_scale(source: Source) -> float | None:
-    """The factor that the target applies to its embedding; None for none."""
-    module: Any = source.opened.loaded.target.model.get_input_embeddings()
-    scale = getattr(module, "embed_scale", None)
-    return None if scale is None or float(scale) == 1.0 else float(scale.to(module.weight.dtype))
 
 
 def _window(config: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts.target_ends import refuse_embedding
 
 
 def refuse(source: Source) -> str | None:
@@ -12,7 +13,7 @@ def refuse(source: Source) -> str | None:
     if source.options["layers"] > 2:
         blocks = source.options["layers"]
         return f"its heads have {blocks} blocks, but the authors' code repeats the second one; train with drafter.layers=2"
-    return None
+    return refuse_embedding(source)
 
 
 def files(source: Source) -> Files:

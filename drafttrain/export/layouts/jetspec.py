@@ -9,6 +9,7 @@ from __future__ import annotations
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts import dflash
 from drafttrain.export.layouts.llama import refuse_last_block, refuse_windows
+from drafttrain.export.layouts.target_ends import refuse_bias, refuse_embedding
 
 
 def refuse(source: Source) -> str | None:
@@ -17,7 +18,8 @@ def refuse(source: Source) -> str | None:
         return "its slots see later ones, but in files of this family they do not; train with drafter.causal=true"
     if source.stack != "official":
         return dflash.refuse(source)
-    return dflash.refuse_shifted(source) or refuse_last_block(source, ()) or refuse_windows(source)
+    reason = dflash.refuse_shifted(source) or refuse_last_block(source, ()) or refuse_windows(source)
+    return reason or refuse_embedding(source) or refuse_bias(source)
 
 
 def files(source: Source) -> Files:

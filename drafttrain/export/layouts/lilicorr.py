@@ -8,6 +8,7 @@ from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts import dflash
 from drafttrain.export.layouts.dflash import facts, zlab_config
 from drafttrain.export.layouts.renames import Renames
+from drafttrain.export.layouts.target_ends import refuse_logits
 
 ARCHITECTURE = "LiLiCorrDraftModel"
 FIELDS = {  # our options by their names in `dflash_config`
@@ -28,7 +29,7 @@ def refuse(source: Source) -> str | None:
     """Why no stack can load this drafter; None where one can."""
     if source.options["causal"]:
         return "its slots see no later slots, but loaders let them see their whole block; train with drafter.causal=false"
-    return dflash.refuse(source)
+    return dflash.refuse(source) or refuse_logits(source)
 
 
 def files(source: Source) -> Files:

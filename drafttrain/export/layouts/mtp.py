@@ -9,6 +9,7 @@ from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields, refuse_windows
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
+from drafttrain.export.layouts.target_ends import refuse_bias
 from drafttrain.targets.shallow import final_norm
 
 SPECULATORS = Renames(
@@ -32,7 +33,7 @@ def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if not _plain(_norm(source), source.shape.hidden_size, source.shape.norm_eps):
         return "the target's last norm is no plain RMS norm, the only one that the layout can hold"
-    if (reason := refuse_windows(source)) is not None:
+    if (reason := refuse_windows(source) or refuse_bias(source)) is not None:
         return reason
     if source.stack == "official":
         return _refuse_deepseek(source)

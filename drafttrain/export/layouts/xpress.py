@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.dflash import zlab
+from drafttrain.export.layouts import dflash
 from drafttrain.export.layouts.renames import Renames
+from drafttrain.export.layouts.target_ends import refuse_logits
 
 ARCHITECTURE, HEAD = "Qwen3XPressModel", "xpress_head"
 SPECULATORS = Renames(
@@ -24,9 +25,14 @@ SPECULATORS = Renames(
 )
 
 
+def refuse(source: Source) -> str | None:
+    """Why vLLM cannot load this drafter; None where it can."""
+    return dflash.refuse(source) or refuse_logits(source)
+
+
 def vllm(source: Source) -> Files:
     """vLLM's layout. Its drafts are the decoder's if it scores the whole vocabulary and runs a pass for each draft."""
-    files, slots = zlab(source), source.options["block_size"]
+    files, slots = dflash.zlab(source), source.options["block_size"]
     own: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
         "xpress_block_size": slots,

@@ -12,7 +12,7 @@ Without these, layers with a window are causal, and the others not. Other stacks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,14 @@ def causal_of(config: Config, own: Config, stack: str) -> bool | None:
 
 
 def transformers(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
-    """Without `layer_types` transformers would use a sliding window of 2048. Its window counts the positions to either side."""
+    """Without `layer_types` transformers would use a sliding window of 2048. Its window counts the positions to either side.
+
+    It embeds and scores by the target's own modules.
+    """
     config = Config.of(directory)
+    if target.modules is not None:
+        embed_VH, bias_V = target.modules()
+        target = replace(target, embed=embed_VH, bias=bias_V)
     if config.values.get("sliding_window") is not None:
         config = Config(config.values | {"sliding_window": config.values["sliding_window"] + 1}, config.where)
     config.expect("architectures", ["MuseGlimmerAssistantModel"], "architecture")
@@ -189,7 +195,7 @@ def reading(block: Block, tensors: Tensors, names: tuple[str, str], target: Targ
     """Draft with the target's head from the states of a block."""
     states = slots(block, tensors, names, target)
     tensors.finish()
-    return Reading(each(points, lambda point: F.linear(states(point), target.head)), block.facts())
+    return Reading(each(points, lambda point: F.linear(states(point), target.head, target.bias)), block.facts())
 
 
 def slots(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts) -> Callable[[Point], Tensor]:

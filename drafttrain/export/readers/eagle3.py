@@ -38,6 +38,7 @@ from drafttrain.export.readers.parts import (
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 MAPPED = {"lmdeploy": "LMDeploy would draft only token 0", "openvino": "optimum-intel would map tokens by uninitialised memory"}
+EMBEDDING = "embed_tokens.weight"
 ARCHITECTURES = {"lmdeploy": "LlamaForCausalLM"}  # LMDeploy adds the method's name to it
 
 
@@ -67,6 +68,8 @@ def portable(stack: str) -> Callable[[Path, TargetParts, Sequence[Point]], Readi
         layers = portable_layers(stack, config, target.blocks)
         if stack in MAPPED and "d2t" not in tensors.left:
             raise MismatchError("d2t", f"it is missing, and {MAPPED[stack]}")
+        if stack == "vllm" and EMBEDDING in tensors.left:  # it takes the target's where the files have none
+            target = replace(target, embed=tensors.take(EMBEDDING, *target.embed.shape, fails="vocabulary"))
         head = head_of(config, config, tensors, "midlayer", target, layers)
         tensors.finish()
         if head.before and stack in ("sglang", "trtllm"):
@@ -80,7 +83,7 @@ def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -
     """The library reads the embedding from the files; without one it uses uninitialised memory."""
     config, tensors = Config.of(directory), Tensors(directory)
     inner = speculators_layer(config, "eagle3", "Eagle3Speculator", target)
-    target = replace(target, embed=tensors.take("embed_tokens.weight", *target.embed.shape, fails="vocabulary"))
+    target = replace(target, embed=tensors.take(EMBEDDING, *target.embed.shape, fails="vocabulary"))
     head = head_of(config, inner, tensors, "layers.0", target, config.get(IDS, "layer ids"))
     tensors.finish()
     return reading(head, target, points)

@@ -66,6 +66,9 @@ class TargetParts:
     base: Path | None = None  # directory of an adapter's base model
     model: Callable[[], tuple[Config, Tensors]] | None = None  # gives the whole target, for readers of what is added to it
     dtype: torch.dtype = torch.float32  # in which the target computes
+    # gives all embeddings as the target has them, with a factor, and the bias of its head, for stacks that use its own modules
+    modules: Callable[[], tuple[Tensor, Tensor | None]] | None = None
+    bias: Tensor | None = None  # [V] of the head, where the stack adds it
 
 
 @dataclass(frozen=True, slots=True)

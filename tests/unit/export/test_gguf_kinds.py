@@ -125,7 +125,7 @@ def test_norm_before_residual(tmp_path: Path) -> None:
         ("dflash", "logits", drop("dflash.embedding_scale")),
         ("dflash", "logits", put("dflash.embedding_scale", 1.0)),
         ("dflash", "soft cap", drop("dflash.final_logit_softcapping")),
-        ("dspark", "soft cap", put("dflash.final_logit_softcapping", 30.0)),
+        ("dflash2-unlike", "soft cap", put("dflash.final_logit_softcapping", 30.0)),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,7 +137,7 @@ def test_a_factor_of_the_embedding_and_a_cap_of_the_logits(
     target.target.model.get_input_embeddings().weight.data.mul_(0.01)  # as small as an eps notices
     found, golden = opened(tmp_path, case, target)
     assert written(found, golden, "llamacpp", tmp_path / "out").written["llamacpp"].gap < 0.5
-    source, to = Source(found, "llamacpp", "float32"), layout(case, "llamacpp")
+    source, to = Source(found, "llamacpp", "float32"), layout(found.meta.family, "llamacpp")
     wrong = changed(tmp_path / "out", tmp_path / "wrong", change)
     with pytest.raises(ParityError, match=f"^Parity: {name}: "):
         parity.check(wrong, to.read, to.write(source), source, golden, golden)

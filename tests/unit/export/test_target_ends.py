@@ -1,0 +1,110 @@
+"""Targets that scale their embedding, or scale, cap or shift their logits: stacks share two matrices with a drafter alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drafttrain.core.errors import UserError
+from drafttrain.export.exporter import Wanted, refusals
+from drafttrain.export.files import Source
+from drafttrain.export.importers.convert import taken
+from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.importers.table import recognised
+from drafttrain.export.opened import Opened
+from drafttrain.export.table import layout, loads
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import LoadedTarget
+from tests.exports import checkpoint, loaded, opened, written
+from tests.helpers import GATED, tiny_model
+
+PLAIN = {name: value for name, value in GATED.items() if name != "head_dim"}
+KINDS: dict[str, dict[str, Any]] = {  # by model type
+    "cohere": PLAIN | {"logit_scale": 0.1},
+    "granite": PLAIN | {"logits_scaling": 8.0},
+    "gemma2": GATED | {"query_pre_attn_scalar": 8, "sliding_window": 600, "final_logit_softcapping": 3.0},
+    "gemma3_text": GATED | {"query_pre_attn_scalar": 8, "sliding_window": 600},
+}
+ADDING = ("dspark", "dflash2", "domino", "xpress", "lilicorr")  # families that add to the logits of the target's head
+READING = (*ADDING, "dflash", "jetspec", "eagle", "hydra", "redrafter")  # those that read embeddings without a norm before
+
+
+def target_of(kind: str) -> LoadedTarget:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind]), attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=1.0 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.5)
+    return LoadedTarget(HFTarget(model), loaded().tokenizer, kind, loaded().description)
+
+
+def reasons(folder: Path, case: str, target: LoadedTarget) -> list[str]:
+    """Why the stacks that load the family do not load this drafter."""
+    found = Opened.of(checkpoint(folder / case, case, target), target)
+    stacks = [stack for stack in loads(found.meta.family) if stack not in ("llamacpp", "lmdeploy", "transformers")]
+    given = [layout(found.meta.family, stack).refuse(Source(found, stack, "float32")) for stack in stacks]
+    assert all(given), f"{case} is exported to {[s for s, why in zip(stacks, given, strict=True) if why is None]}"
+    return [str(why) for why in given]
+
+
+@pytest.mark.parametrize(
+    ("kind", "does"),
+    [
+        ("cohere", "multiplies its logits by 0.1"),
+        ("granite", "multiplies its logits by 0.125"),
+    ],
+)
+def test_scores_are_not_added_to_logits_without_their_factor(kind: str, does: str, tmp_path: Path) -> None:
+    """Drafters of these families draft other tokens then, and a stack would accept few of them without a message."""
+    target = target_of(kind)
+    for case in ADDING:
+        assert all(f"the target {does}, which " in why for why in reasons(tmp_path, case, target))
+    found, golden = opened(tmp_path, "dflash", target)  # of an order alone a factor changes nothing
+    written(found, golden, "vllm", tmp_path / "out")
+
+
+def test_a_factor_of_the_embedding_is_a_reason_and_no_failed_check(tmp_path: Path) -> None:
+    target = target_of("gemma3_text")
+    for case in READING:
+        assert all("the target multiplies its embedding by 5.6" in why for why in reasons(tmp_path, case, target))
+    for case, stack in (("eagle3", "vllm"), ("dflash", "transformers")):  # transformers embeds by the target's own module
+        found, golden = opened(tmp_path / stack, case, target)
+        written(found, golden, stack, tmp_path / stack / "out")
+
+
+@pytest.mark.parametrize("stack", ["vllm", "speculators"])
+def test_a_small_embedding_with_a_factor_is_written(stack: str, tmp_path: Path) -> None:
+    """The eps of the drafter's norm is noticed then: the files have the embedding as the target embeds, and come back."""
+    target = target_of("gemma3_text")
+    target.target.model.get_input_embeddings().weight.data.mul_(0.1)
+    found, golden = opened(tmp_path, "eagle3", target)
+    written(found, golden, stack, tmp_path / "out")
+    foreign = Foreign(tmp_path / "out")
+    assert taken(recognised(foreign), foreign, target)[1].keys() == found.tensors.keys()
+
+
+def test_a_cap_of_the_logits(tmp_path: Path) -> None:
+    """llama.cpp caps them before DFlash2's selector, and not before DSpark's bias."""
+    target = target_of("gemma2")
+    target.target.model.config.model_type = "gemma4_text"  # whose states it gives
+    says = {"dspark": "the target caps its logits at 3, which llamacpp leaves out", "dflash2-unlike": "None"}
+    for case, expected in says.items():
+        found = Opened.of(checkpoint(tmp_path / case, case, target), target)
+        why = layout(found.meta.family, "llamacpp").refuse(Source(found, "llamacpp", "float32"))
+        assert str(why).startswith(expected)
+
+
+def test_a_bias_of_the_head(tmp_path: Path) -> None:
+    model: Any = tiny_model("phi")
+    torch.nn.init.normal_(model.lm_head.bias)
+    target = LoadedTarget(HFTarget(model), loaded().tokenizer, "phi", loaded().description)
+    for case in ("dflash", "dspark", "jetspec", "eagle"):
+        assert all("the target's output matrix has a bias, which " in why for why in reasons(tmp_path, case, target))
+    found, golden = opened(tmp_path / "transformers", "dflash", target)
+    written(found, golden, "transformers", tmp_path / "out")
+    found, _ = opened(tmp_path, "eagle", target)
+    with pytest.raises(UserError, match="cannot be exported to vllm: the target's output matrix has a bias"):
+        refusals(found, Wanted(["vllm"], tmp_path / "out", "float32", False))
