@@ -141,7 +141,7 @@ class XPress(BlockDrafter):
         The first of these passes reads the choices of the slots' own logits.
         """
         refiner, first = self.xpress_head, self.shape.first
-        slot_NKV = self.slot_logits(state_NSH[:, first:].flatten(0, 1)).unflatten(0, (len(state_NSH), -1))
+        slot_NKV = self.slot_logits(state_NSH[:, first:].flatten(0, 1)).unflatten(0, (len(state_NSH), self.draft_length))
         slot_NSX = refiner.slots(state_NSH)
 
         def refined(before_NS: Tensor) -> Tensor:

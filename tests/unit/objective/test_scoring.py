@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from benchmarks.common import peak
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
-from drafttrain.model.batch import Top
+from drafttrain.model.batch import Prediction, Shared, Top
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import FINAL
 from drafttrain.objective.chunks import Chunk, chunks
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.objective.shared import shared_steps
 from drafttrain.ops import divergence
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
@@ -185,9 +186,10 @@ def test_without_gradients_the_loss_is_the_same() -> None:
         torch.testing.assert_close(plain, objective(filled)[0].detach())
 
 
-def test_a_batch_without_labels_gives_zero_gradients() -> None:
+@pytest.mark.parametrize("name", ["medusa", "xpress"])
+def test_a_batch_without_labels_gives_zero_gradients(name: str) -> None:
     target = tiny_target()
-    drafter, batch = made("medusa", target), padded_batch()
+    drafter, batch = made(name, target), padded_batch()
     filled = Online(target, drafter.taps).fill(replace(batch, mask_BT=torch.zeros_like(batch.mask_BT)))
     total, counts = Objective(drafter, target, LossOptions())(filled)
     total.backward()
@@ -224,6 +226,37 @@ def test_chunks_have_every_prediction_once(at_once: int) -> None:
     known = [position for c in chunks(positions, heads, at_once) for position in c.position_U.tolist()]
     assert known == [2, 3, 4, 7, 8, 9]
     assert list(chunks([], [], at_once)) == []
+
+
+@pytest.mark.parametrize("at_once", [1, 6, 12, 13, 1000])
+def test_pieces_of_a_shared_head_have_whole_rows(at_once: int) -> None:
+    """Three columns of two kinds. Row 1 has no prediction, row 3 only its second column."""
+    columns = [([0, 2, 4, 5], [3, 6, 21, 22]), ([0, 2, 3, 4], [4, 7, 9, 22]), ([5, 0, 2], [24, 5, 8])]
+    given = [
+        Prediction(column, torch.tensor(label), torch.tensor(label), torch.zeros(6, 2), abs, weight, shared=shared)
+        for kind, weight in enumerate((1.0, 0.5))
+        for column, (row, label) in enumerate(columns)
+        for shared in [Shared(max, kind, column, torch.tensor(row))]
+    ]
+    (steps,) = shared_steps(given, padded_batch()).values()
+    wanted = sorted((row, column, label) for column, pairs in enumerate(columns) for row, label in zip(*pairs, strict=True))
+    labels = [label for _, _, label in wanted]
+    assert [kind.label_M.tolist() for kind in steps.kinds] == [labels, labels]
+    assert [kind.weight.tolist() for kind in steps.kinds] == [[1.0] * 11, [0.5] * 11]
+    for column, (_, own) in enumerate(columns):
+        assert steps.kinds[0].label_M[steps.number_M(column)].tolist() == own
+    found = []
+    for chunk in steps.chunks(7, at_once):
+        assert len(chunk.position_U) <= max(at_once, 3)
+        for first, second in chunk.pieces:
+            assert first.rows is not None and (first.step, second.step) == (7, 8) and first.row_C == second.row_C
+            rows = whole(first.rows.row_N, 6)
+            assert 2 * 3 * len(rows) <= max(at_once, 6)
+            entries = range(3 * len(rows)) if first.rows.entry_C is None else first.rows.entry_C.tolist()
+            places = chunk.position_U[first.place_C].tolist()
+            assert [label - 1 for label in labels[first.row_C]] == places
+            found += [(rows[entry // 3], entry % 3, place + 1) for entry, place in zip(entries, places, strict=True)]
+    assert found == wanted
 
 
 def test_a_run_of_positions_is_not_copied() -> None:
