@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, Shared, Top
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.target import FINAL
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.chunks import Chunk, chunks
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.objective.scoring import Scoring
 from drafttrain.objective.shared import shared_steps
+from drafttrain.objective.teacher import target_distribution
 from drafttrain.ops import divergence
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
@@ -284,6 +287,40 @@ def test_divided_parameters_get_the_same_gradients(name: str, loss: str, chunk: 
     torch.testing.assert_close(counts_again.packed(), counts.packed())
     for a, b in zip(gradients(again, drafter), wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dspark", "xpress"])
+def test_pieces_without_predictions_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes with fewer chunks than others, and fewer pieces in them, call their heads as often."""
+    target, rows = tiny_target(), list[int]()
+    drafter = made(name, target)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    objective = Objective(drafter, target, LossOptions(chunk=200))
+    whole, _ = objective(filled)
+    wanted = gradients(whole, drafter)
+    next(drafter.parameters()).ds_id = 0  # type: ignore[attr-defined]  # as DeepSpeed marks them
+    monkeypatch.setattr("drafttrain.objective.chunks.most_of_all", lambda counts: counts + 1)
+    monkeypatch.setattr(drafter, "slot_logits", counted(drafter.slot_logits, rows))
+    again, _ = objective(filled)
+    torch.testing.assert_close(again, whole)
+    for a, b in zip(gradients(again, drafter), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert rows.count(0) > 2
+
+
+def test_predictions_of_a_shared_head_are_scored_beside_others() -> None:
+    target = tiny_target()
+    drafters = [made(name, target) for name in ("medusa", "xpress", "dflash")]
+    filled = Online(target, Taps(tuple({block for d in drafters for block in d.taps.blocks}), True)).fill(padded_batch())
+    given = [list(drafter.predict(filled)) for drafter in drafters]
+    distribution = target_distribution(filled, target)
+    apart = [step for own in given for step in Scoring(own, filled, distribution, {"kl": 1.0}, 50).weighted()[0]]
+    mixed = [p for turn in zip_longest(*given) for p in turn if p is not None]
+    scores = Scoring(mixed, filled, distribution, {"kl": 1.0}, 50).weighted()[0]
+    found = {id(prediction): step for prediction, step in zip(mixed, scores, strict=True)}
+    for prediction, step in zip((p for own in given for p in own), apart, strict=True):
+        torch.testing.assert_close(found[id(prediction)].loss_M, step.loss_M)
+        assert torch.equal(found[id(prediction)].hit_M, step.hit_M)
 
 
 @pytest.mark.parametrize("name", LOSSES)
