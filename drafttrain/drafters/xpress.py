@@ -1,7 +1,7 @@
 """XPress: DFlash's slots, refined by a small network that mixes each slot with the slots before it (arXiv 2608.02438).
 
-Shapes: B rows, A anchors, P = B A, S slots, J slots given, K drafts, W nodes of a depth, F free passes, M predictions, H
-hidden, R rank, V vocabulary.
+Shapes: B rows, A anchors, P = B A blocks, N of them at once, S slots, J slots given, K drafts, W nodes of a depth, M
+predictions, H hidden, R rank, V vocabulary.
 
 Slot k has the state h_k and the token t_k of the slot before it; g is the mean of all slots' states. With L_c lower triangular,
 its diagonal included, for each channel c:
@@ -17,30 +17,29 @@ S - 1 passes nothing changes. Here slots are computed from left to right, which 
 is a_0 to a_k of its ancestors and itself, so trees and sampled chains are possible too.
 
 Slot 0 holds the anchor and drafts nothing, but later slots read a_0. Its t_0 is the anchor's token, as in vLLM.
+
+Training also begins with Jacobi passes: some blocks at a time, whose slots' own logits serve all kinds of predictions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.core.divided import pieces
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs
 from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
 from drafttrain.drafters.options.xpress import XPressOptions
-from drafttrain.model.batch import Anchors, Pairs, Prediction, TrainBatch
+from drafttrain.model.batch import Anchors, Pairs, Prediction, Shared, TrainBatch
 from drafttrain.model.drafter import Commit
 from drafttrain.model.layers import GatedMLP, Linear
 from drafttrain.model.target import Target
 
 STD = 0.02  # of all matrices at the start but L, which is 0
-AT_ONCE = 512  # slots whose logits are in memory at once where the refiner drafts in training
 
 
 class SlotMixer(nn.Module):
@@ -106,7 +105,7 @@ class XPress(BlockDrafter):
             )
         self.width, self.rank, self.mlp_hidden = target.shape.hidden_size, rank, inner
         self.free_passes = options.free_passes if options.free_weight else 0
-        self.free_weight, self.base_weight = options.free_weight, options.base_weight
+        self.free_share, self.base_weight = options.free_weight / max(1, self.free_passes), options.base_weight
         self.xpress_head = Refiner(self.width, target.shape.vocab_size, self.shape.size, rank, inner)
 
     def resolved_options(self) -> dict[str, Any]:
@@ -120,56 +119,60 @@ class XPress(BlockDrafter):
         refined_V: Tensor = self.xpress_head.w2(x_R)
         return slot_V + refined_V.to(slot_V.dtype)
 
-    def head_inputs(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Inputs:
-        """The slot's state and its refined state; in training also the refined states of the free passes."""
-        state_PSH, refiner = state_BASH.flatten(0, 1), self.xpress_head
+    def tokens_before(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
+        """[P, S] the true tokens before the slots."""
         tokens = [batch.after(max(1, slot)).gather(1, anchors.source_BA).flatten() for slot in range(self.shape.size)]
-        before = [torch.stack(tokens, 1)]
-        if self.training and self.free_passes:
-            before += self.free_drafts(state_PSH, before[0][:, :1])
-        slot_PSX = refiner.slots(state_PSH)
-        columns = [state_PSH, *(refiner.refined(refiner.read(slot_PSX, before_PS)) for before_PS in before)]
+        return torch.stack(tokens, 1)
+
+    def head_inputs(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Inputs:
+        """The slot's state and its refined state."""
+        state_PSH, refiner = state_BASH.flatten(0, 1), self.xpress_head
+        x_PSR = refiner.refined(refiner.read(refiner.slots(state_PSH), self.tokens_before(batch, anchors)))
 
         def of(draft: int, place_M: Tensor, pairs: Pairs) -> Tensor:
-            return torch.cat([column[:, self.shape.first + draft][place_M] for column in columns], -1)
+            return torch.cat([column[:, self.shape.first + draft][place_M] for column in (state_PSH, x_PSR)], -1)
 
         return of
 
-    @torch.no_grad()
-    def free_drafts(self, state_PSH: Tensor, root_P1: Tensor) -> list[Tensor]:
-        """F times [P, S]: the tokens before the slots in each free pass, which the pass before it chose.
+    def kinds(self, state_NSH: Tensor, before_NS: Tensor) -> list[Tensor]:
+        """[N, K, V] each, all kinds of logits of these blocks' drafts: refined after the true tokens `before_NS`; the slots'
+        own, where they have a loss; refined after the drafts of the pass before, `free_passes` times.
 
-        The first pass reads the choices of the slots' states alone.
+        The first of these passes reads the choices of the slots' own logits.
         """
-        refiner, passes = self.xpress_head, list[list[Tensor]]()
-        blocks = max(1, AT_ONCE // (self.shape.size - 1))
-        for at in pieces(self, len(state_PSH), blocks, state_PSH.device):
-            state_CSH, root_C1 = state_PSH[at], root_P1[at]
-            slot_CKV, slot_CSX = self.slot_logits(state_CSH[:, 1:]), refiner.slots(state_CSH)
-            choice_CK, read = slot_CKV.argmax(-1), list[Tensor]()
-            for number in range(self.free_passes):
-                if number:
-                    x_CSR = refiner.refined(refiner.read(slot_CSX, read[-1]))
-                    choice_CK = self._refined_logits(slot_CKV, x_CSR[:, 1:]).argmax(-1)
-                read.append(torch.cat([root_C1, root_C1, choice_CK[:, :-1]], 1))
-            passes.append(read)
-        return [torch.cat(parts) for parts in zip(*passes, strict=True)]
+        refiner, first = self.xpress_head, self.shape.first
+        slot_NKV = self.slot_logits(state_NSH[:, first:].flatten(0, 1)).unflatten(0, (len(state_NSH), self.draft_length))
+        slot_NSX = refiner.slots(state_NSH)
 
-    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        def refined(before_NS: Tensor) -> Tensor:
+            return self._refined_logits(slot_NKV, refiner.refined(refiner.read(slot_NSX, before_NS), first))
+
+        found, last_NKV = [refined(before_NS), *([slot_NKV] if self.base_weight else [])], slot_NKV
+        for _ in range(self.free_passes):
+            last_NKV = refined(torch.cat([before_NS[:, : first + 1], last_NKV.argmax(-1)[:, :-1]], 1))
+            found.append(last_NKV)
+        return found
+
+    def predictions(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Iterator[Prediction]:
         """In training, not counted, also the slots' own logits, and those refined from the refiner's own drafts."""
-        for prediction in super().predict(batch):
-            if not self.training:
-                yield prediction
-                continue
-            state_MH, *refined = prediction.hidden_MH.split([self.width, *[self.rank] * (1 + self.free_passes)], -1)
-            yield replace(prediction, hidden_MH=torch.cat([state_MH, refined[0]], -1))
-            weight = prediction.weight
-            if self.base_weight:
-                own = replace(prediction, hidden_MH=state_MH, head=self.slot_logits, counted=False)
-                yield replace(own, weight=self.base_weight * weight)
-            for x_MR in refined[1:]:
-                free = replace(prediction, hidden_MH=torch.cat([state_MH, x_MR], -1), counted=False)
-                yield replace(free, weight=self.free_weight / self.free_passes * weight)
+        shares = [*([self.base_weight] if self.base_weight else []), *[self.free_share] * self.free_passes]
+        if not self.training or not shares:
+            yield from super().predictions(batch, anchors, state_BASH)
+            return
+        before_PS, state_PSH, paced = self.tokens_before(batch, anchors), state_BASH.flatten(0, 1), None
+        if self.alpha is not None:
+            with torch.no_grad():
+                paced = self._paced(batch, anchors, self.head_inputs(batch, anchors, state_BASH), self.alpha)
+
+        def head(state_NSH: Tensor, rows: slice | Tensor) -> list[Tensor]:
+            return self.kinds(state_NSH, before_PS[rows])
+
+        for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
+            weight = (self.decay[step] if paced is None else paced[place_M, step]) / anchors.share
+            for kind, share in enumerate([1.0, *shares]):
+                shared = Shared(head, kind, step, place_M)
+                of = step, pairs.source_M, pairs.label_M, state_PSH, shared.logits, share * weight
+                yield Prediction(*of, counted=not kind, shared=shared)
 
     def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Score:
         """A node's state is a_0 to a_k of its own slot k and of its ancestors' slots, [B, W, (k + 1) R]."""

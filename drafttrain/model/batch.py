@@ -306,6 +306,25 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """Which of a shared head's logits a step's predictions have.
+
+    A shared head makes all logits of some rows, of blocks for example, because they share its work. It gives several kinds of
+    logits for the same predictions, at most one for each row and column.
+    """
+
+    head: Callable[[Tensor, slice | Tensor], Sequence[Tensor]]  # ([n, ...] some rows, which) -> for each kind [n, J, V]
+    kind: int
+    column: int  # the step's, of J
+    row_M: Tensor  # each prediction's
+
+    def logits(self, input_NX: Tensor) -> Tensor:
+        """[M, V] of these predictions alone. input_NX: all rows."""
+        logits_NJV = self.head(input_NX, slice(None))[self.kind]
+        return logits_NJV[self.row_M, self.column]
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The predictions of one step: a hidden state and a label for each source, and the head that gives logits.
 
@@ -325,6 +344,7 @@ class Prediction:
     counted: bool = True  # False: part of the loss alone; no such draft is offered to the target
     offers: int | None = None  # tokens of each prediction with a finite logit; None: all
     confidence: Callable[[Tensor], Tensor] | None = None  # [m, H] -> [m] logits of acceptance, trained on counts
+    shared: Shared | None = None  # in training: hidden_MH is then the shared head's whole input [N, ...], head `shared.logits`
 
     def whole(self, logits_MD: Tensor, vocab: int) -> Tensor:
         """[M, V] the head's logits over the target's vocabulary; minus infinity outside the drafter's."""

@@ -13,7 +13,7 @@ Worked example: two steps with the positions `2 3 4 5` and `3 4 5`, two at once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,15 @@ from drafttrain.model.batch import moved
 
 CPU = torch.device("cpu")
 Index = slice | Tensor  # a slice where the entries are consecutive, so that nothing is copied
+NONE = slice(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a shared head's input."""
+
+    row_N: Index
+    entry_C: Tensor | None = None  # of their flattened logits [n * J, V], those that are predictions; None: all are
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class Part:
     row_C: Index  # which of its predictions
     place_C: Index  # of each one's position, within the chunk's positions
     count: int
+    rows: Rows | None = None  # of a shared head, whose piece has a part for each kind of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +75,20 @@ def chunks(
             for part in _parts(step, order, place[a:b] - start, a, at_once, device):
                 _append(by_head.setdefault(head, []), part, at_once)
             if not len(place) and start == 0:
-                by_head.setdefault(head, []).append([Part(step, slice(0, 0), slice(0, 0), 0)])
+                by_head.setdefault(head, []).append([Part(step, NONE, NONE, 0)])
         yield Chunk(moved(all_N[start : start + at_once], device), [piece for pieces in by_head.values() for piece in pieces])
 
 
-def alike(found: Sequence[Chunk], heads: Sequence[Hashable], device: torch.device) -> list[Chunk]:
+def alike(
+    found: Sequence[Chunk], heads: Sequence[Hashable], device: torch.device, shared: Container[Hashable] = ()
+) -> list[Chunk]:
     """The chunks with empty pieces between them, so that all processes call every head in one order and equally often.
 
-    heads: of each step, in the same order in all processes. See `core/divided.py`.
+    heads: of each step, in the same order in all processes. shared: the shared ones. See `core/divided.py`.
     """
     order = list(dict.fromkeys(heads))
     own = [[[p for p in chunk.pieces if heads[p[0].step] == head] for head in order] for chunk in found]
+    empty = [_nothing([step for step, other in enumerate(heads) if other == head], head in shared) for head in order]
     count = int(most_of_all(torch.tensor([len(found)], device=device)))
     calls_NH = torch.zeros(count, len(order), dtype=torch.long, device=device)
     for number, by_head in enumerate(own):
@@ -83,11 +96,17 @@ def alike(found: Sequence[Chunk], heads: Sequence[Hashable], device: torch.devic
     position_0, same = torch.zeros(0, dtype=torch.long, device=device), list[Chunk]()
     for number, calls in enumerate(most_of_all(calls_NH).tolist()):
         by_head = own[number] if number < len(found) else [[] for _ in order]
-        empty = [[Part(heads.index(head), slice(0, 0), slice(0, 0), 0)] for head in order]
         filled = [pieces + [none] * (n - len(pieces)) for pieces, none, n in zip(by_head, empty, calls, strict=True)]
         position_U = found[number].position_U if number < len(found) else position_0
         same.append(Chunk(position_U, [piece for pieces in filled for piece in pieces]))
     return same
+
+
+def _nothing(steps: Sequence[int], shared: bool) -> list[Part]:
+    """A piece without predictions, of the steps of one head."""
+    if shared:
+        return [Part(step, NONE, NONE, 0, Rows(NONE)) for step in steps]
+    return [Part(steps[0], NONE, NONE, 0)]
 
 
 def _parts(

@@ -14,7 +14,7 @@ Shapes: M predictions of a step, C predictions scored at once, H hidden, D the h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.objective.chunks import Chunk, Part, alike, chunks, index_tensor, joined, joined_index
 from drafttrain.objective.scores import Terms, scores_of
+from drafttrain.objective.shared import shared_steps
 from drafttrain.objective.teacher import Distribution, Rows
 
 KEEP_NO_OUTPUT = {"MmBackward0", "AddmmBackward0"}  # operators whose gradient does not need their output
@@ -45,29 +46,33 @@ class StepScores:
         loss_M, mass_M = (like.new_empty(len(like), dtype=torch.float32) for _ in range(2))
         return StepScores(loss_M, like.new_empty(len(like), dtype=torch.bool), mass_M)
 
+    def of(self, number_M: Tensor) -> StepScores:
+        """Of some of the predictions."""
+        return StepScores(*(x[number_M] for x in _fields(self)))
+
 
 class Gradients:
-    """Gradients of each step's hidden states, None where they need none, and of the heads' parameters."""
+    """Gradients of the steps' hidden states, where they need some, and of the heads' parameters."""
 
     def __init__(self, hidden: Sequence[Tensor]) -> None:
         self.hidden = hidden
-        self.of_hidden = [torch.zeros_like(h) if h.requires_grad else None for h in hidden]
+        self.of_hidden = {h: torch.zeros_like(h) for h in dict.fromkeys(hidden) if h.requires_grad}
         self.of_parameter: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, piece: Sequence[Part], input_CH: Tensor, logits_CD: Tensor, slope_CD: Tensor) -> None:
-        """Add the gradients, where the head made these logits of these predictions. slope_CD: of the logits."""
-        if _is_product(logits_CD):
-            product: Any = logits_CD.grad_fn
-            self._add_product(product, slope_CD)
+    def add(self, piece: Sequence[Part], input_CH: Tensor, logits: Sequence[Tensor], slopes: Sequence[Tensor]) -> None:
+        """Add the gradients, where the head made these logits of these predictions. slopes: of the logits."""
+        if len(logits) == 1 and _is_product(logits[0]):
+            product: Any = logits[0].grad_fn
+            self._add_product(product, slopes[0])
             if product.next_functions[0][0] is None:  # its input needs no gradient
                 return
-            logits_CD, slope_CD = product._saved_self, slope_CD @ product._saved_mat2.t()
-        parameters = [leaf for leaf in leaves(logits_CD) if leaf is not input_CH]
+            logits, slopes = [product._saved_self], [slopes[0] @ product._saved_mat2.t()]
+        parameters = [leaf for leaf in leaves(*logits) if leaf is not input_CH]
         wanted = ([input_CH] if input_CH.requires_grad else []) + parameters
         if not wanted:
             return
-        found = list(torch.autograd.grad(logits_CD, wanted, slope_CD, allow_unused=True))
+        found = list(torch.autograd.grad(logits, wanted, slopes, allow_unused=True))
         to_input_CH = found.pop(0) if input_CH.requires_grad else None
         for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is not None and parameter in self.of_parameter:
@@ -76,8 +81,11 @@ class Gradients:
                 self.of_parameter[parameter] = gradient
         if to_input_CH is None:
             return
+        if piece[0].rows is not None:
+            self.of_hidden[self.hidden[piece[0].step]][piece[0].rows.row_N] = to_input_CH
+            return
         for part, gradient_CH in zip(piece, to_input_CH.split([part.count for part in piece]), strict=True):
-            own_MH = self.of_hidden[part.step]
+            own_MH = self.of_hidden.get(self.hidden[part.step])
             if own_MH is not None:
                 own_MH[part.row_C] = gradient_CH
 
@@ -91,8 +99,7 @@ class Gradients:
 
     def attach(self, total: Tensor) -> Tensor:
         """The same number, from which these gradients flow."""
-        hidden = {h: own for h, own in zip(self.hidden, self.of_hidden, strict=True) if own is not None}
-        both = [*hidden.items(), *self.of_parameter.items()]
+        both = [*self.of_hidden.items(), *self.of_parameter.items()]
         out: Tensor = _Attached.apply(total, [own for _, own in both], *(of for of, _ in both))
         return out
 
@@ -110,9 +117,9 @@ def _is_leaf(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def leaves(root: Tensor) -> list[Tensor]:
-    """The tensors without history that need a gradient of this one, in the order of its graph."""
-    found, seen, ahead = list[Tensor](), set[Any](), list[Any]([root.grad_fn])
+def leaves(*roots: Tensor) -> list[Tensor]:
+    """The tensors without history that need a gradient of these, in the order of their graph."""
+    found, seen, ahead = list[Tensor](), set[Any](), list[Any]([root.grad_fn for root in roots])
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
@@ -125,7 +132,10 @@ def leaves(root: Tensor) -> list[Tensor]:
 
 
 class Scoring:
-    """Scores the predictions of one batch against the target's distribution, at most `at_once` of them at a time."""
+    """Scores the predictions of one batch against the target's distribution, at most `at_once` of them at a time.
+
+    steps: what is scored: the predictions as they are, and those of each shared head joined (`objective/shared.py`).
+    """
 
     def __init__(
         self,
@@ -138,63 +148,98 @@ class Scoring:
         divided: bool = False,
     ) -> None:
         """terms, end_to_end: as for `scores_of`. divided: ZeRO-3 divides the heads' parameters."""
-        self.predictions, self.distribution, self.terms, self.end_to_end = predictions, distribution, terms, end_to_end
+        self.distribution, self.terms, self.end_to_end = distribution, terms, end_to_end
         token_P = batch.token_BT.flatten()
-        place_M = [batch.teacher_index(batch.on_host(p.label_M)) for p in predictions]
-        self.labels = [token_P[p.label_M] for p in predictions]
-        heads = [(p.head, p.offers) for p in predictions]
+        self.steps = [p for p in predictions if p.shared is None]
+        place_M = [batch.teacher_index(batch.on_host(p.label_M)) for p in self.steps]
+        heads: list[Hashable] = [(p.head, p.offers) for p in self.steps]
         self.chunks = list(chunks(place_M, heads, at_once, token_P.device))
+        joined_steps, first, plain = shared_steps(predictions, batch), dict[Hashable, int](), iter(range(len(heads)))
+        for head, of_head in joined_steps.items():
+            first[head] = len(heads)
+            self.chunks += of_head.chunks(first[head], at_once, token_P.device)
+            self.steps += of_head.kinds
+            heads += [head] * len(of_head.kinds)
+        self.labels = [token_P[p.label_M] for p in self.steps]
+        self._scored_in = [
+            (next(plain), None) if p is None else (first[p.head] + p.kind, joined_steps[p.head].number_M(p.column))
+            for p in (prediction.shared for prediction in predictions)
+        ]
         if divided:
-            self.chunks = alike(self.chunks, heads, token_P.device)
+            self.chunks = alike(self.chunks, heads, token_P.device, joined_steps)
 
     @property
     def hidden(self) -> list[Tensor]:
-        return [prediction.hidden_MH for prediction in self.predictions]
+        return [step.hidden_MH for step in self.steps]
+
+    def plain(self) -> list[StepScores]:
+        """Scores of every step, without gradients."""
+        return self._apart(self.run(None, None))
 
     def weighted(self) -> tuple[list[StepScores], Gradients]:
         """Scores of every step, and the gradients of the sum of the predictions' weights times their losses."""
-        weights = [_by_row(p.weight, label_M) for p, label_M in zip(self.predictions, self.labels, strict=True)]
+        weights = [_by_row(p.weight, label_M) for p, label_M in zip(self.steps, self.labels, strict=True)]
         gradients = Gradients(self.hidden)
-        return self.run(weights if torch.is_grad_enabled() else None, gradients), gradients
+        return self._apart(self.run(weights if torch.is_grad_enabled() else None, gradients)), gradients
 
     def differentiable(self) -> list[StepScores]:
         """Scores of every step, whose losses have gradients, for weights that depend on the losses."""
         found, scores = dict[Tensor, None](), [StepScores.empty(label_M) for label_M in self.labels]
         scores = self.run(None, None, found)
-        inputs = [h for h in self.hidden if h.requires_grad] + list(found)
+        inputs = [h for h in dict.fromkeys(self.hidden) if h.requires_grad] + list(found)
         loss_R: Tensor = _Later.apply(self, joined([step.loss_M for step in scores]), *inputs)
         losses = loss_R.split([len(label_M) for label_M in self.labels])
-        return [StepScores(loss_M, s.hit_M, s.mass_M) for loss_M, s in zip(losses, scores, strict=True)]
+        return self._apart([StepScores(loss_M, s.hit_M, s.mass_M) for loss_M, s in zip(losses, scores, strict=True)])
 
     def recomputed(self) -> list[StepScores]:
         """As `differentiable`, by torch's graph: the backward pass computes each piece again (arXiv 1604.06174), and the
         target's logits for each of them. For parameters that DeepSpeed's ZeRO-3 has divided: only their modules gather them."""
-        found: list[list[tuple[Tensor, ...]]] = [[] for _ in self.predictions]
+        found: list[list[tuple[Tensor, ...]]] = [[] for _ in self.steps]
         for chunk in self.chunks:
             with torch.no_grad():
                 kept = [self.distribution.at(chunk.position_U)]
             score = partial(self._scores, chunk, kept)
             for piece in chunk.pieces:
-                input_CH = joined([self.predictions[part.step].hidden_MH[part.row_C] for part in piece])
+                input_CH = self._input(piece)
                 scored_C = checkpoint(score, piece, input_CH, use_reentrant=False)
                 rows = [index_tensor(part.row_C, input_CH.device) for part in piece]
                 split = (x.split([part.count for part in piece]) for x in scored_C)
                 for part, *own in zip(piece, rows, *split, strict=True):
                     found[part.step].append(tuple(own))
             kept.clear()
-        return [_in_order(parts) for parts in found]
+        return self._apart([_in_order(parts) for parts in found])
 
     def _scores(
         self, chunk: Chunk, kept: Sequence[Rows], piece: Sequence[Part], input_CH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss_C, hit_C, mass_C). kept: the target's logits, where they are still in memory."""
-        first = self.predictions[piece[0].step]
-        label_C = joined([self.labels[part.step][part.row_C] for part in piece])
-        logits_CD = first.head(input_CH)
-        with torch.no_grad():
-            target = kept[0] if kept else self.distribution.at(chunk.position_U)
-            rows = target(joined_index([part.place_C for part in piece], label_C.device), first, logits_CD)
-        return scores_of(first, logits_CD, rows, label_C, self.terms, self.end_to_end)
+        first, found = self.steps[piece[0].step], []
+        for parts, logits_CD in self._logits(piece, input_CH):
+            label_C = joined([self.labels[part.step][part.row_C] for part in parts])
+            with torch.no_grad():
+                target = kept[0] if kept else self.distribution.at(chunk.position_U)
+                rows = target(joined_index([part.place_C for part in parts], label_C.device), first, logits_CD)
+            found.append(scores_of(first, logits_CD, rows, label_C, self.terms, self.end_to_end))
+        loss_C, hit_C, mass_C = (joined(column) for column in zip(*found, strict=True))
+        return loss_C, hit_C, mass_C
+
+    def _apart(self, scores: Sequence[StepScores]) -> list[StepScores]:
+        """The scores of each of the given predictions. scores: of `steps`."""
+        return [scores[step] if number_M is None else scores[step].of(number_M) for step, number_M in self._scored_in]
+
+    def _input(self, piece: Sequence[Part]) -> Tensor:
+        """The head's input for a piece."""
+        if (rows := piece[0].rows) is not None:
+            return self.steps[piece[0].step].hidden_MH[rows.row_N]
+        return joined([self.steps[part.step].hidden_MH[part.row_C] for part in piece])
+
+    def _logits(self, piece: Sequence[Part], input_CH: Tensor) -> list[tuple[Sequence[Part], Tensor]]:
+        """The logits of a piece's predictions: of all parts together, or by kind where the head is shared."""
+        first, rows = self.steps[piece[0].step], piece[0].rows
+        if first.shared is None or rows is None:
+            return [(piece, first.head(input_CH))]
+        kinds = (logits_NJD.flatten(0, 1) for logits_NJD in first.shared.head(input_CH, rows.row_N))
+        return [([part], x if rows.entry_C is None else x[rows.entry_C]) for part, x in zip(piece, kinds, strict=True)]
 
     def run(
         self, weights: Sequence[Tensor] | None, gradients: Gradients | None, found: dict[Tensor, None] | None = None
@@ -217,28 +262,45 @@ class Scoring:
         gradients: Gradients | None,
         found: dict[Tensor, None] | None,
     ) -> None:
-        first = self.predictions[piece[0].step]
-        input_CH = joined([self.predictions[part.step].hidden_MH.detach()[part.row_C] for part in piece])
-        input_CH.requires_grad_(any(self.predictions[part.step].hidden_MH.requires_grad for part in piece))
-        label_C = joined([self.labels[part.step][part.row_C] for part in piece])
-        place_C = joined_index([part.place_C for part in piece], label_C.device)
+        with torch.no_grad():
+            input_CH = self._input(piece)
+        input_CH.requires_grad_(any(self.steps[part.step].hidden_MH.requires_grad for part in piece))
+        slopes = list[tuple[Tensor, Tensor]]()
         with torch.set_grad_enabled(weights is not None or found is not None):
-            logits_CD = first.head(input_CH)
+            groups = self._logits(piece, input_CH)
             if found is not None:
-                found |= dict.fromkeys(leaf for leaf in leaves(logits_CD) if leaf is not input_CH)
-                logits_CD = logits_CD.detach()
-            with torch.no_grad():
-                rows = target(place_C, first, logits_CD)
-            own_CD = logits_CD.detach().requires_grad_(logits_CD.requires_grad)
-            spend = type(logits_CD.grad_fn).__name__ in KEEP_NO_OUTPUT
-            weight_C = None if weights is None else joined([weights[part.step][part.row_C] for part in piece]).float()
-            scored_C = scores_of(first, own_CD, rows, label_C, self.terms, self.end_to_end, spend, weight_C)
-        if weight_C is not None and gradients is not None and logits_CD.requires_grad:
-            (slope_CD,) = torch.autograd.grad(scored_C[0], own_CD, weight_C)
-            gradients.add(piece, input_CH, logits_CD, slope_CD.detach())
-        for own, whole_C in zip(zip(*(_fields(scores[part.step]) for part in piece), strict=True), scored_C, strict=True):
-            for part, own_M, found_C in zip(piece, own, whole_C.detach().split([p.count for p in piece]), strict=True):
+                found |= dict.fromkeys(leaf for leaf in leaves(*(x for _, x in groups)) if leaf is not input_CH)
+                groups = [(parts, logits_CD.detach()) for parts, logits_CD in groups]
+            for parts, logits_CD in groups:
+                slope_CD = self._score(parts, logits_CD, target, scores, weights)
+                slopes += [] if slope_CD is None else [(logits_CD, slope_CD)]
+        if slopes and gradients is not None:
+            gradients.add(piece, input_CH, *zip(*slopes, strict=True))
+
+    def _score(
+        self,
+        parts: Sequence[Part],
+        logits_CD: Tensor,
+        target: Rows,
+        scores: Sequence[StepScores],
+        weights: Sequence[Tensor] | None,
+    ) -> Tensor | None:
+        """Score these logits. Returns the gradient of the weighted losses, where one is wanted."""
+        first = self.steps[parts[0].step]
+        label_C = joined([self.labels[part.step][part.row_C] for part in parts])
+        with torch.no_grad():
+            rows = target(joined_index([part.place_C for part in parts], label_C.device), first, logits_CD)
+        own_CD = logits_CD.detach().requires_grad_(logits_CD.requires_grad)
+        spend = type(logits_CD.grad_fn).__name__ in KEEP_NO_OUTPUT
+        weight_C = None if weights is None else joined([weights[part.step][part.row_C] for part in parts]).float()
+        scored_C = scores_of(first, own_CD, rows, label_C, self.terms, self.end_to_end, spend, weight_C)
+        for own, whole_C in zip(zip(*(_fields(scores[part.step]) for part in parts), strict=True), scored_C, strict=True):
+            for part, own_M, found_C in zip(parts, own, whole_C.detach().split([p.count for p in parts]), strict=True):
                 own_M[part.row_C] = found_C
+        if weight_C is None or not logits_CD.requires_grad:
+            return None
+        (slope_CD,) = torch.autograd.grad(scored_C[0], own_CD, weight_C)
+        return slope_CD.detach()
 
 
 def _in_order(parts: Sequence[tuple[Tensor, ...]]) -> StepScores:
@@ -286,5 +348,5 @@ class _Later(torch.autograd.Function):
         scoring: Scoring = ctx.scoring
         gradients = Gradients(scoring.hidden)
         scoring.run(grads[0].split([len(label_M) for label_M in scoring.labels]), gradients)
-        hidden = [own for own in gradients.of_hidden if own is not None]
+        hidden = list(gradients.of_hidden.values())
         return None, None, *hidden, *(gradients.of_parameter.get(p) for p in ctx.inputs[len(hidden) :])

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling, distribution
-from drafttrain.drafters import xpress
 from drafttrain.drafters.xpress import XPress, XPressOptions
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.unit.drafters.test_dflash import packed, slot_states
@@ -166,6 +167,7 @@ def test_training_reads_the_true_tokens_and_the_refiners_own() -> None:
         weights = [float(p.weight) / float(counted.weight) for p in found]
         assert weights == pytest.approx([1.0, 0.25, 0.25, 0.25])
         assert float(counted.weight) == pytest.approx(drafter.decay[step])
+        own = [p.head(p.hidden_MH) for p in found]
         for source, row in labelled(counted).items():
             line, column = divmod(source, T)
             state_SH = slot_states(drafter, target, batch, line, column)  # type: ignore[arg-type]
@@ -177,10 +179,9 @@ def test_training_reads_the_true_tokens_and_the_refiners_own() -> None:
                 target.head(state_SH[slot]),
                 *(by_loops(drafter, target, state_SH, [root, root, *drafts])[slot] for drafts in (p[:-1] for p in passes[:2])),
             ]
-            for prediction, logits_V in zip(found, logits, strict=True):
+            for prediction, own_MV, logits_V in zip(found, own, logits, strict=True):
                 assert int(prediction.source_M[row]) == source
-                own_V = prediction.head(prediction.hidden_MH[row : row + 1])[0]
-                torch.testing.assert_close(own_V, logits_V, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(own_MV[row], logits_V, rtol=1e-4, atol=1e-4)
 
 
 def test_in_evaluation_only_drafts_are_predicted() -> None:
@@ -191,7 +192,7 @@ def test_in_evaluation_only_drafts_are_predicted() -> None:
     assert [p.step for p in found] == [0, 1, 2, 3] and all(p.counted for p in found)
     trained = [p for p in drafter.train().predict(batch) if p.counted]
     for evaluated, counted in zip(found, trained, strict=True):
-        torch.testing.assert_close(counted.hidden_MH, evaluated.hidden_MH)
+        torch.testing.assert_close(counted.head(counted.hidden_MH), evaluated.head(evaluated.hidden_MH))
 
 
 def test_without_weights_there_are_no_further_losses() -> None:
@@ -201,18 +202,45 @@ def test_without_weights_there_are_no_further_losses() -> None:
         assert all(p.counted for p in drafter.predict(packed(target, drafter)))  # type: ignore[arg-type]
 
 
-def test_own_drafts_come_a_few_blocks_at_a_time_and_carry_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+class Products(TorchDispatchMode):
+    """The rows that matrices of this shape, or its transpose, are multiplied with."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.shape, self.rows = shape, list[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default and tuple(args[1].shape) in (self.shape, self.shape[::-1]):
+            self.rows.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"free_passes": 1}, {"free_passes": 0}, {"base_weight": 0.0}])
+@pytest.mark.parametrize("chunk", [40, 4096])
+def test_a_training_step_multiplies_each_slot_with_the_targets_head_once(options: dict[str, Any], chunk: int) -> None:
+    """Forward, and once for the gradient, whatever the number of losses; the target's states once for each position."""
+    target = tiny_target()
+    drafter = fresh(target, taps=[0, 1, 2], **options).train()  # no matrix of its own has the head's shape
+    batch = packed(target, drafter)  # type: ignore[arg-type]
+    predictions = [p for p in drafter.predict(batch) if p.counted]
+    blocks = len(torch.cat([p.source_M for p in predictions]).unique())
+    positions = len(torch.cat([p.label_M for p in predictions]).unique())
+    with Products((64, 32)) as products:
+        Objective(drafter, target, LossOptions(chunk=chunk))(batch)[0].backward()
+    again = 3 * (len(products.rows) // 3 - 1)  # positions that a chunk may share with the one before
+    assert 0 <= sum(products.rows) - (positions + 2 * 4 * blocks) <= again
+    assert max(products.rows) <= chunk
+
+
+def test_own_drafts_carry_no_gradient() -> None:
     drafter = fresh(tiny_target()).train()
-    state_PSH, root_P1 = torch.randn(7, 5, 32, requires_grad=True), torch.randint(0, 64, (7, 1))
-    whole = drafter.free_drafts(state_PSH, root_P1)
-    rows = []
-    head = drafter.slot_logits
-    monkeypatch.setattr(xpress, "AT_ONCE", 9)
-    monkeypatch.setattr(drafter, "slot_logits", lambda x_H: rows.append(x_H.shape[:2].numel()) or head(x_H))
-    parts = drafter.free_drafts(state_PSH, root_P1)
-    assert len(whole) == 3 and max(rows) == 8 and sum(rows) == 28
-    for a, b in zip(whole, parts, strict=True):
-        assert torch.equal(a, b) and not a.requires_grad and torch.equal(a[:, :2], root_P1.expand(-1, 2))
+    state_PSH, before_PS = torch.randn(7, 5, 32, requires_grad=True), torch.randint(0, 64, (7, 5))
+    first, own, *free = drafter.kinds(state_PSH, before_PS)
+    assert len(free) == 3 and own.shape == first.shape == (7, 4, 64)
+    read_PS = torch.cat([before_PS[:, :2], own.detach().argmax(-1)[:, :-1]], 1)
+    given, again = drafter.kinds(state_PSH, read_PS)[0], free[0]
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), state_PSH) for x in (given, again)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from torch.nn import functional as F
 from benchmarks.common import peak
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
-from drafttrain.model.batch import Top
+from drafttrain.model.batch import Prediction, Shared, Top
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.target import FINAL
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.chunks import Chunk, chunks
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.objective.scoring import Scoring
+from drafttrain.objective.shared import shared_steps
+from drafttrain.objective.teacher import target_distribution
 from drafttrain.ops import divergence
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
@@ -185,9 +189,10 @@ def test_without_gradients_the_loss_is_the_same() -> None:
         torch.testing.assert_close(plain, objective(filled)[0].detach())
 
 
-def test_a_batch_without_labels_gives_zero_gradients() -> None:
+@pytest.mark.parametrize("name", ["medusa", "xpress"])
+def test_a_batch_without_labels_gives_zero_gradients(name: str) -> None:
     target = tiny_target()
-    drafter, batch = made("medusa", target), padded_batch()
+    drafter, batch = made(name, target), padded_batch()
     filled = Online(target, drafter.taps).fill(replace(batch, mask_BT=torch.zeros_like(batch.mask_BT)))
     total, counts = Objective(drafter, target, LossOptions())(filled)
     total.backward()
@@ -226,6 +231,37 @@ def test_chunks_have_every_prediction_once(at_once: int) -> None:
     assert list(chunks([], [], at_once)) == []
 
 
+@pytest.mark.parametrize("at_once", [1, 6, 12, 13, 1000])
+def test_pieces_of_a_shared_head_have_whole_rows(at_once: int) -> None:
+    """Three columns of two kinds. Row 1 has no prediction, row 3 only its second column."""
+    columns = [([0, 2, 4, 5], [3, 6, 21, 22]), ([0, 2, 3, 4], [4, 7, 9, 22]), ([5, 0, 2], [24, 5, 8])]
+    given = [
+        Prediction(column, torch.tensor(label), torch.tensor(label), torch.zeros(6, 2), abs, weight, shared=shared)
+        for kind, weight in enumerate((1.0, 0.5))
+        for column, (row, label) in enumerate(columns)
+        for shared in [Shared(max, kind, column, torch.tensor(row))]
+    ]
+    (steps,) = shared_steps(given, padded_batch()).values()
+    wanted = sorted((row, column, label) for column, pairs in enumerate(columns) for row, label in zip(*pairs, strict=True))
+    labels = [label for _, _, label in wanted]
+    assert [kind.label_M.tolist() for kind in steps.kinds] == [labels, labels]
+    assert [kind.weight.tolist() for kind in steps.kinds] == [[1.0] * 11, [0.5] * 11]
+    for column, (_, own) in enumerate(columns):
+        assert steps.kinds[0].label_M[steps.number_M(column)].tolist() == own
+    found = []
+    for chunk in steps.chunks(7, at_once):
+        assert len(chunk.position_U) <= max(at_once, 3)
+        for first, second in chunk.pieces:
+            assert first.rows is not None and (first.step, second.step) == (7, 8) and first.row_C == second.row_C
+            rows = whole(first.rows.row_N, 6)
+            assert 2 * 3 * len(rows) <= max(at_once, 6)
+            entries = range(3 * len(rows)) if first.rows.entry_C is None else first.rows.entry_C.tolist()
+            places = chunk.position_U[first.place_C].tolist()
+            assert [label - 1 for label in labels[first.row_C]] == places
+            found += [(rows[entry // 3], entry % 3, place + 1) for entry, place in zip(entries, places, strict=True)]
+    assert found == wanted
+
+
 def test_a_run_of_positions_is_not_copied() -> None:
     (chunk,) = chunks([torch.arange(3, 9), torch.tensor([4, 5, 6])], ["a", "b"], 100)
     assert [(p.row_C, p.place_C) for piece in chunk.pieces for p in piece] == [
@@ -251,6 +287,40 @@ def test_divided_parameters_get_the_same_gradients(name: str, loss: str, chunk: 
     torch.testing.assert_close(counts_again.packed(), counts.packed())
     for a, b in zip(gradients(again, drafter), wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dspark", "xpress"])
+def test_pieces_without_predictions_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes with fewer chunks than others, and fewer pieces in them, call their heads as often."""
+    target, rows = tiny_target(), list[int]()
+    drafter = made(name, target)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    objective = Objective(drafter, target, LossOptions(chunk=200))
+    whole, _ = objective(filled)
+    wanted = gradients(whole, drafter)
+    next(drafter.parameters()).ds_id = 0  # type: ignore[attr-defined]  # as DeepSpeed marks them
+    monkeypatch.setattr("drafttrain.objective.chunks.most_of_all", lambda counts: counts + 1)
+    monkeypatch.setattr(drafter, "slot_logits", counted(drafter.slot_logits, rows))
+    again, _ = objective(filled)
+    torch.testing.assert_close(again, whole)
+    for a, b in zip(gradients(again, drafter), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert rows.count(0) > 2
+
+
+def test_predictions_of_a_shared_head_are_scored_beside_others() -> None:
+    target = tiny_target()
+    drafters = [made(name, target) for name in ("medusa", "xpress", "dflash")]
+    filled = Online(target, Taps(tuple({block for d in drafters for block in d.taps.blocks}), True)).fill(padded_batch())
+    given = [list(drafter.predict(filled)) for drafter in drafters]
+    distribution = target_distribution(filled, target)
+    apart = [step for own in given for step in Scoring(own, filled, distribution, {"kl": 1.0}, 50).weighted()[0]]
+    mixed = [p for turn in zip_longest(*given) for p in turn if p is not None]
+    scores = Scoring(mixed, filled, distribution, {"kl": 1.0}, 50).weighted()[0]
+    found = {id(prediction): step for prediction, step in zip(mixed, scores, strict=True)}
+    for prediction, step in zip((p for own in given for p in own), apart, strict=True):
+        torch.testing.assert_close(found[id(prediction)].loss_M, step.loss_M)
+        assert torch.equal(found[id(prediction)].hit_M, step.hit_M)
 
 
 @pytest.mark.parametrize("name", LOSSES)

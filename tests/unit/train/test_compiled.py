@@ -37,7 +37,7 @@ def gradients(name: str, backend: Any, monkeypatch: pytest.MonkeyPatch) -> tuple
     return float(loss.detach()), {n: p.grad for n, p in drafter.named_parameters() if p.grad is not None}, said
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "xpress"])
 def test_losses_and_gradients_are_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, compiled_ = gradients(name, None, monkeypatch), gradients(name, "aot_eager", monkeypatch)
     assert compiled_[2] == []
