@@ -22,7 +22,7 @@ from drafttrain.export.layouts import gguf
 from drafttrain.export.layouts.adapter import write_alone
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_gguf_target, check_model, rounded
-from drafttrain.export.table import TABLE, Layout, layout, loads
+from drafttrain.export.table import TABLE, Layout, layout, load_it, loads
 
 RECORD, TARGET, CARD = "drafttrain.json", "target", "README.md"
 GGUF = "llamacpp"  # the stack that reads targets as GGUF files
@@ -188,7 +188,5 @@ def _nowhere(opened: Opened, wanted: Wanted, refused: dict[str, str]) -> str:
         return f"no stack loads this {family} drafter: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     others = [other for other in loads(family) if other != stack]
     fit = [other for other in others if _refusal(opened, other, wanted) is None]
-    loaders = (
-        f"{', '.join(fit)} {'loads' if len(fit) == 1 else 'load'} it unchanged" if fit else "no other stack loads it unchanged"
-    )
+    loaders = f"{load_it(fit)} unchanged" if fit else "no other stack loads it unchanged"
     return f"this {family} drafter cannot be exported to {stack}: {refused[stack]}; {loaders}"

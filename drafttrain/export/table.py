@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from drafttrain.core.errors import UserError
@@ -283,6 +283,11 @@ def loads(family: str) -> list[str]:
     return [stack for stack, row in rows(family).items() if isinstance(row, Layout)]
 
 
+def load_it(stacks: Sequence[str]) -> str:
+    """Words for a message: these stacks load it."""
+    return f"{', '.join(stacks)} {'loads' if len(stacks) == 1 else 'load'} it"
+
+
 def stacks_for(family: str, stack: str) -> list[str]:
     """The stacks to export to. stack: one of them, or `all`.
 
@@ -297,7 +302,7 @@ def stacks_for(family: str, stack: str) -> list[str]:
         return able
     reason = rows(family)[stack]
     if isinstance(reason, str):
-        raise UserError(f"{family} cannot be exported to {stack}: {reason}; {', '.join(able)} load it")
+        raise UserError(f"{family} cannot be exported to {stack}: {reason}; {load_it(able)}")
     return [stack]
 
 

@@ -181,7 +181,7 @@ def test_the_adapter_of_a_target_that_was_trained_too(tmp_path: Path) -> None:
             "draft_model-lora",
             "vllm",
             "float32",
-            "it takes no adapter as a drafter; leave adapter out to .*; transformers load it",
+            "it takes no adapter as a drafter; leave adapter out to .*; transformers loads it",
         ),
         ("draft_model-lora", "transformers", "bfloat16", "dtype is bfloat16, but adapters are written in float32"),
     ],
