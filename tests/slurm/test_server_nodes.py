@@ -73,8 +73,8 @@ def test_trainers_that_save_have_servers_until_then(way: str, cluster: Cluster, 
 
 @pytest.mark.parametrize("node", [0, 1], ids=["of trainers", "of servers"])
 def test_a_lost_node_queues_the_job_again_which_goes_on(node: int, cluster: Cluster, material: Path, tmp_path: Path) -> None:
-    job = begun(cluster, material, tmp_path, "train.checkpoint_every=5")
-    wait_for(lambda: bool(list(tmp_path.glob("*/*/checkpoints/step-*5"))), lambda: said(tmp_path))
+    job = begun(cluster, material, tmp_path, "train.checkpoint_every=20")
+    wait_for(lambda: bool(list(tmp_path.glob("*/*/checkpoints/step-*20"))), lambda: said(tmp_path))
     for process in processes(cluster, tmp_path):
         process.suspend()
     assert lines_of(tmp_path) < 100, "the run has ended before the node is lost"
