@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import forked
-from tests.standin.mooncake import Master, connected, free_port
+from tests.standin.mooncake import Master, free_port, remove_left
 
 ROOT = Path(__file__).parents[1]
 STUCK = 900.0  # seconds without a new step, after which a run counts as stuck
@@ -264,11 +264,7 @@ def objects_of(master: KilledMaster) -> int:
     while master.process is None:
         master.revive()
         time.sleep(0.1)
-    client = connected(master.master.address, 0)
-    try:
-        return int(client.remove_by_regex("drafttrain-", force=True))
-    finally:
-        client.close()
+    return remove_left(master.master.address)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drafttrain.core.errors import UserError
 from drafttrain.engines.process import ENGINES, SCRIPTS, environment, without_launcher
 from drafttrain.engines.states_server import HERE
 from drafttrain.engines.vllm_command import mooncake_connector, serve_arguments
@@ -14,6 +15,7 @@ from drafttrain.engines.vllm_command import mooncake_connector, serve_arguments
 CONNECTORS = SCRIPTS / "connectors"
 CPU_CONNECTOR = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "drafttrain_cpu_connector"}
 CPU_MOONCAKE = {"kv_connector": "CpuMooncakeConnector", "kv_connector_module_path": "drafttrain_cpu_mooncake"}
+IPV6 = "MC_USE_IPV6"  # variable that Mooncake reads
 SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the cache on a CPU, 1 unless the user sets it
 
 
@@ -44,10 +46,15 @@ def server_process(
     """Arguments of `vllm` without its address, and all variables of its process.
 
     gpus: those that the server has for itself, as CUDA_VISIBLE_DEVICES names them; empty: all that this process sees.
-    host: the address of this machine for the trainers.
+    host: the address of this machine for the trainers. Raises UserError where Mooncake cannot use it.
     """
     connector = CPU_CONNECTOR if on_cpu else None
     if served.mooncake is not None:
+        if ":" in host and IPV6 not in os.environ:
+            raise UserError(
+                f"this machine's address for the trainers is {host}, but Mooncake uses IPv4 alone unless it is told; name IPv4 "
+                f"addresses in launcher.rendezvous and features.mooncake.host, or set {IPV6}=1 on all machines"
+            )
         connector = mooncake_connector(host=host, **served.mooncake) | (CPU_MOONCAKE if on_cpu else {})
     arguments = serve_arguments(served.model, served.layers, served.folder, served.longest, connector)
     arguments += ["--dtype", served.dtype, "--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]

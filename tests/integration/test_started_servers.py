@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ from tests import forked
 from tests.integration.test_engine_features import STEPS, free_port
 from tests.integration.test_interrupt import lines_of
 from tests.integration.test_training import arguments, digest, fit, losses
+from tests.standin.mooncake import Master, needs_mooncake, remove_left
 from tests.standin.vllm import python
 
 
@@ -25,19 +26,22 @@ def wait_for(happened: Callable[[], object], said: Callable[[], str]) -> None:
         time.sleep(0.05)
 
 
-def servers(folder: Path) -> list[psutil.Process]:
-    """The processes of servers that write into a folder below this one."""
+def servers(where: Path | str) -> list[psutil.Process]:
+    """The processes of servers that write into a folder below this one, or into the store of this master."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or [])
-        if "tests.standin.vllm" in line and str(folder) in line:
+        if "tests.standin.vllm" in line and str(where) in line:
             found.append(process)
     return found
 
 
-def started(folder: Path, states: Path, *more: str) -> tuple[str, ...]:
-    """Options of a run that starts its servers. folder: for the "Python" with vLLM."""
-    own = (f"features.python={python(folder)}", f"features.dir={states}")
+def started(folder: Path, where: Path | str, *more: str) -> tuple[str, ...]:
+    """Options of a run that starts its servers. folder: for the "Python" with vLLM. where: the folder of the states' files, or
+    the address of Mooncake's master.
+    """
+    store = ("features.transport=mooncake", f"features.mooncake.master={where}", f"features.mooncake.segment={64 << 20}")
+    own = (f"features.python={python(folder)}", *(store if isinstance(where, str) else (f"features.dir={where}",)))
     return (*STEPS, "features=engine", "data.max_length=64", "train.micro_batch=1", *own, *more)
 
 
@@ -82,12 +86,15 @@ def test_each_of_two_machines_that_train_has_a_server_of_its_own(material: Path,
 class TwoMachines:
     """A machine of servers and one of trainers, as two commands here."""
 
-    def __init__(self, material: Path, folder: Path, *more: str) -> None:
-        self.output, self.states = folder / "outputs", folder / "states"
+    def __init__(self, material: Path, folder: Path, where: Path | str, *more: str) -> None:
+        """where: as of `started`."""
+        self.output, self.where = folder / "outputs", where
         place = ("launcher.nodes=2", f"launcher.rendezvous=127.0.0.1:{free_port()}", "features.nodes=1")
-        self.words = arguments(material, self.output, *started(folder, self.states, *place, *more))
-        self.server = forked.start([*self.words, "launcher.role=server"])
-        self.trainer = self.trains()
+        self.words = arguments(material, self.output, *started(folder, where, *place, *more))
+        self.server, self.trainer = self.serves(), self.trains()
+
+    def serves(self) -> forked.Forked:
+        return forked.start([*self.words, "launcher.role=server"])
 
     def trains(self, *more: str) -> forked.Forked:
         return forked.start([*self.words, *more])
@@ -101,30 +108,88 @@ class TwoMachines:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
+    def as_on_one_machine(self, material: Path, folder: Path, *more: str) -> None:
+        """Nothing is left, and weights and losses are those of files on one machine."""
+        assert not servers(self.where) and not list(self.output.glob("*/servers"))
+        assert not [*self.output.glob("drafttrain-states*"), *folder.glob("states/*")]
+        (run,) = (file.parent for file in self.output.glob("*/*/run.json"))
+        whole = fit(material, folder / "one", *started(folder, folder / "states", *more))
+        assert digest(run) == digest(whole) and losses(run) == losses(whole)
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    started = Master(f"127.0.0.1:{free_port()}").start()
+    yield started
+    started.kill()
+
+
+def ended(run: TwoMachines, master: Master | None) -> None:
+    """Both machines end well, with no object in Mooncake's store. Its server, whose memory it is, waits until that is seen."""
+    if master is not None:
+        os.kill(run.server.pid, signal.SIGSTOP)
+    assert run.trainer.wait() == 0, run.said()
+    if master is not None:
+        assert servers(run.where) and not remove_left(master.address)
+        os.kill(run.server.pid, signal.SIGCONT)
+    assert run.server.wait() == 0, run.said()
+    assert "features: training has ended" in run.server.said()
+
 
 @pytest.mark.slow
-def test_trainers_that_are_killed_go_on_with_the_servers_of_another_machine(material: Path, tmp_path: Path) -> None:
-    run = TwoMachines(material, tmp_path, "launcher.nproc=2", "train.steps=60")
+@pytest.mark.parametrize("transport", ["files", pytest.param("mooncake", marks=needs_mooncake)])
+def test_trainers_that_are_killed_go_on_with_the_servers_of_another_machine(
+    transport: str, material: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    master, steps = (
+        request.getfixturevalue("master") if transport == "mooncake" else None,
+        ("launcher.nproc=2", "train.steps=60"),
+    )
+    run = TwoMachines(material, tmp_path, master.address if master else tmp_path / "states", *steps)
     try:
         wait_for(lambda: lines_of(run.output) >= 6, run.said)
-        (before,) = servers(run.states)
+        (before,) = servers(run.where)
         os.killpg(run.trainer.pid, signal.SIGKILL)
         run.trainer.wait()
         run.trainer = run.trains("resume=auto")
-        assert run.trainer.wait() == 0 and run.server.wait() == 0, run.said()
+        wait_for(lambda: run.server.said().count(" give states") == 2, run.said)
+        ended(run, master)
     finally:
         run.end()
-    assert "resumed at step" in run.trainer.said() and "features: training has ended" in run.server.said()
+    assert "resumed at step" in run.trainer.said()
     assert run.server.said().count("starting vLLM") == 1 and not before.is_running(), "the server did not stay"
-    assert not list(run.states.iterdir()) and not list(run.output.glob("*/servers"))
-    (ended,) = (file.parent for file in run.output.glob("*/*/run.json"))
-    whole = fit(material, tmp_path / "one", *started(tmp_path, run.states, "launcher.nproc=2", "train.steps=60"))
-    assert digest(ended) == digest(whole) and losses(ended) == losses(whole)
+    run.as_on_one_machine(material, tmp_path, *steps)
+
+
+@needs_mooncake
+@pytest.mark.slow
+def test_a_server_and_its_machine_are_killed_while_states_come_by_mooncake(
+    master: Master, material: Path, tmp_path: Path
+) -> None:
+    steps = ("launcher.nproc=2", "train.steps=150", "train.checkpoint_every=150")
+    run = TwoMachines(material, tmp_path, master.address, *steps)
+    try:
+        wait_for(lambda: lines_of(run.output) >= 3, run.said)
+        (server,) = servers(run.where)
+        server.kill()
+        wait_for(lambda: "it starts again" in run.server.said(), run.said)
+        reached = lines_of(run.output)
+        wait_for(lambda: lines_of(run.output) > reached + 10, run.said)
+        os.kill(run.server.pid, signal.SIGKILL)
+        run.server.wait()
+        assert lines_of(run.output) < 150, "the run has ended before the kill"
+        wait_for(lambda: not servers(run.where), run.said)
+        run.server = run.serves()
+        wait_for(lambda: " give states" in run.server.said(), run.said)
+        ended(run, master)
+    finally:
+        run.end()
+    run.as_on_one_machine(material, tmp_path, *steps)
 
 
 @pytest.mark.slow
 def test_servers_that_do_not_start_end_both_machines_in_one_line(material: Path, tmp_path: Path) -> None:
-    run = TwoMachines(material, tmp_path, "features.gpus=64")
+    run = TwoMachines(material, tmp_path, tmp_path / "states", "features.gpus=64")
     try:
         assert run.trainer.wait() == 2 and run.server.wait() == 2, run.said()
     finally:

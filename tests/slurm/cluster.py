@@ -89,7 +89,7 @@ class Cluster:
         self._daemon(self.controller, "slurmctld", "-D")
         for machine in self.network.machines:
             self._daemon(machine, "slurmd", "-D")
-        wait_for(lambda: self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle", "idle"], self.said)
+        wait_for(self.idle, self.said)
 
     def _daemon(self, machine: machines.Machine, name: str, *options: str) -> None:
         path = path_of(name)
@@ -100,6 +100,22 @@ class Cluster:
         """The output of a command on the controller."""
         done = self.controller.run(*words, check=False, env=self.environment)
         return done.stdout + done.stderr
+
+    def idle(self) -> bool:
+        """Whether no node runs a job, and none is lost."""
+        return self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle", "idle"]
+
+    def lose(self, node: int) -> None:
+        """End all processes of a node at once. The controller learns it now, not `SlurmdTimeout` later."""
+        machine = self.network.machines[node]
+        for process in machine.processes():
+            if process.pid != machine.pid:
+                process.kill()
+        self.run("scontrol", "update", f"NodeName={machine.name}", "State=DOWN", "Reason=lost")
+
+    def find(self, node: int) -> None:
+        """Start a lost node again."""
+        self._daemon(self.network.machines[node], "slurmd", "-D")
 
     def job(self, number: str) -> dict[str, str]:
         """What the controller knows of the job."""

@@ -12,7 +12,7 @@ from tests.integration.test_interrupt import lines_of
 from tests.integration.test_started_servers import started
 from tests.integration.test_training import digest, losses, once
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.test_slurm import ended, preempt, restarted, run_of, said, submitted
+from tests.slurm.test_slurm import ended, preempt, processes, restarted, run_of, said, submitted
 
 pytestmark = pytest.mark.slurm
 STEPS = ("train.steps=100", "train.checkpoint_every=50")
@@ -50,8 +50,7 @@ def test_a_killed_server_and_a_killed_step_start_again_and_both_nodes_are_freed(
     assert lines_of(tmp_path) < 100, "the run has ended before the kill"
     assert ended(cluster, job, tmp_path) == "COMPLETED", said(tmp_path)
     assert said(tmp_path).count("features: this machine runs servers at 10.0.0.3") == 2, said(tmp_path)
-    states = cluster.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T")
-    wait_for(lambda: cluster.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle", "idle"], lambda: states)
+    wait_for(cluster.idle, cluster.said)
     assert not on(cluster, 1, "python", tmp_path) and not list((tmp_path / "states").iterdir())
     as_on_one_machine(material, tmp_path, tmp_path / "one")
     assert "Traceback" not in said(tmp_path), said(tmp_path)
@@ -69,6 +68,23 @@ def test_trainers_that_save_have_servers_until_then(way: str, cluster: Cluster, 
     assert "is saved; resume=auto continues the run" in said(tmp_path)
     (step,) = re.findall(r"resumed at step (\d+)", said(tmp_path))
     assert int(step) not in (0, 50), "it did not save when it was told to end"
+    as_on_one_machine(material, tmp_path, tmp_path / "one")
+
+
+@pytest.mark.parametrize("node", [0, 1], ids=["of trainers", "of servers"])
+def test_a_lost_node_queues_the_job_again_which_goes_on(node: int, cluster: Cluster, material: Path, tmp_path: Path) -> None:
+    job = begun(cluster, material, tmp_path, "train.checkpoint_every=20")
+    wait_for(lambda: bool(list(tmp_path.glob("*/*/checkpoints/step-*20"))), lambda: said(tmp_path))
+    for process in processes(cluster, tmp_path):
+        process.suspend()
+    assert lines_of(tmp_path) < 100, "the run has ended before the node is lost"
+    cluster.lose(node)
+    restarted(cluster, job, tmp_path)
+    cluster.find(node)
+    assert ended(cluster, job, tmp_path) == "COMPLETED", said(tmp_path)
+    assert cluster.job(job)["Restarts"] == "1" and "resumed at step" in said(tmp_path), said(tmp_path)
+    wait_for(cluster.idle, cluster.said)
+    assert not on(cluster, 1, "python", tmp_path) and not list((tmp_path / "states").iterdir())
     as_on_one_machine(material, tmp_path, tmp_path / "one")
 
 

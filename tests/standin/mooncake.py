@@ -99,11 +99,20 @@ def content(nbytes: int, seed: int) -> Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def connected(master: str, segment: int) -> Any:
-    """A client of Mooncake that gives the store so many bytes of memory."""
-    client = mooncake().MooncakeDistributedStore()
-    assert client.setup(os.environ.get(STANDIN_HOST, "127.0.0.1"), "P2PHANDSHAKE", segment, 16 << 20, "tcp", "", master) == 0
+def connected(master: str, segment: int, host: str | None = None) -> Any:
+    """A client of Mooncake that gives the store so many bytes of memory. host: this machine's address for the others."""
+    client, host = mooncake().MooncakeDistributedStore(), host or os.environ.get(STANDIN_HOST, "127.0.0.1")
+    assert client.setup(host, "P2PHANDSHAKE", segment, 16 << 20, "tcp", "", master) == 0
     return client
+
+
+def remove_left(master: str) -> int:
+    """Remove all objects that trainers have left in the store; how many."""
+    client = connected(master, 0)
+    try:
+        return int(client.remove_by_regex("drafttrain-", force=True))
+    finally:
+        client.close()
 
 
 def main() -> None:

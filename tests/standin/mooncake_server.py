@@ -33,9 +33,12 @@ ALIGNED = 64
 class MooncakeStandIn(StandIn):
     """A server. folder: unused."""
 
-    def __init__(self, compute: Any, master: str, *given: Any, **named: Any) -> None:
+    def __init__(
+        self, compute: Any, master: str, *given: Any, segment: int = SEGMENT, host: str | None = None, **named: Any
+    ) -> None:
+        """segment: bytes in which objects wait. host: of this machine for the others."""
         super().__init__(compute, None, *given, **named)  # type: ignore[arg-type]
-        self.client = connected(master, SEGMENT)
+        self.client = connected(master, segment, host)
 
     def give(self, handler: Handler, asked: Asked, name: str, fault: str) -> None:
         """Answer, and put the object."""

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from tests.standin.states_server import StandIn, serving, states_of
 
@@ -46,9 +47,21 @@ def main() -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(asked.target, dtype=torch.float32)
     layers = asked.speculative_config["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
-    folder = Path(asked.kv_transfer_config["kv_connector_extra_config"]["shared_storage_path"])
-    with serving(StandIn(states_of(model, layers), folder), int(asked.port), asked.host):
+    standin = _standin(states_of(model, layers), asked.kv_transfer_config["kv_connector_extra_config"])
+    with serving(standin, int(asked.port), asked.host):
         threading.Event().wait()
+
+
+def _standin(compute: Any, connector: dict[str, Any]) -> StandIn:
+    """As the connector's settings say where states go."""
+    if "mooncake" not in connector:
+        return StandIn(compute, Path(connector["shared_storage_path"]))
+    from tests.standin.mooncake_server import MooncakeStandIn
+
+    store = connector["mooncake"]
+    assert store["protocol"] == "tcp" and not store["device_name"]
+    segment, host = store["global_segment_size"], store["local_hostname"]
+    return MooncakeStandIn(compute, store["master_server_address"], segment=segment, host=host)
 
 
 def _follow() -> None:

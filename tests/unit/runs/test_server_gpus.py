@@ -137,6 +137,16 @@ def test_servers_of_a_store_name_their_own_machine_in_it() -> None:
         assert (settings["local_hostname"], settings["master_server_address"]) == ("10.0.0.4", "a:50051")
 
 
+def test_mooncake_is_told_of_addresses_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise trainers cannot read what such a server puts, and wait for `features.patience` seconds."""
+    store = {"master": "a:50051", "protocol": "tcp", "device": "", "segment": 2**28}
+    served = Served("vllm", "target", (3, 4), 64, "/logs", "bfloat16", mooncake=store)
+    with pytest.raises(UserError, match=r"this machine's address for the trainers is fd00::4, but Mooncake uses IPv4 alone"):
+        server_process(served, [], 1, False, "fd00::4")
+    monkeypatch.setenv("MC_USE_IPV6", "1")
+    assert server_process(served, [], 1, False, "fd00::4")[1]["MC_USE_IPV6"] == "1"
+
+
 def test_slurm_gives_the_last_nodes_to_servers() -> None:
     launcher = {"nodes": 4, "nproc": 8, "slurm": SlurmOptions(folder="/shared")}
     asked = parameters("fit", request_of([], run(engine(nodes=1, dir="x"), **launcher)), array=False)
