@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from drafttrain.commands import fit
 assert fit  # loaded once, before processes are forked
 
 ROWS = "rows.jsonl"
+DASHES = ("--", "-", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -117,28 +118,39 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Expected tau by steps, a line for each target, recipe and variant; seeds are averaged."""
+    lines: dict[str, dict[int, list[float]]] = {}
+    for row in sorted(rows, key=lambda row: (row["target"], row["recipe"], row["vary"])):
+        if "expected_tau" in row:
+            parts = ("" if row["target"] == "embedded" else row["target"], row["recipe"], row["vary"])
+            line = lines.setdefault(" ".join(part for part in parts if part), {})
+            line.setdefault(row["steps"], []).append(row["expected_tau"])
+    draw(lines, path)
+
+
+def draw(lines: Mapping[str, Mapping[int, Sequence[float]]], path: Path) -> None:
+    """A picture of these lines: by label, the values after each number of steps, whose means are drawn.
+
+    Labels that are equal up to a comma have one colour; the words after it decide the dashes.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found: dict[tuple[str, str, str], dict[int, list[float]]] = {}
-    for row in rows:
-        if "expected_tau" in row:
-            line = found.setdefault((row["target"], row["recipe"], row["vary"]), {})
-            line.setdefault(row["steps"], []).append(row["expected_tau"])
     figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for (target, recipe, vary), line in sorted(found.items()):
-        label = " ".join(word for word in ("" if target == "embedded" else target, recipe, vary) if word)
-        steps = sorted(line)
-        axis.plot(steps, [sum(line[one]) / len(line[one]) for one in steps], "o-", label=label)
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(label.partition(",")[0] for label in lines))}
+    dashes = dict(zip(dict.fromkeys(label.partition(",")[2] for label in lines), DASHES, strict=False))
+    for label, line in lines.items():
+        (name, _, kind), steps = label.partition(","), sorted(line)
+        values = [sum(line[one]) / len(line[one]) for one in steps]
+        axis.plot(steps, values, marker="o", color=colours[name], linestyle=dashes.get(kind, "-"), label=label)
     axis.set_xscale("log")
-    ticks = sorted({steps for line in found.values() for steps in line})
+    ticks = sorted({steps for line in lines.values() for steps in line})
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
     axis.minorticks_off()
     axis.set_xlabel("training steps, each run with its own schedule to the end")
     axis.set_ylabel("expected tau, held-out conversations")
-    axis.legend(frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

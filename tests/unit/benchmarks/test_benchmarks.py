@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from benchmarks import attention, contest, projection, projection_check, quality, rivals, train
+from benchmarks import attention, contest, projection, projection_check, quality, rivals, same_drafts, train
 from benchmarks.common import DiffersError, interleaved, peak, ratio
 from benchmarks.contest import Entrant
 from benchmarks.objective import Problem
@@ -211,6 +211,22 @@ def test_settings_are_trained_once_each(tmp_path: Path) -> None:
     rows = quality.rows_of(tmp_path / quality.ROWS)
     assert [row.get("expected_tau", 0.0) >= 1.0 for row in rows] == [True, False, False]
     assert "train.lr" in rows[1]["error"]
+    assert same_drafts.main(["--rows", str(tmp_path / quality.ROWS), "--plot", str(tmp_path / "curves.png")]) == 0
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    (judged,) = same_drafts.judged([row for row in rows if "checkpoint" in row], 3, 8)
+    assert 1.0 <= judged["chain"] <= judged["tree"] and judged["tree"] == pytest.approx(judged["expected_tau"], abs=0.2)
+
+
+def test_chains_and_trees_of_the_same_ranks() -> None:
+    """Every conversation's tree was tuned on the others: a chain of first choices where all are, a branch where one is second."""
+    always = [torch.zeros(9, 3, dtype=torch.long) for _ in range(8)]
+    assert same_drafts.tau(always, [[(0,), (0, 0), (0, 0, 0)]] * 8) == (4.0, (4.0, 4.0))
+    assert same_drafts.tau(always, same_drafts.trees(always, 3))[0] == 4.0
+    second = [torch.tensor([[1, 0, 0]] * 9) for _ in range(8)]
+    assert same_drafts.tau(second, [[(0,), (0, 0), (0, 0, 0)]] * 8)[0] == 1.0
+    assert same_drafts.tau(second, same_drafts.trees(second, 3))[0] == 4.0
+    one_differs = [*always[:7], second[0]]
+    assert same_drafts.trees(one_differs, 3)[7] == [(0,), (0, 0), (0, 0, 0)], "its own ranks are not in its fold's tree"
 
 
 def beside(recipe: str, who: str, chain: float, tree: float) -> dict[str, object]:
