@@ -19,6 +19,11 @@ from drafttrain.targets.live import LiveTarget
 from drafttrain.targets.load import stop_ids_of
 from drafttrain.train.optimizer import OPTIMIZERS
 
+OF_OPTIMIZER = ("train.optimizer", "train.lr", "train.betas", "train.weight_decay")
+OF_TRAINING = (*OF_OPTIMIZER, "train.clip", "train.precision", "train.micro_batch", "train.seed", "train.init")
+OF_CONFIGURATION = ("target.dtype", "target.device")  # read where the target is a path or a configuration
+OF_PATH = ("target.revision", "target.trust_remote_code")
+
 
 def target_of(target: Any, options: RunOptions, tokenizer: Any) -> LiveTarget:
     """The target that the loop trains: its model, or its ends."""
@@ -34,7 +39,7 @@ def options_for(recipe: str | Path, overrides: Sequence[str]) -> RunOptions:
     directory = Path(recipe).expanduser()
     if not (directory / META).is_file():
         return compose_run(str(recipe), ["data.path=memory", *overrides]).options
-    if fixed := [word for word in overrides if word.startswith(("drafter", "train.init"))]:
+    if fixed := [word for word in overrides if _within(_key(word), ("drafter", "train.init"))]:
         raise UserError(f"{fixed[0]}: the checkpoint {directory} has its options; leave it out, or give a recipe")
     meta = read_meta(directory)
     words = [f"drafter={meta.family}", f"name={meta.family}", "data.path=memory", override("train.init", str(directory))]
@@ -58,3 +63,37 @@ def check_options(options: RunOptions, lag: int, capacity: int) -> None:
         raise UserError(
             f"train.micro_batch is {train.micro_batch}, lag {lag}, capacity {capacity}; lag may be 0, the others not"
         )
+
+
+def check_overrides(overrides: Sequence[str], recipe: str | Path, target: Any, own_optimizer: bool) -> None:
+    """Raise UserError for an override that changes nothing here. A recipe may hold such values: `drafttrain fit` uses them."""
+    whole = not isinstance(target, str | Path | PreTrainedConfig)  # a model, which runs and decodes
+    read = () if whole else OF_CONFIGURATION if isinstance(target, PreTrainedConfig) else (*OF_CONFIGURATION, *OF_PATH)
+    checkpoint = (Path(recipe).expanduser() / META).is_file()  # `recipe=` then gives what the checkpoint does not have
+    for word in overrides:
+        key, way_out = _key(word), "leave it out"
+        if own_optimizer and _within(key, OF_OPTIMIZER):
+            why, way_out = "optimizer= makes the optimiser", "leave one out"
+        elif whole and _within(key, ("target",)):
+            why = "the target is a model, which stays as it is"
+        elif not whole and _within(key, ("decode",)):
+            why = "a target that is no model decodes nothing"
+        elif key == "decode.max_new_tokens":
+            why = "tau has its own max_new_tokens"
+        elif key == "recipe" and not checkpoint:
+            why = "the second argument names the recipe"
+        elif key == "decode.tree_nodes" or not _within(key, ("drafter", "loss", "decode", "recipe", *OF_TRAINING, *read)):
+            why = "OnlineDrafter does not use this option"
+        else:
+            continue
+        raise UserError(f"{word} has no effect: {why}; {way_out}")
+
+
+def _key(word: str) -> str:
+    """The key of an override. Worked example: `++train.lr=1e-4` gives `train.lr`."""
+    return word.lstrip("+~").partition("=")[0].strip()
+
+
+def _within(key: str, names: Sequence[str]) -> bool:
+    """Whether the key is one of these, or below one of them."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)

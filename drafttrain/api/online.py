@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from drafttrain.api.following_options import check_options, options_for, target_of
+from drafttrain.api.following_options import check_options, check_overrides, options_for, target_of
 from drafttrain.cli.main import user_errors
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory
@@ -53,11 +53,11 @@ class OnlineDrafter:
         recipe: A recipe as in `drafttrain fit recipe=NAME`, for a new drafter. Or the directory of a checkpoint, whose family,
             options and weights are taken; `load` restores the optimiser too.
         overrides: `KEY=VALUE`, as on the command line: `drafter.heads=4`, `train.lr=1e-4`, `train.precision=bfloat16`,
-            `loss.name=lk`. The learning rate is constant, without warm-up.
+            `loss.name=lk`. The learning rate is constant, without warm-up. An option without effect here is refused.
         tokenizer: The target's, for `tau` and exports that hold one.
         optimizer: Makes the optimiser from the parameters. None: the recipe's, with its learning rate.
         lag: Fed samples that are more than so many versions old are dropped.
-        capacity: Sequences that `feed` keeps.
+        capacity: Sequences that `feed` keeps, with their states, on the target's device.
         group: Process group over which gradients are averaged. None: all processes.
 
     Raises:
@@ -79,6 +79,7 @@ class OnlineDrafter:
         with user_errors():
             self.options: RunOptions = options_for(recipe, overrides)
         check_options(self.options, lag, capacity)
+        check_overrides(overrides, recipe, target, optimizer is not None)
         self.recipe, self.lag, self.version, self.steps = str(recipe), lag, 0, 0
         self.target = target_of(target, self.options, tokenizer)
         self._make_optimizer, self._group = optimizer, group

@@ -87,9 +87,9 @@ class CaptureSource:
         """As `Transport.remove`."""
         self._objects.remove(names)
 
-    def sweep(self) -> None:
+    def sweep(self, late: bool = False) -> None:
         """As `Transport.sweep`."""
-        self._objects.sweep()
+        self._objects.sweep(late)
 
     def close(self) -> None:
         """As `Transport.close`."""

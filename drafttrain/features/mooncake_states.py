@@ -4,7 +4,7 @@ An answer's `kv_transfer_params` is a manifest: the object's name (`handle`), an
 bytes are in the object. The object appears whole, after the answer; a server that cannot put it puts `<handle>:error`, a JSON
 object with the reason. Mooncake removes an object only when a machine's memory is 90 % full, the oldest first, so objects are
 removed here: after they have been read, late ones of failed requests, and at the next start those of processes that were
-killed. A file in the temporary folder keeps each process's name for that.
+killed or that ended soon after a failed request. A file in the temporary folder keeps each process's name for that.
 
 Shapes: N bytes of an object, T tokens, L layer ids, H hidden.
 """
@@ -136,11 +136,12 @@ class MooncakeStates:
         with suppress(StoreError):
             self.store.remove_matching("|".join(keys))
 
-    def sweep(self) -> None:
+    def sweep(self, late: bool = False) -> None:
         """As `Transport.sweep`. The names of processes whose objects could not be removed are kept for the next start."""
         with suppress(StoreError):
             self.store.remove_matching(key_of(self.names.own))
-            (self.folder / self.names.own).unlink(missing_ok=True)
+            if not late:
+                (self.folder / self.names.own).unlink(missing_ok=True)
             self._sweep_abandoned(for_good=True)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ CONNECT = 10.0  # seconds for the master to accept a connection
 ALIGNED = 64  # bytes to which the parts of the buffer are aligned, as hs_connectors aligns tensors
 SUSPECT = 120.0  # seconds in which a part whose transfer failed is not used again: the transfer may still write to it
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks for an object
+ENDING = 5.0  # seconds that the end of a run waits for the object of a request that was answered
 NOT_FOUND, NOT_READY, TOO_SMALL = -704, -703, -600  # of Mooncake's error codes
 # read by Mooncake when it is loaded: fewer lines on stderr, and an error after seconds, not after 90
 SETTINGS = {"MC_LOG_LEVEL": "ERROR", "MC_YLT_LOG_LEVEL": "ERROR", "MC_STORE_CLIENT_SETUP_RETRIES": "2"}
@@ -121,16 +122,22 @@ class MooncakeStore:
     def wait(self, keys: Sequence[str], deadline: float, closed: Event) -> str:
         """Wait for the first object of these names; where several are there, the first in this order.
 
-        deadline: of `time.monotonic`. closed: ends the wait. Raises MissingError where none comes in time.
+        deadline: of `time.monotonic`. closed: ends the wait, `ENDING` seconds later. Raises MissingError where none
+        comes in time.
         """
-        pause = SHORTEST_PAUSE
+        pause, ending = SHORTEST_PAUSE, False
         while True:
             for key, there in zip(keys, self.exists(*keys), strict=True):
                 if there:
                     return key
-            if time.monotonic() >= deadline or closed.is_set():
+            if closed.is_set() and not ending:  # the server has answered and puts the object: nothing else would remove it
+                ending, deadline = True, min(deadline, time.monotonic() + ENDING)
+            if time.monotonic() >= deadline:
                 raise MissingError(f"no object {keys[-1]} was put in time")
-            closed.wait(pause)
+            if ending:
+                time.sleep(pause)
+            else:
+                closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def get(self, key: str, nbytes: int) -> Tensor:

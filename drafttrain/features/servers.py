@@ -41,7 +41,7 @@ BUSY = (408, 425, 429)  # and all from 500 on
 TRIES = 5  # answers with wrong states for one conversation
 TOLD = 3  # failures of a server, one after the other, after which a line says so
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds; doubled after every failure of a server
-LATE = 5.0  # seconds after which the states of a failed request are removed, if the server has written them
+LATE = (5.0, 20.0, 80.0, 320.0)  # seconds after which states that the server has written of a failed request are removed
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # of this machine, which no proxy reaches
 IDLE = 10.0  # seconds without an answer after which a server's states are compared again: no server starts in less
 
@@ -126,7 +126,7 @@ class Servers:
         self.closed = Event()
         self._lock = Lock()
         self._refusal: str | None = None  # why a server that has come back cannot be used
-        self._lost: dict[str, float] = {}  # requests that failed, and when: a server may still write their states
+        self._lost: dict[str, list[float]] = {}  # failed requests, and when to remove the states that a server still writes
 
     @property
     def names(self) -> list[str]:
@@ -212,7 +212,7 @@ class Servers:
         for probe in [server.probe for server in self.servers]:
             if probe is not None:
                 probe.join()
-        self.source.sweep()
+        self.source.sweep(late=bool(self._lost))
         self.source.close()
         for server in self.servers:
             server.client.close()
@@ -277,9 +277,11 @@ class Servers:
                 self.counts.answers_cut += answer.cut(request.writing)
             server.heard_at = monotonic()
             again, server.failures = server.failures >= TOLD, 0
-            lost = [name for name, failed_at in self._lost.items() if monotonic() - failed_at > LATE]
+            now = monotonic()
+            lost = [name for name, times in self._lost.items() if times[0] <= now]
             for name in lost:
-                del self._lost[name]
+                if times := [time for time in self._lost.pop(name) if time > now]:
+                    self._lost[name] = times
         if again:
             self.say(f"features: {server.url} gives states again")
         if lost:
@@ -328,7 +330,7 @@ class Servers:
             found = self.source.states(server.url, server.description, partial(self._json, server), asked)
         except (AbsentError, WrongError):
             with self._lock:
-                self._lost[name] = monotonic()
+                self._lost[name] = [monotonic() + seconds for seconds in LATE]
             raise
         self._check(server, found, [*ids, *found.written[:-1]])
         return Answer(found.written, found.hidden_TKH)

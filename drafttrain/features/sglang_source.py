@@ -114,7 +114,7 @@ class SglangSource:
     def remove(self, names: Iterable[str]) -> None:
         """Nothing is left: states are in the answer."""
 
-    def sweep(self) -> None:
+    def sweep(self, late: bool = False) -> None:
         """Nothing is left."""
 
     def close(self) -> None:

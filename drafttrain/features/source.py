@@ -79,8 +79,8 @@ class Source(Protocol):
         """Remove what servers have left of requests that failed."""
         ...
 
-    def sweep(self) -> None:
-        """Remove what servers have left of this process's requests, and of processes that have ended."""
+    def sweep(self, late: bool = False) -> None:
+        """Remove what servers have left of this process's requests, and of processes that have ended. As `Transport.sweep`."""
         ...
 
     def close(self) -> None:

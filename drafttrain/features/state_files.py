@@ -24,6 +24,7 @@ from drafttrain.features.transport import NAMED, AbsentError, NoStatesError, Req
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at a lock
 ENDING = 5.0  # seconds that the end of a run waits for a file that is being written
 LOCK = ".lock"
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 
 
 class StateFiles:
@@ -41,6 +42,8 @@ class StateFiles:
             given = Path(params["hidden_states_path"])
         except (KeyError, TypeError) as error:
             raise NoStatesError("answers without states") from error
+        if not _possible(given):
+            raise WrongError(f"a file name that cannot be, {str(given)!r:.100}")
         if name not in given.name or given.suffix != ".safetensors":
             raise WrongError(f"the file {given.name} of another request")
         path = given if self.folder is None else self.folder / given.name
@@ -57,8 +60,8 @@ class StateFiles:
         for folder in self._folders():
             remove_named(folder, wanted)
 
-    def sweep(self) -> None:
-        """As `Transport.sweep`."""
+    def sweep(self, late: bool = False) -> None:
+        """As `Transport.sweep`. Late files tell by their names whose they are."""
         for folder in self._folders():
             remove_named(folder, [self.names.own])
             remove_abandoned(folder, self.names)
@@ -115,6 +118,15 @@ def remove_abandoned(folder: Path, names: RequestNames) -> None:
         if names.abandoned(file.name):
             with suppress(PermissionError):  # another user's
                 file.unlink(missing_ok=True)
+
+
+def _possible(path: Path) -> bool:
+    """Whether a file can have this path. The file is not looked for: NFS would remember that it is not there yet."""
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in name and len(name) <= LONGEST_PATH and max(map(len, name.split(b"/"))) <= LONGEST_NAME
 
 
 def _files(folder: Path) -> list[Path]:

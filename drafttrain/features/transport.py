@@ -77,8 +77,11 @@ class Transport(Protocol):
     def remove(self, names: Iterable[str]) -> None:
         """Remove the states of failed requests, which a server has put there late."""
 
-    def sweep(self) -> None:
-        """Remove the states of this process, and of processes of this machine that have ended. No request may be running."""
+    def sweep(self, late: bool = False) -> None:
+        """Remove the states of this process, and of processes of this machine that have ended. No request may be running.
+
+        late: servers may still put states of failed requests. What finds them at the next start is then kept.
+        """
 
     def close(self) -> None:
         """Disconnect. Nothing can be received afterwards."""

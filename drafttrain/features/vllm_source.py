@@ -66,9 +66,9 @@ class VllmSource:
         """As `Transport.remove`."""
         self.transport.remove(names)
 
-    def sweep(self) -> None:
+    def sweep(self, late: bool = False) -> None:
         """As `Transport.sweep`."""
-        self.transport.sweep()
+        self.transport.sweep(late)
 
     def close(self) -> None:
         """As `Transport.close`."""

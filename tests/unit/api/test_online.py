@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ def test_fed_samples_are_replayed_until_they_are_stale() -> None:
 
 def test_bfloat16_and_an_optimiser_of_ones_own() -> None:
     model = tiny_model().to(torch.bfloat16)
-    online = follower(model, "eagle3", "train.precision=bfloat16", optimizer=lambda p: torch.optim.SGD(p, lr=1e-2))
+    words = [*FOLLOWERS["eagle3"], "train.clip=1e9", "train.precision=bfloat16"]
+    online = dt.OnlineDrafter(model, "eagle3", words, optimizer=lambda p: torch.optim.SGD(p, lr=1e-2))
     assert isinstance(online.optimizer, torch.optim.SGD)
     losses = [online.step(tokens()).loss for _ in range(8)]
     assert losses[-1] < losses[0] and all(p.dtype == torch.float32 for p in online.module.parameters())
@@ -332,6 +334,34 @@ def test_what_cannot_follow_is_said() -> None:
     assert not online.step(tokens(), mask=torch.zeros(3, 14)).stepped
     assert not online.step(tokens(), {FINAL: torch.full((3, 14, 32), torch.nan)}).stepped and online.steps == 0
     assert all(bool(parameter.isfinite().all()) for parameter in online.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("features=engine", "OnlineDrafter does not use this option"),
+        ("train.steps=5", "OnlineDrafter does not use this option"),
+        ("++data.max_length=64", "OnlineDrafter does not use this option"),
+        ("resume=auto", "OnlineDrafter does not use this option"),
+        ("recipe=eagle3", "the second argument names the recipe"),
+        ("decode.max_new_tokens=8", "tau has its own max_new_tokens"),
+        ("target.dtype=bfloat16", "the target is a model, which stays as it is"),
+    ],
+)
+def test_an_override_without_effect_is_refused(word: str, why: str) -> None:
+    with pytest.raises(dt.UserError, match=rf"^{re.escape(word)} has no effect: {why}; leave it out$"):
+        follower(tiny_model(), "medusa", word)
+
+
+def test_overrides_without_effect_for_a_configuration_and_for_an_optimiser_of_ones_own() -> None:
+    model = tiny_model()
+    used = ["target.device=cpu", "target.dtype=bfloat16", "loss=lk", "drafter.heads=2"]
+    assert dt.OnlineDrafter(model.config, "medusa", used).target.dtype == torch.bfloat16
+    for word, why in (("target.runner=hf", "OnlineDrafter does not use"), ("decode.policy=greedy", "decodes nothing")):
+        with pytest.raises(dt.UserError, match=f"{word} has no effect: .*{why}"):
+            dt.OnlineDrafter(model.config, "medusa", [word])
+    with pytest.raises(dt.UserError, match=r"train\.lr=1e-4 has no effect: optimizer= makes the optimiser; leave one out"):
+        dt.OnlineDrafter(model, "medusa", ["train.lr=1e-4"], optimizer=torch.optim.SGD)
 
 
 def test_a_path_without_a_configuration_is_said_in_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.features import servers
 from drafttrain.features.capture_source import CaptureSource
 from drafttrain.features.engine import EngineStates, StateLayers
-from drafttrain.features.mooncake_states import MooncakeStates
+from drafttrain.features.mooncake_states import MooncakeStates, key_of
 from drafttrain.features.mooncake_store import MissingError, StoreError, StoreSettings
 from drafttrain.features.online import Online
 from drafttrain.features.reference import Reference
@@ -117,6 +117,28 @@ def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path) -> No
         assert torch.equal(states.fill(some).hidden[2], Online(target, TAPS).fill(some).hidden[2])
         assert states.servers.counts.repeated == 2
     assert not memory.objects
+
+
+def test_late_objects_of_failed_requests_are_removed(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again while the run goes on, and at the next start where they come after its end."""
+    memory, clock = Memory(), [1000.0]
+    monkeypatch.setattr(servers, "monotonic", lambda: clock[0])
+    standin = StandIn(computed(target), Patched(spec_capture_aux_layer_ids=[0, 2]), {2: "drop"}, put=memory.put)
+    with states_of(target, standin, memory, tmp_path) as states:
+        states.servers.check()  # requests 0 and 1
+        states.servers.states(texts(1)[0].tolist())
+        late = f"drafttrain/{key_of(standin.requests[2]['rid'])}/g1/aux"
+        for seconds in (6, 30):
+            memory.put(late, torch.zeros(1))
+            clock[0] += seconds
+            states.servers.states(texts(1)[0].tolist())
+            assert late not in memory.objects
+    memory.put(late, torch.zeros(1))
+    following = MooncakeStates(memory, tmp_path)  # type: ignore[arg-type]
+    following.sweep_once()
+    assert not memory.objects
+    following.sweep()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_store_ends_the_run(target: HFTarget, tmp_path: Path) -> None:

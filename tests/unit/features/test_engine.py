@@ -30,7 +30,7 @@ from drafttrain.features.reference import Reference
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.source import Description, Received
 from drafttrain.features.state_files import StateFiles
-from drafttrain.features.transport import AbsentError, RequestNames
+from drafttrain.features.transport import AbsentError, RequestNames, WrongError
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
@@ -146,6 +146,17 @@ def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path) -> No
         torch.testing.assert_close(found.hidden[2], expected.hidden[2].where(some.document_BT[..., None] >= 0, 0.0))
         assert states.servers.counts.repeated == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "given", ["{}\0.safetensors", "\0/{}.safetensors", "\ud800{}.safetensors", f"{'y' * 300}/{{}}.safetensors"]
+)
+def test_a_file_name_that_cannot_be_is_a_wrong_answer(given: str, tmp_path: Path) -> None:
+    files = StateFiles()
+    path = f"{tmp_path}/{given.format(name := files.names.next())}"
+    with pytest.raises(WrongError, match="a file name that cannot be"):
+        files.receive(name, {"hidden_states_path": path}, 3, time.monotonic() + 5, threading.Event())
+    files.sweep()
 
 
 @pytest.mark.parametrize(
@@ -312,7 +323,7 @@ def test_all_threads_share_a_comparison_that_fails() -> None:
                 time.sleep(0.001)
             raise AbsentError("no answer in features.timeout=120 s")
 
-        def sweep(self) -> None: ...
+        def sweep(self, late: bool = False) -> None: ...
 
         def close(self) -> None: ...
 
@@ -363,7 +374,7 @@ def test_no_conversation_waits_for_a_server_that_hangs_while_another_answers() -
 
         def remove(self, names: object) -> None: ...
 
-        def sweep(self) -> None: ...
+        def sweep(self, late: bool = False) -> None: ...
 
         def close(self) -> None: ...
 

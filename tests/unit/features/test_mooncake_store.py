@@ -63,7 +63,7 @@ def test_objects_are_read_and_removed(store: MooncakeStore, producer: Producer) 
 
 @needs_mooncake
 @pytest.mark.slow
-def test_waits_end(store: MooncakeStore, producer: Producer) -> None:
+def test_waits_end(store: MooncakeStore, producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingError, match="in time"):
         store.wait(["never"], time.monotonic() + 0.05, threading.Event())
     with ThreadPoolExecutor() as threads:
@@ -72,8 +72,27 @@ def test_waits_end(store: MooncakeStore, producer: Producer) -> None:
         assert waiting.result() == "late"
     closed = threading.Event()
     closed.set()
+    monkeypatch.setattr(mooncake_store, "ENDING", 0.05)
     with pytest.raises(MissingError):
         store.wait(["never"], time.monotonic() + 60, closed)
+
+
+def test_an_object_that_is_put_while_the_run_ends_is_found() -> None:
+    """Else it would stay: its request was answered, and nothing asks for it again."""
+
+    class Slow(MooncakeStore):
+        """A store in which the object appears at the third look."""
+
+        def __init__(self) -> None:
+            self.looks = 0
+
+        def exists(self, *keys: str) -> list[bool]:
+            self.looks += 1
+            return [False, self.looks >= 3]
+
+    closed = threading.Event()
+    closed.set()
+    assert Slow().wait(["late:error", "late"], time.monotonic() + 60, closed) == "late"
 
 
 @needs_mooncake
