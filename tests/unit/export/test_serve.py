@@ -73,7 +73,7 @@ EVERY = [(family, stack) for family in families() for stack in loads(family)]
 
 def source_of(family: str, stack: str, **shape: Any) -> Source:
     """What the commands read of a source. shape: of the drafter's layers."""
-    layers = LayerShape(64, 32, 4, 4, 2, 8, 48, 512, **shape)
+    layers = LayerShape(64, 32, 4, 4, 2, 8, 48, 512, 1e4, 1e-5, **shape)
     drafter = SimpleNamespace(draft_length=3, resolved_options=lambda: {"mask_token": 5})
     options = {"block_size": 4, "slots": "in_place", "layers": 2}
     opened = SimpleNamespace(meta=SimpleNamespace(family=family))

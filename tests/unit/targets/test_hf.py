@@ -52,8 +52,14 @@ CAPPED = WIDE | {"output_multiplier": 0.2, "final_logit_softcapping": 2.0, "slid
 SCALED: dict[str, dict[str, Any]] = {  # by model type: one divides by `logits_scaling`, one multiplies by it
     "granite": {name: size for name, size in WIDE.items() if name != "head_dim"} | {"logits_scaling": 4.0},
     "hyperclovax": WIDE | {"logits_scaling": 0.25},
-    "muse_glimmer": {"text_config": CAPPED, "vision_config": EYE, "out_hidden_size": 32, "projector_hidden_size": 32}
-    | {"image_token_id": 60, "video_token_id": 61},
+    "muse_glimmer": {
+        "text_config": CAPPED,
+        "vision_config": EYE,
+        "out_hidden_size": 32,
+        "projector_hidden_size": 32,
+        "image_token_id": 60,
+        "video_token_id": 61,
+    },
 }
 
 
