@@ -30,7 +30,7 @@ APART = (
 )
 MERGE = (
     "from peft import AutoPeftModelForCausalLM\n"
-    'AutoPeftModelForCausalLM.from_pretrained("{adapter}").merge_and_unload().save_pretrained("{merged}")'
+    "AutoPeftModelForCausalLM.from_pretrained({adapter!r}).merge_and_unload().save_pretrained({merged!r})"
 )
 OWN_MODULE = ("official", "transformers")  # stacks whose command is Python
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from shlex import quote
+
+import yaml
 
 from drafttrain.export.files import Source
+from drafttrain.export.layouts.llama import windows_of
 
 VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
 VLLM |= {
@@ -18,6 +22,8 @@ VLLM |= {
     "lilicorr": "dflash",
 }
 PARALLEL = ("peagle", "pard")  # families that need parallel_drafting in vLLM
+BLOCKS = ("dflash", "dspark")  # methods of vLLM whose layers can have caches of several kinds, in its second runner alone
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=1"
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
 SGLANG |= {"dspark": "DSPARK", "uno": "UNO"} | dict.fromkeys(("dflash2", "jetspec", "domino", "lilicorr"), "DFLASH")
 TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark", "draft_model": "Draft_Target", "pard": "PARD"}
@@ -39,18 +45,19 @@ ONE_AT_A_TIME = (
 )
 NOTES |= {("llamacpp", "eagle3"): f"{TARGET_NOTE} {ONE_AT_A_TIME}"}
 
-OFFICIAL = {  # the lines of Python that load a drafter with its authors' code
-    "hydra": 'weights = safetensors.torch.load_file("{directory}/hydra_lm_head.safetensors")\n'
-    'torch.save(weights, "{directory}/hydra_lm_head.pt")\n'
-    'HydraModel.from_pretrained("{directory}", base_model="{target}")',
-    "medusa": 'MedusaModel.from_pretrained("{directory}", base_model="{target}")',
-    "redrafter": 'recurrent_drafting.modeling_drafter.Drafter.from_pretrained("{directory}")',
-    "mtp": "cp {directory}/model.safetensors {target}/mtp.safetensors  # num_nextn_predict_layers: into config.json",
+# The lines that load a drafter with its authors' code: of Python, except for those of `mtp`. Names of files are quoted.
+OFFICIAL = {
+    "hydra": "weights = safetensors.torch.load_file({safe!r})\n"
+    "torch.save(weights, {pickle!r})\n"
+    "HydraModel.from_pretrained({directory!r}, base_model={target!r})",
+    "medusa": "MedusaModel.from_pretrained({directory!r}, base_model={target!r})",
+    "redrafter": "recurrent_drafting.modeling_drafter.Drafter.from_pretrained({directory!r})",
+    "mtp": "cp {source} {into}  # num_nextn_predict_layers: into config.json",
     "mlp_speculator": "fms_extras.models.hf.modeling_mlp_speculator.MLPSpeculatorPreTrainedModel"
-    '.from_pretrained("{directory}")',
-    **dict.fromkeys(("dflash", "jetspec"), 'DFlashDraftModel.from_pretrained("{directory}")'),
-    "dflash2": 'DFlash2DraftModel.from_pretrained("{directory}")',
-    "dspark": 'Qwen3DSparkModel.from_pretrained("{directory}")',
+    ".from_pretrained({directory!r})",
+    **dict.fromkeys(("dflash", "jetspec"), "DFlashDraftModel.from_pretrained({directory!r})"),
+    "dflash2": "DFlash2DraftModel.from_pretrained({directory!r})",
+    "dspark": "Qwen3DSparkModel.from_pretrained({directory!r})",
 }
 
 
@@ -71,7 +78,14 @@ def command(source: Source, directory: str) -> str:
     served = Served(source, directory, source.target_name, family, source.drafter.draft_length)
     if source.stack != "official":
         return _COMMANDS[source.stack](served)
-    return OFFICIAL[family].format(directory=directory, target=served.target)
+    return OFFICIAL[family].format(
+        directory=directory,
+        target=served.target,
+        safe=f"{directory}/hydra_lm_head.safetensors",
+        pickle=f"{directory}/hydra_lm_head.pt",
+        source=quote(f"{directory}/model.safetensors"),
+        into=quote(f"{served.target}/mtp.safetensors"),
+    )
 
 
 def note(family: str, stack: str) -> str | None:
@@ -83,18 +97,28 @@ def _vllm(served: Served) -> str:
     config = {"method": VLLM[served.family], "model": served.directory, "num_speculative_tokens": served.drafts}
     if served.family in PARALLEL:
         config["parallel_drafting"] = True
-    return f"vllm serve {served.target} --speculative-config '{json.dumps(config)}'"
+    return f"{_runner(served)}vllm serve {quote(served.target)} --speculative-config {quote(json.dumps(config))}"
+
+
+def _runner(served: Served) -> str:
+    """What a command of vLLM begins with. Its first runner, the default of older versions, refuses drafters of blocks in which
+    some layers have windows and others none.
+    """
+    if VLLM.get(served.family) not in BLOCKS:
+        return ""
+    windows = windows_of(served.source.layer_shape, served.source.options["layers"])
+    return f"{SECOND_RUNNER} " if any(windows) and not all(windows) else ""
 
 
 def _sglang(served: Served) -> str:
     if SGLANG[served.family] == "UNO":  # the root and the random tokens after it; no other model drafts
         return (
-            f"python -m sglang.launch_server --model-path {served.target} --speculative-algorithm UNO "
-            f"--uno-lora-path {served.directory} --speculative-num-draft-tokens {served.drafts}"
+            f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm UNO "
+            f"--uno-lora-path {quote(served.directory)} --speculative-num-draft-tokens {served.drafts}"
         )
     return (
-        f"python -m sglang.launch_server --model-path {served.target} --speculative-algorithm {SGLANG[served.family]} "
-        f"--speculative-draft-model-path {served.directory}{_sglang_lengths(served)}"
+        f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm {SGLANG[served.family]} "
+        f"--speculative-draft-model-path {quote(served.directory)}{_sglang_lengths(served)}"
     )
 
 
@@ -111,32 +135,38 @@ def _sglang_lengths(served: Served) -> str:
 
 def _trtllm(served: Served) -> str:
     lines = [f"decoding_type: {TRTLLM[served.family]}", f"max_draft_len: {served.drafts}"]
-    lines.append(f"speculative_model: {served.directory}")
+    lines.append(f"speculative_model: {_scalar(served.directory)}")
     if served.family == "eagle3":
         lines.append(f"eagle3_layers_to_capture: {[k - 1 for k in served.source.layer_inputs]}")
     if served.family == "pard":
         lines.append(f"mask_token_id: {served.source.drafter.resolved_options()['mask_token']}")
     body = "\n".join(f"  {line}" for line in lines)
-    return f"cat > spec.yaml <<END\nspeculative_config:\n{body}\nEND\ntrtllm-serve {served.target} --config spec.yaml"
+    return f"cat > spec.yaml <<'END'\nspeculative_config:\n{body}\nEND\ntrtllm-serve {quote(served.target)} --config spec.yaml"
+
+
+def _scalar(text: str) -> str:
+    """A text in YAML, in one line."""
+    dumped: str = yaml.safe_dump(text, width=len(text) + 2, allow_unicode=True)
+    return dumped.removesuffix("...\n").rstrip("\n")
 
 
 def _speculators(served: Served) -> str:
     if served.family == "mtp":
-        return f'speculators.SpeculatorModel.from_pretrained("{served.directory}")'
-    return f"vllm serve {served.directory}"
+        return f"speculators.SpeculatorModel.from_pretrained({served.directory!r})"
+    return f"{_runner(served)}vllm serve {quote(served.directory)}"
 
 
 def _transformers(served: Served) -> str:
     model, kind = ("AutoModel", ', speculation_type="dflash"') if served.family == "dflash" else ("AutoModelForCausalLM", "")
     return (
-        f'assistant = {model}.from_pretrained("{served.directory}")\n'
-        f'target = AutoModelForCausalLM.from_pretrained("{served.target}")\n'
+        f"assistant = {model}.from_pretrained({served.directory!r})\n"
+        f"target = AutoModelForCausalLM.from_pretrained({served.target!r})\n"
         f"target.generate(**inputs, assistant_model=assistant{kind})"
     )
 
 
 def _openvino(served: Served) -> str:
-    convert = f"optimum-cli export openvino -m {served.directory} --task text-generation-with-past"
+    convert = f"optimum-cli export openvino -m {quote(served.directory)} --task text-generation-with-past"
     if served.family == "draft_model":
         return f'{convert} ov-draft\nopenvino_genai.draft_model("ov-draft", "CPU")'
     lines, last = [f"{convert} --trust-remote-code ov-draft"], "ov-draft"
@@ -153,17 +183,18 @@ def _openvino(served: Served) -> str:
 def _llamacpp(served: Served) -> str:
     """With p-min 0 it drafts tokens of any probability; without a maximum it would draft three."""
     options = f"--spec-type {LLAMACPP[served.family]} --spec-draft-n-max {served.drafts} --spec-draft-p-min 0"
-    return f"llama-server -m {served.directory}/target.gguf -md {served.directory}/draft.gguf {options}"
+    target, draft = (quote(f"{served.directory}/{name}.gguf") for name in ("target", "draft"))
+    return f"llama-server -m {target} -md {draft} {options}"
 
 
 def _tgi(served: Served) -> str:
-    return f"text-generation-launcher --model-id {served.directory} --speculate {served.drafts}"
+    return f"text-generation-launcher --model-id {quote(served.directory)} --speculate {served.drafts}"
 
 
 def _lmdeploy(served: Served) -> str:
     return (
-        f"lmdeploy serve api_server {served.target} --backend pytorch --speculative-algorithm {served.family} "
-        f"--speculative-draft-model {served.directory} --speculative-num-draft-tokens {served.drafts}"
+        f"lmdeploy serve api_server {quote(served.target)} --backend pytorch --speculative-algorithm {served.family} "
+        f"--speculative-draft-model {quote(served.directory)} --speculative-num-draft-tokens {served.drafts}"
     )
 
 
@@ -171,8 +202,8 @@ def _stitched(served: Served) -> str:
     """The target that is served is the exported directory."""
     config = {"method": "mtp", "num_speculative_tokens": served.drafts}
     return (
-        f"vllm serve {served.directory} --speculative-config '{json.dumps(config)}'\n"
-        f"python -m sglang.launch_server --model-path {served.directory} --speculative-algorithm EAGLE"
+        f"vllm serve {quote(served.directory)} --speculative-config {quote(json.dumps(config))}\n"
+        f"python -m sglang.launch_server --model-path {quote(served.directory)} --speculative-algorithm EAGLE"
         f" --speculative-num-steps {served.drafts} --speculative-eagle-topk 1"
         f" --speculative-num-draft-tokens {served.drafts + 1}"
     )

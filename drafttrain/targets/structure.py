@@ -11,6 +11,10 @@ from transformers import PreTrainedModel
 from drafttrain.core.errors import UserError
 from drafttrain.model.shapes import TargetShape
 
+FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # fields of configurations that multiply logits
+DIVISORS = ("logits_scaling",)  # fields that divide logits, or the state before the output matrix
+MULTIPLYING = ("hyperclovax",)  # model types whose DIVISORS multiply
+
 
 def lacking(model: Any) -> str | None:
     """The feature of a failed architecture that our cache and masks do not support; None if unknown."""
@@ -88,9 +92,12 @@ def set_depth(config: Any, blocks: int) -> Any:
 
 def scale_of(config: Any) -> float:
     """The factor that a transformers text configuration applies to the output matrix's logits."""
-    factors = {name: getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier", "logits_scaling")}
-    given = {name: float(x) for name, x in factors.items() if isinstance(x, int | float)}
-    return given.get("logit_scale", 1.0) * given.get("lm_head_multiplier", 1.0) / given.get("logits_scaling", 1.0)
+    multiplies, scale = getattr(config, "model_type", None) in MULTIPLYING, 1.0
+    for name in (*FACTORS, *DIVISORS):
+        value = getattr(config, name, None)
+        if isinstance(value, int | float):
+            scale = scale * value if multiplies or name in FACTORS else scale / value
+    return scale
 
 
 def shape_of(config: Any) -> TargetShape:

@@ -174,6 +174,6 @@ def _options(found: Foreign, layers: Mapping[str, Any], target: Target) -> dict[
 ROWS = [
     Importer("z-lab", "dflash", _zlab, zlab_options, shared=COPIES),
     Importer("DeepSpec", "dflash", _deepspec, _deepspec_options, shared=COPIES),
-    Importer("speculators", "dflash", speculators("dflash"), speculators_options),
+    Importer("speculators", "dflash", speculators("dflash"), speculators_options, shared=COPIES),
     Importer("muse_glimmer_assistant", "dflash", _transformers, _transformers_options, TRANSFORMERS),
 ]

@@ -42,5 +42,5 @@ def _own(found: Foreign) -> dict[str, Any]:
 
 ROWS = [
     Importer("z-lab", "dflash2", _zlab, _zlab_options, RENAMES, COPIES),
-    Importer("speculators", "dflash2", speculators("dflash2"), _speculators_options, RENAMES),
+    Importer("speculators", "dflash2", speculators("dflash2"), _speculators_options, RENAMES, COPIES),
 ]

@@ -39,5 +39,5 @@ def _own(found: Foreign) -> dict[str, Any]:
 
 ROWS = [
     Importer("DeepSpec", "dspark", _deepspec, _deepspec_options, shared=COPIES, mend=_note),
-    Importer("speculators", "dspark", speculators("dspark"), _speculators_options),
+    Importer("speculators", "dspark", speculators("dspark"), _speculators_options, shared=COPIES),
 ]

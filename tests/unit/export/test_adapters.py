@@ -168,7 +168,8 @@ def test_the_adapter_of_a_target_that_was_trained_too(tmp_path: Path) -> None:
     )
     assert json.loads((out / "target" / "adapter_config.json").read_text())["base_model_name_or_path"] == "targets/tiny"
     card = (out / "README.md").read_text()
-    assert f'from_pretrained("{out / "target"}").merge_and_unload().save_pretrained("{out / "target-merged"}")' in card
+    merged = str(out / "target-merged")
+    assert f"from_pretrained({str(out / 'target')!r}).merge_and_unload().save_pretrained({merged!r})" in card
     assert f"vllm serve {out / 'target-merged'} " in card
 
 

@@ -49,7 +49,7 @@ from drafttrain.model.shapes import LayerOptions
 from drafttrain.runs.checkpoint_source import check_start
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import LINEAR, TEXTS, deep, loaded
-from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, offsets, put
+from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, copies, offsets, put
 
 
 def anchored(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -322,6 +322,15 @@ def test_tensors_that_are_the_targets_are_not_kept(tmp_path: Path) -> None:
         assert "embed_tokens.weight" not in found.tensors
     other = changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding.flip(0)}))
     with pytest.raises(UserError, match=r"embed_tokens.weight is not this target's embedding, which drafters here use"):
+        imported(put(tmp_path / "other", other))
+
+
+@pytest.mark.parametrize("layout", ["dflash, speculators", "dspark, speculators", "dflash2, speculators"])
+def test_block_drafters_of_speculators_may_hold_copies(layout: str, tmp_path: Path) -> None:
+    found, _ = imported(put(tmp_path / "hand", changed(layout, lambda _, t: t.update(copies()))))
+    assert not {"embed_tokens.weight", "lm_head.weight"} & set(found.tensors)
+    other = changed(layout, lambda _, t: t.update({"lm_head.weight": copies()["lm_head.weight"].flip(0)}))
+    with pytest.raises(UserError, match=r"lm_head.weight is not this target's output matrix, which drafters here use"):
         imported(put(tmp_path / "other", other))
 
 

@@ -1,8 +1,12 @@
 """transformers models as targets: exact for ragged batches and trees, or refused in one line."""
 
+from typing import Any
+
 import pytest
 import torch
+import transformers
 
+from benchmarks.architectures import SCALE, WIDE
 from drafttrain.core.errors import UserError
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
@@ -41,6 +45,35 @@ def test_taps_are_block_outputs_by_number() -> None:
     torch.testing.assert_close(out.hidden[FINAL], wanted[-1])
     torch.testing.assert_close(out.logits_BRV, target.model(token).logits)
     assert set(out.hidden) == {0, 2, FINAL}
+
+
+EYE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+CAPPED = WIDE | {"output_multiplier": 0.2, "final_logit_softcapping": 2.0, "sliding_window": 8}
+SCALED: dict[str, dict[str, Any]] = {  # by model type: one divides by `logits_scaling`, one multiplies by it
+    "granite": {name: size for name, size in WIDE.items() if name != "head_dim"} | {"logits_scaling": 4.0},
+    "hyperclovax": WIDE | {"logits_scaling": 0.25},
+    "muse_glimmer": {
+        "text_config": CAPPED,
+        "vision_config": EYE,
+        "out_hidden_size": 32,
+        "projector_hidden_size": 32,
+        "image_token_id": 60,
+        "video_token_id": 61,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_factor_of_the_logits_is_the_models(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind, **SCALED[kind])
+    of = transformers.AutoModelForImageTextToText if kind == "muse_glimmer" else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = of.from_config(config).eval().float()
+    for matrix in (p for p in model.parameters() if p.ndim >= 2):
+        torch.nn.init.normal_(matrix, std=SCALE)
+    token = torch.randint(0, 60, (2, 20))
+    found = HFTarget(model)(token, None, None, torch.arange(20).expand(2, 20), Taps()).logits_BRV
+    torch.testing.assert_close(found, model(token).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_pruned_copy_is_the_first_blocks_and_trainable() -> None:
