@@ -218,7 +218,7 @@ def test_settings_are_trained_once_each(tmp_path: Path) -> None:
 
 
 def test_chains_and_trees_of_the_same_ranks() -> None:
-    """Every conversation's tree was tuned on the others: a chain of first choices where all are, a branch where one is second."""
+    """Each conversation's tree was tuned on the others: a chain where all drafts are right, a branch where one is second."""
     always = [torch.zeros(9, 3, dtype=torch.long) for _ in range(8)]
     assert same_drafts.tau(always, [[(0,), (0, 0), (0, 0, 0)]] * 8) == (4.0, (4.0, 4.0))
     assert same_drafts.tau(always, same_drafts.trees(always, 3))[0] == 4.0
