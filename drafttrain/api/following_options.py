@@ -38,6 +38,8 @@ def options_for(recipe: str | Path, overrides: Sequence[str]) -> RunOptions:
     """The configuration of a recipe, or of a checkpoint, whose weights are then the first ones."""
     directory = Path(recipe).expanduser()
     if not (directory / META).is_file():
+        if again := [word for word in overrides if _key(word) == "recipe"]:  # before it composes another configuration
+            raise UserError(f"{again[0]} has no effect: the second argument names the recipe; leave it out")
         return compose_run(str(recipe), ["data.path=memory", *overrides]).options
     if fixed := [word for word in overrides if _within(_key(word), ("drafter", "train.init"))]:
         raise UserError(f"{fixed[0]}: the checkpoint {directory} has its options; leave it out, or give a recipe")
@@ -65,11 +67,10 @@ def check_options(options: RunOptions, lag: int, capacity: int) -> None:
         )
 
 
-def check_overrides(overrides: Sequence[str], recipe: str | Path, target: Any, own_optimizer: bool) -> None:
+def check_overrides(overrides: Sequence[str], target: Any, own_optimizer: bool) -> None:
     """Raise UserError for an override that changes nothing here. A recipe may hold such values: `drafttrain fit` uses them."""
     whole = not isinstance(target, str | Path | PreTrainedConfig)  # a model, which runs and decodes
     read = () if whole else OF_CONFIGURATION if isinstance(target, PreTrainedConfig) else (*OF_CONFIGURATION, *OF_PATH)
-    checkpoint = (Path(recipe).expanduser() / META).is_file()  # `recipe=` then gives what the checkpoint does not have
     for word in overrides:
         key, way_out = _key(word), "leave it out"
         if own_optimizer and _within(key, OF_OPTIMIZER):
@@ -80,8 +81,6 @@ def check_overrides(overrides: Sequence[str], recipe: str | Path, target: Any, o
             why = "a target that is no model decodes nothing"
         elif key == "decode.max_new_tokens":
             why = "tau has its own max_new_tokens"
-        elif key == "recipe" and not checkpoint:
-            why = "the second argument names the recipe"
         elif key == "decode.tree_nodes" or not _within(key, ("drafter", "loss", "decode", "recipe", *OF_TRAINING, *read)):
             why = "OnlineDrafter does not use this option"
         else:

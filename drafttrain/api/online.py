@@ -79,7 +79,7 @@ class OnlineDrafter:
         with user_errors():
             self.options: RunOptions = options_for(recipe, overrides)
         check_options(self.options, lag, capacity)
-        check_overrides(overrides, recipe, target, optimizer is not None)
+        check_overrides(overrides, target, optimizer is not None)
         self.recipe, self.lag, self.version, self.steps = str(recipe), lag, 0, 0
         self.target = target_of(target, self.options, tokenizer)
         self._make_optimizer, self._group = optimizer, group
