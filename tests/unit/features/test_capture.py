@@ -112,6 +112,7 @@ def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path) -> No
     arguments = Patched(spec_capture_aux_layer_ids=[0, 2])
     standin = StandIn(computed(target), arguments, {2: fault, 3: fault}, put=memory.put)
     with states_of(target, standin, memory, tmp_path) as states:
+        object.__setattr__(states.servers.settings, "patience", 60.0)  # the waits after two faults, on a busy machine too
         states.servers.check()  # requests 0 and 1
         some = batch([texts(1)[0]])
         assert torch.equal(states.fill(some).hidden[2], Online(target, TAPS).fill(some).hidden[2])

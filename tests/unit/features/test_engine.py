@@ -140,6 +140,7 @@ def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path) -> No
         serving(StandIn(computed(target), tmp_path, {2: fault, 3: fault})) as url,
         source(target, url, timeout=0.3 if fault == "late" else 5.0) as states,
     ):
+        object.__setattr__(states.servers.settings, "patience", 60.0)  # the waits after two faults, on a busy machine too
         states.servers.check()  # requests 0 and 1
         some = batch(texts(4))
         expected, found = Online(target, TAPS).fill(some), states.fill(some)

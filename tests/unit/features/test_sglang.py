@@ -116,6 +116,7 @@ def test_states_are_those_of_the_target(
 def test_a_fault_is_repeated(fault: str, target: HFTarget) -> None:
     standin = StandIn(computed(target), Arguments(**FULL), {2: fault, 3: fault})
     with states_of(target, standin, Taps()) as states:
+        object.__setattr__(states.servers.settings, "patience", 60.0)  # the waits after two faults, on a busy machine too
         states.servers.check()  # requests 0 and 1
         some = batch([texts(1)[0]])
         assert torch.equal(states.fill(some).hidden[FINAL], Online(target, Taps()).fill(some).hidden[FINAL])
