@@ -82,12 +82,12 @@ class Gradients:
         if to_input_CH is None:
             return
         if piece[0].rows is not None:
-            self.of_hidden[self.hidden[piece[0].step]][piece[0].rows.row_N] = to_input_CH
+            self.of_hidden[self.hidden[piece[0].step]][piece[0].rows.row_N] += to_input_CH
             return
         for part, gradient_CH in zip(piece, to_input_CH.split([part.count for part in piece]), strict=True):
             own_MH = self.of_hidden.get(self.hidden[part.step])
             if own_MH is not None:
-                own_MH[part.row_C] = gradient_CH
+                own_MH[part.row_C] += gradient_CH  # other steps may read the same states
 
     def _add_product(self, product: Any, slope_CD: Tensor) -> None:
         """Add the gradient of a product's parameter; only the first chunk's has a tensor of its own."""

@@ -308,6 +308,28 @@ def test_pieces_without_predictions_change_nothing(name: str, monkeypatch: pytes
     assert rows.count(0) > 2
 
 
+@pytest.mark.parametrize("way", ["weighted", "differentiable"])
+def test_steps_that_read_the_same_states_add_up_their_gradients(way: str) -> None:
+    target = tiny_target()
+    drafter = made("medusa", target)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    first, distribution = next(iter(drafter.predict(filled))), target_distribution(filled, target)
+
+    def gradient(*weights: float) -> Tensor:
+        state_MH = first.hidden_MH.detach().requires_grad_()
+        given = [replace(first, hidden_MH=state_MH, weight=weight) for weight in weights]
+        scoring = Scoring(given, filled, distribution, {"kl": 1.0}, 7)
+        if way == "weighted":
+            _, found = scoring.weighted()
+            found.attach(torch.zeros((), requires_grad=True)).backward()
+        else:
+            sum(w * step.loss_M.sum() for w, step in zip(weights, scoring.differentiable(), strict=True)).backward()
+        assert state_MH.grad is not None
+        return state_MH.grad
+
+    torch.testing.assert_close(gradient(1.0, 0.5), 1.5 * gradient(1.0))
+
+
 def test_predictions_of_a_shared_head_are_scored_beside_others() -> None:
     target = tiny_target()
     drafters = [made(name, target) for name in ("medusa", "xpress", "dflash")]
