@@ -106,11 +106,7 @@ def _built(found: Foreign, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafte
         return build(found.directory, meta, loaded.target)
     except ValueError as error:  # UserError is one too: of options that do not fit this target
         raise UserError(f"{found.origin}: {error}") from error
-    except (
-        KeyError,
-        TypeError,
-        RuntimeError,
-    ) as error:  # of transformers' classes for other fields, of torch for sizes too large
+    except (KeyError, TypeError, RuntimeError) as error:  # transformers' of other fields, torch's of sizes too large
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise UserError(
             f"{found.origin}: no drafter can be built from {found.config_name} ({reason}); correct it, or fetch it again"
@@ -149,8 +145,10 @@ def _record(found: Foreign, family: str) -> dict[str, Any]:
 
 def _key(found: Foreign, loaded: LoadedTarget) -> str:
     """A hash that differs for other files and for another target."""
-    base = Path(str(found.config.get("base_model_name_or_path") or "")).expanduser()  # of an adapter: its weights are kept too
-    folders = [found.directory, *(place for place in (found.directory / "base", base) if found.adapter and place.is_dir())]
+    named, folders = found.config.get("base_model_name_or_path"), [found.directory]
+    if found.adapter:  # its base model's weights are kept too
+        bases = [found.directory / "base", *([Path(str(named)).expanduser()] if named else [])]
+        folders += [place for place in bases if place.is_dir()]
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     about = [FORM, __version__, str(found.directory.resolve()), stats, asdict(TargetRecord.of(loaded))]
