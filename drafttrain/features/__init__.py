@@ -11,6 +11,10 @@ ENGINES = ("vllm", "sglang")
 FORMATS = ("float32", "bfloat16", "float8")
 DISTRIBUTIONS = ("hidden", "top_k")
 TRANSPORTS = ("files", "mooncake")
+OF_SERVERS = (  # options of features=engine alone
+    "engine", "transport", "mooncake", "servers", "final_servers", "gpus", "tensor_parallel", "count", "nodes", "python",
+    "arguments",
+)  # fmt: skip
 
 
 @dataclass
@@ -84,8 +88,9 @@ class FeatureOptions:
         if self.name == "engine":
             self._check_engine()
             return
-        for name in ("servers", "final_servers", "gpus", "count", "python", "arguments"):
-            if getattr(self, name):
+        usual = FeatureOptions()
+        for name in OF_SERVERS:
+            if getattr(self, name) != getattr(usual, name):
                 raise UserError(
                     f"features.{name} is for features=engine, but features is {self.name}; set features=engine, or leave it out"
                 )

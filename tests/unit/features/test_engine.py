@@ -23,7 +23,7 @@ from drafttrain.core.files import HOST
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.engines.states_server import free_ports
-from drafttrain.features import FeatureOptions, servers, state_files
+from drafttrain.features import FeatureOptions, MooncakeOptions, servers, state_files
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
 from drafttrain.features.reference import Reference
@@ -487,7 +487,10 @@ def test_options_are_checked(options: dict[str, object], line: str) -> None:
         FeatureOptions("engine", **options).check(64)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("option", [{"servers": ["http://a:1"]}, {"gpus": 2}, {"arguments": ["--x"]}])
+@pytest.mark.parametrize("option", [
+    {"servers": ["http://a:1"]}, {"gpus": 2}, {"arguments": ["--x"]}, {"transport": "mooncake"}, {"engine": "sglang"},
+    {"nodes": 1}, {"tensor_parallel": 2}, {"mooncake": MooncakeOptions(master="a:1")},
+])  # fmt: skip
 def test_servers_are_not_ignored_without_an_engine(option: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"features.{next(iter(option))} is for features=engine, but features is online"):
         FeatureOptions(**option).check(64)
