@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ class Machine:
 
     def __init__(self, name: str, number: int, hosts: Path) -> None:
         """hosts: the file that it sees as /etc/hosts."""
-        self.name, self.address = name, f"10.0.0.{number}"
+        self.name, self.address, self._started = name, f"10.0.0.{number}", list[subprocess.Popen[bytes]]()
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
         shell = ["bash", "-c", REAP.format(name=name, hosts=hosts)]  # bash: process 1 must collect the processes that end
         self._outer = subprocess.Popen([*command, *shell], stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -64,7 +65,7 @@ class Machine:
     ) -> subprocess.Popen[bytes]:
         """Start a command there; stdout and stderr go to one file."""
         with output.open("ab") as file:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self.command(*words),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -72,6 +73,8 @@ class Machine:
                 env=environment,
                 start_new_session=True,
             )
+        self._started.append(process)
+        return process
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Its processes whose command lines have these words."""
@@ -89,6 +92,10 @@ class Machine:
         """End the machine with all its processes at once."""
         self._outer.kill()
         self._outer.wait()
+        for process in self._started:  # nsenter stops itself when its process is stopped, and would never see that it ended
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.wait(30)
 
 
 class Network:
