@@ -125,3 +125,19 @@ def test_a_changed_base_model_is_converted_again(tmp_path: Path) -> None:
         (base / "model.safetensors").write_bytes(content)
         keys.append(convert._key(Foreign(adapter), loaded()))
     assert keys[0] != keys[1]
+
+
+def test_an_adapter_without_a_base_model_is_the_same_in_every_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    target, keys = loaded(), set()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").touch()
+        monkeypatch.chdir(tmp_path / name)
+        keys.add(convert._key(Foreign(adapter), target))
+    assert len(keys) == 1
