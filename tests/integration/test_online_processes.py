@@ -37,6 +37,9 @@ empty = drafter.step(tokens(2, 12, 9) if rank == 0 else None)
 figures.append([empty.loss, empty.expected_tau, empty.grad_norm, empty.supervised])
 total = sum(float(x.double().abs().sum()) for x in drafter.module.state_dict().values())
 json.dump([figures, total], open(f"{sys.argv[1]}-{rank}.json", "w"))
+if size > 1:  # gloo's threads may abort a process that exits while it has a group
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 """
 
 
@@ -49,7 +52,7 @@ def test_two_processes_step_as_one(tmp_path: Path, root: Path) -> None:
         done = subprocess.run(
             [*words, str(tmp_path / "run.py"), str(tmp_path / name)], env=environment, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.returncode == 0, done.stderr
     one, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one-0", "two-0", "two-1"))
     assert first == second
     for ours, alone in zip(first[0], one[0], strict=True):
