@@ -67,16 +67,21 @@ def trained(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
     process.join()
     if process.exitcode:
         return asdict(setting) | {"error": said.read_text(encoding="utf-8").strip()[-300:]}
-    run = max((folder / setting.recipe).iterdir(), key=lambda path: path.name)
-    checkpoint = next(path for path in run.glob("checkpoints/step-*") if int(path.name.split("-")[1]) == setting.steps)
+    checkpoint = last_checkpoint(folder / setting.recipe, setting.steps)
     progress = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-    last = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    last = (checkpoint.parent.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
     return asdict(setting) | {
         "expected_tau": progress["expected_tau"],
         "loss": json.loads(last)["loss"],
         "cpu_seconds": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, 1),
         "checkpoint": str(checkpoint),
     }
+
+
+def last_checkpoint(folder: Path, step: int) -> Path:
+    """The newest checkpoint of this step, of all runs in the folder: the newest run may be another, which was stopped."""
+    found = (path for path in folder.glob("*/checkpoints/step-*") if int(path.name.split("-")[1]) == step)
+    return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def _fit(command: list[str], said: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -215,6 +216,16 @@ def test_settings_are_trained_once_each(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     (judged,) = same_drafts.judged([row for row in rows if "checkpoint" in row], 3, 8)
     assert 1.0 <= judged["chain"] <= judged["tree"] and judged["tree"] == pytest.approx(judged["expected_tau"], abs=0.2)
+
+
+def test_a_settings_checkpoint_is_its_own(tmp_path: Path) -> None:
+    """A run that was begun later and stopped, and an older run of as many steps."""
+    made = ["one/checkpoints/step-00004", "two/checkpoints/step-00002"]
+    made += ["two/checkpoints/step-00004", "three/checkpoints/step-00001"]
+    for age, name in enumerate(made):
+        (tmp_path / name).mkdir(parents=True)
+        os.utime(tmp_path / name, (age, age))
+    assert quality.last_checkpoint(tmp_path, 4) == tmp_path / "two/checkpoints/step-00004"
 
 
 def test_chains_and_trees_of_the_same_ranks() -> None:
