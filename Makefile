@@ -17,9 +17,8 @@ THERE ?=
 GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),--results $(RESULTS)) $(if $(REAL),--real $(REAL))
 
 # a process has a thread of its own; each that runs tests steals from the other's end
-WORKERS ?=
-PROCESSES := 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(WORKERS),$(PROCESSES)) --dist worksteal
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # of `make test-faults`: how long, the seed of its tries, and which kinds of faults
 MINUTES ?= 30
@@ -60,9 +59,7 @@ test: install  ## the fast tests (WORKERS=2: processes)
 test-all: install  ## the slow tests too
 	$(PYTEST) -m "not engines and not slurm"
 
-# a sixth of their time is waiting for servers and for processes to end
-test-slow: PROCESSES := 3
-test-slow: install  ## the slow tests alone (WORKERS=3)
+test-slow: install  ## the slow tests alone
 	$(PYTEST) -m slow
 
 test-engines: install  ## serving engines run what is exported here: installs them (6 GB), then some minutes for each family and engine
