@@ -142,16 +142,18 @@ class XPress(BlockDrafter):
         """
         refiner, first = self.xpress_head, self.shape.first
         slot_NKV = self.slot_logits(state_NSH[:, first:].flatten(0, 1)).unflatten(0, (len(state_NSH), self.draft_length))
-        slot_NSX = refiner.slots(state_NSH)
+        slot_NSX, befores = refiner.slots(state_NSH), [before_NS]
 
-        def refined(before_NS: Tensor) -> Tensor:
-            return self._refined_logits(slot_NKV, refiner.refined(refiner.read(slot_NSX, before_NS), first))
+        def refined(before_XNS: Tensor) -> Tensor:
+            slot_XNSX = slot_NSX.expand(*before_XNS.shape, -1)
+            return self._refined_logits(slot_NKV, refiner.refined(refiner.read(slot_XNSX, before_XNS), first))
 
-        found, last_NKV = [refined(before_NS), *([slot_NKV] if self.base_weight else [])], slot_NKV
-        for _ in range(self.free_passes):
-            last_NKV = refined(torch.cat([before_NS[:, : first + 1], last_NKV.argmax(-1)[:, :-1]], 1))
-            found.append(last_NKV)
-        return found
+        with torch.no_grad():
+            for number in range(self.free_passes):
+                last_NKV = refined(befores[-1]) if number else slot_NKV
+                befores.append(torch.cat([before_NS[:, : first + 1], last_NKV.argmax(-1)[:, :-1]], 1))
+        after_true, *after_drafts = refined(torch.stack(befores))
+        return [after_true, *([slot_NKV] if self.base_weight else []), *after_drafts]
 
     def predictions(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Iterator[Prediction]:
         """In training, not counted, also the slots' own logits, and those refined from the refiner's own drafts."""
