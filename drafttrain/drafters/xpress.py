@@ -117,7 +117,7 @@ class XPress(BlockDrafter):
 
     def _refined_logits(self, slot_V: Tensor, x_R: Tensor) -> Tensor:
         refined_V: Tensor = self.xpress_head.w2(x_R)
-        return slot_V + refined_V.to(slot_V.dtype)
+        return refined_V.to(slot_V.dtype).add_(slot_V)  # in place: in training these are the largest tensors
 
     def tokens_before(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[P, S] the true tokens before the slots."""
