@@ -134,6 +134,22 @@ def test_training_is_that_on_the_same_answers_as_texts(
         torch.testing.assert_close(b[key], tensor, atol=1e-4, rtol=1e-3)
 
 
+def test_a_request_for_states_leaves_an_abort_to_the_next_answer(tmp_path: Path) -> None:
+    """Which request has a number depends on when a server is compared again."""
+    reasons: list[str] = []
+
+    class Handler:
+        def completion(self, name: str, asked: Any, params: dict[str, Any]) -> None:
+            reasons.append(asked.choice["finish_reason"])
+
+    standin = StandIn(lambda ids: torch.zeros(len(ids), 1, 1), tmp_path, {0: "aborted"}, write=lambda *given: [5, 6, 7])
+    states = {"request_id": "a", "prompt": [1, 2]}
+    answer = {"kv_transfer_params": {"include_output_tokens": True}, "return_token_ids": True, "stop_token_ids": [7]}
+    for body in (states, states | answer, states | answer):
+        standin.complete(Handler(), body)  # type: ignore[arg-type]
+    assert reasons == ["length", "abort", "stop"]
+
+
 def test_answers_that_the_target_would_not_write_are_refused(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
 ) -> None:

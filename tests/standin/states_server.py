@@ -17,7 +17,8 @@ FAULTS is a JSON object: the number of a request (from 0, over all requests for 
     nan         one value is not a number
     ids         the states of other token ids
     another     names the file of another request
-    aborted     an answer without its last token, as of a request that the server gave up
+    aborted     an answer without its last token, as of a request that the server gave up; a request for states alone leaves
+                it to the next one for an answer
     die         the process ends at once
 
 Shapes: T tokens, L layer ids, H hidden.
@@ -55,6 +56,11 @@ class Asked:
     usage: dict[str, int]
 
 
+def answers(body: dict[str, Any]) -> bool:
+    """Whether a request is for an answer, with its states."""
+    return bool((body.get("kv_transfer_params") or {}).get("include_output_tokens"))
+
+
 class StandIn:
     """A server.
 
@@ -72,7 +78,7 @@ class StandIn:
         self.compute, self.folder, self.faults, self.longest = compute, folder, faults or {}, longest
         self.write = write
         self.requests: list[dict[str, Any]] = []
-        self.most_at_once = self._at_once = 0
+        self.most_at_once = self._at_once = self._aborts = 0
         self.writing = threading.Lock()
         self._held: list[int] = []  # locks that are never released
 
@@ -83,8 +89,13 @@ class StandIn:
             self.requests.append(body)
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
+            fault = self.faults.get(number, "")
+            if fault == "aborted" and not answers(body):
+                fault, self._aborts = "", self._aborts + 1
+            elif not fault and self._aborts and answers(body):
+                fault, self._aborts = "aborted", self._aborts - 1
         try:
-            self._complete(handler, body, self.faults.get(number, ""))
+            self._complete(handler, body, fault)
         finally:
             with self.writing:
                 self._at_once -= 1
@@ -104,7 +115,7 @@ class StandIn:
         """What a request asks for. An answer is written at once."""
         ids = body["prompt"]
         choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": "length"}
-        if not (body.get("kv_transfer_params") or {}).get("include_output_tokens"):
+        if not answers(body):
             return Asked(ids, ids, choice, {"prompt_tokens": len(ids), "completion_tokens": 1})
         assert self.write is not None and body["return_token_ids"], "a test of answers gives `write`"
         written = self.write(ids, body)
