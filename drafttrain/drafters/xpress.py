@@ -144,9 +144,10 @@ class XPress(BlockDrafter):
         slot_NKV = self.slot_logits(state_NSH[:, first:].flatten(0, 1)).unflatten(0, (len(state_NSH), self.draft_length))
         slot_NSX, befores = refiner.slots(state_NSH), [before_NS]
 
-        def refined(before_XNS: Tensor) -> Tensor:
-            slot_XNSX = slot_NSX.expand(*before_XNS.shape, -1)
-            return self._refined_logits(slot_NKV, refiner.refined(refiner.read(slot_XNSX, before_XNS), first))
+        def refined(before_NS: Tensor) -> Tensor:
+            """[..., N, K, V] the logits after these tokens, [..., N, S]."""
+            read_NSR = refiner.read(slot_NSX.expand(*before_NS.shape, -1), before_NS)
+            return self._refined_logits(slot_NKV, refiner.refined(read_NSR, first))
 
         with torch.no_grad():
             for number in range(self.free_passes):
