@@ -55,10 +55,14 @@ class Source:
         return {str(renames.theirs(name)): tensor for name, tensor in self.opened.tensors.items()}
 
     @property
+    def model(self) -> Any:
+        """The target's transformers model."""
+        return self.opened.loaded.target.model
+
+    @property
     def embedding(self) -> Tensor:
         """[V, H] the target's embedding, in its own dtype."""
-        model: Any = self.opened.loaded.target.model
-        weight: Tensor = model.get_input_embeddings().weight
+        weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
     @property

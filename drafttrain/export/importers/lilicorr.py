@@ -6,7 +6,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.block_fields import NESTED, field_of
-from drafttrain.export.importers.dflash import zlab_options
+from drafttrain.export.importers.dflash import COPIES, zlab_options
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import TYPE, Importer
 from drafttrain.export.layouts.lilicorr import ATTENTION, FIELDS, RENAMES
@@ -57,4 +57,4 @@ def _renames(found: Foreign) -> Renames:
     return NUMBERED if found.has("lilicorr.feature_mlp.0.weight") else RENAMES
 
 
-ROWS = [Importer("LiLiCorr", "lilicorr", _knows, _options, _renames)]
+ROWS = [Importer("LiLiCorr", "lilicorr", _knows, _options, _renames, COPIES)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.importers.dflash import SHIFTED, speculators_options, zlab_options
+from drafttrain.export.importers.dflash import COPIES, SHIFTED, speculators_options, zlab_options
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer, speculators
 from drafttrain.export.layouts.xpress import HEAD, SPECULATORS
@@ -34,6 +34,6 @@ def _in_place(found: Foreign) -> dict[str, Any]:
 
 
 ROWS = [
-    Importer("vLLM", "xpress", _vllm, _vllm_options),
-    Importer("speculators", "xpress", speculators("xpress"), _speculators_options, SPECULATORS),
+    Importer("vLLM", "xpress", _vllm, _vllm_options, shared=COPIES),
+    Importer("speculators", "xpress", speculators("xpress"), _speculators_options, SPECULATORS, COPIES),
 ]

@@ -18,9 +18,9 @@ TRANSFORMERS = Renames(
 )
 
 
-def refuse(source: Source) -> str | None:
-    """Why this stack cannot load this drafter; None where it can."""
-    return refuse_shifted(source) or refuse_sorted(source) or refuse_last(source)
+def refuse(source: Source, scaled: tuple[str, ...] = ()) -> str | None:
+    """Why this stack cannot load this drafter; None where it can. scaled: as in `refuse_embedding`."""
+    return refuse_shifted(source) or refuse_sorted(source) or refuse_last(source, scaled=scaled)
 
 
 def refuse_sorted(source: Source) -> str | None:
@@ -37,15 +37,18 @@ def refuse_shifted(source: Source) -> str | None:
     return "its slots are shifted, but loaders of this family read them in place; train with drafter.slots=in_place"
 
 
-def refuse_last(source: Source, per_layer: bool = False) -> str | None:
-    """Why a stack that accepts shifted slots cannot load this drafter; None where it can. per_layer: as in `refuse_causal`."""
+def refuse_last(source: Source, per_layer: bool = False, scaled: tuple[str, ...] = ()) -> str | None:
+    """Why a stack that accepts shifted slots cannot load this drafter; None where it can.
+
+    per_layer: as in `refuse_causal`. scaled: as in `refuse_embedding`.
+    """
     taps = refuse_last_block(source, LAST) or refuse_windows(source, SERVED) or refuse_causal(source, per_layer)
-    return taps or refuse_embedding(source) or refuse_bias(source)
+    return taps or refuse_embedding(source, scaled) or refuse_bias(source)
 
 
 def lmdeploy_refuse(source: Source) -> str | None:
     """Why LMDeploy cannot load this drafter. Of the targets known here it captures only Qwen3's states."""
-    kind = source.opened.loaded.target.model.config.model_type
+    kind = source.model.config.model_type
     if kind != "qwen3":
         return f"LMDeploy captures no states of {kind} targets for this family, only of qwen3"
     if source.layer_inputs != sorted(source.layer_inputs):

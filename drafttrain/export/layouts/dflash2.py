@@ -8,17 +8,19 @@ from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts import dflash
 from drafttrain.export.layouts.dflash import facts, speculators_config, zlab_config
 from drafttrain.export.layouts.renames import Renames
-from drafttrain.export.layouts.target_ends import refuse_logits
+from drafttrain.export.layouts.target_ends import embedding_scale, logit_ends, refuse_logits
 from drafttrain.model.convolution import TAPS
 
-CAPPED = ("llamacpp",)  # stacks that cap the logits before the selector
+# stacks that apply what the target does at its ends, by fields: SGLang multiplies no embeddings, llama.cpp no logits
+EMBEDS, MULTIPLIES, CAPS = ("vllm", "official"), ("vllm", "sglang", "official"), ("vllm", "sglang", "official", "llamacpp")
+EMBEDDED, MULTIPLIER, CAP = "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
 BOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 RENAMES = Renames({f"{book}.weight": book for book in BOOKS} | {"{rest}": "{rest}"})
 
 
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
-    return dflash.refuse(source) or refuse_logits(source, CAPPED)
+    return dflash.refuse(source, EMBEDS) or refuse_logits(source, CAPS, MULTIPLIES)
 
 
 def refuse_speculators(source: Source) -> str | None:
@@ -28,7 +30,17 @@ def refuse_speculators(source: Source) -> str | None:
 
 def zlab(source: Source) -> Files:
     """The authors' layout."""
-    return Files(zlab_config(source, "DFlash2DraftModel", **shapes(source)), source.named(RENAMES), facts=facts(source))
+    own = ends(source)
+    config = zlab_config(source, "DFlash2DraftModel", **shapes(source), **own)
+    known = {"factor of logits": own.get(MULTIPLIER), "soft cap": own.get(CAP)}
+    return Files(config, source.named(RENAMES), facts=facts(source) | known)
+
+
+def ends(source: Source) -> dict[str, float]:
+    """What the target does to its embedding and logits, by the authors' fields, which are absent where it does nothing."""
+    scale, cap = logit_ends(source.model)
+    fields = {EMBEDDED: embedding_scale(source.model), MULTIPLIER: None if scale == 1.0 else scale, CAP: cap}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def speculators(source: Source) -> Files:

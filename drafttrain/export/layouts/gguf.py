@@ -23,7 +23,7 @@ from drafttrain.export.layouts import dflash2, draft_model, dspark, eagle3, jets
 from drafttrain.export.layouts import gguf_tokenizer as tokens
 from drafttrain.export.layouts.causal import causal_layers, windows
 from drafttrain.export.layouts.gguf_models import KINDS, NORMS, rope_of, scaling_fields
-from drafttrain.export.layouts.target_ends import embedding_scale
+from drafttrain.export.layouts.target_ends import embedding_scale, logit_ends
 from drafttrain.model.shapes import TargetShape
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
@@ -105,7 +105,7 @@ def refuse_model(source: Source) -> str | None:
 
 def refuse_target(source: Source) -> str | None:
     """Why the target cannot be written; None where it can."""
-    return refuse_language_model(source, source.opened.loaded.target.model, list(KINDS))
+    return refuse_language_model(source, source.model, list(KINDS))
 
 
 def refuse_language_model(source: Source, model: Any, able: list[str]) -> str | None:
@@ -139,7 +139,7 @@ def eagle3_files(source: Source) -> Files:
         "norm_before_residual": eagle3.before(source),
         "norm_before_fc": False,
     }
-    if embedding_scale(source) is not None:
+    if embedding_scale(source.model) is not None:
         tensors[EMBEDDING] = source.embedded
     fields = _fields("eagle3", source, shape, 1) | _own("eagle3", own)
     return Files(fields, tensors, DRAFT, True, eagle3.facts(source), as_is=(EMBEDDING,) if EMBEDDING in tensors else ())
@@ -170,11 +170,11 @@ def _block_files(source: Source, **more: Any) -> Files:
         "attention.causal": all(causal_layers(source)),
         **more,
     }
-    if (scale := embedding_scale(source)) is not None:
+    if (scale := embedding_scale(source.model)) is not None:
         own["embedding_scale"] = scale
-    cap = getattr(_text(source), "final_logit_softcapping", None)
+    _, cap = logit_ends(source.model)
     if cap is not None:
-        own["final_logit_softcapping"] = float(cap)
+        own["final_logit_softcapping"] = cap
     fields = _fields("dflash", source, shape, source.options["layers"]) | _own("dflash", own)
     fields["tokenizer.ggml.mask_token_id"] = mask
     facts = zlab.facts(source) | {"soft cap": cap}
@@ -283,7 +283,7 @@ def _refuse_states(source: Source) -> str | None:
 
 def _text(source: Source) -> Any:
     """The configuration of the target's text part."""
-    return source.opened.loaded.target.model.config.get_text_config()
+    return source.model.config.get_text_config()
 
 
 def _window(config: Any) -> str:

@@ -1,6 +1,7 @@
 """What some targets do at their ends besides two matrices: a factor on embeddings; a bias, a factor or a soft cap on logits.
 
-Our drafters share the target's ends as they are, with these. Serving stacks share its two matrices alone.
+Our drafters share the target's ends as they are, with these. Serving stacks share its two matrices alone, and some layouts have
+fields for the rest.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ OWN_MODULES = ("transformers",)  # stacks that embed and score by the target's o
 SCALED = (*OWN_MODULES, "llamacpp")  # stacks that apply the factor on embeddings, by a field in the second
 
 
-def refuse_embedding(source: Source) -> str | None:
-    """Why a drafter that reads embeddings without a norm before cannot be exported; None where it can."""
-    scale = embedding_scale(source)
-    if scale is None or source.stack in SCALED:
+def refuse_embedding(source: Source, scaled: tuple[str, ...] = ()) -> str | None:
+    """Why a drafter that reads embeddings without a norm before cannot be exported; None where it can.
+
+    scaled: further stacks that apply the factor, by a field of this layout.
+    """
+    scale = embedding_scale(source.model)
+    if scale is None or source.stack in (*SCALED, *scaled):
         return None
     return (
         f"the target multiplies its embedding by {scale:.4g}, which {source.stack} leaves out for drafters of this family; "
@@ -29,7 +33,7 @@ def refuse_embedding(source: Source) -> str | None:
 
 def refuse_bias(source: Source) -> str | None:
     """Why a drafter that uses the target's head cannot be exported; None where it can."""
-    bias = getattr(source.opened.loaded.target.model.get_output_embeddings(), "bias", None)
+    bias = getattr(source.model.get_output_embeddings(), "bias", None)
     if bias is None or not bool(bias.any()) or source.stack in OWN_MODULES:
         return None
     return (
@@ -38,15 +42,16 @@ def refuse_bias(source: Source) -> str | None:
     )
 
 
-def refuse_logits(source: Source, capped: tuple[str, ...] = ()) -> str | None:
+def refuse_logits(source: Source, capped: tuple[str, ...] = (), multiplied: tuple[str, ...] = ()) -> str | None:
     """Why a drafter that adds to the logits of the target's head cannot be exported; None where it can.
 
-    A factor or a cap alone keeps the order of the logits; with something added it decides which token is drafted. capped:
-    stacks that apply the target's cap before they add.
+    A factor or a cap alone keeps the order of the logits; with something added it decides which token is drafted. capped,
+    multiplied: stacks that apply the target's cap, or its factor, before they add. They differ in which of both comes first.
     """
-    config = source.opened.loaded.target.model.config.get_text_config()
-    scale, cap = scale_of(config), getattr(config, "final_logit_softcapping", None)
+    scale, cap = logit_ends(source.model)
     if scale == 1.0 and (cap is None or source.stack in capped):
+        return None
+    if cap is None and source.stack in multiplied:
         return None
     does = f"multiplies its logits by {scale:.4g}" if scale != 1.0 else f"caps its logits at {cap:g}"
     return (
@@ -55,8 +60,15 @@ def refuse_logits(source: Source, capped: tuple[str, ...] = ()) -> str | None:
     )
 
 
-def embedding_scale(source: Source) -> float | None:
-    """The factor that the target applies to its embedding; None for none."""
-    module: Any = source.opened.loaded.target.model.get_input_embeddings()
+def logit_ends(model: Any) -> tuple[float, float | None]:
+    """(the factor that a target applies to its logits, their soft cap or None)."""
+    config = model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    return float(scale_of(config)), None if cap is None else float(cap)
+
+
+def embedding_scale(model: Any) -> float | None:
+    """The factor that a target applies to its embedding; None for none."""
+    module: Any = model.get_input_embeddings()
     scale = getattr(module, "embed_scale", None)
     return None if scale is None or float(scale) == 1.0 else float(torch.as_tensor(scale).to(module.weight.dtype))

@@ -1,5 +1,9 @@
 """DFlash2 as serving stacks and speculators read it: DFlash's block with convolutions, and a selector of candidates.
 
+z-lab's own model and vLLM multiply the target's embedding by `input_embedding_scale` of `dflash_config`; SGLang does not. All
+three multiply the logits of the target's head by `output_multiplier`, or cap them at `final_logit_softcapping`, before they add
+the selector's scores. The golden drafts are made without either.
+
 Shapes: K drafts, C candidates, H hidden, R rank, V vocabulary.
 """
 
@@ -14,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.export.readers.dflash import Block, Reader, of_speculators, of_zlab, slots, tokens_before
-from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors, each
+from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors, each, scaled
 
 SELECTOR = "candidate_selector"
 
@@ -24,7 +28,10 @@ def zlab(stack: str) -> Reader:
 
     def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
         _, own, block = of_zlab(directory, "DFlash2DraftModel", target, stack)
-        return _selected(own, block, Tensors(directory), target, points)
+        factor = None if stack == "sglang" else own.values.get("input_embedding_scale")
+        found = _selected(own, block, Tensors(directory), scaled(target, factor), points)
+        ends = {"factor of logits": own.values.get("output_multiplier"), "soft cap": own.values.get("final_logit_softcapping")}
+        return replace(found, facts=found.facts | ends)
 
     return read
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from drafttrain.export.readers import causal_lm, dflash, dflash2, dspark, eagle3
 from drafttrain.export.readers.gguf_tokenizer import check_tokenizer
 from drafttrain.export.readers.layer import Shape
-from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors
+from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, scaled
 
 MODELS = ("llama", "qwen2", "qwen3")
 PAIRED = ("llama", "eagle3")
@@ -59,6 +59,7 @@ BARE = {  # names without `weight` in the authors' files, or here
     "attention_conv.base_kernel": "attn_conv_base",
     "mlp_conv.base_kernel": "ffn_conv_base",
 }
+FACTOR = "dflash.embedding_scale"  # of the target's embedding
 CONTEXT = ("fc", "enc.output_norm")  # of a block drafter
 
 
@@ -102,7 +103,7 @@ def eagle3_draft(directory: Path, target: TargetParts, points: Sequence[Point]) 
 def dflash_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
     """A block drafter without a head of its own. Slots are in place: llama.cpp ignores another flag."""
     config, tensors, block = _block(directory, target)
-    target = _scaled(config, target)
+    target = scaled(target, config.values.get(FACTOR))
     return _capped(config, dflash.reading(block, tensors, CONTEXT, target, points))
 
 
@@ -111,7 +112,7 @@ def dspark_draft(directory: Path, target: TargetParts, points: Sequence[Point]) 
     config, tensors, block = _block(directory, target)
     first = 0 if config.get("dflash.sample_from_anchor", "config") else 1
     config.expect("dflash.has_confidence_head", True, "config")
-    target = _scaled(config, target)
+    target = scaled(target, config.values.get(FACTOR))
     return _capped(config, dspark.reading(replace(block, first=first), tensors, CONTEXT, -1, target, points))
 
 
@@ -123,7 +124,7 @@ def dflash2_draft(directory: Path, target: TargetParts, points: Sequence[Point])
     rank, candidates = (config.get(f"dflash.selector_{key}", "config") for key in ("rank", "top_k"))
     if candidates * (candidates + 1) > block.shape.width:
         raise MismatchError("config", f"dflash.selector_top_k is {candidates}, too many for states of {block.shape.width}")
-    target = _scaled(config, target)
+    target = scaled(target, config.values.get(FACTOR))
     return _capped(config, dflash2.reading(block, tensors, CONTEXT, rank, candidates, target, points))
 
 
@@ -139,14 +140,6 @@ def _block(directory: Path, target: TargetParts) -> tuple[Config, Tensors, dflas
         causal=bool(own_field(config, kind, "attention.causal", "config")),
     )
     return config, tensors, block
-
-
-def _scaled(config: Config, target: TargetParts) -> TargetParts:
-    """The target's embedding as a block drafter uses it. llama.cpp multiplies in float32, the target in its own dtype, which
-    the check must follow.
-    """
-    scale = config.values.get("dflash.embedding_scale")
-    return target if scale is None else replace(target, embed=(target.embed.to(target.dtype) * scale).float())
 
 
 def _capped(config: Config, reading: Reading) -> Reading:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,13 @@ def over_target(logits_KD: Tensor, ids_D: Tensor, vocab: int) -> Tensor:
     if bool(((ids_D < 0) | (ids_D >= vocab)).any()) or len(ids_D.unique()) != len(ids_D):
         raise MismatchError("d2t", "as offsets its values give ids outside the target's vocabulary, or one id twice")
     return logits_KD.new_full((len(logits_KD), vocab), -torch.inf).index_copy(-1, ids_D, logits_KD)
+
+
+def scaled(target: TargetParts, scale: float | None) -> TargetParts:
+    """The target's embedding as a drafter uses it whose files have this factor. Stacks may multiply in float32, the target in
+    its own dtype, which a check must follow.
+    """
+    return target if scale is None else replace(target, embed=(target.embed.to(target.dtype) * scale).float())
 
 
 def each(points: Sequence[Point], draft: Any) -> list[Tensor]:

@@ -325,8 +325,11 @@ def test_tensors_that_are_the_targets_are_not_kept(tmp_path: Path) -> None:
         imported(put(tmp_path / "other", other))
 
 
-@pytest.mark.parametrize("layout", ["dflash, speculators", "dspark, speculators", "dflash2, speculators"])
-def test_block_drafters_of_speculators_may_hold_copies(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    ["dflash, speculators", "dspark, speculators", "dflash2, speculators", "xpress", "xpress, speculators", "lilicorr"],
+)
+def test_block_drafters_may_hold_copies(layout: str, tmp_path: Path) -> None:
     found, _ = imported(put(tmp_path / "hand", changed(layout, lambda _, t: t.update(copies()))))
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(found.tensors)
     other = changed(layout, lambda _, t: t.update({"lm_head.weight": copies()["lm_head.weight"].flip(0)}))
@@ -557,7 +560,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "scaled logits": (
         "dflash2",
         lambda c, t: c["dflash_config"].update(output_multiplier=0.5),
-        "output_multiplier is 0.5, which drafters here do not have; take one without it",
+        "output_multiplier is 0.5, this target's own is 1, which drafters here use; give the target",
     ),
     "a label that is not said": (
         "domino",

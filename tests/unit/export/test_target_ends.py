@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafttrain.core.errors import UserError
+from drafttrain.core.checksums import LISTED
+from drafttrain.core.errors import ParityError, UserError
+from drafttrain.export import parity
 from drafttrain.export.exporter import Wanted, refusals
 from drafttrain.export.files import Source
 from drafttrain.export.importers.convert import taken
@@ -21,6 +23,7 @@ from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import checkpoint, loaded, opened, written
 from tests.helpers import GATED, tiny_model
+from tests.unit.export.test_traps import Change, changed, drop, put
 
 PLAIN = {name: value for name, value in GATED.items() if name != "head_dim"}
 KINDS: dict[str, dict[str, Any]] = {  # by model type
@@ -33,6 +36,10 @@ ADDING = ("dspark", "dflash2", "domino", "xpress", "lilicorr")  # families that 
 READING = (*ADDING, "dflash", "jetspec", "eagle", "hydra", "redrafter")  # those that read embeddings without a norm before
 
 
+SELECTING = ("vllm", "sglang", "official")  # stacks that read the authors' layout of DFlash2
+FIELDS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")  # of that layout
+
+
 def target_of(kind: str) -> LoadedTarget:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind]), attn_implementation="eager").eval()
@@ -41,10 +48,10 @@ def target_of(kind: str) -> LoadedTarget:
     return LoadedTarget(HFTarget(model), loaded().tokenizer, kind, loaded().description)
 
 
-def reasons(folder: Path, case: str, target: LoadedTarget) -> list[str]:
-    """Why the stacks that load the family do not load this drafter."""
+def reasons(folder: Path, case: str, target: LoadedTarget, apart: tuple[str, ...] = ()) -> list[str]:
+    """Why the stacks that load the family do not load this drafter. apart: further stacks that are left out."""
     found = Opened.of(checkpoint(folder / case, case, target), target)
-    stacks = [stack for stack in loads(found.meta.family) if stack not in ("llamacpp", "lmdeploy", "transformers")]
+    stacks = [stack for stack in loads(found.meta.family) if stack not in ("llamacpp", "lmdeploy", "transformers", *apart)]
     given = [layout(found.meta.family, stack).refuse(Source(found, stack, "float32")) for stack in stacks]
     assert all(given), f"{case} is exported to {[s for s, why in zip(stacks, given, strict=True) if why is None]}"
     return [str(why) for why in given]
@@ -61,7 +68,8 @@ def test_scores_are_not_added_to_logits_without_their_factor(kind: str, does: st
     """Drafters of these families draft other tokens then, and a stack would accept few of them without a message."""
     target = target_of(kind)
     for case in ADDING:
-        assert all(f"the target {does}, which " in why for why in reasons(tmp_path, case, target))
+        apart = SELECTING if case == "dflash2" else ()  # by fields of their own
+        assert all(f"the target {does}, which " in why for why in reasons(tmp_path, case, target, apart))
     found, golden = opened(tmp_path, "dflash", target)  # of an order alone a factor changes nothing
     written(found, golden, "vllm", tmp_path / "out")
 
@@ -69,7 +77,8 @@ def test_scores_are_not_added_to_logits_without_their_factor(kind: str, does: st
 def test_a_factor_of_the_embedding_is_a_reason_and_no_failed_check(tmp_path: Path) -> None:
     target = target_of("gemma3_text")
     for case in READING:
-        assert all("the target multiplies its embedding by 5.6" in why for why in reasons(tmp_path, case, target))
+        apart = ("vllm", "official") if case == "dflash2" else ()
+        assert all("the target multiplies its embedding by 5.6" in why for why in reasons(tmp_path, case, target, apart))
     for case, stack in (("eagle3", "vllm"), ("dflash", "transformers")):  # transformers embeds by the target's own module
         found, golden = opened(tmp_path / stack, case, target)
         written(found, golden, stack, tmp_path / stack / "out")
@@ -84,6 +93,65 @@ def test_a_small_embedding_with_a_factor_is_written(stack: str, tmp_path: Path) 
     written(found, golden, stack, tmp_path / "out")
     foreign = Foreign(tmp_path / "out")
     assert taken(recognised(foreign), foreign, target)[1].keys() == found.tensors.keys()
+
+
+@pytest.mark.parametrize("stack", SELECTING)
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("cohere", {"output_multiplier": 0.1}),
+        ("granite", {"output_multiplier": 0.125}),
+        ("gemma2", {"input_embedding_scale": 32**0.5, "final_logit_softcapping": 3.0}),
+        ("gemma3_text", {"input_embedding_scale": 32**0.5}),
+    ],
+)
+def test_dflash2_has_fields_for_the_targets_ends(kind: str, expected: dict[str, float], stack: str, tmp_path: Path) -> None:
+    """vLLM and the authors' model multiply embeddings by theirs, SGLang does not. The files come back for this target alone."""
+    target = target_of(kind)
+    found, golden = opened(tmp_path, "dflash2", target)
+    if stack == "sglang" and "input_embedding_scale" in expected:
+        with pytest.raises(UserError, match=r"the target multiplies its embedding by 5\.657, which sglang leaves out"):
+            refusals(found, Wanted([stack], tmp_path / "out", "float32", False))
+        return
+    written(found, golden, stack, tmp_path / "out")
+    foreign = Foreign(tmp_path / "out")
+    own = {key: value for key, value in foreign.config["dflash_config"].items() if key in FIELDS}
+    assert own == pytest.approx(expected)
+    assert taken(recognised(foreign), foreign, target)[1].keys() == found.tensors.keys()
+    other, key = loaded(), min(own, key=FIELDS.index)
+    with pytest.raises(UserError, match=f"{key} is {own[key]:g}, this target's own is [01], which drafters here use"):
+        recognised(foreign).options(foreign, other.target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        ("cohere", "factor of logits", drop("dflash_config", "output_multiplier")),
+        ("cohere", "factor of logits", put("dflash_config", "output_multiplier", value=10.0)),
+        ("gemma2", "soft cap", drop("dflash_config", "final_logit_softcapping")),
+        ("gemma3_text", "logits", drop("dflash_config", "input_embedding_scale")),
+    ],
+)
+def test_a_wrong_field_of_the_targets_ends_fails_the_check(kind: str, name: str, change: Change, tmp_path: Path) -> None:
+    target = target_of(kind)
+    found, golden = opened(tmp_path, "dflash2", target)
+    written(found, golden, "vllm", tmp_path / "out")
+    source, to = Source(found, "vllm", "float32"), layout("dflash2", "vllm")
+    wrong = changed(tmp_path / "out", tmp_path / "wrong", change)
+    with pytest.raises(ParityError, match=f"^Parity: {name}: "):
+        parity.check(wrong, to.read, to.write(source), source, golden, golden)
+
+
+def test_files_without_a_field_are_for_another_target(tmp_path: Path) -> None:
+    """Loaders leave the logits as they are then, and the selector was trained on those."""
+    target = target_of("cohere")
+    found, golden = opened(tmp_path, "dflash2", target)
+    written(found, golden, "vllm", tmp_path / "out")
+    bare = changed(tmp_path / "out", tmp_path / "bare", drop("dflash_config", "output_multiplier"))
+    (bare / LISTED).unlink()
+    foreign = Foreign(bare)
+    with pytest.raises(UserError, match=r"output_multiplier is 1, this target's own is 0\.1, which drafters here use; give"):
+        taken(recognised(foreign), foreign, target)
 
 
 def test_a_cap_of_the_logits(tmp_path: Path) -> None:
