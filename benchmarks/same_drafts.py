@@ -1,10 +1,12 @@
 """Expected tau of trained drafters with the same proposals: a chain, and the best static tree.
 
-    python -m benchmarks.same_drafts --rows outputs/curves/rows.jsonl [--drafts 5] [--nodes 18] [--plot FILE]
+    python -m benchmarks.same_drafts --rows outputs/curves/rows.jsonl [--drafts 5] [--nodes 18]
+                                     [--keep FILE] [--plot FILE]
 
 Recipes have their own proposals: EAGLE-3's is a tree, block families' a chain. Here each checkpoint of `benchmarks.quality` for
 the embedded target is judged by its teacher-forced agreement on the same held-out conversations, greedy: with a chain of
 --drafts drafts at most, and with the tree of --nodes nodes that accepts most on other held-out conversations (four folds).
+--keep: a JSON file that the figures are added to; those already in it are in the table and the picture too.
 
 Shapes: M positions of a conversation, K drafts, C conversations.
 """
@@ -35,6 +37,7 @@ from drafttrain.objective.losses import teacher_forced
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
+FIGURES = ("recipe", "steps", "vary", "seed", "chain", "chain_95", "tree", "tree_95")
 ROWS, FOLDS = 4, 4  # conversations at once; folds of the held-out ones
 
 
@@ -76,19 +79,32 @@ def judged(rows: Sequence[dict[str, Any]], drafts: int, nodes: int) -> Iterator[
         yield row | {"chain": of_chain[0], "chain_95": of_chain[1], "tree": of_tree[0], "tree_95": of_tree[1]}
 
 
+def merged(found: Sequence[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
+    """These figures and those in the file, which then holds both. Newer ones replace those of the same run."""
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    new = [{name: row[name] for name in FIGURES} for row in found]
+    by_run = {tuple(row[name] for name in FIGURES[:4]): row for row in (*before, *new)}
+    rows = [by_run[run] for run in sorted(by_run)]
+    file.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--drafts", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=18)
+    parser.add_argument("--keep", type=Path)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args(arguments)
     rows = [json.loads(line) for line in given.rows.read_text(encoding="utf-8").splitlines()]
     found = list(judged([row for row in rows if "expected_tau" in row], given.drafts, given.nodes))
-    table = Table("recipe", "steps", f"chain of {given.drafts}", f"tree of {given.nodes}", "own proposal")
+    if given.keep is not None:
+        found = merged(found, given.keep)
+    table = Table("recipe", "steps", f"chain of {given.drafts}", f"tree of {given.nodes}")
     for row in sorted(found, key=lambda row: (row["recipe"], row["steps"])):
         taus = [f"{row[kind]:.2f} ({row[f'{kind}_95'][0]:.2f} to {row[f'{kind}_95'][1]:.2f})" for kind in ("chain", "tree")]
-        table.add_row(row["recipe"], f"{row['steps']:,}", *taus, f"{row['expected_tau']:.2f}")
+        table.add_row(row["recipe"], f"{row['steps']:,}", *taus)
     Console().print(table)
     if given.plot is not None:
         lines: dict[str, dict[int, list[float]]] = {}

@@ -55,20 +55,20 @@ class Source:
         return {str(renames.theirs(name)): tensor for name, tensor in self.opened.tensors.items()}
 
     @property
-    def model(self) -> Any:
-        """The target's transformers model."""
-        return self.opened.loaded.target.model
+    def target(self) -> Any:
+        """The target, in its own dtype."""
+        return self.opened.loaded.target
 
     @property
     def embedding(self) -> Tensor:
         """[V, H] the target's embedding, in its own dtype."""
-        weight: Tensor = self.model.get_input_embeddings().weight
+        weight: Tensor = self.target.model.get_input_embeddings().weight
         return weight
 
     @property
     def embedded(self) -> Tensor:
         """[V, H] all tokens as the target embeds them, with its factor if it has one, in its own dtype."""
-        target: Any = self.opened.loaded.target
+        target = self.target
         if type(target.model.get_input_embeddings()) is nn.Embedding:
             return self.embedding
         found: Tensor = target.embed(torch.arange(target.shape.vocab_size, device=target.device))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import same_size
+from drafttrain.export.importers.row import TRAINED_FOR, same_size
 
 NESTED = "dflash_config"
+ROUNDING = 2**-7  # relative, of a factor in bfloat16
 
 
 def field_of(found: Foreign, key: str, default: Any = None) -> Any:
@@ -48,6 +50,20 @@ def causal_options(found: Foreign, windows: bool) -> dict[str, Any]:
     keys = {"is_causal": found.config.get("is_causal")} | {key: inner.get(key) for key in ("causal", "causal_head")}
     given = next((found.flag(key, value) for key, value in keys.items() if value is not None), None)
     return {"causal": bool(given)} | ({"causal_windows": given is None} if windows and not given else {})
+
+
+def check_factor(found: Foreign, key: str, own: float, absent: float) -> None:
+    """Raise UserError unless the files do to embeddings or logits what the target does to its own: drafters here use these.
+
+    own: the target's factor or cap. absent: what loaders take where the field is missing.
+    """
+    value = field_of(found, key, absent)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{found.origin}: {key} is {value!r}; a number is needed")
+    if not math.isclose(value, own, rel_tol=ROUNDING):
+        raise UserError(
+            f"{found.origin}: {key} is {value:g}, this target's own is {own:g}, which drafters here use; {TRAINED_FOR}"
+        )
 
 
 def check_vocabulary(found: Foreign, vocab: int) -> None:

@@ -9,6 +9,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.export.importers.block_fields import (
     NESTED,
     causal_options,
+    check_factor,
     check_vocabulary,
     field_of,
     inside,
@@ -27,9 +28,10 @@ from drafttrain.export.importers.row import (
     speculators,
 )
 from drafttrain.export.layouts.dflash import TRANSFORMERS
+from drafttrain.export.layouts.target_ends import embedding_scale
 from drafttrain.model.target import Target
 
-SHIFTED = "sample_from_anchor"
+SHIFTED, EMBEDDED = "sample_from_anchor", "input_embedding_scale"
 PLAIN = ("fc", "hidden_norm", "norm", "layers", "embed_tokens", "lm_head", "d2t", "t2d")  # first parts of tensors' names
 ANCHORED = ("Qwen3DSparkModel", "DSparkDraftModel")  # classes whose slots are shifted unless their files say otherwise
 COPIES = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}  # tensors of the target that some files have
@@ -106,6 +108,8 @@ def zlab_options(found: Foreign, target: Target, shifted: bool = False) -> dict[
     The fields of the block are at the top level or in `dflash_config`. Layer ids are k - 1, blocks whose outputs are read.
     """
     check_vocabulary(found, target.shape.vocab_size)
+    factor = embedding_scale(target) or 1.0
+    check_factor(found, EMBEDDED, factor, factor)  # loaders differ in whether embeddings have the target's without the field
     fields, forced = _windowed(found)
     options = _options(found, fields, target)
     windows = options["layer"]["sliding_window"] is not None

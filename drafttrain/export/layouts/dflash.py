@@ -48,7 +48,7 @@ def refuse_last(source: Source, per_layer: bool = False, scaled: tuple[str, ...]
 
 def lmdeploy_refuse(source: Source) -> str | None:
     """Why LMDeploy cannot load this drafter. Of the targets known here it captures only Qwen3's states."""
-    kind = source.model.config.model_type
+    kind = source.target.model.config.model_type
     if kind != "qwen3":
         return f"LMDeploy captures no states of {kind} targets for this family, only of qwen3"
     if source.layer_inputs != sorted(source.layer_inputs):

@@ -38,8 +38,8 @@ def zlab(source: Source) -> Files:
 
 def ends(source: Source) -> dict[str, float]:
     """What the target does to its embedding and logits, by the authors' fields, which are absent where it does nothing."""
-    scale, cap = logit_ends(source.model)
-    fields = {EMBEDDED: embedding_scale(source.model), MULTIPLIER: None if scale == 1.0 else scale, CAP: cap}
+    scale, cap = logit_ends(source.target)
+    fields = {EMBEDDED: embedding_scale(source.target), MULTIPLIER: None if scale == 1.0 else scale, CAP: cap}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -62,7 +62,7 @@ def portable(source: Source) -> Files:
     Without it a drafter's norm of embeddings leaves a difference, of its eps.
     """
     tensors = weights(source)
-    own = {} if source.stack != "vllm" or embedding_scale(source.model) is None else {EMBEDDING: source.embedded}
+    own = {} if source.stack != "vllm" or embedding_scale(source.target) is None else {EMBEDDING: source.embedded}
     return Files(portable_config(source, tensors), tensors | own, facts=facts(source), as_is=tuple(own))
 
 

@@ -105,7 +105,7 @@ def refuse_model(source: Source) -> str | None:
 
 def refuse_target(source: Source) -> str | None:
     """Why the target cannot be written; None where it can."""
-    return refuse_language_model(source, source.model, list(KINDS))
+    return refuse_language_model(source, source.target.model, list(KINDS))
 
 
 def refuse_language_model(source: Source, model: Any, able: list[str]) -> str | None:
@@ -139,7 +139,7 @@ def eagle3_files(source: Source) -> Files:
         "norm_before_residual": eagle3.before(source),
         "norm_before_fc": False,
     }
-    if embedding_scale(source.model) is not None:
+    if embedding_scale(source.target) is not None:
         tensors[EMBEDDING] = source.embedded
     fields = _fields("eagle3", source, shape, 1) | _own("eagle3", own)
     return Files(fields, tensors, DRAFT, True, eagle3.facts(source), as_is=(EMBEDDING,) if EMBEDDING in tensors else ())
@@ -170,9 +170,9 @@ def _block_files(source: Source, **more: Any) -> Files:
         "attention.causal": all(causal_layers(source)),
         **more,
     }
-    if (scale := embedding_scale(source.model)) is not None:
+    if (scale := embedding_scale(source.target)) is not None:
         own["embedding_scale"] = scale
-    _, cap = logit_ends(source.model)
+    _, cap = logit_ends(source.target)
     if cap is not None:
         own["final_logit_softcapping"] = cap
     fields = _fields("dflash", source, shape, source.options["layers"]) | _own("dflash", own)
@@ -283,7 +283,7 @@ def _refuse_states(source: Source) -> str | None:
 
 def _text(source: Source) -> Any:
     """The configuration of the target's text part."""
-    return source.model.config.get_text_config()
+    return source.target.model.config.get_text_config()
 
 
 def _window(config: Any) -> str:

@@ -79,7 +79,7 @@ def _named(source: Source, names: Renames) -> dict[str, Tensor]:
 
 
 def _norm(source: Source) -> nn.Module:
-    return final_norm(source.model, source.shape.blocks)
+    return final_norm(source.target.model, source.shape.blocks)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ class Target:
     @staticmethod
     def of(source: Source) -> Target | str:
         """Or why there are none."""
-        model: Any = source.model
+        model: Any = source.target.model
         kind, directory = str(source.opened.loaded.target.backbone.module.config.model_type), directory_of(model)
         if kind not in LAYOUTS:
             return f"no stack reads a module from the files of a {kind}; such targets are {', '.join(LAYOUTS)}"

@@ -22,7 +22,7 @@ def refuse_embedding(source: Source, scaled: tuple[str, ...] = ()) -> str | None
 
     scaled: further stacks that apply the factor, by a field of this layout.
     """
-    scale = embedding_scale(source.model)
+    scale = embedding_scale(source.target)
     if scale is None or source.stack in (*SCALED, *scaled):
         return None
     return (
@@ -33,7 +33,7 @@ def refuse_embedding(source: Source, scaled: tuple[str, ...] = ()) -> str | None
 
 def refuse_bias(source: Source) -> str | None:
     """Why a drafter that uses the target's head cannot be exported; None where it can."""
-    bias = getattr(source.model.get_output_embeddings(), "bias", None)
+    bias = getattr(source.target.model.get_output_embeddings(), "bias", None)
     if bias is None or not bool(bias.any()) or source.stack in OWN_MODULES:
         return None
     return (
@@ -48,7 +48,7 @@ def refuse_logits(source: Source, capped: tuple[str, ...] = (), multiplied: tupl
     A factor or a cap alone keeps the order of the logits; with something added it decides which token is drafted. capped,
     multiplied: stacks that apply the target's cap, or its factor, before they add. They differ in which of both comes first.
     """
-    scale, cap = logit_ends(source.model)
+    scale, cap = logit_ends(source.target)
     if scale == 1.0 and (cap is None or source.stack in capped):
         return None
     if cap is None and source.stack in multiplied:
@@ -60,15 +60,15 @@ def refuse_logits(source: Source, capped: tuple[str, ...] = (), multiplied: tupl
     )
 
 
-def logit_ends(model: Any) -> tuple[float, float | None]:
+def logit_ends(target: Any) -> tuple[float, float | None]:
     """(the factor that a target applies to its logits, their soft cap or None)."""
-    config = model.config.get_text_config()
+    config = target.model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     return float(scale_of(config)), None if cap is None else float(cap)
 
 
-def embedding_scale(model: Any) -> float | None:
+def embedding_scale(target: Any) -> float | None:
     """The factor that a target applies to its embedding; None for none."""
-    module: Any = model.get_input_embeddings()
+    module: Any = target.model.get_input_embeddings()
     scale = getattr(module, "embed_scale", None)
     return None if scale is None or float(scale) == 1.0 else float(torch.as_tensor(scale).to(module.weight.dtype))

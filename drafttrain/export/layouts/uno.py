@@ -14,7 +14,7 @@ RENAMES = Renames({f"matrices.{{path}}.lora_{x}.weight": f"{PEFT}{{path}}.lora_{
 
 def refuse(source: Source) -> str | None:
     """Why this drafter cannot be exported; None where it can."""
-    model: Any = source.model
+    model: Any = source.target.model
     config = model.config
     if config.model_type not in MODEL_TYPES:
         return f"the target is a {config.model_type}, but exports can be checked only for {', '.join(MODEL_TYPES)}"

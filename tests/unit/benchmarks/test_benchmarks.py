@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +239,22 @@ def test_chains_and_trees_of_the_same_ranks() -> None:
     assert same_drafts.tau(second, same_drafts.trees(second, 3))[0] == 4.0
     one_differs = [*always[:7], second[0]]
     assert same_drafts.trees(one_differs, 3)[7] == [(0,), (0, 0), (0, 0, 0)], "its own ranks are not in its fold's tree"
+
+
+def test_figures_of_several_runs_are_kept(tmp_path: Path) -> None:
+    def row(recipe: str, steps: int, chain: float) -> dict[str, Any]:
+        figures = {"chain": chain, "chain_95": [1.0, 3.0], "tree": 2.5, "tree_95": [2.0, 3.0]}
+        return {"recipe": recipe, "steps": steps, "vary": "", "seed": 0, "checkpoint": "runs/one"} | figures
+
+    file = tmp_path / "steps.json"
+    same_drafts.merged([row("eagle3", 1200, 2.0), row("eagle3", 600, 1.5)], file)
+    found = same_drafts.merged([row("dflash", 600, 1.25), row("eagle3", 1200, 2.25)], file)
+    assert [(x["recipe"], x["steps"], x["chain"]) for x in found] == [
+        ("dflash", 600, 1.25),
+        ("eagle3", 600, 1.5),
+        ("eagle3", 1200, 2.25),
+    ]
+    assert json.loads(file.read_text()) == found and all("checkpoint" not in x for x in found)
 
 
 def beside(recipe: str, who: str, chain: float, tree: float) -> dict[str, object]:

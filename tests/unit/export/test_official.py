@@ -557,6 +557,16 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         lambda c, t: t["lm_head.weight"].mul_(2),
         "lm_head.weight is not this target's output matrix",
     ),
+    "scaled embeddings": (
+        "dflash",
+        lambda c, t: c["dflash_config"].update(input_embedding_scale=2),
+        "input_embedding_scale is 2, this target's own is 1, which drafters here use; give the target",
+    ),
+    "no number": (
+        "jetspec",
+        lambda c, t: c.update(input_embedding_scale="2"),
+        "input_embedding_scale is '2'; a number is needed",
+    ),
     "scaled logits": (
         "dflash2",
         lambda c, t: c["dflash_config"].update(output_multiplier=0.5),
