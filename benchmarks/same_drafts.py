@@ -82,11 +82,18 @@ def judged(rows: Sequence[dict[str, Any]], drafts: int, nodes: int) -> Iterator[
 def merged(found: Sequence[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
     """These figures and those in the file, which then holds both. Newer ones replace those of the same run."""
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    new = [{name: row[name] for name in FIGURES} for row in found]
+    new = [{name: rounded(row[name]) for name in FIGURES} for row in found]
     by_run = {tuple(row[name] for name in FIGURES[:4]): row for row in (*before, *new)}
     rows = [by_run[run] for run in sorted(by_run)]
     file.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
     return rows
+
+
+def rounded(value: Any) -> Any:
+    """A figure, or several, to four digits after the point; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return [rounded(one) for one in value]
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def main(arguments: list[str] | None = None) -> int:
