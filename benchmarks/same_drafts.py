@@ -6,7 +6,8 @@
 Recipes have their own proposals: EAGLE-3's is a tree, block families' a chain. Here each checkpoint of `benchmarks.quality` for
 the embedded target is judged by its teacher-forced agreement on the same held-out conversations, greedy: with a chain of
 --drafts drafts at most, and with the tree of --nodes nodes that accepts most on other held-out conversations (four folds).
---keep: a JSON file that the figures are added to; those already in it are in the table and the picture too.
+--keep: a JSON file that the figures are added to; those already in it with the same --drafts and --nodes are in the table and
+the picture too.
 
 Shapes: M positions of a conversation, K drafts, C conversations.
 """
@@ -37,7 +38,8 @@ from drafttrain.objective.losses import teacher_forced
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
-FIGURES = ("recipe", "steps", "vary", "seed", "chain", "chain_95", "tree", "tree_95")
+RUN = ("recipe", "steps", "vary", "seed", "drafts", "nodes")
+FIGURES = (*RUN, "chain", "chain_95", "tree", "tree_95")
 ROWS, FOLDS = 4, 4  # conversations at once; folds of the held-out ones
 
 
@@ -76,14 +78,15 @@ def judged(rows: Sequence[dict[str, Any]], drafts: int, nodes: int) -> Iterator[
         found = ranks(Path(row["checkpoint"]), loaded, held_out, drafts)
         chain = [(0,) * depth for depth in range(1, found[0].shape[1] + 1)]
         of_chain, of_tree = tau(found, [chain] * len(found)), tau(found, trees(found, nodes))
-        yield row | {"chain": of_chain[0], "chain_95": of_chain[1], "tree": of_tree[0], "tree_95": of_tree[1]}
+        budget = {"drafts": drafts, "nodes": nodes}
+        yield row | budget | {"chain": of_chain[0], "chain_95": of_chain[1], "tree": of_tree[0], "tree_95": of_tree[1]}
 
 
 def merged(found: Sequence[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
     """These figures and those in the file, which then holds both. Newer ones replace those of the same run."""
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     new = [{name: rounded(row[name]) for name in FIGURES} for row in found]
-    by_run = {tuple(row[name] for name in FIGURES[:4]): row for row in (*before, *new)}
+    by_run = {tuple(row[name] for name in RUN): row for row in (*before, *new)}
     rows = [by_run[run] for run in sorted(by_run)]
     file.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
     return rows
@@ -107,7 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [json.loads(line) for line in given.rows.read_text(encoding="utf-8").splitlines()]
     found = list(judged([row for row in rows if "expected_tau" in row], given.drafts, given.nodes))
     if given.keep is not None:
-        found = merged(found, given.keep)
+        budget = (given.drafts, given.nodes)
+        found = [row for row in merged(found, given.keep) if (row["drafts"], row["nodes"]) == budget]
     table = Table("recipe", "steps", f"chain of {given.drafts}", f"tree of {given.nodes}")
     for row in sorted(found, key=lambda row: (row["recipe"], row["steps"])):
         taus = [f"{row[kind]:.2f} ({row[f'{kind}_95'][0]:.2f} to {row[f'{kind}_95'][1]:.2f})" for kind in ("chain", "tree")]

@@ -242,18 +242,19 @@ def test_chains_and_trees_of_the_same_ranks() -> None:
 
 
 def test_figures_of_several_runs_are_kept(tmp_path: Path) -> None:
-    def row(recipe: str, steps: int, chain: float) -> dict[str, Any]:
-        figures = {"chain": chain, "chain_95": [1.0, 3.0], "tree": 2.5, "tree_95": [2.0, 3.0]}
-        return {"recipe": recipe, "steps": steps, "vary": "", "seed": 0, "checkpoint": "runs/one"} | figures
+    def row(recipe: str, steps: int, chain: float, nodes: int = 18) -> dict[str, Any]:
+        figures = {"chain": chain, "chain_95": [1.0, 3.0], "tree": 2.5, "tree_95": [2.0, 3.0], "checkpoint": "runs/one"}
+        return {"recipe": recipe, "steps": steps, "vary": "", "seed": 0, "drafts": 5, "nodes": nodes} | figures
 
     file = tmp_path / "steps.json"
     same_drafts.merged([row("eagle3", 1200, 2.0), row("eagle3", 600, 1.5)], file)
-    found = same_drafts.merged([row("dflash", 600, 1.25), row("eagle3", 1200, 2.25)], file)
+    found = same_drafts.merged([row("dflash", 600, 1.25), row("eagle3", 1200, 2.25), row("eagle3", 600, 1.4, 10)], file)
     assert [(x["recipe"], x["steps"], x["chain"]) for x in found] == [
         ("dflash", 600, 1.25),
+        ("eagle3", 600, 1.4),
         ("eagle3", 600, 1.5),
         ("eagle3", 1200, 2.25),
-    ]
+    ], "another size of tree replaces nothing"
     assert json.loads(file.read_text()) == found and all("checkpoint" not in x for x in found)
 
 
