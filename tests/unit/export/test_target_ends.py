@@ -34,8 +34,6 @@ KINDS: dict[str, dict[str, Any]] = {  # by model type
 }
 ADDING = ("dspark", "dflash2", "domino", "xpress", "lilicorr")  # families that add to the logits of the target's head
 READING = (*ADDING, "dflash", "jetspec", "eagle", "hydra", "redrafter")  # those that read embeddings without a norm before
-
-
 SELECTING = ("vllm", "sglang", "official")  # stacks that read the authors' layout of DFlash2
 FIELDS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")  # of that layout
 
@@ -152,6 +150,13 @@ def test_files_without_a_field_are_for_another_target(tmp_path: Path) -> None:
     foreign = Foreign(bare)
     with pytest.raises(UserError, match=r"output_multiplier is 1, this target's own is 0\.1, which drafters here use; give"):
         taken(recognised(foreign), foreign, target)
+
+
+def test_a_factor_and_a_cap_together_are_a_reason(tmp_path: Path) -> None:
+    """The authors' model multiplies before it caps; other stacks need not."""
+    target = target_of("cohere")
+    target.target.model.config.final_logit_softcapping = 3.0
+    assert all("the target multiplies its logits by 0.1, which " in why for why in reasons(tmp_path, "dflash2", target))
 
 
 def test_a_cap_of_the_logits(tmp_path: Path) -> None:
