@@ -155,9 +155,9 @@ class HFTarget(PrunedTarget):
     def _fingerprint(self) -> str:
         return fingerprint_of(self.model)
 
-    def reference(self) -> Reference:
+    def reference(self, draw: int = 0) -> Reference | None:
         """Logits of the model's own forward for the probe's sequences."""
-        return reference_of(self.model, self.longest_reach)
+        return reference_of(self.model, self.longest_reach, draw)
 
     def __call__(self, *args: Any, **kwargs: Any) -> TargetOut:
         """Calls `forward` directly, because module hooks such as DeepSpeed's do not support TargetOut."""

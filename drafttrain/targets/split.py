@@ -51,8 +51,8 @@ class SplitTarget(FastTarget):
     def _fingerprint(self) -> str:
         return self.whole.fingerprint
 
-    def reference(self) -> Reference:
-        return self.whole.reference
+    def reference(self, draw: int = 0) -> Reference | None:
+        return self.whole.reference if draw == self.whole.reference.draw else None
 
     def pruned(self, blocks: int) -> NoReturn:
         raise UserError(
