@@ -92,32 +92,33 @@ class Owned:
         return self.tensor
 
 
+HELD = (Lent, Opaque, Owned)
 Held = Lent | Opaque | Owned
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """made: results in memory of their own."""
+    """args, kwargs: with `Held` in place of tensors. made: results in memory of their own."""
 
     func: Any
     args: Any
     kwargs: Any
     made: list[Tensor | None]
     shapes: list[tuple[int, ...]]
+    name: str
 
     @property
     def computes(self) -> bool:
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in self.func._schema.arguments)
-        fresh = short(self.func) in (*FRESH, LIFTED)
-        return not fresh and (writes or any(made is not None for made in self.made))
+        return self.name not in (*FRESH, LIFTED) and (writes or any(made is not None for made in self.made))
 
     def again(self) -> None:
         try:
-            args, kwargs = (tree_map_only(Held, lambda held: held(), of) for of in (self.args, self.kwargs))
+            args, kwargs = filled(self.args), filled(self.kwargs)
         except FreedError as error:
             raise FreedError(f"replaying {self.func}: {error}") from None
-        results = tree_leaves(self.func(*args, **kwargs))
-        for old, new in zip(self.made, results, strict=True):
+        result = self.func(*args, **kwargs)
+        for old, new in zip(self.made, leaves(result), strict=True):
             if old is not None:
                 old.copy_(new)
 
@@ -132,6 +133,7 @@ class Recorded(TorchDispatchMode):
         self._numbers: set[int] = set()  # those of them that lie with the host
         self._before: list[tuple[Tensor, Tensor]] = []  # tensors of the program that were written to, and what they held
         self._seen: set[int] = set()
+        self._pool: list[Tensor] = []  # what is poisoned
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = short(func), kwargs or {}
@@ -148,10 +150,11 @@ class Recorded(TorchDispatchMode):
         self._remember(func, args, kwargs)
         taken = {key(x) for x in tensors((args, kwargs))}
         result = func(*args, **kwargs)
-        made = [x if isinstance(x, Tensor) and key(x) not in taken else None for x in tree_leaves(result)]
+        made = [x if isinstance(x, Tensor) and key(x) not in taken else None for x in leaves(result)]
         self._own |= {key(x) for x in made if x is not None}
         held = tree_map_only(Tensor, self._held, (args, kwargs))
-        self.calls.append(Call(func, *held, made, [tuple(x.shape) for x in tensors(args)]))
+        self.calls.append(Call(func, *held, made, [tuple(x.shape) for x in tensors(args)], name))
+        self._pool += [x for x in made if x is not None and not x.is_mkldnn and name != LIFTED]
         return result
 
     def _held(self, x: Tensor) -> Held:
@@ -179,16 +182,14 @@ class Recorded(TorchDispatchMode):
         self._poison()
 
     def _poison(self) -> None:
-        for call in self.calls:
-            for x in call.made:
-                if x is not None and not x.is_mkldnn and short(call.func) != LIFTED:
-                    poison(x)
+        for x in self._pool:
+            poison(x)
 
     @property
     def kernels(self) -> Counter[str]:
         """Operations that compute something, by name: a GPU launches at least one kernel for each. Views and empty tensors do
         not count."""
-        return Counter(short(call.func) for call in self.calls if call.computes)
+        return Counter(call.name for call in self.calls if call.computes)
 
     @property
     def shapes(self) -> list[Any]:
@@ -199,12 +200,27 @@ class Recorded(TorchDispatchMode):
         """Raises FreedError."""
         self._poison()
         for call in self.calls:
-            if short(call.func) not in FRESH:
+            if call.name not in FRESH:
                 call.again()
 
 
 def short(func: Any) -> str:
     return str(func.name().split("::")[1].split(".")[0])
+
+
+def filled(of: Any) -> Any:
+    """Arguments with the tensors that are held. A tree's general functions take more time than the operations themselves."""
+    kind = type(of)
+    if kind in HELD:
+        return of()
+    if kind is tuple or kind is list:
+        return kind([filled(x) for x in of])
+    return {name: filled(x) for name, x in of.items()} if kind is dict else of
+
+
+def leaves(result: Any) -> list[Any]:
+    """An operation's results one after another, as `tree_leaves` has them."""
+    return [result] if isinstance(result, Tensor) else tree_leaves(result)
 
 
 def tensors(of: Any) -> list[Tensor]:
