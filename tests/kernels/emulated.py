@@ -17,7 +17,7 @@ from drafttrain.ops import build
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
-FLAGS = ["-O1", "-std=c++20", "-fPIC", "-w", "-DDRAFTTRAIN_EMULATE", f"-I{HERE}", "-x", "c++"]
+FLAGS = ["-O1", "-std=c++20", "-fPIC", "-w", "-DDRAFTTRAIN_EMULATE", "-U_FORTIFY_SOURCE", f"-I{HERE}", "-x", "c++"]
 
 
 @cache

@@ -5,6 +5,7 @@
 // a missing or divergent __syncthreads shows as a wrong result or as that message.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -42,23 +43,25 @@ constexpr int warpSize = 32;
 
 namespace emulator {
 
-constexpr size_t kStack = 1 << 17;
+constexpr size_t kStack = 1 << 17, kThreads = 1024;
 
 struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack;
+    jmp_buf place;            // where it goes on: unlike swapcontext, a jump asks the operating system nothing
+    std::vector<char> stack;  // empty: it has never run
     dim3 index;
     bool done;
     long barriers, exchanges;  // passed or waited at
     uint64_t value;            // for its warp to read
+    long Fiber::* waits;       // null, or which of the two it waits at, with the threads [first, last)
+    size_t first, last;
 };
 
 struct Block {
-    std::vector<Fiber> fibers;
+    std::vector<Fiber> fibers{kThreads};  // the first `threads` of them run
+    size_t threads, current;
     std::vector<unsigned char> shared;
-    ucontext_t scheduler;
+    jmp_buf scheduler;
     std::function<void()> body;
-    size_t current;
 };
 
 inline Block& block() {
@@ -69,24 +72,49 @@ inline Block& block() {
 inline void* dynamic_shared() { return block().shared.data(); }
 
 inline void yield() {
-    Fiber& self = block().fibers[block().current];
-    swapcontext(&self.context, &block().scheduler);
+    if (!_setjmp(block().fibers[block().current].place)) _longjmp(block().scheduler, 1);
+}
+
+// A fiber serves one block after another.
+inline void enter() {
+    for (;;) {
+        block().body();
+        block().fibers[block().current].done = true;
+        yield();
+    }
+}
+
+// Let a fiber run until it yields.
+inline void resume(Fiber& fiber) {
+    if (_setjmp(block().scheduler)) return;
+    if (!fiber.stack.empty()) _longjmp(fiber.place, 1);
+    fiber.stack.resize(kStack);
+    static ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = fiber.stack.data(), start.uc_stack.ss_size = kStack;
+    makecontext(&start, enter, 0);
+    setcontext(&start);
+}
+
+// Whether another thread that still runs has not come as far as this one, which waits.
+inline bool ahead(const Fiber& fiber) {
+    const auto& fibers = block().fibers;
+    for (size_t i = fiber.first; i < fiber.last; i++)
+        if (!fibers[i].done && fibers[i].*fiber.waits < fiber.*fiber.waits) return true;
+    return false;
 }
 
 // Wait until every other thread of [first, last) that still runs has come this far.
 inline void meet(long Fiber::* count, size_t first, size_t last) {
-    auto& fibers = block().fibers;
-    const long mine = ++(fibers[block().current].*count);
-    const auto behind = [&] {
-        for (size_t i = first; i < last; i++)
-            if (!fibers[i].done && fibers[i].*count < mine) return true;
-        return false;
-    };
-    while (behind()) yield();
+    Fiber& self = block().fibers[block().current];
+    ++(self.*count);
+    self.waits = count, self.first = first, self.last = last;
+    if (ahead(self)) yield();  // `run_block` resumes those that need not wait
+    self.waits = nullptr;
 }
 
 inline size_t warp_start() { return block().current / warpSize * warpSize; }
-inline size_t warp_end() { return std::min(warp_start() + warpSize, block().fibers.size()); }
+inline size_t warp_end() { return std::min(warp_start() + warpSize, block().threads); }
 
 // This lane's value seen by the warp; then, once all have read, the exchange ends.
 template <typename T, typename F>
@@ -105,27 +133,19 @@ auto exchange(T value, F read) {
     return result;
 }
 
-inline void enter() {
-    block().body();
-    block().fibers[block().current].done = true;
-}
-
 inline void run_block(const std::vector<size_t>& order) {
     Block& b = block();
-    size_t left = b.fibers.size();
+    size_t left = b.threads;
     while (left > 0) {
-        long before = 0, after = 0;
-        for (const Fiber& f : b.fibers) before += f.barriers + f.exchanges;
-        const size_t started = left;
+        bool stuck = true;
         for (size_t i : order) {
             Fiber& f = b.fibers[i];
-            if (f.done) continue;
-            b.current = i, threadIdx = f.index;
-            swapcontext(&b.scheduler, &f.context);
+            if (f.done || (f.waits && ahead(f))) continue;
+            b.current = i, threadIdx = f.index, stuck = false;
+            resume(f);
             left -= f.done;
         }
-        for (const Fiber& f : b.fibers) after += f.barriers + f.exchanges;
-        if (left == started && after == before) {
+        if (stuck) {
             std::fprintf(stderr, "emulator: the threads of a block wait for each other\n");
             std::abort();
         }
@@ -137,11 +157,11 @@ void run(dim3 grid, dim3 size, size_t shared, F body) {
     static std::mt19937 random(0);
     Block& b = block();
     const size_t threads = size_t(size.x) * size.y * size.z;
-    if (threads == 0 || threads > 1024 || grid.y > 65535 || grid.z > 65535 || shared > 48 * 1024) {
+    if (threads == 0 || threads > kThreads || grid.y > 65535 || grid.z > 65535 || shared > 48 * 1024) {
         std::fprintf(stderr, "emulator: a launch that CUDA would refuse\n");
         std::abort();
     }
-    b.body = body, b.fibers.resize(threads), blockDim = size, gridDim = grid;
+    b.body = body, b.threads = threads, blockDim = size, gridDim = grid;
     std::vector<size_t> order(threads);
     std::iota(order.begin(), order.end(), 0);
     for (unsigned z = 0; z < grid.z; z++)
@@ -152,12 +172,8 @@ void run(dim3 grid, dim3 size, size_t shared, F body) {
                 std::shuffle(order.begin(), order.end(), random);
                 for (size_t i = 0; i < threads; i++) {
                     Fiber& f = b.fibers[i];
-                    f.stack.resize(kStack), f.done = false, f.barriers = f.exchanges = 0;
+                    f.done = false, f.barriers = f.exchanges = 0, f.waits = nullptr;
                     f.index = dim3(i % size.x, i / size.x % size.y, i / size.x / size.y);
-                    getcontext(&f.context);
-                    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = kStack;
-                    f.context.uc_link = &b.scheduler;
-                    makecontext(&f.context, enter, 0);
                 }
                 run_block(order);
             }
@@ -165,7 +181,7 @@ void run(dim3 grid, dim3 size, size_t shared, F body) {
 
 }  // namespace emulator
 
-inline void __syncthreads() { emulator::meet(&emulator::Fiber::barriers, 0, emulator::block().fibers.size()); }
+inline void __syncthreads() { emulator::meet(&emulator::Fiber::barriers, 0, emulator::block().threads); }
 inline void __syncwarp(unsigned = ~0u) {
     emulator::meet(&emulator::Fiber::exchanges, emulator::warp_start(), emulator::warp_end());
 }
