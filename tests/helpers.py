@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
+from drafttrain.ops import build
 from drafttrain.targets.hf import HFTarget
 
 # a family of each kind: heads, recurrent, block, a model of its own, composed of others, nothing to learn
@@ -204,3 +206,12 @@ def never(texts: Sequence[Sequence[int]], vocab: int = 64) -> Callable[[list[int
 def read_conversations(options: DataOptions, replies: bool = True) -> list[Conversation]:
     """All usable conversations of these sources."""
     return read_usable(options, replies)[0]
+
+
+def share_compiled(cache: Path) -> None:
+    """Let processes with this `XDG_CACHE_HOME` find the operators that are compiled already: that takes minutes."""
+    ours, theirs = build.cache_folder() / "kernels", cache / "drafttrain" / "kernels"
+    if not theirs.exists():
+        ours.mkdir(parents=True, exist_ok=True)
+        theirs.parent.mkdir(parents=True, exist_ok=True)
+        theirs.symlink_to(ours)

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
+from tests.helpers import share_compiled
 from tests.standin.hub import Hub
 
 COMMANDS = """
@@ -74,7 +75,7 @@ def read(hub: Hub, home: Path, *asked: dict[str, Any], token: str | None = None,
 def _process(
     hub: Hub, home: Path, program: str, words: list[Any], token: str | None, more: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    home.mkdir(parents=True, exist_ok=True)
+    share_compiled(home / "cache")
     own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     environment = own | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"} | hub.environment(home, token, **more)
     call = [sys.executable, "-c", program, json.dumps(words)]

@@ -41,6 +41,7 @@ from drafttrain.train.streamed_states import StreamedStates
 from drafttrain.train.trainer import Trainer
 from tests import forked
 from tests.contract.test_families import SHAPES
+from tests.helpers import share_compiled
 from tests.integration.test_engine_features import OPTIONS, computed, free_port, ready, served, server
 from tests.integration.test_engine_in_training import engine, engine_lines
 from tests.integration.test_features import data, loaded
@@ -55,6 +56,7 @@ FAMILIES = ("medusa", "eagle3", "dflash")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    share_compiled(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "drafttrain" / "targets"
 
