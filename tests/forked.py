@@ -148,13 +148,21 @@ def become(request: dict[str, Any], *inherited: TextIO) -> None:
     os.close(null), os.close(output)
 
 
+def method_name(depth: int = 2) -> str:
+    return sys._getframe(depth).f_code.co_name
+
+
 def main() -> None:
     """Import, then serve."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import deepspeed.runtime.zero.muon.muon_optimizer as muon  # with it the compiler, which every ZeRO engine imports
     import pandas
+    import peft
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.launcher import api as elastic
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.models.llama import modeling_llama
 
     from drafttrain.cli import launch as launching
     from drafttrain.cli import main as cli
@@ -163,8 +171,9 @@ def main() -> None:
     from drafttrain.train.engine import load_deepspeed
     from tests import composing
 
-    assert fit and measure and prepare and muon and pandas and families()
+    assert fit and measure and prepare and muon and pandas and peft and modeling_llama and families()
     load_deepspeed()
+    get_checkpoint_conversion_mapping("llama")  # compiles the patterns of all models, once in a process
     for owner, name, quicker in composing.PATCHES:
         setattr(owner, name, quicker)
     with redirect_stdout(io.StringIO()):
@@ -175,6 +184,7 @@ def main() -> None:
     # after a fork torch makes its pool of threads anew at the next use; two of autograd's threads at once ended a process
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
     elastic.LaunchConfig = partial(elastic.LaunchConfig, start_method="fork")  # type: ignore[misc,assignment]
+    dynamic_rendezvous.get_method_name = method_name  # reads the sources of the whole stack otherwise, for a label in a log
     request = serve(requests, answers)
     if request is None:
         return
