@@ -160,8 +160,7 @@ def test_windows_are_reached(runner: type[HFTarget], dtype: torch.dtype, monkeyp
     assert long_prompt(model, WIDE) == (WIDE + 5,) and long_prompt(model, 0) == () and long_prompt(model, 10**9) == ()
     own = runner(model)
     assert own.trees and own.longest_reach == WIDE
-    reference = probing.reference_of(model, WIDE)
-    monkeypatch.setattr(runner, "reference", lambda self, draw=0: reference if draw == 0 else None)
+    monkeypatch.setattr(runner, "reference", lambda self, draw=0: probing.reference_of(model, WIDE, draw))
     monkeypatch.setattr(runner, "longest_reach", WIDE)
     with pytest.raises(UserError, match=r"behind 16 positions its logits with a cache are others \(windows\)"):
         runner(model_of("Mistral", sliding_window=4 * WIDE).to(dtype))
