@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -92,8 +92,8 @@ class Owned:
         return self.tensor
 
 
-HELD = (Lent, Opaque, Owned)
 Held = Lent | Opaque | Owned
+HELD = get_args(Held)
 
 
 @dataclass(frozen=True, slots=True)
