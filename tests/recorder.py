@@ -316,6 +316,7 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
         graph=capture,
         graph_pool_handle=lambda: None,
         memory_reserved=lambda _: 0,
+        get_device_properties=lambda _: SimpleNamespace(L2_cache_size=0),
     )
     for module in (cuda_graph, ahead, treesize):
         patch(module, "cuda", fake)

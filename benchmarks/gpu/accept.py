@@ -17,6 +17,7 @@ from drafttrain.core.sampling import Lane, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.acceptance import DELTA, EPSILON
 from drafttrain.ops import choice_accept as choice_op
+from drafttrain.ops import commit as commit_op
 from drafttrain.ops import greedy_accept as greedy_op
 from drafttrain.ops import likely_accept as likely_op
 from drafttrain.ops import lossless_accept as lossless_op
@@ -218,3 +219,41 @@ def bonus(wide: Tensors, p_BV: Tensor, last_B: Tensor) -> Draw:
     """The token after the last accepted node, sampled with the noise of the position after it."""
     position_B = wide["position"].gather(1, last_B[:, None])[:, 0] + 1
     return Draw(p_BV, uniform(sampling(wide), position_B, Lane.TARGET))
+
+
+@dataclass(frozen=True)
+class Commit(Verified):
+    """What a step makes of an accepted path: tokens, the state of the texts, the host's record."""
+
+    op: ClassVar = "commit"
+    twins: ClassVar = (commit_op,)
+    dtypes: ClassVar = (torch.float32,)
+    rows: int
+    nodes: int
+    vocab: int = 16
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        given = super().inputs(torch.float32, device, seed)
+        path_BN, count_B, bonus_B = choice_op.reference(tree_of(given), given["logits"].argmax(-1))
+        made_B = torch.arange(1, self.rows + 1, device=device)
+        found = {name: given[name] for name in ("token", "parent", "count")}
+        found |= {"path": path_BN, "accepted": count_B, "bonus": bonus_B, "slot": made_B.flip(0) - 1}
+        found |= {"root": torch.zeros_like(made_B), "made": made_B, "done": made_B % 3 == 0, "limit": made_B + 1 + made_B % 3}
+        return found | {"stop": torch.full_like(made_B, -1)[:, None]}
+
+    def run(self, given: Tensors) -> Tensors:
+        return self._done(commit_op.commit, given)
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        return self._done(commit_op.reference, wide)
+
+    def _done(self, work: Any, given: Tensors) -> Tensors:
+        texts = commit_op.Texts(*(given[name] for name in ("root", "made", "done", "limit", "stop")))
+        at = (given["path"], given["accepted"], given["bonus"], given["slot"], texts, True, True)
+        found = work(tree_of(given), *at)
+        state = {"root": texts.root_S, "made": texts.made_S, "done": texts.done_S}
+        return state | {"token": found.token_BA, "next": found.next_BA, "count": found.count_B, "record": found.record_BX}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """Tokens, parents and paths, eight bytes each, and the path's tokens three times."""
+        return 48 * self.rows * self.nodes

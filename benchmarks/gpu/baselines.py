@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.gpu.machine import WARM, Copy, Machine, Race
+from benchmarks.gpu.machine import WARM, Machine, race
 from benchmarks.gpu.steps import Setting, Shared, Station, target_of
 from benchmarks.gpu.suite import Job
 
@@ -94,8 +94,8 @@ def measure(model: str, context: int, other: str, machine: Machine) -> dict[str,
     prompt_1T = torch.randint(target.shape.vocab_size, (1, context), device=machine.device)
     ours = Station(Shared(target), Setting(model, 1, context), 1, machine)
     theirs = MAKERS[other](target.model, prompt_1T, machine)
-    race = Race.run({"ours": ours.seconds, "theirs": theirs}, Copy(machine), REPEATS)
-    return {f"{name}_ms": 1e3 * taken for name, taken in race.seconds.items()}
+    taken = race({"ours": ours.seconds, "theirs": theirs}, REPEATS)
+    return {f"{name}_ms": 1e3 * seconds for name, seconds in taken.items()}
 
 
 def jobs(model: str, context: int, machine: Machine) -> list[Job]:

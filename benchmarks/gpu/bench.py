@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.gpu import baselines, check, drafting, prefill, steps
 from benchmarks.gpu.case import Case
-from benchmarks.gpu.cases import BATCHES, CONTEXTS, GOALS, NODES, timed
+from benchmarks.gpu.cases import BATCHES, BEYOND, CONTEXTS, GOALS, NODES, timed
 from benchmarks.gpu.ladder import PLAIN
-from benchmarks.gpu.machine import Copy, Machine, Race, Replay, nbytes
+from benchmarks.gpu.machine import Machine, Replay, ceilings, nbytes, race
 from benchmarks.gpu.models import REHEARSED, TIMED
 from benchmarks.gpu.steps import Setting
 from benchmarks.gpu.suite import Job, Suite
@@ -27,23 +27,34 @@ from benchmarks.gpu.suite import Job, Suite
 SECTION = "bench"
 OTHERS = tuple(baselines.MAKERS)
 CONTEXT = 4096  # of the goals
+MAIN = ("eagle3", "medusa", "jetspec", "dflash2", "domino", "xpress")  # drafters
 REPEATS = 20
 MOST_SETS, MOST_BYTES = 24, 12 << 30  # of the inputs that are used in turn
+CALLS, REPLAYS = 24, 10  # of a graph, and of graphs between two events
 
 
 @torch.no_grad()
 def measure(case: Case, machine: Machine) -> dict[str, Any]:
-    """Microseconds of one call. Several calls are captured in one graph, each with its own inputs."""
-    dtype = case.dtypes[-1]
+    """Microseconds of one call. `CALLS` calls or more are captured in one graph, on several inputs in turn, and the graph is
+    replayed several times, so that the gaps between graphs do not count.
+    """
+    dtype, above = case.dtypes[-1], ceilings(machine).look()
     sets = [case.inputs(dtype, machine.device, seed=0)]
-    moved = case.moved(dtype)
+    moved, operations = case.moved(dtype), case.operations()
     wanted = -(-2 * machine.cached // moved)  # so that large inputs have left the cache before they are used again
     sets += [case.inputs(dtype, machine.device, seed) for seed in range(1, most_sets(wanted, nbytes(sets[0].values())))]
-    replay = Replay(lambda: [case.run(given) for given in sets], machine)
-    race = Race.run({"op": lambda: machine.seconds(replay.run) / len(sets)}, Copy(machine), REPEATS)
-    taken = race.seconds["op"]
-    figures = {"us": 1e6 * taken, "bytes": moved, "bandwidth_share": moved / taken / race.bandwidth}
-    return figures | {"cold": len(sets) >= wanted, "sets": len(sets), "copy_bandwidth": race.bandwidth}
+    rounds = -(-CALLS // len(sets))
+    replay = Replay(lambda: [case.run(given) for _ in range(rounds) for given in sets], machine)
+    calls, replays = rounds * len(sets), 1 if machine.rehearsal else REPLAYS
+
+    def several() -> None:
+        for _ in range(replays):
+            replay.run()
+
+    taken = race({"op": lambda: machine.seconds(several) / calls / replays}, REPEATS)["op"]
+    floor = max(moved / above.bandwidth, operations / above.flops)
+    figures = {"us": 1e6 * taken, "bytes": moved, "operations": operations, "roofline_share": floor / taken}
+    return figures | {"cold": len(sets) >= wanted, "sets": len(sets)} | above.figures
 
 
 def most_sets(wanted: int, size: int) -> int:
@@ -54,8 +65,9 @@ def jobs(machine: Machine) -> list[Job]:
     """All jobs, the most important first, then model by model."""
     first, *others = REHEARSED if machine.rehearsal else TIMED
     context = 64 if machine.rehearsal else CONTEXT
-    found = goals(machine) + against_transformers(first, context, machine) + drafting.jobs(machine) + prefill.jobs(machine)
-    found += [job for job in operators(timed(machine.rehearsal), machine) if job.name not in {named.name for named in found}]
+    found = goals(machine) + against_transformers(first, context, machine)
+    more = drafting.jobs(machine) + prefill.jobs(machine) + operators(timed(machine.rehearsal), machine)
+    found += [job for job in more if job.name not in {named.name for named in found}]
     found += alone(first, context, machine)[1:] + batched(first, context, machine)
     for model in others:
         found += (
@@ -65,9 +77,11 @@ def jobs(machine: Machine) -> list[Job]:
 
 
 def goals(machine: Machine) -> list[Job]:
-    """The jobs with goals: the plain step, the largest verification, and some operators."""
+    """The jobs with goals: the plain step, the largest verification, filters of sampling, some operators, the main drafters."""
     model, context = (next(iter(REHEARSED)), 64) if machine.rehearsal else (next(iter(TIMED)), CONTEXT)
-    return alone(model, context, machine)[:1] + operators(() if machine.rehearsal else GOALS, machine)
+    sampled = steps.job(Setting(model, 1, context, (1, NODES[-1]), sampled=True), machine)
+    main = [drafting.job(name, machine) for name in MAIN]
+    return [*alone(model, context, machine)[:1], *operators(() if machine.rehearsal else GOALS, machine), *main, sampled]
 
 
 def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:
@@ -84,16 +98,19 @@ def against_transformers(model: str, context: int, machine: Machine) -> list[Job
 
 def alone(model: str, context: int, machine: Machine) -> list[Job]:
     """Batch 1, with the goals' context first, and there the goals' node counts first."""
-    found = [Setting(model, 1, context, nodes) for nodes in ((1, NODES[-1]), NODES[:-1])]
+    found = [Setting(model, 1, context, nodes) for nodes in ((1, NODES[-1]), NODES[:-1], (1, *BEYOND))]
     contexts = [] if machine.rehearsal else [c for c in CONTEXTS if c != context]
     return [steps.job(setting, machine) for setting in [*found, *(Setting(model, 1, c) for c in contexts)]]
 
 
 def batched(model: str, context: int, machine: Machine) -> list[Job]:
     if machine.rehearsal:
-        return [steps.job(Setting(model, 3, context), machine)]
+        return [steps.job(Setting(model, 3, context, ragged=ragged), machine) for ragged in (False, True)]
     contexts = [context, *(c for c in CONTEXTS if c != context)]
-    return [steps.job(Setting(model, rows, c), machine) for c in contexts for rows in BATCHES]
+    uneven = [Setting(model, rows, context, ragged=True) for rows in BATCHES]
+    return [
+        steps.job(setting, machine) for setting in [*(Setting(model, rows, c) for c in contexts for rows in BATCHES), *uneven]
+    ]
 
 
 def main() -> int:

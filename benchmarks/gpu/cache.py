@@ -145,6 +145,11 @@ class TreeAttention(Case):
         weight_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
         return (weight_hNP @ values).transpose(0, 1).flatten(1)
 
+    def operations(self) -> float:
+        """Of scores and weighted values, over all keys within the window."""
+        keys = self.context + self.nodes if self.window is None else min(self.context, self.window) + self.nodes
+        return 4.0 * self.rows * self.queries * self.heads * self.width * keys
+
     def moved(self, dtype: torch.dtype) -> int:
         """Keys and values that some node sees, the queries, the output."""
         seen = min(self.context, self.window or self.context) + self.nodes

@@ -92,6 +92,10 @@ class Case(ABC):
     def moved(self, dtype: torch.dtype) -> int:
         """Bytes that must be read and written once each, at least; the docstring of a subclass says which."""
 
+    def operations(self) -> float:
+        """Of its matrix products, two for each multiplication; 0 where memory alone limits it."""
+        return 0.0
+
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)

@@ -5,7 +5,7 @@ The shapes are Llama-3.1-8B's unless a case has others: 32 blocks, 32 query and 
 
 from __future__ import annotations
 
-from benchmarks.gpu.accept import ChoiceAccept, GreedyAccept, LikelyAccept, LosslessAccept
+from benchmarks.gpu.accept import ChoiceAccept, Commit, GreedyAccept, LikelyAccept, LosslessAccept
 from benchmarks.gpu.cache import Append, KvKeep, TreeAttention
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.loss import Divergence
@@ -14,6 +14,7 @@ from benchmarks.gpu.trees import BuildTree, Heads, TreeLinks
 
 V = 128_256
 NODES = (1, 8, 16, 32, 64)
+BEYOND = (65, 128)  # nodes whose ancestors take two words
 LARGE_TREES = (128, 256)  # nodes whose ancestors take several words
 CONTEXTS = (1024, 4096, 16384)
 BATCHES = (4, 16, 32)
@@ -28,6 +29,7 @@ SMALL: tuple[Case, ...] = (  # one of each, for rehearsals and for tools that sl
     KvKeep(3, 2, 60, 9, 5, 2, 16, uneven=True),
     GreedyAccept(2, 9, 203),
     ChoiceAccept(3, 17),
+    Commit(3, 17),
     Sample(7, 203),
     LosslessAccept(2, 9, 203),
     LosslessAccept(2, 6, 203, drawn=True),
@@ -76,6 +78,7 @@ LARGE: tuple[Case, ...] = (
     GreedyAccept(1, 1, 17),
     ChoiceAccept(1, 64),
     ChoiceAccept(32, 33),
+    Commit(32, 64),
     Sample(64, V),
     Sample(1, 17),
     LosslessAccept(1, 64, V),
@@ -116,6 +119,7 @@ GOALS: tuple[Case, ...] = (  # the operators with goals
 
 OTHERS: tuple[Case, ...] = (
     LosslessAccept(1, 8, V, drawn=True),
+    Commit(1, 64),
     GreedyAccept(1, 64, V),
     LikelyAccept(1, 64, V),
     Sample(64, V),
@@ -133,7 +137,8 @@ OTHERS: tuple[Case, ...] = (
     KvKeep(16, 32, 1024, 64, 5),
     *(TreeAttention(1, nodes, context) for context in CONTEXTS for nodes in NODES[:-1]),
     TreeAttention(1, 64, 1024),
-    *(TreeAttention(1, nodes, 4096) for nodes in LARGE_TREES),
+    *(TreeAttention(1, nodes, 4096) for nodes in (65, *LARGE_TREES)),
+    *(TreeAttention(rows, 64, 4096, uneven=True) for rows in BATCHES),
     *(TreeAttention(1, nodes, context, 32, 4) for context in CONTEXTS for nodes in (1, 64)),
     *(TreeAttention(rows, nodes, 4096) for rows in BATCHES for nodes in (1, 16, 64)),
     *(TreeAttention(rows, nodes, 16384) for rows in BATCHES for nodes in (1, 64)),

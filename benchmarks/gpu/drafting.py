@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu import check, sources, steps
 from benchmarks.gpu.ladder import PLAIN
-from benchmarks.gpu.machine import WARM, Copy, Machine, Race
+from benchmarks.gpu.machine import WARM, Machine, ceilings, race
 from benchmarks.gpu.models import REHEARSED, TIMED
 from benchmarks.gpu.steps import Setting, Shared, Station, target_of
 from benchmarks.gpu.suite import Job, SkipError
@@ -28,7 +28,7 @@ from drafttrain.decoding.graph_runner import Launched
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
-from drafttrain.measure.floor import kv_bytes, weight_bytes
+from drafttrain.measure.floor import kv_bytes
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.fast import FastTarget
 
@@ -44,23 +44,22 @@ class Shape:
     """A drafter as it was published, or as close as our options allow."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    passes: int = 1  # sequential passes through its weights for one proposal
     static: int = 0  # depth of a static tree of `STATIC` drafts; 0: none
 
 
 SHAPES: dict[str, Shape] = {
-    "eagle": Shape({"tree": "dynamic", "nodes": NODES, "draft_length": 6}, passes=6),
-    "eagle3": Shape({"tree": "dynamic", "nodes": NODES, "draft_length": 6, "draft_vocab": 32_000}, passes=6),
+    "eagle": Shape({"tree": "dynamic", "nodes": NODES, "draft_length": 6}),
+    "eagle3": Shape({"tree": "dynamic", "nodes": NODES, "draft_length": 6, "draft_vocab": 32_000}),
     "medusa": Shape({"heads": 3}, static=3),
     "hydra": Shape({"heads": 4, "layers": 4, "prefix_layer": True}, static=4),
     "mlp_speculator": Shape({"n_predict": 4, "inner_dim": 3072, "scale_input": True, "tree": "chain"}),
     "redrafter": Shape({"width": 10, "length": 5}),
-    "mtp": Shape({"draft_length": 3, "steps": 3}, passes=3),
-    "mtp_native": Shape({"source": "fresh", "draft_length": 3, "steps": 3}, passes=3),
+    "mtp": Shape({"draft_length": 3, "steps": 3}),
+    "mtp_native": Shape({"source": "fresh", "draft_length": 3, "steps": 3}),
     "peagle": Shape({"draft_length": 8, "layers": 4, "draft_vocab": 32_000}),
-    "draft_model": Shape({"source": "scratch", "blocks": 16, "hidden_size": 2048, "draft_length": 5}, passes=5),
+    "draft_model": Shape({"source": "scratch", "blocks": 16, "hidden_size": 2048, "draft_length": 5}),
     "pard": Shape({"source": "scratch", "blocks": 16, "hidden_size": 2048, "draft_length": 8}),
-    "early_exit": Shape({"draft_length": 4}, passes=4),
+    "early_exit": Shape({"draft_length": 4}),
 }
 TINY = {"draft_vocab": 32, "inner_dim": 16, "blocks": 2, "hidden_size": 32, "nodes": 9}
 
@@ -148,6 +147,11 @@ class Drafting:
         return parts.draft if parts else None
 
     @property
+    def weight_bytes(self) -> int:
+        """That one step reads, as counted at its capture; 0 without a graph."""
+        return self.launched.weight_bytes if self.launched else 0
+
+    @property
     def nodes(self) -> int:
         """Nodes of the last step's tree, the last accepted token included."""
         assert self.launched is not None
@@ -156,18 +160,17 @@ class Drafting:
 
 def measure(name: str, machine: Machine) -> dict[str, Any]:
     """Milliseconds of a whole step, of its draft and of a plain step. Raises SkipError."""
-    size = size_of(machine)
+    above, size = ceilings(machine).look(), size_of(machine)
     target = target_of(size.model, machine)
     drafter = built(name, target, machine)
     drafting = Drafting(target, drafter, size, machine)
     plain = Station(Shared(target), Setting(size.model, 1, size.context), 1, machine)
-    race = Race.run({"step": drafting.seconds, "plain": plain.seconds}, Copy(machine), size.repeats)
-    step, alone = race.seconds["step"], race.seconds["plain"]
-    moved = weight_bytes(target.model) + kv_bytes(target.shape, target.dtype, size.context)
-    moved += SHAPES.get(name, Shape()).passes * weight_bytes(drafter)
+    taken = race({"step": drafting.seconds, "plain": plain.seconds}, size.repeats)
+    step, alone = taken["step"], taken["plain"]
+    moved = drafting.weight_bytes + kv_bytes(target.shape, target.dtype, size.context)
     found = {"ms": 1e3 * step, "plain_ms": 1e3 * alone, "over_plain": step / alone, "nodes": drafting.nodes}
     found |= {"draft_length": drafter.draft_length, "parameters": sum(p.numel() for p in drafter.parameters())}
-    found |= {"floor_share": moved / race.bandwidth / step, "copy_bandwidth": race.bandwidth}
+    found |= {"weight_bytes": drafting.weight_bytes, "floor_share": moved / above.bandwidth / step} | above.figures
     return found if drafting.draft is None else found | {"draft_ms": 1e3 * drafting.draft}
 
 

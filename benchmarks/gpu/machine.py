@@ -1,4 +1,4 @@
-"""The measured GPU, and how it is measured: events around replays of CUDA graphs, compared with a copy's bandwidth.
+"""The measured GPU, and how it is measured: events around replays of CUDA graphs, compared with what the machine reaches.
 
 A rehearsal runs the same code on a CPU, without graphs or events, to find errors; its times mean nothing.
 """
@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from time import perf_counter
@@ -19,7 +20,11 @@ from torch import cuda
 
 Made = TypeVar("Made")
 
-COPIED = 1 << 30  # bytes of the copy that other times are compared with
+STREAMED = 4 << 30  # bytes of the copy, and of the sum, that show what memory allows
+IN_A_ROW = 8  # of them between two events
+SQUARE = 8192  # of the matrices whose product shows what the tensor cores allow
+WINDOWS = 3  # timed at each look at the ceilings
+HELD_BACK = 1_000_000  # cycles that the device sleeps before a timed window, while the host launches its work
 WARM = 3
 
 
@@ -88,12 +93,16 @@ class Machine:
         return sum("synchronizing" in str(warning.message) for warning in said)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Seconds of the work that this call starts on the device, between two events on its stream."""
+        """Seconds of the work that this call starts on the device, between two events on its stream.
+
+        The device sleeps first: an event on an idle device is reached at once, and the host's launches would count.
+        """
         if self.rehearsal:
             began = perf_counter()
             work()
             return perf_counter() - began
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        torch.cuda._sleep(HELD_BACK)
         start.record()
         work()
         end.record()
@@ -128,42 +137,69 @@ class Replay(Generic[Made]):
             self.graph.replay()
 
 
-class Copy:
-    """A device-to-device copy, timed next to other work. Its bandwidth is the real upper bound."""
+class Ceilings:
+    """What memory and tensor cores reach on this machine: the best of a session, since clocks and addresses vary.
+
+    Bytes per second of a copy (read and written) and of a sum (read alone), and operations per second of a bfloat16 product.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.source = torch.empty(1 << 16 if machine.rehearsal else COPIED, dtype=torch.uint8, device=machine.device)
-        self.target = torch.empty_like(self.source)
+        self.seen: dict[str, list[float]] = {"copy_bandwidth": [], "read_bandwidth": [], "product_flops": []}
 
-    def seconds(self) -> float:
-        return self.machine.seconds(lambda: self.target.copy_(self.source))
+    def look(self) -> Ceilings:
+        """Measure again, in fresh memory; without enough of it the earlier looks count."""
+        count, side = (1 << 14, 64) if self.machine.rehearsal else (STREAMED // 4, SQUARE)
+        if self.machine.free < 3 * 4 * count and self.seen["copy_bandwidth"]:
+            return self
+        source = torch.randn(count, device=self.machine.device)
+        target, square = torch.empty_like(source), torch.randn(side, side, device=self.machine.device, dtype=torch.bfloat16)
+        works: dict[str, tuple[float, Callable[[], object]]] = {
+            "copy_bandwidth": (2 * source.nbytes, lambda: target.copy_(source)),
+            "read_bandwidth": (source.nbytes, source.sum),
+            "product_flops": (2.0 * side**3, lambda: square @ square),
+        }
+        for name, (amount, work) in works.items():
+            work()
+            for _ in range(WINDOWS):
+                taken = self.machine.seconds(lambda work=work: [work() for _ in range(IN_A_ROW)])  # type: ignore[misc]
+                self.seen[name].append(IN_A_ROW * amount / taken)
+        return self
 
-    def bandwidth(self, times: list[float]) -> float:
-        """Bytes read and written per second, from the median of these times."""
-        return 2 * self.source.numel() / median(times)
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second: the most that a copy or a sum has reached."""
+        return max(*self.seen["copy_bandwidth"], *self.seen["read_bandwidth"])
+
+    @property
+    def flops(self) -> float:
+        return max(self.seen["product_flops"])
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """For a case's record. spread: between the best and the worst window of the faster stream, as a share of the best."""
+        best = {name: max(values) for name, values in self.seen.items()}
+        faster = max(self.seen["copy_bandwidth"], self.seen["read_bandwidth"], key=max)
+        return best | {"spread": 1.0 - min(faster) / max(faster)}
 
 
-@dataclass(frozen=True, slots=True)
-class Race:
-    """Median seconds of each contender, of `repeats` in turn, and the bandwidth of a copy among them."""
+@lru_cache
+def ceilings(machine: Machine) -> Ceilings:
+    """Of this process."""
+    return Ceilings(machine)
 
-    seconds: dict[str, float]
-    bandwidth: float
 
-    @staticmethod
-    def run(contenders: dict[str, Callable[[], float]], copy: Copy, repeats: int) -> Race:
-        """contenders: each does its work once and returns the seconds. The first `WARM` repeats do not count."""
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        copies = []
-        for number in range(WARM + repeats):
-            taken = {name: work() for name, work in contenders.items()}
-            copied = copy.seconds()
-            if number >= WARM:
-                copies.append(copied)
-                for name, seconds in taken.items():
-                    times[name].append(seconds)
-        return Race({name: median(found) for name, found in times.items()}, copy.bandwidth(copies))
+def race(contenders: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Median seconds of each contender, in turn. Each does its work once and returns the seconds; the first `WARM` repeats do
+    not count.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(WARM + repeats):
+        taken = {name: work() for name, work in contenders.items()}
+        if number >= WARM:
+            for name, seconds in taken.items():
+                times[name].append(seconds)
+    return {name: median(found) for name, found in times.items()}
 
 
 def known(package: str) -> str:

@@ -28,17 +28,20 @@ LADDER: dict[str, PreTrainedConfig] = {
 HELD = 32_768  # positions of the timed models, enough for their rotary tables
 
 
-def _shape(hidden: int, blocks: int, inner: int, vocab: int, width: int, theta: float, tied: bool) -> dict[str, Any]:
-    """All three have 32 query and 8 KV heads."""
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": width, "max_position_embeddings": HELD}
+def _shape(
+    hidden: int, blocks: int, inner: int, vocab: int, width: int, theta: float, tied: bool, heads: int = 32
+) -> dict[str, Any]:
+    """All have 8 KV heads."""
+    of = {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": width, "max_position_embeddings": HELD}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "tie_word_embeddings": tied}
     sizes = {"hidden_size": hidden, "num_hidden_layers": blocks, "intermediate_size": inner, "vocab_size": vocab}
-    return ENDLESS | sizes | heads | rope
+    return ENDLESS | sizes | of | rope
 
 
 TIMED: dict[str, PreTrainedConfig] = {
     "Llama-3.1-8B": LlamaConfig(**_shape(4096, 32, 14336, 128_256, 128, 5e5, tied=False)),
     "Llama-3.2-1B": LlamaConfig(**_shape(2048, 16, 8192, 128_256, 64, 5e5, tied=True)),
+    "Llama-3.3-70B-8-blocks": LlamaConfig(**_shape(8192, 8, 28672, 128_256, 128, 5e5, tied=False, heads=64)),
     "Qwen3-4B": Qwen3Config(**_shape(2560, 36, 9728, 151_936, 128, 1e6, tied=True)),
 }
 REHEARSED = {"tiny": LADDER["qwen3-tiny"]}

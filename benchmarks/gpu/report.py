@@ -18,6 +18,7 @@ PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- figures: written by the make gpu-... commands -->"
 END = "<!-- end of figures -->"
 NONE = "not measured yet"
+STEADY = 0.03  # spread of a ceiling's windows up to which shares of it are printed without a mark
 
 
 def write(results: Path | None, machine: Machine) -> None:
@@ -46,6 +47,7 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     if said:
         yield ", ".join(said) + f". Checks: {counted(known.get('check', {}))}.\n"
     bench, train = known.get("bench", {}), known.get("train", {})
+    yield from ceilings(bench)
     yield goals(known)
     yield from titled("Steps", steps(bench))
     yield from titled("Drafters' steps", drafting(bench))
@@ -95,18 +97,31 @@ def goals_text(known: dict[str, Any]) -> str:
     return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in cells)
 
 
+def ceilings(bench: Section) -> Iterable[str]:
+    """The best that any case saw, and how far the windows of one case were apart."""
+    seen = [entry["figures"] for _, entry in measured(bench, "") if "read_bandwidth" in entry["figures"]]
+    if seen:
+        best = {name: max(f[name] for f in seen) for name in ("copy_bandwidth", "read_bandwidth", "product_flops")}
+        yield (
+            f"Ceilings: copy {best['copy_bandwidth'] / 1e12:.2f} TB/s, read {best['read_bandwidth'] / 1e12:.2f} TB/s, bfloat16 "
+            f"product {best['product_flops'] / 1e12:.0f} TFLOP/s; windows of one case differ by up to "
+            f"{percent(max(f['spread'] for f in seen))}.\n"
+        )
+
+
 def steps(bench: Section) -> list[str]:
     """One row for each model, batch, context and node count."""
     names = ("model", "batch", "context", "nodes", "ms", "of the floor", "/ plain", "outside the target")
     rows = table(*names, "outside products and attention", "host waits", "capture")
     for name, entry in measured(bench, "step "):
-        model, batch, context = (part.split("=")[-1] for part in name.split()[1:4])
+        model, batch, context, *how = (part.split("=")[-1] for part in name.split()[1:])
+        context = " ".join([context, *(word for word in how if word in ("ragged", "sampled"))])
         for nodes, found in entry["figures"].items():
             if isinstance(found, dict):
                 rest = percent(1.0 - found["products"] - found["attention"]) if "products" in found else ""
                 waits = f"{found['waits']} in {found['replays']}" if "waits" in found else ""
                 capture = f"{found['capture_seconds']:.1f} s, {found['capture_bytes'] / 2**20:.0f} MiB"
-                floor, outside = percent(found["floor_share"]), percent(found.get("outside_target"))
+                floor, outside = floor_of(found, entry), percent(found.get("outside_target"))
                 times = (f"{found['ms']:.3f}{age(entry)}", floor, f"{found['over_plain']:.3f}", outside)
                 rows.append(row(model, batch, context, nodes, *times, rest, waits, capture))
     return rows
@@ -120,8 +135,13 @@ def drafting(bench: Section) -> list[str]:
         f, (family, model, context) = entry["figures"], name.removeprefix("drafting ").split()
         shape = (family, model, context.removeprefix("context="), f["draft_length"], f["nodes"], f"{f['parameters']:,}")
         times = (f"{f['ms']:.3f}{age(entry)}", number(f.get("draft_ms"), 3), f"{f['plain_ms']:.3f}", f"{f['over_plain']:.3f}")
-        rows.append(row(*shape, *times, percent(f["floor_share"])))
+        rows.append(row(*shape, *times, floor_of(f, entry)))
     return rows
+
+
+def floor_of(found: dict[str, Any], entry: dict[str, Any]) -> str:
+    """A share of the floor, marked where the ceiling moved while it was measured."""
+    return percent(found["floor_share"]) + (" (unsteady ceiling)" if entry["figures"].get("spread", 0.0) > STEADY else "")
 
 
 def against_transformers(bench: Section) -> list[str]:
@@ -159,11 +179,11 @@ def prompt_chunks(bench: Section) -> list[str]:
 
 
 def operators(bench: Section) -> list[str]:
-    rows = table("operator", "µs", "MB", "of the copy's bandwidth", "inputs")
+    rows = table("operator", "µs", "MB", "of the roofline", "inputs")
     for name, entry in measured(bench, ""):
         found = entry["figures"]
         if "us" in found:
-            share, where = percent(found["bandwidth_share"]), "from memory" if found["cold"] else "in the cache"
+            share, where = percent(found.get("roofline_share")), "from memory" if found["cold"] else "in the cache"
             rows.append(row(name, f"{found['us']:.2f}{age(entry)}", f"{found['bytes'] / 1e6:.3f}", share, where))
     return rows
 

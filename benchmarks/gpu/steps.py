@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu import check
 from benchmarks.gpu.cases import NODES
 from benchmarks.gpu.ladder import PLAIN
-from benchmarks.gpu.machine import Copy, Machine, Race
+from benchmarks.gpu.machine import Machine, ceilings, race
 from benchmarks.gpu.models import REHEARSED, TIMED, random_model
 from benchmarks.gpu.suite import Job, RedError, SkipError
 from benchmarks.gpu.trace import traced
@@ -28,7 +28,7 @@ from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
 from drafttrain.decoding.graph_runner import Launched
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
-from drafttrain.measure.floor import kv_bytes, weight_bytes
+from drafttrain.measure.floor import kv_bytes
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.kv_cache import KVCache
@@ -42,20 +42,37 @@ REPEATS = 10
 ROOM = 8 * PAGE  # positions beyond the context: a run's new tokens, and a tree
 MARGIN = 6 << 30  # bytes left to activations and graphs
 TRACED = (1, 64)
-OPERATORS = ("rms_norm", "gated", "append", "tree_attention", "kv_keep", "greedy_accept", "tree_links")
+OPERATORS = ("rms_norm", "gated", "append", "tree_attention", "kv_keep", "greedy_accept", "commit", "tree_links")
+
+
+FILTERS: dict[str, dict[str, Any]] = {"": {}, "top_p=0.9": {"top_p": 0.9}, "top_k=50": {"top_k": 50}}  # of sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     model: str
     rows: int
-    context: int
+    context: int  # of every row; of ragged ones the longest
     nodes: tuple[int, ...] = NODES  # 1 among them: plain decoding, which the others are compared with
+    sampled: bool = False  # losslessly at temperature 1, with each of `FILTERS`; otherwise greedy
+    ragged: bool = False  # row i of B has i + 1 of B parts of the context
 
     @property
     def name(self) -> str:
         part = "" if self.nodes == NODES else f" nodes={','.join(map(str, self.nodes))}"
-        return f"step {self.model} rows={self.rows} context={self.context}{part}"
+        how = f"{' ragged' if self.ragged else ''}{' sampled' if self.sampled else ''}"
+        return f"step {self.model} rows={self.rows} context={self.context}{part}{how}"
+
+    @property
+    def contexts(self) -> list[int]:
+        """Positions of each row."""
+        return [self.context * (row + 1) // self.rows if self.ragged else self.context for row in range(self.rows)]
+
+    @property
+    def contenders(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """(name, nodes, filter) of what is timed in turn."""
+        filters = FILTERS if self.sampled else {"": {}}
+        return [(f"{nodes} {name}".strip(), nodes, options) for name, options in filters.items() for nodes in self.nodes]
 
 
 class Offered(Drafter):
@@ -121,12 +138,18 @@ class Shared:
 
 
 class Station:
-    """A session whose rows are at one context, as if their prompts had been read. nodes 1: plain decoding."""
+    """A session whose rows are at their contexts, as if their prompts had been read. nodes 1: plain decoding. options: of the
+    sampling.
+    """
 
-    def __init__(self, target: Shared, setting: Setting, nodes: int, machine: Machine) -> None:
+    def __init__(
+        self, target: Shared, setting: Setting, nodes: int, machine: Machine, options: dict[str, Any] | None = None
+    ) -> None:
         self.setting, self.machine, self.nodes = setting, machine, nodes
         drafter = None if nodes == 1 else Offered(nodes, target.shape.vocab_size, machine.device)
-        decoder = Decoder(target, drafter, "greedy", Sampling(), controls=Controls(read_every=1))
+        sampling = Sampling(1.0, **options or {}) if setting.sampled else Sampling()
+        policy = "lossless" if setting.sampled else "greedy"
+        decoder = Decoder(target, drafter, policy, sampling, controls=Controls(read_every=1))
         self.session = Session(decoder, setting.rows, setting.context + ROOM)
         assert self.session.runner is not None
         self.runner = self.session.runner
@@ -140,8 +163,8 @@ class Station:
     @torch.inference_mode()
     def _stand(self) -> None:
         rows, slots = self.setting.rows, self.session.slots
-        for slot in range(rows):
-            self.session.kv.crop_slot(slot, self.setting.context)
+        for slot, context in enumerate(self.setting.contexts):
+            self.session.kv.crop_slot(slot, context)
         slots.done_S[:rows], slots.made_S[:rows], slots.limit_S[:rows] = False, 1, 1 << 40
         slots.root_S[:rows] = torch.arange(rows, device=self.machine.device)
 
@@ -163,13 +186,18 @@ class Station:
             self._launch(STEPS)
         assert self.launched is not None
         made = [sum(row.count for row in rows) for rows in zip(*self.launched.rows(), strict=True)]
-        grown = (self.session.kv.lengths(torch.arange(self.setting.rows)) - self.setting.context).tolist()
+        grown = (self.session.kv.lengths(torch.arange(self.setting.rows)).cpu() - torch.tensor(self.setting.contexts)).tolist()
         if made != grown or min(grown) < STEPS:
             raise RedError(f"{STEPS} steps of {self.nodes} nodes made {made} tokens and kept {grown} positions")
         found: dict[str, Any] = {"capture_seconds": self.runner.made.seconds, "capture_bytes": self.runner.made.bytes}
         if seen is not None:
             found |= {"waits": seen.waits, "replays": seen.replays, "products": seen.products, "attention": seen.attention}
         return found
+
+    @property
+    def weight_bytes(self) -> int:
+        """That one step reads, as counted at its capture; 0 without a graph."""
+        return self.launched.weight_bytes if self.launched else 0
 
     @property
     def verify(self) -> float | None:
@@ -186,25 +214,25 @@ def target_of(model: str, machine: Machine) -> FastTarget:
 
 
 def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
-    """By node count, as text: milliseconds, share of the bound, ratio to plain. Raises SkipError where it does not fit."""
-    target = target_of(setting.model, machine)
+    """By contender: milliseconds, share of the floor, ratio to plain. Raises SkipError where it does not fit."""
+    above, target = ceilings(machine).look(), target_of(setting.model, machine)
     if (
         not machine.rehearsal
         and kv_bytes(target.shape, target.dtype, setting.rows * (setting.context + ROOM)) + MARGIN > machine.free
     ):
         raise SkipError("its cache does not fit the GPU's memory")
-    shared, copy = Shared(target), Copy(machine)
-    stations = {nodes: Station(shared, setting, nodes, machine) for nodes in setting.nodes}
-    race = Race.run({str(nodes): station.seconds for nodes, station in stations.items()}, copy, REPEATS)
-    kept = kv_bytes(target.shape, target.dtype, setting.rows * setting.context)
-    floor = (weight_bytes(target.model) + kept) / race.bandwidth
-    figures: dict[str, Any] = {"floor_ms": 1e3 * floor, "copy_bandwidth": race.bandwidth}
-    for nodes, station in stations.items():
-        step = race.seconds[str(nodes)]
-        found = {"ms": 1e3 * step, "floor_share": floor / step, "over_plain": step / race.seconds["1"]}
+    shared = Shared(target)
+    stations = {name: Station(shared, setting, nodes, machine, options) for name, nodes, options in setting.contenders}
+    taken = race({name: station.seconds for name, station in stations.items()}, REPEATS)
+    kept = kv_bytes(target.shape, target.dtype, sum(setting.contexts))
+    figures: dict[str, Any] = above.figures
+    for name, station in stations.items():
+        step, floor = taken[name], (station.weight_bytes + kept) / above.bandwidth
+        found = {"ms": 1e3 * step, "floor_share": floor / step, "over_plain": step / taken["1"]}
+        found["over_unfiltered"] = step / taken[str(station.nodes)]
         if station.verify is not None:
             found["outside_target"] = max(0.0, 1.0 - station.verify / step)
-        figures[str(nodes)] = found | station.figures()
+        figures[name] = found | station.figures()
     return figures
 
 

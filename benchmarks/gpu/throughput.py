@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.gpu import check, sources, straight
 from benchmarks.gpu.ladder import PLAIN
-from benchmarks.gpu.machine import Copy, Machine, Race
+from benchmarks.gpu.machine import Machine, race
 from benchmarks.gpu.models import REHEARSED
 from benchmarks.gpu.steps import target_of
 from benchmarks.gpu.suite import Job, RedError
@@ -153,11 +153,11 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     if found["eager_rows"]:
         training.check(found["eager_rows"])
         contenders["eager"] = partial(machine.seconds, partial(eager, found["eager_rows"]))
-    race = Race.run(contenders, Copy(machine), REPEATS)
-    limit, found["tokens_per_s"] = named_peak(machine.name), rows * length / race.seconds["ours"]
-    found["mfu"] = None if limit is None else training.flops / race.seconds["ours"] / limit
+    taken = race(contenders, REPEATS)
+    limit, found["tokens_per_s"] = named_peak(machine.name), rows * length / taken["ours"]
+    found["mfu"] = None if limit is None else training.flops / taken["ours"] / limit
     if found["eager_rows"]:
-        found["eager_tokens_per_s"] = found["eager_rows"] * length / race.seconds["eager"]
+        found["eager_tokens_per_s"] = found["eager_rows"] * length / taken["eager"]
         found["times"] = found["tokens_per_s"] / found["eager_tokens_per_s"]
     return found
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu import check, throughput
 from benchmarks.gpu.cases import LOSSES, V
-from benchmarks.gpu.machine import Copy, Machine, Race
+from benchmarks.gpu.machine import Machine, race
 from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
 from benchmarks.gpu.throughput import random_batch
 from benchmarks.tiny import built
@@ -91,8 +91,8 @@ def loss(name: str, machine: Machine) -> dict[str, Any]:
     apart = float((gradients["fused"] - gradients["plain"]).norm() / gradients["plain"].norm())
     if not apart <= 10 * AGREE:
         raise RedError(f"the gradients are {apart:.1e} apart")
-    race = Race.run({way: partial(machine.seconds, partial(step, how)) for way, how in ways.items()}, Copy(machine), REPEATS)
-    return found | {f"{way}_ms": 1e3 * taken for way, taken in race.seconds.items()} | {"tokens": rows * length}
+    taken = race({way: partial(machine.seconds, partial(step, how)) for way, how in ways.items()}, REPEATS)
+    return found | {f"{way}_ms": 1e3 * seconds for way, seconds in taken.items()} | {"tokens": rows * length}
 
 
 def peak(work: Callable[[], None], machine: Machine) -> int:

@@ -28,11 +28,11 @@ class AcceptedPath:
     path_BA: Tensor  # accepted nodes, root first, padded with 0 past count_B; A is N until `trimmed`
     count_B: Tensor  # accepted nodes, root included
     bonus_B: Tensor  # the target's token after the last accepted node
-    last_B: Tensor  # the last accepted node
 
-    @staticmethod
-    def of(path_BA: Tensor, count_B: Tensor, bonus_B: Tensor) -> AcceptedPath:
-        return AcceptedPath(path_BA, count_B, bonus_B, path_BA.gather(1, count_B[:, None] - 1)[:, 0])
+    @property
+    def last_B(self) -> Tensor:
+        """The last accepted node."""
+        return self.path_BA.gather(1, self.count_B[:, None] - 1)[:, 0]
 
     def trimmed(self) -> AcceptedPath:
         """With no more columns than the longest path has nodes. Syncs with the host."""
@@ -64,7 +64,7 @@ class Policy:
 
 def greedy(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> AcceptedPath:
     """The deepest node whose every token is its parent's argmax."""
-    return AcceptedPath.of(*greedy_accept(tree, logits_BNV))
+    return AcceptedPath(*greedy_accept(tree, logits_BNV))
 
 
 def coupled(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> AcceptedPath:
@@ -73,14 +73,14 @@ def coupled(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_
     """
     B, N = position_BN.shape
     choice_BN = sample(logits_BNV.flatten(0, 1), sampling, (position_BN + 1).flatten(), Lane.TARGET).view(B, N)
-    return AcceptedPath.of(*choice_accept(tree, choice_BN))
+    return AcceptedPath(*choice_accept(tree, choice_BN))
 
 
 def lossless(
     tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling
 ) -> AcceptedPath:
     """Speculative sampling over a tree. The output follows the target's processed distribution (`lossless_accept`)."""
-    return AcceptedPath.of(*lossless_accept(tree, logits_BNV, position_BN, sampling))
+    return AcceptedPath(*lossless_accept(tree, logits_BNV, position_BN, sampling))
 
 
 EPSILON, DELTA = 0.09, 0.3
@@ -88,7 +88,7 @@ EPSILON, DELTA = 0.09, 0.3
 
 def typical(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> AcceptedPath:
     """Typical acceptance (arXiv 2401.10774, section 2.3.2): p(x) > min(eps, delta * exp(-H(p))). Not lossless."""
-    return AcceptedPath.of(*likely_accept(tree, logits_BNV, position_BN, sampling, EPSILON, DELTA))
+    return AcceptedPath(*likely_accept(tree, logits_BNV, position_BN, sampling, EPSILON, DELTA))
 
 
 def threshold(
@@ -100,7 +100,7 @@ def threshold(
     least: float,
 ) -> AcceptedPath:
     """A draft is accepted where the target gives it more than `least`. Not lossless."""
-    return AcceptedPath.of(*likely_accept(tree, logits_BNV, position_BN, sampling, least, math.inf))
+    return AcceptedPath(*likely_accept(tree, logits_BNV, position_BN, sampling, least, math.inf))
 
 
 LEAST = 0.3  # of the threshold policy, unless set

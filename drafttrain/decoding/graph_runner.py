@@ -16,6 +16,7 @@ from torch import Tensor, cuda
 
 from drafttrain.decoding.cuda_graph import CaptureError, captured_graph, warmed
 from drafttrain.decoding.step import DecodeStep, Row
+from drafttrain.decoding.weight_reads import WeightReads
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Target
@@ -57,6 +58,7 @@ class Launched:
 
     rows: Callable[[], list[list[Row]]]  # waits for the steps, and gives the rows of each
     parts: Callable[[], Shares | None]  # times of one step's parts; None: not timed
+    weight_bytes: int = 0  # that one step reads; 0: not counted
 
 
 class GraphRunner:
@@ -80,8 +82,8 @@ class GraphRunner:
         if self.capture and (graph := self._graph(rows, limit)) is not None:
             return graph.launch(filled, steps, len(slots))
         slot_B = torch.tensor(filled, device=self.device)
-        packed = [self.step.run(slot_B, limit).packed() for _ in range(steps)]
-        return Launched(lambda: [Row.of(p[: len(slots)].tolist()) for p in packed], lambda: None)
+        records = [self.step.run(slot_B, limit) for _ in range(steps)]
+        return Launched(lambda: [Row.of(record_BX[: len(slots)].tolist()) for record_BX in records], lambda: None)
 
     def _bind(self, longest: int) -> None:
         state = self.step.state
@@ -117,12 +119,18 @@ class _Graph:
         self._slots: list[int] = []
         self._events = [cuda.Event(enable_timing=True, external=True) for _ in range(4)]
         self._timed: list[Shares] = []
-        packed = warmed(lambda: step.run(self.slot_B, limit).packed(), device)  # on the padding slot
-        self._ring = packed.new_zeros(RING, *packed.shape)
+
+        def counted() -> tuple[Tensor, WeightReads]:
+            with WeightReads() as reads:
+                return step.run(self.slot_B, limit), reads  # on the padding slot
+
+        record_BX, reads = warmed(counted, device)
+        self._weight_bytes = reads.bytes(cuda.get_device_properties(device).L2_cache_size)
+        self._ring = record_BX.new_zeros(RING, *record_BX.shape)
         self._next_1 = torch.zeros(1, dtype=torch.long, device=device)
 
         def replayed() -> None:
-            self._ring.index_copy_(0, self._next_1, step.run(self.slot_B, limit).packed()[None])
+            self._ring.index_copy_(0, self._next_1, step.run(self.slot_B, limit)[None])
             self._next_1.add_(1)
 
         with step.marked(self._events):
@@ -146,7 +154,7 @@ class _Graph:
             arrived.synchronize()
             return [Row.of(step[:rows]) for step in host.tolist()]
 
-        return Launched(wait, self._mean)
+        return Launched(wait, self._mean, self._weight_bytes)
 
     def _time(self) -> None:
         cuda.synchronize(self.device)

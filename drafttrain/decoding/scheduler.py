@@ -34,6 +34,7 @@ class Costs:
     captures: int = 0  # CUDA graphs made; their time is not part of the steps
     capture_seconds: float = 0.0
     capture_bytes: int = 0  # device memory
+    weight_bytes: int = 0  # read by the captured steps, all together
 
 
 @dataclass(slots=True)
@@ -119,10 +120,8 @@ class Session:
 
     def _run(self, limit: int | None) -> list[Chunk]:
         """One decode step, whose results are read at once."""
-        record = self.decode_step.run(self.slot_B, limit)
+        rows = Row.of(self.decode_step.run(self.slot_B, limit).tolist())
         began, drafted, verified, committed = self.decode_step.marks
-        columns = (record.next_BA, record.count_B, record.nodes_B, record.open_B)
-        rows = [Row(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
         chunks = self._record([*self.active.values()], rows)
         self._learn(limit, committed - began, rows)
         if self.decoder.cut is not None:
@@ -177,6 +176,7 @@ class Session:
         self.costs.commit += parts.commit * busy
         self.costs.host += max(0.0, taken - parts.total) * before.steps
         self.costs.steps += before.steps
+        self.costs.weight_bytes += before.launched.weight_bytes * before.steps
         self._retire()
         return chunks
 

@@ -23,6 +23,7 @@ from drafttrain.decoding.request import Request
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Taps, Target, TargetOut
+from drafttrain.ops.commit import Texts, commit, shifted
 
 
 class SlotState:
@@ -64,32 +65,17 @@ class SlotState:
             return sampling
         return replace(sampling.rows(self.key_S[slot_B]), temperature_B=self.temperature_S[slot_B], seed_1=self.seed_1)
 
-    def go_on(self, slot_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
-        """Append the first count_B tokens of each row to its text, and mark texts that have ended."""
-        made_B = self.made_S[slot_B] + count_B
-        new_BA = torch.arange(token_BA.shape[1], device=token_BA.device) < count_B[:, None]
-        stops_BA = (token_BA[..., None] == self.stop.token_SK[slot_B][:, None]).any(-1) & new_BA
-        self.made_S[slot_B] = made_B
-        self.done_S[slot_B] = self.done_S[slot_B] | stops_BA.any(-1) | (made_B >= self.limit_S[slot_B])
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The results of a decode step that the host reads."""
-
-    next_BA: Tensor  # new tokens
-    count_B: Tensor  # how many of them
-    nodes_B: Tensor  # verified nodes, root included
-    open_B: Tensor  # whether the last accepted node had children: then one more draft was offered than accepted
-
-    def packed(self) -> Tensor:
-        """[B, A + 3] int64: one tensor to copy to the host."""
-        return torch.cat([self.next_BA, torch.stack([self.count_B, self.nodes_B, self.open_B.long()], 1)], 1)
+    @property
+    def texts(self) -> Texts:
+        """What `commit` writes."""
+        return Texts(self.root_S, self.made_S, self.done_S, self.limit_S, self.stop.token_SK)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a `Record`, on the host."""
+    """What the host reads of one row of a step: new tokens, how many of them count, verified nodes (root included), and whether
+    the last accepted node had children: then one more draft was offered than accepted.
+    """
 
     tokens: list[int]
     count: int
@@ -97,8 +83,8 @@ class Row:
     open: bool
 
     @staticmethod
-    def of(packed: list[list[int]]) -> list[Row]:
-        return [Row(tokens, count, nodes, bool(opened)) for *tokens, count, nodes, opened in packed]
+    def of(record_BX: list[list[int]]) -> list[Row]:
+        return [Row(tokens, count, nodes, bool(opened)) for *tokens, count, nodes, opened in record_BX]
 
 
 @dataclass
@@ -120,8 +106,10 @@ class DecodeStep:
     marks: list[float] = field(default_factory=list)  # when the parts of the last step began and ended, in seconds
     _events: list[Any] = field(default_factory=list)
 
-    def run(self, slot_B: Tensor, limit: int | None) -> Record:
-        """limit: deepest draft allowed; 0: none. With a bound on the cache's lengths nothing syncs with the host."""
+    def run(self, slot_B: Tensor, limit: int | None) -> Tensor:
+        """[B, A + 3] int64, for `Row.of`. limit: deepest draft allowed; 0: none. With a bound on the cache's lengths nothing
+        syncs with the host.
+        """
         kv, fixed = self.kv, self.kv.static
         self.marks = []
         self._mark()
@@ -141,18 +129,14 @@ class DecodeStep:
         if not self.logits_processors.idle:
             logits_BNV = self.logits_processors(logits_BNV, tree.token_BN, ancestor_BNN, slot_B, self.slots.made_S[slot_B])
         accepted = self.policy.accept(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
-        accepted = self._without_done(accepted, slot_B, limit) if fixed else accepted.trimmed()
-        kv.keep(accepted.path_BA, accepted.count_B)
-        commit = commit_of(tree, accepted, out)
-        self._observe(commit, slot_B, limit)
-        self.logits_processors.add(slot_B, tree.token_BN[:, 0], commit.next_BA, accepted.count_B)
-        self.slots.root_S[slot_B] = accepted.bonus_B
-        if fixed or not self.logits_processors.idle:
-            self.slots.go_on(slot_B, commit.next_BA, accepted.count_B)
-        real_BN = torch.arange(tree.token_BN.shape[1], device=slot_B.device) < tree.count_B[:, None]
-        has_child_B = ((tree.parent_BN == accepted.last_B[:, None]) & real_BN).any(-1)
+        accepted = self._narrowed(accepted, limit) if fixed else accepted.trimmed()
+        path_BA, counts = accepted.path_BA, fixed or not self.logits_processors.idle
+        done = commit(tree, path_BA, accepted.count_B, accepted.bonus_B, slot_B, self.slots.texts, skips=fixed, counts=counts)
+        kv.keep(path_BA, done.count_B)
+        self._observe(Commit(done.token_BA, done.next_BA, out.hidden_along(path_BA), done.count_B), slot_B, limit)
+        self.logits_processors.add(slot_B, tree.token_BN[:, 0], done.next_BA, done.count_B)
         self._mark()
-        return Record(commit.next_BA, accepted.count_B, tree.count_B, has_child_B)
+        return done.record_BX
 
     @property
     def taps(self) -> Taps:
@@ -183,11 +167,10 @@ class DecodeStep:
         reach_BD = reach_BD.masked_fill(self.slots.plain_S[slot_B][:, None], 0.0) if self.may_fall_back else reach_BD
         return self.cut.depth(len(slot_B), reach_BD.sum(0).tolist(), sampled=tree.q_BNV is not None)
 
-    def _without_done(self, accepted: AcceptedPath, slot_B: Tensor, limit: int | None) -> AcceptedPath:
-        """No more columns than nodes can be accepted, and count 0 for rows that are done."""
+    def _narrowed(self, accepted: AcceptedPath, limit: int | None) -> AcceptedPath:
+        """No more columns than nodes can be accepted."""
         drafts = [self.drafter.draft_length if self.drafter else 0, limit, self.window]
-        path_BA = accepted.path_BA[:, : 1 + min(d for d in drafts if d is not None)]
-        return replace(accepted, path_BA=path_BA, count_B=accepted.count_B.masked_fill(self.slots.done_S[slot_B], 0))
+        return replace(accepted, path_BA=accepted.path_BA[:, : 1 + min(d for d in drafts if d is not None)])
 
     def _observe(self, commit: Commit, slot_B: Tensor, limit: int | None) -> None:
         if self.state is None:
@@ -225,10 +208,5 @@ class DecodeStep:
 
 def commit_of(tree: DraftTree, accepted: AcceptedPath, out: TargetOut) -> Commit:
     """The accepted path as aligned columns: token, the token after it, the target's state at it."""
-    token_BA = tree.token_BN.gather(1, accepted.path_BA)
-    next_BA = torch.cat([token_BA[:, 1:], token_BA[:, :1]], 1)
-    next_BA = next_BA.scatter(1, (accepted.count_B - 1).clamp_min(0)[:, None], accepted.bonus_B[:, None])
-    hidden = {
-        k: h_BNH.gather(1, accepted.path_BA[..., None].expand(-1, -1, h_BNH.shape[-1])) for k, h_BNH in out.hidden.items()
-    }
-    return Commit(token_BA, next_BA, hidden, accepted.count_B)
+    token_BA, next_BA = shifted(tree, accepted.path_BA, accepted.count_B, accepted.bonus_B)
+    return Commit(token_BA, next_BA, out.hidden_along(accepted.path_BA), accepted.count_B)

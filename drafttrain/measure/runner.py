@@ -282,13 +282,13 @@ def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: 
     keys |= {"policy": bench.decode.policy, "temperature": bench.decode.temperature, "batch_size": first.batch_size}
     keys["slices"] = by_category(evidence, checkpoint.name, first) + by_batch_size(races, checkpoint.name)
     for part in (keys, *(s for s in keys["slices"] if s["by"] == "batch_size")):
-        part["floor_fraction"] = _floor_fraction(bench, drafter, races[part["batch_size"]], checkpoint.name, part)
+        part["floor_fraction"] = _floor_fraction(bench, races[part["batch_size"]], checkpoint.name, part)
     return keys
 
 
-def _floor_fraction(bench: Bench, drafter: Drafter, timed: Race, name: str, keys: Keys) -> float | None:
+def _floor_fraction(bench: Bench, timed: Race, name: str, keys: Keys) -> float | None:
     target, wave = bench.loaded.target, timed.of(name)[0][0]
-    floor = step_floor([target.model, drafter], target.cache_bytes(), wave, target.device)
+    floor = step_floor(target.cache_bytes(), wave, target.device)
     if floor is None:
         return None
     return 1000 * floor / (keys["draft_ms"] + keys["verify_ms"] + keys["commit_ms"] + keys["host_ms"])

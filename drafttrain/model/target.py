@@ -48,6 +48,13 @@ class TargetOut:
     logits_BRV: Tensor | None  # None when no logit rows were requested
     hidden: dict[int, Tensor] = field(default_factory=dict)  # by tap key, [B, N, H] each
 
+    def hidden_along(self, path_BA: Tensor) -> dict[int, Tensor]:
+        """[B, A, H] each: the states at these nodes."""
+        return {
+            key: hidden_BNH.gather(1, path_BA[..., None].expand(-1, -1, hidden_BNH.shape[-1]))
+            for key, hidden_BNH in self.hidden.items()
+        }
+
 
 class Target(Protocol):
     """A causal LM: trees in, logits and tapped states out."""

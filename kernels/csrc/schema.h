@@ -31,6 +31,12 @@ inline void define(torch::stable::detail::StableLibrary& m) {
         "Tensor windows, Tensor position, Tensor table, Tensor length, Tensor? ancestor, int earlier, Tensor(b!) store, "
         "Tensor taps, Tensor(c!) tapped) -> Tensor");
     m.def("kv_keep(Tensor(a!) store, Tensor table, Tensor length, Tensor path, Tensor count, int page) -> ()");
+    // an accepted path's tokens and those after them [B, A], entries kept [B], the record for the host [B, A + 3], and the
+    // state of each slot's text
+    m.def(
+        "commit(Tensor token, Tensor parent, Tensor real, Tensor path, Tensor count, Tensor bonus, Tensor slot, Tensor stop, "
+        "Tensor limit, bool skips, bool counts, Tensor(a!) root, Tensor(b!) made, Tensor(c!) done, Tensor(d!) taken, "
+        "Tensor(e!) next, Tensor(f!) kept, Tensor(g!) record) -> ()");
     // acceptance: path [B, N] (zeros after the accepted nodes), accepted [B], bonus [B]
     m.def(
         "greedy_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "

@@ -245,7 +245,7 @@ def test_cases_have_names_of_their_own_and_goals_name_cases() -> None:
         names = [job.name for job in suite.jobs(GPU)]
         named = {goal.case for goal in GOALS if goal.section == section}
         assert named <= set(names)
-        assert max(map(names.index, named)) < 10, "goals come first"
+        assert max(map(names.index, named)) < 16, "goals come first"
     assert {c.op for c in checked(False)} >= {c.op for c in timed(False)}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.ops import build, choice_accept, greedy_accept, library, likely_accept, lossless_accept, sample
+from drafttrain.ops import build, choice_accept, commit, greedy_accept, library, likely_accept, lossless_accept, sample
 from tests.kernels import emulated
 
 Verdict = tuple[Tensor, Tensor, Tensor]
@@ -308,3 +308,24 @@ def test_the_keyed_numbers_are_the_same_to_the_bit(tmp_path: Path) -> None:
         lane, draw = Lane(int(torch.randint(1, 4, (), generator=random))), int(torch.randint(0, 300, (), generator=random))
         sampling = Sampling(1.0, seed=seed).rows(torch.tensor([key]))
         assert number(seed, key, position, lane, draw) == float(uniform(sampling, torch.tensor([position]), lane, draw))
+
+
+@pytest.mark.parametrize("nodes", [1, 9, 70])
+@pytest.mark.parametrize(("skips", "counts"), [(True, True), (False, False)])
+def test_commit_writes_tokens_texts_and_record_as_its_twin(machine: str, nodes: int, skips: bool, counts: bool) -> None:
+    """Texts that have ended, that reach their limit and that stop; paths that are a part of a wider tensor."""
+    one = case(nodes, BATCH, nodes, 11)
+    path_BN, count_B, bonus_B = greedy_accept.reference(one.tree, one.logits_BNV)
+    path_BA = path_BN[:, : int(count_B.max())]
+    random = torch.Generator().manual_seed(nodes)
+    slot_B = torch.randperm(BATCH + 3, generator=random)[:BATCH]
+    made_S, limit_S = (torch.randint(low, high, (BATCH + 3,), generator=random) for low, high in ((1, 9), (4, 12)))
+    stop_SK = torch.randint(-1, 11, (BATCH + 3, 2), generator=random)
+    texts = commit.Texts(torch.zeros_like(made_S), made_S, made_S % 4 == 0, limit_S, stop_SK)
+    same = commit.Texts(*(getattr(texts, field.name).clone() for field in fields(texts)))
+    found = commit.commit(one.tree, path_BA, count_B, bonus_B, slot_B, texts, skips, counts)
+    wanted = commit.reference(one.tree, path_BA, count_B, bonus_B, slot_B, same, skips, counts)
+    assert bool(same.done_S.any()) and not bool(same.done_S.all())
+    for ours, theirs in ((found, wanted), (texts, same)):
+        for field in fields(theirs):
+            assert torch.equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name

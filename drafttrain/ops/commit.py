@@ -1,0 +1,82 @@
+"""What a decode step makes of its accepted paths, in one operator: tokens, the state of each text, the host's record.
+
+Shapes: S slots, B rows, N tree nodes, A accepted nodes, K stop tokens, X = A + 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.tree import DraftTree
+from drafttrain.ops import library
+from drafttrain.ops.choice_accept import nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The state of each slot's text, which `commit` writes in place, but for the last two."""
+
+    root_S: Tensor  # last accepted token
+    made_S: Tensor  # new tokens so far
+    done_S: Tensor  # bool: the text has ended
+    limit_S: Tensor  # new tokens at most
+    stop_SK: Tensor  # stop tokens; -1: none
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """token_BA: the accepted tokens. next_BA: the token after each, the bonus token after the last. Past count_B, and for rows
+    that have ended, the entries mean nothing. record_BX: next_BA, then count, verified nodes, and whether the last accepted
+    node had children.
+    """
+
+    token_BA: Tensor
+    next_BA: Tensor
+    count_B: Tensor
+    record_BX: Tensor
+
+
+def commit(
+    tree: DraftTree, path_BA: Tensor, count_B: Tensor, bonus_B: Tensor, slot_B: Tensor, texts: Texts, skips: bool, counts: bool
+) -> Committed:
+    """skips: rows whose text has ended commit nothing (count 0). counts: keep the text's length, and whether it has ended."""
+    if not library.serves(tree.token_BN.new_empty(0, dtype=torch.float32)) or path_BA.stride(1) != 1:
+        return reference(tree, path_BA, count_B, bonus_B, slot_B, texts, skips, counts)
+    B, A = path_BA.shape
+    new = tree.token_BN.new_empty
+    found = Committed(new(B, A), new(B, A), new(B), new(B, A + 3))
+    state = (texts.root_S, texts.made_S, texts.done_S)
+    given = (path_BA, count_B.contiguous(), bonus_B, slot_B, texts.stop_SK, texts.limit_S, skips, counts)
+    out = (found.token_BA, found.next_BA, found.count_B, found.record_BX)
+    torch.ops.drafttrain.commit(*nodes(tree), *given, *state, *out)
+    return found
+
+
+def reference(
+    tree: DraftTree, path_BA: Tensor, count_B: Tensor, bonus_B: Tensor, slot_B: Tensor, texts: Texts, skips: bool, counts: bool
+) -> Committed:
+    """The plain-torch twin of `commit`."""
+    last_B1 = path_BA.gather(1, count_B[:, None] - 1)
+    real_BN = torch.arange(tree.token_BN.shape[1], device=slot_B.device) < tree.count_B[:, None]
+    open_B = ((tree.parent_BN == last_B1) & real_BN).any(-1)
+    count_B = count_B.masked_fill(texts.done_S[slot_B], 0) if skips else count_B
+    token_BA, next_BA = shifted(tree, path_BA, count_B, bonus_B)
+    texts.root_S[slot_B] = bonus_B
+    if counts:
+        made_B = texts.made_S[slot_B] + count_B
+        new_BA = torch.arange(path_BA.shape[1], device=slot_B.device) < count_B[:, None]
+        stops_BA = (next_BA[..., None] == texts.stop_SK[slot_B][:, None]).any(-1) & new_BA
+        texts.made_S[slot_B] = made_B
+        texts.done_S[slot_B] = texts.done_S[slot_B] | stops_BA.any(-1) | (made_B >= texts.limit_S[slot_B])
+    record_BX = torch.cat([next_BA, torch.stack([count_B, tree.count_B, open_B.long()], 1)], 1)
+    return Committed(token_BA, next_BA, count_B, record_BX)
+
+
+def shifted(tree: DraftTree, path_BA: Tensor, count_B: Tensor, bonus_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(token_BA, next_BA): the accepted tokens, and the token after each."""
+    token_BA = tree.token_BN.gather(1, path_BA)
+    next_BA = torch.cat([token_BA[:, 1:], token_BA[:, :1]], 1)
+    return token_BA, next_BA.scatter(1, (count_B - 1).clamp_min(0)[:, None], bonus_B[:, None])
