@@ -223,6 +223,12 @@ T atomicAdd(T* at, T value) {
     return old;
 }
 template <typename T>
+T atomicMin(T* at, T value) {
+    const T old = *at;
+    *at = std::min(old, value);
+    return old;
+}
+template <typename T>
 T __ldg(const T* at) {
     return *at;
 }

@@ -1,4 +1,6 @@
 // Launchers of distribution.cuh and accept.cuh: shares of all rows by splits, then a block for each tree or row.
+#include <algorithm>
+
 #include "../../include/drafttrain/accept.cuh"
 #include "../verdicts.h"
 #include "aligned.cuh"
@@ -45,8 +47,8 @@ void choice_accept(const Tensor& choice, const Tensor& token, const Tensor& pare
     const Trees trees = trees_of(token, parent, count, path, accepted, bonus);
     if (token.size(0) == 0) return;
     const Launcher run(choice);
-    run(follow_rows, dim3(token.size(0)), dim3(kFollowThreads), follow_room(trees.nodes), trees, nullptr, 0,
-        data<int64_t>(choice));
+    const dim3 threads(std::min<int64_t>(kFollowThreads, ceil_div(trees.nodes, kWarp) * kWarp));
+    run(follow_rows, dim3(token.size(0)), threads, follow_room(trees.nodes), trees, nullptr, 0, data<int64_t>(choice));
 }
 
 // The shares of all rows of real nodes, as a tensor of bytes that outlives the launches that read it. count may be null.

@@ -30,12 +30,12 @@ struct BlockTree {
     const int64_t *token, *parent;
     int64_t row, count;  // row: of the batch
 
-    // Copies the tree and clears its path. Wait at a barrier before reading them.
+    // Copies the tree and clears its path. Wait at a barrier before reading them. Padding is copied too: no load waits for the
+    // count.
     __device__ BlockTree(const Trees& trees, Room& room) : row(blockIdx.x), count(trees.count[blockIdx.x]) {
         int64_t *tokens = room.take<int64_t>(trees.nodes), *parents = room.take<int64_t>(trees.nodes);
         for (int64_t i = threadIdx.x; i < trees.nodes; i += blockDim.x) {
             trees.path[row * trees.nodes + i] = 0;
-            if (i >= count) continue;
             tokens[i] = trees.token[row * trees.nodes + i];
             parents[i] = trees.parent[row * trees.nodes + i];
         }
@@ -43,26 +43,47 @@ struct BlockTree {
     }
 };
 
-inline size_t follow_room(int64_t nodes) { return 3 * nodes * sizeof(int64_t); }
+// The first accepted child of each node, in shared memory.
+struct NextNodes {
+    static constexpr int kNone = INT_MAX;
+    int* next;  // [N]
+
+    // Clears them. Wait at a barrier before `accept`, and again before reading.
+    __device__ NextNodes(int64_t nodes, Room& room) : next(room.take<int>(nodes)) {
+        for (int64_t i = threadIdx.x; i < nodes; i += blockDim.x) next[i] = kNone;
+    }
+    // parent: before i, so that walks end.
+    __device__ void accept(int64_t parent, int64_t i) const { atomicMin(next + parent, int(i)); }
+    // -1 if every child is rejected.
+    __device__ int64_t after(int64_t node) const { return next[node] == kNone ? -1 : next[node]; }
+};
+
+inline size_t follow_room(int64_t nodes) { return nodes * (3 * sizeof(int64_t) + sizeof(int)) + 8; }
 
 // The walk along the argmax of each node's row, from its splits' shares, or along `choice` [B, N] if given.
 __global__ void __launch_bounds__(kFollowThreads)
     follow_rows(Trees trees, const uint64_t* best, int splits, const int64_t* choice) {
     Room room;
     const BlockTree tree(trees, room);
+    const NextNodes next(trees.nodes, room);
     int64_t* chosen = room.take<int64_t>(trees.nodes);
     const int64_t first = tree.row * trees.nodes;
     if (choice != nullptr) {
-        for (int64_t n = threadIdx.x; n < tree.count; n += blockDim.x) chosen[n] = choice[first + n];
+        for (int64_t n = threadIdx.x; n < trees.nodes; n += blockDim.x) chosen[n] = choice[first + n];
     } else {
         for (int64_t n = threadIdx.x / kWarp; n < tree.count; n += blockDim.x / kWarp)
             chosen[n] = warp_argmax(best + (first + n) * splits, splits);
     }
     __syncthreads();
+    for (int64_t i = threadIdx.x + 1; i < tree.count; i += blockDim.x) {
+        const int64_t parent = tree.parent[i];
+        if (parent >= 0 && parent < i && tree.token[i] == chosen[parent]) next.accept(parent, i);
+    }
+    __syncthreads();
     if (threadIdx.x > 0) return;
-    const auto chooses = [&](int64_t i) { return chosen[i]; };
-    trees.accepted[tree.row] =
-        greedy_walk(tree.token, tree.parent, tree.count, trees.nodes, chooses, trees.path + first, trees.bonus + tree.row);
+    int64_t last = 0, accepted = 1;
+    for (int64_t i; (i = next.after(last)) >= 0; last = i) trees.path[first + accepted++] = i;
+    trees.accepted[tree.row] = accepted, trees.bonus[tree.row] = chosen[last];
 }
 
 // The logit rows of a tree's nodes, with their shares.
