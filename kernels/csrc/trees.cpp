@@ -115,7 +115,7 @@ void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, c
     for (int64_t b = 0; b < batch; b++) {
         uint64_t keys[kMostCandidates];
         int64_t chosen[kMostNodes], above[kMostNodes];
-        for (int64_t c = 0; c < candidates; c++) keys[c] = candidate_key(data<float>(score) + b * candidates, int(c));
+        for (int64_t c = 0; c < candidates; c++) keys[c] = candidate_key(data<float>(score)[b * candidates + c], int(c));
         std::nth_element(keys, keys + nodes - 1, keys + candidates, std::greater<>());
         for (int i = 0; i < nodes; i++) chosen[i] = index_of(keys[i]);
         const BuiltRow row = built.at(b, nodes);

@@ -182,6 +182,15 @@ void run(dim3 grid, dim3 size, size_t shared, F body) {
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::meet(&emulator::Fiber::barriers, 0, emulator::block().threads); }
+inline bool __syncthreads_or(bool vote) {
+    auto& block = emulator::block();
+    block.fibers[block.current].value = vote;
+    __syncthreads();
+    bool any = false;
+    for (size_t i = 0; i < block.threads; i++) any |= !block.fibers[i].done && block.fibers[i].value != 0;
+    __syncthreads();
+    return any;
+}
 inline void __syncwarp(unsigned = ~0u) {
     emulator::meet(&emulator::Fiber::exchanges, emulator::warp_start(), emulator::warp_end());
 }
@@ -229,12 +238,26 @@ T atomicMin(T* at, T value) {
     return old;
 }
 template <typename T>
+T atomicMax(T* at, T value) {
+    const T old = *at;
+    *at = std::max(old, value);
+    return old;
+}
+template <typename T>
+T atomicOr(T* at, T value) {
+    const T old = *at;
+    *at = old | value;
+    return old;
+}
+template <typename T>
 T __ldg(const T* at) {
     return *at;
 }
 inline int __popcll(unsigned long long x) { return std::popcount(x); }
+inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(unsigned(x)) + 1; }
 inline int __ffsll(long long x) { return x == 0 ? 0 : std::countr_zero(uint64_t(x)) + 1; }
+inline int __clz(int x) { return std::countl_zero(unsigned(x)); }
 inline int __clzll(long long x) { return std::countl_zero(uint64_t(x)); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }

@@ -224,6 +224,7 @@ def test_tree_links(nodes: int) -> None:
 def test_build_tree(many: int, nodes: int) -> None:
     torch.manual_seed(many)
     parent, score = candidates(10, many)
+    score[-2:] = torch.randn(2, many)  # parents need not be among the best
     shapes = [(10, nodes)] * 3 + [(10, nodes, words_for(nodes))] + [(10, nodes)] * 2
     built = tree_op.Built(*(torch.full(shape, -7) for shape in shapes))
     emulated.ops().build_tree(parent, score, *fields(built))

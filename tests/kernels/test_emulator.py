@@ -28,8 +28,25 @@ static void sum(int kind) {
     if (threadIdx.x == 40) found[blockIdx.x] = total / 2;
 }
 
+// What threads agree on: the votes of a block, and atomics on one word.
+static void agree() {
+    static int least, most;
+    static uint32_t marks;
+    if (threadIdx.x == 0) least = kSize, most = 0, marks = 0;
+    const bool one = __syncthreads_or(threadIdx.x == 77), none = __syncthreads_or(false);
+    atomicMin(&least, int(threadIdx.x) + 3);
+    atomicMax(&most, int(threadIdx.x));
+    atomicOr(&marks, 1u << threadIdx.x % 32);
+    __syncthreads();
+    found[blockIdx.x] += one && !none && least == 3 && most == 255 && marks == ~0u && __popc(marks) == 32 && __clz(9) == 28;
+}
+
 int main(int count, char** words) {
     const int kind = std::atoi(words[1]);
+    if (kind == 3) {
+        emulator::run(kBlocks, kSize, 0, agree);
+        return std::printf("%g %g %g\\n", found[0], found[1], found[2]) < 0;
+    }
     for (int again = 0; again < 2; again++) emulator::run(kBlocks, kSize, kSize * sizeof(float), [&] { sum(kind); });
     emulator::run(1, 32, kSize * sizeof(float), [] {});  // a smaller block behind larger ones
     for (float x : found) std::printf("%g\\n", x);
@@ -51,6 +68,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_threads_that_meet_see_each_others_values(program: Path) -> None:
     done = subprocess.run([program, "0"], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"{255 * 128 + 256 * block}" for block in range(3)]
+
+
+def test_threads_of_a_block_agree(program: Path) -> None:
+    done = subprocess.run([program, "3"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["256"] * 3
 
 
 def test_a_missing_barrier_shows(program: Path) -> None:

@@ -28,10 +28,9 @@ void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, c
     const Launcher run(parent);
     const BuiltRow built = {data<int64_t>(kept), data<int64_t>(new_parent), data<int64_t>(depth),
                             data<int64_t>(bits), data<int64_t>(child),      data<int64_t>(sibling)};
-    const int room = select_room(int(nodes), int(ceil_div(candidates, kSelectThreads)));
     by_words(int(nodes), [&](auto words) {
-        run(build_trees<words.value>, dim3(batch), dim3(kSelectThreads), room * sizeof(uint64_t), data<int64_t>(parent),
-            data<float>(score), int(candidates), int(nodes), built);
+        run(build_trees<words.value>, dim3(batch), dim3(kBuildThreads), build_room<words.value>(int(candidates)),
+            data<int64_t>(parent), data<float>(score), int(candidates), int(nodes), built);
     });
 }
 

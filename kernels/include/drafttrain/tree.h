@@ -71,9 +71,7 @@ DRAFTTRAIN_BOTH int64_t next_child(const int64_t* parent, int start, int nodes, 
 }
 
 // A candidate's key in the order of the best: the root, candidate 0, comes first.
-DRAFTTRAIN_BOTH uint64_t candidate_key(const float* score, int i) {
-    return i == 0 ? ~uint64_t(0) : top_key(score[i], uint32_t(i));
-}
+DRAFTTRAIN_BOTH uint64_t candidate_key(float score, int i) { return i == 0 ? ~uint64_t(0) : top_key(score, uint32_t(i)); }
 
 // The number of chosen candidates with a lower index: the place of a chosen candidate in the new tree.
 DRAFTTRAIN_BOTH int64_t place_of(const int64_t* chosen, int nodes, int64_t candidate) {
