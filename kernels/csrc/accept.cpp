@@ -76,6 +76,20 @@ struct Row {
     }
     int64_t token(int64_t i) const { return t.token[b * t.nodes + i]; }
     bool child(int64_t i) const { return t.parent[b * t.nodes + i] == at; }
+    int64_t next_child(int64_t i) const {
+        while (++i < t.count[b])
+            if (child(i)) return i;
+        return -1;
+    }
+    Given judge() const {
+        double left = dist.row.mass;
+        for (int64_t i = next_child(at); i >= 0; i = next_child(i)) {
+            const double part = twin(i) ? 0.0 : weight(i);
+            if (accepts_given(draw(i), left, part)) return {i, left};
+            left = std::max(left - part, 0.0);
+        }
+        return {-1, left};
+    }
     bool twin(int64_t i) const { return is_twin(t.token + b * t.nodes, t.parent + b * t.nodes, i); }
     double weight(int64_t i) const { return dist.weight_of(token(i)); }
     float q(int64_t i) const { return q_rows[at * t.vocab + token(i)]; }
@@ -130,20 +144,15 @@ struct Row {
 
 template <typename T>
 void lossless_row(const Trees& t, int64_t b, const T* logits, const float* q, const bool* sampled) {
-    const int64_t first = b * t.nodes, *parent = t.parent + first;
+    const int64_t first = b * t.nodes;
     std::vector<float> take(size_t(t.nodes)), give(size_t(t.nodes));
     Row<T> row = {t, b, logits + first * t.vocab, q == nullptr ? nullptr : q + first * t.vocab};
-    const bool* drawn = sampled == nullptr ? nullptr : sampled + first;
-    Lossless<Row<T>> sampler(parent, t.count[b], drawn, {take.data(), give.data()}, row);
+    Lossless<Row<T>> sampler(sampled == nullptr ? nullptr : sampled + first, {take.data(), give.data()}, row);
     std::fill(t.path + first, t.path + first + t.nodes, 0);
-    t.accepted[b] = 1;
+    int64_t accepted = 1;
     sampler.enter(0);
-    walk(
-        parent, t.count[b], [&](int64_t i) { return sampler.takes(i); },
-        [&](int64_t i, int64_t depth) {
-            t.path[first + depth] = i, t.accepted[b] = depth + 1;
-            sampler.enter(i);
-        });
+    for (int64_t i; (i = sampler.accepted_child()) >= 0; sampler.enter(i)) t.path[first + accepted++] = i;
+    t.accepted[b] = accepted;
     t.bonus[b] = sampler.bonus(number(t, b, row.at, 1, kTargetLane, 0));
 }
 

@@ -206,16 +206,19 @@ def test_sample(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept > (0.99 if machine == "cpu" else 0.9) * total
 
 
-def test_numbers_at_the_ends_of_their_range(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_at_the_ends_of_their_range(machine: str) -> None:
     """A draw of 0 takes the first token that may come, and a law of one token gives that, wherever the others are masked."""
-    V = 4100
+    V = 139_300  # of more splits than a warp has lanes
+    places = [0, 17, 4095, V - 1]
     logits = torch.full((4, V), -torch.inf)
-    for row, place in enumerate((0, 17, 4095, 4099)):
-        logits[row, place] = 1e4
-    assert sample.sample(logits, Sampling(0.01), torch.arange(4), Lane.TARGET).tolist() == [0, 17, 4095, 4099]
+    logits[torch.arange(4), places] = 1e4
+    assert sample.sample(logits, Sampling(0.01), torch.arange(4), Lane.TARGET).tolist() == places
     for bad in (torch.nan, -torch.inf):  # nothing hangs, and what comes is a token
-        found = sample.sample(torch.full((1, V), bad), Sampling(1.0), torch.zeros(1, dtype=torch.long), Lane.TARGET)
-        assert 0 <= int(found) < V
+        found = sample.sample(torch.full((1, 4100), bad), Sampling(1.0), torch.zeros(1, dtype=torch.long), Lane.TARGET)
+        assert 0 <= int(found) < 4100
+    if machine != "cpu":
+        with pytest.raises(RuntimeError, match="bytes of shared memory"):
+            sample.sample(torch.zeros(1, 1 << 24, dtype=torch.float16), Sampling(1.0), torch.zeros(1).long(), Lane.TARGET)
 
 
 def test_children_that_hold_all_of_the_law(machine: str) -> None:

@@ -23,6 +23,15 @@ dim3 shares_grid(int64_t rows, int64_t vocab) {
     return dim3(rows, splits_of(vocab));
 }
 
+// Dynamic shared memory beside a finder: a block has 48 KiB unless a kernel asks for more, of which the splits' sums take
+// eight bytes for each 4,096 tokens.
+size_t beside_finder(size_t room) {
+    constexpr size_t kLimit = (48 << 10) - sizeof(Finder) - 64;
+    STD_TORCH_CHECK(room <= kLimit, "sampling needs ", room, " bytes of shared memory for these nodes and tokens, of ", kLimit,
+                    ": use fewer nodes or a smaller vocabulary");
+    return room;
+}
+
 void greedy_accept(const Tensor& logits, const Tensor& token, const Tensor& parent, const Tensor& count, const Tensor& path,
                    const Tensor& accepted, const Tensor& bonus) {
     const Trees trees = trees_of(token, parent, count, path, accepted, bonus);
@@ -77,13 +86,14 @@ void lossless_accept(const Tensor& logits, const std::optional<Tensor>& q, const
     STD_TORCH_CHECK(!q || q->numel() == logits.numel(), "q has a distribution for every node, over the target's vocabulary");
     if (batch == 0) return;
     const Launcher run(logits);
+    const size_t room = beside_finder(lossless_room(trees.nodes, splits_of(vocab)));
     const Tensor shares = shares_of<false>(run, logits, trees.temperature, trees.count, trees.nodes);
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
         const bool packs = aligned(vocab * sizeof(T), data<T>(logits)) && aligned(vocab * sizeof(float), data<float>(q));
         by_packing(packs, [&](auto packed) {
-            run(lossless_rows<T, packed()>, dim3(batch), dim3(kDrawThreads), lossless_room(trees.nodes, splits_of(vocab)),
-                trees, data<T>(logits), data<Share>(shares), data<float>(q), data<bool>(sampled));
+            run(lossless_rows<T, packed()>, dim3(batch), dim3(kDrawThreads), room, trees, data<T>(logits), data<Share>(shares),
+                data<float>(q), data<bool>(sampled));
         });
     });
 }
@@ -96,11 +106,11 @@ void likely_accept(const Tensor& logits, const Tensor& token, const Tensor& pare
         sampled_trees(trees_of(token, parent, count, path, accepted, bonus), vocab, position, temperature, key, seed);
     if (batch == 0) return;
     const Launcher run(logits);
+    const size_t room = beside_finder(likely_room(trees.nodes, splits_of(vocab)));
     const Tensor shares = shares_of<true>(run, logits, trees.temperature, trees.count, trees.nodes);
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
-        run(likely_rows<T>, dim3(batch), dim3(kDrawThreads), likely_room(trees.nodes, splits_of(vocab)), trees, data<T>(logits),
-            data<Share>(shares), epsilon, delta);
+        run(likely_rows<T>, dim3(batch), dim3(kDrawThreads), room, trees, data<T>(logits), data<Share>(shares), epsilon, delta);
     });
 }
 
@@ -109,12 +119,13 @@ void sample(const Tensor& logits, const Tensor& temperature, const Tensor& key, 
     const int64_t rows = logits.size(0), vocab = logits.size(1);
     if (rows == 0) return;
     const Launcher run(logits);
+    const size_t room = beside_finder(splits_of(vocab) * sizeof(double));
     const Tensor shares = shares_of<false>(run, logits, data<float>(temperature), nullptr, 1);
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
-        run(sample_rows<T>, dim3(rows), dim3(kDrawThreads), splits_of(vocab) * sizeof(double), data<T>(logits),
-            data<Share>(shares), data<float>(temperature), data<int64_t>(key), data<int64_t>(position), data<int64_t>(seed),
-            lane, draw, vocab, data<int64_t>(token));
+        run(sample_rows<T>, dim3(rows), dim3(kDrawThreads), room, data<T>(logits), data<Share>(shares),
+            data<float>(temperature), data<int64_t>(key), data<int64_t>(position), data<int64_t>(seed), lane, draw, vocab,
+            data<int64_t>(token));
     });
 }
 

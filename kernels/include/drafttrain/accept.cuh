@@ -102,19 +102,35 @@ struct BlockRows {
           splits(splits_of(trees.vocab)),
           first(tree.row * trees.nodes),
           inverse(inverse_of(trees.temperature[tree.row])),
-          total(room.take<Share>(trees.nodes)) {
-        for (int64_t n = threadIdx.x / kWarp; n < tree.count; n += blockDim.x / kWarp) {
-            const Share all = warp_join(shares + (first + n) * splits, splits, inverse);
-            if (threadIdx.x % kWarp == 0) total[n] = all;
+          total(room.take<Share>(trees.nodes)) {}
+
+    // Computes the totals of `count` nodes. Wait at a barrier before reading them.
+    template <bool dots>
+    __device__ void join(int64_t count) const {
+        constexpr int kRows = 4;  // of a warp at a time
+        const int64_t warps = blockDim.x / kWarp;
+        for (int64_t n = threadIdx.x / kWarp; n < count; n += kRows * warps) {
+            const auto of = [&](int r) { return n + r * warps < count ? shares + (first + n + r * warps) * splits : nullptr; };
+            Share all[kRows];
+            warp_join<kRows, dots>(of, int(splits), inverse, all);
+            if (threadIdx.x % kWarp != 0) continue;
+#pragma unroll
+            for (int r = 0; r < kRows; r++)
+                if (n + r * warps < count) total[n + r * warps] = all[r];
         }
-        __syncthreads();
+    }
+
+    struct Logit {
+        T x;
+        float top;  // of its split
+    };
+    __device__ Logit read(int64_t node, int64_t token) const {
+        return {logits[(first + node) * vocab + token], shares[(first + node) * splits + token / kSplit].top};
     }
 
     // A token's share of total[node].mass.
-    __device__ double weight_of(int64_t node, int64_t token) const {
-        const float top = shares[(first + node) * splits + token / kSplit].top;
-        const float e = weight(to_float(logits[(first + node) * vocab + token]), top, inverse);
-        return double(e) * double(weight(top, total[node].top, inverse));
+    __device__ double weight_of(int64_t node, Logit token) const {
+        return double(weight(to_float(token.x), token.top, inverse)) * double(weight(token.top, total[node].top, inverse));
     }
 
     __device__ BlockDistribution<T> dist(int64_t node, double* sums, Finder& finder) const {
@@ -123,25 +139,104 @@ struct BlockRows {
     }
 };
 
+// What the walk knows of each node, in shared memory: of the numbers drawn for it, and of its token after its parent.
+struct Judged {
+    double *draw, *bonus;   // the numbers that decide on it, and on the token after it
+    double *weight, *left;  // its token's part of the parent's mass, 0 for a twin; what its own children leave
+    float* q;               // the parent's q at its token
+    bool* twin;
+    NextNodes next;  // accepted by `judge`
+
+    __device__ Judged(int64_t nodes, Room& room)
+        : draw(room.take<double>(nodes)),
+          bonus(room.take<double>(nodes)),
+          weight(room.take<double>(nodes)),
+          left(room.take<double>(nodes)),
+          q(room.take<float>(nodes)),
+          twin(room.take<bool>(nodes)),
+          next(nodes, room) {}
+
+    static size_t room(int64_t nodes) { return nodes * (4 * sizeof(double) + sizeof(float) + sizeof(bool) + sizeof(int)) + 24; }
+
+    // Marks the twins; a warp for each node.
+    __device__ void find_twins(const BlockTree& tree) const {
+        const int lane = threadIdx.x % kWarp;
+        for (int64_t i = 1 + threadIdx.x / kWarp; i < tree.count; i += blockDim.x / kWarp) {
+            bool found = false;
+            for (int64_t start = 0; start < i; start += kWarp) {
+                const int64_t j = start + lane;
+                found |= j > 0 && j < i && tree.parent[j] == tree.parent[i] && tree.token[j] == tree.token[i];
+            }
+            found = __any_sync(kAllLanes, found);
+            if (lane == 0) twin[i] = found;
+        }
+    }
+
+    // For the children of all nodes as if none were drawn: which is accepted first, and what is left if none is. A warp sums
+    // the siblings before each of its nodes, four nodes at a time. left: the nodes' masses before.
+    __device__ void judge(const BlockTree& tree, const Share* total) const {
+        constexpr int kNodes = 4;
+        const int lane = threadIdx.x % kWarp;
+        const int64_t warps = blockDim.x / kWarp;
+        for (int64_t n = 1 + threadIdx.x / kWarp; n < tree.count; n += kNodes * warps) {
+            double before[kNodes] = {};
+            bool more[kNodes] = {};  // siblings after it
+            for (int64_t start = 0; start < tree.count; start += kWarp) {
+                const int64_t j = start + lane;
+                if (j == 0 || j >= tree.count) continue;
+#pragma unroll
+                for (int r = 0; r < kNodes; r++) {
+                    const int64_t i = n + r * warps;
+                    if (i >= tree.count || tree.parent[j] != tree.parent[i]) continue;
+                    if (j < i) before[r] += weight[j];
+                    more[r] |= j > i;
+                }
+            }
+#pragma unroll
+            for (int offset = kWarp / 2; offset > 0; offset /= 2)
+#pragma unroll
+                for (int r = 0; r < kNodes; r++) before[r] += __shfl_xor_sync(kAllLanes, before[r], offset);
+#pragma unroll
+            for (int r = 0; r < kNodes; r++) {
+                const int64_t i = n + r * warps;
+                const bool last = !__any_sync(kAllLanes, more[r]);
+                if (lane != 0 || i >= tree.count) continue;
+                const int64_t parent = tree.parent[i];
+                const double here = fmax(total[parent].mass - before[r], 0.0);
+                if (accepts_given(draw[i], here, weight[i])) next.accept(parent, i);
+                if (last) left[parent] = fmax(here - weight[i], 0.0);
+            }
+        }
+    }
+};
+
 // The `Row` of Lossless, computed by a block. All threads make the same calls.
 template <typename T, bool packed>
 struct BlockRow {
     const BlockTree& tree;
     const BlockRows<T>& rows;
+    const Judged& judged;
     const float* q_rows;  // [N, V] of this tree, or null
-    const double *weights, *draws;
-    const float* q_at;  // q_rows at each node's token
-    const bool* twins;
     double* sums;
     Finder& finder;
     int64_t at;
 
     __device__ double enter(int64_t node) { return rows.total[at = node].mass; }
-    __device__ double weight(int64_t i) const { return weights[i]; }
-    __device__ bool twin(int64_t i) const { return twins[i]; }
-    __device__ float q(int64_t i) const { return q_at[i]; }
-    __device__ double draw(int64_t i) const { return draws[i]; }
+    __device__ Given judge() const { return {judged.next.after(at), judged.left[at]}; }
+    __device__ double weight(int64_t i) const { return judged.weight[i]; }
+    __device__ bool twin(int64_t i) const { return judged.twin[i]; }
+    __device__ float q(int64_t i) const { return judged.q[i]; }
+    __device__ double draw(int64_t i) const { return judged.draw[i]; }
     __device__ BlockDistribution<T> dist() const { return rows.dist(at, sums, finder); }
+
+    __device__ int64_t next_child(int64_t node) const {
+        for (int64_t start = (node + 1) / kWarp * kWarp; start < tree.count; start += kWarp) {
+            const int64_t i = start + threadIdx.x % kWarp;
+            const unsigned found = __ballot_sync(kAllLanes, i > node && i < tree.count && tree.parent[i] == at);
+            if (found != 0) return start + __ffs(int(found)) - 1;
+        }
+        return -1;
+    }
 
     // The probability of a logit. unit: 1 / mass of the row.
     __device__ float p_of(float x, float unit) const { return drafttrain::weight(x, rows.total[at].top, rows.inverse) * unit; }
@@ -162,12 +257,14 @@ struct BlockRow {
                 const auto logit = *reinterpret_cast<const Piece<T, kWide>*>(x + v);
                 const auto drawn = *reinterpret_cast<const Piece<float, kWide>*>(q + v);
                 float piece = 0.0f;
+                ShortSum whole;
                 for (int j = 0; j < kWide; j++) {
                     const float p = residual(p_of(to_float(logit.at[j]), unit), drawn.at[j]);
                     piece += fmaxf(p - drawn.at[j] * take, 0.0f);
-                    if (more) all.q += drawn.at[j];
+                    if (more) whole.add(drawn.at[j]);
                 }
                 here += piece;
+                if (more) all.q += whole.value();
             }
             here = warp_reduce(here, add);
             if (threadIdx.x % kWarp == 0) sums[split] = here, all.p += here;
@@ -179,13 +276,21 @@ struct BlockRow {
         return all;
     }
 
+    // A warp for each split.
     __device__ void fill(bool struck) {
-        dist().fill();
-        if (!struck) return;
-        for (int64_t i = at + 1; threadIdx.x == 0 && i < tree.count; i++) {
-            if (tree.parent[i] != at || twins[i]) continue;
-            double& sum = sums[tree.token[i] / kSplit];
-            sum = fmax(sum - weights[i], 0.0);
+        const BlockDistribution<T> mine = dist();
+        const int lane = threadIdx.x % kWarp;
+        __syncthreads();  // an earlier use of the sums is over
+        for (int64_t split = threadIdx.x / kWarp; split < rows.splits; split += blockDim.x / kWarp) {
+            const double whole = mine.shares[split].mass * mine.factor(split);
+            double gone = 0.0;
+            for (int64_t start = at / kWarp * kWarp; struck && start < tree.count; start += kWarp) {
+                const int64_t i = start + lane;
+                const bool here = i < tree.count && tree.parent[i] == at && tree.token[i] / kSplit == split;
+                if (!__any_sync(kAllLanes, here)) continue;
+                gone += warp_reduce(here ? judged.weight[i] : 0.0, [](double a, double b) { return a + b; });
+            }
+            if (lane == 0) sums[split] = struck ? fmax(whole - gone, 0.0) : whole;
         }
         __syncthreads();
     }
@@ -211,8 +316,8 @@ struct BlockRow {
 };
 
 inline size_t lossless_room(int64_t nodes, int64_t splits) {
-    return nodes * (2 * sizeof(int64_t) + sizeof(Share) + 2 * sizeof(double)) + (3 * nodes * sizeof(float) + nodes + 32) +
-           splits * sizeof(double);
+    return nodes * (2 * sizeof(int64_t) + sizeof(Share) + 2 * sizeof(float)) + Judged::room(nodes) + splits * sizeof(double) +
+           16;
 }
 
 // Speculative sampling; q [B, N, V] and sampled [B, N] may be null.
@@ -223,35 +328,42 @@ __global__ void __launch_bounds__(kDrawThreads, 1)
     Room room;
     const BlockTree tree(trees, room);
     const BlockRows<T> rows(trees, tree, logits, shares, room);
-    const int64_t first = rows.first;
-    double *weights = room.take<double>(trees.nodes), *draws = room.take<double>(trees.nodes);
-    float *q_at = room.take<float>(trees.nodes), *take = room.take<float>(trees.nodes), *give = room.take<float>(trees.nodes);
-    bool* twins = room.take<bool>(trees.nodes);
+    const Judged judged(trees.nodes, room);
+    float *take = room.take<float>(trees.nodes), *give = room.take<float>(trees.nodes);
+    const int64_t first = rows.first, mine = threadIdx.x;
+    const bool* drawn = sampled == nullptr ? nullptr : sampled + first;
     const auto number = [&](int64_t i, int64_t ahead, Lane lane, int64_t draw) {
         return uniform(*trees.seed, trees.key[tree.row], trees.position[first + i] + ahead, lane, draw);
     };
-    for (int64_t i = threadIdx.x + 1; i < tree.count; i += blockDim.x) {
+    __syncthreads();
+    typename BlockRows<T>::Logit logit = {};  // of this thread's first node: on its way while the rows are joined
+    if (mine > 0 && mine < tree.count) logit = rows.read(tree.parent[mine], tree.token[mine]);
+    for (int64_t i = mine; i < tree.count; i += blockDim.x) {
         const int64_t parent = tree.parent[i];
-        weights[i] = rows.weight_of(parent, tree.token[i]);
-        draws[i] = number(i, 0, kAcceptLane, i);
-        twins[i] = is_twin(tree.token, tree.parent, i);
-        q_at[i] = sampled != nullptr && sampled[first + parent] ? q[(first + parent) * trees.vocab + tree.token[i]] : 0.0f;
+        judged.draw[i] = number(i, 0, kAcceptLane, i);
+        judged.bonus[i] = number(i, 1, kTargetLane, 0);
+        judged.q[i] = i > 0 && drawn != nullptr && drawn[parent] ? q[(first + parent) * trees.vocab + tree.token[i]] : 0.0f;
+    }
+    judged.find_twins(tree);
+    rows.template join<false>(tree.count);
+    __syncthreads();
+    for (int64_t i = mine; i < tree.count; i += blockDim.x) {
+        judged.left[i] = rows.total[i].mass;
+        if (i == 0) continue;
+        if (i != mine) logit = rows.read(tree.parent[i], tree.token[i]);
+        judged.weight[i] = judged.twin[i] ? 0.0 : rows.weight_of(tree.parent[i], logit);
     }
     __syncthreads();
+    judged.judge(tree, rows.total);
+    __syncthreads();
     const float* q_rows = q == nullptr ? nullptr : q + first * trees.vocab;
-    BlockRow<T, packed> row = {tree, rows, q_rows, weights, draws, q_at, twins, room.take<double>(rows.splits), finder, 0};
-    const bool* drawn = sampled == nullptr ? nullptr : sampled + first;
-    Lossless<BlockRow<T, packed>> sampler(tree.parent, tree.count, drawn, {take, give}, row);
+    BlockRow<T, packed> row = {tree, rows, judged, q_rows, room.take<double>(rows.splits), finder, 0};
+    Lossless<BlockRow<T, packed>> sampler(drawn, {take, give}, row);
     int64_t accepted = 1;
     sampler.enter(0);
-    walk(
-        tree.parent, tree.count, [&](int64_t i) { return sampler.takes(i); },
-        [&](int64_t i, int64_t depth) {
-            if (threadIdx.x == 0) trees.path[first + depth] = i;
-            accepted = depth + 1;
-            sampler.enter(i);
-        });
-    const int64_t bonus = sampler.bonus(number(row.at, 1, kTargetLane, 0));
+    for (int64_t i; (i = sampler.accepted_child()) >= 0; sampler.enter(i), accepted++)
+        if (threadIdx.x == 0) trees.path[first + accepted] = i;
+    const int64_t bonus = sampler.bonus(judged.bonus[row.at]);
     if (threadIdx.x == 0) trees.accepted[tree.row] = accepted, trees.bonus[tree.row] = bonus;
 }
 
@@ -270,8 +382,12 @@ __global__ void __launch_bounds__(kDrawThreads, 1)
     const BlockRows<T> rows(trees, tree, logits, shares, room);
     double *chance = room.take<double>(trees.nodes), *floor = room.take<double>(trees.nodes);
     Likely* found = room.take<Likely>(trees.nodes);
+    __syncthreads();
+    rows.template join<true>(tree.count);
+    __syncthreads();
     for (int64_t i = threadIdx.x; i < tree.count; i += blockDim.x) {
-        if (i > 0) chance[i] = rows.weight_of(tree.parent[i], tree.token[i]) / rows.total[tree.parent[i]].mass;
+        const int64_t parent = tree.parent[i];
+        if (i > 0) chance[i] = rows.weight_of(parent, rows.read(parent, tree.token[i])) / rows.total[parent].mass;
         floor[i] = fmin(epsilon, delta * exp(-entropy(rows.total[i])));
     }
     __syncthreads();
@@ -298,9 +414,10 @@ __global__ void __launch_bounds__(kDrawThreads, 1)
     __shared__ Finder finder;
     const int64_t row = blockIdx.x, splits = splits_of(vocab);
     const float inverse = inverse_of(temperature[row]);
-    const Share total = warp_join(shares + row * splits, int(splits), inverse);
+    Share total[1];
+    warp_join<1, false>([&](int) { return shares + row * splits; }, int(splits), inverse, total);
     double* sums = dynamic_shared<double>();
-    const BlockDistribution<T> dist = {logits + row * vocab, shares + row * splits, vocab, inverse, total, sums, finder};
+    const BlockDistribution<T> dist = {logits + row * vocab, shares + row * splits, vocab, inverse, total[0], sums, finder};
     const int64_t found = dist.draw(uniform(*seed, key[row], position[row], lane, draw));
     if (threadIdx.x == 0) token[row] = found;
 }

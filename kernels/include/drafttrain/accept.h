@@ -24,34 +24,19 @@ DRAFTTRAIN_BOTH bool is_twin(const int64_t* token, const int64_t* parent, int64_
     return false;
 }
 
-// Walks from the root to the first accepted child, and on from there. takes(i): whether node i, whose parent was accepted
-// last, is accepted; called once for each such node, in index order. enter(i, depth) is called for every accepted node except
-// the root.
-template <typename Takes, typename Enter>
-DRAFTTRAIN_BOTH void walk(const int64_t* parent, int64_t count, Takes takes, Enter enter) {
-    int64_t at = 0, depth = 0;
-    for (int64_t i = 1; i < count; i++) {
-        if (parent[i] != at || !takes(i)) continue;
-        at = i;
-        enter(i, ++depth);
-    }
-}
-
 // The walk along choice(i), the target's token after node i. Writes the accepted nodes to path[0..return), zeros after them,
 // and the token that follows the last of them. Among children with the same token the first counts.
 template <typename Choice>
 DRAFTTRAIN_BOTH int64_t greedy_walk(const int64_t* token, const int64_t* parent, int64_t count, int64_t nodes, Choice choice,
                                     int64_t* path, int64_t* bonus) {
-    int64_t accepted = 1;
+    int64_t at = 0, accepted = 1;
     for (int64_t i = 0; i < nodes; i++) path[i] = 0;
     *bonus = choice(0);
-    walk(
-        parent, count, [&](int64_t i) { return token[i] == *bonus; },
-        [&](int64_t i, int64_t depth) {
-            path[depth] = i;
-            accepted = depth + 1;
-            *bonus = choice(i);
-        });
+    for (int64_t i = 1; i < count; i++) {
+        if (parent[i] != at || token[i] != *bonus) continue;
+        path[accepted++] = at = i;
+        *bonus = choice(i);
+    }
     return accepted;
 }
 

@@ -32,20 +32,29 @@ struct SplitValues {
     float x[kShareEach];
 
     __device__ SplitValues(const T* row, int64_t split, int64_t vocab) : start(split * kSplit) {
+        const T* mine = row + start + threadIdx.x * kWide;
+        const int left = int(vocab - start < kSplit ? vocab - start : kSplit) - int(threadIdx.x) * kWide;
         Piece<T, kWide> piece[kShareEach / kWide];
 #pragma unroll
-        for (int j = 0; j < kShareEach / kWide; j++)
-            if (index(j * kWide) < vocab) piece[j] = *reinterpret_cast<const Piece<T, kWide>*>(row + index(j * kWide));
+        for (int j = 0; j < kShareEach / kWide; j++) {
+            for (int i = 0; i < kWide; i++) from_float(-INFINITY, &piece[j].at[i]);
+            if (apart(j * kWide) < left) piece[j] = *reinterpret_cast<const Piece<T, kWide>*>(mine + apart(j * kWide));
+        }
 #pragma unroll
-        for (int j = 0; j < kShareEach; j++) x[j] = index(j) < vocab ? to_float(piece[j / kWide].at[j % kWide]) : -INFINITY;
+        for (int j = 0; j < kShareEach; j++) x[j] = to_float(piece[j / kWide].at[j % kWide]);
     }
 
-    __device__ int64_t index(int j) const { return start + (j / kWide * kShareThreads + threadIdx.x) * kWide + j % kWide; }
+    // From this thread's first value to value j.
+    __device__ static constexpr int apart(int j) { return j / kWide * kShareThreads * kWide + j % kWide; }
+    __device__ int64_t index(int j) const { return start + threadIdx.x * kWide + apart(j); }
 };
+
+// The row of the batch of a row of logits. A division of 64 bits would cost as much as the work on several values.
+__device__ inline int64_t batch_of(int64_t row, int64_t nodes) { return uint32_t(row) / uint32_t(nodes); }
 
 // Whether a row of logits belongs to a padding node. count may be null: then there is no padding.
 __device__ inline bool is_padding(const int64_t* count, int64_t nodes, int64_t row) {
-    return count != nullptr && row % nodes >= count[row / nodes];
+    return count != nullptr && row - batch_of(row, nodes) * nodes >= count[batch_of(row, nodes)];
 }
 
 // best[row, split]: top_key of the split's maximum. Grid (rows, splits).
@@ -73,55 +82,113 @@ __device__ inline int64_t warp_argmax(const uint64_t* best, int splits) {
     return index_of(warp_reduce(mine, [](uint64_t a, uint64_t b) { return a > b ? a : b; }));
 }
 
+// The sum of up to sixteen values in [0, 1] in floats, yet as precise as in doubles, whose conversions cost more than the
+// exponentials. `high` adds multiples of 2^-19 without rounding, `low` what is left of each value, at most 2^-20.
+struct ShortSum {
+    float high = 0.0f, low = 0.0f;
+
+    __device__ void add(float x) {
+        const float part = (x + 24.0f) - 24.0f;  // floats from 16 to 32 are multiples of 2^-19
+        high += part, low += x - part;
+    }
+    __device__ double value() const { return double(high) + double(low); }
+};
+
 // shares[row, split] of the distributions at temperature[row / nodes]; dot only where `dots`. Grid (rows, splits).
 template <typename T, bool packed, bool dots>
 __global__ void __launch_bounds__(kShareThreads)
     split_shares(const T* logits, const float* temperature, const int64_t* count, int64_t nodes, int64_t vocab, Share* shares) {
+    static_assert(kShareEach <= 16, "a short sum for each thread");
     __shared__ float tops[kWarp];
     __shared__ double sums[kWarp];
     const int64_t row = blockIdx.x, split = blockIdx.y;
     if (is_padding(count, nodes, row)) return;
     const auto add = [](double a, double b) { return a + b; };
-    const float inverse = inverse_of(temperature[row / nodes]);
+    const float inverse = inverse_of(temperature[batch_of(row, nodes)]);
     const SplitValues<T, packed> values(logits + row * vocab, split, vocab);
     Share share = {0.0, 0.0, -INFINITY};
 #pragma unroll
     for (int j = 0; j < kShareEach; j++) share.top = fmaxf(share.top, values.x[j]);
     share.top = block_reduce(share.top, [](float a, float b) { return fmaxf(a, b); }, tops);
+    ShortSum mass;
+    float dot = 0.0f;
 #pragma unroll
     for (int j = 0; j < kShareEach; j++) {
         const float e = weight(values.x[j], share.top, inverse);
-        share.mass += e;
-        if (dots && e > 0.0f) share.dot += e * ((values.x[j] - share.top) * inverse);
+        mass.add(e);
+        if (dots && e > 0.0f) dot += e * ((values.x[j] - share.top) * inverse);
     }
-    share.mass = block_reduce(share.mass, add, sums);
-    if (dots) share.dot = block_reduce(share.dot, add, sums);
+    share.mass = block_reduce(mass.value(), add, sums);
+    if (dots) share.dot = block_reduce(double(dot), add, sums);
     if (threadIdx.x == 0) shares[row * gridDim.y + split] = share;
 }
 
-// A row's share from its splits', by a warp; every lane gets it.
-__device__ inline Share warp_join(const Share* shares, int splits, float inverse) {
-    const auto add = [](double a, double b) { return a + b; };
-    Share row = {0.0, 0.0, -INFINITY};
-    for (int s = threadIdx.x % kWarp; s < splits; s += kWarp) row.top = fmaxf(row.top, shares[s].top);
-    row.top = warp_reduce(row.top, [](float a, float b) { return fmaxf(a, b); });
-    for (int s = threadIdx.x % kWarp; s < splits; s += kWarp) join(shares[s], inverse, &row);
-    row.mass = warp_reduce(row.mass, add), row.dot = warp_reduce(row.dot, add);
-    return row;
+// The shares of several rows from their splits', by a warp; every lane gets them. of(r): the splits' shares of row r; null: no
+// such row. The rows' loads and exchanges alternate, so that they wait together.
+template <int rows, bool dots, typename Of>
+__device__ inline void warp_join(Of of, int splits, float inverse, Share (&row)[rows]) {
+#pragma unroll
+    for (int r = 0; r < rows; r++) row[r] = {0.0, 0.0, -INFINITY};
+    for (int s = threadIdx.x % kWarp; s < splits; s += kWarp)
+#pragma unroll
+        for (int r = 0; r < rows; r++)
+            if (of(r) != nullptr) row[r].top = fmaxf(row[r].top, of(r)[s].top);
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+#pragma unroll
+        for (int r = 0; r < rows; r++) row[r].top = fmaxf(row[r].top, __shfl_xor_sync(kAllLanes, row[r].top, offset));
+    for (int s = threadIdx.x % kWarp; s < splits; s += kWarp)
+#pragma unroll
+        for (int r = 0; r < rows; r++)
+            if (of(r) != nullptr) join(of(r)[s], inverse, &row[r]);
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+#pragma unroll
+        for (int r = 0; r < rows; r++) {
+            row[r].mass += __shfl_xor_sync(kAllLanes, row[r].mass, offset);
+            if (dots) row[r].dot += __shfl_xor_sync(kAllLanes, row[r].dot, offset);
+        }
+}
+
+// `locate` by a warp; every lane gets the place.
+__device__ inline Place warp_locate(int64_t splits, double number, const double* sums) {
+    const int lane = threadIdx.x % kWarp;
+    Place found = {-1, 0.0};
+    double before = 0.0;
+    for (int64_t start = 0; start < splits && before <= number; start += kWarp) {
+        const double here = start + lane < splits && sums[start + lane] > 0.0 ? sums[start + lane] : 0.0;
+        double through = here;  // inclusive sum over the warp
+        for (int offset = 1; offset < kWarp; offset *= 2) {
+            const double other = __shfl_up_sync(kAllLanes, through, offset);
+            if (lane >= offset) through += other;
+        }
+        const double begin = before + (through - here);
+        const unsigned passed = __ballot_sync(kAllLanes, here > 0.0 && begin <= number);
+        const int last = passed == 0 ? 0 : kWarp - 1 - __clz(int(passed));
+        const double rest = number - __shfl_sync(kAllLanes, begin, last);
+        if (passed != 0) found = {start + last, rest};
+        before += __shfl_sync(kAllLanes, through, kWarp - 1);
+    }
+    return found;
 }
 
 // Shared memory for finding a place in a split.
 struct Finder {
     alignas(16) float weight[kSplit];
-    double sum[kWarp];
-    int index[kWarp];
+    double sum[kDrawThreads / kWarp];
+    int first, last;
+
+    // Before a barrier that comes before `block_find`.
+    __device__ void clear() {
+        if (threadIdx.x == 0) first = INT_MAX, last = -1;
+    }
 };
 
 // The index at which the cumulative sum of finder.weight exceeds `rest`; the last with a weight where rounding leads past the
-// end; -1 without any weight. All kDrawThreads threads get it; the weights must be visible to all of them.
+// end; -1 without any weight. All kDrawThreads threads get it; the cleared finder and the weights must be visible to all.
 __device__ inline int block_find(Finder& finder, double rest) {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = threadIdx.x * kDrawEach;
-    const auto weight = *reinterpret_cast<const Piece<float, kDrawEach>*>(finder.weight + first);
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, start = threadIdx.x * kDrawEach;
+    const auto weight = *reinterpret_cast<const Piece<float, kDrawEach>*>(finder.weight + start);
     double own = 0.0;
     for (int j = 0; j < kDrawEach; j++) own += weight.at[j];
     double through = own;  // inclusive sum over the warp
@@ -132,16 +199,18 @@ __device__ inline int block_find(Finder& finder, double rest) {
     if (lane == kWarp - 1) finder.sum[warp] = through;
     __syncthreads();
     double before = through - own;
-    for (int w = 0; w < warp; w++) before += finder.sum[w];
+    for (int w = 0; w < kDrawThreads / kWarp; w++) before += w < warp ? finder.sum[w] : 0.0;
     int found = INT_MAX, last = -1;
     for (int j = 0; j < kDrawEach; j++) {
         if (!(weight.at[j] > 0.0f)) continue;
-        last = first + j, before += weight.at[j];
+        last = start + j, before += weight.at[j];
         if (before > rest && found == INT_MAX) found = last;
     }
-    found = block_reduce(found, [](int a, int b) { return a < b ? a : b; }, finder.index);
-    if (found != INT_MAX) return found;
-    return block_reduce(last, [](int a, int b) { return a > b ? a : b; }, finder.index);
+    const unsigned passed = __ballot_sync(kAllLanes, found != INT_MAX), some = __ballot_sync(kAllLanes, last >= 0);
+    if (passed != 0 && lane == __ffs(int(passed)) - 1) atomicMin(&finder.first, found);
+    if (some != 0 && lane == kWarp - 1 - __clz(int(some))) atomicMax(&finder.last, last);
+    __syncthreads();
+    return finder.first != INT_MAX ? finder.first : finder.last;
 }
 
 // A row of logits with its distribution, from which a block samples. sums: shared, one for each split.
@@ -168,10 +237,11 @@ struct BlockDistribution {
     // converts from the unit of the sums to that of `of`. strike(start, end): removes tokens' weights. -1 if nothing is left.
     template <typename Of, typename Scale, typename Strike>
     __device__ int64_t find(double at, Of of, Scale scale, Strike strike) const {
-        const Place place = locate(splits_of(vocab), at, [&](int64_t s) { return sums[s]; });
+        const Place place = warp_locate(splits_of(vocab), at, sums);
         if (place.split < 0) return -1;
         const int64_t start = place.split * kSplit, end = start + kSplit < vocab ? start + kSplit : vocab;
         __syncthreads();  // an earlier use of the finder is over
+        finder.clear();
         for (int64_t v = start + threadIdx.x; v < start + kSplit; v += blockDim.x)
             finder.weight[v - start] = v < end ? of(v, shares[place.split].top) : 0.0f;
         __syncthreads();

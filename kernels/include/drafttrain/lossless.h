@@ -14,7 +14,9 @@ namespace drafttrain {
 
 // Row reads the logits for the walk. Its methods are about the node that was entered last:
 //   double enter(node)          the mass of its distribution
-//   double weight(i)            the part of that mass that child i's token has
+//   int64_t next_child(i)       its first child after node i, -1 if there is none
+//   Given judge()               for children that were not drawn: the first that is accepted, by `accepts_given`
+//   double weight(i)            the part of the mass that child i's token has
 //   bool twin(i)                whether an earlier, rejected child has the same token
 //   float q(i), double draw(i)  the distribution that i was drawn from, at its token; the number that decides on it
 //   Excess excess(residual, take, more)  sums over the vocabulary: of max(residual - take q, 0), and where `more` of q;
@@ -26,25 +28,35 @@ struct Excess {
     double p, q;
 };
 
+struct Given {
+    int64_t accepted;  // -1: all children are rejected
+    double left;       // the mass that they leave, if so
+};
+
+// Whether a child with this part of what its rejected siblings left is accepted by its number.
+DRAFTTRAIN_BOTH bool accepts_given(double draw, double left, double weight) { return draw * left < weight; }
+
 template <typename Row>
 class Lossless {
   public:
-    DRAFTTRAIN_BOTH Lossless(const int64_t* parent, int64_t count, const bool* sampled, Residual residual, Row& row)
-        : parent_(parent), count_(count), sampled_(sampled), residual_(residual), row_(row) {}
+    DRAFTTRAIN_BOTH Lossless(const bool* sampled, Residual residual, Row& row)
+        : sampled_(sampled), residual_(residual), row_(row) {}
 
     DRAFTTRAIN_BOTH void enter(int64_t node) {
         at_ = node, residual_.steps = 0, take_ = 1.0f, q_left_ = -1.0;
         mass_ = left_ = row_.enter(node);
     }
 
-    // Whether child i of the node entered last is accepted. Children are tried in index order, each once.
-    DRAFTTRAIN_BOTH bool takes(int64_t i) {
-        const bool gone = row_.twin(i);
-        const double weight = gone ? 0.0 : row_.weight(i);
-        if (sampled_ != nullptr && sampled_[at_]) return takes_drawn(i, float(weight / mass_), gone ? 0.0f : row_.q(i));
-        if (row_.draw(i) * left_ < weight) return true;
-        left_ = fmax(left_ - weight, 0.0);
-        return false;
+    // The accepted child of the node entered last, or -1. Children are tried in index order. Call it once for each node.
+    DRAFTTRAIN_BOTH int64_t accepted_child() {
+        if (sampled_ == nullptr || !sampled_[at_]) {
+            const Given given = row_.judge();
+            left_ = given.left;
+            return given.accepted;
+        }
+        for (int64_t i = row_.next_child(at_); i >= 0; i = row_.next_child(i))
+            if (takes(i)) return i;
+        return -1;
     }
 
     // The token after the last accepted node, whose children are all rejected: a sample of the residual that they left. Where
@@ -65,24 +77,18 @@ class Lossless {
     }
 
   private:
-    DRAFTTRAIN_BOTH bool takes_drawn(int64_t i, float p, float q) {
+    DRAFTTRAIN_BOTH bool takes(int64_t i) {
+        const bool gone = row_.twin(i);
+        const float p = gone ? 0.0f : float(row_.weight(i) / mass_), q = gone ? 0.0f : row_.q(i);
         const float least = 1.17549435e-38f;  // of normal floats: nothing is divided by zero
         if (row_.draw(i) * fmaxf(q * take_, least) < residual_(p, q)) return true;
-        const Excess excess = row_.excess(residual_, take_, q_left_ < 0.0 && has_more(i));
+        const Excess excess = row_.excess(residual_, take_, q_left_ < 0.0 && row_.next_child(i) >= 0);
         if (excess.p > 0.0) residual_.steps++, left_ = excess.p;
         q_left_ = fmax((q_left_ < 0.0 ? excess.q : q_left_) - q, 0.0);
         take_ = q_left_ > 0.0 ? float(1.0 / q_left_) : 0.0f;
         return false;
     }
 
-    DRAFTTRAIN_BOTH bool has_more(int64_t i) const {
-        for (int64_t j = i + 1; j < count_; j++)
-            if (parent_[j] == at_) return true;
-        return false;
-    }
-
-    const int64_t* parent_;
-    int64_t count_;
     const bool* sampled_;
     Residual residual_;
     Row& row_;
