@@ -14,7 +14,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.dynamic_tree import StaticTree, grown_from_slots
+from drafttrain.drafters.common.dynamic_tree import StaticTree
 from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.options.medusa import MedusaOptions
@@ -166,7 +166,7 @@ class MedusaState(LastState):
             logits_KBV = self.drafter.shared_head(x_KBH)
         else:
             logits_KBV = torch.bmm(x_KBH, stack.output_KVH[: len(x_KBH)].transpose(1, 2))
-        return grown_from_slots(self.grower, root_B, logits_KBV.transpose(0, 1))
+        return self.grower.from_slots(root_B, logits_KBV.transpose(0, 1))
 
 
 FAMILY = Family("medusa", MedusaOptions, Medusa)

@@ -20,7 +20,6 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.autoregressive import AutoregressiveState
-from drafttrain.drafters.common.dynamic_tree import grown_from_slots
 from drafttrain.drafters.common.pending import with_root
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.draft_model import DraftModel, Model, check, model_of
@@ -115,7 +114,7 @@ class PardState(AutoregressiveState):
         logits_BKV = drafter.lm(token_BN, kv, None, position_BN, Taps(), row_BK).logits_BRV
         kv.keep(column_N.expand_as(token_BN), last_B)  # the root's keys are scratch: the next commit brings it again
         assert self.grower is not None, "made with the state"
-        return grown_from_slots(self.grower, token_BN.gather(1, last_B1)[:, 0], logits_BKV)
+        return self.grower.from_slots(token_BN.gather(1, last_B1)[:, 0], logits_BKV)
 
 
 FAMILY = Family("pard", PardOptions, build)

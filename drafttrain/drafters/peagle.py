@@ -21,7 +21,6 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.dynamic_tree import grown_from_slots
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.eagle3 import Eagle3Layer, FusedDrafter, taps_of
@@ -186,7 +185,7 @@ class PEagleState(CachedState):
         state_BNH = self._process(pending, drafts - 1)
         row_BK1 = (last_B1 + torch.arange(drafts, device=last_B1.device))[..., None]
         logits_BKV = drafter.logits(state_BNH.gather(1, row_BK1.expand(-1, -1, state_BNH.shape[-1])))
-        return grown_from_slots(self.grower, root_B, logits_BKV, drafter.ids)
+        return self.grower.from_slots(root_B, logits_BKV, drafter.ids)
 
 
 FAMILY = Family("peagle", PEagleOptions, PEagle)

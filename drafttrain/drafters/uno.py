@@ -41,7 +41,6 @@ from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.autoregressive import Autoregressive, AutoregressiveState
-from drafttrain.drafters.common.dynamic_tree import grown_from_slots
 from drafttrain.drafters.common.pending import with_root
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.options.uno import UnoOptions
@@ -190,7 +189,7 @@ class UnoState(AutoregressiveState):
         if self.grower is not None:
             if sampling.greedy:
                 logits_BKV = torch.cat([decided(logits_BKV[:, :1]), logits_BKV[:, 1:]], 1)
-            return grown_from_slots(self.grower, root_B, logits_BKV)
+            return self.grower.from_slots(root_B, logits_BKV)
         draft = count(1)
 
         def advance(token_B: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.tree import DraftTree
-from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored, choices
+from drafttrain.drafters.common.dynamic_tree import Score, Scored, choices
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
 from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of
@@ -33,24 +33,37 @@ class Growth:
     """The paths that one depth may add."""
 
     above_P: Tensor  # the prefix's place among those kept a depth before
-    rank_P: Tensor
+    choice_P: Tensor  # the last token's index in the choices of all depths, [depth * R]
     kept: int  # how many go on
 
 
 @dataclass(frozen=True, slots=True)
 class BestFirst:
-    """The `nodes` likeliest paths, as JetSpec and D-Cut search them. depths: from the first."""
+    """The `nodes` likeliest paths, as JetSpec and D-Cut search them.
 
-    depths: list[Growth]
+    The candidates are the root and the paths that are kept, depth by depth. X counts the root and the paths of all depths.
+    """
+
+    depths: list[Growth]  # from the first
     nodes: int
+    ranks: int  # R
+    start_M: Tensor  # where in X the paths of each candidate's depth begin
+    parent_X: Tensor  # each path's parent among the candidates
+    token_X: Tensor  # its last token's index among the root's and the choices of all depths, [1 + depth * R]
 
     @staticmethod
     def of(depth: int, nodes: int, vocab: int, device: torch.device) -> BestFirst:
-        depths = []
-        for pairs, kept in _growths(depth, nodes, vocab):
-            above_P, rank_P = torch.tensor(pairs, dtype=torch.long, device=device).unbind(1)
-            depths.append(Growth(above_P, rank_P, kept))
-        return BestFirst(depths, nodes)
+        ranks, held = min(nodes, vocab), 0  # held: candidates before the depth above
+        depths, starts, parents, tokens = list[Growth](), [0], [-1], [0]
+        for number, (pairs, kept) in enumerate(_growths(depth, nodes, vocab)):
+            above, choice = [i for i, _ in pairs], [number * ranks + rank for _, rank in pairs]
+            starts += [len(parents)] * kept
+            parents += [held + i for i in above]
+            tokens += [1 + place for place in choice]
+            held += depths[-1].kept if depths else 1
+            depths.append(Growth(*(torch.tensor(x, dtype=torch.long, device=device) for x in (above, choice)), kept))
+        columns = (torch.tensor(x, dtype=torch.long, device=device) for x in (starts, parents, tokens))
+        return BestFirst(depths, nodes, ranks, *columns)
 
     @staticmethod
     def check(depth: int, nodes: int, vocab: int) -> None:
@@ -76,27 +89,26 @@ class BestFirst:
         return next(n for n in sizes if 1 + BestFirst.most(depth, n, vocab) <= MOST_CANDIDATES)
 
     def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
-        """As `Grower.grow`; each depth scores one node, since all nodes of it have the same logits."""
-        depths = self.depths[: depth or len(self.depths)]
-        node_BW = torch.zeros_like(root_B)[:, None]
-        score_BW = torch.zeros_like(node_BW, dtype=torch.float32)
-        tokens, scores, parents, held, scored = [root_B[:, None]], [score_BW], [node_BW - 1], 1, first
-        for number, growth in enumerate(depths):
-            if number:
-                scored = score(Generation(tokens[-1][:, :1], first.state_BWH, number, None))
-            assert scored.logits_BWV.shape[1] == 1, "best-first search needs drafts that do not know each other"
-            ranks = min(self.nodes, scored.logits_BWV.shape[-1])
-            gain_BR, choice_BR = (x[:, 0] for x in choices(scored.logits_BWV, ranks, ids))
-            score_BW, best_BW = top(score_BW[:, growth.above_P] + gain_BR[:, growth.rank_P], growth.kept)
-            tokens.append(choice_BR.gather(1, growth.rank_P[best_BW]))
+        raise AssertionError("best-first search needs drafts that do not know each other")
+
+    def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
+        """As `Grower.from_slots`. Few operations run at each depth: what the kept paths are is looked up after the search."""
+        depths = self.depths[: min(logits_BKV.shape[1], depth or len(self.depths))]
+        gain_BKR, choice_BKR = choices(logits_BKV[:, : len(depths)], self.ranks, ids)
+        gain_BX, score_BW = gain_BKR.flatten(1), torch.zeros_like(root_B, dtype=torch.float32)[:, None]
+        scores, places = [score_BW], [torch.zeros_like(root_B)[:, None]]
+        for growth in depths:
+            gain_BP = gain_BX.index_select(1, growth.choice_P)
+            score_BW, best_BW = top(score_BW.index_select(1, growth.above_P) + gain_BP, growth.kept)
             scores.append(score_BW)
-            parents.append(node_BW.gather(1, growth.above_P[best_BW]))
-            node_BW = (held + torch.arange(growth.kept, device=root_B.device)).expand(len(root_B), -1)
-            held += growth.kept
-        count = 1 + min(self.nodes, held - 1)
-        built = build_tree(torch.cat(parents, 1), torch.cat(scores, 1), count)
-        token_BN, count_B = torch.cat(tokens, 1).gather(1, built.kept_BN), torch.full_like(root_B, count)
-        return DraftTree(token_BN, built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BNw))
+            places.append(best_BW)
+        place_BM = torch.cat(places, 1)
+        place_BM = place_BM + self.start_M[: place_BM.shape[1]]
+        count = 1 + min(self.nodes, place_BM.shape[1] - 1)
+        built = build_tree(self.parent_X[place_BM], torch.cat(scores, 1), count)
+        index_BN = self.token_X[place_BM.gather(1, built.kept_BN)]
+        token_BN = torch.cat([root_B[:, None], choice_BKR.flatten(1)], 1).gather(1, index_BN)
+        return DraftTree(token_BN, built.parent_BN, torch.full_like(root_B, count), known_BNN=ancestors_of(built.bits_BNw))
 
 
 def _growths(depth: int, nodes: int, vocab: int) -> Iterator[tuple[list[tuple[int, int]], int]]:

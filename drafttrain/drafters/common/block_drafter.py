@@ -32,7 +32,7 @@ from drafttrain.core.sequence_shard import Span
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.common.block_options import BlockOptions, BlockShape
 from drafttrain.drafters.common.calibration import PlattCalibration
-from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored, grown_from_slots
+from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.attention import AttentionMetadata
@@ -364,7 +364,7 @@ class BlockState(CachedState):
         if not drafter.walks:
             state_BKH = drafter.drafting(state_BSH, drafts)
             logits_BKV = drafter.slot_logits(state_BKH)
-            tree = grown_from_slots(self.grower, root_B, logits_BKV, None, depth)
+            tree = self.grower.from_slots(root_B, logits_BKV, None, depth)
             return drafter.with_confidence(tree, state_BKH, logits_BKV.unbind(1))
         score = drafter.walk(state_BSH, drafts, pending)
         below_root = score(Generation(root_B[:, None], drafter.root_state(state_BSH), 0, None))

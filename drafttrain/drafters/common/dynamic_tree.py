@@ -50,31 +50,15 @@ Score = Callable[[Generation], Scored]
 
 
 class Grower(Protocol):
-    """Builds trees from a drafter's scores."""
+    """Builds trees no deeper than `depth` from a drafter's scores. ids: target ids of the drafter's vocabulary."""
 
     def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
-        """A tree no deeper than `depth`.
-
-        first: scores of the root, W = 1. score: scores further nodes. ids: target ids of the drafter's vocabulary.
-        """
+        """first: scores of the root, W = 1. score: scores further nodes."""
         ...
 
-
-def grown_from_slots(
-    grower: Grower, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None
-) -> DraftTree:
-    """A tree of drafts that do not know each other's tokens: draft k's logits are the same below all nodes of depth k."""
-    if isinstance(grower, StaticTree):
-        return grower.from_slots(root_B, logits_BKV, ids, depth)
-    no_state_B10 = logits_BKV[:, :1, :0]
-
-    def scored(draft: int) -> Scored:
-        return Scored(logits_BKV[:, draft, None], no_state_B10)
-
-    def score(nodes: Generation) -> Scored:
-        return scored(nodes.depth)
-
-    return grower.grow(root_B, scored(0), score, ids, min(logits_BKV.shape[1], depth or logits_BKV.shape[1]))
+    def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
+        """Of drafts that do not know each other's tokens: draft k's logits are the same below all nodes of depth k."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +123,8 @@ class StaticTree:
                 scored = score(Generation(token_BF, state_BFH, number + 1, level.bits_Fw.expand(B, -1, -1)))
         return DraftTree.static(torch.cat(tokens, 1), self.shapes[steps - 1])
 
-    def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None, depth: int | None) -> DraftTree:
-        """As `grow`, for drafts that do not know each other's tokens: one choice for all nodes."""
+    def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
+        """As `Grower.from_slots`."""
         B, K, _ = logits_BKV.shape
         steps = min(len(self.levels), K, depth or len(self.levels))
         shape, ranks = self.shapes[steps - 1], self.shapes[steps - 1].max_rank + 1
@@ -193,18 +177,32 @@ class DynamicGrower:
 
     def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
         """As `Grower.grow`. A smaller depth drafts with the same budget of nodes, as far as there are candidates."""
+
+        def chosen(scored: Scored) -> Chosen:
+            return Chosen(*choices(scored.logits_BWV, self.tree.width, ids), scored.state_BWH)
+
+        return self._grow(root_B, chosen(first), lambda nodes: chosen(score(nodes)), depth)
+
+    def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
+        """As `Grower.from_slots`."""
+        steps = min(logits_BKV.shape[1], depth or logits_BKV.shape[1])
+        gain_BKW, token_BKW = choices(logits_BKV[:, :steps], self.tree.width, ids)
+        of = [Chosen(gain_BKW[:, k, None], token_BKW[:, k, None], logits_BKV[:, :1, :0]) for k in range(steps)]
+        return self._grow(root_B, of[0], lambda nodes: of[nodes.depth], steps)
+
+    def _grow(self, root_B: Tensor, first: Chosen, choose: Callable[[Generation], Chosen], depth: int | None) -> DraftTree:
         tree, B = self.tree, len(root_B)
         steps, W = min(tree.depth, depth or tree.depth), tree.width
-        score_BW, token_BW = (x[:, 0] for x in choices(first.logits_BWV, W, ids))
+        score_BW, token_BW = first.gain_BWR[:, 0], first.token_BWR[:, 0]
         tokens, scores, parents = [root_B[:, None], token_BW], [score_BW[:, :1], score_BW], [self._parent_X.expand(B, -1)]
         state_BWH = first.state_BWH.expand(B, W, first.state_BWH.shape[-1]).contiguous()
         node_BW, held = self._node_W.expand(B, W), 1 + W
         bits_BWw = self._bit_Ww[0].expand(B, -1, -1) if self._bit_Ww else None
         for step in range(1, steps):
             assert bits_BWw is not None
-            scored = score(Generation(token_BW, state_BWH, step, bits_BWw))
-            gain_BWW, choice_BWW = (x.expand(B, W, W) for x in choices(scored.logits_BWV, W, ids))
-            total_BC, choice_BC = (score_BW[..., None] + gain_BWW).flatten(1), choice_BWW.flatten(1)
+            chosen = choose(Generation(token_BW, state_BWH, step, bits_BWw))
+            total_BC = (score_BW[..., None] + chosen.gain_BWR).flatten(1)
+            choice_BC = chosen.token_BWR.expand(B, W, W).flatten(1)
             tokens.append(choice_BC)
             scores.append(total_BC)
             parents.append(node_BW[..., None].expand(B, W, W).flatten(1))
@@ -212,7 +210,7 @@ class DynamicGrower:
                 break
             score_BW, best_BW = top(total_BC, W)
             above_BW, token_BW = best_BW // W, choice_BC.gather(1, best_BW)
-            held_BWH = scored.state_BWH.expand(B, W, scored.state_BWH.shape[-1])
+            held_BWH = chosen.state_BWH.expand(B, W, chosen.state_BWH.shape[-1])
             state_BWH = held_BWH.gather(1, above_BW[..., None].expand_as(held_BWH))
             bits_BWw = bits_BWw.gather(1, above_BW[..., None].expand_as(bits_BWw)) | self._bit_Ww[step]
             node_BW, held = held + best_BW, held + W * W
@@ -220,6 +218,15 @@ class DynamicGrower:
         built = build_tree(torch.cat(parents, 1), torch.cat(scores, 1), count)
         token_BN, count_B = torch.cat(tokens, 1).gather(1, built.kept_BN), torch.full_like(root_B, count)
         return DraftTree(token_BN, built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BNw))
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The likeliest tokens below a generation's nodes. W = 1: the same for all its nodes."""
+
+    gain_BWR: Tensor  # their log-probabilities
+    token_BWR: Tensor
+    state_BWH: Tensor  # as in `Scored`
 
 
 def choices(logits_BWV: Tensor, ranks: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import families
 from drafttrain.drafters.common.best_first import BestFirst
-from drafttrain.drafters.common.dynamic_tree import DynamicTree, grown_from_slots
+from drafttrain.drafters.common.dynamic_tree import DynamicTree
 from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.ops.build_tree import MOST_CANDIDATES
 from tests.contract import test_families as contract
@@ -57,7 +57,7 @@ def logits(slots: int, vocab: int, sharp: float, rows: int = 4) -> Tensor:
 def test_it_finds_what_a_heap_finds(slots: int, vocab: int, nodes: int, sharp: float) -> None:
     logits_BKV = logits(slots, vocab, sharp)
     with torch.inference_mode():
-        tree = grown_from_slots(BestFirst.of(slots, nodes, vocab, torch.device("cpu")), torch.arange(4), logits_BKV)
+        tree = BestFirst.of(slots, nodes, vocab, torch.device("cpu")).from_slots(torch.arange(4), logits_BKV)
     assert tree.token_BN[:, 0].tolist() == [0, 1, 2, 3]
     for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
         wanted = searched(log_p_KV, nodes)
@@ -68,7 +68,7 @@ def test_it_finds_what_a_heap_finds(slots: int, vocab: int, nodes: int, sharp: f
 def test_siblings_come_likeliest_first_and_a_limit_of_depth_is_kept() -> None:
     logits_BKV, grower = logits(5, 70, 2.0), BestFirst.of(5, 20, 70, torch.device("cpu"))
     for depth in (1, 3, 9):
-        tree = grown_from_slots(grower, torch.zeros(4).long(), logits_BKV, depth=depth)
+        tree = grower.from_slots(torch.zeros(4).long(), logits_BKV, depth=depth)
         for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
             found = paths_of(tree, row)
             assert set(found) == set(searched(log_p_KV[:depth], 20))
@@ -80,7 +80,7 @@ def test_siblings_come_likeliest_first_and_a_limit_of_depth_is_kept() -> None:
 def test_of_equally_likely_paths_any_are_a_tree() -> None:
     """Flat logits, and drafts so sure that a child is as likely as its parent."""
     for logits_BKV in (torch.zeros(2, 4, 70), torch.full((2, 4, 70), -200.0).index_fill_(2, torch.tensor([3]), 200.0)):
-        tree = grown_from_slots(BestFirst.of(4, 30, 70, torch.device("cpu")), torch.zeros(2).long(), logits_BKV)
+        tree = BestFirst.of(4, 30, 70, torch.device("cpu")).from_slots(torch.zeros(2).long(), logits_BKV)
         for row in range(2):
             assert len(set(paths_of(tree, row))) == 30
     assert (3, 3, 3, 3) in paths_of(tree, 0)
@@ -88,8 +88,8 @@ def test_of_equally_likely_paths_any_are_a_tree() -> None:
 
 def test_no_other_tree_of_its_size_is_likelier() -> None:
     logits_BKV = logits(6, 70, 3.0)
-    best = grown_from_slots(BestFirst.of(6, 24, 70, torch.device("cpu")), torch.zeros(4).long(), logits_BKV)
-    beams = grown_from_slots(DynamicTree(6, 4, 24).grower(torch.device("cpu")), torch.zeros(4).long(), logits_BKV)
+    best = BestFirst.of(6, 24, 70, torch.device("cpu")).from_slots(torch.zeros(4).long(), logits_BKV)
+    beams = DynamicTree(6, 4, 24).grower(torch.device("cpu")).from_slots(torch.zeros(4).long(), logits_BKV)
     gained = []
     for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
         mass = [
