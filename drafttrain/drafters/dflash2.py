@@ -1,6 +1,6 @@
 """DFlash2: DFlash with short convolutions in its layers, and a selector that walks through each slot's likeliest tokens.
 
-Shapes: B rows, W nodes of a depth, C candidates, H hidden, R rank, V vocabulary.
+Shapes: B rows, S slots, K drafts, W nodes of a depth, C candidates, H hidden, R rank, V vocabulary.
 
 The C likeliest tokens of slot t are its candidates. After the token a candidate b scores, with U the target's head on the
 slot's state h_t:
@@ -20,10 +20,13 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.block_drafter import BlockDrafter, Choices
+from drafttrain.drafters.common.block_drafter import BlockDrafter, Walk, stateless
 from drafttrain.drafters.options.dflash2 import DFlash2Options
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Candidates, Commit
 from drafttrain.model.target import Target
+from drafttrain.ops.remap import over_vocabulary
+from drafttrain.ops.top import top
 
 STD = 0.02  # of A and P at the start
 
@@ -70,19 +73,22 @@ class DFlash2(BlockDrafter):
         slot_V = self.slot_logits(input_X[..., : self.width])
         best_C, token_C = slot_V.topk(self.candidates, -1)
         score_C = self.candidate_selector.scores(best_C, token_C, input_X[..., self.width :])
-        return torch.full_like(slot_V, -torch.inf).scatter(-1, token_C, score_C)
+        return over_vocabulary(score_C, token_C, slot_V.shape[-1])
 
-    def choices(self, state_BKH: Tensor) -> Choices:
-        slot_BKV, selector = self.slot_logits(state_BKH), self.candidate_selector
-        best_BKC, token_BKC = slot_BKV.topk(self.candidates, -1)
+    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Walk:
+        """What does not depend on the token before is computed once for all slots."""
+        state_BKH, selector = self.drafting(state_BSH, drafts), self.candidate_selector
+        slot_BKV = self.slot_logits(state_BKH)
+        likeliest_MC = top(slot_BKV.flatten(0, 1), self.candidates)[1]
+        token_BKC = likeliest_MC.sort(-1).values.unflatten(0, slot_BKV.shape[:2])
+        best_BKC, code_BKCR = slot_BKV.gather(-1, token_BKC), selector.successor_codebook(token_BKC)
+        own_BKR = selector.hidden_projection(state_BKH)
 
         def choose(draft: int, before_BW: Tensor) -> Tensor:
-            candidates = (*before_BW.shape, self.candidates)
-            best_BWC, token_BWC = (x[:, draft, None].expand(candidates) for x in (best_BKC, token_BKC))
-            score_BWC = selector.scores(best_BWC, token_BWC, selector.joint(state_BKH[:, draft, None], before_BW))
-            return slot_BKV.new_full((*before_BW.shape, slot_BKV.shape[-1]), -torch.inf).scatter(-1, token_BWC, score_BWC)
+            joint_BWR = selector.predecessor_codebook(before_BW) * own_BKR[:, draft, None]
+            return best_BKC[:, draft, None] + (joint_BWR @ code_BKCR[:, draft].transpose(1, 2)).to(best_BKC.dtype)
 
-        return choose
+        return Walk(stateless(choose), Candidates(token_BKC, slot_BKV.shape[-1]))
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Each slot's own logits, which make the candidates (not counted); then the choice among them, which is drafted."""

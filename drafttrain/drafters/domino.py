@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs
-from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
+from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs, Walk
+from drafttrain.drafters.common.dynamic_tree import Generation, Scored
 from drafttrain.drafters.options.domino import DominoOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, TrainBatch
 from drafttrain.model.drafter import Commit
@@ -49,13 +49,17 @@ class PrefixGRU(nn.Module):
         """[..., L, G] the state after each of L inputs. state_G: before the first."""
         gates_L3G, states = F.linear(read_LH, self.weight_ih_l0), []
         for gates_3G in gates_L3G.unbind(-2):
-            reset_G, update_G, new_G = gates_3G.chunk(3, -1)
-            own_reset_G, own_update_G, own_new_G = F.linear(state_G, self.weight_hh_l0).chunk(3, -1)
-            update_G = (update_G + own_update_G).sigmoid()
-            new_G = (new_G + (reset_G + own_reset_G).sigmoid() * own_new_G).tanh()
-            state_G = new_G + update_G * (state_G - new_G)
+            state_G = self.after(gates_3G, state_G)
             states.append(state_G)
         return torch.stack(states, -2)
+
+    def after(self, gates_3G: Tensor, state_G: Tensor) -> Tensor:
+        """[..., G] the state after one input, whose product with `weight_ih_l0` is given."""
+        both_2G, new_G = gates_3G.tensor_split([2 * state_G.shape[-1]], -1)
+        own_both_2G, own_new_G = F.linear(state_G, self.weight_hh_l0).tensor_split([2 * state_G.shape[-1]], -1)
+        reset_G, update_G = (both_2G + own_both_2G).sigmoid().chunk(2, -1)
+        new_G = (new_G + reset_G * own_new_G).tanh()
+        return new_G + update_G * (state_G - new_G)
 
 
 class Domino(BlockDrafter):
@@ -111,19 +115,20 @@ class Domino(BlockDrafter):
                 yield replace(own, weight=share * prediction.weight, counted=False)
             yield replace(prediction, weight=(1.0 - share) * prediction.weight)
 
-    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Score:
+    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Walk:
         state_BKH = self.drafting(state_BSH, drafts)
         slot_BKV = self.slot_logits(state_BKH)
 
         def score(nodes: Generation) -> Scored:
-            above_BWG = self.prefix_gru(self.read(nodes.token_BW)[..., None, :], nodes.state_BWH)[..., 0, :]
+            gates_BW3G = F.linear(self.read(nodes.token_BW), self.prefix_gru.weight_ih_l0)
+            above_BWG = self.prefix_gru.after(gates_BW3G, nodes.state_BWH)
             if not nodes.depth:
                 return Scored(slot_BKV[:, :1], above_BWG)
             state_BWH = state_BKH[:, nodes.depth, None].expand(*nodes.token_BW.shape, -1)
             correction_BWV = self.embed_proj(torch.cat([state_BWH, above_BWG.to(state_BWH.dtype)], -1))
             return Scored(slot_BKV[:, nodes.depth, None] + correction_BWV.to(slot_BKV.dtype), above_BWG)
 
-        return score
+        return Walk(score)
 
     def root_state(self, state_BSH: Tensor) -> Tensor:
         return self.prefix_gru.weight_hh_l0.new_zeros(len(state_BSH), 1, self.recurrent_width)

@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from drafttrain.core.divided import pieces
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.block_drafter import CHUNK, EVALUATED, BlockDrafter
-from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
+from drafttrain.drafters.common.block_drafter import CHUNK, EVALUATED, BlockDrafter, Walk, stateless
 from drafttrain.drafters.common.lattice import Lattice, LatticeNetwork, LatticeShape
 from drafttrain.drafters.options.lilicorr import LiLiCorrOptions
 from drafttrain.model.batch import Anchors, Prediction, Top, TrainBatch
-from drafttrain.model.drafter import Commit
+from drafttrain.model.drafter import Candidates, Commit
 from drafttrain.model.layers import recomputed
 from drafttrain.model.target import FINAL, Target
+from drafttrain.ops.remap import over_vocabulary
 from drafttrain.ops.top import top
 
 MAX_LOGITS = 1 << 27  # in memory at once
@@ -85,26 +85,16 @@ class LiLiCorr(BlockDrafter):
         token_RC = top(logits_RV.detach(), self.candidates)[1]
         return logits_RV.gather(1, token_RC).float() - logits_RV.float().logsumexp(-1, keepdim=True), token_RC
 
-    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Score:
+    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Walk:
         """All slots are scored, however few of them draft: candidates see each other."""
         context_BH = self.context(pending.hidden_at(pending.last_B1))[:, 0]
-        lattice = self.lattice(self.drafting(state_BSH, self.draft_length), context_BH)
-
-        def score(nodes: Generation) -> Scored:
-            score_BWC = lattice.scores(nodes.depth, nodes.token_BW)
-            logits_BWV = self.over_vocabulary(score_BWC, lattice.token_NKC[:, nodes.depth, None].expand_as(score_BWC))
-            return Scored(logits_BWV, nodes.state_BWH[:, :1].expand(-1, score_BWC.shape[1], -1))
-
-        return score
-
-    def over_vocabulary(self, score_C: Tensor, token_C: Tensor) -> Tensor:
-        """[..., V] minus infinity for all but the candidates."""
-        return score_C.new_full((*score_C.shape[:-1], self.vocab), -torch.inf).scatter(-1, token_C, score_C)
+        token_BKC, lattice = self.lattice(self.drafting(state_BSH, self.draft_length), context_BH).ascending()
+        return Walk(stateless(lattice.scores), Candidates(token_BKC, self.vocab))
 
     def choice(self, input_X: Tensor) -> Tensor:
         """[..., V] logits of drafts. input_X: the candidates' scores, then their tokens."""
         score_C, token_C = input_X.chunk(2, -1)
-        return self.over_vocabulary(score_C, token_C.long())
+        return over_vocabulary(score_C, token_C.long(), self.vocab)
 
     def predictions(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Iterator[Prediction]:
         """Each slot's own logits, which make the candidates (not counted); then the choice among them, which is drafted.

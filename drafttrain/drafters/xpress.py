@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs
-from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
+from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs, Walk
+from drafttrain.drafters.common.dynamic_tree import Generation, Scored
 from drafttrain.drafters.options.xpress import XPressOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, Shared, TrainBatch
 from drafttrain.model.drafter import Commit
@@ -52,7 +52,8 @@ class SlotMixer(nn.Module):
     def forward(self, a_JR: Tensor, first: int = 0) -> Tensor:
         """[..., J - first, R] the mixed slots from `first` on. a_JR: slots 0 to J - 1."""
         slots = a_JR.shape[-2]
-        mixed_KR = torch.einsum("...jr,rkj->...kr", a_JR, self.L.tril()[:, first:slots, :slots])
+        lower_RSS = self.L if first + 1 == slots else self.L.tril()  # the last slot sees all
+        mixed_KR = torch.einsum("...jr,rkj->...kr", a_JR, lower_RSS[:, first:slots, :slots])
         out_KR: Tensor = a_JR[..., first:, :] + mixed_KR
         return out_KR
 
@@ -177,7 +178,7 @@ class XPress(BlockDrafter):
                 of = step, pairs.source_M, pairs.label_M, state_PSH, shared.logits, share * weight
                 yield Prediction(*of, counted=not kind, shared=shared)
 
-    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Score:
+    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Walk:
         """A node's state is a_0 to a_k of its own slot k and of its ancestors' slots, [B, W, (k + 1) R]."""
         refiner, rank = self.xpress_head, self.rank
         slot_BKV, slot_BSX = self.slot_logits(self.drafting(state_BSH, drafts)), refiner.slots(state_BSH)
@@ -191,7 +192,7 @@ class XPress(BlockDrafter):
             x_BWR = refiner.refined(a_BWJR, first=slot)[:, :, 0]
             return Scored(self._refined_logits(slot_BKV[:, nodes.depth, None], x_BWR), a_BWJR.flatten(2))
 
-        return score
+        return Walk(score)
 
 
 FAMILY = Family("xpress", XPressOptions, XPress)

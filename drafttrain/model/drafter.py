@@ -1,7 +1,7 @@
 """The interfaces of a drafter: the trained module, its decoding state, and optional roles.
 
-Shapes: B rows, A committed positions, N tree nodes, S slots, R slots to reset, M samples, K draft depth, H hidden,
-V vocabulary.
+Shapes: B rows, A committed positions, N tree nodes, S slots, R slots to reset, M samples, K draft depth, C candidates,
+H hidden, V vocabulary.
 
 `Drafter` is trained. `Drafter.open` makes a `DraftState`, which drafts for one decoding session. `Drafter.proposal` says which
 tree is drafted. `Drafter.calibration` turns confidences into probabilities, in families that have confidences.
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.sampling import Lane, Sampling, distribution
+from drafttrain.core.sampling import Lane, Sampling, distribution, shaped
 from drafttrain.core.tree import DraftTree
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.kv_cache import KVCache
@@ -26,6 +26,7 @@ from drafttrain.model.lora import LoraSpec
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import PrunedTarget, Taps, Target
+from drafttrain.ops.remap import over_vocabulary
 from drafttrain.ops.sample import sample
 
 DOUBT = 1e-6  # of a token whose probability rounds to 1
@@ -251,23 +252,49 @@ def confidence_of(logits_V: Tensor) -> Tensor:
     return log_p - (-torch.expm1(log_p.clamp_max(-DOUBT))).log()
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The tokens that a drafter's logits are of, where these are not of the whole vocabulary. No others are ever drafted.
+
+    They ascend in every row: the lower token comes first among equals, and sampling goes through them in the same order.
+    """
+
+    token_BKC: Tensor  # of each draft
+    vocab: int  # V
+
+
 def draft_chain(
-    root_B: Tensor, logits_BV: Tensor, advance: Callable[[Tensor], Tensor], steps: int, sampling: Sampling, position_B: Tensor
+    root_B: Tensor,
+    logits_BV: Tensor,
+    advance: Callable[[Tensor], Tensor],
+    steps: int,
+    sampling: Sampling,
+    position_B: Tensor,
+    among: Candidates | None = None,
 ) -> DraftTree:
     """A chain of `steps` drafts below the root: argmax when greedy, else sampled from q, which the tree carries.
 
-    logits_BV: for the first draft. advance: token_B of the last draft -> logits for the next. position_B: of the root.
-    With `sampling.shared_noise` a draft is sampled with the noise that the acceptance policy will use at its position.
+    logits_BV: for the first draft. advance: token_B of the last draft -> logits for the next. position_B: of the root. among:
+    what the logits are of, [B, C] then. With `sampling.shared_noise` a draft is sampled with the noise that the acceptance
+    policy will use at its position.
     """
-    tokens, distributions, sampling = [root_B], [], sampling.drafting
+    sampling, tokens, used = sampling.drafting, [root_B], list[Tensor]()
+    plain = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # what is left to do with shaped logits
     for step in range(steps):
         if step:
             logits_BV = advance(tokens[-1])
         if not sampling.greedy:
-            distributions.append(distribution(logits_BV, sampling))
+            logits_BV = shaped(logits_BV, sampling)
+            used.append(logits_BV)
         if sampling.shared_noise:
-            tokens.append(sample(logits_BV, sampling, position_B + step + 1, Lane.TARGET))
+            token_B = sample(logits_BV, plain, position_B + step + 1, Lane.TARGET)
         else:
-            tokens.append(sample(logits_BV, sampling, position_B, Lane.DRAFT, draw=step))
-    q_BNV = torch.stack([*distributions, distributions[-1]], 1) if distributions else None
+            token_B = sample(logits_BV, plain, position_B, Lane.DRAFT, draw=step)
+        tokens.append(token_B if among is None else among.token_BKC[:, step].gather(1, token_B[:, None])[:, 0])
+    if not used:
+        return DraftTree.chain(torch.stack(tokens, 1))
+    q_BNV = distribution(torch.stack([*used, used[-1]], 1), plain)
+    if among is not None:
+        token_BNC = torch.cat([among.token_BKC[:, :steps], among.token_BKC[:, steps - 1 : steps]], 1)
+        q_BNV = over_vocabulary(q_BNV, token_BNC, among.vocab, 0.0)
     return DraftTree.chain(torch.stack(tokens, 1), q_BNV=q_BNV)

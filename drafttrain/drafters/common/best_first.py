@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.tree import DraftTree
-from drafttrain.drafters.common.dynamic_tree import Score, Scored, choices
+from drafttrain.drafters.common.dynamic_tree import Ids, Score, Scored, choices
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
 from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of
@@ -88,7 +88,7 @@ class BestFirst:
         sizes = range(min(nodes, MOST_NODES - 1), 0, -1)
         return next(n for n in sizes if 1 + BestFirst.most(depth, n, vocab) <= MOST_CANDIDATES)
 
-    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, depth: int | None) -> DraftTree:
         raise AssertionError("best-first search needs drafts that do not know each other")
 
     def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:

@@ -18,7 +18,7 @@ The family defines the head, its loss, and how drafts are chosen from the slots'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from drafttrain.model.batch import Anchors, Context, Pairs, Prediction, TrainBat
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.convolution import Bare, Convolved
-from drafttrain.model.drafter import Commit, Drafter, confidence_of, draft_chain
+from drafttrain.model.drafter import Candidates, Commit, Drafter, confidence_of, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import ContextAttention, DecoderLayer, Linear, RMSNorm, recomputed
 from drafttrain.model.shapes import LayerOptions, TargetShape
@@ -52,8 +52,26 @@ STD = 0.02  # of matrices at the start, as the published modules' initializer_ra
 CHUNK = 1024  # logits in memory at once where D-PACE asks for the drafter's confidence
 
 
-Choices = Callable[[int, Tensor], Tensor]  # (draft from 0, [B, W] tokens before it) -> [B, W or 1, V] its logits
+Choices = Callable[[int, Tensor], Tensor]  # (draft from 0, [B, W] tokens before it) -> [B, W or 1, V or C] its logits
 Inputs = Callable[[int, Tensor, Pairs], Tensor]  # (draft from 0, its anchors [M], its labels) -> [M, X] inputs of the head
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How drafts that depend on those above are chosen, one after the other."""
+
+    score: Score
+    candidates: Candidates | None = None  # what the logits of `score` are of; None: the whole vocabulary
+
+
+def stateless(choose: Choices) -> Score:
+    """Scores nodes that carry no state."""
+
+    def score(nodes: Generation) -> Scored:
+        logits_BWV = choose(nodes.depth, nodes.token_BW)
+        return Scored(logits_BWV, nodes.state_BWH[:, :1].expand(-1, logits_BWV.shape[1], -1))
+
+    return score
 
 
 class BlockLayer(DecoderLayer):
@@ -187,18 +205,12 @@ class BlockDrafter(Drafter):
         """The choices of all drafting slots. A family whose drafts depend on those above computes here what does not."""
         raise AssertionError("defined by every family that walks; other drafts are chosen from the slots' logits alone")
 
-    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Score:
+    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Walk:
         """Scores nodes down to `drafts` levels, first the root, which has depth 0 and `root_state`.
 
         state_BSH: of all slots. pending: the positions before the root that were processed last.
         """
-        choose = self.choices(self.drafting(state_BSH, drafts))
-
-        def score(nodes: Generation) -> Scored:
-            logits_BWV = choose(nodes.depth, nodes.token_BW)
-            return Scored(logits_BWV, nodes.state_BWH[:, :1].expand(-1, logits_BWV.shape[1], -1))
-
-        return score
+        return Walk(stateless(self.choices(self.drafting(state_BSH, drafts))))
 
     def root_state(self, state_BSH: Tensor) -> Tensor:
         """[B, 1, X] the state with which a walk begins, for families that carry one from node to node."""
@@ -276,7 +288,7 @@ class BlockDrafter(Drafter):
         """The chain with the drafter's confidence in each draft, where it has one. logits: [B, V] of each draft."""
         if not self.confident:
             return chain
-        return self.calibrated(chain, torch.stack([confidence_of(logits_BV) for logits_BV in logits], 1))
+        return self.calibrated(chain, confidence_of(torch.stack([*logits], 1)))
 
     def calibrated(self, chain: DraftTree, logit_BK: Tensor) -> DraftTree:
         """The chain with probabilities of acceptance by the logits of the drafter's confidences."""
@@ -366,16 +378,17 @@ class BlockState(CachedState):
             logits_BKV = drafter.slot_logits(state_BKH)
             tree = self.grower.from_slots(root_B, logits_BKV, None, depth)
             return drafter.with_confidence(tree, state_BKH, logits_BKV.unbind(1))
-        score = drafter.walk(state_BSH, drafts, pending)
+        walk = drafter.walk(state_BSH, drafts, pending)
+        score, among = walk.score, walk.candidates
         below_root = score(Generation(root_B[:, None], drafter.root_state(state_BSH), 0, None))
         if not drafter.samples:
-            return self.grower.grow(root_B, below_root, score, None, depth)
+            return self.grower.grow(root_B, below_root, score, among, depth)
         scored = [below_root]
 
         def advance(token_B: Tensor) -> Tensor:
             scored.append(score(Generation(token_B[:, None], scored[-1].state_BWH, len(scored), None)))
             return scored[-1].logits_BWV[:, 0]
 
-        chain = draft_chain(root_B, below_root.logits_BWV[:, 0], advance, drafts, sampling, self.kv.length_B)
+        chain = draft_chain(root_B, below_root.logits_BWV[:, 0], advance, drafts, sampling, self.kv.length_B, among)
         logits = (depth.logits_BWV[:, 0] for depth in scored)
         return drafter.with_confidence(chain, drafter.drafting(state_BSH, drafts), logits)

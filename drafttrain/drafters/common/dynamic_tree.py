@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.tree import DraftTree, Path, TreeShape
+from drafttrain.model.drafter import Candidates
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
+from drafttrain.ops.remap import over_vocabulary
 from drafttrain.ops.top import top, top_log
 from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, single_bits, words_for, words_of
 
@@ -42,17 +44,20 @@ class Generation:
 class Scored:
     """The scores of a generation. W = 1: the same for all its nodes. The next generation's states may be wider."""
 
-    logits_BWV: Tensor  # of the token after each node, over the drafter's vocabulary
+    logits_BWV: Tensor  # of the token after each node, over the drafter's vocabulary or the draft's candidates
     state_BWH: Tensor  # from which the nodes below are scored
 
 
 Score = Callable[[Generation], Scored]
+Ids = (
+    Tensor | Candidates | None
+)  # target ids of what logits are of: [V] of the drafter's vocabulary; None: they are the indices
 
 
 class Grower(Protocol):
     """Builds trees no deeper than `depth` from a drafter's scores. ids: target ids of the drafter's vocabulary."""
 
-    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, depth: int | None) -> DraftTree:
         """first: scores of the root, W = 1. score: scores further nodes."""
         ...
 
@@ -104,13 +109,13 @@ class StaticTree:
         choices = [(shape.depth_N[1:] - 1) * (shape.max_rank + 1) + shape.rank_N[1:] for shape in shapes]
         return StaticTree(shapes, levels, choices)
 
-    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, depth: int | None) -> DraftTree:
         """As `Grower.grow`."""
         steps = min(len(self.levels), depth or len(self.levels))
         B, scored, tokens = len(root_B), first, [root_B[:, None]]
         for number, level in enumerate(self.levels[:steps]):
-            alike, logits_MV = scored.logits_BWV.shape[1] == 1, scored.logits_BWV.flatten(0, 1)
-            choice_BX = top(logits_MV, level.ranks, ids)[1].view(B, -1)
+            alike = scored.logits_BWV.shape[1] == 1
+            choice_BX = _best(top, scored.logits_BWV, level.ranks, ids, number)[1].flatten(1)
             token_BW = choice_BX.index_select(1, level.rank_W if alike else level.choice_W)
             tokens.append(token_BW)
             if number + 1 < steps:
@@ -175,13 +180,13 @@ class DynamicGrower:
         self._node_W = 1 + slot_W  # of the first generation
         self._parent_X = torch.cat([slot_W[:1] - 1, torch.zeros_like(slot_W)])  # of the root and the first generation
 
-    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, depth: int | None) -> DraftTree:
         """As `Grower.grow`. A smaller depth drafts with the same budget of nodes, as far as there are candidates."""
 
-        def chosen(scored: Scored) -> Chosen:
-            return Chosen(*choices(scored.logits_BWV, self.tree.width, ids), scored.state_BWH)
+        def chosen(scored: Scored, draft: int) -> Chosen:
+            return Chosen(*choices(scored.logits_BWV, self.tree.width, ids, draft), scored.state_BWH)
 
-        return self._grow(root_B, chosen(first), lambda nodes: chosen(score(nodes)), depth)
+        return self._grow(root_B, chosen(first, 0), lambda nodes: chosen(score(nodes), nodes.depth), depth)
 
     def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
         """As `Grower.from_slots`."""
@@ -229,8 +234,22 @@ class Chosen:
     state_BWH: Tensor  # as in `Scored`
 
 
-def choices(logits_BWV: Tensor, ranks: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(log-probability, token), [B, W, R] each, likeliest first."""
-    B, W, _ = logits_BWV.shape
-    value_MR, token_MR = top_log(logits_BWV.flatten(0, 1), ranks, ids)
-    return value_MR.view(B, W, ranks), token_MR.view(B, W, ranks)
+def choices(logits_BWV: Tensor, ranks: int, ids: Ids, draft: int = 0) -> tuple[Tensor, Tensor]:
+    """(log-probability, token), [B, W, R] each, likeliest first. draft: that the logits are for, from 0."""
+    return _best(top_log, logits_BWV, ranks, ids, draft)
+
+
+def _best(
+    rank: Callable[..., tuple[Tensor, Tensor]], logits_BWV: Tensor, ranks: int, ids: Ids, draft: int
+) -> tuple[Tensor, Tensor]:
+    """As `choices`, with the values of `rank`: `top` or `top_log`."""
+    B, W, V = logits_BWV.shape
+    token_BC = None
+    if isinstance(ids, Candidates):
+        token_BC, vocab, ids = ids.token_BKC[:, draft], ids.vocab, None
+        if ranks > V:  # the rest are tokens that cannot be
+            logits_BWV = over_vocabulary(logits_BWV, token_BC[:, None].expand(B, W, V), vocab)
+            token_BC = None
+    value_MR, token_MR = rank(logits_BWV.flatten(0, 1), ranks, ids)
+    token_BX = token_MR.view(B, -1) if token_BC is None else token_BC.gather(1, token_MR.view(B, -1))
+    return value_MR.view(B, W, ranks), token_BX.view(B, W, ranks)

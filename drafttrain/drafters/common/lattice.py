@@ -159,6 +159,12 @@ class Lattice:
     start_NC: Tensor  # of the first slot's candidates
     pair_NJCC: Tensor  # of each further slot's candidates, after each candidate of the slot before
 
+    def ascending(self) -> tuple[Tensor, Lattice]:
+        """(token_NKC ascending, the lattice with its scores in that order)."""
+        token_NKC, order_NKC = self.token_NKC.sort(-1)
+        pair_NJCC = self.pair_NJCC.gather(-1, order_NKC[:, 1:, None].expand_as(self.pair_NJCC))
+        return token_NKC, Lattice(self.token_NKC, self.start_NC.gather(-1, order_NKC[:, 0]), pair_NJCC)
+
     def place(self, draft: int, token_NW: Tensor) -> Tensor:
         """[N, W] places of tokens among the candidates of a draft."""
         same_NWC = self.token_NKC[:, draft, None] == token_NW[..., None]

@@ -24,13 +24,12 @@ from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.batch import Pairs, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
-from drafttrain.model.drafter import Commit, Drafter, draft_chain
+from drafttrain.model.drafter import Candidates, Commit, Drafter, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, DecoderLayer, recomputed
 from drafttrain.model.target import Target
 from drafttrain.model.unrolled_attention import unrolled
-from drafttrain.ops.remap import remap_logits
 
 
 class Passes(Protocol):
@@ -128,10 +127,11 @@ class FeedsBack(Drafter):
     def embed(self, token_BN: Tensor, like: Tensor) -> Tensor:
         return self._target.module.embed(token_BN).to(like.dtype)
 
-    def whole_logits(self, scored: Scored) -> Tensor:
-        """[B, V] the logits of a single node, over the target's vocabulary."""
-        logits_BV = scored.logits_BWV[:, 0]
-        return logits_BV if self.ids is None else remap_logits(logits_BV, self.ids, self._target.module.shape.vocab_size)
+    def candidates(self, rows: int, drafts: int) -> Candidates | None:
+        """The drafter's vocabulary, if it is not the target's."""
+        if self.ids is None:
+            return None
+        return Candidates(self.ids.expand(rows, drafts, -1), self._target.module.shape.vocab_size)
 
     def training_positions(self, length: int) -> int:
         return length * self.draft_length
@@ -234,10 +234,11 @@ class RecurrentState(CachedState):
 
         def advance(token_B: Tensor) -> Tensor:
             latest[0] = score(Generation(token_B[:, None], latest[0].state_BWH, score.nodes + 1, None))
-            return drafter.whole_logits(latest[0])
+            return latest[0].logits_BWV[:, 0]
 
         steps = min(drafter.draft_length, depth or drafter.draft_length)
-        return draft_chain(root_B, drafter.whole_logits(first), advance, steps, sampling, kv.length_B)
+        among = drafter.candidates(len(root_B), steps)
+        return draft_chain(root_B, first.logits_BWV[:, 0], advance, steps, sampling, kv.length_B, among)
 
 
 class NodeScorer:
