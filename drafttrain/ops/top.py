@@ -26,7 +26,7 @@ def top(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, T
 
 def top_log(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `top`, with log-probabilities as values. None is above 0, so that no path gains by growing."""
-    if not (library.serves(logits_MV) and k <= MOST) or logits_MV.is_cuda:
+    if not (library.serves(logits_MV) and k <= MOST):
         return reference_log(logits_MV, k, ids)
     return _compiled("top_log", logits_MV, k, ids)
 
@@ -40,7 +40,7 @@ def _compiled(name: str, logits_MV: Tensor, k: int, ids: Tensor | None) -> tuple
 
 
 def reference_log(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The twin of `top_log`; on a GPU it is the faster one."""
+    """The twin of `top_log`."""
     value_Mk, index_Mk = top(logits_MV, k, ids)
     return (value_Mk - logits_MV.float().logsumexp(-1, keepdim=True)).clamp_max_(0.0), index_Mk
 

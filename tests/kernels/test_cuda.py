@@ -175,12 +175,16 @@ def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
         logits = logits.sort(-1).values
     elif kind == "nan":
         logits.fill_(torch.nan)
+    elif kind == "far":  # apart by more than exp can hold, in the last row endless
+        logits = (logits * 40).round() * 3 + 1000.0
+        logits[-1, : vocab // 2] = -torch.inf
+        logits[-1, -1] = torch.inf
     return logits
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["random", "ties", "masked", "sorted", "nan"])
+@pytest.mark.parametrize("kind", ["random", "ties", "masked", "sorted", "nan", "far"])
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(1, 1, 1), (3, 65, 64), (2, 20011, 1), (2, 8192, 10), (1, 20000, 33)])
 def test_top(kind: str, rows: int, vocab: int, k: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab + k)
@@ -191,6 +195,11 @@ def test_top(kind: str, rows: int, vocab: int, k: int, dtype: torch.dtype) -> No
         emulated.ops().top(shifted(logits, by), names, value, index)
         assert torch.equal(index, wanted[1])
         torch.testing.assert_close(value, wanted[0], rtol=0, atol=0, equal_nan=True)
+        log, at = nan(rows, k, dtype=torch.float32), torch.full((rows, k), -1)
+        emulated.ops().top_log(shifted(logits, by), names, log, at)
+        assert torch.equal(at, index) and not bool((log > 0).any())
+        wanted_log = (wanted[0].double() - logits.double().logsumexp(-1, keepdim=True)).float()
+        torch.testing.assert_close(log, wanted_log, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 def test_top_of_many_rows_and_of_a_long_one() -> None:
