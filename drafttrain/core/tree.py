@@ -48,12 +48,11 @@ class DraftTree:
     @staticmethod
     def chain(token_BN: Tensor, count_B: Tensor | None = None, q_BNV: Tensor | None = None) -> DraftTree:
         """A chain: each node's parent is its left neighbour. `q_BNV`, if given, is set for every node with a child."""
-        B, N = token_BN.shape
-        parent_BN = torch.arange(-1, N - 1, device=token_BN.device).expand(B, N)
-        count_B = torch.full((B,), N, device=token_BN.device) if count_B is None else count_B
-        sampled_BN = None if q_BNV is None else torch.ones(B, N, dtype=torch.bool, device=token_BN.device)
-        known_BNN = torch.ones(N, N, dtype=torch.bool, device=token_BN.device).tril().expand(B, N, N)
-        return DraftTree(token_BN, parent_BN, count_B, q_BNV, sampled_BN, known_BNN)
+        (B, N), device = token_BN.shape, token_BN.device
+        shape = _chains.get((N, device)) or ChainShape.of(N, device)
+        count_B = torch.full((B,), N, device=device) if count_B is None else count_B
+        sampled_BN = None if q_BNV is None else shape.ancestor_NN[-1].expand(B, N)  # the last node's: all
+        return DraftTree(token_BN, shape.parent_N.expand(B, N), count_B, q_BNV, sampled_BN, shape.ancestor_NN.expand(B, N, N))
 
     @staticmethod
     def static(token_BN: Tensor, shape: TreeShape) -> DraftTree:
@@ -120,6 +119,30 @@ class DraftTree:
         q_BNV, sampled_BN = (None if x is None else x[:, :N] for x in (self.q_BNV, self.sampled_BN))
         known_BNN = None if self.known_BNN is None else self.known_BNN[:, :N, :N]
         return DraftTree(self.token_BN[:, :N], self.parent_BN[:, :N], self.count_B, q_BNV, sampled_BN, known_BNN)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainShape:
+    """The tensors of all chains of one length on one device."""
+
+    parent_N: Tensor
+    ancestor_NN: Tensor
+
+    @staticmethod
+    def of(nodes: int, device: torch.device) -> ChainShape:
+        ancestor_NN = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+        return ChainShape(torch.arange(-1, nodes - 1, device=device), ancestor_NN)
+
+
+_chains: dict[tuple[int, torch.device], ChainShape] = {}
+
+
+def keep_chains(longest: int, device: torch.device) -> None:
+    """Make the shapes of chains of up to so many nodes, for good, before any step is captured: graphs read them there."""
+    with torch.inference_mode(False):
+        for nodes in range(1, 1 + longest):
+            if (nodes, device) not in _chains:
+                _chains[nodes, device] = ChainShape.of(nodes, device)
 
 
 def _same_paths(first: DraftTree, second: DraftTree, real_BMN: Tensor) -> Tensor:

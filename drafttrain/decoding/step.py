@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.core.tree import DraftTree, depth
+from drafttrain.core.tree import DraftTree, depth, keep_chains
 from drafttrain.decoding.acceptance import AcceptedPath, Policy
 from drafttrain.decoding.draft_length import Cut
 from drafttrain.decoding.logits_processors import LogitsProcessors, StopTokens
@@ -105,6 +105,9 @@ class DecodeStep:
     drafted: int = 0  # depth of the last such draft before it was cut
     marks: list[float] = field(default_factory=list)  # when the parts of the last step began and ended, in seconds
     _events: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        keep_chains(1 + (self.drafter.draft_length if self.drafter else 0), self.slots.root_S.device)
 
     def run(self, slot_B: Tensor, limit: int | None) -> Tensor:
         """[B, A + 3] int64, for `Row.of`. limit: deepest draft allowed; 0: none. With a bound on the cache's lengths nothing

@@ -170,15 +170,21 @@ class DynamicTree:
 
 
 class DynamicGrower:
-    """Grows dynamic trees on one device; the constants of all proposals are made once."""
+    """Grows dynamic trees on one device; the constants of all proposals are made once.
+
+    X counts -1 (what the root has as its parent), the root and the nodes scored; M the candidates, root included.
+    """
 
     def __init__(self, tree: DynamicTree, device: torch.device) -> None:
         self.tree = tree
         slot_W = torch.arange(tree.width, device=device)
         scored, words = tree.width * (tree.depth - 1), words_for(tree.width * (tree.depth - 1))
         self._bit_Ww = [single_bits(first, tree.width, words, device) for first in range(0, scored, tree.width)]
-        self._node_W = 1 + slot_W  # of the first generation
-        self._parent_X = torch.cat([slot_W[:1] - 1, torch.zeros_like(slot_W)])  # of the root and the first generation
+        starts = [1, *range(1 + tree.width, 1 + tree.candidates(tree.depth), tree.width**2)]  # candidates before each depth
+        starts = [0, 0, *(start for start in starts for _ in range(tree.width))]
+        parents = [0, *[1] * tree.width, *(2 + node for node in range(scored) for _ in range(tree.width))]
+        self._start_X, self._parent_M = (torch.tensor(x, dtype=torch.long, device=device) for x in (starts, parents))
+        self._first_X = torch.cat([slot_W[:1] - 1, slot_W[:1], slot_W])
 
     def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, depth: int | None) -> DraftTree:
         """As `Grower.grow`. A smaller depth drafts with the same budget of nodes, as far as there are candidates."""
@@ -199,9 +205,8 @@ class DynamicGrower:
         tree, B = self.tree, len(root_B)
         steps, W = min(tree.depth, depth or tree.depth), tree.width
         score_BW, token_BW = first.gain_BWR[:, 0], first.token_BWR[:, 0]
-        tokens, scores, parents = [root_B[:, None], token_BW], [score_BW[:, :1], score_BW], [self._parent_X.expand(B, -1)]
+        tokens, scores, scored = [root_B[:, None], token_BW], [score_BW[:, :1], score_BW], [self._first_X.expand(B, -1)]
         state_BWH = first.state_BWH.expand(B, W, first.state_BWH.shape[-1]).contiguous()
-        node_BW, held = self._node_W.expand(B, W), 1 + W
         bits_BWw = self._bit_Ww[0].expand(B, -1, -1) if self._bit_Ww else None
         for step in range(1, steps):
             assert bits_BWw is not None
@@ -210,7 +215,6 @@ class DynamicGrower:
             choice_BC = chosen.token_BWR.expand(B, W, W).flatten(1)
             tokens.append(choice_BC)
             scores.append(total_BC)
-            parents.append(node_BW[..., None].expand(B, W, W).flatten(1))
             if step + 1 == steps:
                 break
             score_BW, best_BW = top(total_BC, W)
@@ -218,9 +222,12 @@ class DynamicGrower:
             held_BWH = chosen.state_BWH.expand(B, W, chosen.state_BWH.shape[-1])
             state_BWH = held_BWH.gather(1, above_BW[..., None].expand_as(held_BWH))
             bits_BWw = bits_BWw.gather(1, above_BW[..., None].expand_as(bits_BWw)) | self._bit_Ww[step]
-            node_BW, held = held + best_BW, held + W * W
-        count = 1 + min(tree.nodes, tree.candidates(steps))
-        built = build_tree(torch.cat(parents, 1), torch.cat(scores, 1), count)
+            scored.append(best_BW)
+        candidates = tree.candidates(steps)
+        node_BX = torch.cat(scored, 1)
+        node_BX = node_BX + self._start_X[: node_BX.shape[1]]
+        parent_BM, count = node_BX.index_select(1, self._parent_M[: 1 + candidates]), 1 + min(tree.nodes, candidates)
+        built = build_tree(parent_BM, torch.cat(scores, 1), count)
         token_BN, count_B = torch.cat(tokens, 1).gather(1, built.kept_BN), torch.full_like(root_B, count)
         return DraftTree(token_BN, built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BNw))
 

@@ -13,12 +13,10 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
-from drafttrain.drafters import families, redrafter
-from drafttrain.drafters.common import dynamic_tree
+from drafttrain.drafters import families
 from drafttrain.model import kv_storage
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.ops import library
-from drafttrain.ops.top import reference_log
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import prompts, tiny_model
 from tests.recorder import recorded
@@ -35,6 +33,8 @@ BOUNDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "peagle": ("peagle", {}, 120),
     "hydra": ("hydra", {}, 90),
     "redrafter": ("redrafter", {}, 140),
+    "jetspec best first": ("jetspec", {"tree": "best_first", "block_size": 16, "nodes": 63, "layers": 2}, 140),
+    "dflash2 walk": ("dflash2", {"tree": "chain", "block_size": 16, "rank": 8, "layers": 2}, 220),
     "medusa": ("medusa", {}, 15),
 }
 
@@ -52,8 +52,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         attended.append(ATTENTION)
         return q_BNhD.new_empty(q_BNhD.shape).flatten(2)
 
-    for module in (dynamic_tree, redrafter):  # on a GPU it is several operators
-        monkeypatch.setattr(module, "top_log", reference_log)
     monkeypatch.setattr(library, "has_product", lambda: False)
     monkeypatch.setattr(AttentionMetadata, "__init__", apart)
     monkeypatch.setattr(kv_storage, "tree_attention", attention)
