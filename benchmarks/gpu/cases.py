@@ -9,7 +9,7 @@ from benchmarks.gpu.accept import ChoiceAccept, Commit, GreedyAccept, LikelyAcce
 from benchmarks.gpu.cache import Append, KvKeep, TreeAttention
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.loss import Divergence
-from benchmarks.gpu.rows import Gated, RmsNorm, Rotary, Sample, Top
+from benchmarks.gpu.rows import Gated, RmsNorm, Rotary, Sample, Top, TopLog
 from benchmarks.gpu.trees import BuildTree, Heads, TreeLinks
 
 V = 128_256
@@ -35,6 +35,7 @@ SMALL: tuple[Case, ...] = (  # one of each, for rehearsals and for tools that sl
     LosslessAccept(2, 6, 203, drawn=True),
     LikelyAccept(2, 9, 203),
     Top(3, 203, 10, named=True),
+    TopLog(3, 203, 10, named=True),
     TreeLinks(3, 33),
     BuildTree(2, 65, 17),
     Heads(2, 3, 24, 203, 5),
@@ -94,6 +95,7 @@ LARGE: tuple[Case, ...] = (
     ChoiceAccept(1, 256),
     *(Top(4, vocab, k) for vocab in (32_000, V) for k in (1, 10)),
     Top(4, 32_000, 10, named=True),
+    TopLog(4, V, 10),
     Top(300, 301, 64),
     TreeLinks(32, 64),
     TreeLinks(2, 1),
@@ -125,6 +127,7 @@ OTHERS: tuple[Case, ...] = (
     Sample(64, V),
     *(Top(rows, vocab, k) for rows in (1, 64) for vocab in (32_000, V) for k in (1, 10)),
     Top(64, 32_000, 10, named=True),
+    *(TopLog(rows, V, 10) for rows in (1, 10)),
     *(TreeLinks(1, nodes) for nodes in (64, *LARGE_TREES)),
     *(BuildTree(1, 1024, nodes) for nodes in LARGE_TREES),
     *(LosslessAccept(1, nodes, V) for nodes in LARGE_TREES),

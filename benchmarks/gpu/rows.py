@@ -147,6 +147,19 @@ class Top(Case):
 
 
 @dataclass(frozen=True)
+class TopLog(Top):
+    op: ClassVar = "top_log"
+
+    def run(self, given: Tensors) -> Tensors:
+        value, index = top_op.top_log(given["logits"], self.k, given["ids"] if self.named else None)
+        return {"value": value, "index": index}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        found = super().exact(wide)
+        return found | {"value": found["value"] - wide["logits"].logsumexp(-1, keepdim=True)}
+
+
+@dataclass(frozen=True)
 class Sample(Case):
     op: ClassVar = "sample"
     twins: ClassVar = (sample_op,)
