@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.case import Case, Tensors, generator, paged, ragged, random_parents
 from drafttrain.core.tree import ancestors
-from drafttrain.model.kv_storage import PAGE
+from drafttrain.model.kv_storage import ARRIVALS, PAGE
 from drafttrain.ops import append as append_op
 from drafttrain.ops import kv_keep as keep_op
 from drafttrain.ops import tree_attention as attention_op
@@ -115,6 +115,7 @@ class TreeAttention(Case):
             "length": length_B,
             "bits": bits_of(ancestor_BNN)[:, self.earlier or 0 :],
             "position": (length_B[:, None] + ancestor_BNN.sum(-1) - 1)[:, self.earlier or 0 :],
+            "arrived": torch.zeros(ARRIVALS, dtype=torch.int32, device=device),
         }
 
     @property
@@ -124,7 +125,8 @@ class TreeAttention(Case):
     def run(self, given: Tensors) -> Tensors:
         cache = (given["keys"], given["values"], given["table"], given["length"])
         tree, bound = (given["bits"], given["position"]), self.context + self.nodes
-        out = attention_op.tree_attention(given["q"], *cache, *tree, self.width**-0.5, self.window, bound, self.earlier or 0)
+        rest = (self.width**-0.5, self.window, bound, self.earlier or 0, given["arrived"])
+        out = attention_op.tree_attention(given["q"], *cache, *tree, *rest)
         return {"out": out}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:

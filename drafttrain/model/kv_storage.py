@@ -23,6 +23,7 @@ from drafttrain.ops.kv_keep import flat, kv_keep
 from drafttrain.ops.tree_attention import tree_attention
 
 PAGE = 32  # positions
+ARRIVALS = 1024  # counters of `tree_attention`: one for each block of rows, KV head and batch row
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class PageView:
     stores: list[Tensor]  # [L, 2, Q, PAGE, h, D]; one tensor where all layers were allocated together
     table_BQ: Tensor  # each row's pages
     rows: Rows
+    arrived: Tensor | None = None  # counters for `tree_attention`
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """One layer's keys and values, [Q, PAGE, h, D]."""
@@ -71,7 +73,7 @@ class PageView:
         keys, values = self.layer(layer)
         bound = min(self.rows.longest + earlier + q_BNhD.shape[1], self.table_BQ.shape[1] * keys.shape[1])
         at = (self.table_BQ, self.rows.length_B, bits_BNw, position_BN)
-        return tree_attention(q_BNhD, keys, values, *at, scale, window, bound, earlier)
+        return tree_attention(q_BNhD, keys, values, *at, scale, window, bound, earlier, self.arrived)
 
 
 class Storage(Protocol):
@@ -158,6 +160,8 @@ class PagedStorage:
         self.free = list(range(self.pages - 1, -1, -1)) if self.pooled else []
         self.owned: list[list[int]] = [[] for _ in range(slots)]  # each slot's pages, where they come from a pool
         self.uses = [0] * self.pages  # slots that have reserved each page of a pool
+        # the cache's own, because steps over one cache never run at once; graphs know its address (docs/decisions/024)
+        self.arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
         # one per call of `allocate`: [layers, 2, Q, PAGE, h, D], or [layers, 1, Q, PAGE, h, key width + value width]
         self.stores: list[Tensor] = []
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * layers  # keys and values of each, [Q, PAGE, h, D]
@@ -231,7 +235,7 @@ class PagedStorage:
         return pool[: self.pages].view(self.slots, self.capacity, *pool.shape[2:])
 
     def view(self, rows: Rows) -> PageView:
-        return PageView(self._layers, self.stores, self._table_BQ, rows)
+        return PageView(self._layers, self.stores, self._table_BQ, rows, self.arrived)
 
     def move(self, rows: Rows, path_BA: Tensor, count_B: Tensor) -> None:
         for store in self.stores:

@@ -32,7 +32,7 @@ def visible(length_B: Tensor, longest: int, ancestor_BNM: Tensor) -> Tensor:
 
 def tree_attention(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
-    scale: float, window: int | None, bound: int, earlier: int = 0,
+    scale: float, window: int | None, bound: int, earlier: int = 0, arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[B, N, h D]: the tree's last N nodes attend to their row's prefix and to the nodes whose bits are set in bits_BNw.
 
@@ -40,7 +40,9 @@ def tree_attention(
     position length_B[b] + i. earlier: nodes of the tree before these. window: keys are seen only within so many rotary
     positions; earlier nodes, whose rotary positions are not given, always are. position_BN: the nodes' rotary positions; those
     of the prefix are 0, 1, 2, ... bound: upper bound of every row's length + the tree. It alone decides the launch, so one CUDA
-    graph works for all lengths up to it. A node that sees nothing gets zeros. At most 256 nodes in the tree.
+    graph works for all lengths up to it. A node that sees nothing gets zeros. At most 256 nodes in the tree. scale: above 0.
+    arrived: int32 zeros on the device, which are zeros again afterwards: counters with which one launch does where few rows'
+    keys are shared by several programs. Two calls must not have them at once, as on two streams. None: two launches.
     """
     if not _serves(q_BNhD):
         return reference(q_BNhD, keys, values, table_BQ, length_B, bits_BNw, position_BN, scale, window, bound, earlier)
@@ -49,7 +51,7 @@ def tree_attention(
     B, N, h, D = q_BNhD.shape
     out_BNI = q_BNhD.new_empty(B, N, h * D)
     for launch in kernels.launches(
-        q_BNhD, keys, values, table_BQ, length_B, bits_BNw, position_BN, out_BNI, scale, window, bound, earlier
+        q_BNhD, keys, values, table_BQ, length_B, bits_BNw, position_BN, out_BNI, scale, window, bound, earlier, arrived
     ):  # fmt: skip
         launch.run()
     return out_BNI

@@ -17,6 +17,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int64: "*i64",
+    torch.int32: "*i32",
     torch.bool: "*i1",
 }
 

@@ -6,11 +6,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import triton
+from drafttrain.kernels.triton import tree_attention as kernels
 from torch import Tensor
+from triton import language as tl
 
 from drafttrain.core.tree import ancestors
 from drafttrain.model.kv_storage import PAGE
@@ -142,8 +146,6 @@ def test_the_last_nodes_of_a_tree_alone(case: str, dtype: torch.dtype) -> None:
 
 
 def test_the_cases_split_or_not() -> None:
-    from drafttrain.kernels.triton import tree_attention as kernels
-
     def kernels_of(case: Case) -> int:
         inputs = Inputs.of(case, torch.float16)
         out, bound = inputs.q_BNhD, max(case.lengths) + case.nodes + case.slack
@@ -154,13 +156,31 @@ def test_the_cases_split_or_not() -> None:
 
 @pytest.mark.parametrize("splits", [1, 5, 20])
 def test_any_number_of_splits_gives_one_result(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
-    from drafttrain.kernels.triton import tree_attention as kernels
-
     monkeypatch.setattr(kernels, "splits", lambda *_: splits)
-    case = Case(9, 2, 1, 16, (0, 260), window=200)
+    case, arrived = Case(9, 2, 1, 16, (0, 130), window=100), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     inputs = Inputs.of(case, torch.float32)
-    found, wanted = (inputs.through(f, case) for f in (attention_op.tree_attention, attention_op.reference))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    wanted = inputs.through(attention_op.reference, case)
+    for counters in (arrived, None):
+        found = inputs.through(partial(attention_op.tree_attention, arrived=counters), case)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert not arrived.any()
+
+
+@triton.jit
+def shares(out, total, splits):  # type: ignore[no-untyped-def]
+    split = tl.program_id(0)
+    start, end = kernels._share(0, 0, total, split, splits, 0, 16, False)
+    tl.store(out + 2 * split, start)
+    tl.store(out + 2 * split + 1, end)
+
+
+def test_splits_differ_by_a_step_at_most() -> None:
+    out_S2 = torch.empty(8, 2, dtype=torch.int32, device=DEVICE)
+    for total, steps in ((16 * 65, [8] * 7 + [9]), (16 * 65 - 15, [8] * 7 + [9]), (3, [0] * 7 + [1])):
+        shares[(8,)](out_S2, total, 8)
+        edge = [0, *out_S2[:, 1].tolist()]
+        assert out_S2[:, 0].tolist() == edge[:-1] and edge[-1] == total
+        assert [-(-(e - s) // 16) for s, e in out_S2.tolist()] == steps
 
 
 def test_a_node_that_sees_nothing_gets_zeros() -> None:
@@ -205,10 +225,11 @@ def test_no_lane_is_shifted_by_more_bits_than_there_are(monkeypatch: pytest.Monk
 def test_a_captured_graph_follows_the_lengths() -> None:
     case = Case(8, 4, 2, 64, (700, 20))
     inputs = Inputs.of(case, torch.bfloat16)
-    inputs.through(attention_op.tree_attention, case)
+    attention = partial(attention_op.tree_attention, arrived=torch.zeros(64, dtype=torch.int32, device=DEVICE))
+    inputs.through(attention, case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = inputs.through(attention_op.tree_attention, case)
+        found = inputs.through(attention, case)
     for lengths in ((700, 20), (3, 0), (257, 19)):
         inputs.length_B.copy_(torch.tensor(lengths))
         graph.replay()

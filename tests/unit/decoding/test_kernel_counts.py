@@ -21,7 +21,7 @@ from drafttrain.targets.fast import FastTarget
 from tests.helpers import prompts, tiny_model
 from tests.recorder import recorded
 
-ATTENTION = 2  # kernels of one tree attention: `attend` and `combine`
+ATTENTION = 2  # kernels of one tree attention at most: `attend` and `combine`
 
 # family: options, kernels of one proposal at most
 BOUNDS: dict[str, tuple[str, dict[str, Any], int]] = {
