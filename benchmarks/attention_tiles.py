@@ -158,7 +158,7 @@ def main() -> None:
     machine = Machine.here(options.rehearse)
     cases = [TreeAttention(1, nodes, context) for context in CONTEXTS for nodes in NODES]
     if options.rehearse:
-        cases = [TreeAttention(1, nodes, 256, heads=4, kv_heads=1, width=32) for nodes in (1, 17)]
+        cases = [TreeAttention(1, nodes, 256, heads=4, kv_heads=1, width=32) for nodes in (1, 5)]
     arrived = torch.zeros(1024, dtype=torch.int32, device=machine.device)
     if not options.rehearse:
         firsts = [(case, inputs(case, machine)[0]) for case in cases[: len(NODES)]]
