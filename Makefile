@@ -119,8 +119,8 @@ gpu-real-1:  ## pretrain a target of 300M parameters there, and let it write dat
 gpu-real-2:  ## distil drafters from it and measure them: real acceptance, real speedup; after gpu-real-1
 	$(GPU_PYTHON) -m benchmarks.gpu.real_2 $(GPU_FLAGS)
 
-gpu-real:  ## both in one command
-	$(GPU_PYTHON) -m benchmarks.gpu.gpu $(GPU_FLAGS) --stages "real target" $(if $(BUDGET),--minutes $(BUDGET))
+gpu-real:  ## both in one command, within BUDGET=6 minutes in all
+	$(GPU_PYTHON) -m benchmarks.gpu.gpu $(GPU_FLAGS) --stages "real target" --minutes $(or $(BUDGET),6)
 
 clean:  ## remove the environment and everything built, but no run in outputs/
 	rm -rf $(VENV) .venv-engines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

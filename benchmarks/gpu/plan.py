@@ -7,7 +7,6 @@ before the stages without a share, so that a slow stage delays no other. Cases t
 from __future__ import annotations
 
 import gc
-import json
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -212,12 +211,3 @@ def summary(lines: dict[str, list[Job]], runner: Runner) -> int:
     if left:
         print(f"{left} cases are left: run the same command again", flush=True)
     return left
-
-
-def interrupted(note: Path) -> Key | None:
-    """The case that was running when a process ended, from its `Runner`'s note."""
-    try:
-        found = json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return str(found["section"]), str(found["name"])

@@ -1,13 +1,20 @@
-"""Pretrain a target: bfloat16 weights with float32 masters, until the time is used up.
+"""Pretrain a target: bfloat16 weights with float32 masters, until the time is used up. Its process collects the text too, so
+that operators are built and checked meanwhile.
+
+    python -m benchmarks.gpu.pretrain REAL SECONDS [--rehearse]      REAL, SECONDS: the folder, and when pretraining is to end,
+                                                                     in seconds since the epoch
 
 Shapes: B rows, T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import numpy as np
@@ -16,17 +23,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.gpu.corpus import collect
+from benchmarks.gpu.job import RedError
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import random_model
-from benchmarks.gpu.real import Folder, Scale
-from benchmarks.gpu.suite import RedError
+from benchmarks.gpu.real import Folder, Scale, scale_of, there
 
-WARM = 50  # steps of a rising rate at most
+WARM, RISING = 50, 0.1  # steps, and share of the work, of a rising rate at most
 ENDS = 5  # steps whose mean loss counts as the first, and the last
 SAID = 20.0  # seconds between two lines
 HELD = 32  # rows that the loss on text set apart is taken from
 LEAST_STEPS = 2 * ENDS
+SAVING = 2.0  # seconds between the last step and the saved target
 
 
 def config_of(scale: Scale, vocab: int, end: int) -> LlamaConfig:
@@ -100,7 +111,8 @@ def train(model: Any, token_P: NDArray[np.uint16], scale: Scale, seconds: float,
             loss = loss_of(model, part) / len(parts)
             loss.backward()
             total += loss.detach()
-        masters.step(scale.rate * min(1.0, (step + 1) / WARM) * max(0.02, 1.0 - spent / seconds))
+        done = min(spent / seconds, (step + 1) / LEAST_STEPS)
+        masters.step(scale.rate * min(1.0, max((step + 1) / WARM, done / RISING)) * max(0.02, 1.0 - done))
         losses.append(total)
         known = float(losses[-2:][0])  # waits for the step before: one is always under way
         if perf_counter() - said > SAID:
@@ -121,10 +133,21 @@ def say(steps: int, each: int, loss: float, spent: float, seconds: float, machin
     print(f"pretraining: step {steps}, {steps * each:,} tokens, loss {loss:.3f}, {rate}{left:.0f} seconds left", flush=True)
 
 
+def fused_norms(model: nn.Module) -> None:
+    """torch's norms, one kernel each, in place of transformers' six, with the same weights."""
+    for parent in list(model.modules()):
+        for name, norm in parent.named_children():
+            if isinstance(norm, LlamaRMSNorm):
+                fused = nn.RMSNorm(norm.weight.shape[0], norm.variance_epsilon, device="meta")
+                fused.weight = norm.weight
+                setattr(parent, name, fused)
+
+
 def pretrain(folder: Folder, scale: Scale, seconds: float, machine: Machine) -> dict[str, Any]:
     """Write the target, a transformers directory. Raises RedError."""
     tokenizer = AutoTokenizer.from_pretrained(folder.text.path)
     model = random_model(config_of(scale, len(tokenizer), tokenizer.eos_token_id), torch.float32, machine.device)
+    fused_norms(model)
     model.to(torch.bfloat16).train()
     figures: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     print(f"pretraining: {figures['parameters']:,} parameters, {seconds:.0f} seconds", flush=True)
@@ -139,3 +162,29 @@ def pretrain(folder: Folder, scale: Scale, seconds: float, machine: Machine) -> 
 def load(path: Path) -> NDArray[np.uint16]:
     found: NDArray[np.uint16] = np.load(path, mmap_mode="r")
     return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("real", type=Path)
+    parser.add_argument("ends", type=float)
+    parser.add_argument("--rehearse", action="store_true")
+    given = parser.parse_args()
+    disable_progress_bar()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # all cores learn and tokenise
+    machine = Machine.here(given.rehearse)
+    folder, scale = Folder(given.real, machine), scale_of(machine)
+    torch.zeros(1, device=machine.device)  # its context is made before the text is there
+    try:
+        if not there(folder.text):
+            collect(folder.text, scale)
+        if not there(folder.target):
+            pretrain(folder, scale, max(scale.least, given.ends - SAVING - time()), machine)
+    except RedError as error:
+        print(f"pretraining: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
 Text: the Python sources of this machine. Target: about 300 million parameters, pretrained for the minutes that are left. Data:
 its own continuations of prompts from files that it was not trained on, sampled by the decoder. Parts that exist are used
-unchanged.
+unchanged. Text and target are made by a process of their own (`pretrain.py`).
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep, time
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.gpu import report
-from benchmarks.gpu.corpus import collect
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.pretrain import pretrain
 from benchmarks.gpu.real import Folder, Part, Scale, lacking, scale_of, there
+from benchmarks.gpu.sources import ROOT
 from benchmarks.gpu.suite import Job, RedError, Suite
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
@@ -35,29 +35,41 @@ from drafttrain.targets.load import LoadedTarget, load_target
 
 SECTION = "real-1"
 TEMPERATURE = 0.8  # of the data, because greedy texts of a small model repeat themselves
-SAVING = 40.0  # seconds reserved for the rest, in addition to pretraining and decoding
-LEAST_PRETRAINING = 5.0
-LEAST_SECONDS = 240.0  # that must be left for pretraining to begin: a target that learnt less says little about drafters
+LEAST_SECONDS = 150.0  # that must be left for pretraining to begin: a target that learnt less says little about drafters
 SAID = 20.0
+POLL = 0.1
 
 
 class Maker:
-    """Makes the parts one after the other, with one clock."""
+    """Makes the parts. remaining: seconds until the command is to end."""
 
-    def __init__(self, folder: Folder, machine: Machine, anew: bool) -> None:
+    def __init__(self, folder: Folder, machine: Machine, anew: bool, remaining: Callable[[], float]) -> None:
         self.folder, self.machine, self.scale, self.anew = folder, machine, scale_of(machine), anew
-        self.began: float | None = None  # when the first part was asked for
-        self.remaining: Callable[[], float] = lambda: inf  # seconds until the command is to end
+        self.remaining = remaining
+        self.process: subprocess.Popen[bytes] | None = None
+        self.seconds = 0.0  # of the whole suite, from `begin` on
 
-    def clock(self) -> float:
-        """Seconds since the start."""
-        self.began = self.began or perf_counter()
-        return perf_counter() - self.began
+    def begin(self) -> None:
+        """Start the process that makes text and target, unless they are there."""
+        if self.seconds:
+            return
+        self.seconds = min(self.scale.seconds, self.remaining())
+        if self.anew:
+            shutil.rmtree(self.folder.text.path, ignore_errors=True)  # and with it all that was made from it
+        if there(self.folder.target):
+            return
+        ends = time() + self.scale.pretrained * self.seconds
+        command = [sys.executable, "-m", "benchmarks.gpu.pretrain", str(self.folder.real), str(ends)]
+        self.process = subprocess.Popen([*command, *(["--rehearse"] if self.machine.rehearsal else [])], cwd=ROOT)
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
     def text(self) -> dict[str, Any]:
         """Raises RedError where the tokenizer changes when it is loaded again."""
-        self.clock()
-        found = self._made(self.folder.text, partial(collect, self.folder.text, self.scale))
+        found = self._awaited(self.folder.text)
         tokenizer = AutoTokenizer.from_pretrained(self.folder.text.path)
         sample = json.loads((self.folder.text.path / "asked.json").read_text(encoding="utf-8"))[0]
         if len(tokenizer) != found["vocabulary"] or tokenizer.decode(tokenizer(sample)["input_ids"]) != sample:
@@ -65,32 +77,42 @@ class Maker:
         return found
 
     def target(self) -> dict[str, Any]:
-        rest = min(self.scale.seconds - self.clock(), self.remaining()) - self.scale.answering - SAVING
-        seconds = max(LEAST_PRETRAINING, min(self.scale.most_pretraining, rest))
-        return self._made(self.folder.target, lambda: pretrain(self.folder, self.scale, seconds, self.machine))
+        return self._awaited(self.folder.target)
 
     def data(self) -> dict[str, Any]:
-        return self._made(self.folder.data, lambda: answers(self.folder, self.scale, self.machine))
+        self.begin()
+        if there(self.folder.data):
+            print(f"{self.folder.data.path} is there", flush=True)
+            return self.folder.data.figures
+        return answers(self.folder, self.scale, self.machine, self.scale.answering * self.seconds)
 
-    def _made(self, part: Part, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The figures of a part that exists, or is made now."""
-        if self.anew or part.record is None:
-            return make()
-        print(f"{part.path} is there", flush=True)
+    def _awaited(self, part: Part) -> dict[str, Any]:
+        """The figures of a part that exists, or that the process makes. Raises RedError where it ends without, or is late."""
+        self.begin()
+        if there(part) and self.process is None:
+            print(f"{part.path} is there", flush=True)
+        while not there(part):
+            code = None if self.process is None else self.process.poll()
+            if (self.process is None or code is not None) and not there(part):
+                raise RedError(f"the process that makes {part.path.name} ended with code {code}")
+            if self.remaining() < 0.0 and not self.machine.rehearsal:
+                raise RedError(f"no {part.path.name} within the time")
+            sleep(POLL)
         return part.figures
 
 
-def answers(folder: Folder, scale: Scale, machine: Machine) -> dict[str, Any]:
+def answers(folder: Folder, scale: Scale, machine: Machine, seconds: float) -> dict[str, Any]:
     """Write the target's continuations, wave by wave until the time is used up. Raises RedError where there are too few."""
+    began = perf_counter()
     options = TargetOptions("hf", str(folder.target.path), dtype="bfloat16", device=str(machine.device))
     loaded = load_target(options)
     decoder = decoder_of(loaded, DecodeOptions("lossless", TEMPERATURE, seed=1, max_new_tokens=scale.reply), None)
     asked: list[str] = json.loads((folder.text.path / "asked.json").read_text(encoding="utf-8"))
     records: list[dict[str, str]] = []
-    written, began = 0, perf_counter()
-    said = began
+    written, started = 0, perf_counter()
+    said = started
     for start in range(0, len(asked), scale.batch):
-        if perf_counter() - began > scale.answering:
+        if perf_counter() - began > seconds and len(records) >= scale.batch:
             break
         wave = asked[start : start + scale.batch]
         ids = [fitting(loaded, text, scale.reply) for text in wave]
@@ -100,7 +122,7 @@ def answers(folder: Folder, scale: Scale, machine: Machine) -> dict[str, Any]:
         if perf_counter() - said > SAID:
             said = perf_counter()
             print(f"data: {start + len(wave)} of {len(asked)} prompts, {written:,} tokens", flush=True)
-    taken = perf_counter() - began
+    taken = perf_counter() - started
     if len(records) < scale.batch:
         raise RedError(f"{len(records)} conversations in {taken:.0f} seconds")
     figures = {"conversations": len(records), "written_tokens": written, "written_tokens_per_s": written / taken}
@@ -129,7 +151,7 @@ def write(path: Path, records: list[dict[str, str]]) -> None:
 def jobs(maker: Maker) -> list[Job]:
     parts = {"text": maker.folder.text, "target": maker.folder.target, "data": maker.folder.data}
     runs = {"text": maker.text, "target": maker.target, "data": maker.data}
-    least = {"target": 0.0 if maker.machine.rehearsal else LEAST_SECONDS}
+    least = {"text": 0.0 if maker.machine.rehearsal else LEAST_SECONDS}
     return [
         Job(f"real {name}", "material", "decoder", runs[name], partial(there, part), seconds=least.get(name, 0.0))
         for name, part in parts.items()
@@ -137,14 +159,21 @@ def jobs(maker: Maker) -> list[Job]:
 
 
 def main() -> int:
+    began = perf_counter()
     disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # before `quiet` says otherwise: all cores learn and tokenise
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # before `quiet` says otherwise
     suite = Suite(SECTION, __doc__.splitlines()[0])
-    maker = Maker(Folder(suite.arguments.real, suite.machine), suite.machine, suite.arguments.force)
+    folder, given = Folder(suite.arguments.real, suite.machine), suite.arguments
+    maker = Maker(folder, suite.machine, given.force, lambda: given.budget - (perf_counter() - began))
+    if given.budget > LEAST_SECONDS or suite.machine.rehearsal:
+        maker.begin()  # before the operators, which are built meanwhile
     print(f"folder: {maker.folder.path}; operators: {library.state_on(suite.machine.device).text}", flush=True)
     if missing := lacking():
         print(f"note: gpu-real-2 will refuse: {', '.join(missing)} cannot be imported", flush=True)
-    code = suite.run(jobs(maker))
+    try:
+        code = suite.run(jobs(maker))
+    finally:
+        maker.end()
     if not suite.machine.rehearsal:
         print("\n".join(report.material(suite.results.known.get(SECTION, {}))), flush=True)
     return code

@@ -8,73 +8,160 @@ fails does not affect the others' figures.
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 import sys
-import traceback
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
-from multiprocessing import get_context
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import perf_counter
 from typing import Any
 
-from benchmarks.gpu import check, report, steps, wheels
-from benchmarks.gpu.distil import Asked, distil
+from benchmarks.gpu import check, real_1, report, steps, wheels
+from benchmarks.gpu.distil import READY, Asked
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.real import Folder, MissingError, Part, Scale, lacking, scale_of, there
+from benchmarks.gpu.sources import ROOT
 from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
 from benchmarks.gpu.throughput import modules_of
 from drafttrain.targets import TargetOptions
 
 SECTION = "real-2"
-PROBE, REHEARSED = 24, 2  # steps of the short run
+PROBE, REHEARSED = 24, 2  # steps by which the number of all is found
 OPERATORS = (*steps.OPERATORS, "divergence")
-LEAST = 90.0  # seconds that must be left for a recipe to begin
-LIMIT = 150.0  # seconds of one recipe, all in all, after which its process is ended
+LEAST = 30.0  # seconds that must be left for a recipe to begin
+PREPARING, LIMIT = 90.0, 90.0  # seconds: of all recipes' preparation; of a turn beyond its training, then its process is ended
 
-# changes to the recipes, which are made for a target of 192 hidden units, for one of 1,024
+# changes to the recipes, which are made for a target of 192 hidden units, for one of 1,024 and some hundred steps
 RECIPES: dict[str, tuple[str, ...]] = {
-    "medusa": ("train.lr=1e-3",),
-    "eagle3": ("train.lr=5e-4", "drafter.taps=null"),
-    "dflash": ("train.lr=6e-4", "drafter.block_size=8", "drafter.layers=3", "drafter.anchors=64"),
-    "draft_model": ("train.lr=3e-4", "drafter.blocks=3"),
+    "medusa": ("train.lr=1.5e-3",),
+    "eagle3": ("train.lr=1.2e-3", "drafter.taps=null"),
+    "dflash": ("train.lr=1.5e-3", "drafter.block_size=8", "drafter.layers=3", "drafter.anchors=64"),
+    "draft_model": ("train.lr=5e-4", "drafter.blocks=3"),
 }
 
 
 class Worker:
-    """One process for all recipes, so that slow imports and builds happen once; a new process after each failure."""
+    """The process of one recipe (`distil.py`)."""
 
-    def __init__(self) -> None:
-        self.pool: ProcessPoolExecutor | None = None
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.lines = asked, SimpleQueue[str]()
+        shutil.rmtree(asked.output, ignore_errors=True)
+        asked.output.mkdir(parents=True)
+        command = [sys.executable, "-m", "benchmarks.gpu.distil", asked.written()]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        Thread(target=self._read, daemon=True).start()
+        self.prepared = self.ready = False
 
-    def ask(self, asked: Asked) -> dict[str, Any]:
-        """Raises RedError, with the log's last line, for every failure."""
-        self.pool = self.pool or ProcessPoolExecutor(1, get_context("spawn"))
-        try:
-            return self.pool.submit(distil, asked).result(LIMIT)
-        except TimeoutError:
-            self.end()
-            raise RedError(f"not done after {LIMIT:.0f} seconds; {last_line(asked)}") from None
-        except BrokenProcessPool:
-            self.end()
-            raise RedError(f"its process died; {last_line(asked)}") from None
-        except Exception as error:
-            self.end()
-            traceback.print_exc()  # the worker's own, too
-            reason = " ".join(str(error).split())[:200]
-            raise RedError(f"{type(error).__name__}: {reason}; {last_line(asked)}") from error
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.strip())
+        self.lines.put("")  # it has ended
+
+    def prepare(self) -> None:
+        """The data is there."""
+        if not self.prepared:
+            self.prepared = True
+            self._say("the data is there")
+
+    def wait(self, seconds: float) -> None:
+        """Until it waits for its turn. Raises RedError."""
+        if not self.ready:
+            self.ready = self._answer(seconds) == READY
+
+    def train(self, seconds: float) -> dict[str, Any]:
+        """Its turn. Raises RedError, with the log's last line, for every failure."""
+        self._say(str(seconds))
+        found: dict[str, Any] = json.loads(self._answer(seconds + LIMIT))
+        return found
 
     def end(self) -> None:
-        if self.pool is not None:
-            for process in list((self.pool._processes or {}).values()):
-                process.kill()
-            self.pool.shutdown()
-            self.pool = None
+        self.process.kill()
+        self.process.wait()
+
+    def _say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer tells it
+
+    def _answer(self, seconds: float) -> str:
+        try:
+            found = self.lines.get(timeout=seconds)
+        except Empty:
+            self.end()
+            raise RedError(f"not done after {seconds:.0f} seconds; {last_line(self.asked)}") from None
+        if not found:
+            raise RedError(f"its process ended with code {self.process.wait()}; {last_line(self.asked)}")
+        return found
+
+
+class Turns:
+    """The processes of all recipes, of which one at a time has the GPU. The time that is left is divided among them."""
+
+    def __init__(self, asked: Iterable[Asked], scale: Scale, remaining: Callable[[], float]) -> None:
+        self.asked = {one.recipe: one for one in asked}
+        self.scale, self.remaining = scale, remaining
+        self.workers: dict[str, Worker] = {}
+
+    def start(self, recipes: Iterable[str]) -> None:
+        """Start the processes, which import."""
+        for recipe in recipes:
+            if recipe not in self.workers:
+                self.workers[recipe] = Worker(self.asked[recipe])
+
+    def prepare(self) -> None:
+        """Until all are prepared or have failed: nobody prepares while another one is measured."""
+        ends = perf_counter() + PREPARING
+        for worker in self.workers.values():
+            worker.prepare()
+        for worker in self.workers.values():
+            with suppress(RedError):  # said in its turn
+                worker.wait(max(1.0, ends - perf_counter()))
+
+    def train(self, recipe: str) -> dict[str, Any]:
+        """Raises RedError."""
+        self.start([recipe])
+        self.prepare()
+        left, worker = len(self.workers), self.workers.pop(recipe)
+        try:
+            if not worker.ready:
+                raise RedError(f"its process ended; {last_line(worker.asked)}")
+            seconds = max(self.scale.least, self.remaining() / left - self.scale.around)
+            return worker.train(min(seconds, self.scale.distilled))
+        finally:
+            worker.end()
+
+    def end(self) -> None:
+        for worker in self.workers.values():
+            worker.end()
+        self.workers.clear()
 
 
 def last_line(asked: Asked) -> str:
-    path = asked.output / "log.txt"
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    lines = asked.log.read_text(encoding="utf-8", errors="replace").split("\n") if asked.log.exists() else []
     said = [line.strip() for line in lines if line.strip()]
-    return f"{path}: {said[-1][:200] if said else 'nothing'}"
+    return f"{asked.log}: {said[-1][:200] if said else 'nothing'}"
+
+
+def turns_of(folder: Folder, machine: Machine, remaining: Callable[[], float]) -> Turns:
+    scale = scale_of(machine)
+    return Turns([checked_options(name, folder, scale, machine) for name in RECIPES], scale, remaining)
+
+
+def first_of(folder: Folder, only: str) -> list[str]:
+    """The recipes whose cases' names hold the word and that have no row yet; none where a package is missing."""
+    return [] if lacking() else [name for name in RECIPES if only in case_of(name) and not there(folder.row(name))]
+
+
+def case_of(recipe: str) -> str:
+    return f"distil {recipe}"
 
 
 def checked_options(recipe: str, folder: Folder, scale: Scale, machine: Machine) -> Asked:
@@ -84,27 +171,30 @@ def checked_options(recipe: str, folder: Folder, scale: Scale, machine: Machine)
     given += ["train.precision=bfloat16", "train.keep_last=1", "train.warmup=0.05", "logger=none"]
     overrides = (*given, *scale.distil, *RECIPES[recipe])
     probe, threads = (REHEARSED, 1) if machine.rehearsal else (PROBE, None)
-    return Asked(recipe, overrides, folder.row(recipe).path.parent, probe, scale.distilled, target, threads)
+    return Asked(recipe, overrides, folder.row(recipe).path.parent, probe, target, threads)
 
 
-def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
+def jobs(folder: Folder, machine: Machine, turns: Turns) -> list[Job]:
     found = []
     for name in RECIPES:
-        asked, row = checked_options(name, folder, scale_of(machine), machine), folder.row(name)
-        needs, run = check.needed(OPERATORS, machine, texts=[name]), partial(kept, row, asked, worker)
+        row = folder.row(name)
+        needs, run = check.needed(OPERATORS, machine, texts=[name]), partial(kept, row, name, turns, machine)
         made, able = partial(there, row), partial(ready, folder)
         least = 0.0 if machine.rehearsal else LEAST
-        found.append(Job(f"distil {name}", "drafters", modules_of(name), run, made, **needs, able=able, seconds=least))
+        found.append(Job(case_of(name), "drafters", modules_of(name), run, made, **needs, able=able, seconds=least))
     return found
 
 
-def kept(row: Part, asked: Asked, worker: Worker) -> dict[str, Any]:
+def kept(row: Part, recipe: str, turns: Turns, machine: Machine) -> dict[str, Any]:
     """The drafter's row, which is removed with its data. Raises SkipError where that is missing."""
     if reason := missing(row.source):
         raise SkipError(reason)
-    figures = worker.ask(asked)
+    figures = turns.train(recipe)
     with row.written(figures):
-        return figures
+        pass
+    if not machine.rehearsal:
+        print(table({recipe: figures}), flush=True)
+    return figures
 
 
 def ready(folder: Folder) -> bool:
@@ -123,19 +213,47 @@ def missing(data: Part | None) -> str | None:
     return None
 
 
+def table(figures: dict[str, dict[str, Any]]) -> str:
+    """What the drafters gain, by recipe, the fastest first. Greedy at each batch size, then sampled at each temperature."""
+    first = next(iter(figures.values()))
+    names = ["recipe", "tau", "expected tau", *(f"speedup, batch {size}" for size in first["batches"]), "exact", "loops"]
+    names += [f"{what}, temperature {t}" for t in first["sampled"] for what in ("tau", "speedup")]
+    rows = [report.row(*names, "plain step, ms", "training, s", "steps"), report.row(*["---"] * (len(names) + 3))]
+    for name, f in sorted(figures.items(), key=lambda pair: -(pair[1]["speedup"] or 0.0)):
+        cells = [name, report.number(f["tau"]), report.number(f["expected_tau"])]
+        cells += [report.number(one["speedup"]) for one in f["batches"].values()] + [f["exact"], str(f["loops"])]
+        cells += [report.number(one[what]) for one in f["sampled"].values() for what in ("tau", "speedup")]
+        step = report.number(next(iter(f["batches"].values()))["plain_step_ms"], 3)
+        rows.append(report.row(*cells, step, report.number(f["seconds"], 0), f["steps"]))
+    return "\n".join(rows)
+
+
+def announce(known: dict[str, Any]) -> None:
+    """Print what a machine's results say of the target and its drafters."""
+    print(*report.material(known.get(real_1.SECTION, {})), sep="\n")
+    entries = known.get(SECTION, {})
+    figures = {name.removeprefix(case_of("")): e["figures"] for name, e in report.measured(entries, case_of(""))}
+    if figures:
+        print(f"\n{table(figures)}", flush=True)
+
+
 def main() -> int:
-    suite, worker = Suite(SECTION, __doc__.splitlines()[0]), Worker()
+    began = perf_counter()
+    suite = Suite(SECTION, __doc__.splitlines()[0])
     wheels.announce()
-    folder = Folder(suite.arguments.real, suite.machine)
+    given, machine = suite.arguments, suite.machine
+    folder = Folder(given.real, machine)
     if reason := missing(folder.data):
         print(f"gpu-{SECTION}: {reason}", file=sys.stderr)
         return 1
+    turns = turns_of(folder, machine, lambda: given.budget - (perf_counter() - began))
+    turns.start(first_of(folder, given.only))
     try:
-        code = suite.run(jobs(folder, suite.machine, worker), check.jobs(suite.machine))
+        code = suite.run(jobs(folder, machine, turns), check.jobs(machine))
     finally:
-        worker.end()
-    if not suite.machine.rehearsal:
-        print("\n".join(report.distilled(suite.results.known.get(SECTION, {}))), flush=True)
+        turns.end()
+    if not machine.rehearsal:
+        announce(suite.results.known)
     return code
 
 

@@ -58,13 +58,14 @@ class Setting:
 class Training:
     """One drafter in training, with steps computed either way. `flops`: of one step's target forward and drafter."""
 
-    def __init__(self, setting: Setting, machine: Machine) -> None:
+    def __init__(self, setting: Setting, machine: Machine, **more: Any) -> None:
+        """more: options of the drafter."""
         self.machine, self.target = machine, target_of(setting.model, machine)
         of, vocab = families()[setting.family], self.target.shape.vocab_size
         rows = 2 if machine.rehearsal else TOKENS // setting.context
         torch.manual_seed(0)
         with machine.device:
-            options = of.options(**(SMALL if machine.rehearsal else OPTIONS)[setting.family])
+            options = of.options(**(SMALL if machine.rehearsal else OPTIONS)[setting.family] | more)
             self.drafter = of.build(options, self.target).to(torch.bfloat16).train()
         self.drafter.prepare(lambda: torch.arange(vocab))  # its vocabulary may be any tokens
         self.objective = Objective(self.drafter, self.target, LossOptions())

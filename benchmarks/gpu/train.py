@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu import check, throughput
+from benchmarks.gpu import check, rivals, throughput
 from benchmarks.gpu.cases import LOSSES, V
 from benchmarks.gpu.machine import Machine, race
 from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
@@ -149,7 +149,7 @@ def jobs(machine: Machine) -> list[Job]:
     for name in families():
         modules = throughput.modules_of(name)
         found.append(Job(f"drafter {name}", "drafters", modules, partial(family, name, machine), **needs))
-    return found
+    return found + rivals.jobs(machine)
 
 
 def main() -> int:

@@ -121,7 +121,7 @@ def provide(folder: Path = FOLDER, target: Path = TARGET) -> str | None:
         return None
     try:
         where = ["--no-index", "--find-links", str(folder), "--target", str(place)]
-        pip("install", "--no-deps", "-q", *where, *map(str, absent))
+        pip("install", "--no-deps", "--no-compile", "-q", *where, *map(str, absent))
     except WheelError as error:
         return f"wheels in {folder} do not fit here: {error}"
     invalidate_caches()

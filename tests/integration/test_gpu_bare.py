@@ -11,13 +11,15 @@ import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from benchmarks.gpu import gpu, real_2, wheels
+from benchmarks.gpu import gpu, real_1, real_2, stages, wheels
+from benchmarks.gpu.plan import Stage
 from benchmarks.gpu.real import Folder
 from benchmarks.gpu.results import PASSED, SKIPPED
 from benchmarks.gpu.wheels import HEAVY, SOURCES, WHEELS, Request, WheelError, normal
@@ -208,23 +210,23 @@ def test_a_case_that_ends_its_process_is_red_and_the_rest_goes_on(tmp_path: Path
     assert sum(stage.minutes or 0.0 for stage in planned()) <= gpu.MINUTES
 
 
-def planned() -> list[gpu.Stage]:
+def planned() -> list[Stage]:
     import torch
 
-    from benchmarks.gpu import real_1
     from benchmarks.gpu.machine import Machine
-    from benchmarks.gpu.real import Folder
 
     machine = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})
-    return gpu.stages(machine, real_1.Maker(Folder(Path("nowhere"), machine), machine, False), real_2.Worker())
+    folder, remaining = Folder(Path("nowhere"), machine), partial(float, 360)
+    maker = real_1.Maker(folder, machine, False, remaining)
+    return stages.stages(machine, maker, real_2.turns_of(folder, machine, remaining))
 
 
 def test_the_order_of_all_cases() -> None:
-    stages = {stage.name: [job.name for job in stage.jobs] for stage in planned()}
-    every = [name for names in stages.values() for name in names]
+    cases = {stage.name: [job.name for job in stage.jobs] for stage in planned()}
+    every = [name for names in cases.values() for name in names]
     assert len(every) == len(set(every)) > 1000
-    first, *_, last = stages.values()
+    first, *_, last = cases.values()
     assert first[-7] == "step Llama-3.1-8B rows=1 context=4096 nodes=1,64" and len(first) < 90
-    assert len(stages["drafters' steps"]) >= 15 and len(stages["training steps"]) == 4 and len(stages["several processes"]) == 3
+    assert len(cases["drafters' steps"]) >= 15 and len(cases["training steps"]) == 4 and len(cases["several processes"]) == 3
     assert all(name.startswith("texts ") for name in last)
-    assert [name.split()[0] for name in stages[gpu.REAL]] == ["real"] * 3 + ["distil"] * 4
+    assert [name.split()[0] for name in cases[stages.REAL]] == ["real"] * 3 + ["distil"] * 4

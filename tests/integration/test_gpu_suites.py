@@ -88,7 +88,7 @@ def check_distilled(folder: Folder, names: Iterable[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_target_and_its_drafters_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_and_its_drafters_are_rehearsed(tmp_path: Path) -> None:
     """Where drafttrain is not installed; the first command without what it does not need. `test_gpu_bare` distils every
     drafter."""
     checkout, real, results = tmp_path / "checkout", tmp_path / "real", tmp_path / "results"
@@ -114,13 +114,51 @@ def test_a_target_and_its_drafters_are_rehearsed(tmp_path: Path, monkeypatch: py
     check_distilled(folder, ["medusa"])
     assert contents(checkout) == before
 
-    worker = real_2.Worker()
-    with pytest.raises(RedError, match="no_such"):
-        worker.ask(Asked("no_such", (), tmp_path / "bad", 1, 0.0, TargetOptions(), threads=1))
-    assert worker.pool is None, "its process goes, whatever state it is in"
-    monkeypatch.setattr(real_2, "LIMIT", 0.1)
+    worker = real_2.Worker(Asked("no_such", (), tmp_path / "bad", 1, TargetOptions(device="cpu"), threads=1))
+    worker.prepare()
+    with pytest.raises(RedError, match=r"ended with code 2; .*no_such"):
+        worker.wait(120.0)
+    worker = real_2.Worker(replace(worker.asked, recipe="medusa"))
     with pytest.raises(RedError, match="not done after"):
-        worker.ask(Asked("medusa", (), tmp_path / "bad", 1, 0.0, TargetOptions(), threads=1))
+        worker.wait(0.1)
+    assert worker.process.returncode, "it goes, whatever state it is in"
+
+
+def test_the_time_that_is_left_is_divided_among_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, left = list[tuple[str, float]](), [200.0]
+
+    class Stand:
+        """A process that fails where its recipe is bad, and uses up its turn otherwise."""
+
+        def __init__(self, asked: Asked) -> None:
+            self.asked, self.ready = asked, asked.recipe != "bad"
+
+        def prepare(self) -> None:
+            pass
+
+        def wait(self, seconds: float) -> None:
+            if not self.ready:
+                raise RedError("no")
+
+        def train(self, seconds: float) -> dict[str, Any]:
+            given.append((self.asked.recipe, seconds))
+            left[0] -= seconds + 20.0
+            return {}
+
+        def end(self) -> None:
+            pass
+
+    monkeypatch.setattr(real_2, "Worker", Stand)
+    scale = replace(FULL, least=10.0, distilled=60.0, around=20.0)
+    names = ("one", "bad", "two", "three", "four")
+    turns = real_2.Turns([Asked(n, (), Path(n), 1, TargetOptions()) for n in names], scale, lambda: left[0])
+    turns.start(names[:4])
+    turns.train("one")
+    with pytest.raises(RedError):
+        turns.train("bad")
+    for name in names[2:]:
+        turns.train(name)
+    assert given == [("one", 30.0), ("two", 55.0), ("three", 55.0), ("four", 10.0)]
 
 
 def test_what_was_made_from_another_part_is_not_taken(tmp_path: Path) -> None:
@@ -194,7 +232,10 @@ def test_make_takes_the_python_that_is_named() -> None:
     assert " ".join(asked.split()) == "python3 -m benchmarks.gpu.bench --rehearse --force --results here"
     asked = said("gpu", "PYTHON=python3", "BUDGET=9", "REAL=there")
     assert " ".join(asked.split()) == "python3 -m benchmarks.gpu.gpu --real there --minutes 9"
-    assert " ".join(said("gpu-real", "PYTHON=python3").split()) == 'python3 -m benchmarks.gpu.gpu --stages "real target"'
+    assert (
+        " ".join(said("gpu-real", "PYTHON=python3").split())
+        == 'python3 -m benchmarks.gpu.gpu --stages "real target" --minutes 6'
+    )
     asked = said("gpu-wheels", "PYTHON=python3", "PYTHON_VERSION=3.11", "THERE=pyarrow,pandas")
     assert " ".join(asked.split()) == "python3 -m benchmarks.gpu.wheels --python 3.11 --there pyarrow,pandas"
     for name in ("check", "bench", "train", "real_1", "real_2"):
