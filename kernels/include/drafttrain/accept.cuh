@@ -25,13 +25,13 @@ class Room {
     unsigned char* next_ = dynamic_shared<unsigned char>();
 };
 
-// This block's tree, in shared memory, without its padding nodes.
+// This block's tree, in shared memory.
 struct BlockTree {
     const int64_t *token, *parent;
-    int64_t row, count;  // row: of the batch
+    int64_t row, count;  // row: of the batch; count: of nodes before the padding
 
-    // Copies the tree and clears its path. Wait at a barrier before reading them. Padding is copied too: no load waits for the
-    // count.
+    // Copies the tree and clears its path. Wait at a barrier before reading them. Padding is copied too, so that no load waits
+    // for the count.
     __device__ BlockTree(const Trees& trees, Room& room) : row(blockIdx.x), count(trees.count[blockIdx.x]) {
         int64_t *tokens = room.take<int64_t>(trees.nodes), *parents = room.take<int64_t>(trees.nodes);
         for (int64_t i = threadIdx.x; i < trees.nodes; i += blockDim.x) {
