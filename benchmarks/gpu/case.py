@@ -8,13 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor
+
+from drafttrain.core.sampling import Sampling, shaped
 
 Tensors = dict[str, Tensor]
 
@@ -53,7 +55,31 @@ class Ranks:
         return "a choice stands twice" if twice else None if gap <= self.rounding else f"ranks are off by {float(gap):.1e}"
 
 
-Expected = Tensor | Draw | Ranks
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Expected logits, with minus infinity for dropped tokens: at least these stay and at most those, as rounding decides."""
+
+    least_MV: Tensor
+    most_MV: Tensor
+
+    @staticmethod
+    def of(logits_MV: Tensor, sampling: Sampling) -> Kept:
+        """For logits in float64: what stays with top-p and min-p a little to either side."""
+
+        def shifted(share: float) -> Tensor:
+            top_p = sampling.top_p if sampling.top_p == 1.0 else sampling.top_p - share
+            return shaped(logits_MV, replace(sampling, top_p=top_p, min_p=sampling.min_p * (1.0 + share)))
+
+        return Kept(shifted(DRAWN), shifted(-DRAWN))
+
+    def complaint(self, out_MV: Tensor) -> str | None:
+        lost_MV = (self.least_MV > -torch.inf) & (out_MV == -torch.inf)
+        wrong_MV = (out_MV > -torch.inf) & (out_MV != self.most_MV) | out_MV.isnan()
+        bad = int((lost_MV | wrong_MV).sum())
+        return f"{int(lost_MV.sum())} tokens lost, {int(wrong_MV.sum())} kept or changed" if bad else None
+
+
+Expected = Tensor | Draw | Kept | Ranks
 
 
 class Case(ABC):
@@ -120,7 +146,7 @@ def complaint(expected: dict[str, Expected], out: Tensors) -> str | None:
 
 
 def agreement(wanted: Expected, out: Tensor) -> str | None:
-    if isinstance(wanted, Draw | Ranks):
+    if isinstance(wanted, Draw | Kept | Ranks):
         return wanted.complaint(out)
     if wanted.shape != out.shape:
         return f"its shape is {tuple(out.shape)}, not {tuple(wanted.shape)}"

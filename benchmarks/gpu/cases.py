@@ -9,7 +9,7 @@ from benchmarks.gpu.accept import ChoiceAccept, Commit, GreedyAccept, LikelyAcce
 from benchmarks.gpu.cache import Append, KvKeep, TreeAttention
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.loss import Divergence
-from benchmarks.gpu.rows import Gated, RmsNorm, Rotary, Sample, Top, TopLog
+from benchmarks.gpu.rows import Gated, RmsNorm, Rotary, Sample, Shaped, Top, TopLog
 from benchmarks.gpu.trees import BuildTree, Heads, TreeLinks
 
 V = 128_256
@@ -31,6 +31,7 @@ SMALL: tuple[Case, ...] = (  # one of each, for rehearsals and for tools that sl
     ChoiceAccept(3, 17),
     Commit(3, 17),
     Sample(7, 203),
+    Shaped(3, 203, 50, 0.9, 0.01),
     LosslessAccept(2, 9, 203),
     LosslessAccept(2, 6, 203, drawn=True),
     LikelyAccept(2, 9, 203),
@@ -82,6 +83,7 @@ LARGE: tuple[Case, ...] = (
     Commit(32, 64),
     Sample(64, V),
     Sample(1, 17),
+    Shaped(64, V, top_p=0.9),
     LosslessAccept(1, 64, V),
     LosslessAccept(3, 33, 2051),
     LosslessAccept(1, 1, 17),
@@ -125,6 +127,9 @@ OTHERS: tuple[Case, ...] = (
     GreedyAccept(1, 64, V),
     LikelyAccept(1, 64, V),
     Sample(64, V),
+    Shaped(64, V, top_p=0.9),
+    Shaped(1, V, top_p=0.9),
+    Shaped(64, V, top_k=50),
     *(Top(rows, vocab, k) for rows in (1, 64) for vocab in (32_000, V) for k in (1, 10)),
     Top(64, 32_000, 10, named=True),
     *(TopLog(rows, V, 10) for rows in (1, 10)),

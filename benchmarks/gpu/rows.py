@@ -6,19 +6,20 @@ Shapes: M rows, H width, I inner width, V vocabulary, k choices, h heads, D head
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.gpu.case import Case, Draw, Tensors, generator
+from benchmarks.gpu.case import Case, Draw, Kept, Tensors, generator
 from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops import rotary as rotary_op
 from drafttrain.ops import sample as sample_op
+from drafttrain.ops import shaped as shaped_op
 from drafttrain.ops import top as top_op
 
 EPS = 1e-5
@@ -181,6 +182,35 @@ class Sample(Case):
     def moved(self, dtype: torch.dtype) -> int:
         """The logits once; an operator with two passes reads them again."""
         return self.rows * self.vocab * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shaped(Case):
+    op: ClassVar = "shaped"
+    twins: ClassVar = (shaped_op,)
+    rows: int
+    vocab: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw = generator(device, seed)
+        logits_MV = torch.randn(self.rows, self.vocab, device=device, generator=draw) * 3
+        return {"logits": logits_MV.to(dtype)} | noise(self.rows, device, seed)
+
+    def _sampling(self, given: Tensors) -> Sampling:
+        return replace(sampling(given), top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+    def run(self, given: Tensors) -> Tensors:
+        return {"shaped": shaped_op.shaped(given["logits"], self._sampling(given))}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        return {"shaped": Kept.of(wide["logits"], self._sampling(wide))}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """The logits once, and what is left of them; the kernel reads them again, from the cache where they fit."""
+        return 2 * self.rows * self.vocab * dtype.itemsize
 
 
 def noise(rows: int, device: torch.device, seed: int) -> Tensors:

@@ -5,6 +5,7 @@ Shapes: B rows, V vocabulary, `...` any leading dimensions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -60,6 +61,11 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
+    def drops(self) -> bool:
+        """Whether top-k, top-p or min-p may drop tokens."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def drafting(self) -> Sampling:
         """The settings that drafters sample with."""
         if self.draft_temperature is None:
@@ -110,7 +116,9 @@ def shaped(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """[..., V] the logits, with minus infinity for tokens that top-k, top-p or min-p drop at the request's temperature.
 
     Top-p keeps the smallest set of most likely tokens whose mass reaches p. Min-p keeps tokens with at least min_p times
-    the highest probability (arXiv 2407.01082). Both do as transformers does. It never syncs with the host.
+    the highest probability (arXiv 2407.01082). All do as transformers does, with one rule for equal logits: they stay or go
+    together, also at the end of the set of top-p. So no order decides, and a token's fate depends on its logit alone. It never
+    syncs with the host. `ops.shaped` does the same on a GPU without sorting.
     """
     by_k = 0 < sampling.top_k < logits_V.shape[-1]
     if sampling.greedy or not (by_k or sampling.top_p < 1.0 or sampling.min_p > 0.0):
@@ -120,14 +128,14 @@ def shaped(logits_V: Tensor, sampling: Sampling) -> Tensor:
         lowest_1 = tempered_V.topk(sampling.top_k, dim=-1).values[..., -1:]
         tempered_V = tempered_V.masked_fill(tempered_V < lowest_1, -torch.inf)
     if sampling.top_p < 1.0:
-        sorted_V, order_V = tempered_V.sort(dim=-1, descending=True)
+        sorted_V = tempered_V.sort(dim=-1, descending=True).values
         probability_V = sorted_V.softmax(-1)
         before_V = probability_V.cumsum(-1) - probability_V
-        drop_V = torch.zeros_like(before_V, dtype=torch.bool).scatter_(-1, order_V, before_V >= sampling.top_p)
-        tempered_V = tempered_V.masked_fill(drop_V, -torch.inf)
+        lowest_1 = sorted_V.masked_fill(before_V >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
+        tempered_V = tempered_V.masked_fill(tempered_V < lowest_1, -torch.inf)
     if sampling.min_p > 0.0:
-        p_V = tempered_V.softmax(-1)
-        tempered_V = tempered_V.masked_fill(p_V < sampling.min_p * p_V.amax(-1, keepdim=True), -torch.inf)
+        lowest_1 = tempered_V.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        tempered_V = tempered_V.masked_fill(tempered_V < lowest_1, -torch.inf)
     return logits_V.masked_fill(tempered_V == -torch.inf, -torch.inf)
 
 

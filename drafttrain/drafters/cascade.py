@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.sampling import Lane, Sampling, distribution
+from drafttrain.core.sampling import Lane, Sampling
 from drafttrain.core.tree import DraftTree, depth
 from drafttrain.decoding.acceptance import Policy, policy_for
 from drafttrain.decoding.step import commit_of
@@ -30,6 +30,7 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Target, TargetOut
 from drafttrain.ops.sample import sample
+from drafttrain.ops.shaped import distribution
 
 
 class CascadeProposal(Proposal):

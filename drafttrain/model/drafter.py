@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.sampling import Lane, Sampling, distribution, shaped
+from drafttrain.core.sampling import Lane, Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.kv_cache import KVCache
@@ -28,6 +28,7 @@ from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import PrunedTarget, Taps, Target
 from drafttrain.ops.remap import over_vocabulary
 from drafttrain.ops.sample import sample
+from drafttrain.ops.shaped import distribution, shaped
 
 DOUBT = 1e-6  # of a token whose probability rounds to 1
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, distribution, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, pick, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.ops import library
 from drafttrain.ops.choice_accept import blank, nodes, path_to
+from drafttrain.ops.shaped import shaped
 
 ROUNDING = 1e-6  # paths whose log-likelihoods differ by less are equally likely
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, distribution, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, pick, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.ops import library
 from drafttrain.ops.choice_accept import blank, nodes
 from drafttrain.ops.greedy_accept import greedy_accept
+from drafttrain.ops.shaped import shaped
 
 
 def lossless_accept(

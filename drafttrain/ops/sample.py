@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, distribution, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, pick, uniform
 from drafttrain.ops import library
+from drafttrain.ops.shaped import shaped
 from drafttrain.ops.top import top
 
 

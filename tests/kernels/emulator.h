@@ -44,6 +44,7 @@ constexpr int warpSize = 32;
 namespace emulator {
 
 constexpr size_t kStack = 1 << 17, kThreads = 1024;
+constexpr size_t kMostShared = 98 << 10;  // that a block gets on every processor from sm_80 on, less its static memory
 
 struct Fiber {
     jmp_buf place;            // where it goes on: unlike swapcontext, a jump asks the operating system nothing
@@ -157,7 +158,7 @@ void run(dim3 grid, dim3 size, size_t shared, F body) {
     static std::mt19937 random(0);
     Block& b = block();
     const size_t threads = size_t(size.x) * size.y * size.z;
-    if (threads == 0 || threads > kThreads || grid.y > 65535 || grid.z > 65535 || shared > 48 * 1024) {
+    if (threads == 0 || threads > kThreads || grid.y > 65535 || grid.z > 65535 || shared > kMostShared) {
         std::fprintf(stderr, "emulator: a launch that CUDA would refuse\n");
         std::abort();
     }

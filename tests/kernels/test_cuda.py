@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.gpu.case import Kept
+from drafttrain.core.sampling import Sampling
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import append as append_op
 from drafttrain.ops import build, library, tree_attention
@@ -15,6 +18,7 @@ from drafttrain.ops import build_tree as tree_op
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import kv_keep as keep_op
 from drafttrain.ops import rms_norm as norm_op
+from drafttrain.ops import shaped as shaped_op
 from drafttrain.ops import top as top_op
 from drafttrain.ops import tree_links as links_op
 from drafttrain.ops.tree_bits import bits_of, words_for
@@ -210,6 +214,37 @@ def test_top_of_many_rows_and_of_a_long_one() -> None:
         value, index = nan(rows, k, dtype=torch.float32), torch.full((rows, k), -1)
         emulated.ops().top(logits, None, value, index)
         assert torch.equal(index, wanted[1]) and torch.equal(value, wanted[0])
+
+
+SHAPED = [
+    {"top_p": 0.9},
+    {"top_p": 0.3, "min_p": 1e-3},
+    {"top_k": 50},
+    {"top_k": 3000, "top_p": 0.999},
+    {"top_k": 20, "top_p": 0.7, "min_p": 0.05},
+    {"min_p": 0.1},
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["random", "ties", "masked", "one", "flat", "steep", "far"])
+@pytest.mark.parametrize("settings", SHAPED, ids=str)
+def test_shaped(settings: dict[str, float], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the twin in float64, up to rounding; a row alone, at any place in memory, exactly as among others."""
+    monkeypatch.setattr(torch.ops, "drafttrain", emulated.ops())
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
+    torch.manual_seed(0)
+    rows, vocab = (2, 27_003) if kind == "random" else (4, 1501)
+    logits = logits_of(kind, rows, vocab).nan_to_num(nan=-torch.inf) * 3
+    scale = {"one": 0.0, "flat": 0.1, "steep": 1e-5, "far": 50.0}.get(kind)
+    logits = (logits if scale is None else logits * scale + (20.0 if kind == "steep" else -7.0)).to(dtype)
+    sampling = Sampling(1.0, temperature_B=torch.tensor([0.7, 1e-4 if kind == "steep" else 1.3]), **settings)
+    out = shaped_op._compiled(logits, sampling)
+    assert Kept.of(logits.double(), sampling).complaint(out) is None
+    for row, by in ((0, 0), (rows - 1, 1)):
+        alone = replace(sampling, temperature_B=sampling.temperature_B[2 * row // rows][None])
+        assert torch.equal(shaped_op._compiled(shifted(logits[row : row + 1], by), alone)[0], out[row])
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 33, 63, 64, 65, 130, 192, 256])

@@ -14,6 +14,7 @@ namespace drafttrain {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr size_t kPlainShared = 48 << 10;  // bytes of shared memory, static ones included, that a kernel need not ask for
 
 // Sixteen bytes of consecutive elements, the widest load. Addresses must be multiples of 16.
 template <typename T>
@@ -31,6 +32,7 @@ __device__ T* dynamic_shared() {
 
 template <typename... P, typename... A>
 void launch(void* stream, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... arguments) {
+    if (shared > kPlainShared) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
     kernel<<<grid, block, shared, static_cast<cudaStream_t>(stream)>>>(P(arguments)...);
 }
 
