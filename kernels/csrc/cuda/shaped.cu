@@ -1,6 +1,5 @@
 // Launcher of shaped.cuh.
 #include "../../include/drafttrain/shaped.cuh"
-
 #include "aligned.cuh"
 #include "launch.cuh"
 

@@ -1,8 +1,8 @@
 // Top-k, top-p and min-p without sorting: one block finds the least value that a row of logits keeps.
 //
-// All three keep every value from a threshold on, so equal logits stay or go together. A threshold is the greatest value at which
-// the sum over all values from it on (of ones for top-k, of exp((x - top) / T) for top-p) reaches a target. It is found by
-// histograms of the sum, each over the bin of the one before. Every thread has its own bins: nothing is atomic, no data make
+// All three keep every value from a threshold on, so equal logits stay or go together. A threshold is the greatest value at
+// which the sum over all values from it on (of ones for top-k, of exp((x - top) / T) for top-p) reaches a target. It is found
+// by histograms of the sum, each over the bin of the one before. Every thread has its own bins: nothing is atomic, no data make
 // it slow, and a row's result depends neither on the other rows nor on its place in memory.
 #pragma once
 
@@ -185,11 +185,11 @@ __device__ float threshold(const ShapedRow<T, packed>& row, float* bins, float a
 }
 
 // out: the logits, with minus infinity for those that top-k (0: off), top-p (1: off) or min-p drop. reach: how many
-// temperatures below the greatest logit min-p keeps. `nodes` rows after one another have one temperature. A block per row. A row
-// whose greatest value is infinite stays as it is, and so does NaN.
+// temperatures below the greatest logit min-p keeps. `nodes` rows after one another have one temperature. A block per row. A
+// row whose greatest value is infinite stays as it is, and so does NaN.
 template <typename T, bool packed>
-__global__ void __launch_bounds__(kShapedThreads) shape_rows(const T* logits, const float* temperature, int64_t nodes, int width,
-                                                             int k, float p, float reach, T* out) {
+__global__ void __launch_bounds__(kShapedThreads, 1)
+    shape_rows(const T* logits, const float* temperature, int64_t nodes, int width, int k, float p, float reach, T* out) {
     __shared__ float room[kShapedThreads / kWarp];
     float* bins = dynamic_shared<float>();
     const int64_t start = int64_t(blockIdx.x) * width;

@@ -38,6 +38,13 @@ def test_the_law_is_the_softmax_of_shaped_logits(settings: dict[str, float], dty
     assert bool(((distribution(logits, sampling) > 0) == (kept > -torch.inf)).all())
 
 
+def test_equal_logits_stay_or_go_together() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 2.0, 0.0, 1.0]])
+    for settings in ({"top_k": 3}, {"top_p": 0.85}, {"min_p": 0.1}):
+        kept = shaped(logits, Sampling(1.0, **settings)) > -torch.inf
+        assert kept.tolist() == [[True, True, True, True, False, True]]
+
+
 def test_rows_have_their_own_temperature_and_each_node_its_rows() -> None:
     logits, temperature = torch.randn(2, 3, 30), torch.tensor([0.5, 1.7])
     own = distribution(logits, Sampling(1.0, top_p=0.7, temperature_B=temperature))
