@@ -210,7 +210,7 @@ def test_a_case_that_ends_its_process_is_red_and_the_rest_goes_on(tmp_path: Path
     assert sum(stage.minutes or 0.0 for stage in planned()) <= gpu.MINUTES
 
 
-def planned() -> list[Stage]:
+def planned(word: str = "") -> list[Stage]:
     import torch
 
     from benchmarks.gpu.machine import Machine
@@ -218,7 +218,7 @@ def planned() -> list[Stage]:
     machine = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})
     folder, remaining = Folder(Path("nowhere"), machine), partial(float, 360)
     maker = real_1.Maker(folder, machine, False, remaining)
-    return stages.stages(machine, maker, real_2.turns_of(folder, machine, remaining))
+    return stages.stages(machine, maker, real_2.turns_of(folder, machine, remaining), word)
 
 
 def test_the_order_of_all_cases() -> None:
@@ -229,4 +229,8 @@ def test_the_order_of_all_cases() -> None:
     assert first[-7] == "step Llama-3.1-8B rows=1 context=4096 nodes=1,64" and len(first) < 90
     assert len(cases["drafters' steps"]) >= 15 and len(cases["training steps"]) == 4 and len(cases["several processes"]) == 3
     assert all(name.startswith("texts ") for name in last)
-    assert [name.split()[0] for name in cases[stages.REAL]] == ["real"] * 3 + ["distil"] * 4
+    real = [name.split()[0] for name in cases[stages.REAL]]
+    assert real == ["texts"] * 4 + ["real"] * 3 + ["distil"] * 4
+    (alone,) = planned(stages.REAL)
+    names = [job.name for job in alone.jobs]
+    assert names[-7].startswith("real ") and {need for job in alone.jobs for need in job.needs} == set(names[:-7])
