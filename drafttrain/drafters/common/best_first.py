@@ -61,7 +61,8 @@ class BestFirst:
             parents += [held + i for i in above]
             tokens += [1 + place for place in choice]
             held += depths[-1].kept if depths else 1
-            depths.append(Growth(*(torch.tensor(x, dtype=torch.long, device=device) for x in (above, choice)), kept))
+            above_P, choice_P = torch.tensor([above, choice], dtype=torch.long, device=device)
+            depths.append(Growth(above_P, choice_P, kept))
         columns = (torch.tensor(x, dtype=torch.long, device=device) for x in (starts, parents, tokens))
         return BestFirst(depths, nodes, ranks, *columns)
 
