@@ -22,7 +22,8 @@ void commit(const Tensor& token, const Tensor& parent, const Tensor& real, const
             const Tensor& kept, const Tensor& record) {
     const Commits c = commits_of(token, parent, real, path, count, bonus, slot, stop, limit, skips, counts, root, made, done,
                                  taken, next, kept, record);
-    if (token.size(0) > 0) Launcher(token)(commit_rows, dim3(unsigned(token.size(0))), dim3(kWarp), 0, c);
+    const Launcher run(token);
+    if (token.size(0) > 0) run(commit_rows, dim3(unsigned(token.size(0))), dim3(kWarp), 0, c);
 }
 
 }  // namespace
