@@ -1,0 +1,314 @@
+"""Attention of a draft tree over the paged KV cache, with the keys split over programs (flash-decoding, Dao et al. 2023).
+
+The query heads of one KV head are rows of one product, so that a key is read once for all of them. A program takes one block
+of rows, one KV head and one range of keys. `combine` joins the ranges.
+
+Shapes: B batch rows, N nodes, h query heads, G query heads per KV head, R rows of a program (node-major, N G in all), K keys
+of a step, D head width, S splits. Keys are counted from the prefix's start; node i of the tree is key length + i. The queries
+are the tree's last N nodes; `earlier` nodes precede them. A node's ancestors are the bits of w words, 64 nodes in each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from drafttrain.kernels.triton.launch import Launch
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+LEAST_KEYS = 128  # per split: with fewer, joining the parts costs more than it saves
+MOST_SPLITS = 128
+MOST_WAVES = 8  # that are compared
+START = 5  # steps that take as long as a program's start and end
+# bytes of one block's parts up to which its last split joins them. It reads about 64 bytes a clock, alone: 1.2 us for these; a
+# second launch on all processors starts 1 us later and takes 2.
+MOST_JOINED = 128 << 10
+PAIRS_SHARED = 228 << 10  # of a processor, for two programs of 64 rows
+WORD = tl.constexpr(64)  # bits of an int64
+
+
+@triton.jit
+def _bits_from(words, real_R, node, WORDS: tl.constexpr):
+    """[R]: the bits of 64 nodes of each row from `node` on, which may be negative; those of the prefix and past the tree are 0.
+
+    words: where each row's words are.
+    """
+    at = (node + WORD) // WORD - 1  # rounded down
+    low_R = tl.load(words + at, mask=real_R & (at >= 0) & (at < WORDS), other=0).to(tl.uint64, bitcast=True)
+    high_R = tl.load(words + at + 1, mask=real_R & (at + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
+    shift = (node - at * WORD).to(tl.uint64)
+    # in two shifts, because a shift by 64 is undefined
+    return (low_R >> shift) | ((high_R << 1) << (WORD - 1 - shift))
+
+
+@triton.jit
+def _seen(
+    key_K, real_K, prefix, bits_R, words, real_R, position_R, position, window, earlier,
+    WORDS: tl.constexpr, K: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """[R, K]: whether a row sees a key: the prefix and the node's ancestors, within the window.
+
+    bits_R: the rows' words where they have one each. Otherwise a step has at most 64 keys. earlier: nodes before those that
+    `position` names; they are within the window.
+    """
+    node_K = key_K - prefix
+    if WORDS == 1:
+        # clamped for lanes of the prefix and past the tree, because a shift by 64 or more is undefined
+        shift_K = tl.minimum(tl.maximum(node_K, 0), WORD - 1)
+        # the shift repeats bit 63, the sign bit; the mask removes the copies
+        ancestor_RK = ((bits_R[:, None] >> shift_K[None, :].to(tl.int64)) & 1) != 0
+    else:
+        tl.static_assert(K <= WORD)
+        step_R = _bits_from(words, real_R, tl.min(node_K, 0), WORDS)
+        ancestor_RK = ((step_R[:, None] >> tl.arange(0, K)[None, :].to(tl.uint64)) & 1) != 0
+    seen_RK = real_K[None, :] & ((node_K < 0)[None, :] | ancestor_RK)
+    if WINDOWED:
+        new_K = node_K - earlier
+        place_K = tl.load(position + tl.maximum(new_K, 0), mask=real_K & (new_K >= 0), other=0).to(tl.int32)
+        place_K = tl.where(new_K < 0, key_K, place_K)
+        seen_RK = seen_RK & (position_R[:, None] - place_K[None, :] < window)
+    return seen_RK
+
+
+@triton.jit
+def _share(position_R, prefix, total, split, splits, window, K: tl.constexpr, WINDOWED: tl.constexpr):
+    """(start, end) of the split's keys, in steps of K; two splits differ by one step at most. start == end: no keys.
+
+    The splits divide the row's own length and not the bound, so that a graph for long rows uses all splits for short ones too.
+    """
+    first = 0
+    if WINDOWED:  # no row of the block sees an earlier key
+        first = tl.minimum(tl.maximum(tl.min(position_R, 0) - window + 1, 0), prefix) // K * K
+    steps = tl.cdiv(total - first, K)
+    start, end = split * steps // splits, (split + 1) * steps // splits
+    return first + start * K, tl.minimum(first + end * K, total)
+
+
+@triton.jit
+def _joined(part, lse, row_T, real_T, rows, splits, D: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, S: tl.constexpr):
+    """[T, D]: the splits' parts of T of the `rows` (int64), weighted by exp(lse); zeros where no split saw a key.
+
+    Other processors wrote the parts, so they are read past the processor's own cache. The loads of S splits do not wait for
+    each other: a part is read whether its split saw a key or not.
+    """
+    d_D = tl.arange(0, WIDE)
+    top_T, sum_T, out_TD = tl.full([T], float("-inf"), tl.float32), tl.zeros([T], tl.float32), tl.zeros([T, WIDE], tl.float32)
+    for first in range(0, splits, S):
+        for s in tl.static_range(S):
+            there_T = real_T & (first + s < splits)
+            at_T = rows * (first + s) + row_T
+            lse_T = tl.load(lse + at_T, mask=there_T, other=float("-inf"), cache_modifier=".cg")
+            there_TD = there_T[:, None] & (d_D < D)[None, :]
+            part_TD = tl.load(part + at_T[:, None] * D + d_D[None, :], mask=there_TD, other=0.0, cache_modifier=".cg")
+            part_TD = tl.where((lse_T > float("-inf"))[:, None], part_TD, 0.0)  # a split without keys wrote no part
+            new_T = tl.maximum(top_T, lse_T)
+            base_T = tl.where(new_T == float("-inf"), 0.0, new_T)
+            decay_T, weight_T = tl.exp2(top_T - base_T), tl.exp2(lse_T - base_T)
+            top_T, sum_T = new_T, sum_T * decay_T + weight_T
+            out_TD = out_TD * decay_T[:, None] + part_TD * weight_T[:, None]
+    return out_TD / tl.where(sum_T > 0, sum_T, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["nodes", "earlier", "splits", "window", "table_B"])
+def attend(
+    q, keys, values, table, length, bits, position, out, part, lse, arrived, scale, nodes, earlier, splits, window,
+    q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, WINDOWED: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of rows, batch rows times KV heads, splits. Writes `out`, or where there are several splits `part` and `lse`
+    [splits, ...].
+
+    arrived: zeros, one for each block of rows and KV head. The last split of each to arrive joins the parts, T rows at once
+    and S splits at once, and puts the zero back. None: nobody joins them.
+    """
+    batch, head, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
+    row_R, d_D, step_K = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, WIDE), tl.arange(0, K)
+    node_R, head_R, real_R = row_R // GROUPS, head * GROUPS + row_R % GROUPS, row_R < nodes * GROUPS
+    real_RD = real_R[:, None] & (d_D < D)[None, :]
+    q_RD = tl.load(q + batch * q_B + (node_R * q_N + head_R * q_h)[:, None] + d_D[None, :], mask=real_RD, other=0.0)
+    table, position, keys, values = table + batch * table_B, position + batch * nodes, keys + head * D, values + head * D
+    words = bits + (batch * nodes + node_R) * WORDS
+    bits_R = tl.load(words, mask=real_R, other=0)
+    position_R = tl.load(position + node_R, mask=real_R, other=1 << 30).to(tl.int32)
+
+    prefix = tl.load(length + batch).to(tl.int32)
+    total = prefix + earlier + nodes
+    start, end = _share(position_R, prefix, total, split, splits, window, K, WINDOWED)
+    top_R, sum_R, out_RD = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, WIDE], tl.float32)
+    # page numbers are loaded a step before their keys, and a lane past the row's end takes the last key's place
+    page_K = tl.load(table + tl.minimum(start + step_K, total - 1) // PAGE)
+    for k in range(start, end, K):
+        key_K = tl.minimum(k + step_K, total - 1)
+        at_KD = ((page_K * PAGE + key_K % PAGE) * (KV * D))[:, None] + d_D[None, :]
+        there_KD = tl.full([K, 1], True, tl.int1) & (d_D < D)[None, :]
+        k_KD = tl.load(keys + at_KD, mask=there_KD, other=0.0)
+        v_KD = tl.load(values + at_KD, mask=there_KD, other=0.0)
+        page_K = tl.load(table + tl.minimum(k + K + step_K, total - 1) // PAGE)
+        score_RK = tl.dot(q_RD, tl.trans(k_KD), input_precision="ieee")
+        if k + K > prefix:
+            seen_RK = _seen(
+                k + step_K, k + step_K < total, prefix, bits_R, words, real_R, position_R, position, window, earlier, WORDS, K,
+                WINDOWED,
+            )  # fmt: skip
+            score_RK = tl.where(seen_RK, score_RK, float("-inf"))
+        elif WINDOWED:
+            score_RK = tl.where(position_R[:, None] - (k + step_K)[None, :] < window, score_RK, float("-inf"))
+        # the online softmax (Milakov & Gimelshein 2018): greatest score in powers of two, sum, weighted values
+        new_R = tl.maximum(top_R, tl.max(score_RK, 1) * scale)
+        base_R = tl.where(new_R == float("-inf"), 0.0, new_R)  # for a row that has seen no key yet
+        weight_RK, decay_R = tl.exp2(score_RK * scale - base_R[:, None]), tl.exp2(top_R - base_R)
+        out_RD = tl.dot(weight_RK.to(v_KD.dtype), v_KD, acc=out_RD * decay_R[:, None], input_precision="ieee")
+        top_R, sum_R = new_R, sum_R * decay_R + tl.sum(weight_RK, 1)
+
+    out_RD = out_RD / tl.where(sum_R > 0, sum_R, 1.0)[:, None]
+    at_R, rows = (batch * nodes + node_R) * (KV * GROUPS) + head_R, tl.num_programs(1).to(tl.int64) * nodes * GROUPS
+    if part is None:
+        tl.store(out + at_R[:, None] * D + d_D[None, :], out_RD.to(out.dtype.element_ty), mask=real_RD)
+    else:
+        # a split without keys ran no step: its lse is -inf, and its part is not written
+        at_R += split * rows
+        tl.store(lse + at_R, top_R + tl.log2(sum_R), mask=real_R)
+        tl.store(part + at_R[:, None] * D + d_D[None, :], out_RD, mask=real_RD & (sum_R > 0)[:, None])
+        if arrived is not None:
+            tl.debug_barrier()  # every thread has written before one of them counts
+            arrived += tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
+                for r in range(tl.program_id(0) * R, tl.minimum(tl.program_id(0) * R + R, nodes * GROUPS), T):
+                    row_T = r + tl.arange(0, T)
+                    at_T = (batch * nodes + row_T // GROUPS) * (KV * GROUPS) + head * GROUPS + row_T % GROUPS
+                    real_T = row_T < nodes * GROUPS
+                    out_TD = _joined(part, lse, at_T, real_T, rows, splits, D, WIDE, T, S)
+                    real_TD = real_T[:, None] & (d_D < D)[None, :]
+                    tl.store(out + at_T[:, None] * D + d_D[None, :], out_TD.to(out.dtype.element_ty), mask=real_TD)
+                tl.store(arrived, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def combine(part, lse, out, rows, splits, D: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, S: tl.constexpr):
+    """Joins the splits' parts of T of the `rows`, one for each node and head."""
+    row_T, d_D = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, WIDE)
+    out_TD = _joined(part, lse, row_T, row_T < rows, rows.to(tl.int64), splits, D, WIDE, T, S)
+    there_TD = (row_T < rows)[:, None] & (d_D < D)[None, :]
+    tl.store(out + row_T.to(tl.int64)[:, None] * D + d_D[None, :], out_TD.to(out.dtype.element_ty), mask=there_TD)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The size of a program's step, with the warps and pipeline stages for it."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int  # steps whose keys and values have memory: all but one are on their way while one is computed
+    programs: int = 1  # that share a processor
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """A device's streaming multiprocessors, and the bytes of shared memory of each."""
+
+    count: int = 132  # of an H100, also for another kind of device, for tests
+    shared: int = 228 << 10
+
+
+def tiles(rows: int, wide: int, dtype: torch.dtype, words: int = 1, pairs: bool = True) -> Tiles:
+    """The largest step whose accumulators stay in registers on sm_80 and sm_90 (measured with `Launch.compile`).
+
+    words: of a node's ancestor bits; with several, a step has at most as many keys as a word has bits. pairs: a processor's
+    shared memory holds two programs of 64 rows. They take the place of one with 128 where the last 128 rows would be at most
+    half full: 65 nodes of 4 heads are 5 blocks of 64 rows, and not 3 of 128.
+    """
+    if dtype == torch.float32:  # products without tensor cores
+        return Tiles(16, 16, 4, 2)
+    block = min(max(triton.next_power_of_2(rows), 16), 128 if wide <= 128 else 64)
+    if block == 128 and 0 < rows % 128 <= 64 and pairs:
+        return Tiles(64, 64, 4, 3, programs=2)
+    few = block <= 16 if wide == 128 else block <= 32 and wide <= 64
+    keys = 32 if wide == 256 else 128 if few and words == 1 else 64
+    warps = 8 if block * wide >= 64 * 256 or block == 128 else 4
+    return Tiles(block, keys, warps, 3)
+
+
+@cache
+def splits(groups: int, keys: int, rows: int, tile: Tiles, places: int) -> int:
+    """The number of programs that share the keys of one block of rows: the one that takes the fewest steps.
+
+    groups: blocks of rows of all KV heads and batch rows. places: programs that run at once. What exceeds them runs in another
+    wave: 136 groups on 132 processors take 2 waves of all steps, and with 3 splits 4 waves of a third. A split writes and reads
+    8 bytes per row, against 4 bytes per key and value, and that traffic must stay below the keys'. So no split gets fewer keys
+    than there are rows.
+    """
+    steps, most = triton.cdiv(keys, tile.keys), max(1, min(keys // max(LEAST_KEYS, rows), MOST_SPLITS))
+
+    def cost(split: int) -> tuple[int, int]:
+        joining = triton.cdiv(2 * tile.rows, tile.keys) if split > 1 else 0  # its traffic, in steps
+        return triton.cdiv(groups * split, places) * (triton.cdiv(steps, split) + START + joining), split
+
+    return min({min(max(waves * places // groups, 1), most) for waves in range(1, MOST_WAVES + 1)}, key=cost)
+
+
+@cache
+def processors(device: torch.device) -> Processors:
+    if device.type != "cuda":
+        return Processors()
+    of = torch.cuda.get_device_properties(device)
+    return Processors(of.multi_processor_count, of.shared_memory_per_multiprocessor)
+
+
+def launches(
+    q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
+    out_BNI: Tensor, scale: float, window: int | None, bound: int, earlier: int, arrived: Tensor | None = None,
+    tile: Tiles | None = None, most_joined: int = MOST_JOINED,
+) -> list[Launch]:  # fmt: skip
+    """The launches that fill out_BNI: one, or two where the keys are split and the last split does not join the parts. The host
+    reads shapes and `bound`, no tensor.
+
+    arrived: int32 zeros for the last splits, which are zeros again afterwards; None: a second launch joins. tile, most_joined:
+    in place of what is chosen, to compare.
+    """
+    B, N, h, D = q_BNhD.shape
+    _, page, kv, _ = keys.shape
+    groups, wide, words = h // kv, max(triton.next_power_of_2(D), 16), bits_BNw.shape[2]
+    of = processors(q_BNhD.device)
+    tile = tile or tiles(N * groups, wide, q_BNhD.dtype, words, of.shared >= PAIRS_SHARED)
+    blocks = triton.cdiv(N * groups, tile.rows)
+    reach = bound if window is None else min(bound, window + earlier + N)
+    S = splits(B * kv * blocks, reach, N * groups, tile, of.count * tile.programs)
+    part = lse = None
+    if S > 1:
+        part = q_BNhD.new_empty(S, B, N, h, D, dtype=torch.float32)
+        lse = q_BNhD.new_empty(S, B, N, h, dtype=torch.float32)
+    few = S * min(N * groups, tile.rows) * D * 4 <= most_joined
+    if S == 1 or not few or arrived is None or len(arrived) < B * kv * blocks:
+        arrived = None
+    together = min(
+        triton.next_power_of_2(N * groups), tile.rows, max(512 * tile.warps // wide, 1)
+    )  # rows that are joined at once
+    joined = {"T": together, "S": min(4096 * tile.warps // (together * wide), 16)}  # in 128 registers
+    first = {
+        "q": q_BNhD, "keys": keys, "values": values, "table": table_BQ, "length": length_B, "bits": bits_BNw.contiguous(),
+        "position": position_BN.contiguous(), "out": out_BNI, "part": part, "lse": lse, "arrived": arrived,
+        "scale": scale * LOG2_E, "nodes": N, "earlier": earlier, "splits": S, "window": window or 0, "q_B": q_BNhD.stride(0),
+        "q_N": q_BNhD.stride(1), "q_h": q_BNhD.stride(2), "table_B": table_BQ.stride(0), "GROUPS": groups, "KV": kv, "D": D,
+        "WIDE": wide, "PAGE": page, "R": tile.rows, "K": tile.keys, "WORDS": words, "WINDOWED": window is not None, **joined,
+    }  # fmt: skip
+    found = [Launch(attend, (blocks, B * kv, S), first, tile.warps, tile.stages)]
+    if S > 1 and arrived is None:
+        rows = max(512 // wide, 1)
+        second = {
+            "part": part,
+            "lse": lse,
+            "out": out_BNI,
+            "rows": B * N * h,
+            "splits": S,
+            "D": D,
+            "WIDE": wide,
+            "T": rows,
+            "S": 8,
+        }
+        found.append(Launch(combine, (triton.cdiv(B * N * h, rows),), second, 4))
+    return found
