@@ -20,6 +20,9 @@ GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# I/N, of `make test-all`: this part of so many
+SHARD ?=
+
 # of `make test-faults`: how long, the seed of its tries, and which kinds of faults
 MINUTES ?= 30
 SEED ?= 0
@@ -56,11 +59,11 @@ quickstart: install  ## train Medusa heads for the embedded target and measure t
 test: install  ## the fast tests (WORKERS=2: processes)
 	$(PYTEST)
 
-test-all: install  ## the slow tests too
-	$(PYTEST) -m "not engines and not slurm"
+test-slow: install  ## the slow tests alone; complete grids are left out
+	$(PYTEST) -m "slow and not grid"
 
-test-slow: install  ## the slow tests alone
-	$(PYTEST) -m slow
+test-all: install  ## all tests, complete grids too: hours on two CPU cores (SHARD=1/4: the first of four parts)
+	SHARD=$(SHARD) $(PYTEST) -m "not engines and not slurm"
 
 test-engines: install  ## serving engines run what is exported here: installs them (6 GB), then some minutes for each family and engine
 	$(BIN)/python -m tests.engines.install
@@ -70,7 +73,7 @@ test-engines: install  ## serving engines run what is exported here: installs th
 test-slurm: install  ## a Slurm cluster of two nodes, two machines with a cable, Mooncake: installs them, needs root on Linux
 	$(BIN)/python -m tests.slurm.install
 	$(PYTEST) -m slurm tests/slurm
-	$(PYTEST) -m "slow or not slow" -k mooncake tests/unit/features tests/unit/engines tests/integration
+	$(PYTEST) -m "not grid" -k mooncake tests/unit/features tests/unit/engines tests/integration
 
 test-faults: install  ## random kills, damaged files, malformed data, hostile input, request storms (MINUTES=30 SEED=0 KINDS=...)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --minutes $(MINUTES) --seed $(SEED) --kinds $(KINDS) $(FLAGS)

@@ -6,8 +6,11 @@ import gc
 import os
 import signal
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ os.environ["WANDB_MODE"] = "offline"
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
+LEFT = pytest.StashKey[int]()  # cases of grids that this run leaves out
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +54,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., in
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests marked `sampled`, all cases but a few are slow: see `a_few`.
+    """Tests marked `sampled` keep a few cases; of the others `sampled_slow` makes a few slow, and the rest are a grid.
 
     The longest tests, those that start processes, come first, so that two workers end together.
     """
@@ -60,10 +64,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sampled") and hasattr(item, "callspec"):
             by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
     for cases in by_test.values():
-        few = a_few(cases)
-        for item in cases:
-            if item not in few:
-                item.add_marker(pytest.mark.slow)
+        few = a_few(cases, "sampled")
+        others = [case for case in cases if case not in few]
+        slow = a_few(others, "sampled_slow")
+        for case in others:
+            case.add_marker(pytest.mark.slow if case in slow else pytest.mark.grid)
+    part, parts = (int(number) for number in (os.environ.get("SHARD") or "1/1").split("/"))
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
 
 
 @pytest.hookimpl(trylast=True)
@@ -73,21 +80,46 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def a_few(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """So many that each value of each parameter occurs in one, of those values that the marker leaves.
+def a_few(cases: list[pytest.Function], marked: str) -> list[pytest.Function]:
+    """So many that each value of each parameter occurs in one, of those values that the marker of this name leaves.
 
-    `sampled(name=["medusa", "eagle3"])` leaves two values of the parameter `name`, and all of the others.
+    `sampled(family=["medusa", "eagle3"])` leaves two values of the parameter `family`, and all of the others. Values that
+    must occur again come in turns, so that families meet different policies.
     """
-    marker = cases[0].get_closest_marker("sampled")
-    assert marker is not None
+    marker = cases[0].get_closest_marker(marked) if cases else None
+    if marker is None:
+        return []
     values = [{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases]
     open_ = [
         i for i, case in enumerate(cases) if all(case.callspec.params[name] in only for name, only in marker.kwargs.items())
     ]
-    assert open_, f"no case is left by {marker}"
-    wanted, few = set().union(*(values[i] for i in open_)), []
+    if not open_:  # as when one case is asked for by its id
+        return cases
+    wanted, used, few = set().union(*(values[i] for i in open_)), Counter[tuple[str, str]](), []
     while wanted:
-        best = max(open_, key=lambda i: len(values[i] & wanted))
+        best = max(open_, key=lambda i: (len(values[i] & wanted), -sum(used[value] for value in values[i])))
         wanted -= values[best]
+        used.update(values[best])
         few.append(cases[best])
     return few
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    stash = items[0].config.stash
+    stash[LEFT] = stash.get(LEFT, 0) + sum(item.get_closest_marker("grid") is not None for item in items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several processes
+        session.config.workeroutput["left"] = session.config.stash.get(LEFT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each process has collected all tests."""
+    node.config.stash[LEFT] = getattr(node, "workeroutput", {}).get("left", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(LEFT, 0):
+        terminalreporter.write_line(f"{left:,} cases of complete grids are left to make test-all")

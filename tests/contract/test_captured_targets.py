@@ -39,6 +39,7 @@ def target_of(name: str) -> HFTarget:
 
 
 @pytest.mark.sampled(name=TRIED)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", EXACT)
 def test_its_passes_are_captured_and_replayed_right(name: str) -> None:
     """As the table of docs/targets.md says; on a GPU the same is tried when a target is loaded."""
@@ -48,6 +49,7 @@ def test_its_passes_are_captured_and_replayed_right(name: str) -> None:
 
 
 @pytest.mark.sampled(name=FEW, family=(None, "medusa"))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_captured_steps_give_the_tokens_of_eager_ones(

@@ -43,6 +43,7 @@ def saved(name: str, drafter: Drafter, target: HFTarget, folder: Path, lora: Lor
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", NAMES)
 def test_only_matrices_are_trained_and_a_checkpoint_drafts_as_the_trained_drafter(name: str, tmp_path: Path) -> None:
     """Before training it is the drafter that it started from. After it, decoding and its joined weights are the merged ones."""

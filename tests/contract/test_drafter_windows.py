@@ -50,6 +50,7 @@ def test_what_is_trained_is_what_is_drafted(case: str) -> None:
 
 
 @pytest.mark.sampled(case=("eagle3, dynamic", "peagle, mixed", "dflash, mixed"))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_output_is_plain_decodings(case: str, batch: int) -> None:
@@ -62,6 +63,7 @@ def test_greedy_output_is_plain_decodings(case: str, batch: int) -> None:
 
 
 @pytest.mark.sampled(case=("eagle3, dynamic", "dflash"), every=[None])
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("every", [None, 2], ids=["each step read at once", "static shapes"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_cache_that_keeps_its_window_alone_drafts_the_same(

@@ -49,6 +49,7 @@ def decoded(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], b
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("name", NAMES)
@@ -64,6 +65,7 @@ def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -
 
 
 @pytest.mark.sampled(name=("medusa", "eagle3", "draft_model"))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(families()[name].options, TreeOptions)])
 def test_trees_grown_by_confidence_change_no_output(name: str, temperature: float) -> None:
@@ -82,6 +84,7 @@ def test_trees_grown_by_confidence_change_no_output(name: str, temperature: floa
 
 
 @pytest.mark.sampled(name=("medusa", "eagle3", "draft_model"))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("tree", [{"tree": "static", "paths": [[0]]}, {"tree": "dynamic", "width": 1, "nodes": 2}])
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(families()[name].options, TreeOptions)])
 def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[str, Any]) -> None:
@@ -95,6 +98,7 @@ def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[s
 
 
 @pytest.mark.sampled(name=("medusa", "eagle3"))
+@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
     """The cache holds the longest request and no more, whoever shares a step with it."""
@@ -145,6 +149,7 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
 
 
 @pytest.mark.sampled(name=("medusa", "eagle3", "cascade"))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", NAMES)
 def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
     """With the verifier's noise for its own samples too, so that it draws what the verifier will."""
@@ -243,6 +248,7 @@ def test_states_it_does_not_tap_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_follows_the_targets_law_through_the_whole_loop(name: str) -> None:
     """Chi-square of pairs of tokens against plain sampling's exact law, top-k and top-p applied."""
@@ -282,6 +288,7 @@ def pair_law(target: HFTarget, prompt: list[int], sampling: Sampling) -> dict[tu
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path: Path) -> None:
     target = tiny_target()
@@ -293,6 +300,7 @@ def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_decodes_in_the_targets_precision(name: str, tmp_path: Path) -> None:
     """A bfloat16 target's drafter costs bfloat16's bytes; its texts are the target's, and it drafts about as well."""
@@ -314,6 +322,7 @@ def reloaded(name: str, drafter: Drafter, target: HFTarget, tmp_path: Path) -> D
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", NAMES)
 def test_overfitted_on_one_text_it_is_accepted_in_full(name: str) -> None:
     from drafttrain.objective.losses import LossOptions, Objective

@@ -17,6 +17,7 @@ from tests.distributions import Texts, of_texts, tail
 VOCAB, LENGTH, COUNT = 5, 3, 1500
 PROMPT = [1, 4, 2, 2, 0, 3, 1] * 3  # longer than windows and chunks
 SAMPLING = Sampling(0.7, seed=5)
+OTHERS = ("GPT-2", "Falcon", "Bamba", "Qwen3-Next")  # in make test-slow: learned and rotary positions, two kinds of recurrence
 assert len(PROMPT) > 2 * WINDOW
 
 
@@ -32,6 +33,7 @@ def expected(name: str) -> Texts:
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow(name=OTHERS)
 @pytest.mark.parametrize("name", EXACT)
 def test_samples_follow_the_targets_distribution(name: str) -> None:
     """Texts of three tokens jointly; drafts of trees and chains, drawn and not drawn (in turns), that are often wrong."""

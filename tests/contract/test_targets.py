@@ -66,6 +66,7 @@ def test_trees_are_exact_where_the_row_says_so(name: str) -> None:
 
 
 @pytest.mark.sampled(name=FEW, family=("medusa", "draft_model"), batch=(4,))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", EXACT)
@@ -80,6 +81,7 @@ def test_greedy_tokens_are_generates(name: str, family: str, batch: int) -> None
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", EXACT)
 def test_its_first_blocks_draft_for_it(name: str) -> None:
     """An early exit is a view of the target's weights, those that pack all blocks in one matrix included."""
@@ -89,6 +91,7 @@ def test_its_first_blocks_draft_for_it(name: str) -> None:
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", EXACT)
 def test_taps_are_the_outputs_of_their_blocks(name: str) -> None:
     target = target_of(name)
@@ -105,6 +108,7 @@ def test_taps_are_the_outputs_of_their_blocks(name: str) -> None:
 
 
 @pytest.mark.sampled(name=FEW, family=("medusa",))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", EXACT)
 def test_two_steps_of_training_lower_the_loss(name: str, family: str) -> None:

@@ -64,6 +64,7 @@ def trained(folder: Path, work: TrainingJob) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize(("stage", "precision"), [(0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16")])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_that_goes_on_ends_with_the_same_weights(stage: int, precision: str, optimizer: str, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_settings_that_are_wrong_get_one_line(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "processes"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
 def test_two_processes_at_every_stage_train_as_one(

@@ -117,6 +117,7 @@ def test_a_failure_is_a_line_and_training_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("more", [(), ("launcher.nproc=2",)])

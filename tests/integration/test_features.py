@@ -221,6 +221,7 @@ def test_what_cannot_be_cached(loaded: LoadedTarget) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("recipe", FAMILIES)
 def test_two_processes_on_cached_features_are_one_on_the_target(

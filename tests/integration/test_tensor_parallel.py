@@ -171,6 +171,7 @@ def test_each_process_holds_its_share_alone(name: str, both: list[Found]) -> Non
 
 
 @pytest.mark.sampled(model=("llama",), name=(None, "eagle3"))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_tokens_and_counts_are_those_of_one_process(model: str, name: str | None, both: list[Found]) -> None:
     target = FastTarget(model_of(model))

@@ -120,6 +120,7 @@ def test_in_bfloat16_the_losses_are_nearly_those_of_float32(recipe: str, materia
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_stages_have_the_losses_of_stage_0(recipe: str, stage: int, material: Path, tmp_path: Path) -> None:

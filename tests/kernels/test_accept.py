@@ -157,6 +157,7 @@ def test_the_maximum_is_found_wherever_it_stands(machine: str) -> None:
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("drawn", [False, True], ids=["given", "drawn"])
 def test_lossless(machine: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = total = 0
@@ -170,6 +171,7 @@ def test_lossless(machine: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.3, math.inf), (0.02, 0.05)])
 def test_likely(machine: str, epsilon: float, delta: float, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = total = 0

@@ -187,6 +187,7 @@ def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["random", "ties", "masked", "sorted", "nan", "far"])
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(1, 1, 1), (3, 65, 64), (2, 20011, 1), (2, 8192, 10), (1, 20000, 33)])

@@ -26,24 +26,18 @@ from drafttrain.ops import library
 from drafttrain.targets import fast
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
-from tests.helpers import prompts, tiny_model
+from tests.helpers import FEW, prompts, tiny_model
 from tests.recorder import FreedError, Graph, capture, cpu_graphs
 
 __all__ = ["cpu_graphs"]
 STOP = frozenset({7, 11})
 FAMILIES: list[str | None] = [None, *NAMES]
 PROCESSORS = ((1.0, 12), (1.3, 0), (1.3, 12))  # repetition penalty, least number of new tokens
-PAIRS = ((None, PROCESSORS[0]), ("hydra", PROCESSORS[1]), ("medusa", PROCESSORS[2]))  # in make test
-OFTEN = (None, "medusa", "hydra")  # in make test; the others are in make test-slow
+OFTEN = (None, "medusa", "hydra")  # in make test
 
 
 def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def every(*more: Any) -> list[Any]:
-    """All families, for `parametrize`, each with these values too."""
-    return [pytest.param(name, *more, marks=() if name in OFTEN else pytest.mark.slow) for name in FAMILIES]
 
 
 @pytest.fixture
@@ -70,14 +64,10 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[list[int
     return [result.tokens for result in decoder.run(asked, batch).results]
 
 
-@pytest.mark.parametrize(
-    ("name", "processors"),
-    [
-        pytest.param(name, processors, marks=() if (name, processors) in PAIRS else pytest.mark.slow)
-        for name in FAMILIES
-        for processors in PROCESSORS
-    ],
-)
+@pytest.mark.sampled(name=OFTEN)
+@pytest.mark.sampled_slow
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_two_requests_in_each_slot(
     name: str | None, processors: tuple[float, int], cpu_graphs: None, target: FastTarget
 ) -> None:
@@ -98,7 +88,9 @@ def test_two_requests_in_each_slot(
     assert not least or any(len(text) > least for text in found[0])
 
 
-@pytest.mark.parametrize("name", every())
+@pytest.mark.sampled(name=OFTEN)
+@pytest.mark.sampled_slow(name=FEW)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_two_decoders_over_one_drafter_in_turn(
     name: str | None, cpu_graphs: None, target: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,10 +182,9 @@ def test_new_weights_reach_packed_copies(target: FastTarget) -> None:
         torch.testing.assert_close(joint(x_1I), wanted(x_1I))
 
 
-@pytest.mark.parametrize(
-    ("name", "passes"),
-    [slow(None, 20), slow("medusa", 20), ("medusa", 3), *(slow(name, 3) for name in FAMILIES if name != "medusa")],
-)
+@pytest.mark.sampled(name=["medusa"], passes=[3])
+@pytest.mark.sampled_slow(name=(None, *FEW))
+@pytest.mark.parametrize(("name", "passes"), [(None, 20), ("medusa", 20), *((name, 3) for name in FAMILIES)])
 def test_memory_is_flat_over_passes(name: str | None, passes: int, cpu_graphs: None, target: FastTarget) -> None:
     """Each with a decoder of its own, as a measurement has; without the garbage collector, which knows no device memory."""
     drafter, asked = None if name is None else build(name, target, 0.3), prompts(1, seed=5)

@@ -23,7 +23,7 @@ from drafttrain.ops.build_tree import build_tree
 from drafttrain.ops.tree_bits import ancestors_of
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
-from tests.helpers import prompts, tiny_model, tiny_target
+from tests.helpers import FEW, prompts, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs, recorded
 
 __all__ = ["cpu_graphs"]
@@ -45,6 +45,7 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[tuple[An
 
 
 @pytest.mark.sampled(name=OFTEN)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
@@ -59,6 +60,7 @@ def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, poli
 
 
 @pytest.mark.sampled(name=("medusa",))
+@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_forward_runs_ahead_too(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
@@ -68,6 +70,7 @@ def test_transformers_forward_runs_ahead_too(name: str) -> None:
 
 
 @pytest.mark.sampled(name=("medusa",))
+@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
     asked, drafter = prompts(5, seed=6), build(name, TARGET, 0.3)
@@ -89,6 +92,7 @@ def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
 
 
 @pytest.mark.sampled(name=OFTEN[1:])
+@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fallback_that_rests_its_drafter_runs_ahead(name: str) -> None:
     asked, drafter = prompts(3, seed=7), build(name, TARGET, 1.0)
@@ -112,6 +116,7 @@ def test_pooled_pages_and_samples_run_ahead() -> None:
 
 
 @pytest.mark.sampled(name=OFTEN)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, policy: str, as_on_a_gpu: FastTarget) -> None:
@@ -141,6 +146,7 @@ def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, 
 
 
 @pytest.mark.sampled(name=OFTEN)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_replayed_graphs_give_the_same_texts(
@@ -158,6 +164,7 @@ def test_replayed_graphs_give_the_same_texts(
 
 
 @pytest.mark.sampled(name=("medusa",))
+@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_replayed_graphs_with_append_and_attention_apart_give_the_same_texts(
     name: str | None, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch

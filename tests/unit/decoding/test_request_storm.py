@@ -7,18 +7,20 @@ import pytest
 from benchmarks.faults.storm import storm
 from benchmarks.tiny import NAMES, build
 from drafttrain.targets.fast import FastTarget
-from tests.helpers import tiny_model
+from tests.helpers import FEW, tiny_model
 
 TARGET = FastTarget(tiny_model())
 
 
 @pytest.mark.sampled(name=(None, "eagle3"))
+@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_scarce_pages_and_samples(name: str | None) -> None:
     storm(TARGET, None if name is None else build(name, TARGET, 0.3), 24, seed=1, every=None)
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(name=(None, *FEW))
 @pytest.mark.parametrize(("seed", "every"), [(1, None), (2, 2)])
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_a_storm(name: str | None, seed: int, every: int | None) -> None:

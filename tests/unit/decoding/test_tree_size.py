@@ -48,6 +48,7 @@ def test_large_trees_are_timed_only_where_the_largest_of_the_others_is_best(monk
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", sorted(families()))
 def test_costs_are_taken_of_every_family(name: str) -> None:
     target = tiny_target()

@@ -69,6 +69,7 @@ def counts(drafter: Drafter, every: int | None = None, batch: int = 3, **setting
 
 
 @pytest.mark.sampled(inner=OFTEN)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("inner", INNERS, ids=names)
 def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | None) -> None:
@@ -77,6 +78,7 @@ def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | N
 
 
 @pytest.mark.sampled(inner=OFTEN[:1], policy=("lossless",))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize(("policy", "temperature"), [("greedy", 0.0), ("lossless", 0.8), ("coupled", 0.9)])
 @pytest.mark.parametrize("inner", INNERS, ids=names)
 def test_captured_steps_draft_the_same(

@@ -170,6 +170,7 @@ def naive(
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 @pytest.mark.parametrize("slots", ["in_place", "shifted"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])

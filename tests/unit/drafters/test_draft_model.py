@@ -263,6 +263,7 @@ def test_an_undistilled_draft_is_best_only_with_the_higher_tau() -> None:
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("make", [fast_target, tiny_target, lambda: tiny_target("gpt2")])
 def test_a_quantised_draft_is_nearly_the_same_and_its_checkpoint_whole(make: Any, quantize: str, tmp_path: Path) -> None:

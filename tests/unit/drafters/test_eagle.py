@@ -99,6 +99,7 @@ def dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_with_a_dynamic_tree_greedy_output_is_plain_decodings(noise: float, batch: int, dynamic: None) -> None:

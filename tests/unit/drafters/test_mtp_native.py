@@ -45,6 +45,7 @@ def batch_of(target: HFTarget, drafter: MTPNative, length: int = 14) -> TrainBat
 
 
 @pytest.mark.sampled(found=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("found", LAYOUTS, indirect=True)
 def test_a_module_is_read_as_its_architecture_computes_it(found: tuple[Native, HFTarget]) -> None:
     """The first step's logits are those of transformers' own block, one number after the target's last."""
@@ -59,6 +60,7 @@ def test_a_module_is_read_as_its_architecture_computes_it(found: tuple[Native, H
 
 
 @pytest.mark.sampled(found=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("found", LAYOUTS, indirect=True)
 def test_what_is_trained_is_what_is_drafted(found: tuple[Native, HFTarget]) -> None:
     _, target = found
@@ -72,6 +74,7 @@ def test_what_is_trained_is_what_is_drafted(found: tuple[Native, HFTarget]) -> N
 
 
 @pytest.mark.sampled(found=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("found", LAYOUTS, indirect=True)
 def test_two_steps_of_training_lower_the_loss(found: tuple[Native, HFTarget]) -> None:
     _, target = found

@@ -70,6 +70,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["other", "short"])
 def test_greedy_output_is_plain_decodings(places: dict[str, str], name: str, batch: int) -> None:

@@ -83,6 +83,7 @@ def test_peft_loads_the_adapter_of_a_drafter(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(case=("medusa", "peagle"))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("case", TRAINED)
 def test_every_export_of_a_drafter_with_lora_drafts_as_its_checkpoint(case: str, tmp_path: Path) -> None:
     """Merged, in float32 and rounded. As an adapter, or refused with the reason."""

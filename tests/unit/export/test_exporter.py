@@ -99,7 +99,8 @@ COPIES = {  # files with copies of the target's matrices, which keep its dtype
 WIDE = {("eagle", "lmdeploy")}  # whose files hold the target's embedding, which keeps its precision
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(dtype=["float32"])
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", PAIRS)
 def test_every_supported_pair_drafts_the_same(case: str, dtype: str, tmp_path: Path) -> None:

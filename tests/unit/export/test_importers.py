@@ -27,6 +27,7 @@ from tests.exports import CASES, TEXTS, deep, loaded, opened, written
 
 NOT_BACK = ("llamacpp", "stitched")  # GGUF is not imported; of a stitched target `drafter.source` reads the module
 PAIRS = [(family, stack) for family in TABLE for stack in loads(family) if stack not in NOT_BACK]
+QUICK = list({family: (family, stack) for family, stack in PAIRS}.values())  # in make test: the last stack of each
 TAPPED = {("eagle3", "lmdeploy"): "deep", ("dflash", "lmdeploy"): "qwen3"}  # the targets whose states it gives out
 RECORDED = ("uno",)  # without our record it could be the adapter of a draft model
 ELSEWHERE = ("source", "path", "blocks", "lora_rank", "lora_alpha")  # a language model comes back as one from a directory
@@ -69,11 +70,12 @@ def network(found: Opened) -> dict[str, Any]:
     return found.meta.options | found.drafter.resolved_options()
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("family", "stack"), PAIRS)
-def test_what_goes_out_comes_back(family: str, stack: str, exported: Any, tmp_path: Path) -> None:
+@pytest.mark.sampled(pair=QUICK)
+@pytest.mark.sampled_slow
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_what_goes_out_comes_back(pair: tuple[str, str], exported: Any, tmp_path: Path) -> None:
     """Weights bit by bit in the exported dtype, and options: all, and without our record those that the layout can tell."""
-    back = 0
+    (family, stack), back = pair, 0
     for case in (case for case, (of, _) in CASES.items() if of == family):
         found, golden, target = exported(case, TAPPED.get((family, stack), "llama"))
         for dtype in ("float32", "bfloat16") if not back else ("float32",):

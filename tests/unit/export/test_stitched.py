@@ -32,6 +32,7 @@ def of_module(name: str, kind: str) -> bool:
 
 
 @pytest.mark.sampled(kind=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_the_modules_bytes_change_and_no_others(kind: str, tmp_path: Path) -> None:
     made = native(kind, tmp_path / "target")
@@ -178,6 +179,7 @@ def test_a_target_that_changes_under_the_export_is_noticed(tmp_path: Path, monke
 
 
 @pytest.mark.sampled(kind=("deepseek_v3",))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
 def test_transformers_itself_accepts_as_many_drafts(

@@ -48,6 +48,7 @@ def expected(name: str | None, runner: str) -> tuple[HFTarget, Drafter | None, l
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("every", [None, 2], ids=["each step read at once", "static shapes"])
 @pytest.mark.parametrize("runner", ["fast", "transformers"])

@@ -16,6 +16,7 @@ DOCUMENTS = Documents(torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13]))
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow(rows=[None], window=[None])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("rows", [None, 4, 256])  # by the fused kernel; in blocks, the last one short, or all at once
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])

@@ -73,6 +73,7 @@ CASES += [("hydra", {"prefix_layer": True}), ("dflash", {"block_size": 4, "taps"
 
 
 @pytest.mark.sampled(name=("medusa", "eagle3", "dspark", "draft_model"))
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("documents", [1, 2])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_familys_memory_grows_with_the_text(name: str, options: dict[str, Any], documents: int) -> None:

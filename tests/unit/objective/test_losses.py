@@ -82,6 +82,7 @@ def test_a_chunk_has_a_bound() -> None:
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("chunk", [7, 4096])  # recomputed in the backward pass, or whole
 @pytest.mark.parametrize("loss", ["ce", "kl", "rkl", "jsd", "tvd", "lk"])
 @pytest.mark.parametrize("name", sorted(families()))
@@ -228,6 +229,7 @@ def naive_end_to_end(drafter: Drafter, target: HFTarget, filled: TrainBatch) -> 
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("architecture", PACKED)
 @pytest.mark.parametrize("name", sorted(families()))
 def test_packed_documents_do_not_leak(name: str, architecture: str) -> None:

@@ -215,6 +215,7 @@ def test_nothing_to_predict_gives_no_loss_and_no_error(name: str) -> None:
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("tree", [{}, {"tree": "static", "paths": [[0], [1], [0, 0]]}, {"tree": "dynamic", "nodes": 9}])
 @pytest.mark.parametrize("name", NAMES)

@@ -209,6 +209,7 @@ def gradients(name: str, target: Any, again: bool) -> tuple[int, list[torch.Tens
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("target", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_that_are_computed_again_give_the_same_gradients_from_less_memory(name: str, target: str) -> None:

@@ -129,6 +129,7 @@ def test_answers_have_more_time_than_given_texts() -> None:
 
 
 @pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_family_reads_the_state_of_an_answers_last_token(name: str) -> None:
     """Whatever stands there, the loss and every gradient have the same bits."""
