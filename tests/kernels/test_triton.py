@@ -37,15 +37,24 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 
 
 @needs_triton
-@pytest.mark.parametrize("where", ["interpreter", "cuda"])
-def test_kernels_against_their_twins(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "cases"),
+    [
+        ("interpreter", "not slow and not grid"),
+        pytest.param("interpreter", "slow", marks=pytest.mark.slow),
+        pytest.param("interpreter", "grid", marks=pytest.mark.grid),
+        ("cuda", ""),
+    ],
+)
+def test_kernels_against_their_twins(where: str, cases: str) -> None:
     if where == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     if where == "interpreter" and Version(version("triton")) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"):
         pytest.skip("Triton's interpreter works with NumPy 2.4 from Triton 3.7 on")
     environment = {k: v for k, v in os.environ.items() if k not in (library.SWITCH, "TRITON_INTERPRET")}
     environment |= {"TRITON_INTERPRET": "1"} if where == "interpreter" else {}
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", str(CASES)]
+    quiet = ["--noconftest", "-p", "no:cacheprovider", "-W", "ignore"]
+    command = [sys.executable, "-m", "pytest", *quiet, "-m", cases, str(CASES)]
     run = subprocess.run(command, env=environment, cwd=CASES.parents[2], capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert " passed" in run.stdout
@@ -74,6 +83,8 @@ ATTENTION = {
 
 @needs_triton
 @compiles
+@pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("case", ATTENTION)
 def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
@@ -91,6 +102,8 @@ def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
 
 @needs_triton
 @compiles
+@pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", divergence_op.NAMES)
 def test_divergence_compiles(name: str, capability: int, tmp_path: Path) -> None:
@@ -108,6 +121,8 @@ def test_divergence_compiles(name: str, capability: int, tmp_path: Path) -> None
 
 @needs_triton
 @compiles
+@pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_layer_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
@@ -130,6 +145,8 @@ ROTARY = {
 
 @needs_triton
 @compiles
+@pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("groups", "width"), [(4, 128), (1, 64), (8, 256), (2, 80)])
@@ -147,6 +164,8 @@ def test_later_steps_compile(groups: int, width: int, dtype: torch.dtype, capabi
 
 @needs_triton
 @compiles
+@pytest.mark.sampled
+@pytest.mark.sampled_slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", ROTARY)

@@ -194,6 +194,7 @@ def test_the_law_of_each_draft_is_the_middles(inner: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("inner", INNERS, ids=names)
 def test_sampling_follows_the_targets_law(inner: dict[str, Any]) -> None:
     from tests.contract import test_families as contract
