@@ -145,6 +145,7 @@ class TrainingEngine:
         self.world, self.stage = world, deepspeed.zero_stage
         self.accumulation = accumulation(options, world)
         names = {p: name for name, p in objective.named_parameters() if p.requires_grad}
+        self._summed = list(names) if self.stage == 0 and options.precision == "bfloat16" else []
         self._optimizer = make_optimizer(objective, options, rescaled)
         self._groups = [[(names[p], p) for p in group["params"]] for group in self._optimizer.param_groups]
         library = load_deepspeed()
@@ -155,12 +156,21 @@ class TrainingEngine:
                 optimizer=self._optimizer,
                 config=settings(options, deepspeed, self.accumulation),
             )
+        for parameter in self._summed:
+            parameter.grad_dtype = torch.float32
         self._gathered = library.zero.GatheredParameters
         if isinstance(self._optimizer, MuonWithAdamW):
             self._optimizer.muon.spread(self._matrices(), world.rank, self.engine.device)
 
     def backward(self, loss: Tensor, divisor: float) -> None:
-        """Accumulate the gradient of loss / divisor, where loss is this micro-batch's sum on this process."""
+        """Accumulate the gradient of loss / divisor, where loss is this micro-batch's sum on this process.
+
+        Micro-batches and processes are added in float32, also where the drafter is bfloat16: a sum of many small terms would
+        stop to grow in bfloat16. DeepSpeed does it from stage 1 on (`settings`), torch at stage 0.
+        """
+        for parameter in self._summed:
+            if parameter.grad is None:  # DeepSpeed would set one of the parameter's dtype where the loss does not reach it
+                parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
         self.engine.backward(loss * (self.world.size * self.accumulation / divisor))
 
     def forward(self, batch: Any, progress: float) -> Any:
@@ -311,6 +321,9 @@ def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: i
         zero["offload_optimizer"] = {"device": "cpu"}
     if deepspeed.offload_parameters:
         zero["offload_param"] = {"device": "cpu"}
+    narrow = options.precision == "bfloat16"
+    # stage 1 then has another optimiser, with float32 gradients of all parameters: only where there is something to add up
+    summed = {"data_types": {"grad_accum_dtype": "fp32"}} if narrow and accumulation > 1 and deepspeed.zero_stage else {}
     return {
         "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -318,6 +331,7 @@ def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: i
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": options.precision == "bfloat16"},
+        "bf16": {"enabled": narrow},
+        "communication_data_type": "fp32",
         "steps_per_print": 2**31,
-    } | deepspeed.extra
+    } | (summed | deepspeed.extra)

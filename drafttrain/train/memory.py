@@ -6,7 +6,8 @@ from drafttrain.train import DeepSpeedOptions, TrainOptions
 
 MASTER = 4  # bytes per parameter of the float32 master weights
 MOMENTS = 8  # bytes per parameter of two float32 moments; Muon has only one for hidden matrices
-SHARDED_FROM = {"optimiser": 1, "gradients": 2, "weights": 3}  # ZeRO stage from which each is sharded
+SUM = 4  # and of the float32 sum of a bfloat16 drafter's micro-batches
+SHARDED_FROM = {"optimiser": 1, "gradients": 2, "sums": 2, "weights": 3}  # ZeRO stage from which each is sharded
 
 
 def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOptions, processes: int, frozen: int = 0) -> int:
@@ -16,12 +17,16 @@ def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOpti
     """
     wide = 2 if options.precision == "bfloat16" else 4
     copied = deepspeed.zero_stage > 0 or wide == 2
-    sizes = {"optimiser": MOMENTS + copied * MASTER, "gradients": wide, "weights": wide}
+    sizes = {"optimiser": MOMENTS + copied * MASTER, "gradients": wide, "sums": 0, "weights": wide}
+    if wide == 2 and deepspeed.zero_stage == 0:  # there the gradients themselves are float32
+        sizes["gradients"] = SUM
+    elif wide == 2 and options.global_batch * options.sequence_parallel > options.micro_batch * processes:
+        sizes["sums"] = SUM
     if deepspeed.offload_optimizer:
         sizes["optimiser"] = 0
     if deepspeed.offload_parameters:
         sizes["weights"] = 0
-    counts = {"optimiser": parameters, "gradients": parameters, "weights": parameters + frozen}
+    counts = dict.fromkeys(sizes, parameters) | {"weights": parameters + frozen}
     return sum(
         counts[part] * size // (processes if deepspeed.zero_stage >= SHARDED_FROM[part] else 1) for part, size in sizes.items()
     )

@@ -121,6 +121,9 @@ def test_the_training_state_is_what_an_optimiser_really_holds() -> None:
     assert state_bytes(trainable(drafter), options, DeepSpeedOptions(), 1) == real
     sharded = [state_bytes(1000, options, DeepSpeedOptions(zero_stage=stage), 4) for stage in range(4)]
     assert sharded == [16000, 8000 + 3000, 4000 + 1000 + 3000, 1000 + 1000 + 3000]
+    narrow = replace(options, precision="bfloat16", global_batch=64)  # two micro-batches, which are added in float32
+    sharded = [state_bytes(1000, narrow, DeepSpeedOptions(zero_stage=stage), 4) for stage in range(4)]
+    assert sharded == [12000 + 4000 + 2000, 3000 + 6000 + 2000, 3000 + 1500 + 2000, 3000 + 1500 + 500]
     offloaded = DeepSpeedOptions(zero_stage=3, offload_optimizer=True, offload_parameters=True)
     assert state_bytes(1000, options, offloaded, 4) == 1000
 

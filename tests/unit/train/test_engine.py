@@ -5,10 +5,43 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
-from drafttrain.train import TrainOptions
-from drafttrain.train.engine import World, accumulation, divided
+from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.train.engine import TrainingEngine, World, accumulation, divided, join_world
+
+
+class Product(nn.Module):
+    """Its gradient is the row itself. The last parameter has none."""
+
+    vocabularies: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.zeros(41)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, row: Tensor, progress: float) -> tuple[Tensor, None]:
+        return (self.weight * row).sum(), None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_micro_batches_of_a_bfloat16_drafter_are_added_in_float32(stage: int) -> None:
+    options = TrainOptions(global_batch=8, micro_batch=1, precision="bfloat16", clip=0.0)
+    engine = TrainingEngine(Product(), options, DeepSpeedOptions(zero_stage=stage), join_world(torch.device("cpu")))  # type: ignore[arg-type]
+    found: list[Tensor] = []
+    inner = engine._base
+    inner.register_step_pre_hook(
+        lambda *_: found.extend(p.grad.flatten().clone() for g in inner.param_groups for p in g["params"] if p.grad is not None)
+    )
+    rows = torch.randn(8, 41, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for i, row in enumerate(rows):
+        engine.backward(engine.forward(row, 0.0)[0], 1.0)
+        if i < 7:
+            engine.micro_done()
+    engine.step(1e-3)
+    torch.testing.assert_close(torch.cat(found)[:41], rows.float().sum(0), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
