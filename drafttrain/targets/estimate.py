@@ -26,7 +26,7 @@ from drafttrain.targets.structure import find_blocks
 from drafttrain.targets.weights import model_class
 
 PLACEMENTS = ("replicated", "zero3", "tensor_parallel", "expert_parallel")
-LIVE = 10**9  # most parameters of a sharded target that are gathered at a time: DeepSpeed's stage3_max_live_parameters
+LIVE = 2 * 10**9  # most parameters of a sharded target that are gathered at a time: DeepSpeed's stage3_max_live_parameters
 WIDE = 6  # tensors of hidden width that a block without gradients holds at a time, in addition to the three of its MLP
 CGROUP = Path("/sys/fs/cgroup")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,10 +32,12 @@ from drafttrain.targets import TargetOptions, estimate
 from drafttrain.targets.estimate import Need, Outline, choose, kept_bytes, need_of, outline
 from drafttrain.targets.load import load_target
 from drafttrain.targets.quantised import QuantisedLinear, QuantisedTarget, whole_fingerprint
-from drafttrain.train import DeepSpeedOptions, TrainOptions
-from drafttrain.train.engine import World, settings
+from drafttrain.targets.sharded import ShardedTarget
+from drafttrain.train import DeepSpeedOptions, TrainOptions, sharding
+from drafttrain.train.engine import World, join_world, settings
 from drafttrain.train.memory import state_bytes
 from drafttrain.train.optimizer import hidden_matrices, make_optimizer
+from drafttrain.train.sharding import ZeroShards
 from tests.contract.test_families import NAMES, build
 from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
 
@@ -352,3 +355,26 @@ def test_a_control_group_limits_what_is_free(monkeypatch: pytest.MonkeyPatch, tm
     assert estimate.free_bytes(CPU, 2) == 3000000
     (tmp_path / "memory.max").write_text("max\n")
     assert estimate.free_bytes(CPU, 1) > 10**7
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_block_of_a_sharded_target_is_gathered_at_once_if_it_fits(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
+    join_world(CPU)
+    shards, gathers = ZeroShards(torch.float32), list[int]()
+    with shards.loading():
+        model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama"])
+    matrices = [p.ds_numel for p in model.model.layers[0].parameters() if len(p.ds_shape) > 1]
+    monkeypatch.setattr(sharding, "AHEAD", sum(matrices) if fits else 1)
+    target = ShardedTarget(model, shards)
+    gather = PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params
+
+    def noted(self: Any, parameters: Any, forward: bool) -> None:
+        gathers.append(len(parameters))
+        gather(self, parameters, forward)
+
+    monkeypatch.setattr(PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__all_gather_params", noted)
+    token_BT = torch.zeros(1, 3, dtype=torch.long)
+    with torch.no_grad():
+        target(token_BT, None, None, torch.arange(3)[None], Taps(final=True))
+    assert gathers == ([len(matrices)] if fits else [1] * len(matrices)) * target.shape.blocks
+    target.free()
