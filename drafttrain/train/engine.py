@@ -27,6 +27,10 @@ from drafttrain.train.muon import Matrix
 from drafttrain.train.optimizer import OPTIMIZERS, MuonWithAdamW, make_optimizer
 from drafttrain.train.shards import ParameterShard
 
+# Gradients that are reduced at once while the backward pass goes on, in elements. Large enough for full bandwidth, and a small
+# part of a drafter; DeepSpeed's default of 5e8 holds all of most drafters, so that nothing would overlap, and takes 1 to 2 GB.
+BUCKET = 5 * 10**7
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -317,6 +321,8 @@ def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: i
     if options.optimizer not in OPTIMIZERS:
         raise UserError(f"train.optimizer is {options.optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
     zero: dict[str, Any] = {"stage": deepspeed.zero_stage}
+    if deepspeed.zero_stage in (1, 2):  # stage 3 overlaps by default; without streams, on a CPU, it is only another order
+        zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": BUCKET}
     if deepspeed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     if deepspeed.offload_parameters:

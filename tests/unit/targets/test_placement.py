@@ -289,6 +289,12 @@ def test_what_the_engine_cannot_do_is_refused(train: TrainOptions, deepspeed: De
         settings(train, deepspeed, 1)
 
 
+@pytest.mark.parametrize(("stage", "overlaps"), [(0, False), (1, True), (2, True)])
+def test_gradients_are_reduced_during_the_backward_pass(stage: int, overlaps: bool) -> None:
+    zero = settings(TrainOptions(), DeepSpeedOptions(zero_stage=stage), 1)["zero_optimization"]
+    assert zero.get("overlap_comm", False) == overlaps
+
+
 class Two(World):
     """The first of two processes that have the same free memory."""
 
