@@ -177,6 +177,13 @@ def _check_shared(options: RunOptions, found: Placement, drafter: Drafter, free:
             f"decode.tree_nodes=null needs the whole target in one process, but target.placement is {found.placement}; "
             f"set decode.tree_nodes, or {way_out}"
         )
+    collective = found.placement in ("tensor_parallel", "expert_parallel") and options.features.name == "online"
+    if collective and options.target.prefetch:
+        raise UserError(
+            f"target.prefetch is true, but target.placement is {found.placement}: the target's collectives would run beside "
+            "the gradients', in another group, which NCCL may not do safely; set target.prefetch=false, or "
+            "target.placement=zero3 or replicated"
+        )
     if found.placement == "tensor_parallel" and options.train.sequence_parallel > 1:
         raise UserError(
             f"train.sequence_parallel is {options.train.sequence_parallel}, but target.placement=tensor_parallel splits the "

@@ -343,6 +343,7 @@ def test_a_placement_is_chosen_from_what_is_free_and_said(monkeypatch: pytest.Mo
         (("target.placement=expert_parallel",), "has no routed experts"),
         (("target.placement=zero3", "target.runner=fast"), "needs whole weights"),
         (("target.placement=zero3", "target.weights=int8"), "needs the whole target in every process"),
+        (("target.tensor_parallel=2", "target.prefetch=true"), "NCCL may not do safely; set target.prefetch=false, or"),
         (("target.placement=zero3", "decode.tree_nodes=null"), "needs the whole target in one process"),
         (("target.placement=zero3", "drafter.adapter.rank=4"), "an adapter needs the whole target"),
     ],
