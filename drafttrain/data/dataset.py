@@ -202,8 +202,10 @@ def _none_left(conversations: Conversations, usable: int, held_out: int) -> User
     )
 
 
-def collate(rows: Sequence[Encoded], pad_id: int) -> TrainBatch:
+def collate(rows: Sequence[Encoded], pad_id: int, multiple: int = 1, most: int | None = None) -> TrainBatch:
     """Right-pad to the longest row. Documents of a row count from 0, and positions start at 0 in each. Padding is document -1.
+
+    multiple: the length is rounded up to one of it, but not above `most`.
 
     Worked example, the rows `a b c | d e` and `f g`:
 
@@ -211,7 +213,9 @@ def collate(rows: Sequence[Encoded], pad_id: int) -> TrainBatch:
         document   0 0 0 1 1     0 0 -1 -1 -1
         position   0 1 2 0 1     0 1  2  3  4
     """
-    B, T = len(rows), max(len(row.token_ids) for row in rows)
+    B, longest = len(rows), max(len(row.token_ids) for row in rows)
+    rounded = -(-longest // multiple) * multiple
+    T = rounded if most is None else max(longest, min(rounded, most))
     token_BT = np.full((B, T), pad_id, np.int64)
     document_BT = np.full((B, T), -1, np.int64)
     mask_BT = np.zeros((B, T), np.bool_)

@@ -87,7 +87,7 @@ class Eagle(Recurrent):
         place_T = torch.arange(1, batch.token_BT.shape[1] + 1, device=state_BTH.device)
         generator = torch.Generator(state_BTH.device).manual_seed(int((batch.token_BT * place_T).sum()))
         noise_BTH = torch.rand(state_BTH.shape, generator=generator, device=state_BTH.device, dtype=state_BTH.dtype)
-        return state_BTH + (2 * noise_BTH - 1) * (self.options.noise * 512 / batch.length)
+        return state_BTH + (2 * noise_BTH - 1) * (self.options.noise * 512 / batch.longest)
 
     def _top_loss(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
         """The sum of - p log q over the target's likeliest tokens (arXiv 2408.15766, section 3.1)."""

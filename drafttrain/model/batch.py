@@ -132,11 +132,18 @@ class TrainBatch:
         return (self.whole or self).token_BT.shape[1]
 
     @property
+    def longest(self) -> int:
+        """Positions of the longest of the whole sequences. `length` is more where all are padded to a round number."""
+        if self.host is not None:
+            return self.host.longest
+        return int(((self.whole or self).document_BT >= 0).any(0).sum())
+
+    @property
     def digest(self) -> int:
         """A number that follows from the tokens of the whole sequences: a seed that every process and a resumed run has."""
         if self.host is not None:
             return self.host.digest
-        token_BT = (self.whole or self).token_BT
+        token_BT = (self.whole or self).token_BT[:, : self.longest]
         place_P = torch.arange(1, token_BT.numel() + 1, device=token_BT.device)
         return int(((token_BT + 1) * (place_P * _ODD).view_as(token_BT)).sum())
 
@@ -218,7 +225,8 @@ class TrainBatch:
     def _random_order(self, open_BT: Tensor) -> Tensor:
         """[B, T] place of each open position in a random order of its sequence, from 0; the other positions follow."""
         generator = torch.Generator().manual_seed(self.digest)
-        order_BT = torch.rand(open_BT.shape, generator=generator).to(open_BT.device)
+        (B, T), own = open_BT.shape, self.longest  # further columns are padding of all rows
+        order_BT = F.pad(torch.rand((B, own), generator=generator), (0, T - own)).to(open_BT.device)
         return order_BT.masked_fill(~open_BT, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
 
     def _anchors_at(self, chosen_BT: Tensor, most: int, share: float) -> Anchors:

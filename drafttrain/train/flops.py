@@ -28,9 +28,9 @@ class Flops:
 
         flops = per_position * B T + per_pair * B T^2
 
-    The second term is attention. Padding counts. Recomputation to save memory does not count, and neither do products inside
-    our own kernels (attention over trees; training uses torch's attention). With sequence parallelism the count is that of this
-    process, expressed in the whole length T.
+    The second term is attention. Padding to the longest row counts. Recomputation to save memory does not count, and neither do
+    products inside our own kernels (attention over trees; training uses torch's attention). With sequence parallelism the count
+    is that of this process, expressed in the whole length T.
     """
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class Flops:
         self.per_position, self.per_pair = counter.products / (B * T), counter.attention / (B * T * T)
 
     def of(self, batch: TrainBatch) -> float:
-        """Operations of this micro-batch."""
-        B, T = len(batch.token_BT), batch.length
+        """Operations of this micro-batch, without those of padding that all its rows have."""
+        B, T = len(batch.token_BT), batch.longest
         return (self.per_position or 0.0) * B * T + self.per_pair * B * T * T
 
 

@@ -26,6 +26,8 @@ from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.telemetry import Meter
 from drafttrain.train.ulysses import sequence_group
 
+LENGTHS = 64  # a batch's length on a GPU is a multiple: each other length is a new plan of cuDNN and a new shape to allocate
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
@@ -138,5 +140,6 @@ class Batches:
             answers.begin(one)
 
     def _batch(self, rows: Sequence[Encoded]) -> TrainBatch:
-        pad = self.job.loaded.tokenizer.pad_token_id
-        return collate(rows, 0 if pad is None else pad)
+        pad, target = self.job.loaded.tokenizer.pad_token_id, self.job.loaded.target
+        multiple = LENGTHS if target.device.type == "cuda" else 1
+        return collate(rows, 0 if pad is None else pad, multiple, target.shape.max_positions)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -175,6 +176,15 @@ def test_collate_pads_on_the_right() -> None:
     assert batch.mask_BT.tolist() == [[False, True, True], [False, False, False]]
     assert batch.supervised() == 2
     assert batch.future(2).label_M.tolist() == [2]
+
+
+@pytest.mark.parametrize(("most", "length"), [(None, 64), (50, 50), (30, 40)])
+def test_a_length_is_rounded_up_and_nothing_else_changes(most: int | None, length: int) -> None:
+    exact, rounded = (collate(encoded(40, 31), 9, multiple, most) for multiple in (1, 64))
+    assert (rounded.length, rounded.longest, exact.length) == (length, 40, 40)
+    assert rounded.supervised() == exact.supervised()
+    ours, theirs = rounded.anchors(5), exact.anchors(5)
+    assert torch.equal(ours.source_BA, theirs.source_BA) and torch.equal(ours.token_BA, theirs.token_BA)
 
 
 def test_a_batch_without_supervision_is_refused() -> None:

@@ -132,10 +132,10 @@ LEARNERS = [
 def test_packed_training_has_the_losses_and_gradients_of_padded(name: str) -> None:
     target, some = tiny_target(), conversations()
     sums, gradients = [], []
-    for rows in (some, pack(some, 32)):
+    for batch in (collate(some, 0, multiple=64), collate(pack(some, 32), 0)):  # padded as on a GPU, where it must not count
         torch.manual_seed(0)
         drafter = build(name, target).train()
-        filled = Online(target, drafter.taps).fill(collate(rows, 0))
+        filled = Online(target, drafter.taps).fill(batch)
         total, counts = Objective(drafter, target, LossOptions())(filled)
         total.backward()
         sums.append((total.detach(), counts.loss, counts.total, counts.correct, counts.alive_correct))
