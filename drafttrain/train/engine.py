@@ -180,22 +180,25 @@ class TrainingEngine:
     def forward(self, batch: Any, progress: float) -> Any:
         return self.engine(batch, progress)
 
-    def step(self, lr: float, scale: float = 1.0) -> float:
-        """Run one optimiser step and return the gradient norm before clipping. scale: factor of lr for the `rescaled` part."""
+    def step(self, lr: float, scale: float = 1.0) -> Tensor:
+        """Run one optimiser step and return the gradient norm before clipping, maybe on the device.
+
+        scale: factor of lr for the `rescaled` part.
+        """
         for group in self._wrapped.param_groups:
             group["lr"] = lr * scale if group["rescaled"] else lr
-        before = self._norm() if self.stage == 0 else 0.0
+        before = self._norm() if self.stage == 0 else torch.zeros(())
         self.engine.step()
         known = self.engine.get_global_grad_norm()
-        return before if known is None else float(known)
+        return before if known is None else torch.as_tensor(known)
 
     def micro_done(self) -> None:
         """Between micro-batches of one global batch: DeepSpeed counts its boundary by calls of `step`."""
         self.engine.step()
 
-    def _norm(self) -> float:
+    def _norm(self) -> Tensor:
         gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
     def whole_state(self, names: Iterable[str]) -> dict[str, Tensor]:
         """These tensors of the module, on the host of rank 0; empty on other ranks. Sharded tensors are gathered one by one."""

@@ -36,6 +36,10 @@ class StepBatches:
     micro: list[TrainBatch]  # of this process; with sequence parallelism, its parts of them
     tokens: int  # that all processes read
 
+    def supervised(self) -> int:
+        """Supervised tokens of this process's batches, which are on the host."""
+        return sum(batch.supervised() for batch in self.micro)
+
 
 class Batches:
     """Makes batches, and gets their states from `source`. meter: gets the time that this takes."""
@@ -45,7 +49,7 @@ class Batches:
         self.group = sequence_group(job.train, world)
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
         self.prefetch = Prefetch(self._states, job.loaded.target.device)
-        self._built: dict[int, StepBatches] = {}  # of later steps whose states have begun to be loaded
+        self._built: dict[int, StepBatches] = {}  # of later steps
         self._asked: dict[int, list[Asked]] = {}  # of later steps whose answers have been requested
         self.answers: Answers | None = None  # None: the given replies are trained on
         if isinstance(source, EngineStates) and source.writing is not None:
@@ -68,6 +72,17 @@ class Batches:
             if self.group is not None:
                 micro = [batch.part(self.group, self.job.drafter.label_offset) for batch in micro]
             return StepBatches(micro, sum(len(row.token_ids) for row in rows))
+
+    def ahead(self, step: int) -> StepBatches | None:
+        """The batches of a later step, which `of` will return.
+
+        None: there is no such step, or its replies are not written yet.
+        """
+        if step >= self.job.train.steps or self.answers is not None or self.job.train.on_policy:
+            return None
+        if step not in self._built:
+            self._built[step] = self.of(step)
+        return self._built[step]
 
     def filled(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the frozen target's states, on the target's device."""
@@ -106,10 +121,10 @@ class Batches:
     def _coming(self, left: list[TrainBatch], step: int) -> Iterator[TrainBatch]:
         """The micro-batches after the current one, in order, whatever step they belong to."""
         yield from left
-        for later in range(step + 1, self.job.train.steps):
-            if later not in self._built:
-                self._built[later] = self.of(later)
-            yield from self._built[later].micro
+        later = step + 1
+        while (batches := self.ahead(later)) is not None:
+            yield from batches.micro
+            later += 1
 
     def _answered(self, answers: Answers, step: int) -> StepBatches:
         """The batches of a step, once the target has answered its prompts."""

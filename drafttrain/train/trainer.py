@@ -24,17 +24,19 @@ from drafttrain.drafters.checkpoint import (
 from drafttrain.drafters.common.drafter_lora import add_matrices
 from drafttrain.features.engine import EngineStates
 from drafttrain.features.online import Online
+from drafttrain.model.batch import moved
 from drafttrain.objective.lora_target import rate_scale
-from drafttrain.objective.losses import StepCounts, teacher_forced
+from drafttrain.objective.losses import teacher_forced
 from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, save_settings
 from drafttrain.train.compiled import compile_layers
 from drafttrain.train.engine import TrainingEngine, World
 from drafttrain.train.engine_measurement import EngineMeasurement, engine_measurement
+from drafttrain.train.figures import LateLog, StepResult, ToHost
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.job import TrainingJob, meta_of, objective_of, tensor_names
 from drafttrain.train.logger import Logger
 from drafttrain.train.profile import Profile, window
-from drafttrain.train.progress import Console, RunningMeans
+from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
 from drafttrain.train.step_batches import Batches
 from drafttrain.train.telemetry import Meter, StepCost
@@ -61,6 +63,7 @@ class Trainer:
             add_matrices(job.drafter, job.train.lora, job.loaded.target.shape.vocab_size)
         self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
         self._tuned: int | None = None  # the last step at which the proposal was tuned
+        self._supervised: int | None = None  # supervised tokens of the next step in all processes; None: not counted yet
         self.engine = TrainingEngine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
         self.checkpoints = CheckpointManager(
             run_dir / "checkpoints", world, self.engine, tensor_names(job), job.train.keep_last, job.best_by_engine
@@ -93,17 +96,22 @@ class Trainer:
                 with self._same_random_numbers():
                     in_engine.resume(self.resumed)
             self.meter.pause()
-            running = RunningMeans()
+            log = LateLog(progress, logger, bar, options.log_every)
+            stack.callback(log.flush)
+
+            def meanwhile() -> bool:
+                log.flush()
+                return interrupt is not None and interrupt.requested
+
             for step in range(first, options.steps):
                 with trace.step(step + 1):
-                    values, tokens, stop = self._step(step, interrupt is not None and interrupt.requested)
-                progress.step, progress.loss, progress.tokens = step + 1, values["loss"], progress.tokens + tokens
-                values |= running.step(values) | self._cost(tokens)
-                values |= self._collected(in_engine) | self._quick_measure(step + 1, in_engine)
-                if logger is not None:
-                    logger.step(step + 1, values)
-                bar.step(step + 1, tokens, values, line=(step + 1) % options.log_every == 0)
-                self._keep(say, stop)
+                    taken = self._step(step, meanwhile)
+                progress.step, progress.tokens = step + 1, progress.tokens + taken.tokens
+                log.add(step + 1, taken, self._cost(taken.tokens))
+                log.more |= self._collected(in_engine) | self._quick_measure(step + 1, in_engine)
+                if taken.stop or self._due():
+                    log.flush()  # a checkpoint has the loss of its step
+                    self._keep(say, taken.stop)
                 watchdog.alive()
             if self.job.open_engine is not None:
                 in_engine.finish(options.steps, logger, interrupt, watchdog.alive)
@@ -125,13 +133,9 @@ class Trainer:
 
     def _quick_measure(self, step: int, in_engine: EngineMeasurement) -> dict[str, float]:
         """The figures of a small measurement, if one is due. A serving engine starts its own, if there is one."""
-        options, quick_measure = self.job.train, self.job.quick_measure
+        quick_measure = self.job.quick_measure
         self.progress.measured_tau = None
-        due = (
-            step % options.checkpoint_every == 0
-            or step == options.steps
-            or step % (self.job.quick_measure_every or step + 1) == 0
-        )
+        due = self._due() or step % (self.job.quick_measure_every or step + 1) == 0
         if (quick_measure is None and self.job.open_engine is None) or not due:
             return {}
         weights = self.engine.whole_state(self.checkpoints.names.values())
@@ -148,13 +152,15 @@ class Trainer:
         self.meter.pause()
         return found
 
-    def _keep(self, say: Callable[[str], None], stop: bool) -> None:
-        """Save a checkpoint if one is due. stop: save and raise Interrupted. Raises UserError if the last one does not fit."""
+    def _due(self) -> bool:
+        """Whether a checkpoint is due after this step."""
         step, options = self.progress.step, self.job.train
-        due = step % options.checkpoint_every == 0 or step == options.steps
-        if not due and not stop:
-            return
-        saved = self._checkpoint(say, passing=not due)
+        return step % options.checkpoint_every == 0 or step == options.steps
+
+    def _keep(self, say: Callable[[str], None], stop: bool) -> None:
+        """Save a checkpoint. stop: raise Interrupted, too. Raises UserError if the last one does not fit."""
+        step, options = self.progress.step, self.job.train
+        saved = self._checkpoint(say, passing=not self._due())
         if stop:
             raise Interrupted(f"after step {step} of {options.steps}" + (", which is saved" if saved else ""), together=True)
         if not saved and step == options.steps:
@@ -190,15 +196,17 @@ class Trainer:
         own = self.world.first or self.job.train.per_rank
         return self.run_dir / f"trace-rank{self.world.rank}.json.gz" if own else None
 
-    def _step(self, step: int, stop_requested: bool = False) -> tuple[dict[str, Any], int, bool]:
+    def _step(self, step: int, meanwhile: Callable[[], bool]) -> StepResult:
         """Run one optimiser step.
 
-        Returns its figures over all processes, the number of tokens it read, and whether any process must stop.
+        On a GPU nothing waits for the device before the gradients are there. Until then it works alone: the next step's batches
+        are made and counted, and `meanwhile` is called, which returns whether this process must stop.
         """
         options, progress = self.job.train, (step + 1) / self.job.train.steps
         batches = self.batches.of(step)
-        own = torch.tensor([sum(b.supervised() for b in batches.micro)], device=self.device)
-        supervised = int(self.world.sum(own))
+        if self._supervised is None:
+            self._supervised = int(self.world.sum(moved(torch.tensor([batches.supervised()]), self.device)))
+        supervised = self._supervised
         check_supervised(supervised, step + 1)
         total, counted = torch.zeros(1, dtype=torch.float64, device=self.device), None
         for i, batch in enumerate(batches.micro):
@@ -211,14 +219,17 @@ class Trainer:
             counted = counts.packed() if counted is None else counted + counts.packed()
             if i + 1 < len(batches.micro):
                 self.engine.micro_done()
+        assert counted is not None
+        coming = self.batches.ahead(step + 1)
+        own = torch.tensor([coming.supervised() if coming else 0, meanwhile()])
+        agreed = ToHost(self.world.sum(moved(own, self.device)))
         rate = learning_rate(options, step)
         adapter = self.job.adapter
         norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0)
-        assert counted is not None
-        loss_sum, stop = self.world.sum(torch.cat([total, torch.full_like(total, stop_requested)])).tolist()
-        values = {"loss": loss_sum / supervised} | figures(StepCounts.unpacked(self.world.sum(counted)))
-        values |= {"lr": rate, "grad_norm": norm, "supervised_tokens": supervised}
-        return values, batches.tokens, stop > 0
+        sums = ToHost(self.world.sum(total), self.world.sum(counted), norm)
+        next_supervised, stop = agreed.read()[0].tolist()
+        self._supervised = next_supervised if coming else None
+        return StepResult(sums, supervised, rate, batches.tokens, stop > 0)
 
     def _tune(self) -> None:
         """Tune the proposal on held-out ranks, and record its expected tau (greedy)."""
@@ -277,18 +288,3 @@ def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
             save_settings(aside, job.drafter.state_dict(), meta_of(job, progress.step), progress)
     world.wait()
     return progress
-
-
-def figures(counts: StepCounts) -> dict[str, Any]:
-    """The figures to log: top-1 agreement, expected acceptance and loss by position, and a chain's expected tau (greedy)."""
-
-    def per(part_K: Tensor, whole_K: Tensor) -> Tensor:
-        return part_K / whole_K.clamp_min(1.0)
-
-    alpha_K = per(counts.alive_correct, counts.alive)
-    return {
-        "agreement": per(counts.correct, counts.total).tolist(),
-        "expected_acceptance": per(counts.mass, counts.total).tolist(),
-        "expected_tau": 1.0 + float(alpha_K.cumprod(0).sum()),
-        "loss_by_position": per(counts.loss, counts.total).tolist(),
-    }

@@ -93,11 +93,11 @@ def trained(loaded: LoadedTarget, case: str, world: World, run: Path, data: str)
     dataset = load_dataset(DataOptions(path=data, held_out=2), loaded.tokenizer, progress=False)
     stages = DeepSpeedOptions(zero_stage=stage)
     job = TrainingJob(loaded, drafter, family, asdict(options), dataset, TRAIN, stages, LossOptions(), 4)
-    trainer, losses = Trainer(job, world, run / case), []
+    trainer, losses = Trainer(job, world, run / case), list[Any]()
     step = trainer._step
     trainer._step = lambda *now: losses.append(step(*now)) or losses[-1]  # type: ignore[method-assign]
     trainer.train(None, Console(None))
-    return [values["loss"] for values, *_ in losses]
+    return [taken.values()["loss"] for taken in losses]
 
 
 def reductions(target: Any, batch: TrainBatch, stage: int, world: World) -> list[int]:
