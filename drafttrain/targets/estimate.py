@@ -92,7 +92,9 @@ def need_of(target: Outline, kind: str | None, drafter: int, activations: int) -
         maps = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
         saved = sum(m.weight.numel() * wide - stored_bytes(m.out_features, m.in_features, BITS[kind]) for m in maps)
         inside, whole = inside - saved, whole - saved
-    return Need(whole, inside, min(inside, LIVE * wide), drafter, activations, expert_size(blocks) * wide)
+    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    live = min(inside, 2 * largest * wide, LIVE * wide)  # a block and the next one
+    return Need(whole, inside, live, drafter, activations, expert_size(blocks) * wide)
 
 
 def activation_bytes(target: Outline, drafter: Drafter, rows: int, length: int, chunk: int) -> int:

@@ -16,7 +16,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from drafttrain.targets.estimate import LIVE
 from drafttrain.train.engine import hushed, load_deepspeed
 
-AHEAD = 9 * 10**8  # parameters that are gathered while earlier ones compute: a block of a 70B model has 856 million
+AHEAD = 9 * 10**8  # most parameters that are gathered while earlier ones compute: a block of a 70B model has 856 million
 
 
 class Trunk(nn.Module):
@@ -60,17 +60,17 @@ class ZeroShards:
 
     def start(self, blocks: nn.ModuleList) -> nn.Module:
         vectors = [p.ds_numel for p in blocks.parameters() if len(p.ds_shape) < 2]  # type: ignore[attr-defined]
+        matrices = [sum(p.ds_numel for p in b.parameters() if len(p.ds_shape) > 1) for b in blocks]  # type: ignore[attr-defined]
+        # One gather for all of a block, and the next block's meanwhile: it takes no longer than this block computes, as one
+        # matrix's would. Blocks with many experts are too large to be whole twice; they are gathered module by module.
+        for block, size in zip(blocks, matrices, strict=True):
+            self._library.utils.set_z3_leaf_module(block, size <= AHEAD)
         zero = {
             "stage": 3,
             "stage3_param_persistence_threshold": max(vectors, default=0),
             "stage3_max_live_parameters": LIVE,
-            "stage3_prefetch_bucket_size": AHEAD,
+            "stage3_prefetch_bucket_size": min(AHEAD, max(matrices)),
         }
-        # One gather for all of a block: the next block's takes no longer than this block computes, one matrix's would. Blocks
-        # with many experts are too large to be whole twice; they are gathered module by module.
-        for block in blocks:
-            matrices = sum(p.ds_numel for p in block.parameters() if len(p.ds_shape) > 1)  # type: ignore[attr-defined]
-            self._library.utils.set_z3_leaf_module(block, matrices <= AHEAD)
         with hushed():
             self._engine, *_ = self._library.initialize(
                 model=Trunk(blocks), config=self._settings | {"zero_optimization": zero}
