@@ -32,7 +32,7 @@ STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
 
-.PHONY: help install quickstart test test-all test-slow test-engines test-slurm test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families targets export-matrix docs clean
+.PHONY: help install quickstart test test-all test-slow test-engines test-slurm test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-two gpu-real-1 gpu-real-2 families targets export-matrix docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -115,6 +115,9 @@ gpu-bench:  ## how fast they are there, against what its memory allows; their ch
 
 gpu-train:  ## how fast training steps are there for a target of 8B, what the fused loss saves, whether drafters learn
 	$(GPU_PYTHON) -m benchmarks.gpu.train $(GPU_FLAGS)
+
+gpu-two:  ## what needs two GPUs: NCCL, ZeRO 1 and 3, a target split over both, resuming (REHEARSE=1: two processes on the CPU)
+	$(GPU_PYTHON) -m benchmarks.gpu.two $(if $(REHEARSE),--rehearse)
 
 gpu-real-1:  ## pretrain a target of 300M parameters there, and let it write data to distil from (REAL=DIR: where; default outputs/real)
 	$(GPU_PYTHON) -m benchmarks.gpu.real_1 $(GPU_FLAGS)

@@ -1,7 +1,7 @@
 """Work of several processes, as far as one GPU can test it: collectives, a target shared by two processes, ZeRO's stages.
 
 NCCL takes only one process per GPU. So a group of one uses NCCL, and two processes on one GPU use gloo, with tensors on that
-GPU. Each piece runs in its own processes, which end with it.
+GPU; `benchmarks/gpu/two.py` gives each a GPU of its own. Each piece runs in its own processes, which end with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -52,8 +52,14 @@ class Place:
     rank: int
     size: int
     device: torch.device
+    own: bool = False  # whether no other process has this device
 
-    def join(self, backend: str) -> None:
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.own and self.device.type == "cuda" else "gloo"
+
+    def join(self) -> None:
+        backend = self.backend
         bound = self.device if backend == "nccl" else None
         distributed.init_process_group(backend, timeout=timedelta(seconds=PATIENCE / 2), device_id=bound)
 
@@ -71,7 +77,7 @@ def alone(place: Place) -> None:
     """A group of one with NCCL: every collective that a run uses, also inside a captured graph."""
     from drafttrain.train.engine import World
 
-    place.join("gloo" if place.device.type == "cpu" else "nccl")
+    place.join()
     several = 2  # a single process would skip the group's collectives; with 2 they run, in a group of one
     world, part = World(0, several), Part(0, several)
     hold("a sum over one process changes it", torch.equal(world.sum(place.numbers()), place.numbers()))
@@ -83,12 +89,12 @@ def alone(place: Place) -> None:
     pieces = [torch.empty_like(place.numbers())]
     distributed.all_gather(pieces, place.numbers())
     hold("a tensor is gathered as another one", torch.equal(pieces[0], place.numbers()))
-    if place.device.type == "cuda":
-        captured(part, place)
+    if place.backend == "nccl":
+        captured(part, place, 1)
 
 
-def captured(part: Part, place: Place) -> None:
-    """Decode steps of a shared target, whose graph holds such sums."""
+def captured(part: Part, place: Place, size: int) -> None:
+    """Decode steps of a shared target, whose graph holds such sums. size: processes that add."""
     x, graph = place.numbers(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -96,33 +102,34 @@ def captured(part: Part, place: Place) -> None:
     x.fill_(3.0)
     graph.replay()
     torch.cuda.synchronize()
-    hold("a replayed sum is another one", bool((y == 6.0).all()))
+    hold("a replayed sum is another one", bool((y == 6.0 * size).all()))
 
 
 def shared(place: Place) -> None:
-    """Two processes on one device: sums and objects of a run, then a target of which each holds a half."""
+    """Two processes: sums and objects of a run, then a target of which each holds a half. With NCCL both are captured."""
     from drafttrain.train.engine import World
 
-    place.join("gloo")
-    world = World(place.rank, place.size)
+    place.join()
+    world, part, capture = World(place.rank, place.size), Part(place.rank, place.size), place.backend == "nccl"
     total = sum(torch.arange(6.0) + rank for rank in range(place.size))
     hold("the sum over processes is wrong", torch.equal(world.sum(place.numbers()).cpu(), torch.as_tensor(total)))
     hold("the first one's object does not arrive", world.share(f"of {place.rank}") == "of 0")
     hold("objects are gathered in another order", world.gather(place.rank) == list(range(place.size)))
+    if capture:
+        captured(part, place, place.size)
     model = partial(random_model, LADDER["llama-tiny"], torch.float32, CPU, spread=1.2)
-    halves = split_target(model(), Part(place.rank, place.size), place.device)
-    found = texts(halves)
+    found = texts(split_target(model(), part, place.device), capture)
     world.wait()
-    hold("texts of a shared target differ from the whole one's", found == texts(FastTarget(model().to(place.device))))
+    hold("texts of a shared target differ from the whole one's", found == texts(FastTarget(model().to(place.device)), capture))
 
 
-def texts(target: FastTarget) -> list[list[int]]:
-    """Greedy texts with drafts, step by step, since gloo's collectives cannot be captured."""
+def texts(target: FastTarget, capture: bool) -> list[list[int]]:
+    """Greedy texts with drafts. capture: as CUDA graphs; gloo's collectives cannot be captured."""
     family = families()["medusa"]
     torch.manual_seed(1)
     drafter = family.build(family.options(), target).to(target.device).eval().requires_grad_(False)
     prompts = [torch.randint(6, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 11)]
-    decoder = Decoder(target, drafter, "greedy", Sampling(), frozenset(), 12, controls=Controls(capture=False))
+    decoder = Decoder(target, drafter, "greedy", Sampling(), frozenset(), 12, controls=Controls(capture=capture))
     return [result.tokens for result in decoder.run(prompts, 2).results]
 
 
@@ -181,14 +188,18 @@ def run(piece: Piece, machine: Machine) -> dict[str, Any]:
     """Run a piece. Raises RedError with the first process's message, SkipError where a package is missing."""
     if find_spec(piece.package) is None:
         raise SkipError(f"{piece.package} is not installed")
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.rehearsal else {}
+    launch([sys.executable, "-m", "benchmarks.gpu.processes", piece.name], [{"LOCAL_RANK": "0"} | hidden] * piece.processes)
+    return {}
+
+
+def launch(command: Sequence[str], variables: Sequence[dict[str, str]]) -> None:
+    """Run the command once for each process of a group, with its variables. Raises RedError with a process's message."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    ranks = range(piece.processes)
-    group = {"WORLD_SIZE": str(piece.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
-    environment = os.environ | group | ({"CUDA_VISIBLE_DEVICES": ""} if machine.rehearsal else {})
-    command = [sys.executable, "-m", "benchmarks.gpu.processes", piece.name]
-    started = [start(command, environment | {"RANK": str(rank)}) for rank in ranks]
+    group = {"WORLD_SIZE": str(len(variables)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [start(command, os.environ | group | {"RANK": str(rank)} | own) for rank, own in enumerate(variables)]
     try:
         said = [process.communicate(timeout=PATIENCE)[0] for process in started]
     except subprocess.TimeoutExpired as error:
@@ -199,7 +210,6 @@ def run(piece: Piece, machine: Machine) -> dict[str, Any]:
     for process, text in zip(started, said, strict=True):
         if process.returncode or DONE not in text:
             raise RedError(last_line(text))
-    return {}
 
 
 def start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -221,19 +231,28 @@ def jobs(machine: Machine) -> list[Job]:
     ]
 
 
-def main() -> int:
-    """One process of one piece."""
-    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), CPU)
-    if torch.cuda.is_available():
-        place = Place(place.rank, place.size, torch.device("cuda", 0))
-        torch.cuda.set_device(place.device)
-    else:
+def here() -> Place:
+    """This process's place: on the GPU of its number, if it sees one."""
+    rank, size, number = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if not torch.cuda.is_available():
         torch.set_num_threads(1)
-    PIECES[sys.argv[1]].work(place)
+        return Place(rank, size, CPU, own=True)
+    torch.cuda.set_device(number)
+    return Place(rank, size, torch.device("cuda", number), own=number == rank)
+
+
+def finished() -> int:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     print(DONE, flush=True)
     return 0
+
+
+def main() -> int:
+    """One process of one piece."""
+    place = here()
+    PIECES[sys.argv[1]].work(replace(place, own=place.size == 1))
+    return finished()
 
 
 if __name__ == "__main__":
