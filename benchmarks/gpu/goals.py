@@ -66,6 +66,11 @@ def training(family: str, context: int) -> Goal:
     return Goal(text, f"training {family} Llama-3.1-8B context={context}", ("mfu",), 0.45, "%", section="train")
 
 
+def rival(name: str) -> Goal:
+    text = f"training eagle3, 2k context: step of {name} / ours, from given states"
+    return Goal(text, f"rival {name} eagle3 Llama-3.1-8B context=2048", ("times",), 1.5, "x", section="train")
+
+
 GOALS = (
     Goal("plain step, 4k context: share of the floor", STEP, ("1", "floor_share"), 0.80, "%"),
     Goal("the same, later", STEP, ("1", "floor_share"), 0.88, "%"),
@@ -80,5 +85,6 @@ GOALS = (
     Goal("best 64 of 512 candidates as a tree", "build_tree rows=1 candidates=512 nodes=64", ("us",), 4.5, "us"),
     Goal("accept walk along given choices, 64 nodes", "choice_accept rows=1 nodes=64 vocab=16", ("us",), 3.5, "us"),
     Goal("compaction of 5 accepted nodes, 32 blocks", KEEP, ("us",), 5.0, "us"),
+    *(rival(name) for name in ("specforge", "speculators")),
     *(training(family, context) for family in ("eagle3", "medusa") for context in (2048, 8192)),
 )

@@ -56,6 +56,7 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     yield from titled("Attention of a prompt's chunk", prompt_chunks(bench))
     yield from titled("Operators", operators(bench))
     yield from titled("Training steps", trainings(train))
+    yield from titled("Training steps of others", rivals(train))
     yield from titled("The training loss", losses(train))
     yield from titled("Training", drafters(train))
     yield from material(known.get("real-1", {}))
@@ -199,6 +200,19 @@ def trainings(train: Section) -> list[str]:
         if f["eager_rows"]:
             eager = (f"{f['eager_tokens_per_s']:,.0f}", f"{f['eager_bytes'] / 2**30:.1f}", f["eager_rows"], number(f["times"]))
         rows.append(row(family, model, context.removeprefix("context="), *ours, *eager))
+    return rows
+
+
+def rivals(train: Section) -> list[str]:
+    """Forward, loss and backward of another toolkit's module and of ours, from given states. Memory: beyond weights and states."""
+    rows = table(
+        "other", "family", "target", "context", "rows", "ours, tokens/s", "theirs", "times faster", "ours, GiB", "theirs"
+    )
+    for name, entry in measured(train, "rival "):
+        f, (other, family, model, context) = entry["figures"], name.removeprefix("rival ").split()
+        speed = (f"{f['ours_tokens_per_s']:,.0f}{age(entry)}", f"{f['theirs_tokens_per_s']:,.0f}", number(f["times"]))
+        memory = (f"{f[f'{way}_bytes'] / 2**30:.1f}" for way in ("ours", "theirs"))
+        rows.append(row(other, family, model, context.removeprefix("context="), f["rows"], *speed, *memory))
     return rows
 
 

@@ -142,14 +142,14 @@ def family(name: str, machine: Machine) -> dict[str, Any]:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    found = throughput.jobs(machine)  # goals come first
+    found = throughput.jobs(machine) + rivals.jobs(machine)  # goals come first
     alone, needs = check.needed(["divergence"], machine), check.needed(throughput.OPERATORS, machine)
     loss_modules = ("drafttrain.objective.losses", "drafttrain.model.batch")
     found += [Job(f"loss {name}", "loss", loss_modules, partial(loss, name, machine), **alone) for name in LOSSES]
     for name in families():
         modules = throughput.modules_of(name)
         found.append(Job(f"drafter {name}", "drafters", modules, partial(family, name, machine), **needs))
-    return found + rivals.jobs(machine)
+    return found
 
 
 def main() -> int:
