@@ -204,10 +204,9 @@ def trainings(train: Section) -> list[str]:
 
 
 def rivals(train: Section) -> list[str]:
-    """Forward, loss and backward of another toolkit's module and of ours, from given states. Memory: beyond weights and states."""
-    rows = table(
-        "other", "family", "target", "context", "rows", "ours, tokens/s", "theirs", "times faster", "ours, GiB", "theirs"
-    )
+    """Forward, loss and backward of another toolkit's module and of ours. Memory: beyond weights and states."""
+    names = ("other", "family", "target", "context", "rows", "ours, tokens/s", "theirs", "times faster")
+    rows = table(*names, "ours, GiB", "theirs, GiB")
     for name, entry in measured(train, "rival "):
         f, (other, family, model, context) = entry["figures"], name.removeprefix("rival ").split()
         speed = (f"{f['ours_tokens_per_s']:,.0f}{age(entry)}", f"{f['theirs_tokens_per_s']:,.0f}", number(f["times"]))
