@@ -1,11 +1,11 @@
-"""Tree attention with other tiles, splits joined by a second launch or by the last split: microseconds of each on this GPU.
+"""Tree attention with other tiles, and other versions of its kernel: microseconds of each on this GPU.
 
-    python -m benchmarks.attention_tiles --out attention_tiles.json [--also FILE] [--rehearse]
+    python -m benchmarks.attention_tiles --out attention_tiles.json [--also FILE ...] [--rehearse]
 
 Shapes of Llama-3.1-8B, batch 1. Every variant is checked against the definition in float64 and timed in turn with the others:
-replays of one CUDA graph that holds a call for each of several inputs, together larger than the cache. --also: another version
-of kernels/triton/tree_attention.py, timed with its own tiles. --rehearse: the same code at small sizes in Triton's interpreter
-(TRITON_INTERPRET=1), to find errors. Needs torch, Triton and this checkout.
+replays of one CUDA graph that holds a call for each of several inputs, together larger than the cache. --also: other versions
+of kernels/triton/tree_attention.py, timed with their own tiles. --rehearse: the same code at small sizes in Triton's
+interpreter (TRITON_INTERPRET=1), to find errors. Needs torch, Triton and this checkout.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor, cuda
+
+import benchmarks.gpu  # noqa: F401  before drafttrain.kernels, for which it stands in
+
+# isort: split
 from drafttrain.kernels.triton import tree_attention as kernels
 from drafttrain.kernels.triton.launch import Launch
 from drafttrain.kernels.triton.tree_attention import Tiles
-from torch import Tensor, cuda
 
 from benchmarks.gpu.cache import TreeAttention
 from benchmarks.gpu.case import Tensors, complaint, widened
 from benchmarks.gpu.machine import Machine, Replay
+from drafttrain.ops.tree_bits import words_for
 
 NODES, CONTEXTS = (1, 16, 64, 65, 128), (4096, 16384)
 ROUNDS, REPLAYS, ASLEEP = 7, 20, 1_000_000  # clocks that the device sleeps while the host launches
-LAST, SECOND = 1 << 40, 0  # bytes of parts that the last split joins
 TILES = {  # by the rows that one KV head has, at most
-    16: (Tiles(16, 128, 4, 3), Tiles(16, 128, 4, 2), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3, 2)),
-    64: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 5), Tiles(64, 128, 4, 3), Tiles(64, 64, 4, 3, 2), Tiles(32, 64, 4, 3, 2)),
-    1024: (
-        Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 5), Tiles(128, 128, 8, 2), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3, 2),
-        Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 3),
-    ),
-}  # fmt: skip
+    16: (Tiles(16, 128, 4, 5), Tiles(16, 64, 4, 5, 2)),
+    64: (Tiles(64, 64, 4, 5, 2), Tiles(64, 64, 4, 4)),
+    1024: (Tiles(128, 64, 8, 5), Tiles(64, 64, 4, 5, 2)),
+}
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,20 @@ class Variant:
         return [{"out": out} for out in outs]
 
 
-def variants(case: TreeAttention, arrived: Tensor, also: Any) -> dict[str, Variant]:
+def variants(case: TreeAttention, arrived: Tensor, also: list[Any]) -> dict[str, Variant]:
     """All that differ, by name; the first one is what `tree_attention` takes."""
     rows = case.nodes * (case.heads // case.kv_heads)
     found = {"as it is": Variant(kernels, {"arrived": arrived})}
-    if also is not None:
-        found["the other file"] = Variant(also, {})
+    for module in also:
+        counts = "arrived" in signature(module.launches).parameters
+        found[module.__name__] = Variant(module, {"arrived": arrived} if counts else {})
+    if case.nodes == 1:
+        found["a second launch joins"] = Variant(kernels, {})
+    chosen = kernels.tiles(rows, case.width, torch.bfloat16, words_for(case.nodes))
     for tile in next(tiles for most, tiles in TILES.items() if rows <= most):
-        if case.nodes > 64 and tile.keys > 64:
-            continue
-        for name, most in (("last", LAST), ("second", SECOND)):
-            text = f"{tile.rows}x{tile.keys} warps {tile.warps} stages {tile.stages} programs {tile.programs}, {name} joins"
-            found[text] = Variant(kernels, {"arrived": arrived, "tile": tile, "most_joined": most})
+        if tile != chosen:
+            text = f"{tile.rows}x{tile.keys} warps {tile.warps} stages {tile.stages} programs {tile.programs}"
+            found[text] = Variant(kernels, {"arrived": arrived, "tile": tile})
     return found
 
 
@@ -109,7 +113,7 @@ def seconds(replay: Replay[Any], machine: Machine) -> float:
     return start.elapsed_time(end) / 1000 / REPLAYS
 
 
-def measure(case: TreeAttention, machine: Machine, arrived: Tensor, also: Any) -> list[dict[str, Any]]:
+def measure(case: TreeAttention, machine: Machine, arrived: Tensor, also: list[Any]) -> list[dict[str, Any]]:
     """A row for each variant: its grid, microseconds, and what is wrong with its result."""
     sets, rows, replays = inputs(case, machine), list[dict[str, Any]](), dict[str, Replay[Any]]()
     wanted = case.exact(widened(sets[0]))
@@ -139,8 +143,9 @@ def measure(case: TreeAttention, machine: Machine, arrived: Tensor, also: Any) -
     return rows
 
 
-def loaded(path: Path) -> Any:
-    spec = spec_from_file_location("other_tree_attention", path)
+def loaded(name: str) -> Any:
+    path = Path(name)
+    spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
@@ -152,7 +157,7 @@ def loaded(path: Path) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--also", type=loaded, metavar="FILE")
+    parser.add_argument("--also", type=loaded, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
     machine = Machine.here(options.rehearse)
