@@ -178,6 +178,8 @@ class Session:
         self.costs.steps += before.steps
         self.costs.weight_bytes += before.launched.weight_bytes * before.steps
         self._retire()
+        if not self.active:
+            self._in_flight = None  # nobody reads what was launched ahead; the time until the next request is no step's
         return chunks
 
     def _learn(self, limit: int | None, seconds: float, rows: list[Row]) -> None:

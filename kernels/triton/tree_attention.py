@@ -24,33 +24,11 @@ LEAST_KEYS = 128  # per split: with fewer, joining the parts costs more than it 
 MOST_SPLITS = 128
 MOST_WAVES = 8  # that are compared
 START = 5  # steps that take as long as a program's start and end
-# bytes of one block's parts up to which its last split joins them, and no second launch does. On an H200 that saves 3.4 us
-# for 32 KiB and loses 9.8 us for 512 KiB, which one processor reads alone.
+# bytes of one block's parts up to which its last split joins them. It reads about 64 bytes a clock, alone: 1.2 us for these; a
+# second launch on all processors starts 1 us later and takes 2.
 MOST_JOINED = 128 << 10
 PAIRS_SHARED = 228 << 10  # of a processor, for two programs of 64 rows
 WORD = tl.constexpr(64)  # bits of an int64
-
-
-@triton.jit
-def _step(
-    q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD,
-    STRIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax (Milakov & Gimelshein 2018): greatest score in powers of two, sum, weighted values."""
-    d_D = tl.arange(0, WIDE)
-    page_K = tl.load(table + key_K // PAGE, mask=real_K, other=0)
-    at_KD = ((page_K * PAGE + key_K % PAGE) * STRIDE)[:, None] + d_D[None, :]
-    there_KD = real_K[:, None] & (d_D < D)[None, :]
-    k_KD = tl.load(keys + at_KD, mask=there_KD, other=0.0)
-    v_KD = tl.load(values + at_KD, mask=there_KD, other=0.0)
-    score_RK = tl.dot(q_RD, tl.trans(k_KD), input_precision="ieee") * scale
-    score_RK = tl.where(seen_RK, score_RK, float("-inf"))
-    new_R = tl.maximum(top_R, tl.max(score_RK, 1))
-    base_R = tl.where(new_R == float("-inf"), 0.0, new_R)  # for a row that has seen no key yet
-    weight_RK = tl.exp2(score_RK - base_R[:, None])
-    decay_R = tl.exp2(top_R - base_R)
-    out_RD = tl.dot(weight_RK.to(v_KD.dtype), v_KD, acc=out_RD * decay_R[:, None], input_precision="ieee")
-    return new_R, sum_R * decay_R + tl.sum(weight_RK, 1), out_RD
 
 
 @triton.jit
@@ -69,15 +47,14 @@ def _bits_from(words, real_R, node, WORDS: tl.constexpr):
 
 @triton.jit
 def _seen(
-    key, real_K, prefix, bits_R, words, real_R, position_R, position, window, earlier,
+    key_K, real_K, prefix, bits_R, words, real_R, position_R, position, window, earlier,
     WORDS: tl.constexpr, K: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """[R, K]: whether a row sees each of the keys from `key` on: the prefix and the node's ancestors, within the window.
+    """[R, K]: whether a row sees a key: the prefix and the node's ancestors, within the window.
 
     bits_R: the rows' words where they have one each. Otherwise a step has at most 64 keys. earlier: nodes before those that
     `position` names; they are within the window.
     """
-    key_K = key + tl.arange(0, K)
     node_K = key_K - prefix
     if WORDS == 1:
         # clamped for lanes of the prefix and past the tree, because a shift by 64 or more is undefined
@@ -86,7 +63,7 @@ def _seen(
         ancestor_RK = ((bits_R[:, None] >> shift_K[None, :].to(tl.int64)) & 1) != 0
     else:
         tl.static_assert(K <= WORD)
-        step_R = _bits_from(words, real_R, key - prefix, WORDS)
+        step_R = _bits_from(words, real_R, tl.min(node_K, 0), WORDS)
         ancestor_RK = ((step_R[:, None] >> tl.arange(0, K)[None, :].to(tl.uint64)) & 1) != 0
     seen_RK = real_K[None, :] & ((node_K < 0)[None, :] | ancestor_RK)
     if WINDOWED:
@@ -149,7 +126,7 @@ def attend(
     and S splits at once, and puts the zero back. None: nobody joins them.
     """
     batch, head, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
-    row_R, d_D = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, WIDE)
+    row_R, d_D, step_K = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, WIDE), tl.arange(0, K)
     node_R, head_R, real_R = row_R // GROUPS, head * GROUPS + row_R % GROUPS, row_R < nodes * GROUPS
     real_RD = real_R[:, None] & (d_D < D)[None, :]
     q_RD = tl.load(q + batch * q_B + (node_R * q_N + head_R * q_h)[:, None] + d_D[None, :], mask=real_RD, other=0.0)
@@ -161,21 +138,31 @@ def attend(
     prefix = tl.load(length + batch).to(tl.int32)
     total = prefix + earlier + nodes
     start, end = _share(position_R, prefix, total, split, splits, window, K, WINDOWED)
-    plain = tl.maximum(tl.minimum(end, prefix // K * K), start)  # keys up to it are all prefix
     top_R, sum_R, out_RD = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, WIDE], tl.float32)
-    for k in range(start, plain, K):
-        key_K, real_K = k + tl.arange(0, K), tl.full([K], True, tl.int1)
-        seen_RK = position_R[:, None] - key_K[None, :] < window if WINDOWED else real_K[None, :]
-        top_R, sum_R, out_RD = _step(
-            q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
-        )
-    # a stage less leaves room for the words, which are loaded ahead too: two programs of 64 rows fit in a processor
-    for k in tl.range(plain, end, K, num_stages=4 if WORDS > 1 and R <= 64 else None):
-        key_K, real_K = k + tl.arange(0, K), k + tl.arange(0, K) < total
-        seen_RK = _seen(k, real_K, prefix, bits_R, words, real_R, position_R, position, window, earlier, WORDS, K, WINDOWED)
-        top_R, sum_R, out_RD = _step(
-            q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
-        )
+    # page numbers are loaded a step before their keys, and a lane past the row's end takes the last key's place
+    page_K = tl.load(table + tl.minimum(start + step_K, total - 1) // PAGE)
+    for k in range(start, end, K):
+        key_K = tl.minimum(k + step_K, total - 1)
+        at_KD = ((page_K * PAGE + key_K % PAGE) * (KV * D))[:, None] + d_D[None, :]
+        there_KD = tl.full([K, 1], True, tl.int1) & (d_D < D)[None, :]
+        k_KD = tl.load(keys + at_KD, mask=there_KD, other=0.0)
+        v_KD = tl.load(values + at_KD, mask=there_KD, other=0.0)
+        page_K = tl.load(table + tl.minimum(k + K + step_K, total - 1) // PAGE)
+        score_RK = tl.dot(q_RD, tl.trans(k_KD), input_precision="ieee")
+        if k + K > prefix:
+            seen_RK = _seen(
+                k + step_K, k + step_K < total, prefix, bits_R, words, real_R, position_R, position, window, earlier, WORDS, K,
+                WINDOWED,
+            )  # fmt: skip
+            score_RK = tl.where(seen_RK, score_RK, float("-inf"))
+        elif WINDOWED:
+            score_RK = tl.where(position_R[:, None] - (k + step_K)[None, :] < window, score_RK, float("-inf"))
+        # the online softmax (Milakov & Gimelshein 2018): greatest score in powers of two, sum, weighted values
+        new_R = tl.maximum(top_R, tl.max(score_RK, 1) * scale)
+        base_R = tl.where(new_R == float("-inf"), 0.0, new_R)  # for a row that has seen no key yet
+        weight_RK, decay_R = tl.exp2(score_RK * scale - base_R[:, None]), tl.exp2(top_R - base_R)
+        out_RD = tl.dot(weight_RK.to(v_KD.dtype), v_KD, acc=out_RD * decay_R[:, None], input_precision="ieee")
+        top_R, sum_R = new_R, sum_R * decay_R + tl.sum(weight_RK, 1)
 
     out_RD = out_RD / tl.where(sum_R > 0, sum_R, 1.0)[:, None]
     at_R, rows = (batch * nodes + node_R) * (KV * GROUPS) + head_R, tl.num_programs(1).to(tl.int64) * nodes * GROUPS
@@ -200,26 +187,13 @@ def attend(
                 tl.store(arrived, 0)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def combine(part, lse, out, splits, D: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr, S: tl.constexpr):
-    """Joins the splits' parts of one node and head, weighted by exp(lse); zeros where no split saw a key."""
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    split_M = tl.arange(0, MOST)
-    top = tl.max(tl.load(lse + split_M * rows + row, mask=split_M < splits, other=float("-inf")), 0)
-    d_D = tl.arange(0, WIDE)
-    sum_S, out_D = tl.zeros([S], tl.float32), tl.zeros([WIDE], tl.float32)
-    for s in range(0, splits, S):
-        split_S = s + tl.arange(0, S)
-        lse_S = tl.load(lse + split_S * rows + row, mask=split_S < splits, other=float("-inf"))
-        saw_S = lse_S > float("-inf")
-        weight_S = tl.where(saw_S, tl.exp2(lse_S - top), 0.0)
-        there_SD = saw_S[:, None] & (d_D < D)[None, :]
-        part_SD = tl.load(part + (split_S * rows + row)[:, None] * D + d_D[None, :], mask=there_SD, other=0.0)
-        sum_S += weight_S
-        out_D += tl.sum(part_SD * weight_S[:, None], 0)
-    total = tl.sum(sum_S, 0)
-    out_D = out_D / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * D + d_D, out_D.to(out.dtype.element_ty), mask=d_D < D)
+@triton.jit(do_not_specialize=["rows", "splits"])
+def combine(part, lse, out, rows, splits, D: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, S: tl.constexpr):
+    """Joins the splits' parts of T of the `rows`, one for each node and head."""
+    row_T, d_D = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, WIDE)
+    out_TD = _joined(part, lse, row_T, row_T < rows, rows.to(tl.int64), splits, D, WIDE, T, S)
+    there_TD = (row_T < rows)[:, None] & (d_D < D)[None, :]
+    tl.store(out + row_T.to(tl.int64)[:, None] * D + d_D[None, :], out_TD.to(out.dtype.element_ty), mask=there_TD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +203,7 @@ class Tiles:
     rows: int
     keys: int
     warps: int
-    stages: int
+    stages: int  # steps whose keys and values have memory: all but one are on their way while one is computed
     programs: int = 1  # that share a processor
 
 
@@ -252,11 +226,10 @@ def tiles(rows: int, wide: int, dtype: torch.dtype, words: int = 1, pairs: bool 
         return Tiles(16, 16, 4, 2)
     block = min(max(triton.next_power_of_2(rows), 16), 128 if wide <= 128 else 64)
     if block == 128 and 0 < rows % 128 <= 64 and pairs:
-        return Tiles(64, 64, 4, 5, programs=2)
+        return Tiles(64, 64, 4, 3, programs=2)
     keys = 32 if wide == 256 else 128 if block <= 32 and wide <= 64 and words == 1 else 64
     warps = 8 if block * wide >= 64 * 256 or block == 128 else 4
-    # page numbers are loaded a step before their keys, so two steps of keys in flight take five stages
-    return Tiles(block, keys, warps, 5)
+    return Tiles(block, keys, warps, 3)
 
 
 @cache
@@ -324,6 +297,17 @@ def launches(
     }  # fmt: skip
     found = [Launch(attend, (blocks, B * kv, S), first, tile.warps, tile.stages)]
     if S > 1 and arrived is None:
-        second = {"part": part, "lse": lse, "out": out_BNI, "splits": S, "D": D, "WIDE": wide, "MOST": MOST_SPLITS, "S": 16}
-        found.append(Launch(combine, (B * N * h,), second, 1))
+        rows = max(512 // wide, 1)
+        second = {
+            "part": part,
+            "lse": lse,
+            "out": out_BNI,
+            "rows": B * N * h,
+            "splits": S,
+            "D": D,
+            "WIDE": wide,
+            "T": rows,
+            "S": 8,
+        }
+        found.append(Launch(combine, (triton.cdiv(B * N * h, rows),), second, 4))
     return found

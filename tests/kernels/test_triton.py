@@ -96,12 +96,8 @@ def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
     out, arrived = meta(1, nodes, heads * width, dtype=dtype), meta(1024, dtype=torch.int32)
     launches = kernels.launches(q, keys, keys, *numbers, out, 0.1, window, 8192, earlier, arrived)
     assert len(launches) == (1 if launches[0].arguments["arrived"] is arrived else 2)
-    tile = kernels.tiles(nodes * heads // kv_heads, launches[0].arguments["WIDE"], dtype, words_for(earlier + nodes))
     for launch in launches:
-        compiled = launch.compile(capability)
-        check(compiled, capability, tmp_path)
-        # the device takes 1 KiB of each program's share
-        assert capability < 90 or compiled.metadata.shared <= kernels.PAIRS_SHARED // tile.programs - 1024
+        check(launch.compile(capability), capability, tmp_path)
 
 
 @needs_triton

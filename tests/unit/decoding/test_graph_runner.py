@@ -10,6 +10,7 @@ import torch
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
+from drafttrain.decoding import scheduler
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request, Result, StopText
 from drafttrain.decoding.scheduler import Session
@@ -249,3 +250,22 @@ def test_trees_whose_shape_changes_from_round_to_round_are_one_graph(
         policy != "greedy"
         or found[0][0] == Decoder(TARGET, None, policy, sampling, max_new_tokens=25).run(asked[:1]).results[0].tokens
     )
+
+
+def test_costs_of_a_second_run_leave_out_the_time_before_it(
+    as_on_a_gpu: FastTarget, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session is the first run's, in which a step was launched that nobody read."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1e-3
+        return now[0]
+
+    monkeypatch.setattr(scheduler, "perf_counter", clock)
+    decoder = Decoder(as_on_a_gpu, None, "greedy", Sampling(), max_new_tokens=6, controls=Controls(read_every=1))
+    decoder.captures = True
+    decoder.run(prompts(1), 1)
+    now[0] += 1000.0
+    costs = decoder.run(prompts(1), 1).costs
+    assert not costs.captures and costs.draft + costs.verify + costs.commit + costs.host < 1.0
