@@ -248,10 +248,10 @@ class Commit(Verified):
         return self._done(commit_op.reference, wide)
 
     def _done(self, work: Any, given: Tensors) -> Tensors:
-        texts = commit_op.Texts(*(given[name] for name in ("root", "made", "done", "limit", "stop")))
-        at = (given["path"], given["accepted"], given["bonus"], given["slot"], texts, True, True)
+        sequences = commit_op.Sequences(*(given[name] for name in ("root", "made", "done", "limit", "stop")))
+        at = (given["path"], given["accepted"], given["bonus"], given["slot"], sequences, True, True)
         found = work(tree_of(given), *at)
-        state = {"root": texts.root_S, "made": texts.made_S, "done": texts.done_S}
+        state = {"root": sequences.root_S, "made": sequences.made_S, "done": sequences.done_S}
         return state | {"token": found.token_BA, "next": found.next_BA, "count": found.count_B, "record": found.record_BX}
 
     def moved(self, dtype: torch.dtype) -> int:

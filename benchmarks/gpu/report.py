@@ -142,7 +142,7 @@ def drafting(bench: Section) -> list[str]:
 
 def floor_of(found: dict[str, Any], entry: dict[str, Any]) -> str:
     """A share of the floor, marked where the ceiling moved while it was measured."""
-    return percent(found["floor_share"]) + (" (unsteady ceiling)" if entry["figures"].get("spread", 0.0) > STEADY else "")
+    return percent(found.get("floor_share")) + (" (unsteady ceiling)" if entry["figures"].get("spread", 0.0) > STEADY else "")
 
 
 def against_transformers(bench: Section) -> list[str]:
@@ -250,16 +250,18 @@ def material(real: Section) -> Iterable[str]:
 
 
 def distilled(real: Section) -> list[str]:
-    """One row for each recipe, the highest tau first; those that failed last."""
-    names = ("recipe", "tau", "expected", "alpha by position", "c_d", "c_v", "nodes", "speedup", "batch 8", "exact", "loops")
-    rows = table(*names, "parameters", "trained in", "decodes in", "steps", "training tokens/s")
+    """One row for each recipe, the highest tau first; those that failed last. Speedups are those of the timed prompts."""
+    names = ("recipe", "tau", "expected", "alpha by position", "nodes", "timed tau", "speedup", "batch 8", "sampled tau")
+    rows = table(*names, "sampled speedup", "exact", "loops", "parameters", "steps", "training tokens/s")
     for name, entry in sorted(measured(real, "distil "), key=lambda pair: -pair[1]["figures"]["tau"]):
         f = entry["figures"]
-        alpha, last = " ".join(number(a) for a in f["alpha"][:6]), list(f["batches"].values())[-1]
-        costs = (number(f["draft_cost"]), number(f["verify_cost"]), number(f["verify_nodes"], 1))
-        speed = (f"{number(f['speedup'])}{age(entry)}", number(last["speedup"]), f["exact"], f["loops"])
-        how = (f"{f['parameters']:,}", f["trained_in"], f["decodes_in"], f["steps"], number(f["tokens_per_s"], 0))
-        rows.append(row(name.removeprefix("distil "), number(f["tau"]), number(f["expected_tau"]), alpha, *costs, *speed, *how))
+        alpha, (alone, *_, last) = " ".join(number(a) for a in f["alpha"][:6]), list(f["batches"].values())
+        sampled = next(iter(f["sampled"].values()), {})
+        speed = (number(alone["tau"]), f"{number(alone['speedup'])}{age(entry)}", number(last["speedup"]))
+        speed = (*speed, number(sampled.get("tau")), number(sampled.get("speedup")), f["exact"], f["loops"])
+        how = (f"{f['parameters']:,}", f["steps"], number(f["tokens_per_s"], 0))
+        shape = (number(f["tau"]), number(f["expected_tau"]), alpha, number(f["verify_nodes"], 1))
+        rows.append(row(name.removeprefix("distil "), *shape, *speed, *how))
     failed = [(name, entry) for name, entry in real.items() if entry["status"] == FAILED]
     width = rows[0].count("|") - 3
     return rows + [row(name.removeprefix("distil "), "failed", *[""] * width) for name, _ in failed]

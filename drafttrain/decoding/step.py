@@ -23,7 +23,7 @@ from drafttrain.decoding.request import Request
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Taps, Target, TargetOut
-from drafttrain.ops.commit import Texts, commit, shifted
+from drafttrain.ops.commit import Sequences, commit, shifted
 
 
 class SlotState:
@@ -66,9 +66,9 @@ class SlotState:
         return replace(sampling.rows(self.key_S[slot_B]), temperature_B=self.temperature_S[slot_B], seed_1=self.seed_1)
 
     @property
-    def texts(self) -> Texts:
+    def sequences(self) -> Sequences:
         """What `commit` writes."""
-        return Texts(self.root_S, self.made_S, self.done_S, self.limit_S, self.stop.token_SK)
+        return Sequences(self.root_S, self.made_S, self.done_S, self.limit_S, self.stop.token_SK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,9 @@ class DecodeStep:
         accepted = self.policy.accept(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
         accepted = self._narrowed(accepted, limit) if fixed else accepted.trimmed()
         path_BA, counts = accepted.path_BA, fixed or not self.logits_processors.idle
-        done = commit(tree, path_BA, accepted.count_B, accepted.bonus_B, slot_B, self.slots.texts, skips=fixed, counts=counts)
+        done = commit(
+            tree, path_BA, accepted.count_B, accepted.bonus_B, slot_B, self.slots.sequences, skips=fixed, counts=counts
+        )
         kv.keep(path_BA, done.count_B)
         self._observe(Commit(done.token_BA, done.next_BA, out.hidden_along(path_BA), done.count_B), slot_B, limit)
         self.logits_processors.add(slot_B, tree.token_BN[:, 0], done.next_BA, done.count_B)

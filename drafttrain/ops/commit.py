@@ -16,7 +16,7 @@ from drafttrain.ops.choice_accept import nodes
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class Sequences:
     """The state of each slot's text, which `commit` writes in place, but for the last two."""
 
     root_S: Tensor  # last accepted token
@@ -40,37 +40,51 @@ class Committed:
 
 
 def commit(
-    tree: DraftTree, path_BA: Tensor, count_B: Tensor, bonus_B: Tensor, slot_B: Tensor, texts: Texts, skips: bool, counts: bool
+    tree: DraftTree,
+    path_BA: Tensor,
+    count_B: Tensor,
+    bonus_B: Tensor,
+    slot_B: Tensor,
+    sequences: Sequences,
+    skips: bool,
+    counts: bool,
 ) -> Committed:
     """skips: rows whose text has ended commit nothing (count 0). counts: keep the text's length, and whether it has ended."""
     if not library.serves(tree.token_BN.new_empty(0, dtype=torch.float32)) or path_BA.stride(1) != 1:
-        return reference(tree, path_BA, count_B, bonus_B, slot_B, texts, skips, counts)
+        return reference(tree, path_BA, count_B, bonus_B, slot_B, sequences, skips, counts)
     B, A = path_BA.shape
     new = tree.token_BN.new_empty
     found = Committed(new(B, A), new(B, A), new(B), new(B, A + 3))
-    state = (texts.root_S, texts.made_S, texts.done_S)
-    given = (path_BA, count_B.contiguous(), bonus_B, slot_B, texts.stop_SK, texts.limit_S, skips, counts)
+    state = (sequences.root_S, sequences.made_S, sequences.done_S)
+    given = (path_BA, count_B.contiguous(), bonus_B, slot_B, sequences.stop_SK, sequences.limit_S, skips, counts)
     out = (found.token_BA, found.next_BA, found.count_B, found.record_BX)
     torch.ops.drafttrain.commit(*nodes(tree), *given, *state, *out)
     return found
 
 
 def reference(
-    tree: DraftTree, path_BA: Tensor, count_B: Tensor, bonus_B: Tensor, slot_B: Tensor, texts: Texts, skips: bool, counts: bool
+    tree: DraftTree,
+    path_BA: Tensor,
+    count_B: Tensor,
+    bonus_B: Tensor,
+    slot_B: Tensor,
+    sequences: Sequences,
+    skips: bool,
+    counts: bool,
 ) -> Committed:
     """The plain-torch twin of `commit`."""
     last_B1 = path_BA.gather(1, count_B[:, None] - 1)
     real_BN = torch.arange(tree.token_BN.shape[1], device=slot_B.device) < tree.count_B[:, None]
     open_B = ((tree.parent_BN == last_B1) & real_BN).any(-1)
-    count_B = count_B.masked_fill(texts.done_S[slot_B], 0) if skips else count_B
+    count_B = count_B.masked_fill(sequences.done_S[slot_B], 0) if skips else count_B
     token_BA, next_BA = shifted(tree, path_BA, count_B, bonus_B)
-    texts.root_S[slot_B] = bonus_B
+    sequences.root_S[slot_B] = bonus_B
     if counts:
-        made_B = texts.made_S[slot_B] + count_B
+        made_B = sequences.made_S[slot_B] + count_B
         new_BA = torch.arange(path_BA.shape[1], device=slot_B.device) < count_B[:, None]
-        stops_BA = (next_BA[..., None] == texts.stop_SK[slot_B][:, None]).any(-1) & new_BA
-        texts.made_S[slot_B] = made_B
-        texts.done_S[slot_B] = texts.done_S[slot_B] | stops_BA.any(-1) | (made_B >= texts.limit_S[slot_B])
+        stops_BA = (next_BA[..., None] == sequences.stop_SK[slot_B][:, None]).any(-1) & new_BA
+        sequences.made_S[slot_B] = made_B
+        sequences.done_S[slot_B] = sequences.done_S[slot_B] | stops_BA.any(-1) | (made_B >= sequences.limit_S[slot_B])
     record_BX = torch.cat([next_BA, torch.stack([count_B, tree.count_B, open_B.long()], 1)], 1)
     return Committed(token_BA, next_BA, count_B, record_BX)
 

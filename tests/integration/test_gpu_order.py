@@ -95,7 +95,7 @@ def test_the_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
     report.write(tmp_path, GPU)
     text = page.read_text()
     assert "80 tokens of 9 Python sources" in text and text.index("| fast | 3.50 |") < text.index("| slow | 1.25 |")
-    assert "0.80 0.60 | 0.30 | 1.10 | 7.0 | 2.00 | 1.50 | 40/40 | 2 | 1,000 | bfloat16 | float32 | 70 | 9,000 |" in text
+    assert "0.80 0.60 | 7.0 | 2.10 | 2.00 | 1.50 | 1.90 | 1.40 | 40/40 | 2 | 1,000 | 70 | 9,000 |" in text
     assert "| bad | failed |" in text and "| texts m float32 c greedy | 2.000 | 0.500 | 25.0 % |" in text
     assert len({line.count("|") for line in text.split("Drafters distilled")[1].split("\n\n")[1].splitlines()}) == 1
     assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
@@ -111,9 +111,10 @@ def test_the_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
 
 
 def distilled(tau: float) -> dict[str, Any]:
-    found = {"tau": tau, "expected_tau": None, "alpha": [0.8, 0.6], "draft_cost": 0.3, "verify_cost": 1.1, "verify_nodes": 7.0}
-    found |= {"speedup": 2.0, "batches": {"1": {"speedup": 2.0}, "8": {"speedup": 1.5}}, "exact": "40/40", "loops": 2}
-    return found | {"parameters": 1000, "trained_in": "bfloat16", "decodes_in": "float32", "steps": 70, "tokens_per_s": 9000.0}
+    found = {"tau": tau, "expected_tau": None, "alpha": [0.8, 0.6], "verify_nodes": 7.0, "exact": "40/40", "loops": 2}
+    found |= {"batches": {"1": {"tau": 2.1, "speedup": 2.0}, "8": {"tau": 2.1, "speedup": 1.5}}}
+    found |= {"sampled": {"0.8": {"tau": 1.9, "speedup": 1.4}}, "parameters": 1000, "steps": 70, "tokens_per_s": 9000.0}
+    return found
 
 
 def step(share: float) -> dict[str, Any]:

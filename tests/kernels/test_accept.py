@@ -326,11 +326,11 @@ def test_commit_writes_tokens_texts_and_record_as_its_twin(machine: str, nodes: 
     slot_B = torch.randperm(BATCH + 3, generator=random)[:BATCH]
     made_S, limit_S = (torch.randint(low, high, (BATCH + 3,), generator=random) for low, high in ((1, 9), (4, 12)))
     stop_SK = torch.randint(-1, 11, (BATCH + 3, 2), generator=random)
-    texts = commit.Texts(torch.zeros_like(made_S), made_S, made_S % 4 == 0, limit_S, stop_SK)
-    same = commit.Texts(*(getattr(texts, field.name).clone() for field in fields(texts)))
-    found = commit.commit(one.tree, path_BA, count_B, bonus_B, slot_B, texts, skips, counts)
+    sequences = commit.Sequences(torch.zeros_like(made_S), made_S, made_S % 4 == 0, limit_S, stop_SK)
+    same = commit.Sequences(*(getattr(sequences, field.name).clone() for field in fields(sequences)))
+    found = commit.commit(one.tree, path_BA, count_B, bonus_B, slot_B, sequences, skips, counts)
     wanted = commit.reference(one.tree, path_BA, count_B, bonus_B, slot_B, same, skips, counts)
     assert bool(same.done_S.any()) and not bool(same.done_S.all())
-    for ours, theirs in ((found, wanted), (texts, same)):
+    for ours, theirs in ((found, wanted), (sequences, same)):
         for field in fields(theirs):
             assert torch.equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
