@@ -52,6 +52,15 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., in
     return lambda *arguments: cli.run(arguments)
 
 
+@pytest.fixture
+def deepspeed_world(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The `World` of this process alone, for engines. ZeRO 3 replaces torch's `linear` for good: it is put back."""
+    from drafttrain.train.engine import join_world
+
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
+    return join_world(torch.device("cpu"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `sampled` keep a few cases; of the others `sampled_slow` makes a few slow, and the rest are a grid.

@@ -226,8 +226,8 @@ def test_the_order_of_all_cases() -> None:
     every = [name for names in cases.values() for name in names]
     assert len(every) == len(set(every)) > 1000
     first, *_, last = cases.values()
-    assert first[-7] == "step Llama-3.1-8B rows=1 context=4096 nodes=1,64" and len(first) < 90
-    assert len(cases["drafters' steps"]) >= 15 and len(cases["training steps"]) == 4 and len(cases["several processes"]) == 3
+    assert first[-14] == "step Llama-3.1-8B rows=1 context=4096 nodes=1,64" and len(first) < 100
+    assert len(cases["drafters' steps"]) >= 15 and len(cases["training steps"]) == 8 and len(cases["several processes"]) == 3
     assert all(name.startswith("texts ") for name in last)
     real = [name.split()[0] for name in cases[stages.REAL]]
     assert real == ["texts"] * 4 + ["real"] * 3 + ["distil"] * 4

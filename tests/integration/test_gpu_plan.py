@@ -152,9 +152,9 @@ def test_every_case_knows_its_checks() -> None:
             assert job.needs and set(job.needs) <= set(checks) and set(job.heeds) <= groups, job.name
             assert len(job.needs) < 48, "a few"
     for case in checked(False):
-        assert set(checks[check.name_of(case, case.dtypes[0])].modules) >= {f"drafttrain.ops.{case.op}"}
+        assert set(checks[check.name_of(case, case.dtypes[0])].modules) >= {f"drafttrain.ops.{case.op.removesuffix('_log')}"}
     first = [job for job in bench.jobs(GPU)[:8] if job.name == goals.STEP]
-    assert first and len(ordered([Stage("one", (first[0],))], checks)) < 30
+    assert first and len(ordered([Stage("one", (first[0],))], checks)) < 36
 
 
 def test_about_thirty_texts_come_first() -> None:

@@ -311,7 +311,7 @@ def wrong(x: torch.Tensor) -> torch.Tensor:
     bad = x.clone()
     at = (0,) * bad.ndim
     bad[at] = (
-        ~bad[at] if bad.dtype == torch.bool else bad[at] + x.abs().max() + 1 if x.is_floating_point() else 15 - bad[at] % 15
+        ~bad[at] if bad.dtype == torch.bool else bad[at] + x.abs().max() + 1 if x.is_floating_point() else (bad[at] + 1) % 16
     )
     return bad
 

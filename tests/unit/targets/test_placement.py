@@ -34,7 +34,7 @@ from drafttrain.targets.load import load_target
 from drafttrain.targets.quantised import QuantisedLinear, QuantisedTarget, whole_fingerprint
 from drafttrain.targets.sharded import ShardedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions, sharding
-from drafttrain.train.engine import World, join_world, settings
+from drafttrain.train.engine import World, settings
 from drafttrain.train.memory import state_bytes
 from drafttrain.train.optimizer import hidden_matrices, make_optimizer
 from drafttrain.train.sharding import ZeroShards
@@ -362,8 +362,9 @@ def test_a_control_group_limits_what_is_free(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_block_of_a_sharded_target_is_gathered_at_once_if_it_fits(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
-    join_world(CPU)
+def test_a_block_of_a_sharded_target_is_gathered_at_once_if_it_fits(
+    monkeypatch: pytest.MonkeyPatch, deepspeed_world: World, fits: bool
+) -> None:
     shards, gathers = ZeroShards(torch.float32), list[int]()
     with shards.loading():
         model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.train import DeepSpeedOptions, TrainOptions
-from drafttrain.train.engine import TrainingEngine, World, accumulation, divided, join_world
+from drafttrain.train.engine import TrainingEngine, World, accumulation, divided
 
 
 class Product(nn.Module):
@@ -27,9 +27,9 @@ class Product(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_micro_batches_of_a_bfloat16_drafter_are_added_in_float32(stage: int) -> None:
+def test_micro_batches_of_a_bfloat16_drafter_are_added_in_float32(stage: int, deepspeed_world: World) -> None:
     options = TrainOptions(global_batch=8, micro_batch=1, precision="bfloat16", clip=0.0)
-    engine = TrainingEngine(Product(), options, DeepSpeedOptions(zero_stage=stage), join_world(torch.device("cpu")))  # type: ignore[arg-type]
+    engine = TrainingEngine(Product(), options, DeepSpeedOptions(zero_stage=stage), deepspeed_world)  # type: ignore[arg-type]
     found: list[Tensor] = []
     inner = engine._base
     inner.register_step_pre_hook(
