@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,7 +44,7 @@ def linear(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed:
 @contextmanager
 def _library_for(x_I: Tensor) -> Iterator[None]:
     """Meanwhile torch calls cuBLASLt where that is the faster one for these rows."""
-    if not x_I.is_cuda or x_I.numel() // x_I.shape[-1] not in LT_ROWS:
+    if not x_I.is_cuda or x_I.numel() // x_I.shape[-1] not in LT_ROWS or not _has_lt():
         yield
         return
     before = torch.backends.cuda.preferred_blas_library()
@@ -52,6 +53,18 @@ def _library_for(x_I: Tensor) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
+
+
+@cache
+def _has_lt() -> bool:
+    """Whether this torch was built with cuBLASLt."""
+    before = torch.backends.cuda.preferred_blas_library()
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    except RuntimeError:
+        return False
+    torch.backends.cuda.preferred_blas_library(before)
+    return True
 
 
 class Packs:
