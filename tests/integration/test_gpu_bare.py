@@ -102,7 +102,7 @@ def packed(folder: Path) -> list[str]:
     return names
 
 
-@pytest.mark.slow
+@pytest.mark.grid  # minutes: every case of every suite; test_gpu_suites rehearses each kind
 def test_from_a_bare_environment(tmp_path: Path) -> None:
     checkout, results, packages = tmp_path / "checkout", tmp_path / "results", tmp_path / "packages"
     for name in ("drafttrain", "kernels", "docs", "benchmarks", "conf", "recipes"):
