@@ -20,7 +20,7 @@ GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# I/N, of `make test-all`: this part of so many
+# I/N, of `make test-slow` and `make test-all`: this part of so many
 SHARD ?=
 
 # of `make test-faults`: how long, the seed of its tries, and which kinds of faults
@@ -59,8 +59,8 @@ quickstart: install  ## train Medusa heads for the embedded target and measure t
 test: install  ## the fast tests (WORKERS=2: processes)
 	$(PYTEST)
 
-test-slow: install  ## the slow tests alone; complete grids are left out
-	$(PYTEST) -m "slow and not grid"
+test-slow: install  ## the slow tests alone; complete grids are left out (SHARD=1/2: the first half)
+	SHARD=$(SHARD) $(PYTEST) -m "slow and not grid"
 
 test-all: install  ## all tests, complete grids too: hours on two CPU cores (SHARD=1/4: the first of four parts)
 	SHARD=$(SHARD) $(PYTEST) -m "not engines and not slurm"
