@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -38,11 +39,9 @@ class WeightReads(TorchDispatchMode):
 
     def bytes(self, cached: int = 0) -> int:
         """Bytes read in all. cached: bytes that stay on the chip between two reads; weights that fit there are read once."""
-        sizes = dict(self._reads)
-        again = {address: size for address, size in sizes.items() if sum(a == address for a, _ in self._reads) > 1}
-        if sum(again.values()) <= cached:
-            return sum(sizes.values())
-        return sum(size for _, size in self._reads)
+        times = Counter(self._reads)
+        again = sum(size for (_, size), count in times.items() if count > 1)
+        return sum(size if again <= cached else size * count for (_, size), count in times.items())
 
 
 def _storage(x: Tensor) -> int:

@@ -50,9 +50,10 @@ def commit(
     counts: bool,
 ) -> Committed:
     """skips: rows whose text has ended commit nothing (count 0). counts: keep the text's length, and whether it has ended."""
-    if not library.serves(tree.token_BN.new_empty(0, dtype=torch.float32)) or path_BA.stride(1) != 1:
+    if not library.serves(tree.token_BN.new_empty(0, dtype=torch.float32)):
         return reference(tree, path_BA, count_B, bonus_B, slot_B, sequences, skips, counts)
     B, A = path_BA.shape
+    assert A == 1 or path_BA.stride(1) == 1, "a path's entries lie side by side; rows may lie apart"
     new = tree.token_BN.new_empty
     found = Committed(new(B, A), new(B, A), new(B), new(B, A + 3))
     state = (sequences.root_S, sequences.made_S, sequences.done_S)

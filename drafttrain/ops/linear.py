@@ -34,19 +34,18 @@ def pack(weight_OI: Tensor) -> Tensor | None:
 
 def linear(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
     """x W^T + b. With `packed` the product reads the packed weight and has no gradient."""
-    if packed is None or x_I.requires_grad:
-        with _library_for(x_I):
+    if packed is not None and not x_I.requires_grad:
+        out_O: Tensor = torch.ops.mkldnn._linear_pointwise(x_I, packed, bias_O, "none", [], "")
+        return out_O
+    if x_I.is_cuda and x_I.numel() // x_I.shape[-1] in LT_ROWS and _has_lt():
+        with _cublaslt():
             return F.linear(x_I, weight_OI, bias_O)
-    out_O: Tensor = torch.ops.mkldnn._linear_pointwise(x_I, packed, bias_O, "none", [], "")
-    return out_O
+    return F.linear(x_I, weight_OI, bias_O)
 
 
 @contextmanager
-def _library_for(x_I: Tensor) -> Iterator[None]:
-    """Meanwhile torch calls cuBLASLt where that is the faster one for these rows."""
-    if not x_I.is_cuda or x_I.numel() // x_I.shape[-1] not in LT_ROWS or not _has_lt():
-        yield
-        return
+def _cublaslt() -> Iterator[None]:
+    """Meanwhile torch calls cuBLASLt."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     try:
@@ -58,13 +57,11 @@ def _library_for(x_I: Tensor) -> Iterator[None]:
 @cache
 def _has_lt() -> bool:
     """Whether this torch was built with cuBLASLt."""
-    before = torch.backends.cuda.preferred_blas_library()
     try:
-        torch.backends.cuda.preferred_blas_library("cublaslt")
+        with _cublaslt():
+            return True
     except RuntimeError:
         return False
-    torch.backends.cuda.preferred_blas_library(before)
-    return True
 
 
 class Packs:
