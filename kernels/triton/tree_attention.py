@@ -284,9 +284,8 @@ def launches(
     few = S * min(N * groups, tile.rows) * D * 4 <= most_joined
     if S == 1 or not few or arrived is None or len(arrived) < B * kv * blocks:
         arrived = None
-    together = min(
-        triton.next_power_of_2(N * groups), tile.rows, max(512 * tile.warps // wide, 1)
-    )  # rows that are joined at once
+    # rows that are joined at once
+    together = min(triton.next_power_of_2(N * groups), tile.rows, max(512 * tile.warps // wide, 1))
     joined = {"T": together, "S": min(4096 * tile.warps // (together * wide), 16)}  # in 128 registers
     first = {
         "q": q_BNhD, "keys": keys, "values": values, "table": table_BQ, "length": length_B, "bits": bits_BNw.contiguous(),
@@ -298,16 +297,7 @@ def launches(
     found = [Launch(attend, (blocks, B * kv, S), first, tile.warps, tile.stages)]
     if S > 1 and arrived is None:
         rows = max(512 // wide, 1)
-        second = {
-            "part": part,
-            "lse": lse,
-            "out": out_BNI,
-            "rows": B * N * h,
-            "splits": S,
-            "D": D,
-            "WIDE": wide,
-            "T": rows,
-            "S": 8,
-        }
+        second = {"part": part, "lse": lse, "out": out_BNI, "rows": B * N * h, "splits": S, "D": D, "WIDE": wide}
+        second |= {"T": rows, "S": 8}
         found.append(Launch(combine, (triton.cdiv(B * N * h, rows),), second, 4))
     return found

@@ -25,6 +25,7 @@ from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.kv_storage import PAGE
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import FEW, drafted_and_predicted, prompts, tiny_model, tiny_target, watch_proposals
@@ -46,6 +47,26 @@ def decoded(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], b
     policy = "greedy" if sampling.greedy else "lossless"
     stop = settings.pop("stop", frozenset())
     return Decoder(target, drafter, policy, sampling, stop, settings.pop("tokens", 30), **settings).run(asked, batch).results
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_ready_in_one_order_however_few_tokens_are_supervised(name: str) -> None:
+    """ZeRO 1 and 2 reduce gradients as they are ready: processes with other orders would add different parameters."""
+    target = tiny_target()
+    drafter = build(name, target, 0.3).train()
+    objective, online = Objective(drafter, target, LossOptions()), Online(target, drafter.taps)
+    trained = [(number, p) for number, p in enumerate(objective.parameters()) if p.requires_grad]
+    orders: list[list[int]] = []
+    for number, parameter in trained:
+        parameter.register_post_accumulate_grad_hook(lambda _, number=number: orders[-1].append(number))
+    token_BT = torch.randint(6, 60, (1, 12), generator=torch.Generator().manual_seed(0))
+    for first in (0, 11):  # all tokens, and the last one alone: most predictions have no label then
+        orders.append([])
+        mask_BT = torch.arange(12)[None] >= first
+        batch = TrainBatch(token_BT, torch.arange(12)[None], torch.zeros_like(token_BT), mask_BT)
+        if trained:
+            objective(online.fill(batch))[0].backward()
+    assert orders[0] == orders[1] and sorted(orders[0]) == [number for number, _ in trained]
 
 
 @pytest.mark.sampled(name=FEW)
