@@ -19,12 +19,11 @@ from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor, cuda
+from torch import Tensor
 
 import benchmarks.gpu  # noqa: F401  before drafttrain.kernels, for which it stands in
 
@@ -35,15 +34,15 @@ from drafttrain.kernels.triton.tree_attention import Tiles
 
 from benchmarks.gpu.cache import TreeAttention
 from benchmarks.gpu.case import Tensors, complaint, widened
-from benchmarks.gpu.machine import Machine, Replay
+from benchmarks.gpu.machine import Machine, Replay, race
 from drafttrain.ops.tree_bits import words_for
 
 NODES, CONTEXTS = (1, 16, 64, 65, 128), (4096, 16384)
-ROUNDS, REPLAYS, ASLEEP = 7, 20, 1_000_000  # clocks that the device sleeps while the host launches
+ROUNDS, REPLAYS = 7, 20
 TILES = {  # by the rows that one KV head has, at most
-    16: (Tiles(16, 128, 4, 5), Tiles(16, 64, 4, 5, 2)),
-    64: (Tiles(64, 64, 4, 5, 2), Tiles(64, 64, 4, 4)),
-    1024: (Tiles(128, 64, 8, 5), Tiles(64, 64, 4, 5, 2)),
+    16: (Tiles(16, 128, 4, 3), Tiles(16, 64, 4, 3, 2)),
+    64: (Tiles(64, 128, 4, 3), Tiles(64, 64, 4, 3, 2)),
+    1024: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3, 2)),
 }
 
 
@@ -99,20 +98,6 @@ def inputs(case: TreeAttention, machine: Machine) -> list[Tensors]:
     return [case.inputs(dtype, machine.device, seed) for seed in range(count)]
 
 
-def seconds(replay: Replay[Any], machine: Machine) -> float:
-    """Of one replay, of many in a row. The device starts when the host has launched them."""
-    if machine.rehearsal:
-        return machine.seconds(replay.run)
-    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-    cuda._sleep(ASLEEP)
-    start.record()
-    for _ in range(REPLAYS):
-        replay.run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000 / REPLAYS
-
-
 def measure(case: TreeAttention, machine: Machine, arrived: Tensor, also: list[Any]) -> list[dict[str, Any]]:
     """A row for each variant: its grid, microseconds, and what is wrong with its result."""
     sets, rows, replays = inputs(case, machine), list[dict[str, Any]](), dict[str, Replay[Any]]()
@@ -133,12 +118,9 @@ def measure(case: TreeAttention, machine: Machine, arrived: Tensor, also: list[A
             row["wrong"] = complaint(wanted, replays[name].out[0]) or ("counters are left" if bool(arrived.any()) else None)
         except triton.runtime.errors.OutOfResources as error:  # of a smaller GPU
             row["wrong"] = str(error)
-    times: dict[str, list[float]] = {name: [] for name in replays}
-    for _ in range(1 if machine.rehearsal else ROUNDS):
-        for name, replay in replays.items():
-            times[name].append(seconds(replay, machine) / len(sets))
+    taken = race({name: partial(replay.seconds, REPLAYS) for name, replay in replays.items()}, ROUNDS)
     for row in rows:
-        row["us"] = 1e6 * median(times.get(row["variant"], [float("nan")]))
+        row["us"] = 1e6 * taken.get(row["variant"], float("nan")) / len(sets)
         row["bytes"] = case.moved(torch.bfloat16)
     return rows
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.gpu.machine import Machine, Replay, race
+from benchmarks.gpu.machine import Machine, NoGpuError, Replay, race
 
 WEIGHTS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate, up": (4096, 28672), "down": (14336, 4096), "head": (4096, 128_256)}
 ROWS = (1, 5, 16, 32, 64, 128, 256)
@@ -38,20 +38,20 @@ def measured(rows: int, inputs: int, outputs: int, machine: Machine) -> dict[str
     ways = {}
     for library in LIBRARIES:
         torch.backends.cuda.preferred_blas_library(library)
-        ways[library] = partial(machine.seconds, partial(several, Replay(product, machine)))
+        ways[library] = partial(Replay(product, machine).seconds, REPLAYS)
     taken = race(ways, REPEATS)
-    return {library: 1e6 * seconds / REPLAYS / rounds / len(weights) for library, seconds in taken.items()}
-
-
-def several(replay: Replay[Any]) -> None:
-    for _ in range(REPLAYS):
-        replay.run()
+    return {library: 1e6 * seconds / rounds / len(weights) for library, seconds in taken.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
-    out, machine, found = parser.parse_args().out, Machine.here(False), {}
+    out, found = parser.parse_args().out, dict[str, dict[str, float]]()
+    try:
+        machine = Machine.here(False)
+    except NoGpuError as error:
+        print(f"products: {error}", file=sys.stderr)
+        sys.exit(2)
     for rows in ROWS:
         for name, (inputs, outputs) in WEIGHTS.items():
             found[f"{name}, {rows} rows"] = one = measured(rows, inputs, outputs, machine)

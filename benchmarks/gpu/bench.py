@@ -45,13 +45,7 @@ def measure(case: Case, machine: Machine) -> dict[str, Any]:
     sets += [case.inputs(dtype, machine.device, seed) for seed in range(1, most_sets(wanted, nbytes(sets[0].values())))]
     rounds = -(-CALLS // len(sets))
     replay = Replay(lambda: [case.run(given) for _ in range(rounds) for given in sets], machine)
-    calls, replays = rounds * len(sets), 1 if machine.rehearsal else REPLAYS
-
-    def several() -> None:
-        for _ in range(replays):
-            replay.run()
-
-    taken = race({"op": lambda: machine.seconds(several) / calls / replays}, REPEATS)["op"]
+    taken = race({"op": lambda: replay.seconds(REPLAYS)}, REPEATS)["op"] / rounds / len(sets)
     floor = max(moved / above.bandwidth, operations / above.flops)
     figures = {"us": 1e6 * taken, "bytes": moved, "operations": operations, "roofline_share": floor / taken}
     return figures | {"cold": len(sets) >= wanted, "sets": len(sets)} | above.figures

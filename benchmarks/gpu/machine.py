@@ -116,7 +116,7 @@ class Replay(Generic[Made]):
     """
 
     def __init__(self, work: Callable[[], Made], machine: Machine) -> None:
-        self.work, self.graph = work, None
+        self.work, self.graph, self.machine = work, None, machine
         if machine.rehearsal:
             self.out = work()
             return
@@ -135,6 +135,16 @@ class Replay(Generic[Made]):
             self.out = self.work()
         else:
             self.graph.replay()
+
+    def seconds(self, count: int) -> float:
+        """Seconds of one replay, from `count` in a row, so that gaps between graphs hardly count; in a rehearsal from one."""
+        count = 1 if self.machine.rehearsal else count
+
+        def several() -> None:
+            for _ in range(count):
+                self.run()
+
+        return self.machine.seconds(several) / count
 
 
 class Ceilings:
