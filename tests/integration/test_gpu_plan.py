@@ -17,6 +17,7 @@ from benchmarks.gpu.job import Job, RedError
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.plan import DeadError, Limits, Runner, Stage, ordered
 from benchmarks.gpu.results import BLOCKED, CHECK, FAILED, PASSED, Entry, Results
+from benchmarks.gpu.stages import mark_dead
 from benchmarks.gpu.suite import Arguments
 from drafttrain.drafters import families
 from drafttrain.drafters.common.proposal import KINDS
@@ -118,7 +119,7 @@ def test_a_dead_device_ends_the_run_and_the_next_process_goes_on(tmp_path: Path,
     note.write_text('{"section": "bench", "name": "w"}')
     jobs, results = (some.job("v"), some.job("w")), Results(tmp_path, replace(GPU, rehearsal=True))
     runner = Runner(results, checks, Limits(60.0, retry=False), note)
-    gpu.mark_dead(runner, [Stage("one", jobs)], arguments(watched=note, dead="its process ended with code -11"))
+    mark_dead(runner, [Stage("one", jobs)], arguments(watched=note, dead="its process ended with code -11"))
     runner.run([Stage("one", jobs)])
     assert some.ran[2:] == ["v"] and runner.entry(jobs[1]) == Entry(FAILED, note="its process ended with code -11")
     assert not note.exists()
