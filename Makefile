@@ -76,7 +76,7 @@ test-slurm: install  ## a Slurm cluster of two nodes, two machines with a cable,
 	$(PYTEST) -m "not grid" -k mooncake tests/unit/features tests/unit/engines tests/integration
 
 test-faults: install  ## random kills, damaged files, malformed data, hostile input, request storms (MINUTES=30 SEED=0 KINDS=...)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --minutes $(MINUTES) --seed $(SEED) --kinds $(KINDS) $(FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --minutes $(MINUTES) --seed $(SEED) --kinds $(KINDS) $(FLAGS)
 
 checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(BIN)/ruff check .
@@ -86,7 +86,7 @@ checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(PYTEST)
 
 targets: install  ## renew the table of docs/targets.md from tiny models of every architecture
-	$(BIN)/python -m benchmarks.targets docs/targets.md
+	$(BIN)/python -m tests.targets docs/targets.md
 
 families: install  ## all families with one budget, side by side: an hour on two CPU cores (STEPS=1200 NODES=18 FLAGS=...)
 	$(BIN)/python benchmarks/families.py --steps $(STEPS) --nodes $(NODES) $(FLAGS)

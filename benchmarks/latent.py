@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.architectures import model_of
 from benchmarks.common import WIDTH, Line, Run, interleaved, ratio, report
 from benchmarks.recurrent import DRAFTS, NEW, Known
 from drafttrain.cli.quiet import quiet
@@ -25,6 +24,7 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
+from tests.architectures import model_of
 
 WIDER = {
     "vocab_size": 2048,

@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.architectures import ARCHITECTURES, model_of
 from benchmarks.common import WIDTH, Line, Run, interleaved, ratio, report
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
@@ -31,6 +30,7 @@ from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
+from tests.architectures import ARCHITECTURES, model_of
 
 NEW, DRAFTS, PROMPT = 40, 4, 24
 WIDER = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 8, "max_position_embeddings": 1024}

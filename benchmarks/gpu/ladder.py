@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.architectures import ARCHITECTURES, model_of
 from benchmarks.gpu import sources
 from benchmarks.gpu.draws import NEAR, Parting, Watch, redrawn
 from benchmarks.gpu.machine import Machine
@@ -23,7 +22,6 @@ from benchmarks.gpu.models import LADDER, random_model
 from benchmarks.gpu.rounding import explains
 from benchmarks.gpu.suite import Job, RedError, SkipError
 from benchmarks.gpu.trace import busy
-from benchmarks.tiny import built
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoded, Decoder
@@ -39,6 +37,8 @@ from drafttrain.targets.experts import find_experts
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
+from tests.architectures import ARCHITECTURES, model_of
+from tests.tiny import built
 
 EMBEDDED = "embedded"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -23,7 +23,6 @@ from benchmarks.gpu.cases import LOSSES, V
 from benchmarks.gpu.machine import Machine, race
 from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
 from benchmarks.gpu.throughput import random_batch
-from benchmarks.tiny import built
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, TrainBatch
@@ -34,6 +33,7 @@ from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops import divergence
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
+from tests.tiny import built
 
 SECTION = "train"
 WIDTH = 4096

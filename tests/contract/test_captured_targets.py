@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.architectures import ARCHITECTURES, WINDOW, model_of
-from benchmarks.targets import refusal
-from benchmarks.tiny import build
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.settings import Controls
@@ -17,8 +14,11 @@ from drafttrain.drafters import mtp_native
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
+from tests.architectures import ARCHITECTURES, WINDOW, model_of
 from tests.helpers import prompts
 from tests.recorder import Graph, cpu_graphs
+from tests.targets import refusal
+from tests.tiny import build
 
 __all__ = ["cpu_graphs"]
 EXACT = [name for name, row in ARCHITECTURES.items() if row.refused is None]

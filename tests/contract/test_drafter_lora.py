@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tiny import NAMES, SHAPES, build
 from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_drafter, read_weights, save_drafter, start_weights
 from drafttrain.drafters.common.drafter_lora import PREFIX, add_matrices, name_in_checkpoint
@@ -19,6 +18,7 @@ from drafttrain.model.lora import LoraOptions
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import FEW, drafted_and_predicted, prompts, tiny_target
+from tests.tiny import NAMES, SHAPES, build
 
 LORA = LoraOptions(rank=2, alpha=8.0)
 

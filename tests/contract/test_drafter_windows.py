@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tiny import SHAPES, build
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
@@ -18,6 +17,7 @@ from drafttrain.model import cached_layers
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.kv_cache import KVCache
 from tests.helpers import drafted_and_predicted, prompts, tiny_target
+from tests.tiny import SHAPES, build
 
 WINDOW = {"sliding_window": 9}
 MIXED = WINDOW | {"full_attention_layers": [1]}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tiny import NAMES, SHAPES, build
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.decoder import Decoder
@@ -29,6 +28,7 @@ from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import FEW, drafted_and_predicted, prompts, tiny_model, tiny_target, watch_proposals
+from tests.tiny import NAMES, SHAPES, build
 
 PLAIN: dict[str, list[Any]] = {}  # results without a drafter, which are the same for all families
 

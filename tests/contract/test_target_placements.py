@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.architectures import model_of
 from drafttrain.core.errors import UserError
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.runs.options import LauncherOptions, RunOptions
@@ -21,6 +20,7 @@ from drafttrain.targets.load import load_target
 from drafttrain.targets.parallel import Part
 from drafttrain.train.engine import join_world, leave_world
 from drafttrain.train.sharding import ZeroShards
+from tests.architectures import model_of
 from tests.contract.test_targets import EXACT, runner_of
 from tests.forked import launch
 from tests.tokenizers import save_bytes_tokenizer

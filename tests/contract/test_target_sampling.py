@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.architectures import WINDOW, model_of
-from benchmarks.tiny import build
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
+from tests.architectures import WINDOW, model_of
 from tests.contract.test_targets import EXACT, FEW, runner_of
 from tests.distributions import Texts, of_texts, tail
+from tests.tiny import build
 
 VOCAB, LENGTH, COUNT = 5, 3, 1500
 PROMPT = [1, 4, 2, 2, 0, 3, 1] * 3  # longer than windows and chunks

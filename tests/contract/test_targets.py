@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.architectures import ARCHITECTURES, WINDOW, model_of
-from benchmarks.tiny import build
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
@@ -19,7 +17,9 @@ from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
+from tests.architectures import ARCHITECTURES, WINDOW, model_of
 from tests.helpers import prompts
+from tests.tiny import build
 
 EXACT = [name for name, row in ARCHITECTURES.items() if row.refused is None]
 REFUSED = [name for name, row in ARCHITECTURES.items() if row.refused is not None]

@@ -19,13 +19,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from benchmarks.architectures import model_of as hybrid
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
+from tests.architectures import model_of as hybrid
 from tests.helpers import COMMON, GATED, prompts
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}

@@ -1,4 +1,4 @@
-"""Trainers and servers of states that are killed at random moments; `benchmarks/engine_kills.py` does it more often."""
+"""Trainers and servers of states that are killed at random moments; `tests/faults/engine_kills.py` does it more often."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine_kills import campaign
+from tests.faults.engine_kills import campaign
 from tests.standin.mooncake import needs_mooncake
 
 

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.architectures import model_of
 from drafttrain.core.errors import UserError
 from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.targets import TargetOptions
@@ -22,6 +21,7 @@ from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
 from drafttrain.targets.round_robin import part_among_neighbours
 from drafttrain.train.engine import join_world, leave_world
+from tests.architectures import model_of
 from tests.forked import launch
 from tests.integration.test_placement import TRAIN, fit_with_little_memory, options_of, trained
 from tests.reports import counted

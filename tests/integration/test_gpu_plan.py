@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import bench, check, goals, gpu, ladder, report, sources, train
+from benchmarks.gpu import bench, check, goals, ladder, report, sources, train
 from benchmarks.gpu.cases import checked
 from benchmarks.gpu.job import Job, RedError
 from benchmarks.gpu.machine import Machine

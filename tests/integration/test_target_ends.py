@@ -17,7 +17,6 @@ import torch
 from rich.console import Console as RichConsole
 from safetensors.torch import load_file, save_file
 
-from benchmarks.architectures import ROWS, Architecture, model_of
 from drafttrain.cli.config import compose_run
 from drafttrain.core.errors import UserError
 from drafttrain.data.dataset import Dataset
@@ -40,6 +39,7 @@ from drafttrain.train.progress import Console
 from drafttrain.train.streamed_states import StreamedStates
 from drafttrain.train.trainer import Trainer
 from tests import forked
+from tests.architectures import ROWS, Architecture, model_of
 from tests.contract.test_families import SHAPES
 from tests.helpers import share_compiled
 from tests.integration.test_engine_features import OPTIONS, computed, free_port, ready, served, server

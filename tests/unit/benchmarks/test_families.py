@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks.families import operations
-from benchmarks.tiny import build
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.objective.losses import LossOptions, Objective
 from tests.helpers import tiny_target
+from tests.tiny import build
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dflash"])

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.faults import attack, campaign, data, files, hostile_templates, kill, material
-from benchmarks.faults.campaign import ACCEPTED, FAILURE, REFUSED, UNCHANGED, TryResult, failed
-from benchmarks.faults.child import forked
 from drafttrain.core.files import atomic_write_text, remove_abandoned
 from drafttrain.data import forms, templates
 from drafttrain.targets.load import EMBEDDED
+from tests.faults import attack, campaign, data, files, hostile_templates, kill, material
+from tests.faults.campaign import ACCEPTED, FAILURE, REFUSED, UNCHANGED, TryResult, failed
+from tests.faults.child import forked
 
 Work = Callable[[], int]
 SEEDS = (1, 5, 10, 18, 20, 23)  # of tries whose signals come before chosen changes to files
@@ -52,7 +52,7 @@ def test_what_no_command_may_do(work: Work, fault: str | None, tmp_path: Path) -
 
 
 def test_processes_that_are_left_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.faults.child.GRACE", 0.3)
+    monkeypatch.setattr("tests.faults.child.GRACE", 0.3)
 
     def work() -> int:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

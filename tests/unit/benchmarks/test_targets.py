@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.architectures import ARCHITECTURES, ROWS
-from benchmarks.targets import BEGIN, END, facts_of, renewed, table
+from tests.architectures import ARCHITECTURES, ROWS
+from tests.targets import BEGIN, END, facts_of, renewed, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "targets.md"
 

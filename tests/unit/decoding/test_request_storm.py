@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.faults.storm import storm
-from benchmarks.tiny import NAMES, build
 from drafttrain.targets.fast import FastTarget
+from tests.faults.storm import storm
 from tests.helpers import FEW, tiny_model
+from tests.tiny import NAMES, build
 
 TARGET = FastTarget(tiny_model())
 

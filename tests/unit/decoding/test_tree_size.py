@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.tiny import built
 from drafttrain.decoding import tree_size as treesize
 from drafttrain.drafters import families
 from drafttrain.ops import library
@@ -15,6 +14,7 @@ from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
 from tests.helpers import FEW, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs
+from tests.tiny import built
 
 __all__ = ["cpu_graphs"]
 

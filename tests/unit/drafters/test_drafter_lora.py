@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tiny import build
 from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.drafters.common.drafter_lora import adapted_maps, add_matrices, added, merged, name_in_checkpoint
@@ -21,6 +20,7 @@ from drafttrain.model.target import Taps
 from drafttrain.targets.fast import FastTarget
 from tests.exports import checkpoint
 from tests.helpers import tiny_model, tiny_target
+from tests.tiny import build
 
 BLOCKS = [f"heads.{head}.blocks.0.linear" for head in range(3)]
 OUTPUTS = [f"heads.{head}.output" for head in range(3)]

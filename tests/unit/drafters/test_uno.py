@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.architectures import model_of
-from benchmarks.tiny import build
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
@@ -23,8 +21,10 @@ from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.quantised import QuantisedTarget
+from tests.architectures import model_of
 from tests.exports import loaded, opened, written
 from tests.helpers import prompts, tiny_model, tiny_target, watch_proposals
+from tests.tiny import build
 
 CPU = torch.device("cpu")
 MODELS = ("llama", "qwen2", "qwen3", "mistral-sliding", "gemma3-sliding")

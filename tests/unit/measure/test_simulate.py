@@ -136,7 +136,7 @@ def test_with_experts_the_break_even_batch_is_the_last_crossing() -> None:
 
 def test_tokens_that_choose_by_themselves_read_as_many_experts_as_the_formula_says() -> None:
     """A tiny mixture of experts with a random router and random states."""
-    from benchmarks.architectures import model_of
+    from tests.architectures import model_of
 
     torch.manual_seed(0)
     layer = model_of("Qwen3-MoE", num_experts=32, num_experts_per_tok=4).model.layers[0]

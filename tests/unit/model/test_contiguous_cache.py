@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.tiny import build
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
@@ -19,6 +18,7 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import prompts, tiny_model, tiny_target
+from tests.tiny import build
 from tests.unit.model.contiguous_cache import ContiguousStorage, OnePageStorage
 
 STORAGES = {"contiguous": ContiguousStorage, "one page per slot": OnePageStorage}

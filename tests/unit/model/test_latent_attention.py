@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.architectures import model_of
 from drafttrain.model import latent_attention as module
 from drafttrain.model.latent_attention import LatentAttention
 from drafttrain.model.target import Taps
 from drafttrain.targets.fast import FastTarget
+from tests.architectures import model_of
 
 NODES, LONG = 5, 70
 

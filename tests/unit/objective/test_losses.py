@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.tiny import built
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
@@ -17,6 +16,7 @@ from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.ops.divergence import AT_ONCE, NAMES, divergence, reference, scores
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
+from tests.tiny import built
 
 PACKED = ["llama", "mistral-sliding", "gpt2", "gemma3-sliding"]
 

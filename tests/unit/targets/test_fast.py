@@ -20,7 +20,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from benchmarks.tiny import build
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
@@ -31,6 +30,7 @@ from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
 from tests.helpers import ARCHITECTURES, GATED, prompts, tiny_model
+from tests.tiny import build
 
 WIDE = {k: v for k, v in GATED.items() if k != "head_dim"}
 NO_STOP = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -6,12 +6,12 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.architectures import SCALE, WIDE
 from drafttrain.core.errors import UserError
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
+from tests.architectures import SCALE, WIDE
 from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
 
 

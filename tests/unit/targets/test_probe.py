@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.architectures import ARCHITECTURES, model_of
 from drafttrain.core.errors import UserError
 from drafttrain.model.target import Taps
 from drafttrain.targets import probe as probing
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.probe import long_prompt
+from tests.architectures import ARCHITECTURES, model_of
 
 WIDE = 16  # a window that the probe's short rows do not reach
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

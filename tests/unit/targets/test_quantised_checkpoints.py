@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.architectures import model_of
-from benchmarks.tiny import build
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.model.target import Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
+from tests.architectures import model_of
 from tests.helpers import prompts
+from tests.tiny import build
 from tests.tokenizers import save_bytes_tokenizer
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # magnitudes of E2M1; the highest bit is the sign

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.architectures import model_of
-from benchmarks.tiny import build
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
@@ -30,7 +28,9 @@ from drafttrain.targets.hf import HFTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.packed_rows import check_packing
 from drafttrain.train.ulysses import check_sequence_parallel
+from tests.architectures import model_of
 from tests.helpers import Scripted, oracle, prompts, random_guess
+from tests.tiny import build
 from tests.unit.decoding.test_acceptance import Law, Recorder, given_tree, target_law, total_variation
 
 NAMES = ("Qwen3-Next", "Qwen3.5 (text)", "Nemotron-H", "Bamba", "Granite-4 (hybrid)", "Falcon-H1", "LFM2", "Jamba")

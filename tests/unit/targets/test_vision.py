@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.tiny import build
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.chat import Encoded, join
 from drafttrain.data.dataset import collate
@@ -20,6 +19,7 @@ from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.vision import VisionTarget
 from tests.helpers import watch_proposals
 from tests.images import NAMES, encoded, inline, picture, sequence, vision_target
+from tests.tiny import build
 
 NEW = 12
 FAMILIES = ("medusa", "eagle3", "dflash")

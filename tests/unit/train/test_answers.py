@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.tiny import NAMES, build
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
@@ -21,6 +20,7 @@ from drafttrain.train import TrainOptions
 from drafttrain.train.answers import Answers, answered
 from drafttrain.train.packed_rows import check_packing
 from tests.helpers import FEW, tiny_target
+from tests.tiny import NAMES, build
 
 WRITING = Writing(1.0, 8, (7, 11), 16)
 

@@ -1,4 +1,4 @@
-"""Kills of trainers and of servers of states: `python -m benchmarks.engine_kills --kills 50 --seed 0`.
+"""Kills of trainers and of servers of states: `python -m tests.faults.engine_kills --kills 50 --seed 0`.
 
 Several servers (the tests' stand-in for vLLM, each a process) give states to a run of several trainer processes. At random
 moments the trainer or a server, chosen at random, gets SIGKILL. A server starts again after a random pause, the trainer at
@@ -30,7 +30,7 @@ from pathlib import Path
 from tests import forked
 from tests.standin.mooncake import Master, free_port, remove_left
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STUCK = 900.0  # seconds without a new step, after which a run counts as stuck
 SOON = 4.0  # seconds within which a kill follows the first step, or another kill
 SETTINGS = (
@@ -268,7 +268,7 @@ def objects_of(master: KilledMaster) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_kills", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.engine_kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--servers", type=int, default=2)
@@ -276,7 +276,7 @@ def main() -> int:
     parser.add_argument("--transport", choices=("files", "mooncake"), default="files")
     parser.add_argument("--out", type=Path, default=Path("outputs/engine-kills"))
     asked = parser.parse_args()
-    from benchmarks.faults import material
+    from tests.faults import material
 
     os.environ.update(QUIET)
     out = asked.out.absolute()

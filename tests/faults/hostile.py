@@ -6,13 +6,13 @@ import random
 import shutil
 from pathlib import Path
 
-from benchmarks.faults import material
-from benchmarks.faults.attack import Attack
-from benchmarks.faults.campaign import TryResult
-from benchmarks.faults.hostile_templates import hostile_template
-from benchmarks.faults.hostile_text import hostile_archive, hostile_escapes, hostile_page
-from benchmarks.faults.hostile_weights import foreign_code, hostile_index, hostile_pickle, hostile_safetensors
-from benchmarks.faults.material import TRAINING
+from tests.faults import material
+from tests.faults.attack import Attack
+from tests.faults.campaign import TryResult
+from tests.faults.hostile_templates import hostile_template
+from tests.faults.hostile_text import hostile_archive, hostile_escapes, hostile_page
+from tests.faults.hostile_weights import foreign_code, hostile_index, hostile_pickle, hostile_safetensors
+from tests.faults.material import TRAINING
 
 ATTACKS: tuple[Attack, ...] = (
     hostile_template,

@@ -1,8 +1,8 @@
-"""The table of docs/targets.md: `python -m benchmarks.targets docs/targets.md` writes it.
+"""The table of docs/targets.md: `python -m tests.targets docs/targets.md` writes it.
 
 Each row comes from a tiny random model of the architecture, loaded as `drafttrain` loads a target: its runner, its probe, its
 refusals, and whether the tests' stand-in for CUDA graphs takes its passes, not a list kept by hand. The last column adds the
-notes of `benchmarks.architectures`.
+notes of `tests.architectures`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.architectures import ROWS, Architecture, model_of
 from drafttrain.core.errors import UserError
 from drafttrain.decoding.cuda_graph import reason_of
 from drafttrain.targets.experts import experts_of, find_experts
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.hf import HFTarget
+from tests.architectures import ROWS, Architecture, model_of
 from tests.recorder import install
 
 BEGIN, END = "<!-- targets: written by `make targets` -->", "<!-- /targets -->"

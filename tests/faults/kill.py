@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults import material
-from benchmarks.faults.campaign import UNCHANGED, TryResult, broken, failed
-from benchmarks.faults.child import Child, Ended, forked, fresh
-from benchmarks.faults.composed import cli
-from benchmarks.faults.material import MEASURING, TRAINING
+from tests.faults import material
+from tests.faults.campaign import UNCHANGED, TryResult, broken, failed
+from tests.faults.child import Child, Ended, forked, fresh
+from tests.faults.composed import cli
+from tests.faults.material import MEASURING, TRAINING
 
 INTERRUPTED = (75, 130)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

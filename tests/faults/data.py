@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import material
-from benchmarks.faults.campaign import FAILURE, REFUSED, UNCHANGED, TryResult, broken, failed
-from benchmarks.faults.child import forked
-from benchmarks.faults.damage import damaged
+from tests.faults import material
+from tests.faults.campaign import FAILURE, REFUSED, UNCHANGED, TryResult, broken, failed
+from tests.faults.child import forked
+from tests.faults.damage import damaged
 
 LINES, FILES = 500, 24  # of a try
 SLOW = 20.0  # seconds that one record may take

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from importlib import import_module
 from pkgutil import iter_modules
 
-from benchmarks.faults.campaign import Kind
-from benchmarks.faults.data import Data
-from benchmarks.faults.files import Files
-from benchmarks.faults.hostile import Hostile
-from benchmarks.faults.kill import Kill
-from benchmarks.faults.storm import Storm
+from tests.faults.campaign import Kind
+from tests.faults.data import Data
+from tests.faults.files import Files
+from tests.faults.hostile import Hostile
+from tests.faults.kill import Kill
+from tests.faults.storm import Storm
 
 KINDS: dict[str, Callable[[], Kind]] = {"kill": Kill, "files": Files, "data": Data, "hostile": Hostile, "storm": Storm}
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.faults.child import Ended
+from tests.faults.child import Ended
 
 REFUSED = "refused"  # exit code 2 (or 3, 4 where a check failed), in one line that says what is wrong
 UNCHANGED = "unchanged"  # the result is that of an undisturbed run

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.campaign import UNCHANGED, TryResult, broken, failed
-from benchmarks.faults.child import forked
+from tests.faults.campaign import UNCHANGED, TryResult, broken, failed
+from tests.faults.child import forked
 
 if TYPE_CHECKING:
     from drafttrain.decoding.request import Request, Result
@@ -29,7 +29,7 @@ class Storm:
         folder.mkdir(parents=True, exist_ok=True)
 
     def attempt(self, draw: random.Random, folder: Path) -> list[TryResult]:
-        from benchmarks.tiny import NAMES
+        from tests.tiny import NAMES
 
         family, count, seed = draw.choice([None, *NAMES]), draw.randint(5, 40), draw.randrange(10**6)
         every, kind = draw.choice([None, None, 1, 2, 3]), draw.choice(["fast", "hf"])
@@ -39,7 +39,7 @@ class Storm:
 
         def work() -> int:
             target = tiny_target(kind)
-            from benchmarks.tiny import build
+            from tests.tiny import build
 
             storm(target, None if family is None else build(family, target, noise), count, seed, every)
             return 0

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.faults.campaign import REFUSED, UNCHANGED, TryResult, broken, failed
-from benchmarks.faults.child import Ended, forked
-from benchmarks.faults.composed import cli
-from benchmarks.faults.material import MEASURING
+from tests.faults.campaign import REFUSED, UNCHANGED, TryResult, broken, failed
+from tests.faults.child import Ended, forked
+from tests.faults.composed import cli
+from tests.faults.material import MEASURING
 
 LATE = 60.0  # seconds of processor time that a command may take
 SECONDS, SIZE = 2.0, 256 << 20  # limits of a template here, so that a try is short

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.faults.attack import MARKER, command, judged, run
-from benchmarks.faults.campaign import TryResult
+from tests.faults.attack import MARKER, command, judged, run
+from tests.faults.campaign import TryResult
 
 SIZES = (10**3, 10**6, 10**9, 10**12)
 BODY = "{% for m in messages %}{{ m.content }}{% endfor %}"

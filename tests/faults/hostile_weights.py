@@ -9,9 +9,9 @@ import shutil
 import struct
 from pathlib import Path
 
-from benchmarks.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, Line, command, judged, run
-from benchmarks.faults.campaign import TryResult
-from benchmarks.faults.material import MEASURING, TRAINING
+from tests.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, Line, command, judged, run
+from tests.faults.campaign import TryResult
+from tests.faults.material import MEASURING, TRAINING
 
 ELSEWHERE = (
     *("../elsewhere.safetensors", "/etc/passwd", "/dev/zero", "/dev/stdin", "../" * 40 + "etc/hostname"),

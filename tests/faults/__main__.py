@@ -1,4 +1,4 @@
-"""`python -m benchmarks.faults --minutes 30 --seed 0 --kinds kill,files,data,hostile,storm`: see docs/reliability.md."""
+"""`python -m tests.faults --minutes 30 --seed 0 --kinds kill,files,data,hostile,storm`: see docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0, help="of the campaign; with --kind: of one try, as result.json names it")
     parser.add_argument("--kinds", default=None, help="of kill,files,data,hostile,storm; all by default")
@@ -23,9 +23,9 @@ def main() -> int:
     asked = parser.parse_args()
     _settings()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    from benchmarks.faults import campaign
-    from benchmarks.faults.child import frozen
-    from benchmarks.faults.kinds import KINDS, load_all
+    from tests.faults import campaign
+    from tests.faults.child import frozen
+    from tests.faults.kinds import KINDS, load_all
 
     names = list(KINDS) if asked.kinds is None else asked.kinds.split(",")
     if unknown := [name for name in [*names, *filter(None, [asked.kind])] if name not in KINDS]:
@@ -47,8 +47,8 @@ def main() -> int:
 
 
 def _replay(wanted: list[tuple[str, int]], out: Path, console: Console) -> int:
-    from benchmarks.faults import campaign
-    from benchmarks.faults.kinds import KINDS
+    from tests.faults import campaign
+    from tests.faults.kinds import KINDS
 
     ready, bad = {}, False
     for name, seed in wanted:

@@ -9,9 +9,9 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from benchmarks.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, Line, command, judged, run
-from benchmarks.faults.campaign import FAILURE, TryResult, failed
-from benchmarks.faults.material import MEASURING, TRAINING
+from tests.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, Line, command, judged, run
+from tests.faults.campaign import FAILURE, TryResult, failed
+from tests.faults.material import MEASURING, TRAINING
 
 SEEN = "MARKTHIS"  # a word in hostile HTML, by which it is found again
 PAYLOADS = (

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.faults.child import Ended, forked
-from benchmarks.faults.composed import cli
+from tests.faults.child import Ended, forked
+from tests.faults.composed import cli
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}<eos>\n{% endfor %}"

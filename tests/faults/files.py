@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults import material
-from benchmarks.faults.campaign import ACCEPTED, REFUSED, TryResult, broken, failed, judged
-from benchmarks.faults.child import Ended
-from benchmarks.faults.damage import strike
-from benchmarks.faults.kill import Digests, difference, digest, of_folder
-from benchmarks.faults.material import MEASURING, TRAINING
+from tests.faults import material
+from tests.faults.campaign import ACCEPTED, REFUSED, TryResult, broken, failed, judged
+from tests.faults.child import Ended
+from tests.faults.damage import strike
+from tests.faults.kill import Digests, difference, digest, of_folder
+from tests.faults.material import MEASURING, TRAINING
 
 # Users' own files, which have no checksum: by the folder in a try, with the reason. A damaged file may still be legal, with
 # another meaning, and a command then uses it. Even so it may not end with a traceback, hang, or give an unclear message.
