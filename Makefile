@@ -22,6 +22,8 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workstea
 
 # I/N, of `make test-slow` and `make test-all`: this part of so many
 SHARD ?=
+# FILE, of the same two: names of the cases that have passed, which need not run again
+RESUME ?=
 
 # of `make test-faults`: how long, the seed of its tries, and which kinds of faults
 MINUTES ?= 30
@@ -60,10 +62,10 @@ test: install  ## the fast tests (WORKERS=2: processes)
 	$(PYTEST)
 
 test-slow: install  ## the slow tests alone; complete grids are left out (SHARD=1/2: the first half)
-	SHARD=$(SHARD) $(PYTEST) -m "slow and not grid"
+	SHARD=$(SHARD) RESUME=$(RESUME) $(PYTEST) -m "slow and not grid"
 
-test-all: install  ## all tests, complete grids too: hours on two CPU cores (SHARD=1/4: the first of four parts)
-	SHARD=$(SHARD) $(PYTEST) -m "not engines and not slurm"
+test-all: install  ## all tests, complete grids too: hours on two CPU cores (SHARD=1/4: the first of four parts; RESUME=FILE: goes on)
+	SHARD=$(SHARD) RESUME=$(RESUME) $(PYTEST) -m "not engines and not slurm"
 
 test-engines: install  ## serving engines run what is exported here: installs them (6 GB), then some minutes for each family and engine
 	$(BIN)/python -m tests.engines.install

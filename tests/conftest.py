@@ -24,6 +24,8 @@ os.environ["WANDB_MODE"] = "offline"
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
+RESUME = Path(os.environ["RESUME"]) if os.environ.get("RESUME") else None  # names of the cases that need not run again
+FAILED = set[str]()
 LEFT = pytest.StashKey[int]()  # cases of grids that this run leaves out
 
 
@@ -63,7 +65,7 @@ def deepspeed_world(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `sampled` keep a few cases; of the others `sampled_slow` makes a few slow, and the rest are a grid.
+    """Tests marked `sampled` keep a few cases, and the rest are a grid.
 
     The longest tests, those that start processes, come first, so that two workers end together.
     """
@@ -73,13 +75,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sampled") and hasattr(item, "callspec"):
             by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
     for cases in by_test.values():
-        few = a_few(cases, "sampled")
-        others = [case for case in cases if case not in few]
-        slow = a_few(others, "sampled_slow")
-        for case in others:
-            case.add_marker(pytest.mark.slow if case in slow else pytest.mark.grid)
+        few = a_few(cases)
+        for case in cases:
+            if case not in few:
+                case.add_marker(pytest.mark.grid)
     part, parts = (int(number) for number in (os.environ.get("SHARD") or "1/1").split("/"))
-    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
+    done = set(RESUME.read_text().splitlines()) if RESUME and RESUME.exists() else set()
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1 and item.nodeid not in done]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """In the process that collects the results: the cases without a failure, for the next run with the same RESUME."""
+    if report.failed:
+        FAILED.add(report.nodeid)
+    if RESUME and report.when == "teardown" and report.nodeid not in FAILED and "PYTEST_XDIST_WORKER" not in os.environ:
+        with RESUME.open("a") as file:
+            file.write(f"{report.nodeid}\n")
 
 
 @pytest.hookimpl(trylast=True)
@@ -89,15 +100,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def a_few(cases: list[pytest.Function], marked: str) -> list[pytest.Function]:
-    """So many that each value of each parameter occurs in one, of those values that the marker of this name leaves.
+def a_few(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """So many that each value of each parameter occurs in one, of those values that the marker leaves.
 
     `sampled(family=["medusa", "eagle3"])` leaves two values of the parameter `family`, and all of the others. Values that
     must occur again come in turns, so that families meet different policies.
     """
-    marker = cases[0].get_closest_marker(marked) if cases else None
-    if marker is None:
-        return []
+    marker = cases[0].get_closest_marker("sampled")
+    assert marker is not None
     values = [{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases]
     open_ = [
         i for i, case in enumerate(cases) if all(case.callspec.params[name] in only for name, only in marker.kwargs.items())

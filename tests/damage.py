@@ -12,7 +12,7 @@ MASKS = (1, 32, 4, 128)  # 32 is another case of a letter
 
 
 def harmed(file: Path, most: int, until: int | None = None) -> Iterator[str]:
-    """The file with each byte changed, or a fixed sample of so many; cut off; emptied; removed. It is whole again afterwards.
+    """The file with each byte changed, or a fixed sample of so many; longer; cut off; emptied; removed; then whole again.
 
     until: of the first so many bytes alone.
     """
@@ -25,6 +25,8 @@ def harmed(file: Path, most: int, until: int | None = None) -> Iterator[str]:
             byte = draw.choice([*(whole[at] ^ mask for mask in MASKS), *(set(b'0e" ') - {whole[at]})])
             file.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
             yield f"byte {at} of {file.name} became {byte:#04x}"
+        file.write_bytes(whole + b"x")
+        yield f"{file.name} has a byte more"
         for length in {0, len(whole) // 2, len(whole) - 1}:
             file.write_bytes(whole[:length])
             yield f"{file.name} was cut off behind {length} bytes"

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -20,9 +21,10 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.table import stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.lora import LoraOptions, LoraSpec
+from drafttrain.targets import TargetOptions
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.load import LoadedTarget, load_target
 from tests.helpers import tiny_model, tiny_target
 from tests.native import Native
 
@@ -179,6 +181,60 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model-lora": ("draft_model", {"blocks": 2, "draft_length": 3, "lora_rank": 2}),
     "prompt_lookup": ("prompt_lookup", {"draft_length": 3}),
 }
+GOES_TO = {  # case -> the stacks that it is exported to, those apart whose targets are of another kind (lmdeploy)
+    "eagle3": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "openvino"],
+    "eagle3-whole": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "openvino"],
+    "eagle3-two": ["vllm", "sglang", "trtllm", "speculators"],
+    "eagle3-last": ["vllm"],
+    "eagle3-unlike": ["vllm", "speculators", "llamacpp"],
+    "eagle3-scaled": ["vllm", "sglang", "trtllm", "speculators", "openvino"],
+    "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
+    "peagle": ["vllm", "speculators"],
+    "peagle-normed": ["vllm"],
+    "eagle3-windows": ["vllm", "speculators"],
+    "peagle-windows": ["vllm", "speculators"],
+    "pard": ["vllm", "trtllm"],
+    "pard-lora": ["vllm", "trtllm"],
+    "eagle": ["vllm", "sglang", "lmdeploy"],
+    "eagle-bias": ["sglang"],
+    "medusa": ["vllm", "tgi", "official"],
+    "medusa-deep": ["vllm", "tgi"],
+    "hydra": ["official"],
+    "redrafter": ["official"],
+    "mlp_speculator": ["tgi", "official"],
+    "mlp_speculator-tied": ["tgi", "official"],
+    "mtp": ["official"],
+    "mtp-qwen3": ["speculators"],
+    "dflash": ["vllm", "sglang", "trtllm", "speculators", "transformers", "llamacpp", "openvino", "official"],
+    "dflash-unlike": ["vllm", "sglang", "trtllm", "speculators", "transformers", "openvino", "official"],
+    "dflash-windows": ["vllm", "sglang"],
+    "dflash-open-windows": ["vllm", "sglang", "speculators", "transformers"],
+    "dflash-causal": ["vllm", "sglang", "llamacpp"],
+    "dflash-causal-windows": ["vllm", "sglang", "speculators"],
+    "jetspec": ["vllm", "sglang", "llamacpp", "official"],
+    "jetspec-windows": ["vllm", "sglang"],
+    "domino": ["sglang"],
+    "domino-shifted": ["sglang"],
+    "domino-causal": ["sglang"],
+    "dspark-windows": ["vllm", "sglang", "speculators"],
+    "dspark-open-windows": ["vllm", "sglang"],
+    "dspark-causal": ["vllm", "sglang", "llamacpp"],
+    "dflash2-windows": ["vllm", "sglang", "speculators"],
+    "dflash2-causal": ["vllm", "sglang", "llamacpp"],
+    "dspark": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "official"],
+    "dspark-in-place": ["vllm", "sglang", "speculators", "llamacpp"],
+    "dflash2": ["vllm", "sglang", "speculators", "official"],
+    "dflash2-unlike": ["vllm", "sglang", "speculators", "llamacpp", "official"],
+    "lilicorr": ["vllm", "sglang"],
+    "lilicorr-wide": ["vllm", "sglang"],
+    "xpress": ["vllm"],
+    "xpress-unlike": ["vllm"],
+    "xpress-windows": ["vllm"],
+    "uno": ["sglang"],
+    "uno-few": ["sglang"],
+    "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
+    "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
+}
 TEXTS = [[7, 3, 19, 40, 5, 60, 22, 11], [50, 2, 2, 31]]
 RECORD_KEYS = ("name", "path", "revision", "dtype", "weights")
 
@@ -198,20 +254,34 @@ def loaded(name: str = "llama", seed: int = 0) -> LoadedTarget:
 
 
 @cache
+def embedded() -> LoadedTarget:
+    """The embedded target, loaded once."""
+    return load_target(TargetOptions())
+
+
+def unprobed(model: Any) -> HFTarget:
+    """A target that does not try out how it decodes: that is most of its time, and exports do not depend on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drafttrain.targets.hf.probe", lambda target: "it is recurrent" if target.recurrent else None)
+        patch.setattr("drafttrain.targets.hf.wrong_tap", lambda target: None)
+        return HFTarget(model)
+
+
+@cache
 def deep() -> LoadedTarget:
     """One of eight blocks, whose official taps are three."""
     model: Any = tiny_model()
     config = model.config
     config.num_hidden_layers = 8
     torch.manual_seed(0)
-    return LoadedTarget(HFTarget(type(model)(config)), loaded().tokenizer, "deep", loaded().description)
+    return LoadedTarget(unprobed(type(model)(config)), loaded().tokenizer, "deep", loaded().description)
 
 
 def target_of_files(made: Native, dtype: torch.dtype = torch.float32) -> LoadedTarget:
     """A target whose files hold MTP modules."""
     model = AutoModelForCausalLM.from_pretrained(made.directory, dtype=dtype, attn_implementation="sdpa")
     about = loaded().description | {"architecture": type(model).__name__, "path": str(made.directory)}
-    return LoadedTarget(HFTarget(model), loaded().tokenizer, str(made.directory), about)
+    return LoadedTarget(unprobed(model), loaded().tokenizer, str(made.directory), about)
 
 
 def drafter_of(family: str, options: Any, target: LoadedTarget) -> Drafter:

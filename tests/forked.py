@@ -1,37 +1,45 @@
-"""Command lines and launches in processes of their own that import nothing: a server has imported all, and forks for each.
+"""Commands, launches and modules in processes of their own that import nothing: a server has imported all, and forks for each.
 
 A fresh process imports for six seconds, and then trains for one. The server starts no threads, has no process group and no
 model, so its children are like fresh processes. Where a test's environment asks for stand-ins of GPUs (`tests/devices.py`),
-another server has them. Tests that are about how processes start and end still start `python -m drafttrain`.
+another server has them. Tests that are about how processes start and end still start `python -m drafttrain`. On Linux all
+processes end with the server, and it with the tests.
 """
 
 from __future__ import annotations
 
 import atexit
 import base64
+import ctypes
 import gc
 import io
 import json
 import os
 import pickle
+import re
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import redirect_stdout
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from drafttrain.core.errors import Interrupted, UserError, WorkerError
 from drafttrain.ops import library
 from drafttrain.runs.options import RunOptions
 
 ROOT = Path(__file__).parent.parent
 AT_START = ("PYTHONPATH", "STANDIN_LIBRARY", "STANDIN_DEVICES", "DS_ACCELERATOR", library.SWITCH)  # variables read at imports
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 Variables = tuple[tuple[str, str], ...]
 
 
@@ -68,7 +76,7 @@ def server_for(environment: Mapping[str, str]) -> Server:
     return server(tuple((name, environment[name]) for name in AT_START if name in environment))
 
 
-@dataclass
+@dataclass(eq=False)
 class Forked:
     """A process of the server, the leader of its group; like `subprocess.Popen`."""
 
@@ -79,23 +87,60 @@ class Forked:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self.parent.ask(wait=self.pid, block=False)
+            self.returncode = self.parent.ask(wait=self.pid)
         return self.returncode
 
     def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = self.parent.ask(wait=self.pid, block=True)
+        """Here and not in the server: a test that is given up while it waits leaves no answer behind."""
+        while self.poll() is None:
+            time.sleep(0.01)
         assert self.returncode is not None
         return self.returncode
 
     def said(self) -> str:
         return self.output.read_text(encoding="utf-8", errors="replace")
 
+    def wait_for(self, what: str) -> re.Match[str]:
+        """Wait until it says what this pattern finds."""
+        while not (found := re.search(what, self.said(), re.MULTILINE)):
+            assert self.poll() is None, f"it ended with {self.returncode}: {self.said()}"
+            time.sleep(0.01)
+        return found
 
-def start(command: list[str]) -> Forked:
-    """Start `[python, "-m", "drafttrain", ...]` with this process's folder and environment; stdout and stderr are one file."""
+    def kill(self) -> None:
+        """Kill it and the processes of its group."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+
+
+STARTED: list[Forked] = []
+
+
+@contextmanager
+def none_left() -> Iterator[None]:
+    """Commands and launches that were started within and still run, as a test that fails leaves them, are killed."""
+    before = len(STARTED)
+    try:
+        yield
+    finally:
+        for process in STARTED[before:]:
+            process.kill()
+        del STARTED[before:]
+
+
+def start(
+    command: list[str],
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    constants: Mapping[str, float] | None = None,
+) -> Forked:
+    """Start `[python, "-m", "drafttrain", ...]`; stdout and stderr are one file. Without them, this process's folder and
+    environment. constants: other values of the package's, by `module.NAME`, so that a test need not wait.
+    """
     assert command[1:3] == ["-m", "drafttrain"]
-    return _fork(argv=command[3:])
+    STARTED.append(_fork(folder, environment, argv=command[3:], constants=constants or {}))
+    return STARTED[-1]
 
 
 def run(command: list[str]) -> str:
@@ -107,15 +152,33 @@ def run(command: list[str]) -> str:
 
 def launch(work: Any, options: RunOptions, resolved: dict[str, Any]) -> None:
     """`drafttrain.cli.launch.launch`. All processes must end well."""
-    process = _fork(work=base64.b64encode(pickle.dumps((work, options, resolved))).decode())
+    process = start_launch(work, options, resolved)
     assert process.wait() == 0, process.said()
 
 
-def _fork(**work: Any) -> Forked:
+def start_launch(work: Any, options: RunOptions, resolved: dict[str, Any]) -> Forked:
+    """The same without waiting. An error is the last line that it says, `UserError: the line`."""
+    STARTED.append(_fork(work=base64.b64encode(pickle.dumps((work, options, resolved))).decode()))
+    return STARTED[-1]
+
+
+@contextmanager
+def module(name: str, *words: str) -> Iterator[Forked]:
+    """`python -m NAME WORDS`, until the end of the block."""
+    process = _fork(module=name, argv=list(words))
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def _fork(folder: Path | None = None, environment: Mapping[str, str] | None = None, **work: Any) -> Forked:
     handle, name = tempfile.mkstemp(prefix="forked-", suffix=".txt")
     os.close(handle)
-    environment, parent = dict(os.environ), server_for(os.environ)
-    return Forked(parent.ask(**work, output=name, folder=os.getcwd(), environment=environment), Path(name), parent)
+    variables = dict(environment or os.environ)
+    parent = server_for(variables)
+    pid = parent.ask(**work, output=name, folder=str(folder or os.getcwd()), environment=variables)
+    return Forked(pid, Path(name), parent)
 
 
 def serve(requests: TextIO, answers: TextIO) -> dict[str, Any] | None:
@@ -123,7 +186,7 @@ def serve(requests: TextIO, answers: TextIO) -> dict[str, Any] | None:
     for line in requests:
         request = json.loads(line)
         if "wait" in request:
-            pid, status = os.waitpid(request["wait"], 0 if request["block"] else os.WNOHANG)
+            pid, status = os.waitpid(request["wait"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
             answer = os.fork()
@@ -137,6 +200,8 @@ def serve(requests: TextIO, answers: TextIO) -> dict[str, Any] | None:
 def become(request: dict[str, Any], *inherited: TextIO) -> None:
     """What a shell does between fork and exec."""
     os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["folder"])
     os.environ.clear()
@@ -191,8 +256,17 @@ def main() -> None:
     become(request, requests, answers)
     if "work" in request:
         work, options, resolved = pickle.loads(base64.b64decode(request["work"]))
-        launching.launch(work, options, resolved)
+        try:
+            launching.launch(work, options, resolved)
+        except (UserError, WorkerError, Interrupted) as error:
+            sys.exit(f"{type(error).__name__}: {error}")
+    elif "module" in request:
+        sys.argv = [request["module"], *request["argv"]]
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     else:
+        for constant, value in request["constants"].items():
+            owner, _, name = constant.rpartition(".")
+            setattr(import_module(owner), name, value)
         sys.argv = [str(ROOT / "drafttrain" / "__main__.py"), *request["argv"]]
         cli.main()
 

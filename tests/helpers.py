@@ -29,6 +29,7 @@ from drafttrain.core.tree import DraftTree, TreeShape
 from drafttrain.data import DataOptions
 from drafttrain.data.sources import Conversation, read_usable
 from drafttrain.decoding.decoder import Decoder
+from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, DraftState
@@ -37,8 +38,10 @@ from drafttrain.model.target import Taps
 from drafttrain.ops import build
 from drafttrain.targets.hf import HFTarget
 
+VERDICTS: dict[tuple[str, int], tuple[str | None, int | None]] = {}  # of the probe, by model and seed: `tiny_target`
 # a family of each kind: heads, recurrent, block, a model of its own, composed of others, nothing to learn
 FEW = ("medusa", "eagle3", "dspark", "draft_model", "cascade", "prompt_lookup")
+EACH = [x if x in FEW else pytest.param(x, marks=pytest.mark.slow) for x in sorted(families())]  # the others are slow
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
 GATED = COMMON | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
@@ -81,7 +84,16 @@ def chosen(request: pytest.FixtureRequest, test: Callable[..., None], *names: st
 
 
 def tiny_target(name: str = "llama", seed: int = 0, stop: frozenset[int] = frozenset()) -> HFTarget:
-    return HFTarget(tiny_model(name, seed), stop)
+    """A new target. What the probe says of these weights is asked once in a process: it is most of the time."""
+    if (name, seed) not in VERDICTS:
+        target = HFTarget(tiny_model(name, seed), stop)
+        VERDICTS[name, seed] = target.chains_reason, target.wrong_tap
+        return target
+    chains_reason, wrong_tap = VERDICTS[name, seed]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drafttrain.targets.hf.probe", lambda target: chains_reason)
+        patch.setattr("drafttrain.targets.hf.wrong_tap", lambda target: wrong_tap)
+        return HFTarget(tiny_model(name, seed), stop)
 
 
 def prompts(count: int, vocab: int = 64, seed: int = 0, longest: int = 20) -> list[list[int]]:

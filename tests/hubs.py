@@ -18,10 +18,19 @@ from pyarrow import parquet
 from tests.helpers import share_compiled
 from tests.standin.hub import Hub
 
+# huggingface_hub and datasets wait for seconds before they try again; how often they try stays their own
+IMPATIENT = """
+import time
+rest = time.sleep
+time.sleep = lambda seconds: rest(min(seconds, 0.005))
+"""
 COMMANDS = """
-import json, sys
+import json, os, sys
 from drafttrain.cli import main
-for words in json.loads(sys.argv[1]):
+for token, words in json.loads(sys.argv[1]):
+    os.environ.pop("HF_TOKEN", None)
+    if token:
+        os.environ["HF_TOKEN"] = token
     code = main.run(words)
     sys.stdout.flush()
     print(f"exit {code}", file=sys.stderr, flush=True)
@@ -57,7 +66,12 @@ class Ended:
 
 def run(hub: Hub, home: Path, *commands: Sequence[str], token: str | None = None, **more: str) -> Ended:
     """`drafttrain WORDS` for each command, one after another in one process, from the folder `home`."""
-    done = _process(hub, home, COMMANDS, [list(words) for words in commands], token, more)
+    return run_as(hub, home, *((token, words) for words in commands), **more)
+
+
+def run_as(hub: Hub, home: Path, *commands: tuple[str | None, Sequence[str]], **more: str) -> Ended:
+    """The same with a login, or none, for each command."""
+    done = _process(hub, home, COMMANDS, [[token, list(words)] for token, words in commands], None, more)
     parts = done.stderr.split("exit ")
     codes = [int(part.split("\n")[0]) for part in parts[1:]]
     errors = [parts[0], *(part.partition("\n")[2] for part in parts[1:-1])]
@@ -78,8 +92,8 @@ def _process(
     share_compiled(home / "cache")
     own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     environment = own | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"} | hub.environment(home, token, **more)
-    call = [sys.executable, "-c", program, json.dumps(words)]
-    return subprocess.run(call, env=environment, cwd=home, capture_output=True, text=True, timeout=500)
+    call = [sys.executable, "-c", IMPATIENT + program, json.dumps(words)]
+    return subprocess.run(call, env=environment, cwd=home, capture_output=True, text=True)
 
 
 def table(rows: Sequence[dict[str, Any]], group: int = 1000) -> bytes:

@@ -92,28 +92,28 @@ def lines(out: Path) -> dict[str, dict[int, set[str]]]:
     return found
 
 
-def planted(count: int, seed: int, covered: dict[str, dict[int, set[str]]]) -> list[Mutant]:
+def planted(out: Path, count: int, seed: int, covered: dict[str, dict[int, set[str]]]) -> list[Mutant]:
     """So many of all changes, in each folder by its covered lines; at most one of a line."""
-    from cosmic_ray.commands.init import _all_work_items
-    from cosmic_ray.plugins import operator_names
+    from cosmic_ray.commands import init
+    from cosmic_ray.work_db import WorkDB, use_db
 
-    chosen = random.Random(seed)
+    paths = [path for path in sorted(covered) if path.split("/")[1] in FOLDERS]
+    begun = not (out / "changes.sqlite").exists()
     by_folder: dict[str, dict[tuple[str, int], list[Mutant]]] = {folder: defaultdict(list) for folder in FOLDERS}
-    operators = {name: [{}] for name in operator_names() if OPERATORS.search(name)}
-    for path in sorted(covered):
-        folder = Path(path).parts[1] if len(Path(path).parts) > 2 else ""
-        if folder not in by_folder:
-            continue
-        for item in _all_work_items([ROOT / path], operators):
+    with use_db(str(out / "changes.sqlite"), WorkDB.Mode.create if begun else WorkDB.Mode.open) as changes:
+        if begun:
+            init(paths, changes, {})
+        for item in changes.work_items:
             change = item.mutations[0]
-            line = change.start_pos[0]
-            if covered[path].get(line):
-                by_folder[folder][path, line].append(Mutant(path, change.operator_name, change.occurrence, line))
+            path, line = str(change.module_path), change.start_pos[0]
+            if OPERATORS.search(change.operator_name) and covered[path].get(line):
+                mutant = Mutant(path, change.operator_name, change.occurrence, line)
+                by_folder[path.split("/")[1]][path, line].append(mutant)
     whole = sum(len(found) for found in by_folder.values())
-    mutants = []
+    chosen, mutants = random.Random(seed), []
     for found in by_folder.values():
         for place in chosen.sample(sorted(found), min(len(found), round(count * len(found) / whole))):
-            mutants.append(chosen.choice(found[place]))
+            mutants.append(chosen.choice(sorted(found[place], key=lambda mutant: mutant.key)))
     chosen.shuffle(mutants)
     return mutants
 
@@ -211,10 +211,8 @@ def report(out: Path) -> str:
             rows[row].update(["faults", f"ci {ci}", *([f"grids {grids}"] if grids else [])])
         if grids == KILLED:
             missed.append(f"{found['fault']} by {found['grids']['by']}")
-    text = [
-        "| folder | faults | killed by CI | by its grids alone | score | survived | at the limit |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ("folder", "faults", "killed by CI", "by grids alone", "score", "survived", "at the limit")
+    text = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name in [*sorted(rows.keys() - {"all"}), *(["all"] if rows else [])]:
         row = rows[name]
         ci, more = row[f"ci {KILLED}"], row[f"grids {KILLED}"]
@@ -229,9 +227,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/mutants"))
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--limit", type=float, default=240.0, help="seconds of a fault's tests, after which it counts as not found"
-    )
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for a fault's tests")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--minutes", type=float, help="no further fault begins after so many")
     parser.add_argument("tests", nargs="*", help="of those that find out which test runs which line; default all")
@@ -242,7 +238,7 @@ def main() -> int:
     if not (out / "lines.coverage").exists():
         cover(out, given.tests)
     known = {found["fault"] for found in results(out)}
-    mutants = [mutant for mutant in planted(given.count, given.seed, lines(out)) if mutant.key not in known]
+    mutants = [mutant for mutant in planted(out, given.count, given.seed, lines(out)) if mutant.key not in known]
     end = None if given.minutes is None else time.monotonic() + 60 * given.minutes
     import deepspeed  # noqa: F401  # what most tests load, once for all forks
     import torch
@@ -259,7 +255,7 @@ def main() -> int:
             break
         waiting.put(mutant)
         print(f"{count + 1} of {len(mutants)}: {mutant.key}", flush=True)
-    for worker in workers:
+    for _ in workers:
         waiting.put(None)
     for worker in workers:
         worker.join()

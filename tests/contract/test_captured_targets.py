@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,52 +11,48 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import mtp_native
 from drafttrain.ops import library
-from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
-from tests.architectures import ARCHITECTURES, WINDOW, model_of
+from tests.architectures import ARCHITECTURES, WINDOW
+from tests.cases import with_grid
+from tests.contract.test_targets import EXACT, block_by_block
 from tests.helpers import prompts
 from tests.recorder import Graph, cpu_graphs
 from tests.targets import refusal
 from tests.tiny import build
 
 __all__ = ["cpu_graphs"]
-EXACT = [name for name, row in ARCHITECTURES.items() if row.refused is None]
 CAPTURED = [name for name in EXACT if ARCHITECTURES[name].captured]
-FEW = ("GPT-NeoX", "Bamba")  # in make test: of keys and values alone, and with recurrent layers
-TRIED = (*FEW, "Falcon")  # the last one brings indices to the device
+TRIED = ("GPT-NeoX", "Bamba", "Falcon")  # of keys and values alone, with recurrent layers, and one that no graph can hold
 FAMILIES = (None, "medusa", "draft_model", "eagle3", "mtp_native")
+FEW = [("GPT-NeoX", None), ("Bamba", "medusa")]
+SLOW = [  # of each kind of attention or recurrence; each architecture with one family: `test_greedy_tokens_are_generates`
+    ("Llama", "mtp_native"),
+    ("Gemma-4 (text)", "eagle3"),
+    ("DeepSeek-V3", "draft_model"),
+    ("gpt-oss", "medusa"),
+    ("Llama-4 (text)", None),
+    ("Qwen3-Next", "eagle3"),
+    ("MPT", "draft_model"),
+]
 CHAIN: dict[str | None, dict[str, Any]] = {"medusa": {"paths": [[0], [0, 0], [0, 0, 0]]}, "mtp_native": {"tree": "chain"}}
 
 
-@cache
-def target_of(name: str) -> HFTarget:
-    """One that runs block by block, as on a GPU."""
-    model = model_of(name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "has_product", lambda: False)
-        return (HFTarget if why_not(model) else FastTarget)(model)
-
-
 @pytest.mark.sampled(name=TRIED)
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", EXACT)
 def test_its_passes_are_captured_and_replayed_right(name: str) -> None:
     """As the table of docs/targets.md says; on a GPU the same is tried when a target is loaded."""
-    reason = refusal(target_of(name))
+    reason = refusal(block_by_block(name))
     assert (reason is None) == ARCHITECTURES[name].captured, reason
     assert reason is None or reason.startswith("modeling_")
 
 
-@pytest.mark.sampled(name=FEW, family=(None, "medusa"))
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize(("name", "family"), with_grid(FEW, CAPTURED, FAMILIES, slow=SLOW))
 def test_captured_steps_give_the_tokens_of_eager_ones(
     name: str, family: str | None, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and texts are longer than windows; three rows in slots for two, so that rows come, go and are filled up."""
     monkeypatch.setattr(library, "has_product", lambda: False)
-    target, asked = target_of(name), prompts(3, vocab=60, seed=3, longest=2 * WINDOW)
+    target, asked = block_by_block(name), prompts(3, vocab=60, seed=3, longest=2 * WINDOW)
     asked[0] = (asked[0] * 20)[: 3 * WINDOW]
     drafter = None if family is None else drafter_of(family, target)
     found = []
@@ -83,7 +78,7 @@ def test_modules_of_the_targets_own_are_captured_with_every_tree(
     options: dict[str, Any], cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "has_product", lambda: False)
-    target, asked, found = target_of("Llama"), prompts(3, vocab=60, seed=3), []
+    target, asked, found = block_by_block("Llama"), prompts(3, vocab=60, seed=3), []
     drafter = build("mtp_native", target, 0.3, **options, **({"draft_length": 2} if "modules" in options else {}))
     for captures in (False, True):
         controls = Controls(read_every=1 if captures else None)
@@ -94,7 +89,7 @@ def test_modules_of_the_targets_own_are_captured_with_every_tree(
 
 
 def test_a_block_with_experts_is_tried_once_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, tried = build("mtp_native", target_of("Mixtral"), draft_length=2, tree="chain", modules=2), []
+    drafter, tried = build("mtp_native", block_by_block("Mixtral"), draft_length=2, tree="chain", modules=2), []
     assert drafter.captured, "without a GPU nothing is tried"
     monkeypatch.setattr(mtp_native, "why_waiting", lambda work: tried.append(work()) or "it waits")
     assert drafter._why_waiting() == "it waits" and len(tried) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from drafttrain.features.online import Online
 from drafttrain.model import cached_layers
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.kv_cache import KVCache
+from tests.cases import slow_but, with_grid
 from tests.helpers import drafted_and_predicted, prompts, tiny_target
 from tests.tiny import SHAPES, build
 
@@ -38,9 +40,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dfly, mixed": ("dfly", {"layer": MIXED}),
     "dflash2, mixed and causal": ("dflash2", {"layer": MIXED, "causal_windows": True}),
 }
+# windows of a recurrent layer, in chains and trees; of PEagle's own mask; of blocks
+FEW = ("eagle3, dynamic", "peagle, mixed", "dflash, mixed")
+MORE = ("eagle3", "dflash, not causal", "dflash2, mixed and causal")
 CHANGED = [name for name, (_, options) in CASES.items() if options["layer"] == WINDOW]
 
 
+@pytest.mark.sampled(case=(*FEW, *MORE))
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_trained_is_what_is_drafted(case: str) -> None:
     name, options = CASES[case]
@@ -49,10 +55,9 @@ def test_what_is_trained_is_what_is_drafted(case: str) -> None:
     assert predicted == drafts
 
 
-@pytest.mark.sampled(case=("eagle3, dynamic", "peagle, mixed", "dflash, mixed"))
-@pytest.mark.sampled_slow
+@pytest.mark.sampled(case=(*FEW, *MORE))
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(FEW, CASES))
 def test_greedy_output_is_plain_decodings(case: str, batch: int) -> None:
     name, options = CASES[case]
     target, asked = tiny_target(), prompts(4, seed=3, longest=40)
@@ -62,10 +67,15 @@ def test_greedy_output_is_plain_decodings(case: str, batch: int) -> None:
     assert [r.tokens for r in drafted] == [r.tokens for r in plain]
 
 
-@pytest.mark.sampled(case=("eagle3, dynamic", "dflash"), every=[None])
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("every", [None, 2], ids=["each step read at once", "static shapes"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "every"),
+    with_grid(
+        [("eagle3, dynamic", None), ("dflash", 2)],
+        CASES,
+        (None, 2),  # each step is read at once, or shapes are static
+        slow=[("eagle3, dynamic", 2), ("dflash", None), ("peagle", None), ("dflash, mixed", None), ("mtp", 2)],
+    ),
+)
 def test_a_cache_that_keeps_its_window_alone_drafts_the_same(
     case: str, every: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +107,7 @@ def test_a_cache_that_keeps_its_window_alone_drafts_the_same(
     assert all(cache.pages == 4 * cache.slots < cache.slots * cache.capacity // 32 for cache in kept)
 
 
+@pytest.mark.sampled(case=("eagle3", "peagle", "dflash"))
 @pytest.mark.parametrize("case", CHANGED)
 def test_text_before_the_window_does_not_count(case: str) -> None:
     """A change of the first state reaches predictions as far as the windows of all layers do, and not beyond."""
@@ -121,28 +132,24 @@ def test_text_before_the_window_does_not_count(case: str) -> None:
     assert far[True] <= 9 * layers < far[False]
 
 
-@pytest.mark.parametrize(
-    ("name", "layer", "says"),
-    [
-        ("dflash", {"sliding_window": 5}, "drafter.layer.sliding_window is 5; 4 drafts or training steps and the token before"),
-        (
-            "dflash",
-            {"sliding_window": 9, "full_attention_layers": [2]},
-            "full_attention_layers is [2]; the drafter has layers 0",
-        ),
+def test_windows_that_cannot_be_are_refused(subtests: pytest.Subtests) -> None:
+    target, cut = tiny_target(), "drafter.layer.sliding_window is"
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("dflash", {"sliding_window": 5}, f"{cut} 5; 4 drafts or training steps and the token before"),
+        ("dflash", MIXED | {"full_attention_layers": [2]}, "full_attention_layers is [2]; the drafter has layers 0"),
         ("dflash", {"full_attention_layers": [0]}, "without drafter.layer.sliding_window"),
-        ("eagle3", {"sliding_window": -1}, "drafter.layer.sliding_window is -1; set it above 0, or to null: all positions"),
-    ],
-)
-def test_windows_that_cannot_be_are_refused(name: str, layer: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError) as refused:
-        build(name, tiny_target(), layer=layer)
-    assert says in str(refused.value)
+        ("eagle3", {"sliding_window": -1}, f"{cut} -1; set it above 0, or to null: all positions"),
+    ]
+    for name, layer, says in cases:
+        with subtests.test(name=name, layer=layer), pytest.raises(UserError, match=re.escape(says)):
+            build(name, target, layer=layer)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
-def test_all_steps_of_training_fit_into_a_window(name: str) -> None:
+def test_all_steps_of_training_fit_into_a_window(subtests: pytest.Subtests) -> None:
     """A step more would see positions of its own index that its window leaves out."""
-    with pytest.raises(UserError, match=r"sliding_window is 8; 7 drafts or training steps and .* set it above 8"):
-        build(name, tiny_target(), layer={"sliding_window": 8}, steps=7)
-    assert build(name, tiny_target(), layer={"sliding_window": 9}, steps=7).layer.self_attn.shape.window == 9
+    target = tiny_target()
+    for name in ("eagle", "eagle3", "mtp"):
+        with subtests.test(name=name):
+            with pytest.raises(UserError, match=r"sliding_window is 8; 7 drafts or training steps and .* set it above 8"):
+                build(name, target, layer={"sliding_window": 8}, steps=7)
+            assert build(name, target, layer={"sliding_window": 9}, steps=7).layer.self_attn.shape.window == 9

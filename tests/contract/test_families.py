@@ -21,16 +21,23 @@ from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
 from drafttrain.drafters.common.proposal import TreeOptions
 from drafttrain.features.online import Online
+from drafttrain.measure.exactness import Match, compare
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.kv_storage import PAGE
+from drafttrain.model.target import Taps
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
-from tests.helpers import FEW, drafted_and_predicted, prompts, tiny_model, tiny_target, watch_proposals
+from tests.cases import slow_but
+from tests.helpers import EACH, FEW, drafted_and_predicted, prompts, tiny_model, tiny_target, watch_proposals
 from tests.tiny import NAMES, SHAPES, build
 
 PLAIN: dict[str, list[Any]] = {}  # results without a drafter, which are the same for all families
+# a family of each kind of state: FEW, and those whose states add something to the state of one of FEW
+STATES = (*FEW, "redrafter", "mtp_native", "peagle", "dflash", "domino", "lilicorr", "xpress", "pard", "uno", "suffix")
+GROWN = [name for name in NAMES if issubclass(families()[name].options, TreeOptions)]  # with a choice of trees
+TREES = ("medusa", "eagle3", "draft_model", "dspark", "dflash", "mtp_native", "peagle", "pard")  # one of each kind of them
 
 
 def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:
@@ -44,12 +51,12 @@ def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], ba
 
 def decoded(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:
     sampling = settings.pop("sampling", Sampling())
-    policy = "greedy" if sampling.greedy else "lossless"
+    policy = settings.pop("policy", "greedy" if sampling.greedy else "lossless")
     stop = settings.pop("stop", frozenset())
     return Decoder(target, drafter, policy, sampling, stop, settings.pop("tokens", 30), **settings).run(asked, batch).results
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_gradients_are_ready_in_one_order_however_few_tokens_are_supervised(name: str) -> None:
     """ZeRO 1 and 2 reduce gradients as they are ready: processes with other orders would add different parameters."""
     target = tiny_target()
@@ -69,45 +76,42 @@ def test_gradients_are_ready_in_one_order_however_few_tokens_are_supervised(name
     assert orders[0] == orders[1] and sorted(orders[0]) == [number for number, _ in trained]
 
 
-@pytest.mark.sampled(name=FEW)
-@pytest.mark.sampled_slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -> None:
     """Ragged prompts, rows that stop at different times, prompts longer than a prefill chunk."""
     target, asked = tiny_target(), prompts(6, seed=3)
     stop = frozenset({7, 11})
-    plain = decode(target, None, asked, 1, stop=stop)
-    speculative = decode(target, build(name, target, noise), asked, batch, stop=stop, prefill_chunk=6)
+    plain = decode(target, None, asked, 1, stop=stop, tokens=20)
+    speculative = decode(target, build(name, target, noise), asked, batch, stop=stop, tokens=20, prefill_chunk=6)
     assert [r.tokens for r in speculative] == [r.tokens for r in plain]
     assert all(r.emitted == len(r.tokens) - 1 for r in speculative)
     assert all(p.emitted == p.verifications for p in plain)
 
 
-@pytest.mark.sampled(name=("medusa", "eagle3", "draft_model"))
-@pytest.mark.sampled_slow
+@pytest.mark.sampled(name=TREES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(families()[name].options, TreeOptions)])
+@pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), GROWN))
 def test_trees_grown_by_confidence_change_no_output(name: str, temperature: float) -> None:
     """At a temperature `coupled` gives plain sampling's own tokens."""
-    target, asked, family = tiny_target(), prompts(6, seed=3), families()[name]
+    target, asked, family = tiny_target(), prompts(5, seed=3), families()[name]
     torch.manual_seed(1)
     options = family.options(
         **{k: v for k, v in SHAPES[name].items() if k != "paths"} | {"tree": "dynamic", "width": 3, "nodes": 9}
     )
     sampling = Sampling(temperature=temperature, seed=5)
     policy = "greedy" if sampling.greedy else "coupled"
-    plain = Decoder(target, None, policy, sampling, frozenset(), 30).run(asked, 1).results
-    drafted = Decoder(target, family.build(options, target).eval(), policy, sampling, frozenset(), 30).run(asked, 4).results
+    plain = decode(target, None, asked, 1, policy=policy, sampling=sampling, tokens=20)
+    drafted = decode(target, family.build(options, target).eval(), asked, 4, policy=policy, sampling=sampling, tokens=20)
     assert [r.tokens for r in drafted] == [r.tokens for r in plain]
     assert sum(r.emitted - r.verifications for r in drafted) > 0
 
 
-@pytest.mark.sampled(name=("medusa", "eagle3", "draft_model"))
-@pytest.mark.sampled_slow
+@pytest.mark.sampled(name=TREES)
 @pytest.mark.parametrize("tree", [{"tree": "static", "paths": [[0]]}, {"tree": "dynamic", "width": 1, "nodes": 2}])
-@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(families()[name].options, TreeOptions)])
+@pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), GROWN))
 def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[str, Any]) -> None:
     """Whatever a family computes beside its nodes; the text and its tree end where a page of the cache does."""
     target, asked, family = tiny_target(), prompts(1, seed=3), families()[name]
@@ -118,24 +122,21 @@ def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[s
     assert decode(target, drafter, asked, 1, tokens=tokens)[0].tokens == decode(target, None, asked, 1, tokens=tokens)[0].tokens
 
 
-@pytest.mark.sampled(name=("medusa", "eagle3"))
-@pytest.mark.sampled_slow(name=FEW)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(name=FEW)
+@pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
     """The cache holds the longest request and no more, whoever shares a step with it."""
     target = tiny_target()
     asked = [[3 + i, 5, 9] * length for i, length in enumerate((2, 60, 40, 55, 1))]
-    plain = [r.tokens for r in decode(target, None, asked, 1, tokens=40)]
-    for noise in (0.0, 1.0):
-        drafter = build(name, target, noise)
-        for prefill in (512, 32):
-            ours = decode(target, drafter, asked, 2, tokens=40, prefill_chunk=prefill)
-            assert [r.tokens for r in ours] == plain
-        assert sum(r.verifications for r in ours) == sum(r.verifications for r in decode(target, drafter, asked, 1, tokens=40))
+    plain = [r.tokens for r in decode(target, None, asked, 1, tokens=24)]
+    drafter = build(name, target, 0.3)  # some of its drafts are accepted
+    alone, *beside = (decode(target, drafter, asked, n, tokens=24, prefill_chunk=m) for n, m in ((1, 512), (2, 512), (2, 32)))
+    assert all([r.tokens for r in results] == plain for results in (alone, *beside))
+    assert len({sum(r.verifications for r in results) for results in (alone, *beside)}) == 1
 
 
 @pytest.mark.sampled(name=FEW)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_stop_tokens_inside_an_accepted_run_cut_exactly_there(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
     free = decode(target, None, asked, 1, tokens=40)
@@ -145,7 +146,7 @@ def test_stop_tokens_inside_an_accepted_run_cut_exactly_there(name: str) -> None
         assert result.tokens == whole.tokens[:end]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other(name: str) -> None:
     """The verifier's rule, and what is expected of acceptance, depend on it."""
     target = tiny_target()
@@ -158,7 +159,7 @@ def test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other(na
             assert all(set(path) == {0} for path in drafter.proposal.paths)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_what_is_trained_is_what_is_drafted(name: str) -> None:
     """`predict` at the last committed position, given the drafts as text, names exactly the tokens `propose` drafted."""
     target = tiny_target()
@@ -169,22 +170,20 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
     assert predicted == drafts
 
 
-@pytest.mark.sampled(name=("medusa", "eagle3", "cascade"))
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(name=FEW)
+@pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
     """With the verifier's noise for its own samples too, so that it draws what the verifier will."""
     target, asked = tiny_target(), prompts(5, seed=3)
-    for sampling in (Sampling(0.7, top_p=0.95, seed=2), Sampling(1.5, seed=2)):
+    for sampling, batch in ((Sampling(0.7, top_p=0.95, seed=2), 1), (Sampling(1.5, seed=2), 3)):
         plain = decode(target, None, asked, 2, sampling=sampling)
-        for batch in (1, 3):
-            ours = Decoder(target, build(name, target, 0.1), "coupled", sampling, max_new_tokens=30).run(asked, batch).results
-            assert [r.tokens for r in ours] == [r.tokens for r in plain]
+        ours = decode(target, build(name, target, 0.1), asked, batch, policy="coupled", sampling=sampling)
+        assert [r.tokens for r in ours] == [r.tokens for r in plain]
 
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("every", [None, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_texts_that_fall_back_to_plain_decoding_go_on_as_the_targets_own(name: str, every: int | None) -> None:
     """Under a lossy policy, cut back at different times in one batch; later requests take their slots."""
     target, asked, sampling = tiny_target(), prompts(6, seed=8), Sampling(1.0, repetition_penalty=1.1, seed=3)
@@ -202,7 +201,8 @@ def test_texts_that_fall_back_to_plain_decoding_go_on_as_the_targets_own(name: s
             assert result.tokens[act.kept :] == plain.tokens
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(name=STATES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_depth_limit_is_kept_and_drafts_the_same_tokens(name: str) -> None:
     target, asked = tiny_target(), prompts(3, seed=7)
     drafter = build(name, target, 0.2)
@@ -228,7 +228,8 @@ def nodes(tree: DraftTree) -> list[list[tuple[int, int]]]:
     return [list(zip(tokens, parents, strict=True))[:count] for tokens, parents, count in rows]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(name=STATES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_restored_state_leaves_no_trace(name: str) -> None:
     """After `restore` a proposal is that of a twin which observed nothing after the snapshot."""
     target = tiny_target()
@@ -254,23 +255,23 @@ def test_a_restored_state_leaves_no_trace(name: str) -> None:
     assert nodes(found) == nodes(wanted)
 
 
+@pytest.mark.sampled(name=("eagle3", "dflash", "lilicorr", "early_exit"))
 @pytest.mark.parametrize("name", NAMES)
 def test_states_it_does_not_tap_do_not_matter(name: str) -> None:
     target = tiny_target()
-    drafter = build(name, target)
+    drafter, every = build(name, target), Taps(tuple(range(target.shape.blocks)), final=True)
     text = torch.tensor([prompts(1, seed=1, longest=25)[0] + [1, 2, 3, 4, 5, 6]])
     batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool))
-    filled = Online(target, drafter.taps).fill(batch)
+    filled = Online(target, drafter.taps | every).fill(batch)
     clean = [p.hidden_MH for p in drafter.predict(filled)]
-    for key in set(filled.hidden) - set(drafter.taps.keys):
+    for key in set(every.keys) - set(drafter.taps.keys):
         filled.hidden[key].fill_(torch.nan)
     for a, b in zip(clean, drafter.predict(filled), strict=True):
         assert torch.equal(a, b.hidden_MH)
 
 
 @pytest.mark.sampled(name=FEW)
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(("eagle3", "dspark"), NAMES))  # of those that draw their drafts
 def test_sampling_follows_the_targets_law_through_the_whole_loop(name: str) -> None:
     """Chi-square of pairs of tokens against plain sampling's exact law, top-k and top-p applied."""
     target = tiny_target()
@@ -308,21 +309,18 @@ def pair_law(target: HFTarget, prompt: list[int], sampling: Sampling) -> dict[tu
     return pairs
 
 
-@pytest.mark.sampled(name=FEW)
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path: Path) -> None:
     target = tiny_target()
     drafter = build(name, target, 0.5)
     again = reloaded(name, drafter, target, tmp_path)
     asked = prompts(2, seed=6)
-    a, b = decode(target, drafter, asked, 2), decode(target, again, asked, 2)
+    a, b = (decode(target, d, asked, 2, tokens=16) for d in (drafter, again))
     assert [(r.tokens, r.verifications, r.accepted) for r in a] == [(r.tokens, r.verifications, r.accepted) for r in b]
 
 
 @pytest.mark.sampled(name=FEW)
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(("medusa", "eagle3", "dspark"), NAMES))
 def test_it_decodes_in_the_targets_precision(name: str, tmp_path: Path) -> None:
     """A bfloat16 target's drafter costs bfloat16's bytes; its texts are the target's, and it drafts about as well."""
     target, asked = FastTarget(tiny_model().to(torch.bfloat16)), prompts(4, seed=6)
@@ -330,8 +328,11 @@ def test_it_decodes_in_the_targets_precision(name: str, tmp_path: Path) -> None:
     again = reloaded(name, drafter, target, tmp_path)
     assert {p.dtype for p in again.parameters()} <= {torch.bfloat16}
     plain, whole, half = (decode(target, d, asked, 2) for d in (None, drafter.requires_grad_(False), again))
-    assert [r.tokens for r in half] == [r.tokens for r in whole] == [r.tokens for r in plain]
-    assert abs(sum(r.verifications for r in half) - sum(r.verifications for r in whole)) <= 8
+    texts = [[r.tokens for r in results] for results in (plain, whole, half)]
+    for found in texts[1:]:  # passes of other shapes round otherwise, and near-ties may turn
+        assert Match.UNEXPLAINED not in compare(target, torch.bfloat16, asked, found, texts[0])
+    passes, wanted = (sum(r.verifications for r in results) for results in (half, whole))
+    assert abs(passes - wanted) <= 0.1 * wanted  # rounding turns a draft here and there
 
 
 def reloaded(name: str, drafter: Drafter, target: HFTarget, tmp_path: Path) -> Drafter:
@@ -343,11 +344,8 @@ def reloaded(name: str, drafter: Drafter, target: HFTarget, tmp_path: Path) -> D
 
 
 @pytest.mark.sampled(name=FEW)
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_overfitted_on_one_text_it_is_accepted_in_full(name: str) -> None:
-    from drafttrain.objective.losses import LossOptions, Objective
-
     target, prompt = tiny_target(), prompts(1, seed=9)[0]
     reply = decode(target, None, [prompt], 1, tokens=24)[0].tokens
     text = torch.tensor([prompt + reply])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -102,25 +103,19 @@ def slug(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name)
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float | str]]]:
-    """What each of two processes found."""
-    folder = tmp_path_factory.mktemp("architectures")
-    for name in EXACT:
-        model_of(name).save_pretrained(folder / slug(name))
-        save_bytes_tokenizer(folder / slug(name))
-    launch(compare, RunOptions(launcher=LauncherOptions(nproc=2)), {"folder": str(folder)})
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", EXACT)
-def test_two_processes_have_the_states_of_one(name: str, placement: str, both: list[dict[str, Any]]) -> None:
-    for found in both:
-        result = found[name][placement]
-        if placement != "zero3" and name not in (SPLIT if placement == "tensor_parallel" else ROUTED):
-            assert isinstance(result, str) and "\n" not in result
-            assert result.startswith(f"target.{placement}") and result.endswith(f"leave target.{placement} out")
-        else:
-            assert isinstance(result, float) and result < 1e-4, result
+def test_target_divided_over_processes_has_states_of_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """One launch for all architectures and placements."""
+    for name in EXACT:
+        model_of(name).save_pretrained(tmp_path / slug(name))
+        save_bytes_tokenizer(tmp_path / slug(name))
+    launch(compare, RunOptions(launcher=LauncherOptions(nproc=2)), {"folder": str(tmp_path)})
+    both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for name, placement, found in product(EXACT, PLACEMENTS, both):
+        with subtests.test(name=name, placement=placement):
+            result = found[name][placement]
+            if placement != "zero3" and name not in (SPLIT if placement == "tensor_parallel" else ROUTED):
+                assert isinstance(result, str) and "\n" not in result
+                assert result.startswith(f"target.{placement}") and result.endswith(f"leave target.{placement} out")
+            else:
+                assert isinstance(result, float) and result < 1e-4, result

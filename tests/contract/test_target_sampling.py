@@ -10,13 +10,15 @@ import pytest
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from tests.architectures import WINDOW, model_of
-from tests.contract.test_targets import EXACT, FEW, runner_of
+from tests.cases import slow_but
+from tests.contract.test_targets import EXACT, runner_of
 from tests.distributions import Texts, of_texts, tail
 from tests.tiny import build
 
 VOCAB, LENGTH, COUNT = 5, 3, 1500
 PROMPT = [1, 4, 2, 2, 0, 3, 1] * 3  # longer than windows and chunks
 SAMPLING = Sampling(0.7, seed=5)
+FEW = ("DeepSeek-V3", "gpt-oss")  # by drafts that are drawn, and by trees that are not
 OTHERS = ("GPT-2", "Falcon", "Bamba", "Qwen3-Next")  # in make test-slow: learned and rotary positions, two kinds of recurrence
 assert len(PROMPT) > 2 * WINDOW
 
@@ -32,9 +34,8 @@ def expected(name: str) -> Texts:
     return of_texts(model_of(name, vocab_size=VOCAB), PROMPT, SAMPLING, LENGTH)
 
 
-@pytest.mark.sampled(name=FEW)
-@pytest.mark.sampled_slow(name=OTHERS)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.sampled(name=(*FEW, *OTHERS))
+@pytest.mark.parametrize("name", slow_but(FEW, EXACT))
 def test_samples_follow_the_targets_distribution(name: str) -> None:
     """Texts of three tokens jointly; drafts of trees and chains, drawn and not drawn (in turns), that are often wrong."""
     target, family = target_of(name), ("draft_model", "medusa")[EXACT.index(name) % 2]

@@ -1,7 +1,7 @@
 """A small module trained, saved and resumed by one process or by two at every ZeRO stage: what test_resharding.py compares.
 
-`python -m tests.integration.resharding FOLDER` writes its states, unless they are there, and resumes all that are there. Two
-processes of `torch.distributed.run` do the same.
+`python -m tests.integration.resharding FOLDER few|every PROCESSES...` writes its states, unless they are there, and resumes
+those that so many processes wrote. Two processes of `torch.distributed.run` do the same.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from drafttrain.train.engine import TrainingEngine, World, join_world, leave_wor
 STAGES = (0, 1, 2, 3)
 KINDS = (("adamw", "float32"), ("adamw", "bfloat16"), ("muon", "float32"), ("muon", "bfloat16"))
 BEFORE, AFTER, ROWS = 3, 3, 4
+PAIRS = {  # the stage that wrote a state and the one that reads it; few: each writes for another, and reads another's
+    "few": (*((stage, stage) for stage in STAGES), (0, 3), (3, 1), (1, 2), (2, 0)),
+    "every": tuple(product(STAGES, STAGES)),
+}
+SELECTED = {"few": (KINDS[0], KINDS[-1]), "every": KINDS}
 WEIGHTS, END = "weights.safetensors", "end.safetensors"
 
 
@@ -96,13 +101,13 @@ def whole(folder: Path) -> dict[str, Tensor]:
     return found | load_file(folder / WEIGHTS)
 
 
-def write(folder: Path, world: World) -> None:
+def write(folder: Path, world: World, which: str) -> None:
     """`<folder>/<processes>-<optimizer>-<precision>-<stage>`: a state after BEFORE steps, the losses of the AFTER steps that
     follow, and the weights at their end.
     """
     if source(folder, world.size, KINDS[0], 0).is_dir():
         return
-    for kind in KINDS:
+    for kind in SELECTED[which]:
         for stage in STAGES:
             trained, place = engine(stage, *kind, world), source(folder, world.size, kind, stage)
             steps(trained, 0, BEFORE)
@@ -117,13 +122,13 @@ def source(folder: Path, processes: int, kind: tuple[str, str], stage: int) -> P
     return folder / f"{processes}-{'-'.join(kind)}-{stage}"
 
 
-def resume(folder: Path, processes: int, world: World) -> list[dict[str, Any]]:
-    """Every state of so many processes at every stage: saved again as it was read, and the losses from there on. `same`: where
-    as many processes at the same stage had written it.
+def resume(folder: Path, processes: int, world: World, which: str) -> list[dict[str, Any]]:
+    """The states of so many processes: saved again as they were read, and the losses from there on. `same`: where as many
+    processes at the same stage had written it.
     """
     found = []
-    for kind in KINDS:
-        for old, new in product(STAGES, STAGES):
+    for kind in SELECTED[which]:
+        for old, new in PAIRS[which]:
             saved, trained = source(folder, processes, kind, old), engine(new, *kind, world)
             trained.load_state(saved, load_file(saved / WEIGHTS))
             again = folder / "again" / f"{processes}-{world.size}-{'-'.join(kind)}-{old}-{new}"
@@ -137,10 +142,9 @@ def resume(folder: Path, processes: int, world: World) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     quiet()
     torch.set_num_threads(1)
-    place, both = Path(sys.argv[1]), join_world(torch.device("cpu"))
-    write(place, both)
-    there = [processes for processes in (1, 2) if source(place, processes, KINDS[0], 0).is_dir()]
-    resumed = [case for processes in there for case in resume(place, processes, both)]
+    place, few_or_every, both = Path(sys.argv[1]), sys.argv[2], join_world(torch.device("cpu"))
+    write(place, both, few_or_every)
+    resumed = [case for processes in sys.argv[3:] for case in resume(place, int(processes), both, few_or_every)]
     if both.first:
         (place / "resumed.json").write_text(json.dumps(resumed))
     leave_world(both)

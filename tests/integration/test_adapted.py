@@ -26,9 +26,10 @@ from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
 from drafttrain.train.trainer import Trainer
 from tests.helpers import tiny_target
-from tests.integration.test_training import arguments, digest, fit, kill_after, losses
+from tests.integration.test_training import arguments, digest, fit, kill_after, losses, once
 
 SPEC = LoraSpec(rank=4, start=0.34, ramp=False, drafter_weight=0.3)
+SHORT = ("measure.minutes=0", "measure.limit=2", "measure.batch_sizes=[1]", "decode.max_new_tokens=6")
 
 
 class NoWords:
@@ -63,8 +64,8 @@ def trained(folder: Path, work: TrainingJob) -> dict[str, torch.Tensor]:
     return read_weights(list_checkpoints(folder / "checkpoints")[-1])
 
 
-@pytest.mark.sampled
-@pytest.mark.sampled_slow
+# test_resharding.py has states of every stage
+@pytest.mark.sampled(stage=[1], optimizer=["muon"])
 @pytest.mark.parametrize(("stage", "precision"), [(0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16")])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_that_goes_on_ends_with_the_same_weights(stage: int, precision: str, optimizer: str, tmp_path: Path) -> None:
@@ -81,6 +82,7 @@ def test_a_run_that_goes_on_ends_with_the_same_weights(stage: int, precision: st
     assert len(changed) == 28 and all(changed), "every B has left zero"
 
 
+@pytest.mark.sampled(optimizer=["adamw"])  # test_muon.py has every stage
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_stages_have_the_weights_of_stage_0_and_train_heads_before_the_target(optimizer: str, tmp_path: Path) -> None:
     whole = trained(tmp_path / "0", job(0, optimizer=optimizer))
@@ -109,20 +111,29 @@ def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
     assert not torch.allclose(found, before, atol=1e-2)
 
 
-def test_the_commands_load_target_and_drafter_together(
-    command: Callable[..., int], material: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """fit, which measures; measure by itself; generate; and what fit refuses before it writes anything."""
-    where = ("target=hf", f"target.path={material / 'target'}")
-    short = ("measure.minutes=0", "measure.limit=2", "measure.batch_sizes=[1]", "decode.max_new_tokens=6")
-    steps = ("train.steps=2", "train.checkpoint_every=1", "train.global_batch=2", "train.micro_batch=2", "data.held_out=2")
-    small = ("recipe=medusa2", f"data.path={material / 'data.jsonl'}", *where, *steps, *short, "logger=none")
+@pytest.fixture
+def small(material: Path) -> tuple[str, ...]:
+    """Arguments of a short `fit` with an adapter, which measures."""
     (material / "two.jsonl").write_text('{"question_id": 1, "turns": ["abc"]}\n{"question_id": 2, "turns": ["hello"]}\n')
-    ask = f"prompts={material / 'two.jsonl'}"
-    assert command("fit", *small, ask, "deepspeed=zero3") == 2
+    data = ("target=hf", f"target.path={material / 'target'}", f"data.path={material / 'data.jsonl'}", "data.held_out=2")
+    steps = ("train.steps=2", "train.checkpoint_every=1", "train.global_batch=2", "train.micro_batch=2")
+    return ("recipe=medusa2", *data, *steps, "logger=none", f"prompts={material / 'two.jsonl'}", *SHORT)
+
+
+def test_fit_adapter_at_zero_3_is_refused_before_writing(
+    small: tuple[str, ...], command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("fit", *small, "deepspeed=zero3") == 2
     assert "deepspeed.zero_stage is 3, but an adapter" in capsys.readouterr().err
     assert not list(Path("outputs").glob("*/*/checkpoints"))
-    assert command("fit", *small, ask) == 0
+
+
+@pytest.mark.slow
+def test_the_commands_load_target_and_drafter_together(
+    small: tuple[str, ...], command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fit, which measures; measure by itself; generate."""
+    assert command("fit", *small) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "adapter of the target: rank 32" in said and "NOT of the original" in said
     (run,) = [path.parent for path in Path("outputs").glob("medusa2/*/report.json")]
@@ -130,7 +141,7 @@ def test_the_commands_load_target_and_drafter_together(
     assert [e["name"] for e in entries] == ["step-00001", "step-00002"]
     assert all(e["exact_matches"] == 2 and e["target_change"]["perplexity"]["adapted"] for e in entries)
     checkpoint = f"checkpoint={run / 'checkpoints' / 'step-00002'}"
-    assert command("measure", checkpoint, *short, ask) == 0
+    assert command("measure", checkpoint, *small[-1 - len(SHORT) :]) == 0
     assert "NOT of the original" in " ".join(capsys.readouterr().out.split())
     assert command("generate", checkpoint, "prompt=abc", "decode.max_new_tokens=5") == 0
     assert "the output is that of the adapted target, not of the original" in capsys.readouterr().err
@@ -139,7 +150,7 @@ def test_the_commands_load_target_and_drafter_together(
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=medusa2", "train.steps=12", "train.checkpoint_every=4")
-    whole = fit(material, tmp_path / "whole", *steps)
+    whole = once(material, *steps)
     broken = tmp_path / "broken"
     kill_after(arguments(material, broken, *steps, "resume=auto"), broken, lines=6)
     assert digest(fit(material, broken, *steps, "resume=auto")) == digest(whole)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from tests import devices, forked
 from tests.integration.test_training import SETTINGS, arguments, losses, once
+from tests.standin.mooncake import free_port
 
 Command = Callable[..., int]
 TWO = "launcher.nproc=2"
@@ -151,6 +151,7 @@ def test_a_lone_process_may_name_its_gpu(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(more=[("deepspeed=zero3",)])
 @pytest.mark.parametrize("more", [("deepspeed=zero3",), ("deepspeed=zero2", "deepspeed.offload_optimizer=true")], ids=str)
 def test_a_run_on_gpus_resumes(
     more: tuple[str, ...], material: Path, tmp_path: Path, gpus: Path, on_the_cpu: dict[str, list[float]]
@@ -166,6 +167,7 @@ def test_a_run_on_gpus_resumes(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(placement=["zero3"])
 @pytest.mark.parametrize("placement", ["zero3", "tensor_parallel"])
 def test_a_target_in_pieces_is_trained_on_and_measured(placement: str, material: Path, tmp_path: Path, gpus: Path) -> None:
     more = ("measure.enabled=true", "decode.tree_nodes=3", "train.steps=2", *short(tmp_path))
@@ -178,14 +180,12 @@ def started(commands: list[list[str]], variables: list[dict[str, str]]) -> None:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     both = zip(commands, variables, strict=True)
     running = [subprocess.Popen(command, env=os.environ | own, **pipes) for command, own in both]
-    said = [process.communicate(timeout=300)[0] for process in running]
+    try:
+        said = [process.communicate()[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
     assert [process.returncode for process in running] == [0] * len(running), "\n".join(said)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights
+from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, once
 
 
 @pytest.mark.slow
 def test_a_killed_run_keeps_its_vocabulary(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=eagle3", "drafter.draft_vocab=20", "train.steps=20", "train.checkpoint_every=5")
-    whole = fit(material, tmp_path / "whole", *steps)
-    broken = tmp_path / "broken"
-    kill_after(arguments(material, broken, *steps, "resume=auto"), broken, lines=7)
-    assert digest(fit(material, broken, *steps, "resume=auto")) == digest(whole)
+    whole = once(material, *steps)
+    kill_after(arguments(material, tmp_path, *steps, "resume=auto"), tmp_path, lines=7)
+    assert digest(fit(material, tmp_path, *steps, "resume=auto")) == digest(whole)
     tensors = load_file(last_weights(whole))
     assert tensors["lm_head.weight"].shape[0] == len(tensors["d2t"]) == int(tensors["t2d"].sum()) == 20
     letters = tensors["t2d"].nonzero()[:, 0]

@@ -29,8 +29,9 @@ from drafttrain.train.engine_features import ANSWERS, EngineFeatures
 from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
 from tests.contract.test_families import SHAPES, build
-from tests.integration.test_engine_features import computed, free_port, loaded, ready, served, server, train, world
-from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses
+from tests.integration.test_engine_features import computed, loaded, train, world
+from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses, once
+from tests.standin.served import States
 from tests.standin.states_server import StandIn, serving
 
 __all__ = ["loaded", "world"]
@@ -92,6 +93,7 @@ def job_of(name: str, loaded: LoadedTarget, data: Dataset, **options: Any) -> Tr
     return TrainingJob(loaded, drafter, name, shape, data, replace(OPTIONS, **options), DeepSpeedOptions(), LossOptions(), 4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_is_that_on_the_same_answers_as_texts(
@@ -188,40 +190,35 @@ def test_an_answer_with_the_states_of_another_text_is_refused(
     assert not list((tmp_path / "states").iterdir())
 
 
-def settings(chats: tuple[str, ...], port: int, *more: str) -> tuple[str, ...]:
-    return served(port, *chats, "features.answers=true", "features.max_new_tokens=12", *more)
+def settings(chats: tuple[str, ...], states: States, *more: str) -> tuple[str, ...]:
+    return states.asked(*chats, "features.answers=true", "features.max_new_tokens=12", *more)
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_goes_on_to_the_same_weights(material: Path, chats: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_killed_trainer_goes_on_to_the_same_weights(
+    material: Path, chats: tuple[str, ...], states: States, tmp_path: Path
+) -> None:
     """Every conversation's answer is the same request again, and all of the order's conversations are trained on."""
-    port, folder = free_port(), tmp_path / "states"
-    with server(material, folder, port) as process:
-        ready(process)
-        whole = fit(material, tmp_path / "whole", *settings(chats, port))
-        broken = tmp_path / "broken"
-        for lines in (2, 7):
-            kill_after(arguments(material, broken, *settings(chats, port, "resume=auto")), broken, lines=lines)
-        run = fit(material, broken, *settings(chats, port, "resume=auto", "features.ahead=2"))
-    assert len(list(broken.glob("*/*/run.json"))) == 1, "resume=auto began a new run"
+    whole = once(material, *settings(chats, states))
+    for lines in (2, 7):
+        kill_after(arguments(material, tmp_path, *settings(chats, states, "resume=auto")), tmp_path, lines=lines)
+    run = fit(material, tmp_path, *settings(chats, states, "resume=auto", "features.ahead=2"))
+    assert len(list(tmp_path.glob("*/*/run.json"))) == 1, "resume=auto began a new run"
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
-    assert not list(folder.iterdir())
+    assert not states.left()
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["answers_tokens_per_s"] >= 0 and 4 <= line["supervised_tokens"] <= 48
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(material: Path, chats: tuple[str, ...], tmp_path: Path) -> None:
+def test_two_processes_have_the_losses_of_one(material: Path, chats: tuple[str, ...], states: States, tmp_path: Path) -> None:
     """The loss is a mean over the answers' tokens of both."""
-    port, folder = free_port(), tmp_path / "states"
-    with server(material, folder, port) as process:
-        ready(process)
-        one = fit(material, tmp_path / "one", *settings(chats, port))
-        two = fit(material, tmp_path / "two", *settings(chats, port, "launcher.nproc=2"))
-        other = fit(material, tmp_path / "other", *settings(chats, port, "features.temperature=0.5"))
+    one = once(material, *settings(chats, states))
+    two = fit(material, tmp_path / "two", *settings(chats, states, "launcher.nproc=2"))
+    other = fit(material, tmp_path / "other", *settings(chats, states, "features.temperature=0.5"))
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert losses(other) != losses(one)
     for key in ("supervised_tokens",):
         a, b = ([json.loads(line)[key] for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, two))
         assert a == b
-    assert not list(folder.iterdir())
+    assert not states.left()

@@ -5,12 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
@@ -42,15 +36,14 @@ from drafttrain.train.trainer import Trainer
 from tests import forked
 from tests.contract.test_families import SHAPES, build
 from tests.integration.test_features import data, loaded
-from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses
-from tests.standin.mooncake import Master, needs_mooncake
+from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses, once, reach
+from tests.standin.mooncake import Master, free_port, needs_mooncake
+from tests.standin.served import States, states_server
 from tests.standin.states_server import StandIn, serving
 
 __all__ = ["data", "loaded"]
 OPTIONS = TrainOptions(steps=3, global_batch=4, micro_batch=1, warmup=0.0, checkpoint_every=3)
 FAMILIES = ("medusa", "eagle3", "dflash")
-ROOT = Path(__file__).parents[2]
-STEPS = ("recipe=medusa", "train.steps=12", "train.checkpoint_every=4")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +70,7 @@ def train(job: TrainingJob, world: World, folder: Path, features: EngineStates |
     return folder
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_is_that_on_the_target_itself(
@@ -124,150 +118,98 @@ def test_images_are_refused(loaded: LoadedTarget, data: Dataset, world: World) -
         features.features(pictured, ["http://x"], None, "", world, Console(None))  # type: ignore[arg-type]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-@contextmanager
-def server(
-    material: Path, where: Path | str, port: int, layers: str = "4", faults: str = "{}"
-) -> Iterator[subprocess.Popen[str]]:
-    """The stand-in as a process. where: the folder of its files, or the address of Mooncake's master."""
-    module = f"tests.standin.{'mooncake' if isinstance(where, str) else 'states'}_server"
-    command = [sys.executable, "-m", module, str(material / "target"), str(where), layers]
-    process = subprocess.Popen([*command, str(port), faults], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def ready(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-
-
-def served(port: int, *more: str) -> tuple[str, ...]:
-    address = f"features.servers=[http://127.0.0.1:{port}]"
-    return (*STEPS, "features=engine", address, "data.max_length=64", *more)
-
-
 @pytest.mark.slow
-def test_a_killed_trainer_goes_on_to_the_same_weights_and_leaves_no_file(material: Path, tmp_path: Path) -> None:
-    port, folder = free_port(), tmp_path / "states"
-    with server(material, folder, port) as process:
-        ready(process)
-        whole = fit(material, tmp_path / "whole", *served(port))
-        broken = tmp_path / "broken"
-        for lines in (2, 7):
-            kill_after(arguments(material, broken, *served(port, "resume=auto")), broken, lines=lines)
-        run = fit(material, broken, *served(port, "resume=auto", "features.ahead=2"))
+def test_a_killed_trainer_goes_on_to_the_same_weights_and_leaves_no_file(
+    material: Path, states: States, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    for lines in (2, 7):
+        kill_after(arguments(material, broken, *states.asked("resume=auto")), broken, lines=lines)
+    run, whole = fit(material, broken, *states.asked("resume=auto", "features.ahead=2")), once(material, *states.asked())
     assert len(list(broken.glob("*/*/run.json"))) == 1, "resume=auto began a new run"
     assert digest(run) == digest(whole)
     assert losses(run) == losses(whole)
-    assert not list(folder.iterdir())
+    assert not states.left()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     line = max(lines, key=lambda line: line.get("states_tokens_per_s", 0.0))  # the last steps' states came earlier
     assert line["states_tokens_per_s"] > 0 and 0 <= line["states_wait_share"] <= 1 and line["states_repeated"] == 0
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_and_comes_back_changes_nothing(material: Path, tmp_path: Path) -> None:
-    port, folder = free_port(), tmp_path / "states"
-    with server(material, folder, port, faults='{"20": "die"}') as process:
-        ready(process)
-        trainer = forked.start(arguments(material, tmp_path / "broken", *served(port)))
-        assert process.wait(120) == 9
-        time.sleep(1)
-    with server(material, folder, port) as process:
-        ready(process)
+def test_a_server_that_dies_and_comes_back_changes_nothing(material: Path, states: States, tmp_path: Path) -> None:
+    folder = tmp_path / "states"
+    with states_server(material, folder, faults='{"20": "die"}') as first:
+        trainer = forked.start(arguments(material, tmp_path / "broken", *first.asked()))
+        assert first.process.wait() == 9
+        trainer.wait_for("trying again for up to 600 s")
+    with states_server(material, folder, port=first.port) as again:
         assert trainer.wait() == 0, trainer.said()
-        whole = fit(material, tmp_path / "whole", *served(port))
-    assert "trying again for up to 600 s" in trainer.said() and "gives states again" in trainer.said()
+    assert "gives states again" in trainer.said()
     (run,) = (path.parent for path in (tmp_path / "broken").glob("*/*/run.json"))
+    whole = once(material, *states.asked())
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
-    assert not list(folder.iterdir())
+    assert not again.left()
 
 
 @pytest.mark.slow
 def test_a_server_that_stays_away_ends_the_run_in_one_line(material: Path, tmp_path: Path) -> None:
-    port, folder = free_port(), tmp_path / "states"
-    with server(material, folder, port, faults='{"20": "die"}') as process:
-        ready(process)
-        trainer = forked.start(arguments(material, tmp_path / "out", *served(port, "features.patience=2", "launcher.nproc=2")))
+    with states_server(material, tmp_path / "states", faults='{"20": "die"}') as server:
+        asked = server.asked("features.patience=2", "launcher.nproc=2")
+        trainer = forked.start(arguments(material, tmp_path / "out", *asked))
         assert trainer.wait() == 2, trainer.said()
     last = trainer.said().strip().splitlines()[-1]
     assert last.startswith("drafttrain: http://127.0.0.1") and "repeat the command with resume=auto" in last
-    assert not list(folder.iterdir())
+    assert not server.left()
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) -> None:
-    port, folder = free_port(), tmp_path / "states"
-    with server(material, folder, port) as process:
-        ready(process)
-        one = fit(material, tmp_path / "one", *served(port))
-        two = fit(material, tmp_path / "two", *served(port, "launcher.nproc=2"))
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    assert not list(folder.iterdir())
+def test_two_processes_have_the_losses_of_one(material: Path, states: States, tmp_path: Path) -> None:
+    two = fit(material, tmp_path / "two", *states.asked("launcher.nproc=2"))
+    assert losses(two) == pytest.approx(losses(once(material, *states.asked())), rel=1e-5)
+    assert not states.left()
 
 
 @pytest.mark.slow
-def test_a_stopped_run_saves_and_leaves_no_file(material: Path, tmp_path: Path) -> None:
-    port, folder, output = free_port(), tmp_path / "states", tmp_path / "out"
-    with server(material, folder, port) as process:
-        ready(process)
-        trainer = forked.start(arguments(material, output, *served(port)))
-        until = time.monotonic() + 120
-        while not list(output.glob("*/*/metrics.jsonl")) and time.monotonic() < until:
-            time.sleep(0.05)
-        os.kill(trainer.pid, signal.SIGTERM)
-        assert trainer.wait() in (75, 0), trainer.said()
-    assert not list(folder.iterdir())
+def test_a_stopped_run_saves_and_leaves_no_file(material: Path, states: States, tmp_path: Path) -> None:
+    long = states.asked("train.steps=4000", "train.checkpoint_every=2000")  # it does not end by itself
+    trainer = forked.start(arguments(material, tmp_path, *long))
+    reach(trainer, tmp_path, 1)
+    os.kill(trainer.pid, signal.SIGTERM)
+    assert trainer.wait() == 75, trainer.said()
+    assert list(tmp_path.glob("*/*/checkpoints/step-*")) and not states.left()
 
 
 @needs_mooncake
 @pytest.mark.slow
-def test_mooncake_gives_the_weights_of_files_whatever_is_killed(material: Path, tmp_path: Path) -> None:
+def test_mooncake_gives_the_weights_of_files_whatever_is_killed(material: Path, states: States, tmp_path: Path) -> None:
     """The server dies at a request, then the master is killed and comes back, and manifests and objects are damaged."""
-    port, other, folder = free_port(), free_port(), tmp_path / "states"
-    with server(material, folder, port) as process:
-        ready(process)
-        whole = fit(material, tmp_path / "files", *served(port))
-    master = Master(f"127.0.0.1:{free_port()}").start()
-    output = tmp_path / "mooncake"
+    master, faults = Master(f"127.0.0.1:{free_port()}").start(), '{"5": "damaged", "8": "half", "12": "error", "20": "die"}'
     try:
         store = ("features.transport=mooncake", f"features.mooncake.master={master.address}")
-        with server(material, master.address, other, faults='{"5": "damaged", "8": "half", "12": "error", "20": "die"}') as one:
-            ready(one)
-            trainer = forked.start(arguments(material, output, *served(other, *store)))
-            assert one.wait(240) == 9
+        with states_server(material, master.address, faults=faults) as one:
+            trainer = forked.start(arguments(material, tmp_path, *one.asked(*store)))
+            assert one.process.wait() == 9
             master.kill()
-            time.sleep(1)
+            trainer.wait_for("trying again")
         master.start()
-        with server(material, master.address, other) as again:
-            ready(again)
+        with states_server(material, master.address, port=one.port):
             assert trainer.wait() == 0, trainer.said()
     finally:
         master.kill()
-    (run,) = (path.parent for path in output.glob("*/*/run.json"))
+    (run,) = (path.parent for path in tmp_path.glob("*/*/run.json"))
+    whole = once(material, *states.asked())
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
 
 
 @needs_mooncake
 @pytest.mark.slow
 def test_a_mooncake_master_that_stays_away_ends_the_run_in_one_line(material: Path, tmp_path: Path) -> None:
-    port, master = free_port(), Master(f"127.0.0.1:{free_port()}").start()
+    master = Master(f"127.0.0.1:{free_port()}").start()
     store = ("features.transport=mooncake", f"features.mooncake.master={master.address}", "features.patience=2")
     try:
-        with server(material, master.address, port) as process:
-            ready(process)
+        with states_server(material, master.address) as server:
             master.kill()
-            trainer = forked.start(arguments(material, tmp_path / "out", *served(port, *store)))
+            trainer = forked.start(arguments(material, tmp_path / "out", *server.asked(*store)))
             assert trainer.wait() == 2, trainer.said()
     finally:
         master.kill()

@@ -14,9 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from drafttrain.cli.config import compose_run
+from drafttrain.core.errors import UserError
+from drafttrain.runs.training_engine import check_engine_options
 from drafttrain.train.checkpoint_manager import best_checkpoint, engine_figures
 from tests import forked
-from tests.integration.test_training import arguments, digest, fit, kill_after, losses
+from tests.integration.test_training import arguments, digest, fit, kill_after, losses, once, reach
 
 STANDIN = Path(__file__).parents[1] / "standin" / "engine.py"
 STEPS = ("recipe=medusa", "train.steps=8", "train.checkpoint_every=4", "decode.max_new_tokens=12", "train.keep_last=5")
@@ -63,21 +66,31 @@ def leftovers(output: Path) -> list[Path]:
 
 
 def ended(process: int) -> bool:
-    """Whether a process is gone within some seconds."""
-    deadline = time.monotonic() + 20
+    """Whether a process is gone in the end."""
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
             return True
-        time.sleep(0.1)
+        time.sleep(0.02)
     return False
 
 
+def measured_slowly(command: list[str], output: Path, lines: int, record: Path) -> forked.Forked:
+    """A run whose engine is `slow`: its first measurement takes until metrics.jsonl has so many lines."""
+    process = forked.start(command)
+    reach(process, output, lines)
+    (record / "go").touch()
+    assert process.wait() == 0, process.said()
+    return process
+
+
 @pytest.mark.slow
+@pytest.mark.sampled(more=[()])  # test_measured_training.py has two processes
 @pytest.mark.parametrize("more", [(), ("launcher.nproc=2", "deepspeed=zero3")])
 def test_training_is_the_same_and_the_figures_have_their_step(
     more: tuple[str, ...], material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
-    plain = fit(material, tmp_path / "plain", *STEPS, *more)
+    plain = once(material, *STEPS, *more)
     run = fit(material, tmp_path / "measured", *STEPS, *more, *engine("fast"))
     assert training_losses(run) == losses(plain) and digest(run) == digest(plain)
     lines = {line["engine/step"]: line for line in engine_lines(run)}
@@ -107,8 +120,8 @@ def test_training_is_the_same_and_the_figures_have_their_step(
 def test_a_failure_is_a_line_and_training_goes_on(
     how: str, more: tuple[str, ...], said: str, material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
-    process = forked.start(arguments(material, tmp_path, *STEPS, *engine(how), *more))
-    assert process.wait() == 0, process.said()
+    lines = 7 if how == "slow" else 0  # one more than the last step that is skipped
+    process = measured_slowly(arguments(material, tmp_path, *STEPS, *engine(how), *more), tmp_path, lines, tmp_path / "record")
     assert process.said().count(said) == 1 and "Traceback" not in process.said()
     (run,) = (file.parent for file in tmp_path.glob("*/*/run.json"))
     assert [line["engine/step"] for line in engine_lines(run)] == ([3, 8] if how == "slow" else [])
@@ -125,12 +138,14 @@ def test_the_engine_ends_with_the_run(
     number: signal.Signals, more: tuple[str, ...], material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
     process = forked.start(arguments(material, tmp_path / "out", *LONG, *more, *engine("hang")))
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None and not recorded(tmp_path):
+    while process.poll() is None and not recorded(tmp_path):
         time.sleep(0.02)
     assert leftovers(tmp_path), "the export is there while the engine runs"
-    os.killpg(process.pid, number) if number == signal.SIGKILL else os.kill(process.pid, number)
-    process.wait()
+    if number == signal.SIGKILL:
+        process.kill()
+    else:
+        os.kill(process.pid, number)
+        process.wait()
     (about,) = recorded(tmp_path).values()
     assert ended(about["process"]) and not leftovers(tmp_path), process.said()
 
@@ -155,8 +170,8 @@ def test_the_engine_chooses_the_best_checkpoint(
     material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
     keep = ("train.steps=6", "train.checkpoint_every=2", "train.keep_last=2", "measure.best=engine")
-    process = forked.start(arguments(material, tmp_path, "recipe=medusa", *keep, "decode.max_new_tokens=12", *engine("slow")))
-    assert process.wait() == 0, process.said()
+    command = arguments(material, tmp_path, "recipe=medusa", *keep, "decode.max_new_tokens=12", *engine("slow"))
+    process = measured_slowly(command, tmp_path, 5, tmp_path / "record")
     (folder,) = tmp_path.glob("*/*/checkpoints")
     taus = {path.name: figures and figures["tau"] for path in folder.iterdir() if (figures := engine_figures(path)) or True}
     assert None not in taus.values(), "checkpoints that were skipped are measured at the end"
@@ -164,31 +179,37 @@ def test_the_engine_chooses_the_best_checkpoint(
     assert f"best checkpoint by vllm: {best_checkpoint(folder, by_engine=True).name}, tau" in process.said()
 
 
-@pytest.mark.parametrize(
-    ("asked", "line"),
-    [
+@pytest.mark.usefixtures("command")  # composes quickly
+def test_check_engine_options_refuses_settings_of_no_effect_or_no_sense(subtests: pytest.Subtests) -> None:
+    vllm = ("measure.every=2", "measure.engine=vllm")
+    for asked, line in (
+        (("measure.engine=vllm",), "measure.every is 0"),
+        (("measure.every=2", "measure.engine=triton"), "measure.engine is 'triton'; choose one of vllm"),
+        (("measure.every=2", "measure.best=engine"), "no engine measures during training"),
+        (("measure.best=highest",), "choose own or engine"),
+        (("engine=vllm",), "during training set measure.every=STEPS measure.engine=NAME"),
+        ((*vllm, "decode=sampling"), "measured with greedy decoding"),
+        ((*vllm, "measure.engine_timeout=0"), "engine_timeout is 0"),
+        ((*vllm, "measure.engine_device=cuda:1"), "the number of a GPU"),
+    ):
+        with subtests.test(asked=asked), pytest.raises(UserError, match=line):
+            check_engine_options(compose_run("medusa", asked).options)
+
+
+def test_what_an_engine_cannot_measure_is_said_before_training(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    """Of the settings alone, of the family, of the engine, of the target."""
+    for asked, line in (
         (("recipe=medusa", "measure.engine=vllm"), "measure.every is 0"),
-        (("recipe=medusa", "measure.every=2", "measure.engine=triton"), "measure.engine is 'triton'; choose one of vllm"),
-        (("recipe=medusa", "measure.every=2", "measure.best=engine"), "no engine measures during training"),
-        (("recipe=medusa", "measure.best=highest"), "choose own or engine"),
-        (("recipe=medusa", "engine=vllm"), "during training set measure.every=STEPS measure.engine=NAME"),
         (("recipe=hydra", "measure.every=2", "measure.engine=transformers"), "hydra cannot be exported to transformers"),
         (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "engine_python=none"), "engine_python is 'none'"),
-        (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "decode=sampling"), "measured with greedy decoding"),
-        (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "measure.engine_timeout=0"), "engine_timeout is 0"),
-        (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "measure.engine_device=cuda:1"), "the number of a GPU"),
-        (
-            ("recipe=medusa", "measure.every=2", "measure.engine=vllm", "target.weights=int8"),
-            "engines load whole ones",
-        ),
-    ],
-)
-def test_what_an_engine_cannot_measure_is_said_before_training(
-    command: Callable[..., int], capsys: pytest.CaptureFixture[str], asked: tuple[str, ...], line: str
-) -> None:
-    assert command("fit", "logger=none", "measure.enabled=false", "train.steps=1", "train.global_batch=2", *asked) == 2
-    error = capsys.readouterr().err
-    assert line in error and len(error.strip().splitlines()) == 1
+        (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "target.weights=int8"), "engines load whole ones"),
+    ):
+        with subtests.test(asked=asked):
+            assert command("fit", "logger=none", "measure.enabled=false", "train.steps=1", "train.global_batch=2", *asked) == 2
+            error = capsys.readouterr().err
+            assert line in error and len(error.strip().splitlines()) == 1
 
 
 def test_an_engine_that_is_missing_is_named_with_its_installation(

@@ -145,20 +145,16 @@ def test_other_processes_experts_need_not_be_there(saved: Path, tmp_path: Path, 
         load_target(options(tmp_path, expert_parallel=2), Part(1, 2))
 
 
-@pytest.mark.parametrize(
-    ("more", "size", "line"),
-    [
-        ({}, 3, r"^target\.expert_parallel is 3, which does not divide the target's 4 experts; set it to 2 or 4$"),
-        ({"runner": "fast"}, 2, r"^target\.runner=fast needs whole blocks, .*; set target\.runner=hf$"),
-        ({"weights": "int8"}, 2, r"^target\.weights=int8 needs the whole target in every process"),
-        ({"tensor_parallel": 2}, 2, r"^target\.tensor_parallel is 2 and target\.expert_parallel 2, .*; leave one out$"),
-        (
-            {"name": "embedded", "path": None},
-            2,
-            r"^target\.expert_parallel is 2, but Llama.* no routed experts.*_parallel out$",
-        ),
-    ],
-)
-def test_what_cannot_be_shared_gets_one_line(more: dict[str, Any], size: int, line: str, saved: Path) -> None:
-    with pytest.raises(UserError, match=line):
-        load_target(replace(options(saved / NAMES[0], expert_parallel=size), **more), Part(0, size))
+CANNOT_BE_SHARED: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 3, r"^target\.expert_parallel is 3, which does not divide the target's 4 experts; set it to 2 or 4$"),
+    ({"runner": "fast"}, 2, r"^target\.runner=fast needs whole blocks, .*; set target\.runner=hf$"),
+    ({"weights": "int8"}, 2, r"^target\.weights=int8 needs the whole target in every process"),
+    ({"tensor_parallel": 2}, 2, r"^target\.tensor_parallel is 2 and target\.expert_parallel 2, .*; leave one out$"),
+    ({"name": "embedded", "path": None}, 2, r"^target\.expert_parallel is 2, but Llama.* no routed experts.*_parallel out$"),
+]
+
+
+def test_what_cannot_be_shared_gets_one_line(saved: Path, subtests: pytest.Subtests) -> None:
+    for more, size, line in CANNOT_BE_SHARED:
+        with subtests.test(**more), pytest.raises(UserError, match=line):
+            load_target(replace(options(saved / NAMES[0], expert_parallel=size), **more), Part(0, size))

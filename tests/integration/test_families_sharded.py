@@ -64,8 +64,8 @@ def runs(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytes
     return run(material, folder / "one", 0, 1, names), run(material, folder / "two", 2, 2, names)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(name=FEW)
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_under_zero_2_train_as_one(name: str, runs: tuple[Path, Path]) -> None:
     one, two = (folder / name for folder in runs)

@@ -8,11 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
 
-from drafttrain.core import files as atomic
+from drafttrain.cli.config import compose_run
+from drafttrain.core.errors import UserError
+from drafttrain.measure.runner import check_measurement
+from drafttrain.targets.load import LoadedTarget
+from tests.contract.test_families import build
 from tests.helpers import tiny_model
+from tests.integration.test_features import loaded
 
+__all__ = ["loaded"]
 Command = Callable[..., int]
 QUIET = (
     "logger=none",
@@ -48,12 +53,6 @@ def test_quantised_targets_are_said_to_save_memory_alone(
     ("override", "words"),
     [
         (("decode.policy=foo", "measure.enabled=false"), "decode.policy is 'foo'; choose one of greedy"),
-        (("decode.policy=greedy", "decode.temperature=0.5"), "set decode.policy=lossless"),
-        (("decode.policy=threshold", "decode.temperature=1", "decode.threshold=3"), "decode.threshold is 3"),
-        (("measure.temperatures=[0.5]", "decode.top_p=0"), "top_p"),
-        (("measure.batch_sizes=[]",), "measure.batch_sizes is []"),
-        (("decode.draft_length=0",), "decode.draft_length is 0"),
-        (("decode.guard.loop=maybe",), "maybe"),
         (("decode.max_new_tokens=4000",), "prompts fits"),
         (("decode.max_new_tokens=16", "measure.contexts=[8]", "measure.documents=/nowhere"), "/nowhere"),
     ],
@@ -62,6 +61,22 @@ def test_what_a_measurement_would_refuse_is_refused_before_training(
     override: tuple[str, ...], words: str, command: Command, material: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(command, capsys, words, *(a for a in arguments(material) if not a.startswith("measure.")), *override)
+
+
+@pytest.mark.usefixtures("command")  # composes quickly
+def test_check_measurement_refuses_settings_that_cannot_be_measured(loaded: LoadedTarget, subtests: pytest.Subtests) -> None:
+    drafter = build("medusa", loaded.target)
+    for override, words in (
+        (["decode.policy=greedy", "decode.temperature=0.5"], "set decode.policy=lossless"),
+        (["decode.policy=threshold", "decode.temperature=1", "decode.threshold=3"], "decode.threshold is 3"),
+        (["measure.temperatures=[0.5]", "decode.top_p=0"], "top_p"),
+        (["measure.batch_sizes=[]"], r"measure.batch_sizes is \[\]"),
+        (["decode.draft_length=0"], "decode.draft_length is 0"),
+        (["decode.guard.loop=maybe"], "maybe"),
+    ):
+        options = compose_run("medusa", override).options
+        with subtests.test(override=override), pytest.raises(UserError, match=words):
+            check_measurement(loaded, drafter, options.decode, options.measure)
 
 
 def test_a_disk_without_room_for_a_checkpoint(
@@ -79,21 +94,11 @@ def test_conversations_for_a_tokenizer_without_a_chat_template(
     refused(command, capsys, "chat template", *arguments(material, f"data.path={tmp_path / 'chat.jsonl'}"))
 
 
-@pytest.mark.parametrize(
-    ("content", "words"), [("", "empty"), ('{"text": "abc"}\n{"text": \n', "bad.jsonl:2"), ("[1]\n", "bad.jsonl:1")]
-)
 def test_unusable_data_names_file_and_line(
-    content: str, words: str, command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "bad.jsonl").write_text(content)
-    refused(command, capsys, words, *arguments(material, f"data.path={tmp_path / 'bad.jsonl'}"))
-
-
-def test_a_mask_that_selects_nothing(
     command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 4)
-    refused(command, capsys, "supervised", *arguments(material, f"data.path={tmp_path / 'short.jsonl'}"))
+    (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{"text": \n')
+    refused(command, capsys, "bad.jsonl:2", *arguments(material, f"data.path={tmp_path / 'bad.jsonl'}"))
 
 
 def test_more_heads_than_the_context_allows(command: Command, material: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,12 +113,8 @@ def test_a_target_without_weights(command: Command, material: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.global_batch=0", "set global_batch to a multiple of the number of processes, 1"),
-        ("train.schedule=linear", "choose one of cosine"),
         ("train.precision=float8", "choose float32 or bfloat16"),
-        ("loss.name=mse", "choose ce, kl, rkl, jsd, tvd, lk"),
         ("deepspeed.zero_stage=4", "choose 0, 1, 2 or 3"),
-        ("target.device=tpu", "choose auto, cpu"),
         ("resume=nowhere", "which is not a run directory"),
     ],
 )
@@ -126,38 +127,6 @@ def test_settings_out_of_range(
 def trained(command: Command, material: Path, *more: str) -> Path:
     assert command(*arguments(material, *more)) == 0
     return sorted(Path("outputs").glob("*/*/checkpoints/step-*"))[-1]
-
-
-def test_a_checkpoint_of_another_target(
-    command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = trained(command, material)
-    other = tmp_path / "other"
-    tiny_model(seed=5).save_pretrained(other)
-    AutoTokenizer.from_pretrained(material / "target").save_pretrained(other)
-    capsys.readouterr()
-    assert command("measure", f"checkpoint={checkpoint}", "target=hf", f"target.path={other}") == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and "weight fingerprint" in lines[0]
-    assert not Path("outputs/measure").exists()
-
-
-def test_a_full_disk_keeps_the_previous_checkpoint(
-    command: Command, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync, calls = atomic._fsync, []
-
-    def full_at_the_second_checkpoint(path: Path) -> None:
-        if "step-00002" in str(path):
-            calls.append(path)
-            raise OSError(28, "No space left on device")
-        sync(path)
-
-    monkeypatch.setattr(atomic, "_fsync", full_at_the_second_checkpoint)
-    assert command(*arguments(material, "train.checkpoint_every=1")) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and "disk full" in lines[0] and calls
-    assert [p.name for p in Path("outputs").glob("*/*/checkpoints/*")] == ["step-00001"]
 
 
 def test_a_mixture_from_the_command_line(

@@ -11,7 +11,7 @@ import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
@@ -186,7 +186,9 @@ def test_only_what_is_missing_is_unpacked(tmp_path: Path, monkeypatch: pytest.Mo
     assert wheels.provide(tmp_path / "nothing", target) is None
 
 
-def test_a_case_that_ends_its_process_is_red_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_case_that_ends_its_process_is_red_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The watching process, with a stand-in for the one that works."""
     script = tmp_path / "worker.py"
     script.write_text(
@@ -198,18 +200,13 @@ def test_a_case_that_ends_its_process_is_red_and_the_rest_goes_on(tmp_path: Path
         "json.dump({'section': 'check', 'name': 'bad'}, open(note, 'w'))\n"
         "os.abort()\n"
     )
-    watched = (
-        "import sys; from unittest import mock; from benchmarks.gpu import gpu; import subprocess\n"
-        "popen = subprocess.Popen\n"
-        f"with mock.patch.object(subprocess, 'Popen', lambda c: popen([c[0], {str(script)!r}, *c[3:]])):\n"
-        "    sys.exit(gpu.watch(['--rehearse', '--force'], 1.0))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", watched], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "dead: its process ended with code -6 bad False" in done.stdout
-    assert sum(stage.minutes or 0.0 for stage in planned()) <= gpu.MINUTES
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command: popen([command[0], str(script), *command[3:]]))
+    assert gpu.watch(["--rehearse", "--force"], 10.0) == 0
+    assert "dead: its process ended with code -6 bad False" in capfd.readouterr().out
 
 
+@cache
 def planned(word: str = "") -> list[Stage]:
     import torch
 
@@ -222,6 +219,7 @@ def planned(word: str = "") -> list[Stage]:
 
 
 def test_the_order_of_all_cases() -> None:
+    assert sum(stage.minutes or 0.0 for stage in planned()) <= gpu.MINUTES
     cases = {stage.name: [job.name for job in stage.jobs] for stage in planned()}
     every = [name for names in cases.values() for name in names]
     assert len(every) == len(set(every)) > 1000

@@ -110,13 +110,17 @@ def test_who_may_not_read_is_told_in_one_line(hub: Hub, tmp_path: Path) -> None:
         "limited data": ("inspect", "data.path=me/{}-data", "data.limit=3"),
     }
 
+    cases = [(name, token) for name in ("closed", "gated") for token in (None, STRANGER)]
+    cases += [("closed", "hf_bad"), ("missing", None)]
+    asked = [(token, [word.format(name) for word in words]) for name, token in cases for words in commands.values()]
+    done = hubs.run_as(hub, tmp_path, *asked)
+    assert set(done.codes) == {2}, done.errors
+    assert not any(token in error or "Traceback" in error for token in (OWNER, STRANGER, "hf_bad") for error in done.errors)
+    assert all(error.count("drafttrain: ") == 1 for error in done.errors), done.errors
+
     def lines(name: str, token: str | None) -> dict[str, str]:
-        asked = [[word.format(name) for word in words] for words in commands.values()]
-        done = run(hub, tmp_path / f"{name}-{token}", *asked, token=token)
-        assert set(done.codes) == {2}, done.errors
-        assert not any(token in error or "Traceback" in error for token in (OWNER, STRANGER, "hf_bad") for error in done.errors)
-        assert all(error.count("drafttrain: ") == 1 for error in done.errors), done.errors
-        return dict(zip(commands, done.lines, strict=True))
+        first = cases.index((name, token)) * len(commands)
+        return dict(zip(commands, done.lines[first:], strict=False))
 
     for kind, line in lines("closed", None).items():
         assert "or it is private and no login is given; correct the name, or log in: hf auth login, or set HF_TOKEN" in line, (
@@ -151,9 +155,9 @@ def test_a_revision(hub: Hub, tmp_path: Path) -> None:
     assert "it has no split 'validation' but train, test; set data.split to one of them" in done.lines[4]
     limited = {"path": "me/chats", "limit": 3}
     pinned = limited | {"revision": old}
-    before = read(hub, tmp_path, {"path": "me/chats"}, limited, pinned)
-    parts = read(hub, tmp_path, *({"path": "me/chats", "split": split} for split in ("train[:3]", "train+test")))
-    assert [len(one["found"]) for one in parts] == [3, 120]
+    parts = [{"path": "me/chats", "split": split} for split in ("train[:3]", "train+test")]
+    before = read(hub, tmp_path, {"path": "me/chats"}, limited, pinned, *parts)
+    assert [len(one["found"]) for one in before[3:]] == [3, 120]
     hub.change("dataset", "me/chats", {"data/train-00000.parquet": table(chats(7))})
     after = read(hub, tmp_path, {"path": "me/chats"}, limited, pinned)
     assert before[2] == after[2] and before[0] != after[0] and before[1] != after[1]
@@ -172,6 +176,7 @@ def test_a_download_that_is_cut_goes_on_or_is_one_line(reset: bool, hub: Hub, tm
     fit = ("fit", "recipe=medusa", *TARGET, "data.path=me/chats", *SHORT, "measure.enabled=false")
     done = run(hub, tmp_path, fit)
     first = done.codes[0]
+    print("FIRST", first, reset)
     assert first in (0, 2) and "Traceback" not in done.errors[0], done.errors
     size = len(hub.repositories["model", "me/tiny"].files["model.safetensors"])
     if first == 0:  # the library continues where it was cut
@@ -198,6 +203,7 @@ def test_a_limited_read_that_is_cut_and_a_hub_that_is_not_there(hub: Hub, tmp_pa
     limited = ("inspect", "data.path=me/chats", "data.limit=60")
     hub.faults = [Fault("train-*.parquet", 50, 1)]
     done = run(hub, tmp_path, limited)
+    print("LIMITED", done.codes)
     assert done.codes[0] in (0, 2) and "Traceback" not in done.errors[0], done.errors
     hub.faults = []
     assert run(hub, tmp_path, limited).codes == [0]

@@ -12,14 +12,20 @@ from safetensors.torch import load_file
 
 from tests.helpers import tiny_model
 from tests.integration.test_fit_errors import arguments, trained
+from tests.integration.test_training import last_weights, once
 
 Command = Callable[..., int]
 STILL = ("train.lr=1e-30", "train.steps=1")
+OWN = ("recipe=eagle3", "drafter.draft_vocab=20")
 
 
-@pytest.mark.parametrize(
-    "more", [("recipe=medusa",), ("recipe=eagle3", "drafter.draft_vocab=20")], ids=["medusa", "own vocabulary"]
-)
+@pytest.fixture
+def checkpoint(material: Path) -> Path:
+    return last_weights(once(material, "recipe=medusa", "train.steps=2")).parent
+
+
+@pytest.mark.sampled(more=[OWN])
+@pytest.mark.parametrize("more", [("recipe=medusa",), OWN], ids=["medusa", "own vocabulary"])
 def test_training_starts_from_the_weights_and_with_another_target(
     more: tuple[str, ...], command: Command, material: Path, tmp_path: Path
 ) -> None:
@@ -39,27 +45,22 @@ def test_training_starts_from_the_weights_and_with_another_target(
         assert torch.equal(second[name], tensor), name
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
+def test_a_start_that_does_not_fit_gets_one_line(
+    checkpoint: Path, command: Command, material: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    for more, words in (
         (("recipe=eagle3",), "is of the family medusa, but this drafter is of eagle3"),
         (("drafter.heads=2",), "give the options it was trained with"),
         (("recipe=prompt_lookup",), "prompt_lookup trains nothing"),
-    ],
-)
-def test_a_start_that_does_not_fit_gets_one_line(
-    more: tuple[str, ...], words: str, command: Command, material: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = trained(command, material)
-    capsys.readouterr()
-    assert command(*arguments(material, *more, f"train.init={checkpoint}", "name=second")) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and words in lines[0], lines
-    assert not Path("outputs/second").exists()
+    ):
+        with subtests.test(more=more):
+            assert command(*arguments(material, *more, f"train.init={checkpoint}")) == 2
+            lines = capsys.readouterr().err.strip().splitlines()
+            assert len(lines) == 1 and words in lines[0], lines
+            assert not Path("outputs").exists()
 
 
-def test_it_is_written_down(command: Command, material: Path) -> None:
-    checkpoint = trained(command, material)
-    second = trained(command, material, f"train.init={checkpoint}", "name=second").parents[1]
+def test_it_is_written_down(checkpoint: Path, command: Command, material: Path) -> None:
+    second = trained(command, material, f"train.init={checkpoint}").parents[1]
     assert str(checkpoint) in (second / "config.yaml").read_text()
     assert json.loads((second / "run.json").read_text())["finished"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests import forked
 from tests.integration.test_training import arguments, losses, once
+from tests.standin.mooncake import free_port
 
 pytestmark = pytest.mark.slow
 STEPS = ("recipe=medusa", "train.steps=6", "train.micro_batch=1")
@@ -24,16 +24,18 @@ def started(command: list[str], machines: int = 2) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=one_thread)
         for _ in range(machines)
     ]
-    said = [machine.communicate(timeout=300)[0] for machine in running]
+    try:
+        said = [machine.communicate()[0] for machine in running]
+    finally:
+        for machine in running:
+            machine.kill()
     assert [machine.returncode for machine in running] == [0] * machines, "\n".join(said)
 
 
+@pytest.mark.sampled(launcher=["torchrun", "deepspeed"])  # test_devices.py has two machines of drafttrain's own launcher
 @pytest.mark.parametrize("launcher", ["torchrun", "drafttrain", "deepspeed"])
 def test_the_losses_are_those_of_one_process(launcher: str, material: Path, tmp_path: Path) -> None:
-    one = once(material, *STEPS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    one, port = once(material, *STEPS), free_port()
     own = arguments(material, tmp_path / "four", *STEPS)
     if launcher == "drafttrain":
         place = ["launcher.nproc=2", "launcher.nodes=2", f"launcher.rendezvous=localhost:{port}"]

@@ -10,21 +10,22 @@ import pytest
 
 from drafttrain.core.files import atomic_write_json
 from drafttrain.train.checkpoint_manager import PROGRESS, Progress, best_checkpoint
-from tests.integration.test_training import digest, fit, losses
+from tests.integration.test_training import digest, fit, losses, once
 
 STEPS = ("recipe=medusa", "train.steps=6", "train.checkpoint_every=4", "decode.max_new_tokens=12")
 
 
+TOGETHER = ("launcher.nproc=2", "deepspeed=zero3")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("launcher.nproc=2", "deepspeed=zero3")])
+@pytest.mark.sampled(more=[TOGETHER])
+@pytest.mark.parametrize("more", [(), TOGETHER])
 def test_a_look_changes_nothing(material: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"word {i}"]}) + "\n" for i in range(3)))
     asked = ("measure.every=3", "measure.every_prompts=2", f"prompts={prompts}")
-    plain, measured = (
-        fit(material, tmp_path / "plain", *STEPS, *more),
-        fit(material, tmp_path / "measured", *STEPS, *more, *asked),
-    )
+    plain, measured = once(material, *STEPS, *more), fit(material, tmp_path, *STEPS, *more, *asked)
     assert losses(measured) == losses(plain) and digest(measured) == digest(plain)
     lines = [json.loads(line) for line in (measured / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "measured_tau" in line] == [3, 4, 6], "every 3 steps, and at each checkpoint"
@@ -46,17 +47,15 @@ def test_the_best_checkpoint_is_the_one_that_measured_best(tmp_path: Path) -> No
     assert best_checkpoint(tmp_path).name == "step-00002", "not all were measured: expected on the same text"
 
 
-@pytest.mark.parametrize(
-    ("asked", "line"),
-    [
+def test_what_cannot_be_looked_at_is_said_before_training(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    for asked, line in (
         (("recipe=medusa2", "measure.every=2"), "this family adapts it"),
         (("measure.every=-1",), "measure.every is -1"),
         (("measure.every=2", "prompts=none.jsonl"), "none.jsonl"),
-    ],
-)
-def test_what_cannot_be_looked_at_is_said_before_training(
-    command: Callable[..., int], capsys: pytest.CaptureFixture[str], asked: tuple[str, ...], line: str
-) -> None:
-    assert command("fit", "logger=none", "measure.enabled=false", "train.steps=1", "train.global_batch=2", *asked) == 2
-    error = capsys.readouterr().err
-    assert line in error and len(error.strip().splitlines()) == 1
+    ):
+        with subtests.test(asked=asked):
+            assert command("fit", "logger=none", "measure.enabled=false", "train.steps=1", "train.global_batch=2", *asked) == 2
+            error = capsys.readouterr().err
+            assert line in error and len(error.strip().splitlines()) == 1

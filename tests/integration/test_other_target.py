@@ -39,19 +39,18 @@ def checkpoint(material: Path, folder: Path, spec: LoraSpec | None) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["measure", "tune", "generate", "export"])
 def test_another_shape_is_refused_before_weights_are_read(
-    name: str, material: Path, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    material: Path, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests,
 ) -> None:  # fmt: skip
     given = checkpoint(material, tmp_path / "step-00003", None)
-    other = tmp_path / "other"
-    shutil.copytree(load.EMBEDDED, other)
     monkeypatch.setattr(load, "load_model", never)
-    more = {"generate": ("prompt=hi",), "export": ("format=vllm", f"out={tmp_path / 'out'}")}.get(name, ())
-    assert command(name, f"checkpoint={given}", f"target.path={other}", "logger=none", *more) == 2
-    said = capsys.readouterr().err.strip()
-    assert "checkpoint of another target: its vocabulary is 64, this target's is 2048" in said and "\n" not in said
+    more = {"measure": (), "tune": (), "generate": ("prompt=hi",), "export": ("format=vllm", f"out={tmp_path / 'out'}")}
+    for name, words in more.items():
+        with subtests.test(name=name):
+            assert command(name, f"checkpoint={given}", f"target.path={load.EMBEDDED}", "logger=none", *words) == 2
+            said = capsys.readouterr().err.strip()
+            assert "checkpoint of another target: its vocabulary is 64, this target's is 2048" in said and "\n" not in said
 
 
 @pytest.mark.parametrize("spec", [None, LoraSpec(rank=4)])
@@ -69,3 +68,4 @@ def test_other_weights_are_refused_before_anything_is_decoded(
     assert command("measure", f"checkpoint={given}", f"target.path={other}", "logger=none") == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert "checkpoint of another target: its weight fingerprint is" in said[-1]
+    assert not Path("outputs/measure").exists()

@@ -254,7 +254,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("placement", "free", "shared_by"), [("zero3", 10**9, 1), ("zero3", 10**7, 2), ("tensor_parallel", 10**9, 1)]
+    ("placement", "free", "shared_by"),
+    [
+        pytest.param("zero3", 10**9, 1, marks=pytest.mark.grid),
+        ("zero3", 10**7, 2),
+        ("tensor_parallel", 10**9, 1),
+    ],
 )
 def test_a_run_is_measured_whole_where_that_fits_and_else_together(
     placement: str, free: int, shared_by: int, alone: dict[str, Any], tmp_path: Path
@@ -267,30 +272,31 @@ def test_a_run_is_measured_whole_where_that_fits_and_else_together(
 STEPS = (*runs.by_adamw("eagle3"), "train.steps=12", "train.checkpoint_every=4", "launcher.nproc=2", "train.log_every=4")
 
 
-@pytest.fixture(scope="module")
-def plain(material: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return runs.losses(runs.fit(material, tmp_path_factory.mktemp("plain"), *STEPS))
+STATES = [  # in make test-slow: everything on the host by both optimisers, and everything sharded
+    ("deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
+    ("train.optimizer=muon", "deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
+    ("train.activation_checkpointing=true", "target.prefetch=true", "deepspeed=zero3", "target.placement=zero3"),
+]
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(more=STATES)
 @pytest.mark.parametrize(
     "more",
     [
         ("deepspeed=zero2", "deepspeed.offload_optimizer=true"),
-        ("deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
         ("train.optimizer=muon",),
         ("train.optimizer=muon", "train.precision=bfloat16", "deepspeed=zero2"),
-        ("train.optimizer=muon", "deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
-        ("train.activation_checkpointing=true", "target.prefetch=true", "deepspeed=zero3", "target.placement=zero3"),
+        *STATES,
     ],
     ids=lambda more: f"{more[0]}-{more[-1]}",
 )
 def test_where_the_state_lies_changes_neither_losses_nor_a_resumed_run(
-    more: tuple[str, ...], material: Path, plain: list[float], tmp_path: Path
+    more: tuple[str, ...], material: Path, tmp_path: Path
 ) -> None:
     whole = runs.fit(material, tmp_path / "whole", *STEPS, *more)
     if "train.optimizer=muon" not in more:
-        assert runs.losses(whole) == pytest.approx(plain, rel=1e-5)
+        assert runs.losses(whole) == pytest.approx(runs.losses(runs.once(material, *STEPS)), rel=1e-5)
     broken = tmp_path / "broken"
     runs.kill_after(runs.arguments(material, broken, *STEPS, *more, "resume=auto"), broken, lines=6)
     assert runs.digest(runs.fit(material, broken, *STEPS, *more, "resume=auto")) == runs.digest(whole)

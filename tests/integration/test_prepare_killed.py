@@ -38,12 +38,10 @@ def test_a_killed_run_goes_on_in_other_processes(tmp_path: Path) -> None:
     before, count = 0, json.loads((tmp_path / "whole" / "summary.json").read_text())["texts"]
     for processes, batch in ((1, 4), (2, 3)):
         process = command(tmp_path, "torn", f"launcher.nproc={processes}", f"prepare.batch_size={batch}")
-        deadline = time.monotonic() + 120
         while len(journaled(tmp_path)) < before + 10:
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None, process.said()
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)  # workers are in the group of the process that started them
-        process.wait()
+        process.kill()  # and its workers, which are in its group
         before = len(journaled(tmp_path))
         assert not (tmp_path / "torn").exists()
     assert before < count

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -30,10 +27,11 @@ from drafttrain.train.engine_features import EngineFeatures
 from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
 from tests.contract.test_families import SHAPES, build
-from tests.integration.test_engine_features import OPTIONS, ROOT, STEPS, free_port, ready, train, world
+from tests.integration.test_engine_features import OPTIONS, train, world
 from tests.integration.test_features import data, loaded
 from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses
-from tests.standin.mooncake import Master, connected, needs_mooncake
+from tests.standin.mooncake import Master, connected, free_port, needs_mooncake
+from tests.standin.served import sglang_server
 from tests.standin.sglang_server import Arguments, Patched, SglangHandler, StandIn
 from tests.standin.states_server import serving
 from tests.unit.features.test_capture import Memory
@@ -70,6 +68,7 @@ def same(ours: Path, online: Path) -> None:
     assert (ours / "loss").read_text() == (online / "loss").read_text()
 
 
+@pytest.mark.sampled(kind=["final", "two", "capture"])  # `last` gives what `two` give together
 @pytest.mark.parametrize(
     ("name", "kind", "line"),
     [
@@ -138,35 +137,11 @@ def test_final_servers_are_for_drafters_with_taps(loaded: LoadedTarget, data: Da
         features.features(data, ["http://a:1"], None, "", world, Console(None))
 
 
-@contextmanager
-def server(material: Path, port: int, faults: str = "{}") -> Iterator[subprocess.Popen[str]]:
-    """The stand-in as a process."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.standin.sglang_server",
-        str(material / "target"),
-        str(port),
-        json.dumps(FULL),
-        faults,
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        ready(process)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 @pytest.mark.slow
 def test_a_killed_trainer_goes_on_to_the_same_weights(material: Path, tmp_path: Path) -> None:
-    port, broken = free_port(), tmp_path / "broken"
-    options = (*STEPS, "features=engine", "features.engine=sglang", f"features.servers=[http://127.0.0.1:{port}]")
-    options = (*options, "data.max_length=64")
-    with server(material, port):
+    broken = tmp_path / "broken"
+    with sglang_server(material, json.dumps(FULL)) as server:
+        options = server.asked("features.engine=sglang")
         whole = fit(material, tmp_path / "whole", *options)
         kill_after(arguments(material, broken, *options, "resume=auto"), broken, lines=5)
         run = fit(material, broken, *options, "resume=auto")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,8 @@ from drafttrain.cli import slurm
 from drafttrain.core.errors import UserError
 from drafttrain.runs.options import LauncherOptions
 from tests.integration.test_interrupt import checkpoints, lines_of
-from tests.integration.test_training import arguments, fit, losses
+from tests.integration.test_training import arguments, losses, once
+from tests.standin.mooncake import free_port
 
 STEPS = ("recipe=medusa", "train.steps=40", "train.checkpoint_every=20")
 
@@ -53,14 +53,11 @@ def finished(output: Path) -> bool:
 
 @pytest.mark.slow
 def test_a_job_saves_before_its_time_is_up_and_is_queued_again(cluster: Path, material: Path, tmp_path: Path) -> None:
-    output = tmp_path / "outputs"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    output, port = tmp_path / "outputs", free_port()
     asked = ("launcher=slurm", "launcher.nproc=1", "launcher.nodes=2", "launcher.slurm.partition=long")
     where = (f"launcher.slurm.folder={output / 'slurm'}", f"launcher.slurm.port={port}", "launcher.slurm.gpus_per_node=0")
     command = arguments(material, output, *STEPS, *asked, *where)
-    submitted = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    submitted = subprocess.run(command, capture_output=True, text=True, check=True)
     assert submitted.stdout.startswith("job 7: output in ")
     script = Path((cluster / "script").read_text()).read_text()
     for line in ("--nodes=2", "--ntasks-per-node=1", "--partition=long", "--time=60", "--signal=USR1@120", "--requeue"):
@@ -70,9 +67,9 @@ def test_a_job_saves_before_its_time_is_up_and_is_queued_again(cluster: Path, ma
         os.killpg(task, signal.SIGUSR1)
     wait_for(lambda: finished(output), output)
     (run,) = output.glob("medusa/*/run.json")
-    whole = fit(material, tmp_path / "whole", *STEPS)
+    whole = once(material, *STEPS)
     assert losses(run.parent) == pytest.approx(losses(whole), rel=1e-5)
-    assert checkpoints(output) == checkpoints(tmp_path / "whole")
+    assert checkpoints(output) == checkpoints(whole.parents[1])
     assert any("resumed at step" in log.read_text() for log in output.glob("slurm/*.out"))
 
 
@@ -138,23 +135,22 @@ def test_jobs_that_share_a_node_meet_at_ports_of_their_own(job: Path, monkeypatc
     assert Ended.commands[-1][-1] == "launcher.rendezvous=node1:29400"
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "node", "again"),
-    [
+def test_an_interrupted_job_is_queued_again_unless_it_is_cancelled(
+    job: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for code, state, node, again in (
         (75, "RUNNING", 0, True),  # preempted with a time of grace
         (-signal.SIGTERM, "RUNNING", 0, True),  # before Python could handle the signal
         (75, "RUNNING", 1, False),  # the first node does it
         (75, "CANCELLED", 0, False),  # scancel
         (75, "PENDING", 0, False),  # preempted without, Slurm has done it
         (0, "RUNNING", 0, False),
-    ],
-)
-def test_an_interrupted_job_is_queued_again_unless_it_is_cancelled(
-    code: int, state: str, node: int, again: bool, job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Ended, "code", code)
-    monkeypatch.setenv("STATE", state)
-    monkeypatch.setenv("SLURM_PROCID", str(node))
-    assert slurm.SlurmJob(["fit"], 1, 0, None)() == ("done" if code == 0 else "interrupted")
-    # not "requeue 9", which is the whole array
-    assert ("requeue 9_1" in (job.read_text().splitlines() if job.exists() else [])) is again
+    ):
+        job.unlink(missing_ok=True)
+        monkeypatch.setattr(Ended, "code", code)
+        monkeypatch.setenv("STATE", state)
+        monkeypatch.setenv("SLURM_PROCID", str(node))
+        with subtests.test(code=code, state=state, node=node):
+            assert slurm.SlurmJob(["fit"], 1, 0, None)() == ("done" if code == 0 else "interrupted")
+            # not "requeue 9", which is the whole array
+            assert ("requeue 9_1" in (job.read_text().splitlines() if job.exists() else [])) is again

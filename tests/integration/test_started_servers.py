@@ -12,18 +12,15 @@ import psutil
 import pytest
 
 from tests import forked
-from tests.integration.test_engine_features import STEPS, free_port
-from tests.integration.test_interrupt import lines_of
-from tests.integration.test_training import arguments, digest, fit, losses
-from tests.standin.mooncake import Master, needs_mooncake, remove_left
+from tests.integration.test_training import arguments, digest, lines_of, losses, once, reach
+from tests.standin.mooncake import Master, free_port, needs_mooncake, remove_left
+from tests.standin.served import STEPS, States
 from tests.standin.vllm import python
 
 
-def wait_for(happened: Callable[[], object], said: Callable[[], str]) -> None:
-    until = time.monotonic() + 300
-    while not happened():
-        assert time.monotonic() < until, said()
-        time.sleep(0.05)
+def begin(words: list[str]) -> forked.Forked:
+    """A command that looks at its servers often."""
+    return forked.start(words, constants={"drafttrain.engines.states_server.LOOK": 0.02})
 
 
 def servers(where: Path | str) -> list[psutil.Process]:
@@ -46,40 +43,38 @@ def started(folder: Path, where: Path | str, *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_one_of_two_servers_is_killed_and_starts_again(material: Path, tmp_path: Path) -> None:
-    states, steps = tmp_path / "states", ("train.steps=150", "train.checkpoint_every=150")
-    trainer = forked.start(arguments(material, tmp_path / "two", *started(tmp_path, states, "features.count=2", *steps)))
-    wait_for(lambda: lines_of(tmp_path / "two") >= 3, trainer.said)
-    first, second = servers(states)
+def test_one_of_two_servers_is_killed_and_starts_again(material: Path, states: States, tmp_path: Path) -> None:
+    """The other one stands still meanwhile, so that the run does not end before."""
+    folder, steps = tmp_path / "states", ("train.steps=60", "train.checkpoint_every=60")
+    trainer = begin(
+        arguments(material, tmp_path / "two", *started(tmp_path, folder, "features.count=2", "features.timeout=600", *steps))
+    )
+    reach(trainer, tmp_path / "two", 3)
+    first, second = servers(folder)
+    second.suspend()
     first.kill()
-    wait_for(lambda: "it starts again" in trainer.said(), trainer.said)
-    assert lines_of(tmp_path / "two") < 150, "the run has ended before the kill"
+    trainer.wait_for("it starts again")
+    assert lines_of(tmp_path / "two") < 60, "the run has ended before the kill"
+    second.resume()
     assert trainer.wait() == 0, trainer.said()
     assert "features: starting vLLM, which takes a minute or more: 2 servers; 1 process trains on the" in trainer.said()
     assert "2 of 2 servers (vllm 0.32.0) give the target's states" in trainer.said()
-    assert not servers(states) and not list(states.iterdir())
+    assert not servers(folder) and not list(folder.iterdir())
     run = next((tmp_path / "two").glob("*/*/run.json")).parent
-    whole = fit(material, tmp_path / "one", *started(tmp_path, states, *steps))
+    whole = once(material, *states.asked("train.micro_batch=1", *steps))
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
 
 
 @pytest.mark.slow
-def test_each_of_two_machines_that_train_has_a_server_of_its_own(material: Path, tmp_path: Path) -> None:
-    states, place = tmp_path / "states", ("launcher.nodes=2", f"launcher.rendezvous=localhost:{free_port()}")
-    words = arguments(material, tmp_path / "two", *started(tmp_path, states, *place))
-    both = [forked.start(words) for _ in range(2)]
-    most = 0
-
-    def ended() -> bool:
-        nonlocal most
-        most = max(most, len(servers(states)))
-        return all(process.poll() is not None for process in both)
-
-    wait_for(ended, both[0].said)
-    assert [process.returncode for process in both] == [0, 0], both[0].said()
-    assert most == 2 and not list(states.iterdir())
+def test_each_of_two_machines_that_train_has_a_server_of_its_own(material: Path, states: States, tmp_path: Path) -> None:
+    folder, place = tmp_path / "states", ("launcher.nodes=2", f"launcher.rendezvous=localhost:{free_port()}")
+    words = arguments(material, tmp_path / "two", *started(tmp_path, folder, *place))
+    both = [begin(words) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0], both[0].said()
+    assert sum(process.said().count("starting vLLM") for process in both) == 2
+    assert not list(folder.iterdir())
     run = next((tmp_path / "two").glob("*/*/run.json")).parent
-    whole = fit(material, tmp_path / "one", *started(tmp_path, states, "launcher.nproc=2"))
+    whole = once(material, *states.asked("train.micro_batch=1", "launcher.nproc=2"))
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
 
 
@@ -94,26 +89,25 @@ class TwoMachines:
         self.server, self.trainer = self.serves(), self.trains()
 
     def serves(self) -> forked.Forked:
-        return forked.start([*self.words, "launcher.role=server"])
+        return begin([*self.words, "launcher.role=server"])
 
     def trains(self, *more: str) -> forked.Forked:
-        return forked.start([*self.words, *more])
+        return begin([*self.words, *more])
 
     def said(self) -> str:
         return f"== servers\n{self.server.said()}\n== trainers\n{self.trainer.said()}"
 
-    def end(self) -> None:
-        for process in (self.server, self.trainer):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    def wait_for(self, happened: Callable[[], object]) -> None:
+        while not happened():
+            assert self.trainer.poll() is None, self.said()
+            time.sleep(0.02)
 
-    def as_on_one_machine(self, material: Path, folder: Path, *more: str) -> None:
+    def as_on_one_machine(self, material: Path, folder: Path, states: States, *more: str) -> None:
         """Nothing is left, and weights and losses are those of files on one machine."""
         assert not servers(self.where) and not list(self.output.glob("*/servers"))
         assert not [*self.output.glob("drafttrain-states*"), *folder.glob("states/*")]
         (run,) = (file.parent for file in self.output.glob("*/*/run.json"))
-        whole = fit(material, folder / "one", *started(folder, folder / "states", *more))
+        whole = once(material, *states.asked("train.micro_batch=1", *more))
         assert digest(run) == digest(whole) and losses(run) == losses(whole)
 
 
@@ -139,61 +133,49 @@ def ended(run: TwoMachines, master: Master | None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["files", pytest.param("mooncake", marks=needs_mooncake)])
 def test_trainers_that_are_killed_go_on_with_the_servers_of_another_machine(
-    transport: str, material: Path, tmp_path: Path, request: pytest.FixtureRequest
+    transport: str, material: Path, states: States, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    master, steps = (
-        request.getfixturevalue("master") if transport == "mooncake" else None,
-        ("launcher.nproc=2", "train.steps=60"),
-    )
+    master = request.getfixturevalue("master") if transport == "mooncake" else None
+    steps = ("launcher.nproc=2", "train.steps=60")
     run = TwoMachines(material, tmp_path, master.address if master else tmp_path / "states", *steps)
-    try:
-        wait_for(lambda: lines_of(run.output) >= 6, run.said)
-        (before,) = servers(run.where)
-        os.killpg(run.trainer.pid, signal.SIGKILL)
-        run.trainer.wait()
-        run.trainer = run.trains("resume=auto")
-        wait_for(lambda: run.server.said().count(" give states") == 2, run.said)
-        ended(run, master)
-    finally:
-        run.end()
+    run.wait_for(lambda: lines_of(run.output) >= 6)
+    (before,) = servers(run.where)
+    run.trainer.kill()
+    run.trainer = run.trains("resume=auto")
+    run.wait_for(lambda: run.server.said().count(" give states") == 2)
+    ended(run, master)
     assert "resumed at step" in run.trainer.said()
     assert run.server.said().count("starting vLLM") == 1 and not before.is_running(), "the server did not stay"
-    run.as_on_one_machine(material, tmp_path, *steps)
+    run.as_on_one_machine(material, tmp_path, states, *steps)
 
 
 @needs_mooncake
 @pytest.mark.slow
 def test_a_server_and_its_machine_are_killed_while_states_come_by_mooncake(
-    master: Master, material: Path, tmp_path: Path
+    master: Master, material: Path, states: States, tmp_path: Path
 ) -> None:
     steps = ("launcher.nproc=2", "train.steps=150", "train.checkpoint_every=150")
     run = TwoMachines(material, tmp_path, master.address, *steps)
-    try:
-        wait_for(lambda: lines_of(run.output) >= 3, run.said)
-        (server,) = servers(run.where)
-        server.kill()
-        wait_for(lambda: "it starts again" in run.server.said(), run.said)
-        reached = lines_of(run.output)
-        wait_for(lambda: lines_of(run.output) > reached + 10, run.said)
-        os.kill(run.server.pid, signal.SIGKILL)
-        run.server.wait()
-        assert lines_of(run.output) < 150, "the run has ended before the kill"
-        wait_for(lambda: not servers(run.where), run.said)
-        run.server = run.serves()
-        wait_for(lambda: " give states" in run.server.said(), run.said)
-        ended(run, master)
-    finally:
-        run.end()
-    run.as_on_one_machine(material, tmp_path, *steps)
+    run.wait_for(lambda: lines_of(run.output) >= 3)
+    (server,) = servers(run.where)
+    server.kill()
+    run.wait_for(lambda: "it starts again" in run.server.said())
+    reached = lines_of(run.output)
+    run.wait_for(lambda: lines_of(run.output) > reached + 10)
+    os.kill(run.server.pid, signal.SIGKILL)
+    run.server.wait()
+    assert lines_of(run.output) < 150, "the run has ended before the kill"
+    run.wait_for(lambda: not servers(run.where))
+    run.server = run.serves()
+    run.wait_for(lambda: " give states" in run.server.said())
+    ended(run, master)
+    run.as_on_one_machine(material, tmp_path, states, *steps)
 
 
 @pytest.mark.slow
 def test_servers_that_do_not_start_end_both_machines_in_one_line(material: Path, tmp_path: Path) -> None:
     run = TwoMachines(material, tmp_path, tmp_path / "states", "features.gpus=64")
-    try:
-        assert run.trainer.wait() == 2 and run.server.wait() == 2, run.said()
-    finally:
-        run.end()
+    assert run.trainer.wait() == 2 and run.server.wait() == 2, run.said()
     fault = "the servers need 64 GPUs by features.gpus=64 and features.tensor_parallel=1, but their machine has "
     assert run.server.said().splitlines()[-1].startswith(f"drafttrain: {fault}"), run.said()
     assert run.trainer.said().splitlines()[-1].startswith("drafttrain: servers on ") and fault in run.trainer.said(), run.said()

@@ -42,16 +42,20 @@ from tests import forked
 from tests.architectures import ROWS, Architecture, model_of
 from tests.contract.test_families import SHAPES
 from tests.helpers import share_compiled
-from tests.integration.test_engine_features import OPTIONS, computed, free_port, ready, served, server
+from tests.integration.test_engine_features import OPTIONS, computed
 from tests.integration.test_engine_in_training import engine, engine_lines
 from tests.integration.test_features import data, loaded
-from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses
+from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses, once
+from tests.standin.served import States
 from tests.standin.states_server import StandIn, serving
 from tests.tokenizers import save_bytes_tokenizer
 from tests.unit.targets.test_quantised_checkpoints import FP8, fp8, saved
 
 __all__ = ["data", "engine", "loaded"]
 FAMILIES = ("medusa", "eagle3", "dflash")
+# in make test-slow: another prefix, inputs by layer, experts in one tensor and apart, blocks below a composite model's prefix,
+# recurrence, and Falcon-H1, which is refused
+PIECES = ("Llama", "GPT-2", "Gemma-4 (text)", "gpt-oss", "DeepSeek-V3", "Qwen3-VL", "Qwen3-Next", "Falcon-H1")
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +91,7 @@ def trained(name: str, loaded: LoadedTarget, data: Dataset, world: World, folder
     return folder, said.getvalue()
 
 
+@pytest.mark.sampled(name=["eagle3"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_is_that_with_the_whole_target(
     name: str, material: Path, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
@@ -181,28 +186,33 @@ def test_another_targets_states_are_refused(
             features.features(data, [url], None, "", world, Console(None))
 
 
-@pytest.mark.parametrize("name", ["draft_model", "early_exit", "uno"])
-def test_families_that_need_blocks_are_refused(name: str, material: Path) -> None:
-    with pytest.raises(UserError, match=r"^features.target=ends loads no blocks of the target, but [^\n]*$"):
-        families()[name].build(families()[name].options(**SHAPES[name]), ends_of(material).target)
+def test_families_that_need_blocks_are_refused(material: Path, subtests: pytest.Subtests) -> None:
+    target = ends_of(material).target
+    for name in ("draft_model", "early_exit", "uno"):
+        with (
+            subtests.test(name=name),
+            pytest.raises(UserError, match=r"^features.target=ends loads no blocks of the target, but [^\n]*$"),
+        ):
+            families()[name].build(families()[name].options(**SHAPES[name]), target)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["features.target=part"], "features.target is 'part'; choose whole or ends"),
-        (["features=online"], "features.target is ends, but features=online runs the target's blocks"),
-        (["target.weights=int8"], "target.weights=int8 quantises the blocks in the trainer"),
-        (["target.placement=zero3"], "target.placement=zero3 divides the blocks among processes"),
-        (["target.expert_parallel=2"], "target.expert_parallel=2 divides the blocks among processes"),
-        (["measure.every=10"], "set measure.engine=vllm too"),
-        (["measure.every=10", "measure.engine=llamacpp"], "measure.engine is llamacpp, for which the trainer writes"),
-    ],
-)
-def test_what_needs_blocks_is_refused_before_anything_is_loaded(words: list[str], line: str) -> None:
-    options = compose_run("medusa", ["features=engine", "features.target=ends", *words]).options
-    with pytest.raises(UserError, match=line):
-        check_target(options, in_memory=False)
+NEEDS_BLOCKS = [
+    (["features.target=part"], "features.target is 'part'; choose whole or ends"),
+    (["features=online"], "features.target is ends, but features=online runs the target's blocks"),
+    (["target.weights=int8"], "target.weights=int8 quantises the blocks in the trainer"),
+    (["target.placement=zero3"], "target.placement=zero3 divides the blocks among processes"),
+    (["target.expert_parallel=2"], "target.expert_parallel=2 divides the blocks among processes"),
+    (["measure.every=10"], "set measure.engine=vllm too"),
+    (["measure.every=10", "measure.engine=llamacpp"], "measure.engine is llamacpp, for which the trainer writes"),
+]
+
+
+@pytest.mark.usefixtures("command")  # composes quickly
+def test_what_needs_blocks_is_refused_before_anything_is_loaded(subtests: pytest.Subtests) -> None:
+    for words, line in NEEDS_BLOCKS:
+        options = compose_run("medusa", ["features=engine", "features.target=ends", *words]).options
+        with subtests.test(words=words), pytest.raises(UserError, match=line):
+            check_target(options, in_memory=False)
 
 
 def test_tied_embeddings_in_several_files(tmp_path: Path, world: World) -> None:
@@ -234,6 +244,7 @@ def test_what_the_model_does_not_know_and_what_lacks_are_named(tmp_path: Path, w
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(row=[row for row in ROWS if row.name in PIECES])
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.refused], ids=lambda row: row.name)
 def test_every_architecture_in_pieces(row: Architecture, tmp_path: Path, world: World) -> None:
     """The same fingerprint, the same kind of drafts and nearly the same states as the whole target."""
@@ -271,16 +282,12 @@ def test_quantised_checkpoints_are_unpacked_block_by_block(tmp_path: Path, world
 
 
 @pytest.mark.slow
-def test_runs_with_and_without_blocks_continue_each_other(material: Path, tmp_path: Path) -> None:
-    port, folder = free_port(), tmp_path / "states"
-    with server(material, folder, port) as process:
-        ready(process)
-        whole = fit(material, tmp_path / "whole", *served(port))
-        broken = tmp_path / "broken"
-        for lines, target in ((2, "ends"), (7, "whole")):
-            kill_after(arguments(material, broken, *served(port, "resume=auto", f"features.target={target}")), broken, lines)
-        run = fit(material, broken, *served(port, "resume=auto", "features.target=ends"))
-        two = fit(material, tmp_path / "two", *served(port, "features.target=ends", "launcher.nproc=2"))
+def test_runs_with_and_without_blocks_continue_each_other(material: Path, states: States, tmp_path: Path) -> None:
+    whole, broken = once(material, *states.asked()), tmp_path / "broken"
+    for lines, target in ((2, "ends"), (7, "whole")):
+        kill_after(arguments(material, broken, *states.asked("resume=auto", f"features.target={target}")), broken, lines)
+    run = fit(material, broken, *states.asked("resume=auto", "features.target=ends"))
+    two = fit(material, tmp_path / "two", *states.asked("features.target=ends", "launcher.nproc=2"))
     assert len(list(broken.glob("*/*/run.json"))) == 1, "resume=auto began a new run"
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
     assert losses(two) == pytest.approx(losses(whole), rel=1e-5)
@@ -292,10 +299,9 @@ def test_runs_with_and_without_blocks_continue_each_other(material: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_engine_measures_while_it_trains(material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]) -> None:
-    port, folder = free_port(), tmp_path / "states"
-    with server(material, folder, port) as process:
-        ready(process)
-        run = fit(material, tmp_path / "out", *served(port, "features.target=ends", "measure.best=engine", *engine("fast")))
+def test_an_engine_measures_while_it_trains(
+    material: Path, states: States, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
+) -> None:
+    run = fit(material, tmp_path / "out", *states.asked("features.target=ends", "measure.best=engine", *engine("fast")))
     lines = {line["engine/step"]: line for line in engine_lines(run)}
     assert 3 in lines and 12 in lines and all(line["engine/own_tau"] is None for line in lines.values())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.load import load_target
 from drafttrain.targets.parallel import Part, join, leave
 from drafttrain.targets.split import SplitTarget, _keep_rows, split_target
+from tests import forked
 from tests.contract.test_families import NAMES, build
 from tests.forked import launch
 from tests.helpers import ARCHITECTURES, GATED, chosen, prompts, tiny_model
@@ -54,6 +57,11 @@ def model_of(name: str) -> Any:
         if key.endswith("bias"):
             parameter.data = torch.randn(parameter.shape, generator=generator)
     return model
+
+
+@cache
+def whole_target(name: str) -> FastTarget:
+    return FastTarget(model_of(name))
 
 
 def plain_pass(target: FastTarget) -> dict[str, Tensor]:
@@ -140,38 +148,44 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_logits_and_taps_are_the_whole_targets_and_the_same_bits_everywhere(name: str, both: list[Found]) -> None:
-    with torch.inference_mode():
-        wanted = plain_pass(FastTarget(model_of(name)))
-    for key, tensor in wanted.items():
-        torch.testing.assert_close(both[0][name][key], tensor, rtol=1e-5, atol=5e-5)
-        assert torch.equal(both[0][name][key], both[1][name][key]), key
+@pytest.mark.slow
+def test_logits_and_taps_are_the_whole_targets_and_the_same_bits_everywhere(
+    both: list[Found], subtests: pytest.Subtests
+) -> None:
+    for name in CONFIGS:
+        with subtests.test(name=name), torch.inference_mode():
+            for key, tensor in plain_pass(whole_target(name)).items():
+                torch.testing.assert_close(both[0][name][key], tensor, rtol=1e-5, atol=5e-5)
+                assert torch.equal(both[0][name][key], both[1][name][key]), key
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_drafters_see_the_whole_target(name: str, both: list[Found]) -> None:
-    whole = FastTarget(model_of(name))
-    for found in (f[name] for f in both):
-        assert found["fingerprint"] == whole.fingerprint and found["trees"] == whole.trees
-        assert torch.equal(found["head_weight"], whole.head_weight)
+@pytest.mark.slow
+def test_drafters_see_the_whole_target(both: list[Found], subtests: pytest.Subtests) -> None:
+    for name in CONFIGS:
+        whole = whole_target(name)
+        with subtests.test(name=name):
+            for found in (f[name] for f in both):
+                assert found["fingerprint"] == whole.fingerprint and found["trees"] == whole.trees
+                assert torch.equal(found["head_weight"], whole.head_weight)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_each_process_holds_its_share_alone(name: str, both: list[Found]) -> None:
-    whole = model_of(name)
-    shared = sum(p.numel() for n, p in whole.named_parameters() if "proj" in n and "o_proj.bias" not in n)
-    shared -= sum(p.numel() for n, p in whole.named_parameters() if n.endswith("down_proj.bias"))
-    head = 33 * 32 if name == "odd" else 32 * 32  # of the 65 rows one process has 33, the other 32 and one of zeros
-    tied = whole.lm_head.weight is whole.model.embed_tokens.weight
-    apart = sum(p.numel() for p in whole.parameters()) - shared - (0 if tied else 64 * 32)
-    for found in (f[name] for f in both):
-        assert found["parameters"] == shared // 2 + apart + head
-        assert found["kv_heads"] == 1
+@pytest.mark.slow
+def test_each_process_holds_its_share_alone(both: list[Found], subtests: pytest.Subtests) -> None:
+    for name in CONFIGS:
+        whole = whole_target(name).model
+        shared = sum(p.numel() for n, p in whole.named_parameters() if "proj" in n and "o_proj.bias" not in n)
+        shared -= sum(p.numel() for n, p in whole.named_parameters() if n.endswith("down_proj.bias"))
+        head = 33 * 32 if name == "odd" else 32 * 32  # of the 65 rows one process has 33, the other 32 and one of zeros
+        tied = whole.lm_head.weight is whole.model.embed_tokens.weight
+        apart = sum(p.numel() for p in whole.parameters()) - shared - (0 if tied else 64 * 32)
+        with subtests.test(name=name):
+            for found in (f[name] for f in both):
+                assert found["parameters"] == shared // 2 + apart + head
+                assert found["kv_heads"] == 1
 
 
-@pytest.mark.sampled(model=("llama",), name=(None, "eagle3"))
-@pytest.mark.sampled_slow
+@pytest.mark.slow
+@pytest.mark.sampled(model=("llama", "odd"), name=(None, "eagle3", "draft_model"))
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_tokens_and_counts_are_those_of_one_process(model: str, name: str | None, both: list[Found]) -> None:
     target = FastTarget(model_of(model))
@@ -179,12 +193,14 @@ def test_tokens_and_counts_are_those_of_one_process(model: str, name: str | None
     assert both[0][f"{model} {name}"] == wanted and both[1][f"{model} {name}"] == wanted
 
 
+@pytest.mark.slow
 def test_replayed_graphs_give_the_same_texts(both: list[Found]) -> None:
     """Nothing in a round with its collectives asks the device, and nothing of it depends on what the host knew at capture."""
     for found in both:
         assert found["replayed"] == found["llama eagle3"][0]
 
 
+@pytest.mark.slow
 def test_transformers_generates_over_the_slices(both: list[Found]) -> None:
     wanted = model_of("llama").generate(TOKEN_BN, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert all(torch.equal(found["generated"], wanted) for found in both)
@@ -211,24 +227,22 @@ TOGETHER = ("target.tensor_parallel=2", "launcher.nproc=2")
 def test_generate_writes_once_what_one_process_writes(
     command: Callable[..., int], checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("generate", f"checkpoint={checkpoint}", "prompt=def main(", "decode.max_new_tokens=24")
-    written = []
-    for more in ((), TOGETHER):
-        assert command(*arguments, *more) == 0
-        out, err = capfd.readouterr()
-        written.append(out)
-        assert err.count("24 tokens,") == 1, err
-    assert written[0] == written[1] and written[0].strip()
+    words = ("generate", f"checkpoint={checkpoint}", "prompt=def main(", "decode.max_new_tokens=24")
+    assert command(*words) == 0
+    out, err = capfd.readouterr()
+    assert err.count("24 tokens,") == 1 and out.strip(), err
+    said = forked.run([sys.executable, "-m", "drafttrain", *words, *TOGETHER])
+    assert said.count("24 tokens,") == 1 and said.count(out.strip()) == 1, said
 
 
 @pytest.mark.slow
-def test_measure_reports_what_one_process_reports(command: Callable[..., int], checkpoint: Path, tmp_path: Path) -> None:
+def test_measure_reports_what_one_process_reports(checkpoint: Path, tmp_path: Path) -> None:
     settings = ("measure.limit=3", "measure.repeats=1", "measure.timed_prompts=1", "measure.batch_sizes=[1]")
     reports = []
     for name, more in (("one", ()), ("two", TOGETHER)):
         output = tmp_path / name
         run = (f"checkpoint={checkpoint}", f"output={output}", "decode.max_new_tokens=12", *settings, *more)
-        assert command("measure", *run) == 0
+        forked.run([sys.executable, "-m", "drafttrain", "measure", *run])
         (file,) = output.glob("measure/*/report.json")
         reports.append(json.loads(file.read_text(encoding="utf-8")))
     one, two = (counted(r["checkpoints"][0]) for r in reports)
@@ -239,9 +253,10 @@ def test_measure_reports_what_one_process_reports(command: Callable[..., int], c
     assert reports[1]["target"] == alone | {"tensor_parallel": 2, "kv_bytes_per_position": halved}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
+def test_a_mistake_gets_one_line(
+    command: Callable[..., int], capfd: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    for arguments, line in (
         (
             ("generate", "prompt=x", "target.tensor_parallel=2"),
             "number of processes is 1; set launcher.nproc=2, or start them with torchrun",
@@ -252,29 +267,24 @@ def test_measure_reports_what_one_process_reports(command: Callable[..., int], c
             ("fit", "target.tensor_parallel=2"),
             "target.tensor_parallel is 2, but this machine runs 1 of the processes; set launcher.nproc",
         ),
-    ],
-)
-def test_a_mistake_gets_one_line(
-    command: Callable[..., int], arguments: tuple[str, ...], line: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert command(*arguments) == 2
-    err = capfd.readouterr().err
-    assert line in err and len(err.splitlines()) == 1
+    ):
+        with subtests.test(arguments=arguments):
+            assert command(*arguments) == 2
+            err = capfd.readouterr().err
+            assert line in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("more", "line"),
-    [
-        (("decode.fallback=true",), "decode.fallback depends on timings"),
-        (("target.device=cuda:1",), "set target.device=auto or cpu"),
-    ],
-)
 def test_what_lock_step_cannot_follow_is_refused(
-    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], line: str, capfd: Any
+    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: Any, subtests: pytest.Subtests
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert command("generate", "prompt=x", "target.tensor_parallel=2", *more) == 2
-    assert line in capfd.readouterr().err
+    for more, line in (
+        ("decode.fallback=true", "decode.fallback depends on timings"),
+        ("target.device=cuda:1", "set target.device=auto or cpu"),
+    ):
+        with subtests.test(more=more):
+            assert command("generate", "prompt=x", "target.tensor_parallel=2", more) == 2
+            assert line in capfd.readouterr().err
 
 
 def test_what_cannot_be_split_is_refused() -> None:
@@ -286,16 +296,17 @@ def test_what_cannot_be_split_is_refused() -> None:
         load_target(TargetOptions(runner="hf"), Part(0, 2))
 
 
-@pytest.mark.parametrize(("rows", "size"), [(6, 2), (5, 2), (5, 3), (5, 4), (2, 4)])
-def test_slices_side_by_side_are_the_whole(rows: int, size: int) -> None:
+def test_slices_side_by_side_are_the_whole(subtests: pytest.Subtests) -> None:
     """Of a number of rows that does not divide the last slices are filled up, the very last may be empty."""
-    whole = torch.nn.Linear(3, rows)
-    slices = [copy.deepcopy(whole).requires_grad_(False) for _ in range(size)]
-    for rank, linear in enumerate(slices):
-        _keep_rows(linear, Part(rank, size))
-    assert {(linear.out_features, *linear.weight.shape) for linear in slices} == {(-(-rows // size), -(-rows // size), 3)}
-    assert torch.equal(torch.cat([linear.weight for linear in slices])[:rows], whole.weight)
-    assert torch.equal(torch.cat([linear.bias for linear in slices])[:rows], whole.bias)
+    for rows, size in ((6, 2), (5, 2), (5, 3), (5, 4), (2, 4)):
+        whole, each = torch.nn.Linear(3, rows), -(-rows // size)
+        slices = [copy.deepcopy(whole).requires_grad_(False) for _ in range(size)]
+        for rank, linear in enumerate(slices):
+            _keep_rows(linear, Part(rank, size))
+        with subtests.test(rows=rows, size=size):
+            assert {(linear.out_features, *linear.weight.shape) for linear in slices} == {(each, each, 3)}
+            assert torch.equal(torch.cat([linear.weight for linear in slices])[:rows], whole.weight)
+            assert torch.equal(torch.cat([linear.bias for linear in slices])[:rows], whole.bias)
 
 
 def test_a_lone_process_is_whole() -> None:

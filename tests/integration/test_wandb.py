@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from drafttrain.train.lineage import COLUMNS, measurement_rows, recorded_run, summary_of
+from tests import forked
+from tests.integration.test_training import reach
 from tests.standin.wandb_server import KEY, Run, WandbServer
 
 pytestmark = pytest.mark.slow
@@ -27,6 +29,11 @@ SETTINGS = (
     *(f"train.steps={STEPS}", "train.checkpoint_every=4", "measure.limit=2", "measure.minutes=0.02"),
     *("measure.transformers=false", "measure.batch_sizes=[1]", "decode.max_new_tokens=12"),
 )
+RETRIES = {  # of W&B's own process, which waits for seconds and tries for days otherwise
+    f"WANDB__{what}_RETRY_{name}": value
+    for what in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")
+    for name, value in (("WAIT_MIN_SECONDS", "0.05"), ("WAIT_MAX_SECONDS", "0.2"), ("MAX", "3"))
+}
 SECRET = "marked-secret-"
 SECRETS = {
     name: f"{SECRET}{i}"
@@ -41,7 +48,7 @@ def environment(server: WandbServer, home: Path, **more: str) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HF_"))}
     plain = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLCONFIGDIR": matplotlib.get_cachedir()}
     plain["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # compiled operators
-    return own | plain | server.environment(home) | SECRETS | more
+    return own | plain | server.environment(home) | RETRIES | SECRETS | more
 
 
 def command(material: Path, output: Path, *more: str) -> list[str]:
@@ -49,24 +56,25 @@ def command(material: Path, output: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "drafttrain", "fit", *paths, *SETTINGS, *more]
 
 
-def fit(material: Path, home: Path, variables: dict[str, str], *more: str) -> tuple[Path, str]:
+def fit(material: Path, home: Path, variables: dict[str, str], *more: str, answer: float = 60.0) -> tuple[Path, str]:
     """Train to the end; the run directory, and what was printed."""
-    call = command(material, home / "outputs", *more)
-    done = subprocess.run(call, env=variables, cwd=home, capture_output=True, text=True, timeout=400)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
+    process = start(command(material, home / "outputs", *more), home, variables, answer)
+    assert process.wait() == 0, process.said()
     (run,) = (home / "outputs").glob("*/*/run.json")
-    return run.parent, said
+    return run.parent, process.said()
+
+
+def start(call: list[str], home: Path, variables: dict[str, str], answer: float = 60.0) -> forked.Forked:
+    """answer: seconds that the run waits for W&B."""
+    return forked.start(call, home, variables, {"drafttrain.train.wandb_run.ANSWER": answer})
 
 
 def kill_after(call: list[str], home: Path, variables: dict[str, str], lines: int) -> None:
     """Kill the command and W&B's own process once metrics.jsonl has so many lines."""
-    process = subprocess.Popen(call, env=variables, cwd=home, start_new_session=True, stdout=subprocess.DEVNULL)
-    while process.poll() is None and sum(f.read_text().count("\n") for f in home.glob("outputs/*/*/metrics.jsonl")) < lines:
-        time.sleep(0.01)
+    process = start(call, home, variables)
+    reach(process, home / "outputs", lines)
     assert process.poll() is None, "the run ended before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
 
 
 def sync(typed: str, home: Path, variables: dict[str, str]) -> str:
@@ -160,8 +168,8 @@ def test_online_all_arrives_and_compare_reads_it(material: Path, tmp_path: Path)
         assert server.used == [(run.name, server.artifact("dataset").name)]
         there = f"me/drafttrain/{run.name}"
         call = [sys.executable, "-m", "drafttrain", "compare", there, str(run_dir), "compare.samples=200", "out=compared"]
-        done = subprocess.run(call, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
+        compared = start(call, tmp_path, variables)
+        assert compared.wait() == 0, compared.said()
         assert there in (tmp_path / "compared/compare.csv").read_text() and not server.unknown
 
 
@@ -184,17 +192,23 @@ def test_a_killed_run_goes_on_in_the_same_run(mode: str, material: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("fault", "run_id"), [("gone", None), (401, None), (500, None), ("hang", None), (500, "chosen"), ("hang", "chosen")]
+    ("fault", "run_id"),
+    [
+        ("gone", None),
+        (401, None),
+        ("hang", "chosen"),
+        *(pytest.param(*case, marks=pytest.mark.grid) for case in ((500, None), ("hang", None), (500, "chosen"))),
+    ],
 )
 def test_a_server_that_fails_at_the_start(fault: int | str, run_id: str | None, material: Path, tmp_path: Path) -> None:
     """run_id: the user's, which a resumed run has too: W&B's own process still holds it after the failure."""
     with WandbServer() as server:
-        variables = environment(server, tmp_path, WANDB_INIT_TIMEOUT="4", **({"WANDB_RUN_ID": run_id} if run_id else {}))
+        variables = environment(server, tmp_path, WANDB_INIT_TIMEOUT="1", **({"WANDB_RUN_ID": run_id} if run_id else {}))
         if fault == "gone":
             server.stop()
         else:
             server.fault = fault
-        run_dir, said = fit(material, tmp_path, variables)
+        run_dir, said = fit(material, tmp_path, variables, answer=5.0)
     (line,) = about_wandb(said)
     assert "the run is logged offline, send it later: wandb sync" in line
     with WandbServer() as server:
@@ -202,25 +216,23 @@ def test_a_server_that_fails_at_the_start(fault: int | str, run_id: str | None, 
         assert assert_complete(server, run_dir).name == (run_id or recorded_run(run_dir)["id"])
 
 
+@pytest.mark.sampled(fault=["gone", "hang"])
 @pytest.mark.parametrize("fault", ["gone", 401, 500, "hang"])
 def test_a_server_that_fails_later(fault: int | str, material: Path, tmp_path: Path) -> None:
     """It has the start of the run."""
     with WandbServer() as server:
         variables = environment(server, tmp_path)
-        call = command(material, tmp_path / "outputs", "logger.finish_timeout=4")
-        process = subprocess.Popen(
-            call, env=variables, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        while process.poll() is None and not list(tmp_path.glob("outputs/*/*/metrics.jsonl")):
-            time.sleep(0.01)
+        call = command(material, tmp_path / "outputs", "logger.finish_timeout=1")
+        process = start(call, tmp_path, variables, answer=5.0)
+        reach(process, tmp_path / "outputs", 1)
         while process.poll() is None and not server.used:
             time.sleep(0.01)
         if fault == "gone":
             server.stop()
         else:
             server.fault = fault
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+        assert process.wait() == 0, process.said()
+        said = process.said()
         (run_dir,) = (file.parent for file in tmp_path.glob("outputs/*/*/run.json"))
         assert json.loads((run_dir / "run.json").read_text())["finished"] and (run_dir / "report.json").exists()
         *first, line = about_wandb(said)
@@ -236,9 +248,8 @@ def test_an_interrupted_run_has_failed_at_wandb(material: Path, tmp_path: Path) 
     with WandbServer() as server:
         variables = environment(server, tmp_path)
         call = command(material, tmp_path / "outputs", "train.steps=4000", "train.checkpoint_every=2000")
-        process = subprocess.Popen(call, env=variables, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not any(f.read_text() for f in tmp_path.glob("outputs/*/*/metrics.jsonl")):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 75
+        process = start(call, tmp_path, variables)
+        reach(process, tmp_path / "outputs", 1)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait() == 75, process.said()
         assert server.run().state == "failed"

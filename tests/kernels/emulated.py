@@ -22,11 +22,14 @@ FLAGS = ["-O1", "-std=c++20", "-fPIC", "-w", "-DDRAFTTRAIN_EMULATE", "-U_FORTIFY
 
 @cache
 def ops() -> Any:
+    torch.ops.load_library(str(binary()))
+    return torch.ops.drafttrain_emulated
+
+
+def binary() -> Path:
     """Compiles at the first call (half a minute) and keeps the binary where the compiled operators are kept."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++: the CUDA kernels cannot be emulated")
-    sources = [*sorted((KERNELS / "csrc" / "cuda").glob("*.cu")), HERE / "emulated.cpp"]
-    read = [*KERNELS.glob("**/*.*h"), *sources, HERE / "emulator.h"]
-    torch.ops.load_library(str(build.compiled(compiler, FLAGS, sources, read, "emulated.so")))
-    return torch.ops.drafttrain_emulated
+    read = [*KERNELS.glob("**/*.*h"), *KERNELS.glob("csrc/cuda/*.cu"), HERE / "emulator.h"]
+    return build.compiled(compiler, FLAGS, [HERE / "emulated.cpp"], read, "emulated.so")

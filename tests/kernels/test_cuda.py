@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from drafttrain.ops.tree_bits import bits_of, words_for
 from tests.kernels import emulated
 from tests.kernels.test_trees import candidates, fields
 
+pytestmark = pytest.mark.timeout(3600)  # one test compiles the emulated kernels: minutes on a busy machine
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -47,8 +49,18 @@ def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None
     torch.testing.assert_close(found, wanted, rtol=DTYPES[dtype], atol=DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 17, 64, 2056, 4160, 8192, 8200, 16640])
+# the widths at which a dtype goes from one kernel to another: packs of 16 bytes by 1, 2 or 4, or single elements
+NORMED = {torch.float32: [1, 17, 64, 2056, 8192, 8200], torch.bfloat16: [64, 4160, 8200, 16640], torch.float16: [64]}
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        pytest.param(width, dtype, marks=() if width in NORMED[dtype] else pytest.mark.grid)
+        for width in (1, 17, 64, 2056, 4160, 8192, 8200, 16640)
+        for dtype in DTYPES
+    ],
+)
 def test_rms_norm(dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(width)
     x, delta, weight = (torch.randn(*shape, width).to(dtype) for shape in ((3, 2), (3, 2), ()))
@@ -62,15 +74,13 @@ def test_rms_norm(dtype: torch.dtype, width: int) -> None:
                 assert torch.equal(summed, wanted[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 33, 64, 2056, 4104])
-def test_gated(dtype: torch.dtype, width: int) -> None:
-    gate = torch.linspace(-100, 100, 6 * width).view(2, 3, width).roll(3, -1)
-    gate_up = torch.cat([gate, gate.flip(0)], -1).to(dtype)
-    for by in (0, 3):
-        out = nan(2, 3, width, dtype=dtype)
-        emulated.ops().gated(shifted(gate_up, by), out)
-        close(out, gated_op.reference(gate_up), dtype)
+def test_cuda_gated_equals_reference_for_any_width_dtype_and_start(subtests: pytest.Subtests) -> None:
+    for width, dtype, by in product((1, 33, 64, 2056, 4104), DTYPES, (0, 3)):
+        with subtests.test(width=width, dtype=dtype, by=by):
+            gate = torch.linspace(-100, 100, 6 * width).view(2, 3, width).roll(3, -1)
+            gate_up, out = torch.cat([gate, gate.flip(0)], -1).to(dtype), nan(2, 3, width, dtype=dtype)
+            emulated.ops().gated(shifted(gate_up, by), out)
+            close(out, gated_op.reference(gate_up), dtype)
 
 
 APPENDS = {
@@ -85,6 +95,7 @@ APPENDS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", APPENDS)
 def test_append(case: str, dtype: torch.dtype) -> None:
@@ -147,6 +158,7 @@ def test_append_writes_nothing_where_the_table_ends() -> None:
     assert keys[1, -2:].isfinite().all() and keys.isfinite().sum() == 2 * 8 and values.isfinite().sum() == 2 * 8
 
 
+@pytest.mark.sampled(dtype=[torch.float32, torch.bfloat16])  # units of so many bytes are copied, whatever they hold
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "width", "nodes"), [(2, 8, 5), (1, 3, 9), (2, 80, 64), (5, 128, 33), (2, 8, 150)])
 def test_kv_keep(dtype: torch.dtype, heads: int, width: int, nodes: int) -> None:
@@ -187,7 +199,6 @@ def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.sampled
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["random", "ties", "masked", "sorted", "nan", "far"])
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(1, 1, 1), (3, 65, 64), (2, 20011, 1), (2, 8192, 10), (1, 20000, 33)])
@@ -248,17 +259,19 @@ def test_shaped(settings: dict[str, float], kind: str, dtype: torch.dtype, monke
         assert torch.equal(shaped_op._compiled(shifted(logits[row : row + 1], by), alone)[0], out[row])
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 33, 63, 64, 65, 130, 192, 256])
-def test_tree_links(nodes: int) -> None:
-    torch.manual_seed(nodes)
-    parent, _ = candidates(20, nodes)
-    parent[0] = torch.arange(-1, nodes - 1)
-    depth, bits = torch.full_like(parent, -7), torch.full((20, nodes, words_for(nodes)), -7)
-    emulated.ops().tree_links(parent, depth, bits)
-    for found, wanted in zip((depth, bits), links_op.reference(parent), strict=True):
-        assert torch.equal(found, wanted)
+def test_cuda_tree_links_equal_reference_for_one_to_256_nodes(subtests: pytest.Subtests) -> None:
+    for nodes in (1, 2, 33, 63, 64, 65, 130, 192, 256):
+        with subtests.test(nodes=nodes):
+            torch.manual_seed(nodes)
+            parent, _ = candidates(20, nodes)
+            parent[0] = torch.arange(-1, nodes - 1)
+            depth, bits = torch.full_like(parent, -7), torch.full((20, nodes, words_for(nodes)), -7)
+            emulated.ops().tree_links(parent, depth, bits)
+            for found, wanted in zip((depth, bits), links_op.reference(parent), strict=True):
+                assert torch.equal(found, wanted)
 
 
+@pytest.mark.sampled(many=[1, 64, 65, 1024, 66, 1000, 4096], nodes=[1, 64, 17, 30, 65, 129, 256])
 @pytest.mark.parametrize(
     ("many", "nodes"),
     [

@@ -54,32 +54,24 @@ int main(int count, char** words) {
 """
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_emulator_barriers_meet_agree_or_show_that_they_miss(tmp_path: Path, subtests: pytest.Subtests) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++: the CUDA kernels cannot be emulated")
-    folder = tmp_path_factory.mktemp("emulator")
-    (folder / "sum.cpp").write_text(PROGRAM)
-    subprocess.run([compiler, *FLAGS, "-o", str(folder / "sum"), str(folder / "sum.cpp")], check=True)
-    return folder / "sum"
+    program = tmp_path / "sum"
+    program.with_suffix(".cpp").write_text(PROGRAM)
+    subprocess.run([compiler, *FLAGS, "-o", str(program), str(program.with_suffix(".cpp"))], check=True)
 
+    def run(kind: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([program, str(kind)], capture_output=True, text=True)
 
-def test_threads_that_meet_see_each_others_values(program: Path) -> None:
-    done = subprocess.run([program, "0"], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [f"{255 * 128 + 256 * block}" for block in range(3)]
-
-
-def test_threads_of_a_block_agree(program: Path) -> None:
-    done = subprocess.run([program, "3"], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["256"] * 3
-
-
-def test_a_missing_barrier_shows(program: Path) -> None:
-    done = subprocess.run([program, "1"], capture_output=True, text=True, check=True)
-    assert [math.isnan(float(number)) for number in done.stdout.split()] == [True] * 3
-
-
-def test_threads_that_never_meet_end_the_process(program: Path) -> None:
-    done = subprocess.run([program, "2"], capture_output=True, text=True)
-    assert done.returncode < 0 and done.stderr == "emulator: the threads of a block wait for each other\n"
+    with subtests.test("threads that meet see each other's values"):
+        assert run(0).stdout.split() == [f"{255 * 128 + 256 * block}" for block in range(3)]
+    with subtests.test("threads of a block agree"):
+        assert run(3).stdout.split() == ["256"] * 3
+    with subtests.test("a missing barrier shows"):
+        done = run(1)
+        assert done.returncode == 0 and [math.isnan(float(number)) for number in done.stdout.split()] == [True] * 3
+    with subtests.test("threads that never meet end the process"):
+        done = run(2)
+        assert done.returncode < 0 and done.stderr == "emulator: the threads of a block wait for each other\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -64,20 +65,20 @@ def chosen(parent: list[int], score: list[float], nodes: int) -> list[list[Any]]
 
 
 @compiled
-@pytest.mark.parametrize(
-    ("rows", "nodes"),
-    [(3000, 1), (3000, 2), (3000, 5), (2000, 13), (500, 40), (500, 63), (1000, 64), (300, 65), (100, 150), (50, 256)],
-)
-def test_tree_links(rows: int, nodes: int) -> None:
-    torch.manual_seed(nodes)
-    parent, _ = candidates(rows, nodes)
-    parent[0] = torch.arange(-1, nodes - 1)  # the deepest tree
-    with torch.inference_mode():
-        found = tree_links(parent)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, links_reference(parent), strict=True))
-    for row, above in enumerate(parent.tolist()):
-        depths, bits = linked(above)
-        assert found[0][row].tolist() == depths and found[1][row].tolist() == bits
+def test_tree_links_equal_reference_and_python_walk(subtests: pytest.Subtests) -> None:
+    for rows, nodes in (
+        *((300, 1), (300, 2), (300, 5), (200, 13), (50, 40), (50, 63), (100, 64), (30, 65), (10, 150), (8, 256)),
+    ):
+        with subtests.test(nodes=nodes):
+            torch.manual_seed(nodes)
+            parent, _ = candidates(rows, nodes)
+            parent[0] = torch.arange(-1, nodes - 1)  # the deepest tree
+            with torch.inference_mode():
+                found = tree_links(parent)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, links_reference(parent), strict=True))
+            for row, above in enumerate(parent.tolist()):
+                depths, bits = linked(above)
+                assert found[0][row].tolist() == depths and found[1][row].tolist() == bits
 
 
 def test_tree_links_are_the_trees_ancestors() -> None:
@@ -87,24 +88,25 @@ def test_tree_links_are_the_trees_ancestors() -> None:
         assert torch.equal(depths, depth(ancestors(parent))) and torch.equal(bits, bits_of(ancestors(parent)))
 
 
+BUILT = [  # rows, candidates, nodes
+    *((100, 1, 1), (200, 3, 2), (200, 7, 4), (200, 9, 9), (150, 30, 12), (100, 64, 64), (80, 120, 61)),
+    *((8, 1024, 64), (20, 120, 100), (8, 300, 129), (8, 256, 256), (8, 4096, 256)),
+]
+
+
 @compiled
-@pytest.mark.parametrize(
-    ("rows", "many", "nodes"),
-    [
-        *((1000, 1, 1), (2000, 3, 2), (2000, 7, 4), (2000, 9, 9), (1500, 30, 12), (1000, 64, 64), (800, 120, 61)),
-        *((60, 1024, 64), (200, 120, 100), (60, 300, 129), (20, 256, 256), (10, 4096, 256)),
-    ],
-)
-def test_build_tree(rows: int, many: int, nodes: int) -> None:
-    torch.manual_seed(many)
-    parent, score = candidates(rows, many)
-    with torch.inference_mode():
-        found = fields(build_tree(parent, score, nodes))
-    reference = fields(build_reference(parent, score, nodes))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, reference, strict=True))
-    mine = zip(*(field.tolist() for field in found), strict=True)
-    for row, above, scores in zip(mine, parent.tolist(), score.tolist(), strict=True):
-        assert list(row) == chosen(above, scores, nodes)
+def test_build_tree_equals_reference_and_python_walk(subtests: pytest.Subtests) -> None:
+    for rows, many, nodes in BUILT:
+        with subtests.test(candidates=many, nodes=nodes):
+            torch.manual_seed(many)
+            parent, score = candidates(rows, many)
+            with torch.inference_mode():
+                found = fields(build_tree(parent, score, nodes))
+            reference = fields(build_reference(parent, score, nodes))
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, reference, strict=True))
+            mine = zip(*(field.tolist() for field in found), strict=True)
+            for row, above, scores in zip(mine, parent.tolist(), score.tolist(), strict=True):
+                assert list(row) == chosen(above, scores, nodes)
 
 
 @compiled
@@ -137,12 +139,13 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 @compiled
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", library.DTYPES)
 @pytest.mark.parametrize(("vocab", "k"), [(1, 1), (16, 16), (100, 1), (1000, 64), (5003, 10)])
 def test_top(vocab: int, k: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab)
     ids = torch.randperm(3 * vocab)[:vocab]
-    for trial in range(60):
+    for trial in range(18):  # each scale with each part that is masked, rounded and not
         logits = (torch.randn(5, vocab) * (1, 3, 0)[trial % 3]).to(dtype)
         logits = logits.round() if trial % 2 else logits
         logits[torch.rand(5, vocab) < (0.0, 0.5, 0.99)[trial // 3 % 3]] = (-torch.inf, torch.nan, torch.inf)[trial % 3]
@@ -156,22 +159,22 @@ def test_top(vocab: int, k: int, dtype: torch.dtype) -> None:
             assert found == order[:k]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("vocab", "k"), [(1, 1), (7, 3), (64, 5), (2049, 10)])
-def test_top_log(vocab: int, k: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(vocab)
-    logits, ids = (4 * torch.randn(6, vocab)).to(dtype), torch.randperm(3 * vocab)[:vocab]
-    logits[1] = 0.0
-    logits[2, 1:] = -torch.inf
-    logits[3] += 50.0
-    with torch.inference_mode():
-        value, index = top_op.top_log(logits, k)
-        assert torch.equal(top_op.top_log(logits, k, ids)[1], ids[index])
-        twin, order = top_op.reference_log(logits, k)
-    assert torch.equal(index, order) and value.dtype == torch.float32 and bool((value <= 0).all())
-    wanted = logits.double().log_softmax(-1).gather(1, index).float()
-    for found in (value, twin):
-        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
+def test_top_log_equals_reference_and_float64_for_any_size_and_dtype(subtests: pytest.Subtests) -> None:
+    for (vocab, k), dtype in product([(1, 1), (7, 3), (64, 5), (2049, 10)], library.DTYPES):
+        with subtests.test(vocab=vocab, dtype=dtype):
+            torch.manual_seed(vocab)
+            logits, ids = (4 * torch.randn(6, vocab)).to(dtype), torch.randperm(3 * vocab)[:vocab]
+            logits[1] = 0.0
+            logits[2, 1:] = -torch.inf
+            logits[3] += 50.0
+            with torch.inference_mode():
+                value, index = top_op.top_log(logits, k)
+                assert torch.equal(top_op.top_log(logits, k, ids)[1], ids[index])
+                twin, order = top_op.reference_log(logits, k)
+            assert torch.equal(index, order) and value.dtype == torch.float32 and bool((value <= 0).all())
+            wanted = logits.double().log_softmax(-1).gather(1, index).float()
+            for found in (value, twin):
+                torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_remap() -> None:

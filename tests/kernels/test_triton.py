@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 
 
 @needs_triton
+@pytest.mark.timeout(3600)  # of the whole list; each of its cases has pytest's own limit
 @pytest.mark.parametrize(
     ("where", "cases"),
     [
@@ -55,7 +57,7 @@ def test_kernels_against_their_twins(where: str, cases: str) -> None:
     environment |= {"TRITON_INTERPRET": "1"} if where == "interpreter" else {}
     quiet = ["--noconftest", "-p", "no:cacheprovider", "-W", "ignore"]
     command = [sys.executable, "-m", "pytest", *quiet, "-m", cases, str(CASES)]
-    run = subprocess.run(command, env=environment, cwd=CASES.parents[2], capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, env=environment, cwd=CASES.parents[2], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert " passed" in run.stdout
 
@@ -67,7 +69,6 @@ ATTENTION = {
     "tree-window": (60, 32, 8, 128, torch.bfloat16, 4096),
     "half": (16, 32, 8, 64, torch.float16, None),
     "half-tree": (60, 32, 8, 128, torch.float16, 4096),
-    "half-wide": (60, 16, 2, 256, torch.float16, None),
     "width-80": (5, 32, 32, 80, torch.bfloat16, None),
     "wide": (60, 16, 2, 256, torch.bfloat16, 1024),
     "single": (7, 8, 1, 128, torch.float32, None),
@@ -76,21 +77,37 @@ ATTENTION = {
     "four words": (256, 32, 8, 128, torch.bfloat16, 4096),
     "half-words": (256, 32, 8, 64, torch.float16, None),
     "few rows with words": (10, 8, 8, 64, torch.bfloat16, None, 200),
-    "wide-words": (128, 16, 2, 256, torch.bfloat16, None),
     "single-words": (70, 8, 1, 128, torch.float32, None),
+}
+WIDE = {  # the first to spill with a new Triton
+    "half-wide": (60, 16, 2, 256, torch.float16, None),
+    "wide-words": (128, 16, 2, 256, torch.bfloat16, None),
 }
 
 
 @needs_triton
 @compiles
-@pytest.mark.sampled
-@pytest.mark.sampled_slow
+@pytest.mark.sampled(case=["tree-window", "single", "odd", "four words", "few rows with words"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("case", ATTENTION)
 def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
+    check_attention(ATTENTION[case], capability, tmp_path)
+
+
+@pytest.mark.slow
+@needs_triton
+@compiles
+@pytest.mark.sampled
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("case", WIDE)
+def test_triton_attention_of_widest_heads_compiles_without_spilling(case: str, capability: int, tmp_path: Path) -> None:
+    check_attention(WIDE[case], capability, tmp_path)
+
+
+def check_attention(case: tuple[Any, ...], capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import tree_attention as kernels
 
-    nodes, heads, kv_heads, width, dtype, window, earlier = (*ATTENTION[case], 0)[:7]
+    nodes, heads, kv_heads, width, dtype, window, earlier = (*case, 0)[:7]
     q, keys = meta(1, nodes, heads, width, dtype=dtype), meta(300, 32, kv_heads, width, dtype=dtype)
     numbers = (meta(1, 256), meta(1), meta(1, nodes, words_for(earlier + nodes)), meta(1, nodes))
     out, arrived = meta(1, nodes, heads * width, dtype=dtype), meta(1024, dtype=torch.int32)
@@ -100,29 +117,40 @@ def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
         check(launch.compile(capability), capability, tmp_path)
 
 
+LOGITS = {torch.bfloat16: (128256, True), torch.float32: (50257, False), torch.float16: (128256, True)}  # vocabulary, slope
+
+
 @needs_triton
 @compiles
-@pytest.mark.sampled
-@pytest.mark.sampled_slow
+@pytest.mark.sampled(name=["kl", "tvd", "jsd"])  # one of each kernel: the others share them
 @pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", LOGITS, ids=str)
 @pytest.mark.parametrize("name", divergence_op.NAMES)
-def test_divergence_compiles(name: str, capability: int, tmp_path: Path) -> None:
+def test_divergence_compiles(name: str, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import divergence as kernels
 
-    number, hit = meta(64, dtype=torch.float32), meta(64, dtype=torch.bool)
-    sizes = ((128256, torch.bfloat16, True), (50257, torch.float32, False), (128256, torch.float16, True))
-    for vocabulary, dtype, sloped in sizes:
-        logits = meta(64, vocabulary, dtype=dtype)
-        check(kernels.summarise(logits, number, meta(64)).compile(capability), capability, tmp_path)
-        given = (logits, logits, meta(64), name, number, hit, number, logits if sloped else None)
-        for more in ((None, None), (number, number)):
-            check(kernels.launch(*given, *more).compile(capability), capability, tmp_path)
+    (vocabulary, sloped), number = LOGITS[dtype], meta(64, dtype=torch.float32)
+    logits, hit = meta(64, vocabulary, dtype=dtype), meta(64, dtype=torch.bool)
+    given = (logits, logits, meta(64), name, number, hit, number, logits if sloped else None)
+    for more in ((None, None), (number, number)):
+        check(kernels.launch(*given, *more).compile(capability), capability, tmp_path)
 
 
 @needs_triton
 @compiles
 @pytest.mark.sampled
-@pytest.mark.sampled_slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", LOGITS, ids=str)
+def test_triton_divergence_summary_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    from drafttrain.kernels.triton import divergence as kernels
+
+    logits, number = meta(64, LOGITS[dtype][0], dtype=dtype), meta(64, dtype=torch.float32)
+    check(kernels.summarise(logits, number, meta(64)).compile(capability), capability, tmp_path)
+
+
+@needs_triton
+@compiles
+@pytest.mark.sampled
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_layer_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
@@ -145,8 +173,7 @@ ROTARY = {
 
 @needs_triton
 @compiles
-@pytest.mark.sampled
-@pytest.mark.sampled_slow
+@pytest.mark.sampled(groups=[4, 2], width=[128, 80])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("groups", "width"), [(4, 128), (1, 64), (8, 256), (2, 80)])
@@ -164,8 +191,7 @@ def test_later_steps_compile(groups: int, width: int, dtype: torch.dtype, capabi
 
 @needs_triton
 @compiles
-@pytest.mark.sampled
-@pytest.mark.sampled_slow
+@pytest.mark.sampled(case=["target", "odd"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", ROTARY)
@@ -207,33 +233,39 @@ def cuobjdump() -> str | None:
     return shutil.which("cuobjdump", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", str(bundled)]))
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize(("nodes", "groups"), [(1, 1), (6, 4), (64, 2), (70, 1), (256, 2)])
-def test_attention_twin_is_torchs_attention(nodes: int, groups: int, window: int | None) -> None:
-    torch.manual_seed(nodes)
-    rows, kv_heads, width, lengths = 3, 2, 16, torch.tensor([40, 0, 17])
-    kv = KVCache(1, rows, 320, pages=30)
-    kv.allocate(kv_heads, width, torch.float32)
-    for row in (1, 2, 0):
-        kv.reserve(row, 320)
-    past, new = torch.randn(2, rows, kv_heads, 40, width), torch.randn(2, rows, kv_heads, nodes, width)
-    kv.append(0, *past)
-    kv.keep(torch.arange(40).expand(rows, 40), lengths)
-    kv.append(0, *new)
-    keys_BkPD, values_BkPD = kv.read(0, nodes)
-    parents = [[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(rows)]
-    ancestor = ancestors(torch.tensor(parents))
-    position, q = lengths[:, None] + ancestor.sum(-1) - 1, torch.randn(rows, nodes, kv_heads * groups, width)
-    mask = additive(attention_mask(kv, ancestor, position, window), q.dtype)
-    wanted = F.scaled_dot_product_attention(q.transpose(1, 2), keys_BkPD, values_BkPD, mask, scale=0.3, enable_gqa=True)
-    bits, bound = bits_of(ancestor), 40 + nodes
-    keys, values = kv.page_view().layer(0)
-    found = attention_op.reference(q, keys, values, kv.page_view().table_BQ, kv.length_B, bits, position, 0.3, window, bound)
-    torch.testing.assert_close(found, wanted.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-5)
+def test_tree_attention_reference_equals_torch_attention(subtests: pytest.Subtests) -> None:
+    for (nodes, groups), window in product([(1, 1), (6, 4), (64, 2), (70, 1), (256, 2)], [None, 9]):
+        with subtests.test(nodes=nodes, window=window):
+            torch.manual_seed(nodes)
+            rows, kv_heads, width, lengths = 3, 2, 16, torch.tensor([40, 0, 17])
+            kv = KVCache(1, rows, 320, pages=30)
+            kv.allocate(kv_heads, width, torch.float32)
+            for row in (1, 2, 0):
+                kv.reserve(row, 320)
+            past, new = torch.randn(2, rows, kv_heads, 40, width), torch.randn(2, rows, kv_heads, nodes, width)
+            kv.append(0, *past)
+            kv.keep(torch.arange(40).expand(rows, 40), lengths)
+            kv.append(0, *new)
+            keys_BkPD, values_BkPD = kv.read(0, nodes)
+            parents = [[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(rows)]
+            ancestor = ancestors(torch.tensor(parents))
+            position, q = lengths[:, None] + ancestor.sum(-1) - 1, torch.randn(rows, nodes, kv_heads * groups, width)
+            mask = additive(attention_mask(kv, ancestor, position, window), q.dtype)
+            q_BhND = q.transpose(1, 2)
+            wanted = F.scaled_dot_product_attention(q_BhND, keys_BkPD, values_BkPD, mask, scale=0.3, enable_gqa=True)
+            pages, bits = kv.page_view(), bits_of(ancestor)
+            given = (q, *pages.layer(0), pages.table_BQ, kv.length_B, bits, position)
+            found = attention_op.reference(*given, 0.3, window, 40 + nodes)
+            torch.testing.assert_close(found, wanted.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("nodes", [1, 5, 63, 64, 65, 100, 128, 129, 192, 255, 256])
-def test_bits(nodes: int) -> None:
+def test_ancestor_bits_hold_any_tree_of_one_to_256_nodes(subtests: pytest.Subtests) -> None:
+    for nodes in (1, 5, 63, 64, 65, 100, 128, 129, 192, 255, 256):
+        with subtests.test(nodes=nodes):
+            check_bits(nodes)
+
+
+def check_bits(nodes: int) -> None:
     torch.manual_seed(nodes)
     ancestor, words = torch.rand(3, nodes, nodes) < 0.5, -(-nodes // 64)
     ancestor[0] = True
@@ -264,22 +296,24 @@ def test_more_nodes_than_bits_are_refused() -> None:
         ancestors_of(torch.ones(1, 65, 1, dtype=torch.long))
 
 
-@pytest.mark.parametrize("name", divergence_op.NAMES)
-def test_divergence_twins_slope_is_its_gradient(name: str) -> None:
-    torch.manual_seed(0)
-    logits, law, label = torch.randn(5, 301) * 3, torch.randn(5, 301) * 3, torch.randint(0, 301, (5,))
-    if name != "rkl":  # infinite where the drafter allows what the target does not
-        law[:, :40] = -torch.inf
-    found = divergence_op.reference(logits, law, label, name, want_slope=True)
-    exact = logits.double().requires_grad_()
-    loss = divergence_op.divergence(name, exact.log_softmax(-1), law.double().log_softmax(-1), label)
-    torch.testing.assert_close(found.loss_C.double(), loss.detach(), rtol=1e-5, atol=1e-6)
-    (slope,) = torch.autograd.grad(loss.sum(), exact)
-    torch.testing.assert_close(found.slope_CV.double(), slope, rtol=1e-4, atol=1e-6)
-    overlap = torch.minimum(logits.softmax(-1), law.softmax(-1)).sum(-1)
-    torch.testing.assert_close(found.mass_C, overlap)
-    into = torch.full_like(logits, torch.nan)
-    assert divergence_op.scores(logits, law, label, name, True, into).slope_CV is into and torch.equal(into, found.slope_CV)
+def test_divergence_reference_slope_equals_autograd(subtests: pytest.Subtests) -> None:
+    for name in divergence_op.NAMES:
+        with subtests.test(name=name):
+            torch.manual_seed(0)
+            logits, law, label = torch.randn(5, 301) * 3, torch.randn(5, 301) * 3, torch.randint(0, 301, (5,))
+            if name != "rkl":  # infinite where the drafter allows what the target does not
+                law[:, :40] = -torch.inf
+            found = divergence_op.reference(logits, law, label, name, want_slope=True)
+            exact = logits.double().requires_grad_()
+            loss = divergence_op.divergence(name, exact.log_softmax(-1), law.double().log_softmax(-1), label)
+            torch.testing.assert_close(found.loss_C.double(), loss.detach(), rtol=1e-5, atol=1e-6)
+            (slope,) = torch.autograd.grad(loss.sum(), exact)
+            torch.testing.assert_close(found.slope_CV.double(), slope, rtol=1e-4, atol=1e-6)
+            overlap = torch.minimum(logits.softmax(-1), law.softmax(-1)).sum(-1)
+            torch.testing.assert_close(found.mass_C, overlap)
+            into = torch.full_like(logits, torch.nan)
+            written = divergence_op.scores(logits, law, label, name, True, into)
+            assert written.slope_CV is into and torch.equal(into, found.slope_CV)
 
 
 def test_an_unknown_divergence_is_named() -> None:

@@ -4,9 +4,10 @@ interpreter, which must be chosen before Triton is imported, and on a GPU where 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,14 +33,19 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # in the interpreter, which takes seconds for a case; on a GPU all cases run
 SLOW, GRID = (pytest.mark.slow, pytest.mark.grid) if INTERPRETED else ((), ())
+F32, F16 = torch.float32, torch.float16
 
 
-def by_dtype(cases: Iterable[Any], often: Sequence[str]) -> pytest.MarkDecorator:
-    """All cases in all dtypes. float32, whose tiles are small and so many, is slow but for the cases of `often`."""
-    both = [(case, dtype, dtype == torch.float32 and case not in often) for case in cases for dtype in DTYPES]
-    return pytest.mark.parametrize(
-        ("case", "dtype"), [pytest.param(case, dtype, marks=SLOW if slow else ()) for case, dtype, slow in both]
-    )
+def tiers(names: str, *values: Sequence[Any], fast: Sequence[Any], slow: Sequence[Any] = ()) -> pytest.MarkDecorator:
+    """The product of these values: the cases of `fast` in make test, those of `slow` in CI, all others in the grid.
+
+    Most are in float16: the interpreter takes longest with float32, whose tiles are small and so many.
+    """
+    cases = list(product(*values)) if len(values) > 1 else list(values[0])
+    assert {*fast, *slow} <= {*cases}
+    marks = [() if case in fast else SLOW if case in slow else GRID for case in cases]
+    of = [case if len(values) > 1 else (case,) for case in cases]
+    return pytest.mark.parametrize(names, [pytest.param(*case, marks=mark) for case, mark in zip(of, marks, strict=True)])
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +94,9 @@ CASES = {
 
 
 PARTED = ["ragged", "bit 63", "odd width", "splits", "two words", "four words", "words and splits"]
+# as others: the same number of words, with a window or without, grouped or not, split or not
+LIKE_OTHERS = ["no prefix", "several blocks of rows", "33 nodes", "two words, one node of a step", "three words"]
+LIKE_OTHERS += ["narrow window", "window", "words and splits"]
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,13 @@ class Inputs:
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
 
-@by_dtype(CASES, ("ragged", "two words", "window", "splits"))
+@tiers(
+    "case, dtype",
+    [*CASES],
+    DTYPES,
+    fast=[*((case, F16) for case in CASES if case not in LIKE_OTHERS), ("ragged", F32), ("splits", F32)],
+    slow=[*((case, F16) for case in LIKE_OTHERS), ("two words", F32), ("window", F32)],
+)
 def test_tree_attention(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     inputs = Inputs.of(CASES[case], dtype)
@@ -140,7 +155,13 @@ def test_tree_attention(case: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@by_dtype([*PARTED, "window", "splits and window"], ("ragged", "splits"))
+@tiers(
+    "case, dtype",
+    [*PARTED, "window", "splits and window"],
+    DTYPES,
+    fast=[(case, F16) for case in ("ragged", "two words", "splits", "splits and window")],
+    slow=[*((case, F16) for case in ("bit 63", "odd width", "four words", "words and splits", "window")), ("ragged", F32)],
+)
 def test_the_last_nodes_of_a_tree_alone(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     inputs, of = Inputs.of(CASES[case], dtype), CASES[case]
@@ -165,7 +186,7 @@ def test_the_cases_split_or_not() -> None:
 @pytest.mark.parametrize("splits", [1, 5, 20])
 def test_any_number_of_splits_gives_one_result(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     monkeypatch.setattr(kernels, "splits", lambda *_: splits)
-    case, arrived = Case(9, 2, 1, 16, (0, 130), window=100), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    case, arrived = Case(5, 2, 1, 16, (0, 130), window=100), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     inputs = Inputs.of(case, torch.float32)
     wanted = inputs.through(attention_op.reference, case)
     for counters in (arrived, None):
@@ -268,9 +289,17 @@ def defined(name: str, logits: Tensor, law: Tensor, label: Tensor) -> Tensor:
     return -overlap.log() if name == "lk" else 1 - overlap
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [1, 17, 2048, 5003])
-@pytest.mark.parametrize("name", divergence_op.NAMES)
+VOCABULARIES = [1, 17, 2048, 5003]
+OF_EACH_KERNEL = ["kl", "tvd", "jsd"]  # ce shares the first, lk the second, rkl the third
+
+
+@tiers(
+    "name, vocabulary, dtype",
+    divergence_op.NAMES,
+    VOCABULARIES,
+    DTYPES,
+    fast=[*((name, 5003, F16) for name in divergence_op.NAMES), *(("kl", vocabulary, F32) for vocabulary in (1, 17, 2048))],
+)
 def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocabulary)
     logits, law, label = laws(3, vocabulary, dtype, masked=name != "rkl")
@@ -288,8 +317,7 @@ def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.slope_CV.double(), slope, rtol=max(TOLERANCE[dtype], 1e-4), atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [1, 17, 2048, 5003])
+@tiers("vocabulary, dtype", VOCABULARIES, DTYPES, fast=[(1, F32), (2048, F16), (5003, F32)])
 def test_summary(vocabulary: int, dtype: torch.dtype) -> None:
     logits = laws(3, vocabulary, dtype, masked=True)[1]
     logits[0, :] = 1.0  # all alike: the first one counts
@@ -298,7 +326,7 @@ def test_summary(vocabulary: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.log_sum_C, wanted.log_sum_C, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", divergence_op.NAMES)
+@tiers("name", divergence_op.NAMES, fast=OF_EACH_KERNEL, slow=divergence_op.NAMES)
 def test_overlap_over_the_vocabulary_that_the_row_is_a_part_of(name: str) -> None:
     logits, law, label = laws(3, 2500, torch.float32, masked=name != "rkl")
     part, target, label = logits[:, :2100], law[:, :2100], label % 2100
@@ -315,7 +343,7 @@ def test_overlap_over_the_vocabulary_that_the_row_is_a_part_of(name: str) -> Non
     assert bool((found.mass_C < own.mass_C).any())
 
 
-@pytest.mark.parametrize("name", divergence_op.NAMES)
+@tiers("name", divergence_op.NAMES, fast=OF_EACH_KERNEL, slow=divergence_op.NAMES)
 def test_divergence_where_it_is_told(name: str) -> None:
     """The slope over the logits themselves, rows of a wider tensor, nothing but the loss."""
     wide, law, label = laws(4, 2500, torch.float32, masked=name != "rkl")
@@ -359,8 +387,7 @@ def test_divergence_at_its_limits(function: Any) -> None:
     assert function(steps, law, label, "kl", False).hit_C.item()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(1, 1), (3, 5, 17), (600, 33), (2, 2048)])
+@tiers("size, dtype", [(1, 1), (3, 5, 17), (600, 33), (2, 2048)], DTYPES, fast=[((3, 5, 17), F32), ((2, 2048), F16)])
 def test_gate(size: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate, up, grad = (torch.randn(size, device=DEVICE, dtype=dtype) for _ in range(3))
@@ -374,8 +401,15 @@ def test_gate(size: tuple[int, ...], dtype: torch.dtype) -> None:
         torch.testing.assert_close(one.double(), other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(1, 1), (3, 5, 17), (9, 33) if INTERPRETED else (600, 33), (2, 2048)])
+MANY_ROWS = (9, 33) if INTERPRETED else (600, 33)
+
+
+@tiers(
+    "size, dtype",
+    [(1, 1), (3, 5, 17), MANY_ROWS, (2, 2048)],
+    DTYPES,
+    fast=[((3, 5, 17), F16), (MANY_ROWS, F32), ((2, 2048), F16)],
+)
 def test_norm(size: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rows than programs of the backward pass, and more, where the last program has none."""
     from drafttrain.kernels.triton import layer
@@ -396,14 +430,14 @@ def test_norm(size: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.Mon
         torch.testing.assert_close(one.double(), other, rtol=2 * TOLERANCE[dtype], atol=2 * limit * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "length", "width", "steps"),
-    [(1, 1, 1, 16, 1), (4, 2, 37, 10, 3), (3, 1, 16, 80, 4), (2, 2, 50, 64, 2)],
-)
-def test_later_steps(heads: int, kv_heads: int, length: int, width: int, steps: int, dtype: torch.dtype) -> None:
+STEPPED = [(1, 1, 1, 16, 1), (4, 2, 37, 10, 3), (3, 1, 16, 80, 4), (2, 2, 50, 64, 2)]  # heads, KV heads, length, width, steps
+
+
+@tiers("sizes, dtype", STEPPED, DTYPES, fast=[(sizes, (F32, F16)[i % 2]) for i, sizes in enumerate(STEPPED)])
+def test_later_steps(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Queries, step 0's output and both gradients in layouts of their own."""
     torch.manual_seed(0)
+    heads, kv_heads, length, width, steps = sizes
 
     def drawn(count: int, across: bool = False) -> Tensor:
         size = (2, length, count, width) if across else (2, count, length, width)
@@ -440,10 +474,9 @@ ROTATED = {  # rows, positions, heads, width, the angles' memory
 }
 LAYOUTS = ("joined", "by head", "by position")
 FEW = [(case, LAYOUTS[i % 3], DTYPES[i % 2]) for i, case in enumerate(ROTATED)]
-ALL = [(case, layout, dtype) for case in ROTATED for layout in LAYOUTS for dtype in DTYPES]
 
 
-@pytest.mark.parametrize(("case", "layout", "dtype"), [pytest.param(*of, marks=() if of in FEW else GRID) for of in ALL])
+@tiers("case, layout, dtype", [*ROTATED], LAYOUTS, DTYPES, fast=FEW)
 def test_rotary(case: str, layout: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     B, N, h, D, angles = ROTATED[case]

@@ -1,7 +1,7 @@
 """A stand-in for an engine's script. `drafttrain/engines/process.py` explains its form.
 
-STANDIN says what it does: `fast` and `slow` answer, `crash` and `hang` do not. RECORD is a folder for the environment that it
-had and the process that it was. The later the step, the lower its tau.
+STANDIN says what it does: `fast` and `slow` answer, `crash` and `hang` do not; `slow` waits for a file `go` in RECORD. That is
+a folder for the environment that it had and the process that it was. The later the step, the lower its tau.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
     if how == "crash":
         print("a bad day", file=sys.stderr, flush=True)
         os._exit(3)
-    time.sleep({"fast": 0, "slow": 1, "hang": 600}[how])
+    while how == "slow" and not Path(os.environ["RECORD"], "go").exists():
+        time.sleep(0.01)
+    time.sleep(600 if how == "hang" else 0)
 
     def answer(wave: list[int]) -> dict[str, Any]:
         texts = [{"tokens": [1] * 11, "first": 0.1, "ended": 0.2, "ahead": 1} for _ in wave]

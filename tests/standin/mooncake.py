@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,20 @@ needs_mooncake = pytest.mark.skipif(
 )
 
 
+# below those that systems give to clients and to servers without a wish, and another one for each process of pytest's
+PORTS = count(20_000 + os.getpid() % 100 * 100)
+
+
 def free_port() -> int:
-    """A port on which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """A port on which nothing listens, and that nobody gets before it is used."""
+    for port in PORTS:
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise AssertionError
 
 
 @dataclass

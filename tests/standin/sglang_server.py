@@ -274,8 +274,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     wanted = {int(number): fault for number, fault in json.loads(faults[0] if faults else "{}").items()}
     standin = StandIn(states_of(model), Arguments(**json.loads(arguments)), wanted)
-    with serving(standin, int(port), kind=SglangHandler):
-        print("ready", flush=True)
+    with serving(standin, int(port), kind=SglangHandler) as url:
+        print("ready", url.rpartition(":")[2], flush=True)
         threading.Event().wait()
 
 

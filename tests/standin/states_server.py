@@ -1,7 +1,8 @@
 """A stand-in for `vllm serve` with hidden states: the protocol of vLLM 0.32, transformers' forward, and faults on demand.
 
-`python -m tests.standin.states_server TARGET FOLDER LAYERS PORT [FAULTS]` serves as a process: LAYERS as `2,3,4`. As vLLM does,
-it takes an exclusive lock on `<file>.lock` before it answers, and writes the file after its answer.
+`python -m tests.standin.states_server TARGET FOLDER LAYERS PORT [FAULTS]` serves as a process: LAYERS as `2,3,4`. It
+says `ready PORT`; PORT 0 is a free one. As vLLM does, it takes an exclusive lock on `<file>.lock` before it answers, and writes
+the file after its answer.
 
 A request with `kv_transfer_params={"include_output_tokens": true}` is answered by `write`, and its file has the prompt and the
 answer without the last token (`request_finished` of vLLM's example_hidden_states_connector). The process samples from the
@@ -273,8 +274,8 @@ def serve(kind: Any, where: Any) -> None:
     wanted = {int(number): fault for number, fault in json.loads(faults[0] if faults else "{}").items()}
     write = sampled_by(deepcopy(model))  # a copy: the hooks of `states_of` see every pass of theirs
     standin = kind(states_of(model, [int(i) for i in layers.split(",")]), where, wanted, write=write)
-    with serving(standin, int(port)):
-        print("ready", flush=True)
+    with serving(standin, int(port)) as url:
+        print("ready", url.rpartition(":")[2], flush=True)
         threading.Event().wait()
 
 

@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from drafttrain.cli.config import compose_run
+from drafttrain.cli import config
 from drafttrain.cli.help import COMMANDS, recipe_files
 from drafttrain.export import serve
 from drafttrain.export.files import Source
+from drafttrain.runs.options import RunOptions
+from tests import composing
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/python.md", "docs/glossary.md")
@@ -50,17 +52,20 @@ def test_there_are_commands() -> None:
     assert len(commands()) > 25
 
 
-@pytest.mark.parametrize("line", commands())
-def test_a_command_composes(line: str, command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_command_composes(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     (tmp_path / "my" / "recipes").mkdir(parents=True)
     (tmp_path / "my" / "recipes" / "wide.yaml").write_text("name: wide\n")
-    for shown, given in PLACEHOLDERS.items():
-        line = line.replace(shown, given)
-    words = shlex.split(line)[1:]
-    if "-m" in words:  # of a sweep the first job
-        words = [word.partition(",")[0] for word in words if word != "-m"]
-    shows = [] if "--cfg" in words else ["--cfg", "job"]
-    assert command(*words, *shows) == 0, capsys.readouterr().err
+    for line in commands():
+        with subtests.test(line=line):
+            for shown, given in PLACEHOLDERS.items():
+                line = line.replace(shown, given)
+            words = shlex.split(line)[1:]
+            if "-m" in words:  # of a sweep the first job
+                words = [word.partition(",")[0] for word in words if word != "-m"]
+            shows = [] if "--cfg" in words else ["--cfg", "job"]
+            assert command(*words, *shows) == 0, capsys.readouterr().err
 
 
 def test_every_make_target_exists() -> None:
@@ -95,27 +100,33 @@ def test_the_readme_is_short() -> None:
     assert len(lines) <= 150
 
 
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> RunOptions:
+    """The recipe that README trains."""
+    composing.compose_quickly(monkeypatch)
+    return config.compose_run("eagle3_llama31_8b", ["data.path=x"]).options
+
+
 @pytest.mark.parametrize("stack", ["vllm", "sglang"])
-def test_the_serving_lines_are_those_of_the_export(stack: str) -> None:
+def test_the_serving_lines_are_those_of_the_export(stack: str, trained: RunOptions) -> None:
     """With the draft length of the recipe that README trains."""
-    options = compose_run("eagle3_llama31_8b", ["data.path=x"]).options
-    drafter = SimpleNamespace(draft_length=options.drafter.draft_length)
-    opened = SimpleNamespace(meta=SimpleNamespace(family=options.drafter.family))
-    source: Any = SimpleNamespace(opened=opened, drafter=drafter, stack=stack, target_name=options.target.path)
+    drafter = SimpleNamespace(draft_length=trained.drafter.draft_length)
+    opened = SimpleNamespace(meta=SimpleNamespace(family=trained.drafter.family))
+    source: Any = SimpleNamespace(opened=opened, drafter=drafter, stack=stack, target_name=trained.target.path)
     assert serve.command(cast(Source, source), f"exported/{stack}") in shell(TEXTS["README.md"])
 
 
-def test_the_steps_and_figures_of_the_readme_are_the_recipes() -> None:
+def test_the_steps_and_figures_of_the_readme_are_the_recipes(trained: RunOptions) -> None:
     """Time in README: the recipe's tokens by the projection's hours for 10⁹ tokens."""
-    options, text = compose_run("eagle3_llama31_8b", ["data.path=x"]).options, TEXTS["README.md"]
+    text = TEXTS["README.md"]
     assert (
-        f"{options.train.steps:,} steps of {options.train.global_batch} conversations of {options.data.max_length:,} tokens"
+        f"{trained.train.steps:,} steps of {trained.train.global_batch} conversations of {trained.data.max_length:,} tokens"
         in text
     )
-    tokens = options.train.steps * options.train.global_batch * options.data.max_length
+    tokens = trained.train.steps * trained.train.global_batch * trained.data.max_length
     scaling = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
     memory, hours = re.findall(r"^\| 8B \| 2,048 \| 8 \| `replicated` \| ([\d.]+) GB .* ([\d.]+) \|$", scaling, re.MULTILINE)[0]
     spent = tokens / 1e9 * float(hours)
     assert f"{tokens / 1e9:.2f}·10⁹ tokens" in text and f"{hours} hours for 10⁹ tokens" in text
     assert f"| fit | {spent:.1f} hours, {8 * spent:.0f} GPU hours, at most | {memory} GB |" in text
-    assert f"and {options.measure.minutes:g} at the end of `fit`" in text
+    assert f"and {trained.measure.minutes:g} at the end of `fit`" in text

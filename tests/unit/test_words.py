@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "drafttrain"
+from tests.syntax import FILES, PACKAGE, parsed
+
 AVOID = {
     "law": "distribution",
     "foretell": "predict",
@@ -64,9 +64,9 @@ def test_words() -> None:
 
 def test_names_use_the_fields_words() -> None:
     wrong = set()
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in FILES:
         own = AVOID.keys() - ({"texts"} if path.relative_to(PACKAGE).parts[0] in TEXTS else set())
-        for name in names(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in names(parsed(path)):
             if name not in KEPT:
                 wrong |= {f"{path.relative_to(PACKAGE)}: {name}; better: {AVOID[word]}" for word in words(name) & own}
     assert not wrong, "\n".join(sorted(wrong))

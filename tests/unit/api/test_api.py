@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,11 +37,12 @@ def test_training_is_that_of_the_command(
     """The same losses and weights, bit by bit."""
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in conversations), encoding="utf-8")
-    shared = ("train.steps=3", "data.held_out=3", "logger=none", "measure=off", "decode.tree_nodes=6")
+    shared = ("train.steps=3", "train.global_batch=4", "data.held_out=3", "logger=none", "measure=off", "decode.tree_nodes=6")
     assert command("fit", "recipe=medusa", "drafter.heads=2", f"data.path={file}", "output=typed", *shared) == 0
     drafter = dt.build_drafter("medusa", target, heads=2)
     before = {name: tensor.clone() for name, tensor in drafter.module.state_dict().items()}
-    run = dt.train_drafter(drafter, conversations, steps=3, out="called", quiet=True, settings={"decode.tree_nodes": 6})
+    asked: dict[str, Any] = {"steps": 3, "batch": 4, "settings": {"decode.tree_nodes": 6}}
+    run = dt.train_drafter(drafter, conversations, out="called", quiet=True, **asked)
     (typed,) = (tmp_path / "typed").glob("medusa/*")
     lines = (typed / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert run.losses == [json.loads(line)["loss"] for line in lines] and len(run.losses) == 3
@@ -90,9 +93,9 @@ def test_a_drafter_that_adapts_the_target_decodes_with_the_adapted_one(
     assert figures.exact is None and figures.report["checkpoints"][0]["policy"] == "lossless"
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_two_processes_train_together(conversations: list[dict[str, Any]], tmp_path: Path) -> None:
-    """The losses of one process, on both."""
+    """The losses of one process, on both. In CI the command proves it, and training by the API is that of the command."""
     (tmp_path / "rows.json").write_text(json.dumps(conversations), encoding="utf-8")
     (tmp_path / "run.py").write_text(
         "import json, os, sys, drafttrain as dt\n"
@@ -101,9 +104,14 @@ def test_two_processes_train_together(conversations: list[dict[str, Any]], tmp_p
         "json.dump(run.losses, open(f'{sys.argv[1]}-{os.environ.get(\"RANK\", 0)}.json', 'w'))\n",
         encoding="utf-8",
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "run.py", "two"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "run.py", "two"]
     for words in (torchrun, [sys.executable, "run.py", "one"]):
-        subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+        process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            assert process.wait(300) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # torchrun and the ranks that it started
+            raise
     one, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one-0", "two-0", "two-1"))
     assert first == second == pytest.approx(one, rel=1e-5)
 
@@ -114,7 +122,7 @@ def test_generation_is_the_targets(target: dt.LoadedTarget, temperature: float) 
     asked: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature, "policy": "coupled" if temperature else None}
     prompts = ["def area(side):", [{"role": "user", "content": "def area(side):"}], [300, 301, 302]]
     ours = dt.generate(target, drafter, prompts, batch_size=2, **asked)
-    plain = dt.generate(target, None, prompts, **asked)
+    plain = dt.generate(target, None, prompts, batch_size=2, **asked)  # sampled choices are equal up to rounding of the logits
     assert [text.tokens for text in ours] == [text.tokens for text in plain]
     assert ours[0].tokens == ours[1].tokens or temperature
     assert all(sum(text.accepted) + len(text.accepted) >= len(text.tokens) - 1 for text in ours)
@@ -136,35 +144,28 @@ def test_what_trains_nothing_is_written_and_measured(
         next(dt.batches(drafter, conversations))
 
 
-@pytest.mark.parametrize(
-    ("call", "line"),
-    [
-        (lambda target: dt.load_target("no/such/directory/here"), "does not exist"),
-        (lambda target: dt.build_drafter("medusaa", target), "did you mean medusa"),
-        (lambda target: dt.build_drafter("medusa", target, head=2), "unknown key 'drafter.head'; did you mean drafter.heads"),
-        (lambda target: dt.build_drafter("medusa", target, heads="many"), "drafter.heads"),
-        (lambda target: dt.train_drafter(dt.build_drafter("medusa", target), []), "no conversations"),
-        (lambda target: dt.train_drafter(dt.build_drafter("medusa", target), ["hello"]), "conversation 1 is a str"),  # type: ignore[list-item]
-        (
-            lambda target: dt.train_drafter(dt.build_drafter("medusa", target), [{"no": 1}], settings={"train.step": 1}),
-            "did you mean train.steps",
-        ),
-        (lambda target: dt.generate(target, None, [""]), "a prompt is empty"),
-        (lambda target: dt.generate(target, None, ["a"], top_q=1), "unknown option 'top_q' of generate; did you mean top_p"),
-        (lambda target: dt.generate(target, None, ["a"], max_new_tokens=10**6), "exceed the target's"),
-        (lambda target: dt.load_drafter("no/such/directory/here", target), "expected a checkpoint"),
-        (lambda target: dt.export_drafter("no/such/directory/here", "vllm", "out", target=target), "expected a checkpoint"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    target: dt.LoadedTarget,
-    call: Callable[[dt.LoadedTarget], object],
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_api_mistake_raises_user_error_of_one_line(
+    target: dt.LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(dt.UserError) as caught:
-        call(target)
-    assert line in str(caught.value) and "\n" not in str(caught.value)
-    assert not list(tmp_path.iterdir())
+    medusa, nowhere = dt.build_drafter("medusa", target), "no/such/directory/here"
+    misspelt = {"train.step": 1}
+    for line, call in (
+        ("does not exist", lambda: dt.load_target(nowhere)),
+        ("did you mean medusa", lambda: dt.build_drafter("medusaa", target)),
+        ("unknown key 'drafter.head'; did you mean drafter.heads", lambda: dt.build_drafter("medusa", target, head=2)),
+        ("drafter.heads", lambda: dt.build_drafter("medusa", target, heads="many")),
+        ("no conversations", lambda: dt.train_drafter(medusa, [])),
+        ("conversation 1 is a str", lambda: dt.train_drafter(medusa, ["hello"])),  # type: ignore[list-item]
+        ("did you mean train.steps", lambda: dt.train_drafter(medusa, [{"no": 1}], settings=misspelt)),
+        ("a prompt is empty", lambda: dt.generate(target, None, [""])),
+        ("unknown option 'top_q' of generate; did you mean top_p", lambda: dt.generate(target, None, ["a"], top_q=1)),
+        ("exceed the target's", lambda: dt.generate(target, None, ["a"], max_new_tokens=10**6)),
+        ("expected a checkpoint", lambda: dt.load_drafter(nowhere, target)),
+        ("expected a checkpoint", lambda: dt.export_drafter(nowhere, "vllm", "out", target=target)),
+    ):
+        with subtests.test(line):
+            with pytest.raises(dt.UserError) as caught:
+                call()
+            assert line in str(caught.value) and "\n" not in str(caught.value)
+            assert not list(tmp_path.iterdir())

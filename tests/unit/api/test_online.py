@@ -70,6 +70,7 @@ def test_the_loss_is_the_trainers_on_the_weights_of_the_moment(recipe: str) -> N
         assert 1.0 <= found.expected_tau <= 1.0 + len(found.agreement)
 
 
+@pytest.mark.sampled(recipe=["medusa", "draft_model"])  # they start with copies of the target's weights
 @pytest.mark.parametrize("recipe", FOLLOWERS)
 def test_a_target_that_changed_is_like_one_that_was_always_so(recipe: str) -> None:
     """The weights after a step equal those of a drafter that was built on the changed target, and started from the same."""
@@ -233,6 +234,7 @@ def test_a_saved_drafter_goes_on_with_its_optimiser(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(recipe=["eagle3"])
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3"])
 def test_commands_take_what_it_saves(recipe: str, tmp_path: Path, command: Callable[..., int]) -> None:
     """The checkpoint and the changed target, as another process finds them; the export has the tensors of `draft_weights`."""
@@ -336,9 +338,9 @@ def test_what_cannot_follow_is_said() -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in online.module.parameters())
 
 
-@pytest.mark.parametrize(
-    ("word", "why"),
-    [
+def test_online_drafter_override_without_effect_is_refused(subtests: pytest.Subtests) -> None:
+    model = tiny_model()
+    for word, why in (
         ("features=engine", "OnlineDrafter does not use this option"),
         ("train.steps=5", "OnlineDrafter does not use this option"),
         ("++data.max_length=64", "OnlineDrafter does not use this option"),
@@ -346,11 +348,12 @@ def test_what_cannot_follow_is_said() -> None:
         ("recipe=eagle3", "the second argument names the recipe"),
         ("decode.max_new_tokens=8", "tau has its own max_new_tokens"),
         ("target.dtype=bfloat16", "the target is a model, which stays as it is"),
-    ],
-)
-def test_an_override_without_effect_is_refused(word: str, why: str) -> None:
-    with pytest.raises(dt.UserError, match=rf"^{re.escape(word)} has no effect: {why}; leave it out$"):
-        follower(tiny_model(), "medusa", word)
+    ):
+        with (
+            subtests.test(word),
+            pytest.raises(dt.UserError, match=rf"^{re.escape(word)} has no effect: {why}; leave it out$"),
+        ):
+            follower(model, "medusa", word)
 
 
 def test_overrides_without_effect_for_a_configuration_and_for_an_optimiser_of_ones_own() -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import drafttrain
 
 HEAVY = ("torch", "transformers", "deepspeed", "hydra", "omegaconf", "datasets", "rich", "numpy")
@@ -17,6 +19,7 @@ def test_importing_the_package_loads_no_torch() -> None:
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_only_training_loads_deepspeed() -> None:
     code = "import sys, drafttrain as dt; [getattr(dt, name) for name in dt.HOMES]; print('deepspeed' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

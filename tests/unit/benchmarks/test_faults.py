@@ -1,4 +1,4 @@
-"""A fault campaign notices faults that are planted, and makes a try again by its seed."""
+"""A fault campaign notices faults that are planted, and makes a try again by its seed. One of each kind of fault is fast."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def refuse(line: str) -> int:
 @pytest.mark.parametrize(
     ("work", "fault"),
     [
-        (lambda: 0, None),
-        (lambda: refuse("mend a.json"), None),
         (lambda: [][1], "a traceback: IndexError: list index out of range"),
-        (lambda: next(iter(int, 1)) or bool(sum(iter(int, 1))), "no end within"),
-        (lambda: os.kill(os.getpid(), 9) or 0, "ended by signal 9"),
-        (lambda: len(bytearray(8 << 30)), "a traceback: MemoryError"),
+        pytest.param(lambda: 0, None, marks=pytest.mark.slow),
+        pytest.param(lambda: refuse("mend a.json"), None, marks=pytest.mark.slow),
+        pytest.param(lambda: next(iter(int, 1)) or bool(sum(iter(int, 1))), "no end within", marks=pytest.mark.slow),
+        pytest.param(lambda: os.kill(os.getpid(), 9) or 0, "ended by signal 9", marks=pytest.mark.slow),
+        pytest.param(lambda: len(bytearray(8 << 30)), "a traceback: MemoryError", marks=pytest.mark.slow),
     ],
 )
 def test_what_no_command_may_do(work: Work, fault: str | None, tmp_path: Path) -> None:
@@ -51,6 +51,7 @@ def test_what_no_command_may_do(work: Work, fault: str | None, tmp_path: Path) -
     assert found is None if fault is None else (found or "").startswith(fault)
 
 
+@pytest.mark.slow
 def test_processes_that_are_left_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.faults.child.GRACE", 0.3)
 
@@ -62,6 +63,7 @@ def test_processes_that_are_left_are_found(tmp_path: Path, monkeypatch: pytest.M
     assert len(ended.left) == 1 and "processes are left" in (campaign.broken(ended) or "")
 
 
+@pytest.mark.slow
 def test_a_child_leaves_its_parent_s_temporary_folders_and_removes_its_own(tmp_path: Path) -> None:
     folders = []
 
@@ -120,8 +122,8 @@ def toy(fault: str) -> Callable[[Sequence[str]], Work]:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("", ""),
         ("changes", "became"),
+        pytest.param("", "", marks=pytest.mark.slow),
         pytest.param("tears", "half-written", marks=pytest.mark.slow),
         pytest.param("leaves", "tmp-", marks=pytest.mark.slow),
     ],
@@ -162,6 +164,7 @@ def printing(check: bool, names: bool = True) -> Callable[[Sequence[str]], Work]
     return lambda arguments: work
 
 
+@pytest.mark.slow
 def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def results(place: str, check: bool, names: bool = True, own: str | None = None) -> set[str]:
         monkeypatch.setattr(material, "cli", printing(check, names))
@@ -174,6 +177,7 @@ def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert results("own", check=False, own="data") <= {REFUSED, ACCEPTED}
 
 
+@pytest.mark.slow
 def test_malformed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = data.Data()
     kind.folder = tmp_path / "material"
@@ -194,6 +198,7 @@ def test_malformed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert any("AttributeError" in one.got for one in outcomes() if one.result == FAILURE)
 
 
+@pytest.mark.slow
 def test_a_template_that_may_run_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bounds are taken away."""
     monkeypatch.setattr(attack, "LATE", 1.0)

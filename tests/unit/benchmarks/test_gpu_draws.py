@@ -38,6 +38,7 @@ def same(rung: ladder.Rung, patch: pytest.MonkeyPatch, watch: Watch | None = Non
     return ladder.same("captured and eager", rung, OURS, THEIRS, MACHINE, watch)
 
 
+@pytest.mark.sampled(policy=["coupled"])  # without a watch both are drawn again alike
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", ["coupled", "lossless"])
 def test_a_draw_of_plain_decoding(policy: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,23 +10,26 @@ from tests.targets import BEGIN, END, facts_of, renewed, table
 PAGE = Path(__file__).parents[3] / "docs" / "targets.md"
 
 
-@pytest.mark.parametrize(
-    ("name", "cells"),
-    [
-        ("Llama", "| Llama | `LlamaForCausalLM` | fast | trees | yes | yes | no |"),
-        ("Mixtral", "| Mixtral | `MixtralForCausalLM` | fast | trees | asked at load | no | yes |"),
-        ("MPT", "| MPT | `MptForCausalLM` | transformers | chains | yes | no | no |"),
-        ("Falcon", "| Falcon | `FalconForCausalLM` | transformers | trees | no | no | no |"),
-        ("Bloom", "| Bloom | `BloomForCausalLM` | refused | - | - | - | - |"),
-    ],
-)
-def test_a_row_is_what_loading_shows(name: str, cells: str) -> None:
-    assert cells in table([facts_of(ARCHITECTURES[name])])
-    assert cells in PAGE.read_text(encoding="utf-8")
+CELLS = {
+    "Llama": "| Llama | `LlamaForCausalLM` | fast | trees | yes | yes | no |",
+    "Mixtral": "| Mixtral | `MixtralForCausalLM` | fast | trees | asked at load | no | yes |",
+    "MPT": "| MPT | `MptForCausalLM` | transformers | chains | yes | no | no |",
+    "Falcon": "| Falcon | `FalconForCausalLM` | transformers | trees | no | no | no |",
+    "Bloom": "| Bloom | `BloomForCausalLM` | refused | - | - | - | - |",
+}
+
+
+@pytest.mark.sampled(name=["Llama"])
+@pytest.mark.parametrize("name", CELLS)
+def test_a_row_is_what_loading_shows(name: str) -> None:
+    assert CELLS[name] in table([facts_of(ARCHITECTURES[name])])
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(cells in page for cells in CELLS.values())
 
 
 def test_a_refusal_is_listed_with_its_reason_and_text_around_the_table_stays() -> None:
     text = renewed(f"before\n{BEGIN}\nold\n{END}\nafter", [facts_of(ARCHITECTURES["Bloom"])])
+    assert CELLS["Bloom"] in text
     assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter") and "old" not in text
     assert "- Bloom: BloomForCausalLM cannot decode with our KV cache (its alibi biases" in text
     assert "- Falcon: modeling_falcon.py, line " in PAGE.read_text(encoding="utf-8")

@@ -11,51 +11,56 @@ from pathlib import Path
 from runpy import run_path
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from drafttrain.cli.config import known_keys, register
+from drafttrain.cli.config import compose_run, known_keys
 from drafttrain.drafters import families
 from drafttrain.runs.options import RunOptions
-
-CONF = Path(__file__).parents[3] / "conf"
-CHOICES = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml"))]
-
-
-@pytest.fixture(autouse=True)
-def hydra() -> object:
-    register()
-    with initialize_config_module("drafttrain.conf", version_base="1.3") as context:
-        yield context
+from tests.composing import HYDRAS_OWN, compose
+from tests.syntax import FILES, parsed
+from tests.unit.cli.choices import CHOICES, COUNT, composed, words
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_each_choice_composes_into_options(group: str, choice: str) -> None:
-    composed = compose("config", [f"{group}={choice}", "data.path=x.jsonl"])
-    options = OmegaConf.to_object(composed)
-    assert isinstance(options, RunOptions)
-    assert isinstance(options.drafter, tuple(family.options for family in families().values()))
+def test_each_choice_composes_into_options(subtests: pytest.Subtests) -> None:
+    assert set(families()) == set(CHOICES["drafter"])
+    for number in range(COUNT):
+        with subtests.test(words=words(number)):
+            options = OmegaConf.to_object(composed(number))
+            assert isinstance(options, RunOptions)
+            family = options.drafter.family
+            assert f"drafter={family}" in words(number) and isinstance(options.drafter, families()[family].options)
 
 
-@pytest.mark.parametrize("group", sorted({group for group, _ in CHOICES}))
-def test_each_group_refuses_a_key_that_its_schema_lacks(group: str) -> None:
-    with pytest.raises(ConfigCompositionException, match="no_such_key"):
-        compose("config", [f"{group}.no_such_key=1"])
+def test_each_group_refuses_a_key_that_its_schema_lacks(subtests: pytest.Subtests) -> None:
+    """As the last step of a composition does. `test_main.py` has the whole command line."""
+    for group in CHOICES:
+        with subtests.test(group=group):
+            wrong = OverridesParser.create().parse_overrides([f"{group}.no_such_key=1"])
+            with pytest.raises(ConfigCompositionException, match="no_such_key"):
+                ConfigLoaderImpl._apply_overrides_to_config(wrong, composed(0))
 
 
-def test_each_family_has_a_choice_and_each_choice_is_a_family() -> None:
-    assert set(families()) == {choice for group, choice in CHOICES if group == "drafter"}
-    for name in families():
-        assert compose("config", [f"drafter={name}"]).drafter.family == name
+@pytest.mark.slow
+def test_quick_compositions_are_those_of_hydra(subtests: pytest.Subtests) -> None:
+    """Those of `tests/composing.py`, from nothing and from what others have left."""
+    for recipe, more in (("medusa", ["loss=ce"]), ("medusa", ["train.steps=3"]), ("eagle3_llama31_8b", ["data.path=x"])):
+        with subtests.test(recipe=recipe, more=more):
+            quick = [compose_run(recipe, more) for _ in range(2)]
+            with pytest.MonkeyPatch.context() as patch:
+                for owner, name, own in HYDRAS_OWN:
+                    patch.setattr(owner, name, own)
+                assert quick == [compose_run(recipe, more)] * 2
 
 
 def test_defaults_are_those_of_the_dataclasses() -> None:
     """What conf/ says in its default choices is what a caller without Hydra gets, the drafter apart."""
-    composed = OmegaConf.to_object(compose("config"))
-    plain = RunOptions(drafter=composed.drafter)
+    given_by_conf = OmegaConf.to_object(compose([]))
+    plain = RunOptions(drafter=given_by_conf.drafter)
     for field in fields(RunOptions):
-        given, declared = getattr(composed, field.name), getattr(plain, field.name)
+        given, declared = getattr(given_by_conf, field.name), getattr(plain, field.name)
         if field.name == "train":
             given.betas = tuple(given.betas)
         assert given == declared
@@ -94,8 +99,8 @@ def test_every_package_imported_is_a_dependency(root: Path) -> None:
     declared += [*extras["vision"], *extras["mooncake"]]
     names = [re.split(r"[<>=; \[]", requirement)[0] for requirement in declared]
     there = {IMPORTED_AS.get(name, name) for name in names} | ENGINES | sys.stdlib_module_names | {"drafttrain"}
-    for path in sorted((root / "drafttrain").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
             modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 modules = [str(node.module)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.cli.config import compose_run, known_keys, register
+from drafttrain.cli.config import compose_run, known_keys
 from drafttrain.cli.launch import check_launcher
 from tests.unit.test_readme import shell, spans
 
@@ -21,17 +21,18 @@ def commands() -> list[str]:
     return list(dict.fromkeys(line for line in lines if line.startswith("drafttrain ") and "..." not in line))
 
 
-@pytest.mark.parametrize("line", commands())
-def test_a_command_is_accepted(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)  # of torchrun, or left by a test that trained in this process
-    _, name, *words = shlex.split(line)
-    recipe = next((word.removeprefix("recipe=") for word in words if word.startswith("recipe=")), None)
-    rest = [word for word in words if not word.startswith("recipe=")]
-    options = compose_run(recipe, rest if "data=ultrachat" in rest else ["data.path=x", *rest]).options
-    if name == "fit":
-        options.features.check(32_000)
-        if not any(word.startswith("launcher=slurm") for word in words):  # there each node gets a command of its own
-            check_launcher(options)
+def test_a_command_is_accepted(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)  # left by a test that trained in this process
+    for line in commands():
+        with subtests.test(line=line):
+            _, name, *words = shlex.split(line)
+            recipe = next((word.removeprefix("recipe=") for word in words if word.startswith("recipe=")), None)
+            rest = [word for word in words if not word.startswith("recipe=")]
+            options = compose_run(recipe, rest if "data=ultrachat" in rest else ["data.path=x", *rest]).options
+            if name == "fit":
+                options.features.check(32_000)
+                if not any(word.startswith("launcher=slurm") for word in words):  # there each node gets a command of its own
+                    check_launcher(options)
 
 
 def test_there_are_commands() -> None:
@@ -39,7 +40,6 @@ def test_there_are_commands() -> None:
 
 
 def test_every_option_exists() -> None:
-    register()
     known = set(known_keys())
     for text in TEXTS:
         assert set(OPTION.findall(text)) <= known

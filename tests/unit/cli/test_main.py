@@ -36,49 +36,45 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(fit, "fit", raises)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["fot"], "unknown command 'fot'; did you mean fit?"),
-        (["xyz"], "unknown command 'xyz'; use one of fit, measure, tune, generate, "),
-        ([], "there is no command; use one of fit, measure, tune, generate, "),
-        (["fit", "recipe=medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
-        (["fit", "drafter=medsa"], "unknown drafter 'medsa'; did you mean medusa?"),
-        (["fit", "train.stepz=3"], "unknown key 'train.stepz'; did you mean train.steps?"),
-        (["fit", "trian.steps=3"], "unknown key 'trian.steps'; did you mean train.steps"),
-        (["fit", "drafter.headz=3"], "unknown key 'drafter.headz'; did you mean drafter.heads?"),
-        (["fit", "drafter=eagle", "drafter.heads=3"], "'drafter.heads' is a key of another choice of drafter"),
-        (["fit", "recipes=medusa"], "unknown key 'recipes'; did you mean recipe?"),
-        (["fit", "+train.foo=1"], "unknown key 'train.foo'"),
-        (["fit", "deepspeed.extra.foo=1"], "unknown key 'deepspeed.extra.foo'; +deepspeed.extra.foo=... adds it"),
-        (["fit", "train.steps=abc"], "train.steps: Value 'abc' of type 'str' could not be converted to Integer"),
-        (["fit", "train=3"], "Config group override must be a string or a list"),
-        (["fit", "data=file"], "data.path is not set; add data.path="),
-        (["fit", "recipe"], "cannot read 'recipe': missing EQUAL"),
-        (["fit", "recipe=medusa,eagle3"], "Ambiguous value for argument 'recipe=medusa,eagle3'; add -m"),
-        (["fit", "--nonsense"], "unrecognized arguments: --nonsense"),
-        (["fit", "--config-dir", "nowhere"], "--config-dir nowhere is not a directory"),
-        (["fit", "-m", "recipe=medusa,medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
-        (["fit", "-m", "train.lrr=1,2"], "unknown key 'train.lrr'; did you mean train.lr?"),
-        (["fit", "-m", "train.steps=1,x"], "train.steps: Value 'x'"),
-        (["fit", "launcher.nproc=0"], "launcher.nproc is 0; set it to 1 or more"),
-    ],
-)
+MISTAKES: list[tuple[list[str], str]] = [
+    (["fot"], "unknown command 'fot'; did you mean fit?"),
+    (["xyz"], "unknown command 'xyz'; use one of fit, measure, tune, generate, "),
+    ([], "there is no command; use one of fit, measure, tune, generate, "),
+    (["fit", "recipe=medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
+    (["fit", "drafter=medsa"], "unknown drafter 'medsa'; did you mean medusa?"),
+    (["fit", "train.stepz=3"], "unknown key 'train.stepz'; did you mean train.steps?"),
+    (["fit", "trian.steps=3"], "unknown key 'trian.steps'; did you mean train.steps"),
+    (["fit", "drafter.headz=3"], "unknown key 'drafter.headz'; did you mean drafter.heads?"),
+    (["fit", "drafter=eagle", "drafter.heads=3"], "'drafter.heads' is a key of another choice of drafter"),
+    (["fit", "recipes=medusa"], "unknown key 'recipes'; did you mean recipe?"),
+    (["fit", "+train.foo=1"], "unknown key 'train.foo'"),
+    (["fit", "deepspeed.extra.foo=1"], "unknown key 'deepspeed.extra.foo'; +deepspeed.extra.foo=... adds it"),
+    (["fit", "train.steps=abc"], "train.steps: Value 'abc' of type 'str' could not be converted to Integer"),
+    (["fit", "train=3"], "Config group override must be a string or a list"),
+    (["fit", "data=file"], "data.path is not set; add data.path="),
+    (["fit", "recipe"], "cannot read 'recipe': missing EQUAL"),
+    (["fit", "recipe=medusa,eagle3"], "Ambiguous value for argument 'recipe=medusa,eagle3'; add -m"),
+    (["fit", "--nonsense"], "unrecognized arguments: --nonsense"),
+    (["fit", "--config-dir", "nowhere"], "--config-dir nowhere is not a directory"),
+    (["fit", "-m", "recipe=medusa,medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
+    (["fit", "-m", "train.lrr=1,2"], "unknown key 'train.lrr'; did you mean train.lr?"),
+    (["fit", "-m", "train.steps=1,x"], "train.steps: Value 'x'"),
+    (["fit", "launcher.nproc=0"], "launcher.nproc is 0; set it to 1 or more"),
+]
+
+
 def test_a_mistake_gets_one_line_and_exit_code_2(
-    arguments: list[str],
-    message: str,
-    command: Command,
-    runs: list[Any],
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    command: Command, runs: list[Any], capfd: pytest.CaptureFixture[str], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    assert command(*arguments) == 2
-    out, err = capfd.readouterr()
-    assert err.startswith(f"drafttrain: {message}")
-    assert err.count("\n") == 1
-    assert out == ""
-    assert not runs
-    assert not list(tmp_path.iterdir())
+    for arguments, message in MISTAKES:
+        with subtests.test(arguments=arguments):
+            code = command(*arguments)
+            out, err = capfd.readouterr()
+            assert (code, out) == (2, "")
+            assert err.startswith(f"drafttrain: {message}")
+            assert err.count("\n") == 1
+            assert not runs
+            assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.sampled
@@ -132,20 +128,21 @@ def test_flags_may_stand_between_overrides(command: Command, runs: list[Any], tm
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("override", "sweep", "quoted"),
-    [
-        ("data.path=a/b.jsonl", False, "data.path=a/b.jsonl"),
-        ("data.path=a=b, c.jsonl", False, "data.path='a=b, c.jsonl'"),
-        ("target.path=it's", False, "target.path='it\\'s'"),
-        ("data.path=a=1,b=2", True, "data.path='a=1','b=2'"),
-        ("data.path='a=1'", False, "data.path='a=1'"),
-        ("output=${name}/x", False, "output=${name}/x"),
-        ("train.betas=[0.9, 0.95]", False, "train.betas=[0.9, 0.95]"),
-    ],
-)
-def test_paths_are_quoted(override: str, sweep: bool, quoted: str) -> None:
-    assert cli.quote(override, sweep) == quoted
+QUOTED = [
+    ("data.path=a/b.jsonl", False, "data.path=a/b.jsonl"),
+    ("data.path=a=b, c.jsonl", False, "data.path='a=b, c.jsonl'"),
+    ("target.path=it's", False, "target.path='it\\'s'"),
+    ("data.path=a=1,b=2", True, "data.path='a=1','b=2'"),
+    ("data.path='a=1'", False, "data.path='a=1'"),
+    ("output=${name}/x", False, "output=${name}/x"),
+    ("train.betas=[0.9, 0.95]", False, "train.betas=[0.9, 0.95]"),
+]
+
+
+def test_paths_are_quoted(subtests: pytest.Subtests) -> None:
+    for override, sweep, quoted in QUOTED:
+        with subtests.test(override=override):
+            assert cli.quote(override, sweep) == quoted
 
 
 def test_odd_paths_reach_the_command(command: Command, runs: list[Any]) -> None:
@@ -188,10 +185,11 @@ def test_help_lists_commands_recipes_and_groups(command: Command, root: Path, ca
     assert all(len(line.split()) > 1 for line in shown.splitlines() if line.startswith("    "))
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_has_help(name: str, command: Command, capsys: Any) -> None:
-    assert command(name, "--help") == 0
-    assert f"drafttrain {name}" in capsys.readouterr().out
+def test_each_command_has_help(command: Command, capsys: Any, subtests: pytest.Subtests) -> None:
+    for name in cli.COMMANDS:
+        with subtests.test(name=name):
+            code = command(name, "--help")
+            assert f"drafttrain {name}" in capsys.readouterr().out and code == 0
 
 
 def test_cfg_prints_the_configuration(command: Command, runs: list[Any], capsys: Any) -> None:
@@ -202,19 +200,20 @@ def test_cfg_prints_the_configuration(command: Command, runs: list[Any], capsys:
     assert not runs
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("drafttrain fi", {"fit"}),
-        ("drafttrain fit recipe=hyd", {"recipe=hydra"}),
-        ("drafttrain fit data=ultra", {"data=ultrachat"}),
-        ("drafttrain measure train.ste", {"train.steps="}),
-    ],
-)
-def test_completion(line: str, words: set[str], command: Command, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("COMP_LINE", line)
-    assert command("--shell-completion", "query=bash") == 0
-    assert set(capsys.readouterr().out.split()) == words
+COMPLETED = [
+    ("drafttrain fi", {"fit"}),
+    ("drafttrain fit recipe=hyd", {"recipe=hydra"}),
+    ("drafttrain fit data=ultra", {"data=ultrachat"}),
+    ("drafttrain measure train.ste", {"train.steps="}),
+]
+
+
+def test_completion(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: Any, subtests: pytest.Subtests) -> None:
+    for line, words in COMPLETED:
+        with subtests.test(line=line):
+            monkeypatch.setenv("COMP_LINE", line)
+            code = command("--shell-completion", "query=bash")
+            assert set(capsys.readouterr().out.split()) == words and code == 0
 
 
 def test_completion_installs(command: Command, capsys: Any) -> None:
@@ -245,8 +244,12 @@ def test_doctor_complains_of_a_folder_that_takes_no_file(command: Command, tmp_p
     ("ending", "code"),
     [
         ("cli.run = lambda arguments: atexit.register(ctrl_c) and 75", -signal.SIGINT),
-        ("cli.run = lambda arguments: ctrl_c()", 130),
-        ("signal.signal(signal.SIGINT, signal.SIG_IGN); cli.run = lambda arguments: atexit.register(ctrl_c) and 75", 75),
+        pytest.param("cli.run = lambda arguments: ctrl_c()", 130, marks=pytest.mark.slow),
+        pytest.param(
+            "signal.signal(signal.SIGINT, signal.SIG_IGN); cli.run = lambda arguments: atexit.register(ctrl_c) and 75",
+            75,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["at exit", "at its message", "ignored"],
 )
@@ -259,8 +262,11 @@ def test_a_late_ctrl_c_leaves_no_traceback(ending: str, code: int) -> None:
         f"{ending}\n"
         "cli.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+HEAVY = ("transformers", "deepspeed", "peft", "wandb")
 
 
 @pytest.mark.parametrize(
@@ -268,8 +274,8 @@ def test_a_late_ctrl_c_leaves_no_traceback(ending: str, code: int) -> None:
     [
         (["fit", "--help"], ("torch", "matplotlib")),
         (["fit", "recipe=medusa", "--cfg", "job"], ("torch",)),
-        (["doctor"], ("transformers", "deepspeed", "peft", "wandb")),
-        (["simulate", "simulate.trials=100", "out={folder}/picture.png"], ("transformers", "deepspeed", "peft", "wandb")),
+        pytest.param(["doctor"], HEAVY, marks=pytest.mark.slow),
+        pytest.param(["simulate", "simulate.trials=100", "out={folder}/picture.png"], HEAVY, marks=pytest.mark.slow),
     ],
 )
 def test_a_command_imports_only_what_it_uses(command: list[str], unneeded: tuple[str, ...], tmp_path: Path) -> None:

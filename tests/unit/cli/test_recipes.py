@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from drafttrain.cli.config import register
 from drafttrain.runs.options import RunOptions
+from tests.composing import compose
+from tests.unit.cli.choices import CHOICES, choice
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_composes(path: Path) -> None:
-    register()
-    with initialize_config_module("drafttrain.conf", version_base="1.3"):
-        options = OmegaConf.to_object(compose("config", [f"recipe={path.stem}", *_given(path)]))
-    assert isinstance(options, RunOptions)
-    assert options.name == path.stem
+def test_a_recipe_composes(subtests: pytest.Subtests) -> None:
+    for path in RECIPES:
+        with subtests.test(recipe=path.stem):
+            options = OmegaConf.to_object(compose([f"recipe={path.stem}", *_given(path)]))
+            assert isinstance(options, RunOptions)
+            assert options.name == path.stem
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_what_it_is_and_how_to_run_it(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert lines[0].startswith("# ")
-    assert len(lines[0]) > 10
-    assert f"#   drafttrain fit recipe={path.stem}" in [line.split(" data.path=")[0] for line in lines]
-    assert any(line.startswith("# Hardware: ") for line in lines)
-    assert "# @package _global_" in lines
+def test_a_recipe_says_what_it_is_and_how_to_run_it(subtests: pytest.Subtests) -> None:
+    for path in RECIPES:
+        with subtests.test(recipe=path.stem):
+            lines = path.read_text().splitlines()
+            assert lines[0].startswith("# ")
+            assert len(lines[0]) > 10
+            assert f"#   drafttrain fit recipe={path.stem}" in [line.split(" data.path=")[0] for line in lines]
+            assert any(line.startswith("# Hardware: ") for line in lines)
+            assert "# @package _global_" in lines
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_a_diff(path: Path) -> None:
-    register()
-    body = OmegaConf.create(path.read_text())
-    chosen = {key.removeprefix("override /"): value for entry in body.pop("defaults") for key, value in entry.items()}
-    family, groups = chosen.pop("drafter"), chosen
-    with initialize_config_module("drafttrain.conf", version_base="1.3"):
-        plain = compose("config", [f"drafter={family}"] + [f"{key}={value}" for key, value in groups.items()])
-    repeated = [key for key, value in _leaves(body) if OmegaConf.select(plain, key) == value]
-    assert not repeated, f"the recipe repeats what conf/ says: {repeated}"
+def test_a_recipe_is_a_diff(subtests: pytest.Subtests) -> None:
+    for path in RECIPES:
+        with subtests.test(recipe=path.stem):
+            body = OmegaConf.create(path.read_text())
+            chosen = {key.removeprefix("override /"): name for entry in body.pop("defaults") for key, name in entry.items()}
+            plain = _plain(chosen)
+            repeated = [key for key, value in _leaves(body) if _select(plain, key) == value]
+            assert not repeated, f"the recipe repeats what conf/ says: {repeated}"
+
+
+def _plain(chosen: dict[str, str]) -> dict[str, object]:
+    """What conf/ says with these choices. Where each is of a group of its own, the parts are there already."""
+    if set(chosen) <= set(CHOICES):
+        return dict(_defaults().items()) | {group: choice(group, name) for group, name in chosen.items()}
+    return dict(compose([f"{group}={name}" for group, name in chosen.items()]).items())
+
+
+@cache
+def _defaults() -> DictConfig:
+    return compose([])
+
+
+def _select(plain: dict[str, object], key: str) -> object:
+    head, _, rest = key.partition(".")
+    return OmegaConf.select(plain[head], rest) if rest else plain[head]
 
 
 def _given(path: Path) -> list[str]:

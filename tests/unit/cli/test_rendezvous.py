@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,20 @@ def test_a_machine_waits_for_that_of_the_rendezvous(monkeypatch: pytest.MonkeyPa
         rendezvous.wait_for_rendezvous(TWO)
 
 
-def test_a_machine_knows_its_own_names_and_who_answers() -> None:
+def test_a_machine_knows_its_own_names_and_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous.is_here("localhost") and rendezvous.is_here("[::1]") | rendezvous.is_here("127.0.0.1")
     assert not rendezvous.is_here("192.0.2.1")  # an address that no machine has
-    assert not rendezvous.is_here("no-such-machine.invalid") and not rendezvous.answers("no-such-machine.invalid", "29400")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        assert rendezvous.answers("127.0.0.1", port)
-    assert not rendezvous.answers("127.0.0.1", port)
+        assert rendezvous.answers("127.0.0.1", str(server.getsockname()[1]))
+    with socket.socket() as silent:  # it keeps its port, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        assert not rendezvous.answers("127.0.0.1", str(silent.getsockname()[1]))
+
+    def unknown(*_: object, **__: object) -> None:  # some name servers answer every name
+        raise socket.gaierror
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unknown)
+    assert not rendezvous.is_here("no-such-machine.invalid") and not rendezvous.answers("no-such-machine.invalid", "29400")
 
 
 def test_what_is_said_depends_on_whether_the_machines_have_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,32 +55,37 @@ def test_what_is_said_depends_on_whether_the_machines_have_met(tmp_path: Path, c
 
 
 def test_processes_have_failed_if_none_runs_and_none_says_why(tmp_path: Path) -> None:
-    running, ended = os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), os.posix_spawn("/bin/true", ["true"], {})
-    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
-    (tmp_path / worker.STARTED.replace("*", f"{ended}-4")).touch()
-    (tmp_path / worker.STARTED.replace("*", f"{running}-5")).touch()
-    assert rendezvous.failed_ranks(tmp_path) == []
-    os.kill(running, 9)
-    os.waitpid(running, 0)
-    assert rendezvous.failed_ranks(tmp_path) == [4, 5]
-    (tmp_path / worker.ENDED.replace("*", str(ended))).touch()
-    assert rendezvous.failed_ranks(tmp_path) == [5]
-    (tmp_path / worker.NOTES.replace("*", "00005")).touch()
-    assert rendezvous.failed_ranks(tmp_path) == []
-    os.waitpid(ended, 0)
+    running, ended = subprocess.Popen(["sleep", "600"]), subprocess.Popen(["true"])
+    try:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        (tmp_path / worker.STARTED.replace("*", f"{ended.pid}-4")).touch()
+        (tmp_path / worker.STARTED.replace("*", f"{running.pid}-5")).touch()
+        assert rendezvous.failed_ranks(tmp_path) == []
+        running.kill()
+        running.wait()
+        assert rendezvous.failed_ranks(tmp_path) == [4, 5]
+        (tmp_path / worker.ENDED.replace("*", str(ended.pid))).touch()
+        assert rendezvous.failed_ranks(tmp_path) == [5]
+        (tmp_path / worker.NOTES.replace("*", "00005")).touch()
+        assert rendezvous.failed_ranks(tmp_path) == []
+    finally:
+        for process in (running, ended):
+            process.kill()
+            process.wait()
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (RuntimeError("[/pytorch/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:41"), True),
-        (RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), True),
-        (DistStoreError("the store does not answer"), True),
-        (RuntimeError("shapes do not match"), False),
-    ],
-)
-def test_a_lost_connection_is_told_from_a_bug(error: Exception, reason: bool) -> None:
-    assert (worker.lost_connection(error) is not None) is reason
+ERRORS = [
+    (RuntimeError("[/pytorch/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:41"), True),
+    (RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), True),
+    (DistStoreError("the store does not answer"), True),
+    (RuntimeError("shapes do not match"), False),
+]
+
+
+def test_a_lost_connection_is_told_from_a_bug(subtests: pytest.Subtests) -> None:
+    for error, lost in ERRORS:
+        with subtests.test(error=error):
+            assert (worker.lost_connection(error) is not None) is lost
 
 
 def test_the_reason_is_the_part_that_a_user_can_read() -> None:

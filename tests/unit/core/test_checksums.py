@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,8 +29,8 @@ def test_a_list_that_has_changed_places_with_another_file(directory: Path) -> No
             check_listed(directory, "make it again", lambda name, wanted=wanted: name == wanted)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("content", [{"a.json": 1}, {"a.json": "x"}, {"a.json": "0" * 63 + "g"}, {"a.json": None}])
-def test_a_list_of_something_else(content: dict[str, Any], directory: Path) -> None:
-    (directory / LISTED).write_text(json.dumps(content))
-    with pytest.raises(UserError, match="expected checksums, got something else"):
-        check_listed(directory, "make it again")
+def test_check_listed_list_with_invalid_checksum_is_refused(directory: Path) -> None:
+    for value in (1, "0" * 63 + "g"):
+        (directory / LISTED).write_text(json.dumps({"a.json": value}))
+        with pytest.raises(UserError, match="expected checksums, got something else"):
+            check_listed(directory, "make it again")

@@ -36,30 +36,26 @@ def refusal(kind: type[errors.HfHubHTTPError], status: int) -> Exception:
     return kind("refused", response=response)
 
 
-@pytest.mark.parametrize("by_cause", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "status", "login", "says"),
-    [
-        (
-            errors.GatedRepoError,
-            401,
-            None,
-            "a/b is gated; accept its terms or ask for access at https://huggingface.co/a/b, and log in",
-        ),
-        (errors.GatedRepoError, 403, "hf_x", "https://huggingface.co/a/b, with the login that is used here"),
-        (errors.RepositoryNotFoundError, 401, None, "the hub has no model a/b, or it is private and no login is given"),
-        (errors.RepositoryNotFoundError, 401, "hf_x", "or it is private and the login that is used may not read it"),
-        (errors.RevisionNotFoundError, 404, None, "a/b has no revision 'v9'; name a branch"),
-        (errors.HfHubHTTPError, 401, "hf_x", "the hub refuses the login that is used"),
-        (errors.HfHubHTTPError, 500, None, None),
-    ],
-)
-def test_answers_of_the_hub(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, status: int, login: str | None, says: str | None, by_cause: bool
-) -> None:
-    monkeypatch.setattr(hub_errors, "logged_in", lambda: login is not None)
-    found = hub_reason(wrapped(refusal(kind, status), by_cause), "a/b", revision="v9")
-    assert found is None if says is None else found is not None and says in found
+GATED = "a/b is gated; accept its terms or ask for access at https://huggingface.co/a/b, and log in"
+ANSWERS = [  # kind, status, whether there is a login, what is said
+    (errors.GatedRepoError, 401, False, GATED),
+    (errors.GatedRepoError, 403, True, "https://huggingface.co/a/b, with the login that is used here"),
+    (errors.RepositoryNotFoundError, 401, False, "the hub has no model a/b, or it is private and no login is given"),
+    (errors.RepositoryNotFoundError, 401, True, "or it is private and the login that is used may not read it"),
+    (errors.RevisionNotFoundError, 404, False, "a/b has no revision 'v9'; name a branch"),
+    (errors.HfHubHTTPError, 401, True, "the hub refuses the login that is used"),
+    (errors.HfHubHTTPError, 500, False, None),
+]
+
+
+def test_hub_reason_maps_http_error_to_cause_and_fix(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
+    for kind, status, login, says in ANSWERS:
+        with subtests.test(kind=kind, status=status, login=login):
+            monkeypatch.setattr(hub_errors, "logged_in", lambda login=login: login)
+            found = hub_reason(wrapped(refusal(kind, status), True), "a/b", revision="v9")
+            assert found is None if says is None else found is not None and says in found
+    found = hub_reason(wrapped(refusal(errors.GatedRepoError, 401), False), "a/b")
+    assert found is not None and GATED in found
 
 
 def test_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

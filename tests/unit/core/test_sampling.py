@@ -1,5 +1,7 @@
 """Laws against transformers' warpers; noise against what uniform numbers must be."""
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -7,35 +9,42 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from drafttrain.core.sampling import Lane, Sampling, choose, distribution, per_node, pick, shaped, uniform
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "min_p"),
-    [(1.0, 0, 1.0, 0), (0.7, 0, 1.0, 0), (1.3, 5, 1.0, 0), (0.9, 0, 0.8, 0.1), (1.0, 7, 0.6, 0), (1.2, 0, 1.0, 0.05)],
-)
-def test_law_equals_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_distribution_equals_transformers_warpers(subtests: pytest.Subtests) -> None:
     logits = torch.randn(16, 40, generator=torch.Generator().manual_seed(1))
-    warped = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k:
-        warped = TopKLogitsWarper(top_k)(None, warped)
-    if top_p < 1.0:
-        warped = TopPLogitsWarper(top_p)(None, warped)
-    if min_p:
-        warped = MinPLogitsWarper(min_p)(None, warped)
-    torch.testing.assert_close(distribution(logits, Sampling(temperature, top_k, top_p, min_p=min_p)), warped.softmax(-1))
+    for temperature, top_k, top_p, min_p in (
+        (1.0, 0, 1.0, 0),
+        (0.7, 0, 1.0, 0),
+        (1.3, 5, 1.0, 0),
+        (0.9, 0, 0.8, 0.1),
+        (1.0, 7, 0.6, 0),
+        (1.2, 0, 1.0, 0.05),
+    ):
+        with subtests.test(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p):
+            warped = TemperatureLogitsWarper(temperature)(None, logits)
+            if top_k:
+                warped = TopKLogitsWarper(top_k)(None, warped)
+            if top_p < 1.0:
+                warped = TopPLogitsWarper(top_p)(None, warped)
+            if min_p:
+                warped = MinPLogitsWarper(min_p)(None, warped)
+            found = distribution(logits, Sampling(temperature, top_k, top_p, min_p=min_p))
+            torch.testing.assert_close(found, warped.softmax(-1))
 
 
 SETTINGS = [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_the_law_is_the_softmax_of_shaped_logits(settings: dict[str, float], dtype: torch.dtype) -> None:
-    logits = torch.randn(4, 3, 30, generator=torch.Generator().manual_seed(2)).to(dtype) * 2
-    sampling = Sampling(0.8, **settings)
-    kept = shaped(logits, sampling)
-    assert kept.dtype == dtype and bool((kept == logits)[kept > -torch.inf].all()) and (kept is logits) == (not settings)
-    wide = kept if dtype == torch.float64 else kept.float()
-    torch.testing.assert_close(distribution(logits, sampling), (wide / 0.8).softmax(-1))
-    assert bool(((distribution(logits, sampling) > 0) == (kept > -torch.inf)).all())
+def test_distribution_equals_softmax_of_shaped_logits(subtests: pytest.Subtests) -> None:
+    for dtype, settings in product((torch.float64, torch.float32, torch.bfloat16), SETTINGS):
+        with subtests.test(dtype=dtype, settings=settings):
+            logits = torch.randn(4, 3, 30, generator=torch.Generator().manual_seed(2)).to(dtype) * 2
+            sampling = Sampling(0.8, **settings)
+            kept = shaped(logits, sampling)
+            assert kept.dtype == dtype and bool((kept == logits)[kept > -torch.inf].all())
+            assert (kept is logits) == (not settings)
+            wide = kept if dtype == torch.float64 else kept.float()
+            torch.testing.assert_close(distribution(logits, sampling), (wide / 0.8).softmax(-1))
+            assert bool(((distribution(logits, sampling) > 0) == (kept > -torch.inf)).all())
 
 
 def test_equal_logits_stay_or_go_together() -> None:
@@ -97,7 +106,7 @@ def test_noise_is_uniform_keyed_and_independent_between_lanes() -> None:
     assert not torch.equal(a, uniform(Sampling(1.0, seed=5).rows(torch.zeros(20000, dtype=torch.long)), position, Lane.TARGET))
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.2}])
-def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="set it"):
-        Sampling(**bad)
+def test_sampling_setting_out_of_range_is_refused(subtests: pytest.Subtests) -> None:
+    for bad in ({"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.2}):
+        with subtests.test(bad=bad), pytest.raises(ValueError, match="set it"):
+            Sampling(**bad)

@@ -58,10 +58,10 @@ def test_worked_example() -> None:
         assert torch.equal(tree.ancestor_BNN, ancestors(tree.parent_BN))
 
 
-@pytest.mark.parametrize("paths", [[(0, 0)], [(0,), (0,)], [()]])
-def test_a_tree_without_a_parent_or_with_a_repeated_node_is_refused(paths: list[tuple[int, ...]]) -> None:
-    with pytest.raises(ValueError, match="tree path"):
-        TreeShape.of(paths)
+def test_tree_shape_missing_parent_or_repeated_path_is_refused() -> None:
+    for paths in ([(0, 0)], [(0,), (0,)], [()]):
+        with pytest.raises(ValueError, match="tree path"):
+            TreeShape.of(paths)
 
 
 def test_best_paths_are_the_most_hit_and_closed_under_parents() -> None:
@@ -99,7 +99,7 @@ def test_ranks_out_of_reach_leave_a_chain() -> None:
 
 
 def test_more_nodes_never_lower_the_expectation() -> None:
-    hit = torch.randint(0, 5, (200, 4), generator=torch.Generator().manual_seed(0))
+    hit = torch.randint(0, 5, (60, 4), generator=torch.Generator().manual_seed(0))
     values = [expected_nodes(hit.split(1), best_paths(hit, n)) for n in (1, 2, 4, 8, 16, 32)]
     assert values == sorted(values)
 

@@ -1,5 +1,7 @@
 """Masks against what the templates really say: the supervised tokens decode to the replies and their end-of-turn tokens."""
 
+from itertools import product
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,21 +74,16 @@ def spans(conversation: Conversation, tokenizer: PreTrainedTokenizerFast, max_le
     return [tokenizer.decode(run) for run in runs]
 
 
-@pytest.mark.parametrize("template", [MARKED, MARKED_CONTENT_ONLY, CHATML])
-@pytest.mark.parametrize("trim_offsets", [False, True])
-def test_chatml_supervises_replies_and_their_end_of_turn(template: str, trim_offsets: bool) -> None:
-    tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets)
+def test_chatml_supervises_replies_and_their_end_of_turn(subtests: pytest.Subtests) -> None:
     conversation = chat("hi", "yes, hi", "more?", "  def f():\n      return 1 ", system="be short")
-    assert spans(conversation, tokenizer) == ["yes, hi<|im_end|>", "  def f():\n      return 1 <|im_end|>"]
+    for template, trim_offsets in product((MARKED, MARKED_CONTENT_ONLY, CHATML), (False, True)):
+        with subtests.test(template=template, trim_offsets=trim_offsets):
+            tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets)
+            assert spans(conversation, tokenizer) == ["yes, hi<|im_end|>", "  def f():\n      return 1 <|im_end|>"]
 
 
 def test_end_of_turn_is_found_when_it_is_not_the_eos_token() -> None:
     assert spans(chat("hi", "yes", "a", "b"), byte_tokenizer(CHATML, eos="</s>")) == ["yes<|im_end|>", "b<|im_end|>"]
-
-
-def test_llama2_supervises_replies_and_their_end_of_turn() -> None:
-    tokenizer = byte_tokenizer(LLAMA2, eos="</s>")
-    assert spans(chat("hi", "yes", "more?", "no"), tokenizer) == [" yes </s>", " no </s>"]
 
 
 def test_the_end_token_in_the_next_turn_belongs_to_the_reply() -> None:

@@ -4,46 +4,54 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drafttrain.cli import main as cli
 from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
+from drafttrain.data import journal as journal_module
 from drafttrain.data.journal import SETTINGS, Journal, check_settings, read, scan
 from drafttrain.data.pool import Conversations, Workers
 from drafttrain.data.provenance import FILE, find_provenance
 from drafttrain.data.records import open_records, read_records
 from drafttrain.data.sources import Faults, open_sources
 from drafttrain.data.store import Block, Store, encode_block, key_of
+from drafttrain.targets.load import LoadedTarget
+from tests.composing import compose_quickly
 from tests.damage import harmed, refused
 from tests.helpers import read_conversations
+from tests.unit.data.conftest import load_once
 from tests.unit.data.test_preparation import Encoder, word_tokenizer
 
-Command = Callable[..., int]
 SHORT = ["prepare.max_new_tokens=12", "prepare.drop=[]", "prepare.shard=3"]
 
 
-@pytest.fixture(scope="module", params=["jsonl", "parquet"])
-def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from drafttrain.cli import main as cli
+MANY = pytest.mark.grid  # repeats with more places what a few of them prove: all bytes under a sha256 are alike
 
+
+@pytest.fixture(scope="module")
+def prepared(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `prepare` writes in two formats, in folders of their names."""
     folder = tmp_path_factory.mktemp("prepared")
     lines = [json.dumps({"turns": [f"Complete this code.\n\ndef f{i}("]}) + "\n" for i in range(5)]
     (folder / "prompts.jsonl").write_text("".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["drafttrain"])
-        path, out = f"data.path={folder / 'prompts.jsonl'}", f"out={folder / 'out'}"
-        assert cli.run(["prepare", path, out, *SHORT, f"prepare.format={request.param}"]) == 0
-    return folder / "out"
+        compose_quickly(patch)
+        load_once(patch, loaded)
+        for name in ("jsonl", "parquet"):
+            words = [f"data.path={folder / 'prompts.jsonl'}", f"out={folder / name}", f"prepare.format={name}"]
+            assert cli.run(["prepare", *words, *SHORT]) == 0
+    return folder
 
 
 @pytest.fixture
 def out(prepared: Path, tmp_path: Path) -> Path:
-    shutil.copytree(prepared, tmp_path / "out")
+    shutil.copytree(prepared / "jsonl", tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -53,15 +61,19 @@ def trained_on(path: Path) -> list[Any]:
     return [find_provenance(str(path)), [(c.origin, c.messages) for c in found]]
 
 
-def test_a_changed_byte_of_prepared_data_is_refused(out: Path) -> None:
+@pytest.mark.parametrize("most", [12, pytest.param(100, marks=MANY)])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_changed_byte_of_prepared_data_is_refused(kind: str, most: int, prepared: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(prepared / kind, tmp_path / "out"))
     parts = sorted(out.glob("part-*"))
     assert len(parts) == 2
-    shares = refused([*parts, out / FILE], lambda: trained_on(out), 100)
+    shares = refused([*parts, out / FILE], lambda: trained_on(out), most)
     assert set(shares.values()) == {1.0}
-    assert refused([out / LISTED], lambda: trained_on(out), 150, removed=False)[LISTED] > 0.9  # but for spaces and line feeds
+    # of the list all but spaces and line feeds count: more kinds of bytes than elsewhere
+    assert refused([out / LISTED], lambda: trained_on(out), max(most, 60), removed=False)[LISTED] > 0.9
     for part in parts:
-        assert refused([part], lambda part=part: trained_on(part), 30, removed=False) == {part.name: 1.0}
-        assert refused([part], lambda part=part: list(read_records(part, None, out)), 30, removed=False) == {part.name: 1.0}
+        assert refused([part], lambda part=part: trained_on(part), most, removed=False) == {part.name: 1.0}
+        assert refused([part], lambda part=part: list(read_records(part, None, out)), most, removed=False) == {part.name: 1.0}
 
 
 def test_names_of_prepared_data_are_compared(out: Path) -> None:
@@ -85,8 +97,6 @@ def test_whoever_changes_prepared_data_on_purpose_deletes_the_list(out: Path, tm
     mine.write_text('{"prompt": "a", "response": "b"}\n')
     assert len(read_conversations(DataOptions(path=str(mine)))) == 1
     part = out / "part-00000.jsonl"
-    if not part.exists():
-        return
     part.write_text("".join(part.read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(UserError, match=f"part-00000.jsonl is damaged .* If you changed it on purpose, delete {LISTED} there"):
         trained_on(out)
@@ -103,11 +113,13 @@ def journal_of(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     return folder / "rank-00000.jsonl", [record for _, _, record in read(folder)]
 
 
-def test_a_changed_byte_of_a_journal_costs_its_line_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [100, pytest.param(400, marks=MANY)])
+def test_a_changed_byte_of_a_journal_costs_its_line_alone(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module.os, "fsync", lambda file: None)  # a slow disk takes long
     folder = tmp_path / "x"
     path, records = journal_of(folder)
     lost = 0
-    for how in harmed(path, 400):
+    for how in harmed(path, most):
         found, seen = [record for _, _, record in read(folder)], scan(folder)
         left = [record for record in found if record in records]  # a changed name of the checksum changes no field
         assert all({key: value for key, value in record.items() if key in records[0]} in records for record in found), how
@@ -125,30 +137,13 @@ def test_a_changed_byte_of_a_journal_costs_its_line_alone(tmp_path: Path) -> Non
                     if record["id"] not in seen.answered:
                         journal.append(record)
             assert scan(folder).answered == {str(i) for i in range(5)}, how
-    assert lost > 320
+    assert lost > 0.8 * most
 
 
 def test_lines_of_earlier_versions_count(tmp_path: Path) -> None:
     path, records = journal_of(tmp_path)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert [record for _, _, record in read(tmp_path)] == records and scan(tmp_path).damaged == []
-
-
-def test_damaged_lines_are_said_and_their_texts_asked_again(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"turns": [f"def f{i}("]}) + "\n" for i in range(4)))
-    assert command("prepare", "data.path=p.jsonl", "out=x", *SHORT) == 0
-    whole, journal = (tmp_path / "x" / "part-00000.jsonl").read_bytes(), tmp_path / "x.journal" / "rank-00000.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    lines[1] = lines[1].replace(b'"tokens": [1', b'"tokens": [9')
-    journal.write_bytes(b"".join(lines))
-    capsys.readouterr()
-    assert command("prepare", "data.path=p.jsonl", "out=x", *SHORT) == 0
-    shown = capsys.readouterr().out
-    assert "3 of them answered before" in shown
-    assert "1 damaged lines are ignored and their texts written again: x.journal/rank-00000.jsonl:2" in shown
-    assert (tmp_path / "x" / "part-00000.jsonl").read_bytes() == whole
 
 
 def test_a_changed_byte_of_a_journals_settings_is_refused(tmp_path: Path) -> None:
@@ -158,7 +153,7 @@ def test_a_changed_byte_of_a_journals_settings_is_refused(tmp_path: Path) -> Non
     def reads() -> None:
         check_settings(tmp_path, settings, write=False)
 
-    assert refused([tmp_path / SETTINGS], reads, removed=False)[SETTINGS] > 0.8
+    assert refused([tmp_path / SETTINGS], reads, 100, removed=False)[SETTINGS] > 0.8
     (tmp_path / SETTINGS).write_text(json.dumps(settings))
     reads()
 
@@ -167,7 +162,8 @@ def plain(block: Block) -> dict[str, Any]:
     return {name: block.column(name) for name in block.batch.schema.names}
 
 
-def test_a_changed_byte_of_a_block_is_prepared_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [100, pytest.param(1500, marks=MANY)])
+def test_a_changed_byte_of_a_block_is_prepared_again(most: int, tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": f"{i} 7", "response": f"{i} 3 4"}) + "\n" for i in range(6)]
     (tmp_path / "a.jsonl").write_text("".join([*lines, '{"prompt": "5"}\n']))
     (source,) = open_sources(DataOptions(path=str(tmp_path / "a.jsonl")))
@@ -182,11 +178,11 @@ def test_a_changed_byte_of_a_block_is_prepared_again(tmp_path: Path) -> None:
     block = store.read(name)
     assert block is not None and first.missing == 7
     wanted, count = plain(block), 0
-    for how in harmed(store.folder / name, 1500):
+    for how in harmed(store.folder / name, most):
         found = store.read(name)
         assert found is None or plain(found) == wanted, how
         count += found is None
-    assert count > 1400
+    assert count > 0.9 * most
     file = store.folder / name
     content = file.read_bytes()
     assert conversations().missing == 1  # but for what was wrong, which may have been mended
@@ -196,7 +192,10 @@ def test_a_changed_byte_of_a_block_is_prepared_again(tmp_path: Path) -> None:
     assert conversations().missing == 7 and not file.exists()
 
 
-def test_a_changed_byte_of_what_was_rewritten_is_rewritten_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [12, pytest.param(40, marks=MANY)])
+def test_a_changed_byte_of_what_was_rewritten_is_rewritten_again(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("drafttrain.data.records.SMALL", 10)
     (tmp_path / "a.json").write_text(json.dumps([{"prompt": str(i), "response": "b"} for i in range(9)]))
     csv = "".join(f"{i},b\n" for i in range(9))
@@ -209,5 +208,5 @@ def test_a_changed_byte_of_what_was_rewritten_is_rewritten_again(tmp_path: Path,
 
         wanted = records()
         for file in sorted((tmp_path / name[2:]).iterdir()):
-            for how in harmed(file, 40):
+            for how in harmed(file, most):
                 assert records() == wanted, how

@@ -178,13 +178,14 @@ def test_collate_pads_on_the_right() -> None:
     assert batch.future(2).label_M.tolist() == [2]
 
 
-@pytest.mark.parametrize(("most", "length"), [(None, 64), (50, 50), (30, 40)])
-def test_a_length_is_rounded_up_and_nothing_else_changes(most: int | None, length: int) -> None:
-    exact, rounded = (collate(encoded(40, 31), 9, multiple, most) for multiple in (1, 64))
-    assert (rounded.length, rounded.longest, exact.length) == (length, 40, 40)
-    assert rounded.supervised() == exact.supervised()
-    ours, theirs = rounded.anchors(5), exact.anchors(5)
-    assert torch.equal(ours.source_BA, theirs.source_BA) and torch.equal(ours.token_BA, theirs.token_BA)
+def test_a_length_is_rounded_up_and_nothing_else_changes(subtests: pytest.Subtests) -> None:
+    for most, length in ((None, 64), (50, 50), (30, 40)):
+        with subtests.test(most=most):
+            exact, rounded = (collate(encoded(40, 31), 9, multiple, most) for multiple in (1, 64))
+            assert (rounded.length, rounded.longest, exact.length) == (length, 40, 40)
+            assert rounded.supervised() == exact.supervised()
+            ours, theirs = rounded.anchors(5), exact.anchors(5)
+            assert torch.equal(ours.source_BA, theirs.source_BA) and torch.equal(ours.token_BA, theirs.token_BA)
 
 
 def test_a_batch_without_supervision_is_refused() -> None:

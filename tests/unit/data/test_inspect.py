@@ -156,24 +156,24 @@ def test_the_histogram_counts_every_conversation(command: Callable[..., int], da
     assert sum(numbers) == 10 and numbers[0] == 9 and numbers[-1] == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["data.path=none.jsonl"], "none.jsonl"),
-        (["out=page.txt"], "name the page with out=FILE.html"),
-        (["inspect.overlap=0"], "overlap 0"),
-        (["data.max_length=1"], "data.max_length is 1; set it to 2 or more"),
-        (["prompts=none.jsonl"], "none.jsonl"),
-        (["target=hf", "target.path=/nowhere"], "target.path '/nowhere' does not exist"),
-    ],
-)
+MISTAKES = [
+    (["data.path=none.jsonl"], "none.jsonl"),
+    (["out=page.txt"], "name the page with out=FILE.html"),
+    (["inspect.overlap=0"], "overlap 0"),
+    (["data.max_length=1"], "data.max_length is 1; set it to 2 or more"),
+    (["prompts=none.jsonl"], "none.jsonl"),
+    (["target=hf", "target.path=/nowhere"], "target.path '/nowhere' does not exist"),
+]
+
+
 def test_a_mistake_gets_one_line(
-    command: Callable[..., int], arguments: list[str], line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    assert command("inspect", *arguments) == 2
-    err = capfd.readouterr().err
-    assert line in err and err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    for arguments, line in MISTAKES:
+        with subtests.test(arguments=arguments):
+            code, err = command("inspect", *arguments), capfd.readouterr().err
+            assert code == 2 and line in err and err.count("\n") == 1
+            assert not list(tmp_path.iterdir())
 
 
 def test_long_conversations_are_cut_on_the_terminal_alone(

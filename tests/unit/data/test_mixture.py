@@ -145,18 +145,18 @@ def test_a_folder_is_read_by_the_hubs_rules(folder: Path, tmp_path: Path) -> Non
     assert numbers(path=str(shards)) == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize(
-    ("sources", "says"),
-    [
-        ([SourceOptions("a.jsonl", weight=1.0), SourceOptions("b.jsonl")], "some sources have a weight and others have none"),
-        ([SourceOptions("a.jsonl", weight=0.0)], "expected weights above 0, got 0.0; leave a source out"),
-        ([SourceOptions("a.jsonl", form="sharegpt")], "data.form is 'sharegpt'; set it to auto, messages, conversations"),
-        ([SourceOptions("a.jsonl", limit=0)], "data.limit must be at least 1, got 0"),
-    ],
-)
-def test_settings_that_are_wrong(sources: list[SourceOptions], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        load(sources)
+WRONG = [
+    ([SourceOptions("a.jsonl", weight=1.0), SourceOptions("b.jsonl")], "some sources have a weight and others have none"),
+    ([SourceOptions("a.jsonl", weight=0.0)], "expected weights above 0, got 0.0; leave a source out"),
+    ([SourceOptions("a.jsonl", form="sharegpt")], "data.form is 'sharegpt'; set it to auto, messages, conversations"),
+    ([SourceOptions("a.jsonl", limit=0)], "data.limit must be at least 1, got 0"),
+]
+
+
+def test_settings_that_are_wrong(subtests: pytest.Subtests) -> None:
+    for sources, says in WRONG:
+        with subtests.test(says=says), pytest.raises(UserError, match=says):
+            load(sources)
 
 
 def test_a_path_beside_a_mixture_is_refused() -> None:

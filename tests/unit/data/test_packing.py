@@ -97,6 +97,7 @@ def states(target: HFTarget, batch: TrainBatch) -> dict[tuple[int, ...], torch.T
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("runner", [HFTarget, FastTarget])
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3"])
 def test_a_packed_conversation_has_the_states_it_has_alone(name: str, runner: type[HFTarget]) -> None:
@@ -128,6 +129,8 @@ LEARNERS = [
 ]
 
 
+# heads, recurrent steps, a recurrent network, a model, blocks, shifted ones, a recurrent state over drafts, causal blocks
+@pytest.mark.sampled(name=["medusa", "eagle3", "redrafter", "draft_model", "dflash", "dspark", "domino", "jetspec"])
 @pytest.mark.parametrize("name", LEARNERS)
 def test_packed_training_has_the_losses_and_gradients_of_padded(name: str) -> None:
     target, some = tiny_target(), conversations()

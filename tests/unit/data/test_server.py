@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -11,15 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import server as server_file
 
 Command = Callable[..., int]
 KEY = "sk-very-secret"
+HANG = 300.0  # seconds: whoever waits for so long waits in vain
 
 
 def said(body: dict[str, Any]) -> str:
@@ -35,7 +41,6 @@ class Fake:
         self.fault = faults if callable(faults) else lambda number, body: faults.get(number)
         self.requests: list[dict[str, Any]] = []
         self.answered: Counter[str] = Counter()
-        self.times: list[float] = []
         self.keys: set[str | None] = set()
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
@@ -59,7 +64,6 @@ class Fake:
                 with fake.lock:
                     number = len(fake.requests)
                     fake.requests.append(body)
-                    fake.times.append(time.monotonic())
                     fake.at_once += 1
                     fake.most_at_once = max(fake.most_at_once, fake.at_once)
                 try:
@@ -90,7 +94,6 @@ class Fake:
                 elif kind == "null":
                     self.give(200, {"choices": [{"message": {"content": None}, "finish_reason": "stop"}]})
                 else:
-                    time.sleep(float(value) if kind == "slow" else 0)
                     fake.answered[json.dumps([body["messages"], body["seed"]])] += 1
                     self.give(200, answer)
 
@@ -98,8 +101,7 @@ class Fake:
                 content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
                 self.send_response(status)
                 if retry:
-                    date = formatdate(time.time() + 3, usegmt=True)  # whole seconds: 2 to 3 from now
-                    self.send_header("Retry-After", date if retry == "date" else retry)
+                    self.send_header("Retry-After", retry)
                 self.send_header("Content-Length", str(len(content)))
                 with suppress(ConnectionError):  # who asked may have given up
                     self.end_headers()
@@ -157,10 +159,16 @@ def check_whole(tmp_path: Path, count: int = 12) -> None:
 
 
 def test_every_turn_is_asked_with_bounded_concurrency(command: Command, serve: Any, prompts: Path, tmp_path: Path) -> None:
-    fake = serve(lambda number, body: "slow 0.02")
+    four = threading.Barrier(4)
+
+    def wait_for_others(number: int, body: dict[str, Any]) -> None:
+        if number < 4:
+            four.wait(HANG)
+
+    fake = serve(wait_for_others)
     assert prepare(command, fake, prompts) == 0
     check_whole(tmp_path)
-    assert len(fake.requests) == 24 and 2 <= fake.most_at_once <= 4
+    assert len(fake.requests) == 24 and fake.most_at_once == 4
     assert {request["model"] for request in fake.requests} == {"tiny-model"}
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["kept"], summary["replies"], summary["tokens"]) == (12, 24, 120)
@@ -181,19 +189,67 @@ def test_faults_cost_time_alone(
     assert set(fake.answered.values()) == {1}
 
 
-@pytest.mark.parametrize("retry", [pytest.param("2", marks=pytest.mark.slow), "date"])
-def test_a_rate_limit_holds_every_request_back(command: Command, serve: Any, prompts: Path, tmp_path: Path, retry: str) -> None:
-    fake = serve({8: f"status 429 {retry}"})
-    assert prepare(command, fake, prompts) == 0
+def test_a_rate_limit_holds_every_request_back(
+    command: Command, serve: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of four requests at once is refused, and the others are answered when the sender knows it."""
+    known, headers = threading.Event(), list[str | None]()
+    starts: list[tuple[float, float]] = []  # of each request: when it began, and until when all were held back
+    once = server_file._Sender._once
+
+    def seconds(header: str | None) -> float:
+        headers.append(header)
+        known.set()
+        return 0.15
+
+    async def recorded(sender: Any, *request: Any) -> Any:
+        starts.append((time.monotonic(), sender.resume_at))
+        return await once(sender, *request)
+
+    def limit(number: int, body: dict[str, Any]) -> str | None:
+        return "status 429 7" if number == 0 else known.wait(HANG) and None
+
+    monkeypatch.setattr(server_file, "_seconds", seconds)
+    monkeypatch.setattr(server_file._Sender, "_once", recorded)
+    assert prepare(command, serve(limit), prompts) == 0
     check_whole(tmp_path)
-    limited = fake.times[8]
-    assert not [at for at in fake.times[9:] if limited + 1.0 < at < limited + 1.9]  # before that, those that were under way
+    held = [(began, resume_at) for began, resume_at in starts if resume_at]
+    assert headers == ["7"] and len(held) == 25 - 4
+    assert all(began >= resume_at for began, resume_at in held)
 
 
-def test_a_rate_limit_counts_not_as_absence(command: Command, serve: Any, prompts: Path, tmp_path: Path) -> None:
-    fake = serve(dict.fromkeys(range(4), "status 429 1"))
-    assert prepare(command, fake, prompts, "prepare.patience=0.2") == 0
-    check_whole(tmp_path)
+def test_seconds_of_retry_after_are_number_date_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_file, "time", lambda: 1_000_000_000.0)
+    soon, past = (formatdate(1_000_000_000 + more, usegmt=True) for more in (3, -3))
+    found = [server_file._seconds(header) for header in ("2", " 12 ", soon, past, "later", None)]
+    assert found == [2.0, 12.0, 3.0, 0.0, None, None]
+
+
+def send(monkeypatch: pytest.MonkeyPatch, retries: Iterator[Exception]) -> tuple[str, float]:
+    """What a sender with a patience of 10 s ends with when requests fail so, and the seconds that it takes: nobody waits."""
+    now = 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    async def once(sender: Any, *request: Any) -> str:
+        for error in retries:
+            raise error
+        return "a reply"
+
+    monkeypatch.setattr(server_file, "monotonic", lambda: now)
+    monkeypatch.setattr(server_file.asyncio, "sleep", sleep)
+    monkeypatch.setattr(server_file._Sender, "_once", once)
+    sender = server_file._Sender(None, server_file.ServerOptions("http://x/v1", patience=10.0))  # type: ignore[arg-type]
+    return asyncio.run(sender.send("POST", "chat/completions", {}, str)), now
+
+
+def test_a_rate_limit_counts_not_as_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply, seconds = send(monkeypatch, iter([server_file._RetryError("busy", after=30.0)] * 3))
+    assert reply == "a reply" and seconds >= 90
+    with pytest.raises(UserError, match="busy, for 10 s; the answers so far are kept"):
+        send(monkeypatch, repeat(server_file._RetryError("busy")))
 
 
 def test_a_server_that_stays_away_loses_nothing(
@@ -213,27 +269,45 @@ def test_a_server_that_stays_away_loses_nothing(
 
 
 def test_what_the_server_refuses_is_counted_listed_and_asked_again(
-    command: Command, serve: Any, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: Command,
+    serve: Any,
+    prompts: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def poison(number: int, body: dict[str, Any]) -> str | None:
         text = body["messages"][-1]["content"]
-        return {"first 3": "status 400", "second 5": "status 500", "first 7": "null", "first 8": "slow 1"}.get(text)
+        return {"first 3": "status 400", "second 5": "status 500", "first 7": "null"}.get(text)
+
+    request = httpx.AsyncClient.request
+
+    async def too_late(client: httpx.AsyncClient, method: str, url: str, json: Any = None) -> httpx.Response:
+        if json and json["messages"][-1]["content"] == "first 8":
+            raise httpx.ReadTimeout("")
+        return await request(client, method, url, json=json)
 
     fake = serve(poison)
-    assert prepare(command, fake, prompts, "prepare.timeout=0.2", "prepare.failures=4") == 0
-    found = records(tmp_path)
-    assert len(found) == 9
-    assert len(next(r for r in found if r["messages"][0]["content"] == "first 5")["messages"]) == 2  # up to the fault
-    rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
-    assert [reject["origin"].rpartition(":")[2] for reject in rejects] == ["4", "8", "9"]
-    reasons = ['status 400: {"error": "so it is"}', "an answer without a reply, 3 times", "no answer within 0.2 s, 3 times"]
-    assert [reject["reason"] for reject in rejects] == reasons
-    capfd.readouterr()
-    assert prepare(command, fake, prompts, "prepare.timeout=0.2", "prepare.failures=1") == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(httpx.AsyncClient, "request", too_late)
+        assert prepare(command, fake, prompts, "prepare.timeout=77", "prepare.failures=4") == 0
+        found = records(tmp_path)
+        assert len(found) == 9
+        assert len(next(r for r in found if r["messages"][0]["content"] == "first 5")["messages"]) == 2  # up to the fault
+        rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
+        assert [reject["origin"].rpartition(":")[2] for reject in rejects] == ["4", "8", "9"]
+        reasons = ['status 400: {"error": "so it is"}', "an answer without a reply, 3 times", "no answer within 77 s, 3 times"]
+        assert [reject["reason"] for reject in rejects] == reasons
+        capfd.readouterr()
+        assert prepare(command, fake, prompts, "prepare.timeout=77", "prepare.failures=1") == 2
     assert "2 prompts have failed, the last one" in capfd.readouterr().err
     assert len(records(tmp_path)) == 9  # what was there before stays
     assert prepare(command, serve(), prompts) == 0
     assert len(records(tmp_path)) == 12
+
+
+def test_a_reply_has_the_time_that_is_set() -> None:
+    assert server_file.client_of(server_file.ServerOptions("http://x/v1", timeout=0.2)).timeout.read == 0.2
 
 
 @pytest.mark.parametrize("status", [401, 404])
@@ -265,8 +339,10 @@ def test_the_key_reaches_the_server_and_nobody_else(
 
 
 def test_no_server_there(command: Command, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    line = ["prepare.server=http://127.0.0.1:9", "prepare.patience=0.1", "out=out", f"data.path={prompts}"]
-    assert command("prepare", *line) == 2
+    with socket.socket() as silent:  # it keeps its port, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        server = f"prepare.server=http://127.0.0.1:{silent.getsockname()[1]}"
+        assert command("prepare", server, "prepare.patience=0.1", "out=out", f"data.path={prompts}") == 2
     assert "no answer (ConnectError), for 0.1 s" in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 

@@ -32,18 +32,17 @@ def read(path: str, **options: Any) -> list[Conversation]:
     return read_conversations(DataOptions(path=path, **options))
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        MESSAGES,
-        {"id": 1, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
-        {"prompt": "hi", "response": "yes"},
-        {"messages": None, "text": None, "prompt": "hi", "response": "yes"},
-    ],
-)
-def test_every_chat_form_becomes_the_same_messages(tmp_path: Path, record: dict[str, Any]) -> None:
-    path = write(tmp_path / "a.jsonl", record)
-    assert read(path) == [Conversation(f"{path}:1", EXPECTED)]
+CHATS: list[dict[str, Any]] = [
+    MESSAGES,
+    {"id": 1, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+    {"prompt": "hi", "response": "yes"},
+    {"messages": None, "text": None, "prompt": "hi", "response": "yes"},
+]
+
+
+def test_every_chat_form_becomes_the_same_messages(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *CHATS)
+    assert read(path) == [Conversation(f"{path}:{line}", EXPECTED) for line in range(1, len(CHATS) + 1)]
 
 
 def test_text_records(tmp_path: Path) -> None:
@@ -51,10 +50,11 @@ def test_text_records(tmp_path: Path) -> None:
     assert read(path) == [Conversation(f"{path}:1", text="def f(): ...")]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "lines.json", "lines.json.gz"])
-def test_json_lines_with_final_blank_lines_and_byte_order_mark(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / name, "\ufeff" + json.dumps(MESSAGES), MESSAGES, "", "  ")
-    assert [c.origin for c in read(path)] == [f"{path}:1", f"{path}:2"]
+def test_json_lines_with_final_blank_lines_and_byte_order_mark(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz", "lines.json", "lines.json.gz"):
+        path = write(tmp_path / name, "\ufeff" + json.dumps(MESSAGES), MESSAGES, "", "  ")
+        with subtests.test(name=name):
+            assert [c.origin for c in read(path)] == [f"{path}:1", f"{path}:2"]
 
 
 def test_json_array(tmp_path: Path) -> None:
@@ -126,34 +126,35 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("", "expected a JSON object, got an empty line; remove it"),
-        ('{"text": ', "expected JSON, got the end of the text"),
-        ('{"text": 12 13}', "expected JSON, got '13}'.*column 13"),
-        ("[" * 100_000, "nested too deeply"),
-        ("[1]", "expected a JSON object, got list"),
-        ({"txt": "a"}, "expected `messages`.* got txt; rename"),
-        ({}, "got no key at all"),
-        ({"text": 5}, "expected a string in text, got int"),
-        ('{"text": "a", "number": ' + "1" * 5000 + "}", "a number with thousands of digits"),
-        ({"text": "\ud800"}, "unpaired surrogate at character 0"),
-        ({"prompt": "a", "response": ["b"]}, "expected a string in response, got list"),
-        ({"messages": "a"}, "expected a list in `messages`, got str"),
-        ({"messages": ["a"]}, r"expected an object in messages\[0\], got str"),
-        ({"messages": [{"role": "assistant"}]}, r"expected a string in messages\[0\].content, got nothing"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "expected an assistant turn to learn from, got user"),
-        ({"messages": []}, "expected an assistant turn to learn from, got no turn"),
-        ({"conversations": [{"from": "alien", "value": "a"}]}, "expected a speaker among human.*got 'alien'"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: Any, says: str) -> None:
-    path = write(tmp_path / "a.jsonl", MESSAGES, line, MESSAGES)
-    with pytest.raises(UserError, match=rf"^{path}:2: .*{says}") as caught:
-        read(path)
-    assert "\n" not in str(caught.value)
-    assert ";" in str(caught.value)  # the way out follows
+BAD: list[tuple[Any, str]] = [
+    ("", "expected a JSON object, got an empty line; remove it"),
+    ('{"text": ', "expected JSON, got the end of the text"),
+    ('{"text": 12 13}', "expected JSON, got '13}'.*column 13"),
+    ("[" * 100_000, "nested too deeply"),
+    ("[1]", "expected a JSON object, got list"),
+    ({"txt": "a"}, "expected `messages`.* got txt; rename"),
+    ({}, "got no key at all"),
+    ({"text": 5}, "expected a string in text, got int"),
+    ('{"text": "a", "number": ' + "1" * 5000 + "}", "a number with thousands of digits"),
+    ({"text": "\ud800"}, "unpaired surrogate at character 0"),
+    ({"prompt": "a", "response": ["b"]}, "expected a string in response, got list"),
+    ({"messages": "a"}, "expected a list in `messages`, got str"),
+    ({"messages": ["a"]}, r"expected an object in messages\[0\], got str"),
+    ({"messages": [{"role": "assistant"}]}, r"expected a string in messages\[0\].content, got nothing"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "expected an assistant turn to learn from, got user"),
+    ({"messages": []}, "expected an assistant turn to learn from, got no turn"),
+    ({"conversations": [{"from": "alien", "value": "a"}]}, "expected a speaker among human.*got 'alien'"),
+]
+
+
+def test_a_bad_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for line, says in BAD:
+        path = write(tmp_path / "a.jsonl", MESSAGES, line, MESSAGES)
+        with subtests.test(line=line if isinstance(line, dict) else line[:50]):
+            with pytest.raises(UserError, match=rf"^{path}:2: .*{says}") as caught:
+                read(path)
+            assert "\n" not in str(caught.value)
+            assert ";" in str(caught.value)  # the way out follows
 
 
 def test_malformed_array_names_the_line(tmp_path: Path) -> None:
@@ -179,40 +180,36 @@ def test_damaged_gzip(tmp_path: Path, name: str) -> None:
         read(str(path))
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv"])
-def test_damaged_tables(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UserError, match=rf"{name}: expected a .* table, got a file that cannot be read"):
-        read(str(tmp_path / name))
+def test_damaged_tables(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in ("a.parquet", "a.arrow", "a.csv"):
+        (tmp_path / name).write_bytes(b"")
+        says = rf"{name}: expected a .* table, got a file that cannot be read"
+        with subtests.test(name=name), pytest.raises(UserError, match=says):
+            read(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
-def test_a_table_with_damaged_bytes_is_one_line_or_the_same(tmp_path: Path, kind: str) -> None:
-    """Arrow checks neither offsets nor text when it maps a file."""
-    table, path, draw = pa.table({"text": [f"text {i}" for i in range(40)]}), tmp_path / f"a.{kind}", random.Random(0)
-    if kind == "parquet":
-        parquet.write_table(table, path, compression="none", use_dictionary=False)
-    else:
-        path = tmp_path / "a.arrow"
-        with {"file": ipc.new_file, "stream": ipc.new_stream}[kind](path, table.schema) as writer:
-            writer.write_table(table)
+def test_parquet_with_changed_bits_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    """Without compression, where a changed bit may go unnoticed. `test_fuzz.py` has the other tables."""
+    table, path, draw = pa.table({"text": [f"text {i}" for i in range(40)]}), tmp_path / "a.parquet", random.Random(0)
+    parquet.write_table(table, path, compression="none", use_dictionary=False)
     whole, refused = path.read_bytes(), 0
-    for _ in range(400):
+    for _ in range(120):
         i = draw.randrange(len(whole))
         path.write_bytes(whole[:i] + bytes([whole[i] ^ 1 << draw.randrange(8)]) + whole[i + 1 :])
         try:
             read(str(path))
         except UserError as error:
-            assert str(path) in str(error)
+            assert str(path) in str(error) and "\n" not in str(error)
             refused += 1
-    assert refused > 20
+    assert refused > 6
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", "[]"])
-def test_an_empty_file(tmp_path: Path, content: str) -> None:
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(UserError, match=r"a.json: expected at least one record, got an empty file"):
-        read(str(tmp_path / "a.json"))
+def test_an_empty_file(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for content in ("", "\n\n", "[]"):
+        (tmp_path / "a.json").write_text(content)
+        says = r"a.json: expected at least one record, got an empty file"
+        with subtests.test(content=content), pytest.raises(UserError, match=says):
+            read(str(tmp_path / "a.json"))
 
 
 def test_missing_and_unknown_files(tmp_path: Path) -> None:
@@ -233,6 +230,7 @@ def test_missing_and_unknown_files(tmp_path: Path) -> None:
         read(str(tmp_path / "*.parquet"))
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has a file that opens and cannot be read")
 def test_a_file_that_the_system_cannot_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
     with pytest.raises(UserError, match=r"a.jsonl: cannot be read \(Input/output error\)"):

@@ -22,12 +22,12 @@ HOSTILE = {
     "division": ("{{ 1 / 0 }}", "ZeroDivisionError"),
     "recursion": ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
     "range": ("{% for i in range(10 ** 9) %}{{ i }}{% endfor %}", "OverflowError"),
-    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.3 seconds"),
-    "power": ("{{ 10 ** (10 ** 8) }}", "more than 0.3 seconds|MemoryError"),
-    "string": ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 seconds"),
+    "power": ("{{ 10 ** (10 ** 8) }}", "more than 0.1 seconds|MemoryError"),
+    "string": ("{{ 'a' * 10 ** 10 }}", "more than 0.1 seconds|MemoryError"),
     "doubling": (
         "{% set n = namespace(s='abcdefgh') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-        "MemoryError",
+        "more than 0.1 seconds|MemoryError",
     ),
     "field": ("{{ messages[0].content.nothing.there }}", "UndefinedError|has no attribute"),
     "syntax": ("{% for %}", "Expected"),
@@ -35,27 +35,33 @@ HOSTILE = {
 TALK = Conversation("data.jsonl:3", messages=({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}))
 
 
-@pytest.fixture
-def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(bounds, "SECONDS", 0.3)
-    monkeypatch.setattr(bounds, "SIZE", 64 << 20)
+@pytest.fixture(scope="module")
+def embedded() -> Any:
     return AutoTokenizer.from_pretrained(EMBEDDED)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_one_line(name: str, tokenizer: Any) -> None:
-    template, said = HOSTILE[name]
-    tokenizer.chat_template = template
-    for work in (
-        lambda: Encoder(tokenizer, 64)(TALK),
-        lambda: encode_messages(tokenizer, [dict(TALK.messages[0])]),
-        lambda: Encoder(tokenizer, 64, TemplateOptions(template))(TALK),
-    ):
-        with pytest.raises(UserError, match=said) as error:
-            work()
-        assert "\n" not in str(error.value) and len(str(error.value)) < 500
-    assert "data.jsonl:3" in str(error.value) and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0.0
+@pytest.fixture
+def tokenizer(embedded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With short bounds. A slow machine may meet either of them first."""
+    monkeypatch.setattr(bounds, "SECONDS", 0.1)
+    monkeypatch.setattr(bounds, "SIZE", 64 << 20)
+    monkeypatch.setattr(embedded, "chat_template", embedded.chat_template)  # tests change it
+    return embedded
+
+
+def test_a_hostile_template_is_one_line(tokenizer: Any, subtests: pytest.Subtests) -> None:
+    for name, (template, said) in HOSTILE.items():
+        tokenizer.chat_template = template
+        ways = [lambda: encode_messages(tokenizer, [dict(TALK.messages[0])]), lambda: Encoder(tokenizer, 64)(TALK)]
+        if name == "division":  # the user's own template is bounded by the same call
+            ways.insert(0, lambda template=template: Encoder(tokenizer, 64, TemplateOptions(template))(TALK))
+        with subtests.test(name=name):
+            for way in ways:
+                with pytest.raises(UserError, match=said) as error:
+                    way()
+                assert "\n" not in str(error.value) and len(str(error.value)) < 500
+            assert "data.jsonl:3" in str(error.value) and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+            assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0.0
 
 
 def test_the_message_says_whose_template_it_is(tokenizer: Any) -> None:

@@ -1,7 +1,7 @@
 """Exactness of the policies, by enumeration of everything that can happen rather than by sampling.
 
 Every comparison of the verifier with a uniform number is a branch. `branches` walks all of them: a run is scripted by
-accept / refuse decisions, the probability of each decision is found by bisecting the draw at which the verifier changes
+accept / refuse decisions, the probability of each decision is found by searching the draw at which the verifier changes
 its mind, and the law of the bonus token is read off the residual. What comes out is the law of the emitted tokens.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 import pytest
@@ -30,22 +30,21 @@ class Recorder:
     """Stands in for `uniform` and `pick` of the plain-torch verifier: scripted draws, and what it asked of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.script: dict[int, float] = {}
+        self.script: dict[int, float | Tensor] = {}  # of each node: one draw for all rows, or one for each
         self.residual_V = torch.zeros(V)
         monkeypatch.setattr(lossless_op, "uniform", self.uniform)
         monkeypatch.setattr(lossless_op, "pick", self.pick)
 
     def uniform(self, sampling: Sampling, position_B: Tensor, lane: Lane, draw: int = 0) -> Tensor:
-        return torch.full_like(position_B, self.script.get(draw, 0.0), dtype=torch.float64)
+        given = torch.as_tensor(self.script.get(draw, 0.0), dtype=torch.float64)
+        return given.expand(len(position_B))
 
     def pick(self, law_BV: Tensor, uniform_B: Tensor) -> Tensor:
         self.residual_V = law_BV[0].clone()
-        return torch.zeros(1, dtype=torch.long)
+        return torch.zeros(len(law_BV), dtype=torch.long)
 
 
-def run(tree: DraftTree, logits: Tensor, sampling: Sampling) -> AcceptedPath:
-    mask = ancestors(tree.parent_BN)
-    return lossless(tree, mask, logits, mask.sum(-1) - 1, sampling)
+WAYS = 64  # a verdict about so many draws at a time: each gives 6 bits of the probability
 
 
 def accepted(tree: DraftTree, verdict: AcceptedPath) -> tuple[int, ...]:
@@ -56,12 +55,14 @@ def accepted(tree: DraftTree, verdict: AcceptedPath) -> tuple[int, ...]:
 def given_tree(tree: DraftTree, logits: Tensor, sampling: Sampling, recorder: Recorder) -> Law:
     """Law of (accepted tokens..., bonus) when this tree has been proposed."""
     outcome: Law = defaultdict(float)
+    N, mask_BNN = tree.token_BN.shape[1], ancestors(tree.parent_BN)
+    position_BN = mask_BNN.sum(-1) - 1
 
     def walk(node: int, probability: float) -> None:
         if probability < 1e-300:
             return
-        if node == tree.token_BN.shape[1]:
-            verdict = run(tree, logits, sampling)
+        if node == N:
+            verdict = lossless(tree, mask_BNN, logits, position_BN, sampling)
             for token, p in enumerate(recorder.residual_V.tolist()):
                 outcome[(*accepted(tree, verdict), token)] += probability * p
             return
@@ -73,23 +74,23 @@ def given_tree(tree: DraftTree, logits: Tensor, sampling: Sampling, recorder: Re
 
     def acceptance(node: int) -> float:
         """The draw below which this node is taken, given the decisions before it; 0 when it is not tried."""
-        for later in range(node + 1, tree.token_BN.shape[1]):
-            recorder.script[later] = 2.0
-        recorder.script[node] = -1.0
-        if not on_path(node):
-            return 0.0
-        low, high = 0.0, 1.0
-        recorder.script[node] = 1.0 - 1e-16
-        if on_path(node):
-            return 1.0
-        for _ in range(60):
-            recorder.script[node] = (low + high) / 2
-            low, high = (recorder.script[node], high) if on_path(node) else (low, recorder.script[node])
-        return (low + high) / 2
+        recorder.script |= dict.fromkeys(range(node + 1, N), 2.0)
+        tried, certain = taken(node, torch.tensor([-1.0, 1.0 - 1e-16], dtype=torch.float64)).tolist()
+        if not tried or certain:
+            return float(tried)
+        low, width = 0.0, 1.0
+        for _ in range(8):  # 48 bits
+            width /= WAYS
+            low += width * int(taken(node, low + width * torch.arange(1, WAYS, dtype=torch.float64)).sum())
+        return low + width / 2
 
-    def on_path(node: int) -> bool:
-        verdict = run(tree, logits, sampling)
-        return node in verdict.path_BA[0, : int(verdict.count_B[0])].tolist()
+    def taken(node: int, draw_R: Tensor) -> Tensor:
+        """For each of these draws: whether the verifier takes the node. Each is a row of one batch."""
+        recorder.script[node] = draw_R
+        rows = {field.name: getattr(tree, field.name) for field in fields(tree)}
+        wide = DraftTree(**{name: None if x is None else x.expand(len(draw_R), *x.shape[1:]) for name, x in rows.items()})
+        given = (x.expand(len(draw_R), *x.shape[1:]) for x in (mask_BNN, logits, position_BN))
+        return (lossless(wide, *given, sampling).path_BA == node).any(-1)
 
     walk(1, 1.0)
     return outcome
@@ -135,8 +136,10 @@ def tree_logits(tree: DraftTree, logits_of: Callable[[tuple[int, ...]], Tensor])
 
 
 SAMPLINGS = [Sampling(1.0), Sampling(0.6, min_p=0.1), Sampling(1.4, top_k=3), Sampling(1.0, top_p=0.7)]
+FEW_SAMPLINGS = [SAMPLINGS[0], SAMPLINGS[3]]  # laws without zeros and with them: the verifier sees no other difference
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize(
     "paths", [[(0,), (0, 0), (0, 0, 0)], [(0,), (1,), (2,)], [(0,), (1,), (0, 0), (0, 1), (1, 0)]], ids=str
@@ -153,6 +156,7 @@ def test_deterministic_trees_leave_the_targets_law(
         assert total_variation(marginal(outcome, logits_of, sampling, length), target_law(logits_of, sampling, length)) < 1e-12
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("paths", [[(0,), (0, 0)], [(0,), (1,), (0, 0), (1, 0)]], ids=str)
 def test_coupled_choices_leave_the_targets_law(
@@ -192,6 +196,7 @@ def proposals(draft: Callable[[tuple[int, ...]], Tensor], sampling: Sampling) ->
         yield float(laws[0, first] * laws[1, second]), DraftTree.chain(torch.tensor([[0, first, second]]), q_BNV=laws[None])
 
 
+@pytest.mark.sampled(sampling=FEW_SAMPLINGS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_sampled_chains_leave_the_targets_law(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, logits_of, draft = Recorder(monkeypatch), model(2), model(3)
@@ -205,6 +210,7 @@ def test_sampled_chains_leave_the_targets_law(sampling: Sampling, monkeypatch: p
     assert total_variation(whole, target_law(logits_of, sampling, 3)) < 1e-12
 
 
+@pytest.mark.sampled(sampling=FEW_SAMPLINGS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_siblings_drawn_without_replacement_leave_the_targets_law(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, logits_of, draft = Recorder(monkeypatch), model(4), model(5)
@@ -262,19 +268,19 @@ def test_greedy_takes_the_deepest_path_of_argmaxes_and_ignores_padding() -> None
     assert verdict.trimmed().path_BA.tolist() == [[0, 2]] and verdict.bonus_B.tolist() == [4]
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize("name", POLICIES)
-def test_no_policy_asks_the_device(name: str, drawn: bool) -> None:
+def test_no_policy_asks_the_device(subtests: pytest.Subtests) -> None:
     """On tensors without values every question to them is an error."""
     meta, B, N = torch.device("meta"), 2, 4
     node_BN, mask_BNN = torch.zeros(B, N, dtype=torch.long, device=meta), torch.ones(B, N, N, dtype=torch.bool, device=meta)
     logits_BNV = torch.zeros(B, N, V, device=meta)
-    q_BNV, sampled_BN = (logits_BNV, mask_BNN[:, 0]) if drawn else (None, None)
-    tree = DraftTree(node_BN, node_BN, node_BN[:, 0], q_BNV, sampled_BN, mask_BNN)
     temperature_B, seed_1 = torch.ones(B, device=meta), torch.zeros(1, dtype=torch.long, device=meta)
     sampling = Sampling(1.0, 3, 0.9, min_p=0.1, key_B=node_BN[:, 0], temperature_B=temperature_B, seed_1=seed_1)
-    verdict = POLICIES[name].accept(tree, mask_BNN, logits_BNV, node_BN, sampling)
-    assert verdict.path_BA.shape == (B, N) and verdict.count_B.shape == verdict.bonus_B.shape == verdict.last_B.shape == (B,)
+    given = DraftTree(node_BN, node_BN, node_BN[:, 0], known_BNN=mask_BNN)
+    drawn = replace(given, q_BNV=logits_BNV, sampled_BN=mask_BNN[:, 0])
+    for (name, policy), tree in product(POLICIES.items(), (given, drawn)):
+        with subtests.test(policy=name, drawn=tree is drawn):
+            found = policy.accept(tree, mask_BNN, logits_BNV, node_BN, sampling)
+            assert found.path_BA.shape == (B, N) and found.count_B.shape == found.bonus_B.shape == found.last_B.shape == (B,)
 
 
 @pytest.mark.parametrize(

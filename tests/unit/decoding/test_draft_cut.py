@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.draft_length import WHOLE_EVERY, Cut, best_depth
 from drafttrain.decoding.settings import Controls
+from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import build, pair_law
-from tests.helpers import prompts, tiny_target
+from tests.helpers import prompts, tiny_model
 
+TARGET = FastTarget(tiny_model())
 SURE, DOUBTED = [0.9, 0.81, 0.73, 0.66], [0.9, 0.3, 0.05, 0.01]
 
 
@@ -28,22 +31,23 @@ def curve(costs: Sequence[float], rows: int = 1, draft: float = 0.2) -> Cut:
     return cut
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize("costs", [(1, 1, 1, 1, 1), (1, 1.1, 1.2, 1.3, 1.4), (1, 1, 1, 2, 2)], ids=str)
-def test_what_pays_is_never_cut(costs: tuple[float, ...], drawn: bool) -> None:
+def test_cut_depth_that_pays_is_kept(subtests: pytest.Subtests) -> None:
     """The last curve rises in one step: three drafts cost two steps, and give less a second than four."""
-    cut = curve(costs)
-    cut.depth(1, SURE, drawn)
-    assert cut.depth(1, SURE, drawn) == (2 if costs[3] == 2 else 4)
+    curves = {(1, 1, 1, 1, 1): 4, (1, 1.1, 1.2, 1.3, 1.4): 4, (1, 1, 1, 2, 2): 2}
+    for (costs, depth), drawn in product(curves.items(), (False, True)):
+        with subtests.test(costs=costs, drawn=drawn):
+            cut = curve(costs)
+            cut.depth(1, SURE, drawn)
+            assert cut.depth(1, SURE, drawn) == depth
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_what_does_not_pay_is_cut(drawn: bool) -> None:
-    cut = curve((1, 1.1, 1.6, 2.1, 2.6))
-    for _ in range(40):
-        cut.depth(1, DOUBTED, drawn)
-    assert cut.depth(1, DOUBTED, drawn) == 1
-    assert cut.depth(1, [0.01, 0.0, 0.0, 0.0], drawn) == 0
+def test_cut_depth_that_does_not_pay_is_reduced() -> None:
+    for drawn in (False, True):
+        cut = curve((1, 1.1, 1.6, 2.1, 2.6))
+        for _ in range(40):
+            cut.depth(1, DOUBTED, drawn)
+        assert cut.depth(1, DOUBTED, drawn) == 1, drawn
+        assert cut.depth(1, [0.01, 0.0, 0.0, 0.0], drawn) == 0, drawn
     assert curve((1, 1, 1, 1, 1)).depth(1, DOUBTED, False) == 4, "what costs nothing is verified"
 
 
@@ -106,27 +110,28 @@ def decoded(
     sampling: Sampling, policy: str, asked: list[list[int]], batch: int, tokens: int, family: str = "dspark"
 ) -> tuple[list[Any], list[int]]:
     """With a confident drafter whose confidences differ, every draft cut by them."""
-    target, seen = tiny_target(), list[int]()
-    drafter: Any = build(family, target, 5.0, **{} if family == "dspark" else {"confidence": "top1"})
+    seen = list[int]()
+    drafter: Any = build(family, TARGET, 5.0, **{} if family == "dspark" else {"confidence": "top1"})
     if family == "dspark":
         drafter.confidence_head.proj.weight.data.mul_(2.0)
     else:
         shift = 18.0 if policy == "lossless" else 16.0  # so that the probabilities differ
         lines = [[[8.0, shift]] * drafter.draft_length] * 2
         drafter.use_decode_settings({"calibration": lines})
-    decoder = Decoder(target, drafter, policy, sampling, max_new_tokens=tokens, controls=Controls(fallback=True))
+    decoder = Decoder(TARGET, drafter, policy, sampling, max_new_tokens=tokens, controls=Controls(fallback=True))
     decoder.cut = Eager(seen)
     monkey: Any = decoder.fallback
     monkey.depth, monkey.record = lambda rows: 4, lambda *step: None
     return decoder.run(asked, batch).results, seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["dspark", "dflash", "domino"])
 @pytest.mark.parametrize("policy, sampling", [("greedy", Sampling()), ("coupled", Sampling(0.9, seed=2))])
 def test_cuts_change_no_output(policy: str, sampling: Sampling, family: str) -> None:
     """By a head that learnt confidences, and by the probability of the likeliest token."""
     asked = prompts(6, seed=3)
-    plain = Decoder(tiny_target(), None, policy if sampling.greedy else "lossless", sampling, max_new_tokens=30).run(asked, 1)
+    plain = Decoder(TARGET, None, policy if sampling.greedy else "lossless", sampling, max_new_tokens=30).run(asked, 1)
     ours, seen = decoded(sampling, policy, asked, 2, 30, family)
     assert [r.tokens for r in ours] == [r.tokens for r in plain.results]
     assert len(set(seen)) >= 3 and 0 in seen
@@ -151,12 +156,13 @@ def test_a_cut_that_knew_the_draft_would_change_the_law() -> None:
     assert first_token(None) != pytest.approx([0.5, 0.3, 0.2], abs=0.02)
 
 
+@pytest.mark.sampled(family=["dspark"])
 @pytest.mark.parametrize("family", ["dspark", "domino"])
 def test_sampled_drafts_that_are_cut_follow_the_targets_law(family: str) -> None:
     """Chi-square of pairs of tokens against plain sampling's exact law, through the whole loop."""
     sampling, count = Sampling(1.0, top_k=4, seed=11), 800
     prompt = prompts(1, seed=4, longest=9)[0]
-    expected = pair_law(tiny_target(), prompt, sampling)
+    expected = pair_law(TARGET, prompt, sampling)
     results, seen = decoded(sampling, "lossless", [prompt] * count, 8, 4, family)
     assert len(set(seen)) >= 3
     drawn = Counter(tuple(r.tokens[1:3]) for r in results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from tests.recorder import Graph, cpu_graphs, recorded
 
 __all__ = ["cpu_graphs"]
 TARGET = FastTarget(tiny_model())
-OFTEN = (None, "medusa", "eagle3", "draft_model", "prompt_lookup")  # in make test
+OFTEN = (None, *FEW)
 POLICIES = {"greedy": 0.0, "lossless": 0.8, "coupled": 0.9, "typical": 0.7, "threshold": 0.9}  # with its temperature
 
 
@@ -46,7 +47,6 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[tuple[An
 
 
 @pytest.mark.sampled(name=OFTEN)
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
@@ -61,7 +61,6 @@ def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, poli
 
 
 @pytest.mark.sampled(name=("medusa",))
-@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_forward_runs_ahead_too(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
@@ -71,7 +70,6 @@ def test_transformers_forward_runs_ahead_too(name: str) -> None:
 
 
 @pytest.mark.sampled(name=("medusa",))
-@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
     asked, drafter = prompts(5, seed=6), build(name, TARGET, 0.3)
@@ -92,14 +90,18 @@ def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
         assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.sampled(name=OFTEN[1:])
-@pytest.mark.sampled_slow(name=FEW)
+@pytest.mark.sampled(name=("medusa", "eagle3", "dspark", "draft_model"))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fallback_that_rests_its_drafter_runs_ahead(name: str) -> None:
-    asked, drafter = prompts(3, seed=7), build(name, TARGET, 1.0)
-    plain = [r.tokens for r in Decoder(TARGET, None, "greedy", Sampling(), max_new_tokens=90).run(asked, 1).results]
-    ahead = Decoder(TARGET, drafter, "greedy", Sampling(), max_new_tokens=90, controls=Controls(fallback=True, read_every=2))
-    assert [r.tokens for r in ahead.run(asked, 2).results] == plain
+    drafter, controls = build(name, TARGET, 1.0), Controls(fallback=True, read_every=2)
+    ahead = Decoder(TARGET, drafter, "greedy", Sampling(), max_new_tokens=90, controls=controls)
+    assert [r.tokens for r in ahead.run(prompts(3, seed=7), 2).results] == plain_texts()
+
+
+@cache
+def plain_texts() -> list[list[int]]:
+    results = Decoder(TARGET, None, "greedy", Sampling(), max_new_tokens=90).run(prompts(3, seed=7), 1).results
+    return [r.tokens for r in results]
 
 
 def test_pooled_pages_and_samples_run_ahead() -> None:
@@ -117,7 +119,6 @@ def test_pooled_pages_and_samples_run_ahead() -> None:
 
 
 @pytest.mark.sampled(name=OFTEN)
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, policy: str, as_on_a_gpu: FastTarget) -> None:
@@ -147,7 +148,6 @@ def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, 
 
 
 @pytest.mark.sampled(name=OFTEN)
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_replayed_graphs_give_the_same_texts(
@@ -165,7 +165,6 @@ def test_replayed_graphs_give_the_same_texts(
 
 
 @pytest.mark.sampled(name=("medusa",))
-@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_replayed_graphs_with_append_and_attention_apart_give_the_same_texts(
     name: str | None, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
@@ -236,6 +235,7 @@ def next_tokens(target: FastTarget) -> list[int]:
     return logits[:, 0].argmax(-1).tolist()
 
 
+@pytest.mark.sampled(policy=["greedy", "lossless"])  # the shape counts here; test_replayed_graphs has every policy
 @pytest.mark.parametrize(("policy", "temperature"), POLICIES.items())
 def test_trees_whose_shape_changes_from_round_to_round_are_one_graph(
     policy: str, temperature: float, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch

@@ -61,37 +61,39 @@ def test_one_more_character_is_refused_at_its_own_place(value: object, stray: st
     assert fault is None or fault >= at
 
 
-@pytest.mark.parametrize(
-    ("text", "fault", "complete"),
-    [
-        ("Here is", 0, False),
-        ('{"a": 1} Here', 9, False),
-        ('{"a" 1}', 5, False),
-        ("{'a': 1}", 1, False),
-        ("[1,]", 3, False),
-        ('{"a": 1,}', 8, False),
-        ("[1}", 2, False),
-        ('{"a": NaN}', 6, False),
-        ('"a\nb"', 2, False),
-        ('"\\x"', 2, False),
-        ("01", 1, False),
-        ("12", None, True),
-        ("1.", None, False),
-        ("tru", None, False),
-        ("trux", 3, False),
-        ("", None, False),
-        ("``", None, False),
-        ("``a", 2, False),
-        ("```json\n[1]", None, False),
-        ("```json\n[1]\n``", None, False),
-        ("```json\n[1]\n```\n", None, True),
-        ("```json\n[1]\n``` x", 16, False),
-        ("[1]```", 3, False),
-        ("```json [1]", 8, False),
-    ],
-)
-def test_places_of_faults(text: str, fault: int | None, complete: bool) -> None:
-    assert read(text) == (fault, complete)
+PLACES = [
+    # text, place of its fault, whether it is complete
+    ("Here is", 0, False),
+    ('{"a": 1} Here', 9, False),
+    ('{"a" 1}', 5, False),
+    ("{'a': 1}", 1, False),
+    ("[1,]", 3, False),
+    ('{"a": 1,}', 8, False),
+    ("[1}", 2, False),
+    ('{"a": NaN}', 6, False),
+    ('"a\nb"', 2, False),
+    ('"\\x"', 2, False),
+    ("01", 1, False),
+    ("12", None, True),
+    ("1.", None, False),
+    ("tru", None, False),
+    ("trux", 3, False),
+    ("", None, False),
+    ("``", None, False),
+    ("``a", 2, False),
+    ("```json\n[1]", None, False),
+    ("```json\n[1]\n``", None, False),
+    ("```json\n[1]\n```\n", None, True),
+    ("```json\n[1]\n``` x", 16, False),
+    ("[1]```", 3, False),
+    ("```json [1]", 8, False),
+]
+
+
+def test_json_text_names_place_of_fault_and_whether_complete(subtests: pytest.Subtests) -> None:
+    for text, fault, complete in PLACES:
+        with subtests.test(text=text):
+            assert read(text) == (fault, complete)
 
 
 def test_a_fence_may_be_refused_and_text_may_come_in_pieces() -> None:

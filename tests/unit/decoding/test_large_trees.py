@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.sampling import Sampling, distribution
-from drafttrain.core.tree import DraftTree, Path, TreeShape, ancestors
+from drafttrain.core.tree import DraftTree, Path, TreeShape
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.model.attention import AttentionMetadata
-from drafttrain.model.target import Taps
 from drafttrain.ops import library
 from drafttrain.ops.lossless_accept import lossless_accept
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import Scripted, oracle, prompts, random_guess, tiny_model, tiny_target
+from tests.unit.decoding.path_logits import check_logits_by_path
 
 NODES = [65, 128, 256]  # root included
+LARGE = [65, 256]  # one bit of a second word, and four whole words
 NEW = 12
 HF, FAST = tiny_target(), FastTarget(tiny_model())
 TARGETS = {"hf": HF, "fast": FAST}
@@ -55,6 +56,7 @@ def right_at_rank_one(texts: list[list[int]]) -> Callable[[list[int]], list[int]
     return guess
 
 
+@pytest.mark.sampled(nodes=LARGE)
 @pytest.mark.parametrize("runner", TARGETS)
 @pytest.mark.parametrize("nodes", NODES)
 def test_static_trees_decode_to_the_targets_greedy_tokens(nodes: int, runner: str) -> None:
@@ -82,6 +84,7 @@ def drafter_of(name: str, target: Any, **options: Any) -> Any:
     return drafter.eval().requires_grad_(False)
 
 
+@pytest.mark.sampled(nodes=LARGE)
 @pytest.mark.parametrize("runner", TARGETS)
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize(("name", "options"), DYNAMIC)
@@ -96,6 +99,7 @@ def test_grown_trees_decode_to_the_targets_greedy_tokens(name: str, options: dic
 
 
 @pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
+@pytest.mark.sampled(nodes=[256])
 @pytest.mark.parametrize("nodes", NODES)
 def test_tokens_are_the_same_with_two_kernels_as_on_a_gpu(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append and attention apart, with ancestors as bits; the twin of the attention kernel runs here."""
@@ -118,29 +122,16 @@ def test_tokens_are_the_same_with_two_kernels_as_on_a_gpu(nodes: int, monkeypatc
     assert {2, -(-nodes // 64)} <= set(words)
 
 
+@pytest.mark.sampled(nodes=LARGE)
 @pytest.mark.parametrize("gradients", [False, True], ids=["compiled", "reference"])
 @pytest.mark.parametrize("runner", ["hf", "fast", "mistral-sliding"])
 @pytest.mark.parametrize("nodes", NODES)
 def test_a_nodes_logits_are_those_of_its_path_alone(nodes: int, runner: str, gradients: bool) -> None:
-    torch.manual_seed(nodes)
     target = TARGETS[runner] if runner in TARGETS else FastTarget(tiny_model(runner))
-    parent = torch.tensor([[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(2)])
-    lengths, mask = torch.tensor([9, 4]), ancestors(parent)
-    text, token = torch.randint(0, 64, (2, 9)), torch.randint(0, 64, (2, nodes))
-    with torch.set_grad_enabled(gradients):
-        kv = target.new_cache(2, 16 + nodes)
-        target(text, kv, None, torch.arange(9).expand(2, 9), Taps(), lengths[:, None] - 1)
-        kv.keep(torch.arange(9).expand(2, 9), lengths)
-        found = target(token, kv, mask, lengths[:, None] + mask.sum(-1) - 1, Taps()).logits_BRV
-    assert found is not None
-    with torch.no_grad():
-        for row in range(2):
-            for node in {1, 62, 63, 64, nodes // 2, nodes - 2, nodes - 1}:
-                path = torch.cat([text[row, : lengths[row]], token[row, mask[row, node]]])
-                wanted = target.model(path[None]).logits[0, -1]
-                torch.testing.assert_close(found[row, node], wanted, rtol=1e-4, atol=1e-4)
+    check_logits_by_path(target, nodes, {1, 62, 63, 64, nodes // 2, nodes - 2, nodes - 1}, gradients, seed=nodes)
 
 
+@pytest.mark.sampled(nodes=[256])
 @pytest.mark.parametrize("nodes", NODES)
 def test_coupled_output_is_plain_samplings_token_for_token(nodes: int) -> None:
     asked, sampling = prompts(3, seed=2), Sampling(0.7, top_k=9, top_p=0.8, seed=4)

@@ -13,7 +13,6 @@ TARGET = FastTarget(tiny_model())
 
 
 @pytest.mark.sampled(name=(None, "eagle3"))
-@pytest.mark.sampled_slow(name=FEW)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_scarce_pages_and_samples(name: str | None) -> None:
     storm(TARGET, None if name is None else build(name, TARGET, 0.3), 24, seed=1, every=None)

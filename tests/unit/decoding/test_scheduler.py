@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.core.tree import DraftTree, ancestors
+from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request, Result, StopText
 from drafttrain.decoding.scheduler import Session
@@ -22,6 +22,7 @@ from drafttrain.ops import greedy_accept, library, lossless_accept, sample
 from drafttrain.targets.fast import FastTarget
 from tests.distributions import Texts, of_texts, tail
 from tests.helpers import Scripted, ScriptedState, never, oracle, prompts, random_guess, tiny_model, tiny_target
+from tests.unit.decoding.path_logits import check_logits_by_path
 
 NEW = 14
 CHAIN = [[0] * d for d in range(1, 5)]
@@ -70,7 +71,7 @@ ANY = {
 }
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(**ANY)
 def test_greedy_output_is_plain_decodings(
     runner: str, kind: str, paths: list[list[int]], count: int, slots: int, pooled: bool, chunk: int, seed: int
@@ -109,6 +110,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["oracle", "never", "random"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_coupled_output_is_plain_samplings_token_for_token(sampling: Sampling, kind: str) -> None:
@@ -179,24 +181,10 @@ def test_committed_keys_equal_a_fresh_prefill_and_rejected_ones_are_never_read(r
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["compiled", "reference"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 12))
 def test_a_nodes_logits_are_those_of_its_path_alone(gradients: bool, seed: int, nodes: int) -> None:
-    torch.manual_seed(seed)
-    parent = torch.tensor([[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(2)])
-    lengths, mask = torch.tensor([9, 4]), ancestors(parent)
-    text, token = torch.randint(0, 64, (2, 9)), torch.randint(0, 64, (2, nodes))
-    with torch.set_grad_enabled(gradients):
-        kv = FAST.new_cache(2, 40)
-        FAST(text, kv, None, torch.arange(9).expand(2, 9), Taps(), lengths[:, None] - 1)
-        kv.keep(torch.arange(9).expand(2, 9), lengths)
-        found = FAST(token, kv, mask, lengths[:, None] + mask.sum(-1) - 1, Taps()).logits_BRV
-    with torch.no_grad():
-        for row in range(2):
-            for node in range(nodes):
-                path = torch.cat([text[row, : lengths[row]], token[row, mask[row, node]]])
-                wanted = FAST.model(path[None]).logits[0, -1]
-                torch.testing.assert_close(found[row, node], wanted, rtol=1e-4, atol=1e-4)
+    check_logits_by_path(FAST, nodes, range(nodes), gradients, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -378,7 +366,9 @@ class SiblingsState(ScriptedState):
         return DraftTree(torch.tensor(tokens), parent, torch.full((rows,), 5), torch.stack(laws), sampled)
 
 
-@pytest.mark.parametrize("policy", ["lossless", pytest.param("coupled", marks=pytest.mark.slow)])
+@pytest.mark.slow  # exact and cheaper: test_acceptance.py (the rule), kernels/test_accept.py (the operator)
+@pytest.mark.sampled(policy=["lossless"])
+@pytest.mark.parametrize("policy", ["lossless", "coupled"])
 def test_sampled_siblings_follow_the_targets_law_through_the_whole_loop(policy: str) -> None:
     """Chi-square of three tokens jointly, vocabulary 64, top-k and top-p applied."""
     sampling, prompt, count = Sampling(1.1, top_k=5, top_p=0.9, seed=21), prompts(1, seed=4, longest=9)[0], 4000

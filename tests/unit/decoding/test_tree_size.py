@@ -2,53 +2,70 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
 
+from drafttrain.core.tree import tuned_paths
 from drafttrain.decoding import tree_size as treesize
 from drafttrain.drafters import families
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
-from tests.helpers import FEW, tiny_model, tiny_target
+from tests.helpers import tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs
 from tests.tiny import built
 
 __all__ = ["cpu_graphs"]
+TIMED = ("medusa", "draft_model")  # what is timed are two calls, whichever the family
 
 
-def ranks(hit: float, samples: int = 4000) -> list[torch.Tensor]:
+def ranks(hit: float, samples: int = 1000) -> list[torch.Tensor]:
     """Texts in which the true token is the first choice with chance `hit`, the second with half of the rest, and so on."""
     torch.manual_seed(0)
     return list(torch.distributions.Geometric(hit).sample((samples, 3)).long().clamp_max(10).split(500))
 
 
-@pytest.mark.parametrize(("a_node", "nodes"), [(0.0, 255), (0.0005, 96), (0.02, 16), (0.3, 2)])
-def test_dear_nodes_make_small_trees(a_node: float, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+TEXTS = ranks(0.6)
+PATHS = cache(partial(tuned_paths, TEXTS))  # they depend on no cost, and take most of the time
+
+
+@pytest.fixture
+def best_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], tuple[int, list[int]]]:
+    """Of TEXTS, where a node costs so much of a verification without nodes, and a proposal a tenth: (nodes, sizes timed)."""
+
+    def found(a_node: float) -> tuple[int, list[int]]:
+        timed: list[int] = []
+
+        def costs(target: None, drafter: None, sizes: list[int]) -> dict[int, float]:
+            timed.append(max(sizes))
+            return {n: 1.0 + a_node * n for n in sizes}
+
+        monkeypatch.setattr(treesize, "verification_seconds", costs)
+        return treesize.best_nodes(None, None, TEXTS), timed  # type: ignore[arg-type]
+
+    monkeypatch.setattr(treesize, "tuned_paths", lambda texts, nodes: PATHS(nodes))
     monkeypatch.setattr(treesize, "proposal_seconds", lambda target, drafter: 0.1)
-    monkeypatch.setattr(treesize, "verification_seconds", lambda target, drafter, sizes: {n: 1.0 + a_node * n for n in sizes})
-    found = treesize.best_nodes(None, None, ranks(0.6))  # type: ignore[arg-type]
-    assert nodes / 2 <= found <= 2 * nodes
+    return found
 
 
-def test_large_trees_are_timed_only_where_the_largest_of_the_others_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[int] = []
-
-    def costs(target: None, drafter: None, sizes: list[int], a_node: float) -> dict[int, float]:
-        timed.append(max(sizes))
-        return {n: 1.0 + a_node * n for n in sizes}
-
-    monkeypatch.setattr(treesize, "proposal_seconds", lambda target, drafter: 0.1)
-    for a_node in (0.02, 0.0):
-        monkeypatch.setattr(treesize, "verification_seconds", partial(costs, a_node=a_node))
-        treesize.best_nodes(None, None, ranks(0.6, 500))  # type: ignore[arg-type]
-    assert timed == [65, 65, 256]
+def test_best_nodes_falls_as_node_cost_rises(
+    best_nodes: Callable[[float], tuple[int, list[int]]], subtests: pytest.Subtests
+) -> None:
+    for a_node, nodes in ((0.0, 255), (0.0005, 96), (0.02, 16), (0.3, 2)):
+        with subtests.test(a_node=a_node):
+            assert nodes / 2 <= best_nodes(a_node)[0] <= 2 * nodes
 
 
-@pytest.mark.sampled(name=FEW)
-@pytest.mark.sampled_slow
+def test_large_trees_are_timed_only_where_the_largest_of_the_others_is_best(
+    best_nodes: Callable[[float], tuple[int, list[int]]],
+) -> None:
+    assert best_nodes(0.02)[1] == [65] and best_nodes(0.0)[1] == [65, 256]
+
+
+@pytest.mark.sampled(name=TIMED)
 @pytest.mark.parametrize("name", sorted(families()))
 def test_costs_are_taken_of_every_family(name: str) -> None:
     target = tiny_target()
@@ -59,7 +76,7 @@ def test_costs_are_taken_of_every_family(name: str) -> None:
     assert treesize.best_nodes(target, drafter, ranks(0.5, 500), (2, 4)) in (2, 4)
 
 
-@pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled(name=TIMED)
 @pytest.mark.parametrize("name", NAMES)
 def test_costs_are_those_of_captured_steps(name: str, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps will be captured: replays alone are timed, by the device's events, and the host launches nothing else."""

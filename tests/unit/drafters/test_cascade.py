@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,12 +28,13 @@ from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.hf import HFTarget
+from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs
 from tests.unit.objective.test_losses import one_document
 
 __all__ = ["cpu_graphs"]
-TARGET = tiny_target()
 MIDDLE = {"family": "draft_model", "blocks": 3, "draft_length": 6}
 LOOKUP = {"family": "prompt_lookup", "draft_length": 4}
 INNERS: list[dict[str, Any]] = [
@@ -48,6 +50,11 @@ OFTEN = [INNERS[i] for i in (0, 3, 6)]  # in make test: without weights of its o
 names = [i["family"] + ("-null" if "max_ngram" in i else "") + ("-merge" if "join" in i else "") for i in INNERS]
 
 
+@cache
+def target() -> HFTarget:
+    return tiny_target()
+
+
 def shaken(drafter: Drafter) -> Any:
     torch.manual_seed(1)
     for parameter in drafter.parameters():
@@ -57,19 +64,18 @@ def shaken(drafter: Drafter) -> Any:
 
 def pair(inner: dict[str, Any]) -> tuple[Cascade, DraftModel]:
     """A cascade, and its middle as a drafter of its own."""
-    cascade = shaken(FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), TARGET))
+    cascade = shaken(FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), target()))
     return cascade, cascade.middle
 
 
 def counts(drafter: Drafter, every: int | None = None, batch: int = 3, **settings: Any) -> list[tuple[Any, ...]]:
     sampling = settings.pop("sampling", Sampling())
     policy = settings.pop("policy", "greedy")
-    decoder = Decoder(TARGET, drafter, policy, sampling, frozenset({7}), 40, 16, Controls(read_every=every))
-    return [(r.tokens, r.verifications, r.offered, r.accepted) for r in decoder.run(prompts(6, seed=3), batch).results]
+    decoder = Decoder(target(), drafter, policy, sampling, frozenset({7}), 24, 16, Controls(read_every=every))
+    return [(r.tokens, r.verifications, r.offered, r.accepted) for r in decoder.run(prompts(6, seed=3)[:4], batch).results]
 
 
 @pytest.mark.sampled(inner=OFTEN)
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("inner", INNERS, ids=names)
 def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | None) -> None:
@@ -77,28 +83,28 @@ def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | N
     assert counts(cascade, every) == counts(middle)
 
 
-@pytest.mark.sampled(inner=OFTEN[:1], policy=("lossless",))
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize(("policy", "temperature"), [("greedy", 0.0), ("lossless", 0.8), ("coupled", 0.9)])
-@pytest.mark.parametrize("inner", INNERS, ids=names)
+@pytest.mark.sampled(inner=OFTEN)
+@pytest.mark.parametrize(("policy", "temperature"), [("lossless", 0.8), ("greedy", 0.0), ("coupled", 0.9)])
+@pytest.mark.parametrize("inner", [LOOKUP, *(pytest.param(inner, marks=pytest.mark.slow) for inner in INNERS[1:])], ids=names)
 def test_captured_steps_draft_the_same(
     inner: dict[str, Any], policy: str, temperature: float, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A captured step runs as many inner steps as a draft can take."""
     monkeypatch.setattr(library, "has_product", lambda: False)
-    target = FastTarget(tiny_model())
-    cascade = shaken(FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), target))
+    fast = FastTarget(tiny_model())
+    cascade = shaken(FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), fast))
     assert cascade.captured
     found = []
     for captures in (False, True):
         controls = Controls(read_every=2 if captures else None)
-        decoder = Decoder(target, cascade, policy, Sampling(temperature, seed=3), frozenset({7}), 12, 16, controls)
+        decoder = Decoder(fast, cascade, policy, Sampling(temperature, seed=3), frozenset({7}), 12, 16, controls)
         decoder.captures = captures
         found.append([(r.tokens, r.verifications, r.offered, r.accepted) for r in decoder.run(prompts(3, seed=3), 2).results])
     assert found[0] == found[1] and Graph.made >= 1
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("inner", INNERS[:2] + INNERS[3:5], ids=names[:2] + names[3:5])
 def test_sampled_drafts_do_not_depend_on_other_rows(inner: dict[str, Any]) -> None:
     cascade, sampling = pair(inner)[0], Sampling(0.8, seed=3)
@@ -107,10 +113,11 @@ def test_sampled_drafts_do_not_depend_on_other_rows(inner: dict[str, Any]) -> No
 
 
 def test_a_part_that_no_graph_can_hold_keeps_a_cascade_out_of_graphs() -> None:
-    assert not FAMILY.build(CascadeOptions(middle=MIDDLE, inner={"family": "suffix"}), TARGET).captured
+    assert not FAMILY.build(CascadeOptions(middle=MIDDLE, inner={"family": "suffix"}), target()).captured
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("inner", INNERS, ids=names)
 def test_coupled_drafts_are_the_middles_own(inner: dict[str, Any]) -> None:
     """Both draw with the verifier's numbers."""
@@ -153,31 +160,32 @@ def passes(cascade: Cascade, prompt: list[int], tokens: int) -> tuple[list[list[
         return state
 
     cascade.open = opened  # type: ignore[assignment, method-assign]
-    result = Decoder(TARGET, cascade, "greedy", Sampling(), max_new_tokens=tokens).run([prompt]).results[0]
+    result = Decoder(target(), cascade, "greedy", Sampling(), max_new_tokens=tokens).run([prompt]).results[0]
     return each, result.verifications
 
 
 def test_an_inner_drafter_that_is_always_right_saves_the_middles_passes() -> None:
     inner = {"family": "draft_model", "blocks": 3, "draft_length": 4}
-    cascade = FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), TARGET).eval()  # both are the target's first blocks
+    cascade = FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), target()).eval()  # both are the target's first blocks
     each, _ = passes(cascade, prompts(1, seed=2)[0], 30)
     assert {len(widths) for widths in each} == {2}, "the root, then 4 drafts and a token of its own: 6"
 
 
 def test_drafting_again_reads_the_new_tokens_alone() -> None:
     cascade, _ = pair(LOOKUP)
-    each, rounds = passes(cascade, list(range(3, 60)) * 4, 40)
+    each, rounds = passes(cascade, list(range(3, 60)) * 4, 24)
     assert len(each) == rounds > 3
     assert all(widths[0] <= 2 + 6 and max(widths[1:]) <= 1 + 4 for widths in each)
     assert all(len(widths) <= 6 for widths in each)
 
 
+@pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("inner", INNERS, ids=names)
 def test_the_law_of_each_draft_is_the_middles(inner: dict[str, Any]) -> None:
     """q at a node is what the middle's model gives after the text and the path, with the request's settings."""
     cascade, middle = pair(inner)
     sampling, asked = Sampling(0.8, top_k=12, seed=2), prompts(3, seed=7)
-    session = Session(Decoder(TARGET, cascade, "lossless", sampling), 3, 200)
+    session = Session(Decoder(target(), cascade, "lossless", sampling), 3, 200)
     for i, prompt in enumerate(asked):
         session.submit(Request(prompt, i, 20))
     session._admit()
@@ -197,8 +205,6 @@ def test_the_law_of_each_draft_is_the_middles(inner: dict[str, Any]) -> None:
 @pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("inner", INNERS, ids=names)
 def test_sampling_follows_the_targets_law(inner: dict[str, Any]) -> None:
-    from tests.contract import test_families as contract
-
     def build(*_: Any) -> Drafter:
         return pair(inner)[0]
 
@@ -210,12 +216,12 @@ def test_sampling_follows_the_targets_law(inner: dict[str, Any]) -> None:
 def test_the_inner_drafter_is_trained_beside_the_middle_and_changes_no_figure_of_it() -> None:
     text = one_document(torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(0)))
     cascade, middle = pair(INNERS[2])
-    filled = Online(TARGET, cascade.taps).fill(text)
-    loss, seen = Objective(middle.train(), TARGET, LossOptions())(filled)
+    filled = Online(target(), cascade.taps).fill(text)
+    loss, seen = Objective(middle.train(), target(), LossOptions())(filled)
     loss.backward()
     wanted = {name: p.grad.clone() for name, p in middle.named_parameters()}
     cascade.zero_grad()
-    both, figures = Objective(cascade.train(), TARGET, LossOptions())(filled)
+    both, figures = Objective(cascade.train(), target(), LossOptions())(filled)
     both.backward()
     assert both.item() > loss.item() and torch.equal(figures.packed(), seen.packed())
     for name, p in middle.named_parameters():
@@ -226,7 +232,7 @@ def test_the_inner_drafter_is_trained_beside_the_middle_and_changes_no_figure_of
 
 def test_what_cannot_be_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(**options: Any) -> Callable[[], Drafter]:
-        return lambda: FAMILY.build(CascadeOptions(**options), TARGET)
+        return lambda: FAMILY.build(CascadeOptions(**options), target())
 
     for make, says in [
         (build(middle={"family": "medusa"}, join="verify"), "medusa, which has no language model .* set drafter.join=merge"),
@@ -237,7 +243,7 @@ def test_what_cannot_be_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ]:
         with pytest.raises(UserError, match=says):
             make()
-    monkeypatch.setattr(TARGET, "trees", False)
+    monkeypatch.setattr(target(), "trees", False)
     with pytest.raises(UserError, match="inner proposes trees; this target's architecture is exact for chains only"):
         build(inner=INNERS[2])()
     monkeypatch.setattr(PromptLookup, "revertible", False)

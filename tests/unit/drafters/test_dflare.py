@@ -58,6 +58,7 @@ def test_the_official_names() -> None:
     assert not any(name.startswith("fc.") for name in names)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_loss_and_gradients_are_the_references(loss: str, weights: str) -> None:

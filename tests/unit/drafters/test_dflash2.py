@@ -112,7 +112,8 @@ def slots_of(drafter: DFlash2, batch: Any) -> torch.Tensor:
     return drafter.states(longer, anchors)[0, anchors.source_BA[0].tolist().index(batch.token_BT.shape[1] - 2)][1:]
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 0}, {"candidates": 1}, {"candidates": 65}, {"group": 5}, {"group": 0}])
-def test_what_no_selector_can_be_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"drafter\."):
-        fresh(tiny_target(), **wrong)
+def test_dflash2_invalid_selector_options_are_refused(subtests: pytest.Subtests) -> None:
+    target = tiny_target()
+    for wrong in ({"rank": 0}, {"candidates": 1}, {"candidates": 65}, {"group": 5}, {"group": 0}):
+        with subtests.test(wrong=wrong), pytest.raises(UserError, match=r"drafter\."):
+            fresh(target, **wrong)

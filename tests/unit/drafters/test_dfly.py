@@ -51,6 +51,7 @@ def states(drafter: DFly, target: HFTarget, batch: Any) -> Tensor:
     return slot_states(drafter, target, batch, 0, batch.token_BT.shape[1] - 2, contexts=own_contexts)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("slots", ["shifted", "in_place"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_knows_the_token_before(slots: str, temperature: float) -> None:
@@ -84,6 +85,7 @@ def test_every_node_of_a_tree_is_chosen_after_its_parent() -> None:
     assert sorted(depths[1:]) == sorted(map(len, paths))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_loss_and_gradients_are_the_references(loss: str, weights: str) -> None:

@@ -51,7 +51,7 @@ def saved(drafter: Drafter, options: DraftModelOptions, target: HFTarget, folder
 
 
 def decoded(target: HFTarget, drafter: Drafter | None, batch: int = 2, count: int = 3) -> list[Any]:
-    results = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=24).run(prompts(count, seed=3), batch).results
+    results = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=16).run(prompts(count, seed=3), batch).results
     return [(r.tokens, r.verifications) for r in results]
 
 
@@ -85,6 +85,7 @@ def test_every_source_keeps_the_families_contract(
     contract.test_saved_and_loaded_it_drafts_the_same("draft_model", tmp_path)
 
 
+@pytest.mark.slow
 def test_sampling_with_adapters_follows_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contract.SHAPES, "draft_model", {"blocks": 2, "lora_rank": 2})
     contract.test_sampling_follows_the_targets_law_through_the_whole_loop("draft_model")
@@ -99,9 +100,9 @@ def test_a_fresh_model_has_the_asked_shape() -> None:
     assert whole.shape.hidden_size == 32 and whole.shape.blocks == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
+def test_draft_model_invalid_options_are_refused_in_one_line(subtests: pytest.Subtests) -> None:
+    target = tiny_target()
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"source": "elsewhere"}, "choose pruned, scratch or hf"),
         ({"source": "hf"}, "needs drafter.path"),
         ({"path": "x/y"}, "go together"),
@@ -112,12 +113,13 @@ def test_a_fresh_model_has_the_asked_shape() -> None:
         ({"lora_rank": -1}, "set the rank"),
         ({"source": "hf", "path": "./nowhere"}, "does not exist"),
         ({"source": "hf", "path": str(Path(__file__).parent)}, "has no config.json"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_in_one_line(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError, match=line) as refused:
-        build(DraftModelOptions(**options), tiny_target())
-    assert "\n" not in str(refused.value)
+        ({"quantize": "int2"}, "choose int8 or int4"),
+    )
+    for options, line in wrong:
+        with subtests.test(options=options):
+            with pytest.raises(UserError, match=line) as refused:
+                build(DraftModelOptions(**options), target)
+            assert "\n" not in str(refused.value)
 
 
 def test_a_checkpoint_needs_the_base_models_configuration_alone(small: Path, tmp_path: Path) -> None:
@@ -263,7 +265,6 @@ def test_an_undistilled_draft_is_best_only_with_the_higher_tau() -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("make", [fast_target, tiny_target, lambda: tiny_target("gpt2")])
 def test_a_quantised_draft_is_nearly_the_same_and_its_checkpoint_whole(make: Any, quantize: str, tmp_path: Path) -> None:
@@ -276,10 +277,9 @@ def test_a_quantised_draft_is_nearly_the_same_and_its_checkpoint_whole(make: Any
     assert name == "unquantised" and not plain.variants() and not build(DraftModelOptions(), target).variants()
     text = torch.tensor([[3, 9, 4, 1, 7]])
     batch = TrainBatch(text, torch.arange(5)[None], torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool))
-    states = []
+    states, wanted = [], [tokens for tokens, _ in decoded(target, None)]
     for model in (plain, again):
-        found = decoded(target, model)
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in decoded(target, None)]
+        assert [tokens for tokens, _ in decoded(target, model)] == wanted
         with torch.no_grad():
             states.append(next(iter(model.predict(batch))).hidden_MH)
     apart = float((states[0] - states[1]).norm() / states[0].norm())
@@ -291,9 +291,8 @@ def test_a_quantised_draft_is_nearly_the_same_and_its_checkpoint_whole(make: Any
     torch.testing.assert_close(trained, states[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_quantised_draft_drafts_what_it_was_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contract.SHAPES, "draft_model", {"blocks": 2, "quantize": "int8"})
     contract.test_greedy_output_is_plain_decodings("draft_model", 0.2, 4)
     contract.test_sampling_follows_the_targets_law_through_the_whole_loop("draft_model")
-    with pytest.raises(UserError, match="choose int8 or int4"):
-        build(DraftModelOptions(quantize="int2"), fast_target())

@@ -26,20 +26,20 @@ BLOCKS = [f"heads.{head}.blocks.0.linear" for head in range(3)]
 OUTPUTS = [f"heads.{head}.output" for head in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("targets", "expected"),
-    [
+def test_adapted_maps_by_lora_targets_include_heads_only_if_named(subtests: pytest.Subtests) -> None:
+    drafter = build("medusa", tiny_target())
+    named: tuple[tuple[list[str], list[str]], ...] = (
         ([], BLOCKS),
         (["output"], OUTPUTS),
         (["linear", "output"], sorted(BLOCKS + OUTPUTS)),
         (["heads.1.output"], OUTPUTS[1:2]),
         (["0.linear"], BLOCKS),
-    ],
-)
-def test_targets_name_maps_and_heads_over_the_vocabulary_must_be_asked_for(targets: list[str], expected: list[str]) -> None:
-    found = adapted_maps(build("medusa", tiny_target()), LoraOptions(2, targets=targets), 64)
-    assert sorted(found) == expected
-    assert added(found, 2) == sum(2 * (m.in_features + m.out_features) for m in found.values())
+    )
+    for targets, expected in named:
+        with subtests.test(targets=targets):
+            found = adapted_maps(drafter, LoraOptions(2, targets=targets), 64)
+            assert sorted(found) == expected
+            assert added(found, 2) == sum(2 * (m.in_features + m.out_features) for m in found.values())
 
 
 def test_a_head_over_a_part_of_the_vocabulary_is_one_too() -> None:
@@ -50,18 +50,17 @@ def test_a_head_over_a_part_of_the_vocabulary_is_one_too() -> None:
     assert {name.rpartition(".")[2] for name in adapted_maps(cascade, LoraOptions(2), 64)} == {"linear"}
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "targets", "says"),
-    [
+def test_adapted_maps_invalid_lora_targets_are_refused(subtests: pytest.Subtests) -> None:
+    target = tiny_target()
+    wrong: tuple[tuple[str, dict[str, Any], list[str], str], ...] = (
         ("medusa", {}, ["linaer"], "train.lora.targets has linaer; the drafter's trained linear maps are linear, output"),
         ("peagle", {}, ["q_proj", "embed_tokens"], "targets has embed_tokens; the drafter's trained linear maps are down_proj"),
         ("prompt_lookup", {}, [], "finds no linear map to adapt; the drafter's trained linear maps are none"),
         ("draft_model", {"lora_rank": 2}, [], "this one has some; leave train.lora out, or set drafter.lora_rank=0"),
-    ],
-)
-def test_what_cannot_be_adapted_is_one_line(name: str, options: dict[str, Any], targets: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        adapted_maps(build(name, tiny_target(), **options), LoraOptions(2, targets=targets), 64)
+    )
+    for name, options, targets, says in wrong:
+        with subtests.test(name=name), pytest.raises(UserError, match=says):
+            adapted_maps(build(name, target, **options), LoraOptions(2, targets=targets), 64)
 
 
 def test_a_head_that_is_tied_to_the_embedding_is_refused() -> None:

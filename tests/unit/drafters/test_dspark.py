@@ -50,6 +50,7 @@ def draft_logits(drafter: DSpark, target: Target, state_H: torch.Tensor, before:
     return target.head(state_H) + heads["markov_head.markov_w2.weight"] @ row_R, confidence
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("slots", ["shifted", "in_place"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_know_the_token_before_and_how_sure_they_are(slots: str, temperature: float) -> None:
@@ -80,8 +81,8 @@ def test_a_shallow_proposal_is_sure_of_its_drafts_alone() -> None:
     whole, cut = (proposed(drafter, batch, Sampling(), depth) for depth in (None, 2))
     assert cut.confidence_BN is not None and whole.confidence_BN is not None
     assert torch.equal(cut.token_BN, whole.token_BN[:, :3])
-    # to a rounding: a product of fewer rows may add up in another order, which depends on the processor
-    torch.testing.assert_close(cut.confidence_BN, whole.confidence_BN[:, :3], rtol=1e-6, atol=0.0)
+    # products of fewer rows may add up in another order, which depends on the processor
+    torch.testing.assert_close(cut.confidence_BN, whole.confidence_BN[:, :3], rtol=1e-4, atol=1e-6)
 
 
 def test_in_training_the_token_before_is_the_text_s() -> None:

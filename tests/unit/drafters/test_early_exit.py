@@ -28,6 +28,7 @@ def drafts(target: HFTarget, drafter: EarlyExit, prompt: list[int]) -> list[int]
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma3-sliding"])
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_fresh_one_drafts_what_the_first_blocks_say(name: str, adapter: bool) -> None:

@@ -130,20 +130,6 @@ def test_loss_and_gradients_are_those_of_a_loop(prefix: bool) -> None:
 
 
 @FORMS
-def test_another_document_of_the_row_changes_nothing(prefix: bool) -> None:
-    target = tiny_target()
-    drafter = shaken(target, prefix).eval()
-    batch = packed_batch(target, drafter)
-    clean = list(drafter.predict(batch))
-    batch.token_BT[0, :6] = (batch.token_BT[0, :6] + 1) % 64
-    batch.hidden[FINAL][0, :6] = torch.randn_like(batch.hidden[FINAL][0, :6])
-    for a, b in zip(clean, drafter.predict(batch), strict=True):
-        later = a.source_M >= 6
-        assert later.any() and torch.equal(a.hidden_MH[later], b.hidden_MH[later])
-        assert not torch.equal(a.hidden_MH[~later], b.hidden_MH[~later])
-
-
-@FORMS
 def test_every_node_follows_its_own_path(prefix: bool) -> None:
     """Each node's token is its head's choice of that rank after the tokens on its path; rows of different lengths."""
     target = tiny_target()
@@ -194,7 +180,7 @@ def test_options_that_cannot_be() -> None:
             build(options, target)
 
 
-CONTRACT: list[Callable[..., None]] = [
+CONTRACT: list[Any] = [
     contract.test_long_prompts_enter_beside_rows_that_are_nearly_done,
     contract.test_stop_tokens_inside_an_accepted_run_cut_exactly_there,
     contract.test_what_is_trained_is_what_is_drafted,
@@ -202,7 +188,7 @@ CONTRACT: list[Callable[..., None]] = [
     contract.test_a_restored_state_leaves_no_trace,
     contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
     contract.test_states_it_does_not_tap_do_not_matter,
-    contract.test_sampling_follows_the_targets_law_through_the_whole_loop,
+    pytest.param(contract.test_sampling_follows_the_targets_law_through_the_whole_loop, marks=pytest.mark.grid),  # no q
     contract.test_overfitted_on_one_text_it_is_accepted_in_full,
     rounds.test_transformers_forward_runs_ahead_too,
     rounds.test_penalties_limits_and_stop_text_run_ahead,
@@ -223,6 +209,7 @@ def test_with_a_prefix_layer_too(check: Callable[..., None], prefixed: None) -> 
     check("hydra")
 
 
+@pytest.mark.sampled(batch=(4,))
 @pytest.mark.parametrize("batch", [1, 4])
 def test_with_a_prefix_layer_greedy_output_is_plain_decodings(batch: int, prefixed: None) -> None:
     for noise in (0.0, 1.0):
@@ -233,6 +220,7 @@ def test_with_a_prefix_layer_saved_and_loaded_it_drafts_the_same(tmp_path: Any, 
     contract.test_saved_and_loaded_it_drafts_the_same("hydra", tmp_path)
 
 
+@pytest.mark.sampled(policy=("lossless",))
 @pytest.mark.parametrize("policy", ["greedy", "lossless"])
 def test_with_a_prefix_layer_a_graph_can_hold_the_round(
     policy: str,

@@ -14,6 +14,7 @@ from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.unit.drafters.test_dflash import slot_states
 from tests.unit.drafters.test_dspark import proposed, read
+from tests.unit.drafters.test_dynamic_tree import likeliest
 
 
 def built(target: HFTarget, **options: Any) -> JetSpec:
@@ -55,7 +56,7 @@ def test_it_drafts_the_likeliest_paths() -> None:
     states = slot_states(drafter, target, batch, 0, batch.token_BT.shape[1] - 2, causal=True)  # type: ignore[arg-type]
     log_KV = target.head(states[1:]).log_softmax(-1)
     scores = {path: sum(float(log_KV[k, t]) for k, t in enumerate(path)) for path in paths_of(log_KV, nodes)}
-    wanted = sorted(scores, key=lambda path: -scores[path])[:nodes]
+    wanted = likeliest(scores, nodes)
     tokens, parents = tree.token_BN[0].tolist(), tree.parent_BN[0].tolist()
     found = []
     for node in range(1, len(tokens)):

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
 from drafttrain.drafters.lilicorr import LiLiCorr, LiLiCorrOptions
 from drafttrain.model.batch import Top, TrainBatch
@@ -25,6 +24,7 @@ from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.unit.drafters.test_dflash import packed, slot_states
 from tests.unit.drafters.test_dspark import proposed, read
+from tests.unit.drafters.test_dynamic_tree import likeliest, token_paths
 
 C, D, FACTORS, HEADS, SCALE = 4, 16, 12, 2, 5.0
 SMALL: dict[str, Any] = {"block_size": 5, "layers": 2, "taps": [0, 2], "mask_token": 9}
@@ -178,26 +178,18 @@ def test_a_dynamic_tree_has_the_likeliest_paths_of_all() -> None:
     tree = proposed(drafter, batch, Sampling())  # type: ignore[arg-type]
     state_SH = slot_states(drafter, target, batch, 0, batch.token_BT.shape[1] - 2)  # type: ignore[arg-type]
     context = drafter.context({b: batch.hidden[b][0, batch.token_BT.shape[1] - 2] for b in drafter.shape.taps})
-    wanted = likeliest_paths(drafter, state_SH, context)[: tree.token_BN.shape[1] - 1]
-    assert sorted(paths_of(tree)) == sorted(wanted) and len(wanted) == 9
+    wanted = likeliest(scored_paths(drafter, state_SH, context), tree.token_BN.shape[1] - 1)
+    assert sorted(token_paths(tree, 0)) == sorted(wanted) and len(wanted) == 9
 
 
-def likeliest_paths(drafter: LiLiCorr, state_SH: Tensor, context_H: Tensor) -> list[tuple[int, ...]]:
-    """All paths of a block of three slots, likeliest first."""
+def scored_paths(drafter: LiLiCorr, state_SH: Tensor, context_H: Tensor) -> dict[tuple[int, ...], float]:
+    """All paths of a block of three slots with their log-probabilities."""
     lattice = drafter.lattice(state_SH[None, 1:], context_H[None])
     tokens, first = lattice.token_NKC[0].tolist(), lattice.start_NC[0].log_softmax(0)
     paths = {(tokens[0][i],): float(first[i]) for i in range(C)}
     for i, j in itertools.product(range(C), range(C)):
         paths[tokens[0][i], tokens[1][j]] = float(first[i] + lattice.pair_NJCC[0, 0, i].log_softmax(0)[j])
-    return sorted(paths, key=lambda path: -paths[path])
-
-
-def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
-    tokens, parents = tree.token_BN[0].tolist(), tree.parent_BN[0].tolist()
-    found: list[tuple[int, ...]] = [()]
-    for node in range(1, len(tokens)):
-        found.append((*found[parents[node]], tokens[node]))
-    return found[1:]
+    return paths
 
 
 def test_candidates_see_those_of_later_slots_and_a_limit_of_depth_changes_nothing() -> None:
@@ -338,9 +330,9 @@ def test_at_the_start_scores_are_small_and_all_alike() -> None:
     assert float(network.factor_input_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_lilicorr_invalid_options_are_refused_in_one_line(subtests: pytest.Subtests) -> None:
+    target = tiny_target()
+    wrong: tuple[dict[str, Any], ...] = (
         {"slots": "shifted"},
         {"candidates": 1},
         {"candidates": 6},
@@ -353,9 +345,9 @@ def test_at_the_start_scores_are_small_and_all_alike() -> None:
         {"vector_eps": 0.5},
         {"penalty_weight": -1.0},
         {"tree": "best_first"},
-    ],
-)
-def test_a_network_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"drafter\.") as caught:
-        built(tiny_target(), **wrong)
-    assert "\n" not in str(caught.value)
+    )
+    for options in wrong:
+        with subtests.test(options=options):
+            with pytest.raises(UserError, match=r"drafter\.") as caught:
+                built(target, **options)
+            assert "\n" not in str(caught.value)

@@ -10,6 +10,7 @@ from tests.helpers import tiny_target
 TREE = [[0], [1], [0, 0], [0, 0, 0], [0, 0, 1]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("init", ["copy", "share"])
 def test_stacked_heads_draft_what_the_heads_say(init: str, frozen: bool) -> None:

@@ -100,7 +100,8 @@ def test_a_fresh_one_begins_with_the_targets_tables() -> None:
     assert torch.equal(drafter.head[2].weight, target.head_weight)
 
 
-@pytest.mark.parametrize("options", [{"n_predict": 0}, {"inner_dim": 0}, {"n_predict": 4096}])
-def test_what_cannot_be_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"^drafter\.n_predict is \S+(, drafter\.inner_dim .*)?; "):
-        MLPSpeculator(MLPSpeculatorOptions(**options), tiny_target())
+def test_mlp_speculator_invalid_options_are_refused() -> None:
+    target = tiny_target()
+    for options in ({"n_predict": 0}, {"inner_dim": 0}, {"n_predict": 4096}):
+        with pytest.raises(UserError, match=r"^drafter\.n_predict is \S+(, drafter\.inner_dim .*)?; "):
+            MLPSpeculator(MLPSpeculatorOptions(**options), target)

@@ -44,9 +44,9 @@ def batch_of(target: HFTarget, drafter: MTPNative, length: int = 14) -> TrainBat
     return Online(target, drafter.taps).fill(plain)
 
 
-@pytest.mark.sampled(found=FEW)
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("found", LAYOUTS, indirect=True)
+@pytest.mark.parametrize(
+    "found", [pytest.param(layout, marks=() if layout in FEW else pytest.mark.slow) for layout in LAYOUTS], indirect=True
+)
 def test_a_module_is_read_as_its_architecture_computes_it(found: tuple[Native, HFTarget]) -> None:
     """The first step's logits are those of transformers' own block, one number after the target's last."""
     made, target = found
@@ -60,7 +60,6 @@ def test_a_module_is_read_as_its_architecture_computes_it(found: tuple[Native, H
 
 
 @pytest.mark.sampled(found=FEW)
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("found", LAYOUTS, indirect=True)
 def test_what_is_trained_is_what_is_drafted(found: tuple[Native, HFTarget]) -> None:
     _, target = found
@@ -74,7 +73,6 @@ def test_what_is_trained_is_what_is_drafted(found: tuple[Native, HFTarget]) -> N
 
 
 @pytest.mark.sampled(found=FEW)
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("found", LAYOUTS, indirect=True)
 def test_two_steps_of_training_lower_the_loss(found: tuple[Native, HFTarget]) -> None:
     _, target = found
@@ -119,6 +117,7 @@ def test_a_step_attends_to_the_first_step_and_its_own_index() -> None:
                 joined.append(drafter.enter(batch.token_BT[:1, t + 2 + step, None], out)[0])
 
 
+@pytest.mark.sampled(kind=("mimo",))
 @pytest.mark.parametrize("kind", ["mimo", "qwen3_5"])
 def test_a_target_without_a_module_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
     made = native(kind, tmp_path / "without", module=False)
@@ -163,7 +162,9 @@ def test_other_targets_are_refused_in_one_line() -> None:
             FAMILY.build(MTPNativeOptions(**options), tiny_target())
 
 
-@pytest.mark.parametrize("kind", ["mimo", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", ["glm4_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mimo", "deepseek_v3"))]
+)
 def test_a_module_for_each_depth(kind: str, tmp_path: Path) -> None:
     """What is trained is what is drafted, whatever is accepted on the way; each module sees its own keys alone."""
     target = target_of(native(kind, tmp_path / "target", twice=True).directory)

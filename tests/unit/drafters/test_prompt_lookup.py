@@ -13,9 +13,13 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from drafttrain.model.drafter import Commit
+from drafttrain.targets.hf import HFTarget
 from tests.helpers import prompts, tiny_target
 
-TARGET = tiny_target()
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return tiny_target()
 
 
 def naive(text: list[int], most: int | None, least: int, length: int) -> list[int]:
@@ -45,14 +49,13 @@ def brought(drafter: PromptLookup, texts: list[list[int]], pieces: int) -> Any:
     return state
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("vocab", [1, 2, 4, 30])
 @pytest.mark.parametrize(("most", "least"), [(3, 1), (2, 2), (1, 1), (None, 1), (None, 4)])
-def test_it_copies_what_followed_the_longest_latest_match(most: int | None, least: int, vocab: int) -> None:
-    drafter, chance = (
-        PromptLookup(PromptLookupOptions(max_ngram=most, min_ngram=least, draft_length=6), TARGET),
-        random.Random(5),
-    )
-    for pieces in range(1, 9):
+def test_it_copies_what_followed_the_longest_latest_match(most: int | None, least: int, vocab: int, target: HFTarget) -> None:
+    drafter = PromptLookup(PromptLookupOptions(max_ngram=most, min_ngram=least, draft_length=6), target)
+    chance = random.Random(5)
+    for pieces in (1, 3, 8):
         texts = [[chance.randrange(vocab) for _ in range(chance.randint(2, 70))] for _ in range(5)]
         state = brought(drafter, texts, pieces)
         for depth in (None, 1, 4):
@@ -63,11 +66,11 @@ def test_it_copies_what_followed_the_longest_latest_match(most: int | None, leas
 
 
 @pytest.mark.parametrize("most", [3, None])
-def test_decoding_takes_the_verifications_that_a_search_by_hand_takes(most: int | None) -> None:
+def test_decoding_takes_the_verifications_that_a_search_by_hand_takes(most: int | None, target: HFTarget) -> None:
     asked = [p * 2 for p in prompts(4, seed=3)]
-    drafter = PromptLookup(PromptLookupOptions(max_ngram=most, draft_length=5), TARGET)
-    decoder = Decoder(TARGET, drafter, "greedy", Sampling(), max_new_tokens=60)
-    plain = Decoder(TARGET, None, "greedy", Sampling(), max_new_tokens=60).run(asked, 2).results
+    drafter = PromptLookup(PromptLookupOptions(max_ngram=most, draft_length=5), target)
+    decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=40)
+    plain = Decoder(target, None, "greedy", Sampling(), max_new_tokens=40).run(asked, 4).results
     saved = 0
     for prompt, result, text in zip(asked, decoder.run(asked, 3).results, plain, strict=True):
         known, rounds, nodes, whole = len(prompt) + 1, 0, 0, prompt + text.tokens
@@ -82,13 +85,13 @@ def test_decoding_takes_the_verifications_that_a_search_by_hand_takes(most: int 
     assert saved > 0
 
 
-def test_a_text_without_repetition_is_decoded_plainly() -> None:
-    drafter = PromptLookup(PromptLookupOptions(min_ngram=30, max_ngram=30), TARGET)
-    result = Decoder(TARGET, drafter, "greedy", Sampling(), max_new_tokens=20).run([[1, 2, 3]]).results[0]
+def test_a_text_without_repetition_is_decoded_plainly(target: HFTarget) -> None:
+    drafter = PromptLookup(PromptLookupOptions(min_ngram=30, max_ngram=30), target)
+    result = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=20).run([[1, 2, 3]]).results[0]
     assert result.verifications == 19 and result.offered == [] and result.nodes == 0
 
 
-@pytest.mark.parametrize("wrong", [{"min_ngram": 0}, {"max_ngram": 1, "min_ngram": 2}, {"draft_length": 0}])
-def test_lengths_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(UserError, match="set each to 1 or more"):
-        PromptLookup(PromptLookupOptions(**wrong), TARGET)
+def test_prompt_lookup_invalid_lengths_are_refused(target: HFTarget) -> None:
+    for wrong in ({"min_ngram": 0}, {"max_ngram": 1, "min_ngram": 2}, {"draft_length": 0}):
+        with pytest.raises(UserError, match="set each to 1 or more"):
+            PromptLookup(PromptLookupOptions(**wrong), target)

@@ -19,7 +19,7 @@ from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions, build
 from drafttrain.model.drafter import Commit
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.companion import companion
-from drafttrain.targets.load import load_target
+from drafttrain.targets.load import LoadedTarget, load_target
 
 WORDS = ["the cat sat on the mat", "a hat, a bat and the café", "naïve 🙂 cats chat at that", "he hello hell help"]
 
@@ -69,19 +69,22 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="module")
+def loaded(places: dict[str, str]) -> LoadedTarget:
+    return load_target(TargetOptions(name="hf", path=places["target"]))
+
+
 @pytest.mark.sampled
-@pytest.mark.sampled_slow
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["other", "short"])
-def test_greedy_output_is_plain_decodings(places: dict[str, str], name: str, batch: int) -> None:
+def test_greedy_output_is_plain_decodings(places: dict[str, str], loaded: LoadedTarget, name: str, batch: int) -> None:
     """Of a random target: half its tokens are no whole characters. The short draft model forgets a text's beginning."""
-    loaded = load_target(TargetOptions(name="hf", path=places["target"]))
     drafter = build(DraftModelOptions(source="hf", path=places[name]), loaded.target)
     assert isinstance(drafter, TranslatedDraft) and not drafter.trained and not drafter.captured and drafter.remark
     assert not drafter.state_dict()
     asked = [list(loaded.tokenizer(text)["input_ids"]) for text in (*WORDS, "t", "the cat sat on the mat " * 3)]
     plain, ours = (
-        Decoder(loaded.target, d, "greedy", Sampling(), frozenset({0}), 60).run(asked, n).results
+        Decoder(loaded.target, d, "greedy", Sampling(), frozenset({0}), 40).run(asked, n).results
         for d, n in ((None, 1), (drafter, batch))
     )
     assert [r.tokens for r in ours] == [r.tokens for r in plain]
@@ -118,9 +121,10 @@ class Writer:
         return out
 
 
-def test_a_draft_model_that_knows_the_text_is_accepted_through_the_translation(places: dict[str, str]) -> None:
+def test_a_draft_model_that_knows_the_text_is_accepted_through_the_translation(
+    places: dict[str, str], loaded: LoadedTarget
+) -> None:
     """And reads each of its own tokens about once: what was accepted stays in its cache."""
-    loaded = load_target(TargetOptions(name="hf", path=places["target"]))
     found = companion(loaded.target, places["other"], None)
     story = "the cat sat on the mat, a naïve 🙂 café cat"
     tokens = list(loaded.tokenizer(story)["input_ids"])
@@ -143,23 +147,21 @@ def test_a_draft_model_that_knows_the_text_is_accepted_through_the_translation(p
     assert writer.fed < 2.5 * len(mine) + 4 * rounds
 
 
-@pytest.mark.parametrize(
-    ("text", "new", "wanted"),
-    [
+def test_translation_draft_text_becomes_target_tokens(subtests: pytest.Subtests) -> None:
+    ours, theirs = tokenizer(24), tokenizer(4)
+    both = Translation(ours, theirs)
+    for text, new, wanted in (
         ("the cat", " sat on", " sat on"),
         ("the c", "at", None),  # joins what is written already
         ("", "the cat", "the cat"),
         ("a naïve", "", ""),
-    ],
-)
-def test_text_goes_there_and_back(text: str, new: str, wanted: str | None) -> None:
-    ours, theirs = tokenizer(24), tokenizer(4)
-    both = Translation(ours, theirs)
-    token, written = list(ours(text)["input_ids"]), list(theirs(new)["input_ids"])
-    known = both.to_draft(token)
-    assert theirs.decode(known) == text
-    found = both.to_target(token, known, written)
-    assert found == ([] if wanted is None else list(ours(text + wanted)["input_ids"])[len(token) :])
+    ):
+        with subtests.test(text=text, new=new):
+            token, written = list(ours(text)["input_ids"]), list(theirs(new)["input_ids"])
+            known = both.to_draft(token)
+            assert theirs.decode(known) == text
+            found = both.to_target(token, known, written)
+            assert found == ([] if wanted is None else list(ours(text + wanted)["input_ids"])[len(token) :])
 
 
 def test_part_of_a_character_waits_and_is_completed() -> None:
@@ -195,8 +197,8 @@ def test_a_long_text_is_cut_in_strides() -> None:
     )
 
 
-def test_the_same_vocabulary_is_no_translation(places: dict[str, str], tmp_path: Path) -> None:
-    target = load_target(TargetOptions(name="hf", path=places["target"])).target
+def test_the_same_vocabulary_is_no_translation(places: dict[str, str], loaded: LoadedTarget, tmp_path: Path) -> None:
+    target = loaded.target
     assert isinstance(build(DraftModelOptions(source="hf", path=places["same"]), target), DraftModel)
     with pytest.raises(UserError, match="lora_rank=0"):
         build(DraftModelOptions(source="hf", path=places["other"], lora_rank=2), target)
@@ -206,8 +208,7 @@ def test_the_same_vocabulary_is_no_translation(places: dict[str, str], tmp_path:
         build(DraftModelOptions(source="hf", path=str(tmp_path)), target)
 
 
-def test_a_restored_state_leaves_no_trace(places: dict[str, str]) -> None:
-    loaded = load_target(TargetOptions(name="hf", path=places["target"]))
+def test_a_restored_state_leaves_no_trace(places: dict[str, str], loaded: LoadedTarget) -> None:
     drafter = build(DraftModelOptions(source="hf", path=places["other"]), loaded.target)
     state, slot_B = drafter.open(2, 100), torch.tensor([1])
     state.tokens[1] = list(loaded.tokenizer(WORDS[0])["input_ids"])

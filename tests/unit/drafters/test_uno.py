@@ -57,6 +57,7 @@ def gradients(target: HFTarget, recomputes: bool = False) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in drafter.parameters() if p.grad is not None)]
 
 
+@pytest.mark.sampled(name=("qwen2", "mistral-sliding", "gemma3-sliding"))
 @pytest.mark.parametrize("name", MODELS)
 def test_both_runners_train_and_draft_alike(name: str) -> None:
     hf, fast = tiny_target(name), FastTarget(tiny_model(name))
@@ -111,10 +112,8 @@ def test_text_and_root_are_those_of_the_target_and_its_weights_stay() -> None:
 def test_the_first_draft_is_always_accepted(sampling: Sampling) -> None:
     """It has the target's own distribution, so every verification gives two tokens and more."""
     target = tiny_target()
-    policy = "greedy" if sampling.greedy else "lossless"
-    for result in (
-        Decoder(target, build("uno", target, 0.3), policy, sampling, frozenset(), 41).run(prompts(4, seed=5), 2).results
-    ):
+    decoder = Decoder(target, build("uno", target, 0.3), "greedy" if sampling.greedy else "lossless", sampling, frozenset(), 25)
+    for result in decoder.run(prompts(4, seed=5), 2).results:
         assert result.lengths and min(result.lengths[:-1], default=2) >= 2
 
 
@@ -150,23 +149,23 @@ def test_a_greedy_tree_spends_no_nodes_on_what_the_target_rules_out() -> None:
     assert all(int((tree.parent_BN == 0).sum()) == len(tree.token_BN) for tree in seen)
 
 
-@pytest.mark.parametrize(
-    ("target", "options", "text"),
-    [
-        (lambda: FastTarget(model_of("Mixtral")), {}, "mixtures of experts"),
-        (lambda: HFTarget(model_of("Qwen3.5 (text)")), {}, "recurrent layers"),
-        (lambda: QuantisedTarget(tiny_model(), "int8", CPU), {}, "leave target.weights out"),
-        (tiny_target, {"lora_targets": ["c_attn"]}, "drafter.lora_targets has c_attn; the blocks' linear maps are down_proj"),
-        (tiny_target, {"lora_rank": 0}, "drafter.lora_rank is 0"),
-        (tiny_target, {"lora_alpha": 0.0}, "drafter.lora_alpha 0"),
-        (tiny_target, {"draft_length": 0}, "drafter.draft_length is 0"),
-        (tiny_target, {"retention": 0.0}, "drafter.retention is 0"),
-    ],
-)
-def test_refusals(target: Any, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(UserError) as caught:
-        Uno(UnoOptions(**options), target())
-    assert text in str(caught.value) and "\n" not in str(caught.value)
+def test_uno_invalid_target_or_options_are_refused_in_one_line(subtests: pytest.Subtests) -> None:
+    tiny = tiny_target()
+    wrong: tuple[tuple[HFTarget, dict[str, Any], str], ...] = (
+        (FastTarget(model_of("Mixtral")), {}, "mixtures of experts"),
+        (HFTarget(model_of("Qwen3.5 (text)")), {}, "recurrent layers"),
+        (QuantisedTarget(tiny_model(), "int8", CPU), {}, "leave target.weights out"),
+        (tiny, {"lora_targets": ["c_attn"]}, "drafter.lora_targets has c_attn; the blocks' linear maps are down_proj"),
+        (tiny, {"lora_rank": 0}, "drafter.lora_rank is 0"),
+        (tiny, {"lora_alpha": 0.0}, "drafter.lora_alpha 0"),
+        (tiny, {"draft_length": 0}, "drafter.draft_length is 0"),
+        (tiny, {"retention": 0.0}, "drafter.retention is 0"),
+    )
+    for target, options, text in wrong:
+        with subtests.test(text=text):
+            with pytest.raises(UserError) as caught:
+                Uno(UnoOptions(**options), target)
+            assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_target_of_bfloat16_is_exported_from_float32(tmp_path: Path) -> None:

@@ -215,6 +215,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"free_passes": 1}, {"free_passes": 0}, {"base_weight": 0.0}])
 @pytest.mark.parametrize("chunk", [40, 4096])
 def test_a_training_step_multiplies_each_slot_with_the_targets_head_once(options: dict[str, Any], chunk: int) -> None:
@@ -243,17 +244,16 @@ def test_own_drafts_carry_no_gradient() -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
+def test_xpress_invalid_options_are_refused(subtests: pytest.Subtests) -> None:
+    target = tiny_target()
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"slots": "shifted"}, r"drafter\.slots is 'shifted'"),
         ({"rank": 0}, r"drafter\.rank is 0"),
         ({"mlp_hidden": 0}, r"drafter\.mlp_hidden 0"),
         ({"free_passes": -1}, r"drafter\.free_passes is -1"),
         ({"free_weight": -0.1}, r"drafter\.free_weight -0\.1"),
         ({"base_weight": -1.0}, r"drafter\.base_weight -1\.0"),
-    ],
-)
-def test_what_no_refiner_can_be_is_refused(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        fresh(tiny_target(), **wrong)
+    )
+    for options, says in wrong:
+        with subtests.test(options=options), pytest.raises(UserError, match=says):
+            fresh(target, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ def choices(model: Any, golden: Golden) -> list[int]:
 
 
 @pytest.mark.parametrize("source", ["pruned", "hf"])
-def test_peft_loads_a_draft_models_adapter(source: str, tmp_path: Path) -> None:
+def test_export_draft_model_adapter_loads_in_peft_and_comes_back(source: str, tmp_path: Path) -> None:
     """With its model beside it where that is a part of the target, else with the model that it was trained from."""
     more: dict[str, Any] = {} if source == "pruned" else {"source": "hf", "path": str(put_model(tmp_path / "base"))}
     found, golden = opened(tmp_path / "run", "draft_model-lora", **more)
-    out = tmp_path / "out"
+    out, merged, second = (tmp_path / name for name in ("out", "merged", "second"))
     written(found, golden, "transformers", out, adapter=True)
     base = out / "base" if source == "pruned" else tmp_path / "base"
     config = json.loads((out / "adapter_config.json").read_text())
@@ -59,17 +60,8 @@ def test_peft_loads_a_draft_models_adapter(source: str, tmp_path: Path) -> None:
     assert (out / "base").exists() == (source == "pruned") and not (out / "model.safetensors").exists()
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert choices(PeftModel.from_pretrained(plain, str(out)), golden) == golden.draft_PK[0].tolist()
-    merged = tmp_path / "merged"
     written(found, golden, "transformers", merged)
     assert choices(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32), golden) == golden.draft_PK[0].tolist()
-
-
-@pytest.mark.parametrize("source", ["pruned", "hf"])
-def test_an_adapter_comes_back(source: str, tmp_path: Path) -> None:
-    more: dict[str, Any] = {} if source == "pruned" else {"source": "hf", "path": str(put_model(tmp_path / "base"))}
-    found, golden = opened(tmp_path / "run", "draft_model-lora", **more)
-    out, second = tmp_path / "out", tmp_path / "second"
-    written(found, golden, "transformers", out, adapter=True)
     again, _ = imported(out)
     assert again.meta.options["lora_rank"] == 2 and again.meta.options["source"] == "hf"
     assert found.tensors.keys() == again.tensors.keys()
@@ -112,26 +104,38 @@ def no_weights(folder: Path) -> None:
     (folder.parent / "base" / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize(
-    ("changes", "harm", "says"),
-    [
-        ({"use_rslora": True}, None, "use_rslora is True, but adapters here are plain LoRA; only False can be imported"),
-        ({"rank_pattern": {"q_proj": 4}}, None, "but adapters here have one rank and no other weights"),
-        ({"modules_to_save": ["norm"]}, None, r"has unexpected base_model.model.model.layers.0.input_layernorm.weight"),
-        ({}, alien, r"has unexpected base_model.model.model.layers.7"),
-        ({}, no_weights, r"has no safetensors weights"),
-        ({}, lambda folder: shutil.rmtree(folder.parent / "base"), "does not exist; set it to a model directory or a hub id"),
-    ],
-)
-def test_an_adapter_that_is_none_of_ours_is_one_line(changes: dict[str, Any], harm: Any, says: str, tmp_path: Path) -> None:
+def no_base(folder: Path) -> None:
+    shutil.rmtree(folder.parent / "base")
+
+
+UNLIKE: list[tuple[dict[str, Any], str]] = [  # settings of peft, what the message says
+    ({"use_rslora": True}, "use_rslora is True, but adapters here are plain LoRA; only False can be imported"),
+    ({"rank_pattern": {"q_proj": 4}}, "but adapters here have one rank and no other weights"),
+    ({"modules_to_save": ["norm"]}, r"has unexpected base_model.model.model.layers.0.input_layernorm.weight"),
+]
+HARMS: list[tuple[Callable[[Path], None], str]] = [  # each on top of those before it
+    (alien, r"has unexpected base_model.model.model.layers.7"),
+    (no_weights, r"has no safetensors weights"),
+    (no_base, "does not exist; set it to a model directory or a hub id"),
+]
+
+
+def test_an_adapter_that_is_none_of_ours_is_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    def check(folder: Path, says: str) -> None:
+        with pytest.raises(UserError, match=says) as caught:
+            imported(folder)
+        assert "\n" not in str(caught.value) and not (tmp_path / "cache").exists()
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        folder, _ = by_peft(tmp_path, **changes)
-    if harm:
-        harm(folder)
-    with pytest.raises(UserError, match=says) as caught:
-        imported(folder)
-    assert "\n" not in str(caught.value) and not (tmp_path / "cache").exists()
+        for number, (changes, says) in enumerate(UNLIKE):
+            with subtests.test(**changes):
+                check(by_peft(tmp_path / str(number), **changes)[0], says)
+        folder, _ = by_peft(tmp_path / "plain")
+    for harm, says in HARMS:
+        with subtests.test(harm=harm.__name__):
+            harm(folder)
+            check(folder, says)
 
 
 def test_the_reader_of_adapters_sees_what_is_wrong(tmp_path: Path) -> None:

@@ -15,16 +15,17 @@ from drafttrain.export.chain import GREEDY, DecodedSequence, Ending, chain_draft
 from drafttrain.export.opened import Opened
 from tests.contract.test_families import NAMES, SHAPES
 from tests.exports import TEXTS, drafter_of, loaded, opened, record_of
-from tests.helpers import prompts
+from tests.helpers import FEW, prompts
 
 NEVER = Ending(frozenset(), 24)
 
 
-@pytest.mark.parametrize(("ends", "counts"), [("whole", [2, 3]), ("cut", [2, 1]), ("capped", [2, 0]), ("none", [2, 0])])
-def test_the_round_that_ends_a_text_counts_as_the_engine_counts_it(ends: str, counts: list[int]) -> None:
+def test_the_round_that_ends_a_text_counts_as_the_engine_counts_it(subtests: pytest.Subtests) -> None:
     """One token of the prefill, sequences of 3 and 4 tokens, of which 3 and 1 are within five."""
     sequence = DecodedSequence(list(range(12)), [2, 3, 1], 1)
-    assert sequence.counted(Ending(frozenset(), 5), ends) == counts
+    for ends, counts in (("whole", [2, 3]), ("cut", [2, 1]), ("capped", [2, 0]), ("none", [2, 0])):
+        with subtests.test(ends=ends):
+            assert sequence.counted(Ending(frozenset(), 5), ends) == counts
 
 
 def test_a_stop_token_ends_a_text_as_its_length_does() -> None:
@@ -36,6 +37,7 @@ def test_a_stop_token_ends_a_text_as_its_length_does() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(case=("eagle3", "dflash"))  # a tree to cut, and a block
 @pytest.mark.parametrize("case", ["eagle3", "eagle", "medusa", "dflash", "draft_model"])
 def test_counts_are_those_of_the_decoder(tmp_path: Path, case: str) -> None:
     """A drafter's tree is left aside, and nothing past a text's end counts within it."""
@@ -58,11 +60,12 @@ def test_drafts_may_follow_the_prompt_itself(tmp_path: Path) -> None:
     """What is drafted behind a prompt's last token is what would be drafted, had the prefill yielded that one."""
     found, _ = opened(tmp_path, "draft_model")
     target, drafter = found.loaded.target, chain_drafter(found, 3, "float32")
-    for prompt, (first, *_) in zip(TEXTS, plain(target, TEXTS, NEVER), strict=True):
-        usual = decoded(target, drafter, prompt, NEVER, 3, "plain")
-        behind = decoded(target, drafter, [*prompt, first], NEVER, 3, "drafted")
-        assert behind.first == 0 and usual.tokens[1:20] == behind.tokens[:19]
-        assert usual.accepted[:5] == behind.accepted[:5]
+    ending = Ending(frozenset(), 12)
+    for prompt, (first, *_) in zip(TEXTS, plain(target, TEXTS, ending), strict=True):
+        usual = decoded(target, drafter, prompt, ending, 3, "plain")
+        behind = decoded(target, drafter, [*prompt, first], ending, 3, "drafted")
+        assert behind.first == 0 and usual.tokens[1:12] == behind.tokens[:11]
+        assert usual.accepted[:3] == behind.accepted[:3]
     with pytest.raises(UserError, match="a prompt has one token, and this engine drafts from the first token on"):
         decoded(target, drafter, [3], NEVER, 3, "drafted")
 
@@ -75,6 +78,7 @@ def test_chains_no_longer_than_the_drafter_was_made_for(tmp_path: Path) -> None:
         decoded(found.loaded.target, chain_drafter(found, 3, "float32"), TEXTS[0], Ending(frozenset(), 10**6), 3, "plain")
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_familys_checkpoint_opens_and_its_chains_end_in_plain_decodings_text(name: str, tmp_path: Path) -> None:
     """Whatever its tensors are called."""
@@ -82,8 +86,8 @@ def test_every_familys_checkpoint_opens_and_its_chains_end_in_plain_decodings_te
     drafter = drafter_of(name, options, target)
     meta = CheckpointMeta(name, asdict(options), drafter.decode_settings(), record_of(target), step=1)
     save_drafter(tmp_path, drafter.state_dict(), meta)
-    found, ending, prompt = Opened.of(tmp_path, target), Ending(frozenset(), 20), prompts(1, seed=8)[0]
+    found, ending, prompt = Opened.of(tmp_path, target), Ending(frozenset(), 12), prompts(1, seed=8)[0]
     assert set(found.tensors) == set(drafter.state_dict())
     length = min(3, found.drafter.draft_length)
     sequence = decoded(target.target, chain_drafter(found, length, "float32"), prompt, ending, length, "plain")
-    assert [sequence.tokens[:20]] == plain(target.target, [prompt], ending)
+    assert [sequence.tokens[:12]] == plain(target.target, [prompt], ending)

@@ -25,16 +25,21 @@ from drafttrain.targets.load import load_target, load_tokenizer
 from tests.damage import refused
 from tests.exports import loaded, opened, written
 
-EXPORTS = [
-    ("medusa", "vllm", {}),
-    pytest.param("draft_model", "transformers", {}, marks=pytest.mark.slow),
-    pytest.param("draft_model-lora", "transformers", {"adapter": True}, marks=pytest.mark.slow),
+HASHED, SEALED = 12, 100  # bytes that are tried of a file under a checksum, and of the list of checksums
+SLOW, GRID = pytest.mark.slow, pytest.mark.grid
+EXPORTS = [  # case, stack, how it is exported, and how many bytes of each file are tried
+    ("medusa", "vllm", {}, HASHED),
+    pytest.param("medusa", "vllm", {}, 120, marks=SLOW),
+    pytest.param("draft_model", "transformers", {}, HASHED, marks=SLOW),
+    pytest.param("draft_model", "transformers", {}, 120, marks=GRID),
+    pytest.param("draft_model-lora", "transformers", {"adapter": True}, HASHED, marks=SLOW),
+    pytest.param("draft_model-lora", "transformers", {"adapter": True}, 120, marks=GRID),
 ]
 GGUFS = [
-    ("dflash", "llamacpp", {}),
-    pytest.param("draft_model", "llamacpp", {"with_target": True}, marks=pytest.mark.slow),
+    ("dflash", "llamacpp", {}, HASHED),
+    pytest.param("draft_model", "llamacpp", {"with_target": True}, HASHED, marks=SLOW),
+    pytest.param("draft_model", "llamacpp", {"with_target": True}, 120, marks=GRID),
 ]
-FEW = 120  # bytes of each file
 
 
 @pytest.fixture(autouse=True)
@@ -53,19 +58,23 @@ def imported(out: Path) -> list[Any]:
     return [found.meta.family, found.meta.options, found.meta.decode, {n: x.tolist() for n, x in found.tensors.items()}]
 
 
-@pytest.mark.parametrize(("case", "stack", "how"), EXPORTS)
-def test_a_changed_byte_is_refused_by_an_import(case: str, stack: str, how: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "stack", "how", "most"), EXPORTS)
+def test_a_changed_byte_is_refused_by_an_import(case: str, stack: str, how: dict[str, Any], most: int, tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", case)
     written(found, golden, stack, tmp_path / "out", **how)
-    shares = refused(files(tmp_path / "out"), lambda: imported(tmp_path / "out"), FEW, removed=False)
-    assert len(shares) > 3
-    assert shares.pop(LISTED) > 0.9  # but for spaces and line feeds
-    assert set(shares.values()) == {1.0}
+
+    def read() -> list[Any]:
+        return imported(tmp_path / "out")
+
+    shares = refused((file for file in files(tmp_path / "out") if file.name != LISTED), read, most, removed=False)
+    assert len(shares) > 2 and set(shares.values()) == {1.0}
+    sealed = [tmp_path / "out" / LISTED]
+    assert refused(sealed, read, max(most, SEALED), removed=False)[LISTED] > 0.9  # but for spaces and line feeds
 
 
-@pytest.mark.parametrize(("case", "stack", "how"), [*EXPORTS, *GGUFS])
+@pytest.mark.parametrize(("case", "stack", "how", "most"), [*EXPORTS, *GGUFS])
 def test_a_changed_byte_is_refused_by_verify_and_before_an_upload(
-    case: str, stack: str, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, stack: str, how: dict[str, Any], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, sent = tmp_path / "out", list[dict[str, bytes]]()
     monkeypatch.setattr(hub, "HfApi", lambda **_: Hub(sent))
@@ -77,9 +86,9 @@ def test_a_changed_byte_is_refused_by_verify_and_before_an_upload(
         return sent.pop() | {LISTED: b""}  # whose spaces are free
 
     for read in (lambda: record_of(out), uploaded):
-        shares = refused((file for file in files(out) if file.name != LISTED), read, FEW)
+        shares = refused((file for file in files(out) if file.name != LISTED), read, most)
         assert set(shares.values()) == {1.0}
-        assert refused([out / LISTED], read, FEW, removed=False)[LISTED] > 0.9
+        assert refused([out / LISTED], read, max(most, SEALED), removed=False)[LISTED] > 0.9
 
 
 class Hub:
@@ -108,7 +117,8 @@ def test_of_several_exports_each_has_its_own_list(tmp_path: Path) -> None:
     assert record_of(tmp_path / "out" / "vllm")["stack"] == "vllm"
 
 
-def test_a_merged_target_is_refused_where_it_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [HASHED, pytest.param(120, marks=SLOW)])
+def test_a_merged_target_is_refused_where_it_is_loaded(most: int, tmp_path: Path) -> None:
     spec = LoraSpec(rank=2, alpha=4.0, modules=("q_proj",))
     found, golden = opened(tmp_path / "run", "medusa", spec=spec)
     written(found, golden, "vllm", tmp_path / "out")
@@ -119,7 +129,7 @@ def test_a_merged_target_is_refused_where_it_is_loaded(tmp_path: Path) -> None:
         again = load_target(options)
         return [again.target.fingerprint, load_tokenizer(options).get_vocab(), str(again.target.model.config)]
 
-    shares = refused((file for file in files(target) if file.name != LISTED), read, FEW, removed=False)
+    shares = refused((file for file in files(target) if file.name != LISTED), read, most, removed=False)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= shares.keys()
     assert set(shares.values()) == {1.0}
     assert TARGET not in (tmp_path / "out" / LISTED).read_text()

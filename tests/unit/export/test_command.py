@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drafttrain.commands import export
 from drafttrain.export import exporter
 from drafttrain.export.files import Files
 from drafttrain.export.golden import GOLDEN, made, sequences_for, store
 from drafttrain.export.opened import Opened
-from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import load_target
-from tests.exports import checkpoint
+from tests.exports import checkpoint, embedded
 
 Command = Callable[..., int]
 
@@ -23,7 +23,7 @@ Command = Callable[..., int]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the embedded target."""
-    return checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", "medusa", load_target(TargetOptions()))
+    return checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", "medusa", embedded())
 
 
 def test_one_stack(command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,8 +44,11 @@ def test_one_stack(command: Command, run: Path, capsys: pytest.CaptureFixture[st
     assert Path("a=b c/medusa_lm_head.safetensors").is_file() and not Path("a=b c/model.safetensors").exists()
 
 
-def test_all_stacks_with_golden_drafts_of_the_run(command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = load_target(TargetOptions())
+def test_all_stacks_with_golden_drafts_of_the_run(
+    command: Command, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = embedded()
+    monkeypatch.setattr(export, "load_target", lambda *_: target)
     store(run, made(Opened.of(run, target), sequences_for(target)))
     try:
         assert command("export", f"checkpoint={run}", "format=all", "out=out") == 0
@@ -70,53 +73,63 @@ def test_a_failed_gate_is_exit_code_3(
         right(directory, files, *rest)
 
     monkeypatch.setattr(exporter, "write", wrong)
+    monkeypatch.setattr(export, "load_target", lambda *_: embedded())
     assert command("export", f"checkpoint={run}", "format=vllm", "out=out") == 3
     error = capsys.readouterr().err
     assert error.startswith("drafttrain: Parity: logits: draft 2 at point ") and error.count("\n") == 1
     assert not list(Path().iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["format=vllm", "out=x"], "checkpoint is not set; name a directory with checkpoint=DIR"),
-        (["checkpoint={run}", "format=vllm"], "out is not set; name a directory with out=DIR"),
-        (["checkpoint={run}", "out=x"], "format is not set; choose one of vllm, sglang"),
-        (["checkpoint={run}", "out=x", "format=vlm"], "format is 'vlm'; choose one of vllm, sglang"),
-        (
-            ["checkpoint={run}", "out=x", "format=sglang"],
-            "medusa cannot be exported to sglang: it has no loader for this family; vllm",
-        ),
-        (["checkpoint={run}", "out=x", "format=vllm", "dtype=int8"], "dtype is 'int8'; choose one of float32"),
-        pytest.param(
-            ["checkpoint={run}", "out=x", "format=vllm", "launcher.nproc=2"],
-            "export runs in one process, but 2 were started",
-            marks=pytest.mark.slow,
-        ),
-        (["checkpoint={run}/..", "out=x", "format=vllm"], "expected a checkpoint, got no drafter.json there"),
-        (["checkpoint={lookup}", "out=x", "format=all"], "prompt_lookup cannot be exported: it has no trained weights"),
-        (["checkpoint={cut}", "out=x", "format=vllm"], "drafter.safetensors: damaged or cut off"),
-    ],
-)
+MISTAKES = [
+    (["format=vllm", "out=x"], "checkpoint is not set; name a directory with checkpoint=DIR"),
+    (["checkpoint={run}", "format=vllm"], "out is not set; name a directory with out=DIR"),
+    (["checkpoint={run}", "out=x"], "format is not set; choose one of vllm, sglang"),
+    (["checkpoint={run}", "out=x", "format=vlm"], "format is 'vlm'; choose one of vllm, sglang"),
+    (
+        ["checkpoint={run}", "out=x", "format=sglang"],
+        "medusa cannot be exported to sglang: it has no loader for this family; vllm",
+    ),
+    (["checkpoint={run}", "out=x", "format=vllm", "dtype=int8"], "dtype is 'int8'; choose one of float32"),
+    (["checkpoint={run}/..", "out=x", "format=vllm"], "expected a checkpoint, got no drafter.json there"),
+    (["checkpoint={lookup}", "out=x", "format=all"], "prompt_lookup cannot be exported: it has no trained weights"),
+    (["checkpoint={cut}", "out=x", "format=vllm"], "drafter.safetensors: damaged or cut off"),
+]
+
+
 def test_mistakes_are_one_line(
-    arguments: list[str], says: str, command: Command, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    subtests: pytest.Subtests,
 ) -> None:
-    names = {"run": run, "lookup": tmp_path / "lookup", "cut": tmp_path / "cut"}
-    for name, path in names.items():
-        if f"{{{name}}}" in arguments[0] and name != "run":
-            made = checkpoint(path, "prompt_lookup" if name == "lookup" else "medusa", load_target(TargetOptions()))
-            names[name] = made
-    if "{cut}" in arguments[0]:
-        weights = names["cut"] / "drafter.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-9])
-    assert command("export", *(argument.format(**names) for argument in arguments)) == 2
+    monkeypatch.setattr(export, "load_target", lambda *_: embedded())
+    names = {"run": run, "lookup": checkpoint(tmp_path / "lookup", "prompt_lookup", embedded()), "cut": tmp_path / "cut"}
+    shutil.copytree(run, names["cut"])
+    weights = names["cut"] / "drafter.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    for arguments, says in MISTAKES:
+        with subtests.test(says=says):
+            assert command("export", *(argument.format(**names) for argument in arguments)) == 2
+            error = capsys.readouterr().err
+            assert says in error and error.count("\n") == 1
+            assert not Path("x").exists()
+
+
+@pytest.mark.slow
+def test_export_command_with_two_processes_is_refused_in_one_line(
+    command: Command, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("export", f"checkpoint={run}", "out=x", "format=vllm", "launcher.nproc=2") == 2
     error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
+    assert "export runs in one process, but 2 were started" in error and error.count("\n") == 1
     assert not Path("x").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = checkpoint(tmp_path / "lora", "draft_model-lora", load_target(TargetOptions()))
+    made = checkpoint(tmp_path / "lora", "draft_model-lora", embedded())
     assert command("export", f"checkpoint={made}", "format=transformers", "adapter=true", "out=out") == 0
     assert "transformers: out (18 golden drafts reproduced)" in capsys.readouterr().out
     assert {"adapter_config.json", "adapter_model.safetensors", "base"} <= {path.name for path in Path("out").iterdir()}

@@ -39,6 +39,12 @@ FILES = [
 ]
 TRAINED = [case for case, (family, options) in CASES.items() if loads(family) and not options.get("lora_rank")]
 
+FAST = ("medusa", "peagle")
+PLAIN = (  # of each other family; variants name and merge their matrices alike
+    *("eagle3", "pard", "eagle", "hydra", "redrafter", "mlp_speculator", "mtp", "mtp_native", "dflash", "dspark", "dflash2"),
+    *("jetspec", "domino", "xpress", "lilicorr", "draft_model"),
+)
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +88,8 @@ def test_peft_loads_the_adapter_of_a_drafter(case: str, tmp_path: Path) -> None:
     assert f"merge(adapter='{out}', out='{out}-merged')" in card and f'"model": "{out}-merged"' in card
 
 
-@pytest.mark.sampled(case=("medusa", "peagle"))
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.sampled(case=(*FAST, *PLAIN))
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in TRAINED if case not in FAST)])
 def test_every_export_of_a_drafter_with_lora_drafts_as_its_checkpoint(case: str, tmp_path: Path) -> None:
     """Merged, in float32 and rounded. As an adapter, or refused with the reason."""
     own = target_of_files(native("mimo", tmp_path / "target")) if CASES[case][0] == "mtp_native" else None

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,74 +25,19 @@ from drafttrain.drafters.checkpoint import META
 from drafttrain.export import golden as material
 from drafttrain.export import matrix
 from drafttrain.export.card import Measured
-from drafttrain.export.exporter import Wanted, check_wanted
-from drafttrain.export.golden import GOLDEN, TENSORS, store, stored
+from drafttrain.export.exporter import Wanted, check_wanted, refusals
+from drafttrain.export.files import DTYPES
+from drafttrain.export.golden import GOLDEN, TENSORS, Golden, store, stored
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import check_model
 from drafttrain.export.table import STACKS, TABLE, Layout, loads, stacks_for
 from drafttrain.model.lora import LoraSpec
-from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from tests.damage import refused
-from tests.exports import CASES, TEXTS, checkpoint, deep, loaded, opened, written
+from tests.exports import CASES, GOES_TO, TEXTS, checkpoint, deep, loaded, opened, unprobed, written
 from tests.helpers import tiny_model, watch_proposals
 
 ROOT = Path(__file__).parents[3]
-PAIRS = {  # case -> the stacks that it goes to
-    "eagle3": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "openvino"],
-    "eagle3-whole": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "openvino"],
-    "eagle3-two": ["vllm", "sglang", "trtllm", "speculators"],
-    "eagle3-last": ["vllm"],
-    "eagle3-unlike": ["vllm", "speculators", "llamacpp"],
-    "eagle3-scaled": ["vllm", "sglang", "trtllm", "speculators", "openvino"],
-    "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
-    "peagle": ["vllm", "speculators"],
-    "peagle-normed": ["vllm"],
-    "eagle3-windows": ["vllm", "speculators"],
-    "peagle-windows": ["vllm", "speculators"],
-    "pard": ["vllm", "trtllm"],
-    "pard-lora": ["vllm", "trtllm"],
-    "eagle": ["vllm", "sglang", "lmdeploy"],
-    "eagle-bias": ["sglang"],
-    "medusa": ["vllm", "tgi", "official"],
-    "medusa-deep": ["vllm", "tgi"],
-    "hydra": ["official"],
-    "redrafter": ["official"],
-    "mlp_speculator": ["tgi", "official"],
-    "mlp_speculator-tied": ["tgi", "official"],
-    "mtp": ["official"],
-    "mtp-qwen3": ["speculators"],
-    "dflash": ["vllm", "sglang", "trtllm", "speculators", "transformers", "llamacpp", "openvino", "official"],
-    "dflash-unlike": ["vllm", "sglang", "trtllm", "speculators", "transformers", "openvino", "official"],
-    "dflash-windows": ["vllm", "sglang"],
-    "dflash-open-windows": ["vllm", "sglang", "speculators", "transformers"],
-    "dflash-causal": ["vllm", "sglang", "llamacpp"],
-    "dflash-causal-windows": ["vllm", "sglang", "speculators"],
-    "jetspec": ["vllm", "sglang", "llamacpp", "official"],
-    "jetspec-windows": ["vllm", "sglang"],
-    "domino": ["sglang"],
-    "domino-shifted": ["sglang"],
-    "domino-causal": ["sglang"],
-    "dspark-windows": ["vllm", "sglang", "speculators"],
-    "dspark-open-windows": ["vllm", "sglang"],
-    "dspark-causal": ["vllm", "sglang", "llamacpp"],
-    "dflash2-windows": ["vllm", "sglang", "speculators"],
-    "dflash2-causal": ["vllm", "sglang", "llamacpp"],
-    "dspark": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "official"],
-    "dspark-in-place": ["vllm", "sglang", "speculators", "llamacpp"],
-    "dflash2": ["vllm", "sglang", "speculators", "official"],
-    "dflash2-unlike": ["vllm", "sglang", "speculators", "llamacpp", "official"],
-    "lilicorr": ["vllm", "sglang"],
-    "lilicorr-wide": ["vllm", "sglang"],
-    "xpress": ["vllm"],
-    "xpress-unlike": ["vllm"],
-    "xpress-windows": ["vllm"],
-    "uno": ["sglang"],
-    "uno-few": ["sglang"],
-    "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
-    "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
-}
-
 COPIES = {  # files with copies of the target's matrices, which keep its dtype
     ("eagle3", "speculators"): ["embed_tokens.weight"],
     ("dspark", "official"): ["embed_tokens.weight", "lm_head.weight"],
@@ -99,14 +45,77 @@ COPIES = {  # files with copies of the target's matrices, which keep its dtype
 WIDE = {("eagle", "lmdeploy")}  # whose files hold the target's embedding, which keeps its precision
 
 
-@pytest.mark.sampled(dtype=["float32"])
-@pytest.mark.sampled_slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", PAIRS)
+# (case, stack) -> parts of the command on its card, which serves three drafts. The taps of these drafters are the outputs of
+# blocks 0, 1 and 2, the inputs of 1, 2 and 3.
+SAYS = {
+    ("eagle3", "vllm"): ['"method": "eagle3"', '"num_speculative_tokens": 3'],
+    ("eagle3", "sglang"): ["--speculative-algorithm EAGLE3", "-num-steps 3 ", "-eagle-topk 1 ", "-num-draft-tokens 4"],
+    ("eagle3", "trtllm"): ["decoding_type: Eagle3", "max_draft_len: 3", "eagle3_layers_to_capture: [0, 1, 2]"],
+    ("eagle3", "openvino"): ['set_rt_info("0 1 2", "hidden_layers_list")'],
+    ("eagle3", "llamacpp"): ["--spec-type draft-eagle3", "--spec-draft-n-max 3", "--spec-draft-p-min 0", "add --parallel 1"],
+    ("eagle", "vllm"): ['"method": "eagle"', '"num_speculative_tokens": 3'],
+    ("eagle", "lmdeploy"): ["--speculative-algorithm eagle ", "--speculative-num-draft-tokens 3"],
+    ("medusa", "vllm"): ['"method": "medusa"', '"num_speculative_tokens": 3'],
+    ("medusa", "tgi"): ["--speculate 3"],
+    ("dflash", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],  # of blocks of four
+    ("dflash", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
+    ("dflash", "trtllm"): ["decoding_type: DFlash", "max_draft_len: 3"],
+    ("dflash", "transformers"): ['speculation_type="dflash"'],
+    ("dflash", "llamacpp"): ["--spec-type draft-dflash", "--spec-draft-n-max 3"],
+    ("dspark", "vllm"): ['"method": "dspark"', '"num_speculative_tokens": 3'],  # of blocks of three, shifted
+    ("dspark", "sglang"): ["--speculative-algorithm DSPARK", "--speculative-draft-model-path"],
+    ("dspark-in-place", "sglang"): ["--speculative-algorithm DSPARK", "--speculative-dspark-block-size 3"],  # of blocks of four
+    ("dspark", "trtllm"): ["decoding_type: DSpark", "max_draft_len: 3", "speculative_model: "],
+    ("dspark", "llamacpp"): ["--spec-type draft-dspark", "--spec-draft-n-max 3"],
+    ("dspark", "official"): ["Qwen3DSparkModel"],
+    ("dflash2", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
+    ("dflash2", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
+    ("dflash2-unlike", "llamacpp"): ["--spec-type draft-dflash", "--spec-draft-n-max 2"],
+    ("jetspec", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
+    ("jetspec", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
+    ("domino", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4", "CUDA and bfloat16"],
+    ("domino-shifted", "sglang"): ["--speculative-num-draft-tokens 3", "leaves the last slot of a shifted block unused"],
+    ("xpress", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
+    ("lilicorr", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
+    ("lilicorr", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
+    ("draft_model", "vllm"): ['"method": "draft_model"', '"num_speculative_tokens": 3'],
+    ("uno", "sglang"): ["--speculative-algorithm UNO --uno-lora-path", "--speculative-num-draft-tokens 4", "parallelism at 1"],
+    ("draft_model", "sglang"): ["--speculative-algorithm STANDALONE"],
+    ("draft_model", "trtllm"): ["decoding_type: Draft_Target"],
+    ("draft_model", "llamacpp"): ["--spec-type draft-simple"],
+}
+# cases that repeat the writers and readers of others, with other numbers
+LATER = (
+    *("eagle3-whole", "eagle3-two", "eagle3-windows", "peagle-windows", "pard-lora", "dflash-unlike", "dflash-windows"),
+    *("dflash-causal-windows", "jetspec-windows", "domino-causal", "dspark-open-windows", "dspark-causal", "dflash2-windows"),
+    *("dflash2-causal", "lilicorr-wide", "xpress-unlike", "xpress-windows", "uno-few"),
+)
+# weights are cast in one place for all: a case of each layout is enough in CI, and of each stack in the third dtype
+ROUNDED = {
+    "bfloat16": (
+        *("eagle3", "eagle", "medusa", "hydra", "redrafter", "mlp_speculator", "mtp", "dflash", "jetspec", "domino"),
+        *("dspark", "lilicorr", "xpress", "uno", "draft_model"),
+    ),
+    "float16": ("eagle", "medusa", "dflash"),
+}
+
+
+def exports() -> Iterator[Any]:
+    """(case, dtype): fast, slow, or of the grid."""
+    for case in GOES_TO:
+        yield pytest.param(case, "float32", marks=[pytest.mark.slow] * (case in LATER))
+        for dtype, cases in ROUNDED.items():
+            yield pytest.param(case, dtype, marks=pytest.mark.slow if case in cases else pytest.mark.grid)
+
+
+@pytest.mark.parametrize(("case", "dtype"), exports())
 def test_every_supported_pair_drafts_the_same(case: str, dtype: str, tmp_path: Path) -> None:
+    """Each directory as its stack reads it; and its card gives a command that says what the directory does not."""
     found, golden = opened(tmp_path, case)
+    if dtype == "float32" and case != "draft_model-lora":
+        check_decoder_drafts(found, golden)
     exported = written(found, golden, "all", tmp_path / "out", dtype)
-    stacks = [stack for stack in PAIRS[case] if dtype == "float32" or (case, stack) not in WIDE]
+    stacks = [stack for stack in GOES_TO[case] if dtype == "float32" or (case, stack) not in WIDE]
     assert list(exported.written) == stacks
     assert set(exported.written) | set(exported.refused) == set(STACKS)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
@@ -123,6 +132,15 @@ def test_every_supported_pair_drafts_the_same(case: str, dtype: str, tmp_path: P
             assert {x.dtype for x in tensors.values() if x.is_floating_point()} == {getattr(torch, dtype)}
         card = (tmp_path / "out" / stack / "README.md").read_text()
         assert "targets/tiny" in card and str(tmp_path / "out" / stack) in card
+        assert [text for text in SAYS.get((case, stack), ()) if text not in card] == [], card
+
+
+def check_decoder_drafts(found: Opened, golden: Golden) -> None:
+    """Golden drafts are what the decoder verifies first."""
+    drafter = found.drafter.eval()
+    trees = watch_proposals(drafter)
+    Decoder(found.loaded.target, drafter, "greedy", Sampling(), frozenset(), 6).run(TEXTS, len(TEXTS))
+    assert trees[0].token_BN.tolist() == torch.cat([golden.root_P[:, None], golden.draft_PK], 1).tolist()
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
@@ -135,7 +153,7 @@ def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
     model: Any = tiny_model()
     model.config.tie_word_embeddings = True
     model.tie_weights()
-    target = LoadedTarget(HFTarget(model), loaded().tokenizer, "tied", loaded().description)
+    target = LoadedTarget(unprobed(model), loaded().tokenizer, "tied", loaded().description)
     found, golden = opened(tmp_path, "draft_model", target)
     written(found, golden, "vllm", tmp_path / "out")
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
@@ -181,18 +199,6 @@ def test_a_draft_model_brings_the_targets_tokenizer_and_template(tmp_path: Path)
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_transformers_itself_reads_a_draft_model(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    found, golden = opened(tmp_path, "draft_model-lora")
-    written(found, golden, "transformers", tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    row = int(golden.count_P[0])
-    text = torch.cat([golden.text_PT[0, :row], golden.root_P[:1], golden.draft_PK[0, :-1]])
-    chosen = model(text[None]).logits[0, row:].argmax(-1)
-    assert chosen.tolist() == golden.draft_PK[0].tolist()
-
-
 def test_transformers_itself_reads_dflash(tmp_path: Path) -> None:
     from transformers import AutoModel
 
@@ -202,17 +208,6 @@ def test_transformers_itself_reads_dflash(tmp_path: Path) -> None:
     assert type(model).__name__ == "MuseGlimmerAssistantModel"
     assert not about["missing_keys"] and not about["unexpected_keys"]
     assert model.config.target_layer_ids == [0, 1, 2] and model.config.rope_parameters["rope_theta"] == 10000.0
-
-
-@pytest.mark.parametrize("case", [case for case in PAIRS if case != "draft_model-lora"])
-def test_golden_drafts_are_the_decoders(case: str, tmp_path: Path) -> None:
-    found, golden = opened(tmp_path, case)
-    drafter = found.drafter.eval()
-    trees = watch_proposals(drafter)
-    for row, text in enumerate(TEXTS):
-        trees.clear()
-        Decoder(found.loaded.target, drafter, "greedy", Sampling(), frozenset(), 8).run([text], 1)
-        assert trees[0].token_BN[0].tolist() == [int(golden.root_P[row]), *golden.draft_PK[row].tolist()]
 
 
 def test_golden_material_survives_the_disk(tmp_path: Path) -> None:
@@ -245,7 +240,8 @@ def test_golden_material_of_other_weights_does_not_count(tmp_path: Path) -> None
         stored(found.directory)
 
 
-def test_a_changed_byte_of_golden_material_is_found_or_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [300, pytest.param(1500, marks=pytest.mark.slow)])
+def test_a_changed_byte_of_golden_material_is_found_or_changes_nothing(most: int, tmp_path: Path) -> None:
     found, _ = opened(tmp_path, "medusa")
 
     def read() -> list[Any]:
@@ -253,7 +249,7 @@ def test_a_changed_byte_of_golden_material_is_found_or_changes_nothing(tmp_path:
         assert golden is not None
         return [golden.facts, golden.sha256, *(getattr(golden, name).tolist() for name in TENSORS)]
 
-    assert refused([found.directory / GOLDEN], read, 1500, removed=False)[GOLDEN] > 0.95
+    assert refused([found.directory / GOLDEN], read, most, removed=False)[GOLDEN] > 0.95
     tensors = load_file(found.directory / GOLDEN)  # as earlier versions wrote it
     about = {"facts": read()[0], "sha256": read()[1]}
     wanted = read()
@@ -261,15 +257,24 @@ def test_a_changed_byte_of_golden_material_is_found_or_changes_nothing(tmp_path:
     assert read() == wanted
 
 
-def test_a_target_in_bfloat16_makes_no_ties(tmp_path: Path) -> None:
+NARROW = {"eagle": 3, "eagle3": 6, "dflash": 8, "medusa-shared": 3}  # case -> its stacks
+
+
+@pytest.mark.parametrize(
+    ("case", "stack", "count"),
+    [
+        *[("eagle3", "vllm", 1), ("dflash", "vllm", 1)],
+        *(pytest.param(case, "all", count, marks=pytest.mark.slow) for case, count in NARROW.items()),
+    ],
+)
+def test_a_target_in_bfloat16_makes_no_ties(case: str, stack: str, count: int, tmp_path: Path) -> None:
     """Its head would round logits to three digits; golden ones are of its weights in float32."""
     model = tiny_model().bfloat16()
-    target = LoadedTarget(HFTarget(model), loaded().tokenizer, "narrow", loaded().description)  # type: ignore[arg-type]
-    for case, stacks in (("eagle", 3), ("eagle3", 6), ("dflash", 8), ("medusa-shared", 3)):
-        found, golden = opened(tmp_path / case, case, target)
-        assert golden.logit_PKR.dtype == torch.float32 and golden.states[-1].dtype == torch.bfloat16
-        for dtype in ("float32", "bfloat16"):
-            assert len(written(found, golden, "all", tmp_path / case / dtype, dtype).written) == stacks
+    target = LoadedTarget(unprobed(model), loaded().tokenizer, "narrow", loaded().description)  # type: ignore[arg-type]
+    found, golden = opened(tmp_path / "run", case, target)
+    assert golden.logit_PKR.dtype == torch.float32 and golden.states[-1].dtype == torch.bfloat16
+    for dtype in ("float32", "bfloat16") if stack == "all" else ("float32",):
+        assert len(written(found, golden, stack, tmp_path / dtype, dtype).written) == count
 
 
 def test_weights_come_in_shards(tmp_path: Path) -> None:
@@ -282,58 +287,56 @@ def test_weights_come_in_shards(tmp_path: Path) -> None:
         written(found, golden, "vllm", tmp_path / "other", max_shard_size="many")
 
 
-@pytest.mark.parametrize(
-    ("case", "stack", "says"),
-    [
-        (
-            "eagle3-normed",
-            "openvino",
-            r"trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it",
-        ),
-        (
-            "eagle3-last",
-            "sglang",
-            r"last block, and sglang .* train with drafter.taps below 3; vllm loads it unchanged",
-        ),
-        ("eagle3-two", "openvino", "taps 2 blocks, but openvino takes exactly three"),
-        ("eagle3", "lmdeploy", "its taps are not the official ones"),
-        (
-            "eagle-bias",
-            "vllm",
-            "fc has a trained bias, which vllm cannot load; train with drafter.bias=false; sglang load",
-        ),
-        ("medusa-deep", "official", "its heads have 2 blocks, but the authors' code repeats one"),
-        ("hydra-deep", "official", "its heads have 3 blocks, .*; train with drafter.layers=2; no other stack loads it"),
-        ("hydra-deep", "all", "no stack loads this hydra drafter: official: its heads have 3 blocks"),
-        ("dflash-shifted", "vllm", "its slots are shifted"),
-        (
-            "eagle3-windows",
-            "sglang",
-            r"sliding windows, which sglang is not known to read for this family; .*vllm, speculators",
-        ),
-        ("dflash-windows", "speculators", "vLLM would read all layers of this layout as causal"),
-        ("dflash-windows", "transformers", "train with drafter.causal_windows=false"),
-        (
-            "dflash-causal",
-            "transformers",
-            "slots of all layers see no later slot; .* train with drafter.causal=false; vllm, sg",
-        ),
-        ("dflash-causal", "speculators", "speculators has a flag only for layers with windows"),
-        ("dflash-causal", "trtllm", "which trtllm is not known to read; train with drafter.causal=false"),
-        ("dflash2-causal", "official", "which official is not known to read"),
-        ("dspark-causal", "speculators", "speculators has a flag only for layers with windows"),
-        ("dspark-open-windows", "speculators", "vLLM makes slots of its layers with windows causal"),
-        ("dspark-in-place", "trtllm", "its slots are in place, but TensorRT-LLM drafts with every slot of a block"),
-        ("dspark-causal", "trtllm", "which trtllm is not known to read; train with drafter.causal=false"),
-        ("dspark-in-place", "official", "its slots are in place, but the authors' code has shifted ones"),
-        ("jetspec-open", "vllm", "its slots see later ones, but in files of this family they do not"),
-    ],
-)
-def test_a_drafter_that_a_stack_cannot_load_is_refused(case: str, stack: str, says: str, tmp_path: Path) -> None:
-    found, golden = opened(tmp_path, case)
-    with pytest.raises(UserError, match=says):
-        written(found, golden, stack, tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00004"]
+REFUSED = {  # by case and stack: what the message says
+    "eagle3-normed": {
+        "openvino": "trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it",
+    },
+    "eagle3-last": {"sglang": "last block, and sglang .* train with drafter.taps below 3; vllm loads it unchanged"},
+    "eagle3-two": {"openvino": "taps 2 blocks, but openvino takes exactly three"},
+    "eagle3": {"lmdeploy": "its taps are not the official ones"},
+    "eagle-bias": {"vllm": "fc has a trained bias, which vllm cannot load; train with drafter.bias=false; sglang load"},
+    "medusa-deep": {"official": "its heads have 2 blocks, but the authors' code repeats one"},
+    "hydra-deep": {
+        "official": "its heads have 3 blocks, .*; train with drafter.layers=2; no other stack loads it",
+        "all": "no stack loads this hydra drafter: official: its heads have 3 blocks",
+    },
+    "dflash-shifted": {"vllm": "its slots are shifted"},
+    "eagle3-windows": {"sglang": "sliding windows, which sglang is not known to read for this family; .*vllm, speculators"},
+    "dflash-windows": {
+        "speculators": "vLLM would read all layers of this layout as causal",
+        "transformers": "train with drafter.causal_windows=false",
+    },
+    "dflash-causal": {
+        "transformers": "slots of all layers see no later slot; .* train with drafter.causal=false; vllm, sg",
+        "speculators": "speculators has a flag only for layers with windows",
+        "trtllm": "which trtllm is not known to read; train with drafter.causal=false",
+    },
+    "dflash2-causal": {"official": "which official is not known to read"},
+    "dspark-causal": {
+        "speculators": "speculators has a flag only for layers with windows",
+        "trtllm": "which trtllm is not known to read; train with drafter.causal=false",
+    },
+    "dspark-open-windows": {"speculators": "vLLM makes slots of its layers with windows causal"},
+    "dspark-in-place": {
+        "trtllm": "its slots are in place, but TensorRT-LLM drafts with every slot of a block",
+        "official": "its slots are in place, but the authors' code has shifted ones",
+    },
+    "jetspec-open": {"vllm": "its slots see later ones, but in files of this family they do not"},
+}
+
+
+def test_a_drafter_that_a_stack_cannot_load_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Before anything is written."""
+    for case, expected in REFUSED.items():
+        found = Opened.of(checkpoint(tmp_path / case, case), loaded())
+        for stack, says in expected.items():
+            wanted = Wanted(stacks_for(found.meta.family, stack), tmp_path / "out", "float32", stack == "all")
+            with subtests.test(case=case, stack=stack), pytest.raises(UserError, match=says):
+                refusals(found, wanted)
+    found, golden = opened(tmp_path / "run", "eagle3-two")
+    with pytest.raises(UserError, match=REFUSED["eagle3-two"]["openvino"]):
+        written(found, golden, "openvino", tmp_path / "out")
+    assert not list(tmp_path.glob("out*")) and [p.name for p in (tmp_path / "run").iterdir()] == ["step-00004"]
 
 
 def test_pairs_that_no_loader_serves_name_those_that_do() -> None:
@@ -358,7 +361,7 @@ def test_pairs_that_no_loader_serves_name_those_that_do() -> None:
 def test_the_table_has_a_row_for_every_family_and_stack() -> None:
     assert TABLE.keys() == families().keys()
     assert all(rows.keys() == STACKS.keys() for rows in TABLE.values())
-    covered = {(CASES[case][0], stack) for case, stacks in PAIRS.items() for stack in stacks}
+    covered = {(CASES[case][0], stack) for case, stacks in GOES_TO.items() for stack in stacks}
     assert {(family, stack) for family in TABLE for stack in loads(family)} - covered == {
         ("eagle3", "lmdeploy"),
         ("dflash", "lmdeploy"),
@@ -381,7 +384,8 @@ def test_lmdeploy_takes_official_taps_alone(tmp_path: Path) -> None:
     target = deep()
     found, golden = opened(tmp_path, "eagle3", target, taps=None)
     assert found.drafter.taps.blocks == (1, 3, 4)
-    assert written(found, golden, "lmdeploy", tmp_path / "out").written["lmdeploy"].gap < 0.5
+    for dtype in DTYPES:
+        assert written(found, golden, "lmdeploy", tmp_path / dtype, dtype).written["lmdeploy"].gap < 0.5
     other = LoadedTarget(target.target, target.tokenizer, "deep", target.description | {"architecture": "Qwen3ForCausalLM"})
     found, golden = opened(tmp_path / "other", "eagle3", other, taps=None)
     with pytest.raises(UserError, match="lmdeploy captures no states of Qwen3ForCausalLM targets for this family"):

@@ -23,9 +23,8 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.readers import gguf as readers
 from drafttrain.export.readers.parts import Point
 from drafttrain.export.table import layout
-from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
-from tests.exports import TEXTS, loaded, opened, written
+from tests.exports import TEXTS, checkpoint, loaded, opened, unprobed, written
 from tests.helpers import tiny_model
 
 Fields = dict[str, Any]
@@ -178,24 +177,27 @@ TRAPS: list[tuple[str, str, Change]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "name", "change"), TRAPS, ids=lambda x: x if isinstance(x, str) else None)
+@pytest.mark.parametrize("case", dict.fromkeys(case for case, _, _ in TRAPS))
 def test_a_wrong_file_is_stopped_by_name(
-    case: str, name: str, change: Change, exported: Callable[[str], Made], tmp_path: Path
+    case: str,
+    exported: Callable[[str], Made],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    subtests: pytest.Subtests,
 ) -> None:
+    """Wrong layers show in the drafts, too, whatever the file says of itself."""
     found, golden, right = exported(case)
-    with pytest.raises(ParityError, match=f"^Parity: {name}: ") as caught:
-        gate(found, golden, changed(right, tmp_path / "wrong", change))
-    assert caught.value.name == name
-
-
-@pytest.mark.parametrize(("case", "change"), SHIFTED)
-def test_wrong_layers_show_in_the_drafts_alone(
-    case: str, change: Change, exported: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, golden, right = exported(case)
-    monkeypatch.setattr(parity, "_check_facts", lambda *_: None)
-    with pytest.raises(ParityError, match=r"^Parity: logits: draft"):
-        gate(found, golden, changed(right, tmp_path / "wrong", change))
+    traps = [(name, change) for of, name, change in TRAPS if of == case]
+    for number, (name, change) in enumerate(traps):
+        with subtests.test(name=name, number=number):
+            wrong = changed(right, tmp_path / str(number), change)
+            with pytest.raises(ParityError, match=f"^Parity: {name}: ") as caught:
+                gate(found, golden, wrong)
+            assert caught.value.name == name
+            if (case, change) in SHIFTED:
+                with monkeypatch.context() as patch, pytest.raises(ParityError, match=r"^Parity: logits: draft"):
+                    patch.setattr(parity, "_check_facts", lambda *_: None)
+                    gate(found, golden, wrong)
 
 
 @pytest.mark.parametrize("kept", [20, 0.3, -30])
@@ -256,7 +258,7 @@ def target_of(**changes: Any) -> LoadedTarget:
         setattr(config, key, value)
     made = type(model)(config)
     made.load_state_dict(model.state_dict())
-    return LoadedTarget(HFTarget(made), loaded().tokenizer, "changed", loaded().description)
+    return LoadedTarget(unprobed(made), loaded().tokenizer, "changed", loaded().description)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -274,32 +276,33 @@ def test_scaled_positions_are_kept(rope: dict[str, Any], tmp_path: Path) -> None
         gate(found, golden, changed(tmp_path / "out", tmp_path / "wrong", plain))
 
 
-@pytest.mark.parametrize(
-    ("case", "changes", "says"),
-    [
-        ("eagle3-normed", {}, "with fc_norm, which llamacpp does not read; .*; vllm, sglang, trtllm, speculators load it"),
-        ("eagle3-last", {}, "taps the target's last block, and llamacpp is known .*; vllm loads it unchanged"),
-        ("eagle3-two", {}, "taps 2 blocks, but llamacpp takes exactly three; .*; vllm, sglang, trtllm, speculators load it"),
-        ("dflash-shifted", {}, "its slots are shifted"),
-        ("dspark-windows", {}, "its layers have sliding windows, which are not written to GGUF"),
-        ("jetspec-open", {}, "its slots see later ones"),
-        (
-            "dflash2",
-            {},
-            "it has 8 candidates, and llama.cpp takes k of them only where k .k . 1. is at most the hidden size, 32",
-        ),
-        ("eagle3", {"name": "qwen2"}, "llama.cpp captures no states of qwen2 targets, only of llama, mistral, qwen3"),
-        ("draft_model", {"name": "gpt2"}, "its architecture is gpt2"),
-        ("draft_model", {"name": "qwen3", "rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", **LLAMA3}}, "'llama3'"),
-        ("draft_model", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}, "is 'dynamic'"),
-        ("draft_model", {"name": "mistral-sliding", "sliding_window": 16}, "it has sliding-window attention"),
-    ],
-)
-def test_what_cannot_be_held_is_refused(case: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
-    found, golden = opened(tmp_path, case, target_of(**changes) if changes else None)
-    with pytest.raises(UserError, match=f"cannot be exported to llamacpp: .*{says}"):
-        written(found, golden, "llamacpp", tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00004"]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [  # case, how its target differs, what the message says
+    ("eagle3-normed", {}, "with fc_norm, which llamacpp does not read; .*; vllm, sglang, trtllm, speculators load it"),
+    ("eagle3-last", {}, "taps the target's last block, and llamacpp is known .*; vllm loads it unchanged"),
+    ("eagle3-two", {}, "taps 2 blocks, but llamacpp takes exactly three; .*; vllm, sglang, trtllm, speculators load it"),
+    ("dflash-shifted", {}, "its slots are shifted"),
+    ("dspark-windows", {}, "its layers have sliding windows, which are not written to GGUF"),
+    ("jetspec-open", {}, "its slots see later ones"),
+    (
+        "dflash2",
+        {},
+        "it has 8 candidates, and llama.cpp takes k of them only where k .k . 1. is at most the hidden size, 32",
+    ),
+    ("eagle3", {"name": "qwen2"}, "llama.cpp captures no states of qwen2 targets, only of llama, mistral, qwen3"),
+    ("draft_model", {"name": "gpt2"}, "its architecture is gpt2"),
+    ("draft_model", {"name": "qwen3", "rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", **LLAMA3}}, "'llama3'"),
+    ("draft_model", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}, "is 'dynamic'"),
+    ("draft_model", {"name": "mistral-sliding", "sliding_window": 16}, "it has sliding-window attention"),
+]
+
+
+def test_what_cannot_be_held_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (case, changes, says) in enumerate(REFUSED):
+        with subtests.test(case=case, **changes):
+            target = target_of(**changes) if changes else loaded()
+            found = Opened.of(checkpoint(tmp_path / str(number), case, target), target)
+            with pytest.raises(UserError, match=f"cannot be exported to llamacpp: .*{says}"):
+                refusals(found, Wanted(["llamacpp"], tmp_path / "out", "float32", False))
 
 
 def test_a_target_that_cannot_be_written_is_said_before(tmp_path: Path) -> None:

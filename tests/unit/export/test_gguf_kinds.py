@@ -14,10 +14,10 @@ from drafttrain.export import parity
 from drafttrain.export.exporter import Wanted, refusals
 from drafttrain.export.files import Source, write
 from drafttrain.export.layouts import gguf as layouts
+from drafttrain.export.opened import Opened
 from drafttrain.export.table import layout
-from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
-from tests.exports import loaded, opened, written
+from tests.exports import checkpoint, loaded, opened, unprobed, written
 from tests.helpers import GATED
 from tests.unit.export.test_gguf import Change, changed, content, drop, lose, put
 
@@ -47,11 +47,10 @@ def target_of(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=1.0 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.5)
-    return LoadedTarget(HFTarget(model.to(dtype)), loaded().tokenizer, kind, loaded().description)
+    return LoadedTarget(unprobed(model.to(dtype)), loaded().tokenizer, kind, loaded().description)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in WHOLE), ("qwen3_moe", "bfloat16")])
 def test_a_target_of_each_kind_is_written_with_its_drafter(kind: str, dtype: str, tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "eagle3", target_of(kind))
     made = written(found, golden, "llamacpp", tmp_path / "out", dtype, with_target=True)
@@ -64,35 +63,52 @@ def swap(one: str, other: str) -> Change:
     return lambda fields, tensors: tensors.update({one: tensors[other], other: tensors[one]})
 
 
-@pytest.mark.parametrize(
-    ("kind", "says", "change"),
-    [
-        ("qwen3_moe", "experts: ", put("qwen3moe.expert_used_count", 3)),
-        ("qwen3_moe", "config: ", drop("qwen3moe.expert_feed_forward_length")),
-        ("qwen3_moe", "target: model.layers.1.mlp.experts.gate_up_proj was not saved as it is",
-         swap("blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight")),
-        ("qwen3_moe", "target: 0.ffn_gate_exps.weight has no other half", lose("blk.0.ffn_up_exps.weight")),
-        ("gpt_oss", "windows: ", put("gpt-oss.attention.sliding_window", 7)),
-        ("gpt_oss", "windows: ", drop("gpt-oss.attention.sliding_window_pattern")),
-        ("gpt_oss", "rope scaling: ", drop("gpt-oss.rope.scaling.type")),
-        ("gpt_oss", "target: model.layers.0.self_attn.sinks was not saved", lose("blk.0.attn_sinks.weight")),
-        ("minimax_m2", "rotated: ", put("minimax-m2.rope.dimension_count", 8)),
-        ("minimax_m2", "experts: ", put("minimax-m2.expert_gating_func", 1)),
-        ("lfm2", "attention layers: ", put("lfm2.attention.head_count_kv", [0, 2, 2, 0])),
-        ("lfm2", "config: ", drop("lfm2.shortconv.l_cache")),
-        ("hunyuan_v1_dense", "target: model.layers.0.self_attn.query_layernorm.weight was not saved as it is",
-         swap("blk.0.attn_q_norm.weight", "blk.0.attn_k_norm.weight")),
+WRONG: dict[str, list[tuple[str, Change]]] = {  # by kind: what the message says, and the change of the file
+    "qwen3_moe": [
+        ("experts: ", put("qwen3moe.expert_used_count", 3)),
+        ("config: ", drop("qwen3moe.expert_feed_forward_length")),
+        (
+            "target: model.layers.1.mlp.experts.gate_up_proj was not saved as it is",
+            swap("blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight"),
+        ),
+        ("target: 0.ffn_gate_exps.weight has no other half", lose("blk.0.ffn_up_exps.weight")),
     ],
-)  # fmt: skip
-def test_a_wrong_target_is_stopped_by_name(kind: str, says: str, change: Change, tmp_path: Path) -> None:
-    found, _ = opened(tmp_path, "eagle3", target_of(kind))
-    source = Source(found, "llamacpp", "float32")
-    files = layouts.target_files(source)
-    (tmp_path / "right").mkdir()
-    write(tmp_path / "right", files, source, "5GB")
-    parity.check_gguf_target(tmp_path / "right", files, source)
-    with pytest.raises(ParityError, match=f"^Parity: {says}"):
-        parity.check_gguf_target(changed(tmp_path / "right", tmp_path / "wrong", change, "target.gguf"), files, source)
+    "gpt_oss": [
+        ("windows: ", put("gpt-oss.attention.sliding_window", 7)),
+        ("windows: ", drop("gpt-oss.attention.sliding_window_pattern")),
+        ("rope scaling: ", drop("gpt-oss.rope.scaling.type")),
+        ("target: model.layers.0.self_attn.sinks was not saved", lose("blk.0.attn_sinks.weight")),
+    ],
+    "minimax_m2": [
+        ("rotated: ", put("minimax-m2.rope.dimension_count", 8)),
+        ("experts: ", put("minimax-m2.expert_gating_func", 1)),
+    ],
+    "lfm2": [
+        ("attention layers: ", put("lfm2.attention.head_count_kv", [0, 2, 2, 0])),
+        ("config: ", drop("lfm2.shortconv.l_cache")),
+    ],
+    "hunyuan_v1_dense": [
+        (
+            "target: model.layers.0.self_attn.query_layernorm.weight was not saved as it is",
+            swap("blk.0.attn_q_norm.weight", "blk.0.attn_k_norm.weight"),
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_target_is_stopped_by_name(kind: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    target = target_of(kind)
+    source = Source(Opened.of(checkpoint(tmp_path, "eagle3", target), target), "llamacpp", "float32")
+    files, right = layouts.target_files(source), tmp_path / "right"
+    right.mkdir()
+    write(right, files, source, "5GB")
+    parity.check_gguf_target(right, files, source)
+    for number, (says, change) in enumerate(WRONG[kind]):
+        with subtests.test(says=says):
+            wrong = changed(right, tmp_path / str(number), change, "target.gguf")
+            with pytest.raises(ParityError, match=f"^Parity: {says}"):
+                parity.check_gguf_target(wrong, files, source)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +123,8 @@ def test_a_wrong_target_is_stopped_by_name(kind: str, says: str, change: Change,
     ],
 )
 def test_a_target_that_cannot_be_written(kind: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
-    found, _ = opened(tmp_path, "eagle3", target_of(kind, **changes))
+    target = target_of(kind, **changes)
+    found = Opened.of(checkpoint(tmp_path, "eagle3", target), target)
     with pytest.raises(UserError, match=f"the target cannot be written as GGUF: {says}"):
         refusals(found, Wanted(["llamacpp"], tmp_path / "out", "float32", False, with_target=True))
 
@@ -118,19 +135,20 @@ def test_norm_before_residual(tmp_path: Path) -> None:
     assert content(tmp_path / "out" / "draft.gguf")[0]["eagle3.norm_before_residual"] is True
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "change"),
-    [
-        ("eagle3", "logits", lose("token_embd.weight")),
-        ("dflash", "logits", drop("dflash.embedding_scale")),
-        ("dflash", "logits", put("dflash.embedding_scale", 1.0)),
-        ("dflash", "soft cap", drop("dflash.final_logit_softcapping")),
-        ("dflash2-unlike", "soft cap", put("dflash.final_logit_softcapping", 30.0)),
+ENDS: dict[str, list[tuple[str, Change]]] = {  # by case: the name of the check that fails, and the change of the file
+    "eagle3": [("logits", lose("token_embd.weight"))],
+    "dflash": [
+        ("logits", drop("dflash.embedding_scale")),
+        ("logits", put("dflash.embedding_scale", 1.0)),
+        ("soft cap", drop("dflash.final_logit_softcapping")),
     ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    "dflash2-unlike": [("soft cap", put("dflash.final_logit_softcapping", 30.0))],
+}
+
+
+@pytest.mark.parametrize(("case", "dtype"), [*((case, torch.float32) for case in ENDS), ("dflash", torch.bfloat16)])
 def test_a_factor_of_the_embedding_and_a_cap_of_the_logits(
-    case: str, name: str, change: Change, dtype: torch.dtype, tmp_path: Path
+    case: str, dtype: torch.dtype, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     """llama.cpp gives a drafter the rows of the target's embedding without the factor of Gemma."""
     target: Any = target_of("gemma4_text", dtype=dtype)
@@ -138,6 +156,9 @@ def test_a_factor_of_the_embedding_and_a_cap_of_the_logits(
     found, golden = opened(tmp_path, case, target)
     assert written(found, golden, "llamacpp", tmp_path / "out").written["llamacpp"].gap < 0.5
     source, to = Source(found, "llamacpp", "float32"), layout(found.meta.family, "llamacpp")
-    wrong = changed(tmp_path / "out", tmp_path / "wrong", change)
-    with pytest.raises(ParityError, match=f"^Parity: {name}: "):
-        parity.check(wrong, to.read, to.write(source), source, golden, golden)
+    files = to.write(source)
+    for number, (name, change) in enumerate(ENDS[case]):
+        with subtests.test(name=name, number=number):
+            wrong = changed(tmp_path / "out", tmp_path / str(number), change)
+            with pytest.raises(ParityError, match=f"^Parity: {name}: "):
+                parity.check(wrong, to.read, files, source, golden, golden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -89,15 +90,16 @@ def fields(tokenizer: Any, rows: int | None = None) -> dict[str, Any]:
     return layout.fields(tokenizer, rows or len(tokenizer), frozenset({tokenizer.eos_token_id}))
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_the_same_tokens(name: str) -> None:
-    tokenizer = trained(name)
-    assert layout.refuse(tokenizer) is None
-    found = fields(tokenizer, len(tokenizer) + 3)
-    assert found["tokenizer.ggml.pre"] == name
-    assert found["tokenizer.ggml.tokens"][-1] == f"[PAD{len(tokenizer) + 2}]" and found["tokenizer.ggml.token_type"][-1] == 5
-    assert found["tokenizer.ggml.add_bos_token"] is (name == "llama-bpe")
-    check_tokenizer(Config(found), engine(tokenizer, len(tokenizer) + 3))
+def test_the_same_tokens(subtests: pytest.Subtests) -> None:
+    for name in CUTS:
+        tokenizer = trained(name)
+        with subtests.test(name=name):
+            assert layout.refuse(tokenizer) is None
+            found, last = fields(tokenizer, len(tokenizer) + 3), f"[PAD{len(tokenizer) + 2}]"
+            assert found["tokenizer.ggml.pre"] == name
+            assert found["tokenizer.ggml.tokens"][-1] == last and found["tokenizer.ggml.token_type"][-1] == 5
+            assert found["tokenizer.ggml.add_bos_token"] is (name == "llama-bpe")
+            check_tokenizer(Config(found), engine(tokenizer, len(tokenizer) + 3))
 
 
 def test_the_embedded_targets() -> None:
@@ -116,24 +118,25 @@ def harmed(change: Callable[[dict[str, Any]], Any], name: str = "qwen2") -> None
     check_tokenizer(Config(found), engine(trained(name)))
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("qwen2", lambda f: f.update({"tokenizer.ggml.pre": "gpt-2"})),
-        ("llama-bpe", lambda f: f.update({"tokenizer.ggml.pre": "qwen2"})),
-        ("gpt-2", lambda f: f.update({"tokenizer.ggml.pre": "smollm"})),
-        ("qwen2", lambda f: f["tokenizer.ggml.merges"].reverse()),
-        ("qwen2", lambda f: f["tokenizer.ggml.merges"].pop(0)),
-        ("qwen2", lambda f: f.update({"tokenizer.ggml.add_bos_token": True})),
-        ("llama-bpe", lambda f: f.update({"tokenizer.ggml.add_bos_token": False})),
-        ("qwen2", lambda f: f["tokenizer.ggml.token_type"].__setitem__(1, 1)),
-        ("qwen2", lambda f: f["tokenizer.ggml.tokens"].pop()),
-    ],
-)
-def test_another_tokenizer_is_seen(name: str, change: Callable[[dict[str, Any]], Any]) -> None:
-    with pytest.raises(MismatchError) as caught:
-        harmed(change, name)
-    assert caught.value.name == "tokenizer"
+HARMS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("qwen2", lambda f: f.update({"tokenizer.ggml.pre": "gpt-2"})),
+    ("llama-bpe", lambda f: f.update({"tokenizer.ggml.pre": "qwen2"})),
+    ("gpt-2", lambda f: f.update({"tokenizer.ggml.pre": "smollm"})),
+    ("qwen2", lambda f: f["tokenizer.ggml.merges"].reverse()),
+    ("qwen2", lambda f: f["tokenizer.ggml.merges"].pop(0)),
+    ("qwen2", lambda f: f.update({"tokenizer.ggml.add_bos_token": True})),
+    ("llama-bpe", lambda f: f.update({"tokenizer.ggml.add_bos_token": False})),
+    ("qwen2", lambda f: f["tokenizer.ggml.token_type"].__setitem__(1, 1)),
+    ("qwen2", lambda f: f["tokenizer.ggml.tokens"].pop()),
+]
+
+
+def test_another_tokenizer_is_seen(subtests: pytest.Subtests) -> None:
+    for number, (name, change) in enumerate(HARMS):
+        with subtests.test(name=name, number=number):
+            with pytest.raises(MismatchError) as caught:
+                harmed(change, name)
+            assert caught.value.name == "tokenizer"
 
 
 def test_a_name_by_which_words_are_taken_whole_is_seen() -> None:
@@ -160,30 +163,28 @@ def bpe(**options: Any) -> Any:
     return models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], **options)
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "says"),
-    [
-        (
-            lambda: made(models.WordLevel({"a": 0, "b": 1}, "a"), WORDS),
-            r"no byte-level BPE \(WordLevel\); .*convert_hf_to_gguf",
-        ),
-        (lambda: made(bpe(byte_fallback=True), WORDS), r"no byte-level BPE \(BPE, with byte fallback\)"),
-        (lambda: made(models.BPE({"a": 0}, []), WORDS), r"no byte-level BPE \(BPE, no merges\)"),
-        (lambda: made(bpe(), WORDS, normalizer=normalizers.Lowercase()), r"normalizes texts \(Lowercase\)"),
-        (lambda: made(bpe(), pre.Whitespace()), "splits texts by a rule that is not known here"),
-        (lambda: made(bpe(), pre.ByteLevel(add_prefix_space=True)), "splits texts by a rule that is not known here"),
-        (lambda: made(bpe(), split(r"\w+")), "splits texts by a rule that is not known here"),
-        (lambda: made(bpe(), None), "splits texts by a rule that is not known here"),
-        (lambda: made(bpe(ignore_merges=True), WORDS), "splits texts by a rule that is not known here"),
-        (lambda: made(bpe(), WORDS, eos_token=None), "has no end token, and llama.cpp would use token 11"),
-        (lambda: object(), "is no fast one"),
-    ],
-)
-def test_what_has_no_form_there_is_refused(tokenizer: Callable[[], Any], says: str) -> None:
-    reason = layout.refuse(tokenizer())
-    assert reason is not None
-    with pytest.raises(ValueError, match=says):
-        raise ValueError(reason)
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: made(models.WordLevel({"a": 0, "b": 1}, "a"), WORDS),
+        r"no byte-level BPE \(WordLevel\); .*convert_hf_to_gguf",
+    ),
+    (lambda: made(bpe(byte_fallback=True), WORDS), r"no byte-level BPE \(BPE, with byte fallback\)"),
+    (lambda: made(models.BPE({"a": 0}, []), WORDS), r"no byte-level BPE \(BPE, no merges\)"),
+    (lambda: made(bpe(), WORDS, normalizer=normalizers.Lowercase()), r"normalizes texts \(Lowercase\)"),
+    (lambda: made(bpe(), pre.Whitespace()), "splits texts by a rule that is not known here"),
+    (lambda: made(bpe(), pre.ByteLevel(add_prefix_space=True)), "splits texts by a rule that is not known here"),
+    (lambda: made(bpe(), split(r"\w+")), "splits texts by a rule that is not known here"),
+    (lambda: made(bpe(), None), "splits texts by a rule that is not known here"),
+    (lambda: made(bpe(ignore_merges=True), WORDS), "splits texts by a rule that is not known here"),
+    (lambda: made(bpe(), WORDS, eos_token=None), "has no end token, and llama.cpp would use token 11"),
+    (lambda: object(), "is no fast one"),
+]
+
+
+def test_what_has_no_form_there_is_refused(subtests: pytest.Subtests) -> None:
+    for number, (tokenizer, says) in enumerate(REFUSED):
+        with subtests.test(says=says, number=number):
+            assert re.search(says, layout.refuse(tokenizer()) or "")
 
 
 def test_nfc_is_let_through() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,14 +16,13 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from drafttrain.commands import export as commands
 from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import UserError
 from drafttrain.export import hub
-from drafttrain.export.hub import Repository, is_repository
+from drafttrain.export.hub import Repository, is_repository, push
 from drafttrain.model.lora import LoraSpec
-from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import load_target
-from tests.exports import checkpoint, opened, written
+from tests.exports import checkpoint, embedded, opened, written
 
 TOKEN = "hf_" + "s" * 34
 Command = Callable[..., int]
@@ -86,7 +87,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     found = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
     found.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # how soon it hears of its end
     monkeypatch.setattr(constants, "ENDPOINT", found.address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -97,39 +98,43 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", "medusa", load_target(TargetOptions()))
+    return checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", "medusa", embedded())
+
+
+@pytest.fixture(autouse=True)
+def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "load_target", lambda *_: embedded())
 
 
 def export(command: Command, run: Path, *more: str) -> int:
     return command("export", f"checkpoint={run}", "format=vllm", "out=out", "push_to_hub=me/mine", *more)
 
 
-def kept() -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in Path("out").iterdir()}
+def kept(out: Path = Path("out")) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-@pytest.mark.parametrize("private", [True, False])
-def test_all_that_was_written_arrives(
-    private: bool, served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export(command, run, *([] if private else ["push_private=false"])) == 0
+def is_private(created: dict[str, Any]) -> bool:
+    """By either of two fields, as versions of huggingface_hub send them."""
+    said = created.get("private"), created.get("visibility")
+    assert said in [(True, None), (None, "private"), (False, None), (None, "public")]
+    return said in [(True, None), (None, "private")]
+
+
+def test_all_that_was_written_arrives(served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(command, run, "push_private=false") == 0
     said = capsys.readouterr()
     assert f"uploaded: {served.address}/me/mine/commit/1" in said.out and TOKEN not in said.out + said.err
     assert served.created[0]["name"] == "mine" and served.created[0]["organization"] == "me"
-    assert (served.created[0].get("private"), served.created[0].get("visibility")) in (
-        [(True, None), (None, "private")] if private else [(False, None), (None, "public")]
-    )
+    assert not is_private(served.created[0])
     assert served.files == kept() and served.tokens == {f"Bearer {TOKEN}"}
     assert not any(TOKEN.encode() in content for content in served.files.values())
     card = served.files["README.md"].decode()
     assert '"model": "me/mine"' in card and "base_model" not in card and str(Path.cwd()) not in card
 
 
-@pytest.mark.parametrize("step", ["/repos/create", "/preupload/", "/commit/"])
-def test_what_fails_to_arrive_stays_here(
-    step: str, served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    served.refuses = step
+def test_what_fails_to_arrive_stays_here(served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    served.refuses = "/commit/"
     assert export(command, run) == 2
     error = capsys.readouterr().err
     assert "out is complete and stays, but its upload to me/mine failed (" in error
@@ -137,33 +142,47 @@ def test_what_fails_to_arrive_stays_here(
     last = error.rstrip().splitlines()[-1]
     assert last.startswith("drafttrain: ") and TOKEN not in error
     assert sorted(kept()) == ["README.md", "config.json", LISTED, "drafttrain.json", "model.safetensors"] and not served.files
+    assert is_private(served.created[0])
 
 
-def test_a_hub_that_is_not_there(
-    served: Hub, command: Command, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_push_refused_at_any_step_or_without_hub_says_how_to_repeat_it(
+    served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert export(command, run) == 2
-    assert "is complete and stays" in capsys.readouterr().err and kept()
+    out, repository = tmp_path / "out", Repository("me/mine", private=True)
+    written(*opened(tmp_path / "run", "medusa"), "vllm", out, repository=repository)
+    before = kept(out)
+    says = re.escape(f"{out} is complete and stays, but its upload to me/mine failed (")
+    with socket.socket() as closed:  # nobody else can listen there
+        closed.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        for step, address in (("/repos/create", None), ("/preupload/", None), ("/commit/", None), ("nowhere", nowhere)):
+            served.refuses = step
+            monkeypatch.setattr(constants, "ENDPOINT", address or served.address)
+            with subtests.test(step=step):
+                with pytest.raises(UserError, match=says) as caught:
+                    push(out, repository, "x")
+                assert str(caught.value).endswith(f"repeat it: hf upload me/mine {out} . --private")
+                assert TOKEN not in str(caught.value) and "\n" not in str(caught.value)
+                assert kept(out) == before and not served.files
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["push_to_hub=mine"], "push_to_hub is 'mine'; name a repository as OWNER/NAME"),
-        (["push_to_hub=me/mi ne"], "push_to_hub is 'me/mi ne'; name a repository as OWNER/NAME"),
-        (["push_to_hub=me/mine/more"], "push_to_hub is 'me/mine/more'; name a repository as OWNER/NAME"),
-        (["push_to_hub=me/mine", "format=all"], "push_to_hub is given with format=all"),
-    ],
-)
+MISTAKES = [
+    (["push_to_hub=mine", "format=vllm"], "push_to_hub is 'mine'; name a repository as OWNER/NAME"),
+    (["push_to_hub=me/mi ne", "format=vllm"], "push_to_hub is 'me/mi ne'; name a repository as OWNER/NAME"),
+    (["push_to_hub=me/mine/more", "format=vllm"], "push_to_hub is 'me/mine/more'; name a repository as OWNER/NAME"),
+    (["push_to_hub=me/mine", "format=all"], "push_to_hub is given with format=all"),
+]
+
+
 def test_mistakes_are_said_before_anything_is_done(
-    arguments: list[str], says: str, served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]
+    served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    given = ["format=vllm"] if "format=all" not in arguments else []
-    assert command("export", f"checkpoint={run}", "out=out", *given, *arguments) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
-    assert not Path("out").exists() and not served.asked
+    for arguments, says in MISTAKES:
+        with subtests.test(says=says):
+            assert command("export", f"checkpoint={run}", "out=out", *arguments) == 2
+            error = capsys.readouterr().err
+            assert says in error and error.count("\n") == 1
+            assert not Path("out").exists() and not served.asked
 
 
 def test_without_a_login_nothing_is_begun(

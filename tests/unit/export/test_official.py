@@ -231,22 +231,21 @@ def no_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     del config[IDS], config["eagle_config"]
 
 
-@pytest.mark.parametrize(
-    ("change", "taps"),
-    [
-        (lambda config, _: config.pop(IDS), [0, 1, 2]),  # nested alone: the outputs' numbers
-        (lambda config, _: config["eagle_config"].pop(IDS), [0, 1, 2]),  # top level alone: the inputs'
-        (lambda config, _: config.pop("eagle_config"), [0, 1, 2]),
-        (lambda config, _: config.update({IDS: [2, 4], "eagle_config": {}}), [1, 3]),
-    ],
-)
-def test_layer_ids_where_stacks_look_for_them(change: Change, taps: list[int], tmp_path: Path) -> None:
-    def change_all(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        change(config, tensors)
-        tensors["fc.weight"] = tensors["fc.weight"][:, : len(taps) * H]
+PLACES: list[tuple[Change, list[int]]] = [
+    (lambda config, _: config.pop(IDS), [0, 1, 2]),  # nested alone: the outputs' numbers
+    (lambda config, _: config["eagle_config"].pop(IDS), [0, 1, 2]),  # top level alone: the inputs'
+    (lambda config, _: config.pop("eagle_config"), [0, 1, 2]),
+    (lambda config, _: config.update({IDS: [2, 4], "eagle_config": {}}), [1, 3]),
+]
 
-    found, _ = imported(put(tmp_path / "hand", changed("eagle3", change_all)))
-    assert found.meta.options["taps"] == taps
+
+def test_layer_ids_where_stacks_look_for_them(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (change, taps) in enumerate(PLACES):
+        config, tensors, file = changed("eagle3", change)
+        tensors["fc.weight"] = tensors["fc.weight"][:, : len(taps) * H].contiguous()
+        with subtests.test(number=number):
+            found, _ = imported(put(tmp_path / str(number), (config, tensors, file)))
+            assert found.meta.options["taps"] == taps
 
 
 def test_layer_ids_that_are_not_said_are_the_usual_ones(tmp_path: Path) -> None:
@@ -422,6 +421,20 @@ def narrowed(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 def put_in(name: str, value: Tensor) -> Change:
     return lambda _, tensors: tensors.update({name: value})
+
+
+def saying(**fields: Any) -> Change:
+    """Fields of config.json."""
+    return lambda config, _: config.update(fields)
+
+
+def inside(**fields: Any) -> Change:
+    """Fields of the part that describes the layers."""
+    keys = ("dflash_config", "transformer_layer_config")
+    return lambda config, _: next(config[key] for key in keys if key in config).update(fields)
+
+
+HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
 MISTAKES: dict[str, tuple[str, Change, str]] = {
@@ -631,15 +644,41 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     ),
     "no mask token": ("peagle", lambda c, t: c.pop("pard_token"), "one mask token is needed, as pard_token or ptd_token_id"),
     "two mask tokens": ("peagle", lambda c, t: c.update(ptd_token_id=5), "has pard_token 60, ptd_token_id 5: correct it"),
+    # fields that engines read otherwise, or that are of no such type
+    "half of the width": ("dflash", saying(rope_parameters=HALF), "partial_rotary_factor is 0.5"),
+    "half of the width, EAGLE": ("eagle3", saying(rope_parameters=HALF), "partial_rotary_factor is 0.5"),
+    "two ropes": (
+        "dflash",
+        saying(rope_parameters={"full_attention": {"rope_theta": 5.0}}),
+        "rope_parameters differ by kind of layer",
+    ),
+    "GPT-J's rope": ("dflash", saying(is_neox_style=False), "is_neox_style is False"),
+    "causal in words": ("dflash", saying(is_causal="false"), "is_causal is 'false' in config.json; true or false is needed"),
+    "slots in words": ("dflash", saying(sample_from_anchor="false"), "sample_from_anchor is 'false'"),
+    "a number of types": ("dflash", saying(layer_types=1), "layer_types is 1; a list of names is needed"),
+    "a number of classes": ("dflash", saying(architectures=1), "architectures is 1 in config.json; a list of names is needed"),
+    "a mask in words": ("dflash", inside(mask_token_id="x"), "mask_token_id is 'x' in config.json; a number from 0 is needed"),
+    "half a mask": ("dflash", inside(mask_token_id=1.5), "mask_token_id is 1.5"),
+    "a list of masks": ("dspark, speculators", saying(mask_token_id=[1]), "mask_token_id is .1. in config.json"),
+    "classes by name": ("dspark, speculators", saying(architectures={"a": 1}), "architectures is "),
+    "lists of types": ("dspark, speculators", inside(layer_types=[[1]]), "layer_types is "),
+    "a flag in words": ("eagle3", saying(norm_before_residual="false"), "norm_before_residual is 'false'"),
+    "a list of fields": ("lilicorr", saying(dflash_config=[]), "dflash_config"),
+    "no mask in a list": ("peagle", saying(pard_token=[]), "one mask token is needed"),
+    "too wide": ("dflash", saying(intermediate_size=10**12), "no drafter can be built from config.json"),
+    "an unknown function": ("draft_model", saying(hidden_act="x"), "no drafter can be built from config.json .KeyError"),
+    "a width in words": ("mlp_speculator", saying(inner_dim="x"), "inner_dim is 'x'"),
+    "tied in words": ("mlp_speculator", saying(tie_weights="false"), "tie_weights is 'false'"),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(mistake: str, cache: Path, tmp_path: Path) -> None:
-    layout, change, says = MISTAKES[mistake]
-    with pytest.raises(UserError, match=says) as caught:
-        imported(put(tmp_path / "hand", changed(layout, change)))
-    assert "\n" not in str(caught.value) and not cache.exists()
+@pytest.mark.parametrize("layout", dict.fromkeys(layout for layout, _, _ in MISTAKES.values()))
+def test_a_mistake_is_one_line(layout: str, cache: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for mistake, (_, change, says) in ((name, row) for name, row in MISTAKES.items() if row[0] == layout):
+        with subtests.test(mistake=mistake):
+            with pytest.raises(UserError, match=says) as caught:
+                imported(put(tmp_path / mistake, changed(layout, change)))
+            assert "\n" not in str(caught.value) and not cache.exists()
 
 
 def cut(folder: Path) -> None:
@@ -655,29 +694,28 @@ def ambiguous(folder: Path) -> None:
     save_file(LAYOUTS["eagle3"]()[1] | LAYOUTS["hydra"]()[1], folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("harm", "says"),
-    [
-        (cut, "model.safetensors: damaged, cut off, or no tensors"),
-        (twice, "holds model.safetensors and medusa_lm_head.safetensors; keep the drafter's own"),
-        (ambiguous, r"could be portable \(eagle3\) and hydra_lm_head \(hydra\)"),
-        (lambda folder: (folder / "config.json").unlink(), "got no drafter.json, config.json or adapter_config.json there"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json: damaged or cut off"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "x.safetensors"), "got x.safetensors; rename the file"),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text(
-                json.dumps({"weight_map": {"a": "b.safetensors"}})
-            ),
-            "index.json names 'b.safetensors', which is not there",
-        ),
-    ],
-)
-def test_a_damaged_directory_is_one_line(harm: Callable[[Path], object], says: str, tmp_path: Path) -> None:
-    folder = put(tmp_path / "hand", LAYOUTS["eagle3"]())
-    harm(folder)
-    with pytest.raises(UserError, match=says) as caught:
-        imported(folder)
-    assert "\n" not in str(caught.value)
+HARMS: list[tuple[Callable[[Path], object], str]] = [
+    (cut, "model.safetensors: damaged, cut off, or no tensors"),
+    (twice, "holds model.safetensors and medusa_lm_head.safetensors; keep the drafter's own"),
+    (ambiguous, r"could be portable \(eagle3\) and hydra_lm_head \(hydra\)"),
+    (lambda folder: (folder / "config.json").unlink(), "got no drafter.json, config.json or adapter_config.json there"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json: damaged or cut off"),
+    (lambda folder: (folder / "model.safetensors").rename(folder / "x.safetensors"), "got x.safetensors; rename the file"),
+    (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b.safetensors"}})),
+        "index.json names 'b.safetensors', which is not there",
+    ),
+]
+
+
+def test_a_damaged_directory_is_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (harm, says) in enumerate(HARMS):
+        with subtests.test(says=says):
+            folder = put(tmp_path / str(number), LAYOUTS["eagle3"]())
+            harm(folder)
+            with pytest.raises(UserError, match=says) as caught:
+                imported(folder)
+            assert "\n" not in str(caught.value)
 
 
 def test_shards_are_one_drafter(tmp_path: Path) -> None:
@@ -754,23 +792,23 @@ def test_what_to_add_is_typed_as_hydra_reads_it(tmp_path: Path) -> None:
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
 
 
-@pytest.mark.parametrize(
-    ("layout", "more", "causal"),
-    [
-        ("dflash", SLIDING, True),
-        ("dflash", SLIDING | {"is_causal": False}, False),
-        ("dspark", SLIDING, True),
-        ("dspark", SLIDING | {"is_causal": False}, False),
-        ("domino", SLIDING, True),
-        ("dflash", SLIDING | {"layer_types": [*SLIDING["layer_types"], "sliding_attention"]}, True),  # a target's, copied
-        ("dflash, transformers", SLIDING | {"sliding_window": 7}, False),
-    ],
-)
-def test_windows_are_imported(layout: str, more: dict[str, Any], causal: bool, tmp_path: Path) -> None:
-    found, _ = imported(put(tmp_path / "hand", changed(layout, lambda config, tensors: config.update(more))))
-    options = found.meta.options
-    assert options["layer"]["sliding_window"] == 8 and list(options["layer"]["full_attention_layers"]) == [1]
-    assert options["causal_windows"] is causal
+WINDOWS: list[tuple[str, dict[str, Any], bool]] = [  # layout, its fields, whether slots with windows are causal
+    ("dflash", SLIDING, True),
+    ("dflash", SLIDING | {"is_causal": False}, False),
+    ("dspark", SLIDING, True),
+    ("dspark", SLIDING | {"is_causal": False}, False),
+    ("domino", SLIDING, True),
+    ("dflash", SLIDING | {"layer_types": [*SLIDING["layer_types"], "sliding_attention"]}, True),  # a target's, copied
+    ("dflash, transformers", SLIDING | {"sliding_window": 7}, False),
+]
+
+
+def test_windows_are_imported(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (layout, more, causal) in enumerate(WINDOWS):
+        with subtests.test(layout=layout, **more):
+            options = imported(put(tmp_path / str(number), changed(layout, saying(**more))))[0].meta.options
+            assert options["layer"]["sliding_window"] == 8 and list(options["layer"]["full_attention_layers"]) == [1]
+            assert options["causal_windows"] is causal
 
 
 def nested(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -814,28 +852,29 @@ def keys_of(top: bool | None, inner: bool | None, head: bool | None) -> Change:
     return change
 
 
-@pytest.mark.parametrize(
-    ("keys", "family", "causal", "reader"),
-    [
-        ((True, None, None), "dflash", True, dflash.zlab("sglang")),
-        ((True, None, None), "dflash", True, dflash.zlab("vllm")),
-        ((None, True, None), "dflash", True, dflash.zlab("vllm")),
-        ((True, False, None), "dflash", True, dflash.zlab("vllm")),
-        ((False, True, None), "dflash", False, dflash.zlab("vllm")),
-        ((None, False, False), "dflash", False, dflash.zlab("sglang")),
-        ((None, None, True), "jetspec", True, jetspec.reader("official")),
-        ((None, True, True), "jetspec", True, jetspec.reader("vllm")),
-        ((True, True, True), "jetspec", True, jetspec.reader("sglang")),
-    ],
-)
-def test_causal_blocks_are_imported(keys: Any, family: str, causal: bool, reader: Any, tmp_path: Path) -> None:
+CAUSAL = [  # the keys, what they mean, and readers of stacks that look for them
+    ((True, None, None), "dflash", True, (dflash.zlab("sglang"), dflash.zlab("vllm"))),
+    ((None, True, None), "dflash", True, (dflash.zlab("vllm"),)),
+    ((True, False, None), "dflash", True, (dflash.zlab("vllm"),)),
+    ((False, True, None), "dflash", False, (dflash.zlab("vllm"),)),
+    ((None, False, False), "dflash", False, (dflash.zlab("sglang"),)),
+    ((None, None, True), "jetspec", True, (jetspec.reader("official"),)),
+    ((None, True, True), "jetspec", True, (jetspec.reader("vllm"),)),
+    ((True, True, True), "jetspec", True, (jetspec.reader("sglang"),)),
+]
+
+
+def test_causal_blocks_are_imported(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Whichever project's key says so."""
-    folder = put(tmp_path / "hand", changed("dflash", keys_of(*keys)))
-    found, _ = imported(folder)
-    assert found.meta.family == family and found.meta.options["causal"] is causal
-    golden = made(found, TEXTS)
-    reading = reader(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
-    assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
+    for keys, family, causal, readers in CAUSAL:
+        with subtests.test(keys=keys):
+            folder = put(tmp_path / str(keys), changed("dflash", keys_of(*keys)))
+            found, _ = imported(folder)
+            assert found.meta.family == family and found.meta.options["causal"] is causal
+            golden = made(found, TEXTS)
+            for reader in readers:
+                reading = reader(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
+                assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
 
 
 def test_shifted_labels_are_imported(tmp_path: Path) -> None:

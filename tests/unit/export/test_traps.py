@@ -136,7 +136,6 @@ DEEP_TRT = ("dspark", "trtllm")
 TWO_RAW, DOMINO, SHIFTED_DOMINO = ("dflash2", "vllm"), ("domino", "sglang"), ("domino-shifted", "sglang")
 JET, CAUSAL = ("jetspec", "vllm"), ("dflash-causal", "sglang")
 SPARK, TWO, PRESS = ("dspark", "speculators"), ("dflash2", "speculators"), ("xpress", "vllm")
-SPARK, TWO = ("dspark", "speculators"), ("dflash2", "speculators")
 LATTICE = ("lilicorr", "vllm")
 SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direction, in each place that a stack looks at
     (E3, put(IDS, value=[0, 1, 2])),
@@ -381,29 +380,27 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
 ]
 
 
-@pytest.mark.parametrize(("where", "name", "change"), TRAPS, ids=lambda x: x if isinstance(x, str) else None)
+@pytest.mark.parametrize("case", dict.fromkeys(case for (case, _), _, _ in TRAPS))
 def test_a_wrong_export_is_stopped_by_name(
-    where: tuple[str, str], name: str, change: Change, exported: Callable[[str, str], Made], tmp_path: Path
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    found, golden, right = exported(*where)
-    with pytest.raises(ParityError, match=f"^Parity: {name}: ") as caught:
-        gate(found, golden, where[1], changed(right, tmp_path / "wrong", change))
-    assert caught.value.name == name
-
-
-@pytest.mark.parametrize(("where", "change"), SHIFTED)
-def test_wrong_layers_show_in_the_drafts_alone(
-    where: tuple[str, str],
-    change: Change,
-    exported: Callable[[str, str], Made],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whatever the files say of themselves: the states of the neighbouring blocks give other logits."""
-    found, golden, right = exported(*where)
-    monkeypatch.setattr(parity, "_check_facts", lambda *_: None)
-    with pytest.raises(ParityError, match=r"^Parity: logits: draft"):
-        gate(found, golden, where[1], changed(right, tmp_path / "wrong", change))
+    """Wrong layers show in the drafts, too, whatever the files say of themselves: neighbours' states give other logits."""
+    found, golden = opened(tmp_path, case)
+    for stack in dict.fromkeys(stack for (of, stack), _, _ in TRAPS if of == case):
+        written(found, golden, stack, tmp_path / stack)
+        to, source = layout(found.meta.family, stack), Source(found, stack, "float32")
+        files = to.write(source)
+        traps = [(name, change) for where, name, change in TRAPS if where == (case, stack)]
+        for number, (name, change) in enumerate(traps):
+            with subtests.test(stack=stack, name=name, number=number):
+                wrong = changed(tmp_path / stack, tmp_path / f"{stack}-{number}", change)
+                with pytest.raises(ParityError, match=f"^Parity: {name}: ") as caught:
+                    parity.check(wrong, to.read, files, source, golden, golden)
+                assert caught.value.name == name
+                if ((case, stack), change) in SHIFTED:
+                    with monkeypatch.context() as patch, pytest.raises(ParityError, match=r"^Parity: logits: draft"):
+                        patch.setattr(parity, "_check_facts", lambda *_: None)
+                        parity.check(wrong, to.read, files, source, golden, golden)
 
 
 def test_files_that_cannot_be_read(exported: Callable[[str, str], Made], tmp_path: Path) -> None:

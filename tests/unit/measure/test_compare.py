@@ -18,13 +18,15 @@ import pytest
 import wandb
 import wandb_workspaces.reports.v2 as wr
 
+from drafttrain.commands.compare import compare
 from drafttrain.core.errors import UserError
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cell_rows, figure_rows, header
 from drafttrain.measure.compare.ranking import frontier, ranked
 from drafttrain.measure.compare.rows import rows_of
-from drafttrain.measure.compare.runs import RunReport
+from drafttrain.measure.compare.runs import RunReport, find_runs
 from drafttrain.measure.compare.significance import Pair, holm, interval, permutation_p, speedup, tau
+from drafttrain.runs.options import RunOptions
 from tests.reports import engine_of
 from tests.runs import report, version_1, write
 
@@ -117,9 +119,8 @@ def test_speed_is_compared_with_each_run_s_own_baseline() -> None:
     assert (pair.difference, pair.p) == (pytest.approx(0.0), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_ranking_of_different_conditions_is_refused_unless_mixed(subtests: pytest.Subtests) -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"environment__processor": "Other CPU"}, "hardware (Example CPU; Other CPU)"),
         ({"environment__accelerator": "NVIDIA X"}, "hardware (Example CPU; NVIDIA X)"),
         ({"environment__threads": 8}, "threads (1; 8)"),
@@ -130,13 +131,13 @@ def test_speed_is_compared_with_each_run_s_own_baseline() -> None:
         ({"entry__batch_size": 4}, "batch size (1; 4)"),
         ({"measure__decode": {"max_new_tokens": 64, "top_k": 0}}, "max_new_tokens (128; 64)"),
         ({"count": 23}, "prompts (embedded, 24 of digest"),
-    ],
-)
-def test_what_was_measured_otherwise_is_not_ranked(change: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=re.escape(f"they differ in {named}")):
-        compared(report(), report(**change))
-    mixed = compared(report(), report(**change), mixed=True)
-    assert len(mixed.rows) == 2 and any(named in note for note in mixed.notes)
+    ]
+    for change, named in changes:
+        with subtests.test(named=named):
+            with pytest.raises(UserError, match=re.escape(f"they differ in {named}")):
+                compared(report(), report(**change))
+            mixed = compared(report(), report(**change), mixed=True)
+            assert len(mixed.rows) == 2 and any(named in note for note in mixed.notes)
 
 
 def test_same_names_do_not_hide_other_prompts() -> None:
@@ -238,49 +239,53 @@ def test_the_command_writes_a_table_a_page_and_figures(command: Command, tmp_pat
     assert len(page.abouts) == 4 and all("1.73x" in a or "1.33x" in a for a in page.abouts)
 
 
-@pytest.mark.parametrize(
-    ("words", "count"),
-    [
-        (["a/run", "b/run"], 2),
-        (["a/run", "./a/run/report.json", "a/*"], 1),
-        (["**"], 4),
-        (["b/lr=*"], 1),
-        (["b/lr=1"], 1),
-        (["a/run/checkpoints/step-00400"], 1),
-        ([".", "compare.checkpoints=all"], 4),
-    ],
-)
-def test_runs_are_found(words: list[str], count: int, command: Command, tmp_path: Path, capsys: Any) -> None:
-    for name in ("a/run", "b/run", "b/lr=1", "c/deep/er/2026"):
+def test_compare_runs_are_found_by_path_glob_and_checkpoint(
+    command: Command, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for name in ("a/run", "b/run", "b/lr=1", "c/deep/er/lr=2"):
         write(tmp_path / name, report())
     (tmp_path / "a/run/checkpoints/step-00400").mkdir(parents=True)
     (tmp_path / "a/run/checkpoints/step-00400/drafter.json").write_text("{}", encoding="utf-8")
-    assert command("compare", *words, "compare.samples=100", "out=out") == 0
-    assert len((tmp_path / "out/compare.csv").read_text(encoding="utf-8").splitlines()) == 1 + count
+    cases: dict[tuple[str, ...], list[str]] = {
+        ("a/run", "b/run"): ["a/run", "b/run"],
+        ("a/run", "./a/run/report.json", "a/*"): ["a/run"],
+        ("**",): ["a/run", "b/lr=1", "b/run", "c/deep/er/lr=2"],
+        ("b/lr=*",): ["b/lr=1"],
+        ("b/lr=1",): ["b/lr=1"],
+        ("a/run/checkpoints/step-00400",): ["a/run"],
+        (".",): ["a/run", "b/lr=1", "b/run", "c/deep/er/lr=2"],
+    }
+    # words with "=" are runs here, and no keys
+    assert command("compare", "b/lr=1", "c/*/*/lr=*", "compare.checkpoints=all", "compare.samples=100", "out=out") == 0
+    lines = csv.DictReader((tmp_path / "out/compare.csv").open(encoding="utf-8"))
+    assert sorted(line["where"] for line in lines) == ["b/lr=1", "c/deep/er/lr=2"]
+    for words, found in cases.items():
+        with subtests.test(words=words):
+            rows = [rows_of(find_runs(words)[0], checkpoints) for checkpoints in ("best", "all")]
+            assert [sorted(str(Path(row.run.where)) for row in own) for own in rows] == [found, found]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no run is named; give run directories"),
-        (["nowhere"], "no run 'nowhere': not a path, a glob, or a W&B run"),
-        (["no*here"], "'no*here' matches 0 paths, but none has a report.json"),
-        (["empty"], "empty has no report.json; measure it"),
-        (["torn"], "torn/report.json cannot be read as a report"),
-        (["other"], "other/report.json is not the report of a measurement"),
-        (["newer"], "newer/report.json: schema_version 99 is newer than 2; update drafttrain"),
-        (["fine", "compare.sort=speed"], "compare.sort is 'speed'; choose speedup, tau"),
-        (["fine", "compare.checkpoints=last"], "compare.checkpoints is 'last'; choose best or all"),
-        (["fine", "compare.level=2"], "compare.level is 2"),
-        (["fine", "out=fine/report.json"], "out is 'fine/report.json', a file"),
+def test_compare_mistakes_are_named_in_one_line(
+    command: Command, tmp_path: Path, capfd: Any, subtests: pytest.Subtests
+) -> None:
+    mistakes: list[tuple[list[str], dict[str, Any], str]] = [
+        ([], {}, "no run is named; give run directories"),
+        (["no*here"], {}, "'no*here' matches 0 paths, but none has a report.json"),
+        (["empty"], {}, "empty has no report.json; measure it"),
+        (["torn"], {}, "torn/report.json cannot be read as a report"),
+        (["other"], {}, "other/report.json is not the report of a measurement"),
+        (["newer"], {}, "newer/report.json: schema_version 99 is newer than 2; update drafttrain"),
+        (["fine"], {"sort": "speed"}, "compare.sort is 'speed'; choose speedup, tau"),
+        (["fine"], {"checkpoints": "last"}, "compare.checkpoints is 'last'; choose best or all"),
+        (["fine"], {"level": 2}, "compare.level is 2"),
+        (["fine"], {"out": "fine/report.json"}, "out is 'fine/report.json', a file"),
         (
             ["fine", "slow"],
+            {},
             "the runs were measured under different conditions and cannot be ranked; they differ in threads (1; 9)",
         ),
-        (["run/checkpoints/step-00009"], "run/checkpoints/step-00009 was not measured by its run; measure it"),
-    ],
-)
-def test_mistakes_get_one_line(words: list[str], message: str, command: Command, tmp_path: Path, capfd: Any) -> None:
+        (["run/checkpoints/step-00009"], {}, "run/checkpoints/step-00009 was not measured by its run; measure it"),
+    ]
     (tmp_path / "empty").mkdir()
     write(tmp_path / "fine", report())
     write(tmp_path / "slow", report(environment__threads=9))
@@ -290,10 +295,16 @@ def test_mistakes_get_one_line(words: list[str], message: str, command: Command,
     (tmp_path / "torn/report.json").write_text('{"schema', encoding="utf-8")
     (tmp_path / "run/checkpoints/step-00009").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-00009/drafter.json").write_text("{}", encoding="utf-8")
-    assert command("compare", *words, *(["out=out"] if not any("out=" in w for w in words) else [])) == 2
-    err = capfd.readouterr().err
-    assert err.startswith(f"drafttrain: {message}") and err.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    assert command("compare", "nowhere", "out=out") == 2
+    said = capfd.readouterr().err
+    assert said.startswith("drafttrain: no run 'nowhere': not a path, a glob, or a W&B run") and said.count("\n") == 1
+    for runs, given, message in mistakes:
+        with subtests.test(message=message):
+            out = given.pop("out", "out")
+            with pytest.raises(UserError) as caught:
+                compare(RunOptions(runs=runs, compare=CompareOptions(**given), out=out), {})
+            assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+            assert not (tmp_path / "out").exists()
 
 
 class Weights:

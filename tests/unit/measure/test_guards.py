@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drafttrain.commands.measure import measure_run
 from drafttrain.data.prompts import encode_prompt
 from drafttrain.drafters import families
 from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions, published
@@ -21,7 +20,7 @@ from drafttrain.measure.monitors import valid_json
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget
 from tests.reports import entry_of
-from tests.unit.measure.test_runner import SCHEMA, Letters, check, checkpoint, loaded
+from tests.unit.measure.test_runner import Letters, loaded, measured
 
 __all__ = ["loaded"]
 
@@ -34,17 +33,21 @@ class Blanks(Letters):
 
 
 def run(
-    loaded: LoadedTarget, folder: Path, records: list[dict[str, Any]], prompts: Any = None, **decode: Any
+    loaded: LoadedTarget,
+    folder: Path,
+    records: list[dict[str, Any]],
+    prompts: Any = None,
+    transformers: bool = False,
+    **decode: Any,
 ) -> tuple[dict[str, Any], str]:
     file = folder / "asked.jsonl"
     file.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    small = MeasureOptions(prompts=prompts or str(file), minutes=0.0, repeats=1, timed_prompts=2, batch_sizes=[1])
+    small = MeasureOptions(
+        prompts=prompts or str(file), minutes=0.0, repeats=1, timed_prompts=2, batch_sizes=[1], transformers=transformers
+    )
     options = RunOptions(measure=small, decode=DecodeOptions(max_new_tokens=24, **decode), output=str(folder))
-    console = Console(file=StringIO(), width=200)
-    measure_run(loaded, [checkpoint(folder, loaded, 1)], options, folder / "out", console)
-    report = json.loads((folder / "out" / "report.json").read_text(encoding="utf-8"))
-    check(report, SCHEMA)
-    return report, console.file.getvalue()  # type: ignore[attr-defined]
+    said = StringIO()
+    return measured(loaded, folder, options, console=Console(file=said, width=200)), said.getvalue()
 
 
 RECORDS = [{"category": "ab"[i % 2], "turns": ["x" * (9 - i)], "format": "json"} for i in range(4)]
@@ -73,7 +76,7 @@ def test_guards_that_fell_back_are_counted_by_category_beside_the_outputs_withou
 @pytest.mark.parametrize("action", ["stop", "plain"])
 def test_a_lossless_policy_stays_exact_and_says_what_it_cannot_do(loaded: LoadedTarget, tmp_path: Path, action: str) -> None:
     blank = LoadedTarget(loaded.target, Blanks(), "nowhere", loaded.description)  # type: ignore[arg-type]
-    report, said = run(blank, tmp_path, RECORDS, guard=GuardOptions(json=action, loop="off"))
+    report, said = run(blank, tmp_path, RECORDS, transformers=True, guard=GuardOptions(json=action, loop="off"))
     (entry,) = report["checkpoints"]
     assert entry["exact_matches"] == entry["transformers_exact_matches"] == 5 and entry["unexplained"] == 0
     acted = entry["guards"]["json"]
@@ -133,9 +136,8 @@ def test_several_sets_have_slices_of_their_own(loaded: LoadedTarget, tmp_path: P
     assert {p["measured_tau"] for p in report["published"]} == {parts["spec_bench"]["tau"]}
 
 
-@pytest.mark.parametrize(
-    ("text", "required", "valid"),
-    [
+def test_json_of_output_is_valid_whole_and_with_its_keys(subtests: pytest.Subtests) -> None:
+    texts: list[tuple[str, tuple[str, ...], bool]] = [
         ('{"a": 1}', (), True),
         ('```json\n{"a": 1}\n```', ("a",), True),
         ('{"a": 1}', ("a", "b"), False),
@@ -144,10 +146,10 @@ def test_several_sets_have_slices_of_their_own(loaded: LoadedTarget, tmp_path: P
         ('{"a": 1', (), False),
         ("Here: [1]", (), False),
         ("", (), False),
-    ],
-)
-def test_json_is_valid_whole_and_with_its_keys(text: str, required: tuple[str, ...], valid: bool) -> None:
-    assert valid_json(text, required) is valid
+    ]
+    for text, required, valid in texts:
+        with subtests.test(text=text, required=required):
+            assert valid_json(text, required) is valid
 
 
 def test_a_difference_in_valid_json_is_flagged_where_chance_is_no_cause() -> None:

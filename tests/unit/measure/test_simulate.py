@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from drafttrain.commands.simulate import simulate
+from drafttrain.core.errors import UserError
 from drafttrain.core.tree import TreeShape, arrivals
 from drafttrain.measure.simulate import SimulateOptions
 from drafttrain.measure.simulate.formulas import (
@@ -30,17 +32,17 @@ from drafttrain.measure.simulate.measured import Measured, token_cost
 from drafttrain.measure.simulate.scenario import MOST_BATCH, Experts, Scenario, StepCosts
 from drafttrain.measure.simulate.simulation import alpha_of, run_simulation
 from drafttrain.measure.simulate.toy import sampled_chain, tree_trial
+from drafttrain.runs.options import RunOptions
 from tests.runs import report, version_1, write
 
 Command = Callable[..., int]
 
 
-@pytest.mark.parametrize(
-    ("alpha", "K", "tokens"), [(0.6, 5, 2.38), (0.7, 5, 2.94), (0.8, 5, 3.69), (0.9, 5, 4.69), (0.6, 4, 2.31), (0.7, 4, 2.77)]
-)
-def test_expected_tokens_are_the_published_ones(alpha: float, K: int, tokens: float) -> None:
-    assert expected_tokens([alpha] * K) == pytest.approx((1 - alpha ** (K + 1)) / (1 - alpha))
-    assert expected_tokens([alpha] * K) == pytest.approx(tokens, abs=0.006)
+def test_expected_tokens_of_chain_equal_published_values() -> None:
+    published = {(0.6, 5): 2.38, (0.7, 5): 2.94, (0.8, 5): 3.69, (0.9, 5): 4.69, (0.6, 4): 2.31, (0.7, 4): 2.77}
+    for (alpha, K), tokens in published.items():
+        assert expected_tokens([alpha] * K) == pytest.approx((1 - alpha ** (K + 1)) / (1 - alpha))
+        assert expected_tokens([alpha] * K) == pytest.approx(tokens, abs=0.006)
 
 
 def test_the_theorems() -> None:
@@ -83,11 +85,12 @@ def test_a_tree_s_formula_is_what_counting_drawn_ranks_gives() -> None:
     assert tree_tokens(ranks, paths) == pytest.approx(counted, abs=0.02)
 
 
-@pytest.mark.parametrize("alphas", [[0.7] * 5, [0.9, 0.5, 0.2], [1.0, 1.0], [0.0, 0.5]])
-def test_a_sampled_chain_through_the_verifier_gives_the_formula(alphas: list[float]) -> None:
-    trial = sampled_chain(alphas, 20_000, seed=3)
-    assert trial.formula == expected_tokens(alphas)
-    assert trial.agrees and trial.error <= 0.02
+def test_sampled_chain_through_verifier_gives_expected_tokens(subtests: pytest.Subtests) -> None:
+    for alphas in ([0.7] * 5, [0.9, 0.5, 0.2], [1.0, 1.0], [0.0, 0.5]):
+        with subtests.test(alphas=alphas):
+            trial = sampled_chain(alphas, 20_000, seed=3)
+            assert trial.formula == expected_tokens(alphas)
+            assert trial.agrees and trial.error <= 0.02
 
 
 @pytest.mark.parametrize("policy", ["greedy", "lossless", "coupled"])
@@ -107,12 +110,10 @@ def test_verifying_costs_more_in_a_batch() -> None:
     assert StepCosts(0.1, 0.0, 0.2).speedup(2.0, 4, 5) == pytest.approx(2 / 1.6)
 
 
-@pytest.mark.parametrize(
-    ("experts", "chosen", "found"), [(128, 4, (4, 15, 29, 51)), (256, 8, (8, 31, 57, 102)), (128, 8, (8, 29, 52, 82))]
-)
-def test_distinct_experts(experts: int, chosen: int, found: tuple[int, ...]) -> None:
+def test_distinct_experts_of_known_models_equal_published_values() -> None:
     """gpt-oss-120b, DeepSeek-V3 and Qwen3-30B at 1, 4, 8 and 16 tokens."""
-    assert tuple(round(distinct_experts(tokens, experts, chosen)) for tokens in (1, 4, 8, 16)) == found
+    for experts, chosen, found in ((128, 4, (4, 15, 29, 51)), (256, 8, (8, 31, 57, 102)), (128, 8, (8, 29, 52, 82))):
+        assert tuple(round(distinct_experts(tokens, experts, chosen)) for tokens in (1, 4, 8, 16)) == found
 
 
 def test_a_verification_reads_distinct_experts() -> None:
@@ -228,37 +229,42 @@ def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
     assert len(list((tmp_path / "outputs/simulate").glob("*.png"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_simulate_mistakes_are_named_in_one_line(
+    command: Command, tmp_path: Path, capfd: Any, subtests: pytest.Subtests
+) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"alpha": "+0.05"}, "simulate.alpha is +0.05, a change, but there is no report to change; name one with report=FILE"),
+        ({"alpha": "high"}, "simulate.alpha is 'high'; set an acceptance as 0.8"),
+        ({"alpha": "1.5"}, "simulate.alpha is '1.5'"),
+        ({"draft_cost": -1.0}, "simulate.draft_cost, token_cost and other_cost are in plain steps"),
+        ({"lengths": []}, "simulate.lengths is []; give one or more"),
+        ({"batch_sizes": [0]}, "simulate.batch_sizes is [0]; give one or more"),
+        ({"nodes": 0}, "simulate.nodes is 0; set it to 1 or more"),
+        ({"trials": 5}, "simulate.trials is 5; set it to 100 or more"),
+        ({"alphas": [2.0]}, "simulate.alphas is [2.0]; give shares"),
+        ({"ranks": [[0.9, 0.2]]}, "simulate.ranks is [[0.9, 0.2]]; give the shares of the ranks"),
+    ]
+    mistakes = [(RunOptions(simulate=SimulateOptions(**given)), message) for given, message in wrong] + [
+        (RunOptions(out="x.pdf"), "out is 'x.pdf'; name the picture with out=FILE.png"),
+        (RunOptions(report="nowhere"), "no run 'nowhere'"),
+        (RunOptions(report="runs"), "runs holds 2 reports; name one of them, such as report=runs/a"),
+        (RunOptions(report="runs/a", checkpoint="x"), "report is 'runs/a' and checkpoint 'x'; leave one of them out"),
         (
-            ["simulate.alpha=+0.05"],
-            "simulate.alpha is +0.05, a change, but there is no report to change; name one with report=FILE",
+            RunOptions(report="runs/b"),
+            "runs/b step-00400: report.json has no speedup, verify_cost; name a report of a drafter",
         ),
-        (["simulate.alpha=high"], "simulate.alpha is 'high'; set an acceptance as 0.8"),
-        (["simulate.alpha=1.5"], "simulate.alpha is '1.5'"),
-        (["simulate.draft_cost=-1"], "simulate.draft_cost, token_cost and other_cost are in plain steps"),
-        (["simulate.lengths=[]"], "simulate.lengths is []; give one or more"),
-        (["simulate.batch_sizes=[0]"], "simulate.batch_sizes is [0]; give one or more"),
-        (["simulate.nodes=0"], "simulate.nodes is 0; set it to 1 or more"),
-        (["simulate.trials=5"], "simulate.trials is 5; set it to 100 or more"),
-        (["simulate.alphas=[2]"], "simulate.alphas is [2.0]; give shares"),
-        (["simulate.ranks=[[0.9,0.2]]"], "simulate.ranks is [[0.9, 0.2]]; give the shares of the ranks"),
-        (["simulate.ranks=3"], "simulate.ranks is 3; give the shares of the ranks"),
-        (["out=x.pdf"], "out is 'x.pdf'; name the picture with out=FILE.png"),
-        (["report=nowhere"], "no run 'nowhere'"),
-        (["report=runs"], "runs holds 2 reports; name one of them, such as report=runs/a"),
-        (["report=runs/a", "checkpoint=x"], "report is 'runs/a' and checkpoint 'x'; leave one of them out"),
-        (["report=runs/b"], "runs/b step-00400: report.json has no speedup, verify_cost; name a report of a drafter"),
-    ],
-)
-def test_mistakes_get_one_line(words: list[str], message: str, command: Command, tmp_path: Path, capfd: Any) -> None:
+    ]
     write(tmp_path / "runs/a", report())
     write(tmp_path / "runs/b", report(entry__speedup=None, entry__verify_cost=None))
-    assert command("simulate", *words) == 2
-    err = capfd.readouterr().err
-    assert err.startswith(f"drafttrain: {message}") and err.count("\n") == 1
-    assert not (tmp_path / "outputs").exists()
+    assert command("simulate", "simulate.ranks=3") == 2
+    said = capfd.readouterr().err
+    assert said.startswith("drafttrain: simulate.ranks is 3; give the shares of the ranks") and said.count("\n") == 1
+    for given, message in mistakes:
+        with subtests.test(message=message):
+            with pytest.raises(UserError) as caught:
+                simulate(given, {})
+            assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+            assert not (tmp_path / "outputs").exists()
 
 
 def test_the_notebook_prints_what_is_kept_in_it(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,17 +64,9 @@ def test_costs_add_up() -> None:
     assert total == Costs(2, 3, 4, 5, 6)
 
 
-@pytest.mark.parametrize(
-    ("each", "seconds", "wanted", "got"),
-    [
-        (1.0, 100.0, (16, 3), Plan(16, 3)),
-        (1.0, 21.0, (16, 3), Plan(7, 3)),
-        (1.0, 2.0, (16, 3), Plan(1, 2)),
-        (1.0, 0.0, (16, 3), Plan(1, 1)),
-    ],
-)
-def test_plan_cuts_waves_before_repeats(each: float, seconds: float, wanted: tuple[int, int], got: Plan) -> None:
-    assert plan(each, seconds, *wanted) == got
+def test_timing_plan_cuts_waves_before_repeats() -> None:
+    plans = [plan(1.0, seconds, 16, 3) for seconds in (100.0, 21.0, 2.0, 0.0)]
+    assert plans == [Plan(16, 3), Plan(7, 3), Plan(1, 2), Plan(1, 1)]
 
 
 def test_budget_never_stops_before_forty_prompts() -> None:

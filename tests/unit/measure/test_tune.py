@@ -16,18 +16,19 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter
 from drafttrain.drafters.tuned_settings import tuned_settings
-from drafttrain.measure import DecodeOptions
+from drafttrain.measure import DecodeOptions, TuneOptions
 from drafttrain.measure.cases import Case
 from drafttrain.measure.decoding import decoder_of, depth_limit
 from drafttrain.measure.tuning import shapes_of
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Preferred
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from tests.exports import record_of
 from tests.helpers import tiny_target
 
-QUICK = ("measure.limit=8", "decode.max_new_tokens=16", "tune.minutes=0.02", "tune.repeats=1", "tune.finalists=2", "output=out")
+QUICK = ("measure.limit=4", "decode.max_new_tokens=16", "tune.minutes=0.02", "tune.repeats=1", "tune.finalists=2", "output=out")
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,9 @@ def saved(folder: Path, loaded: LoadedTarget, family: str, **options: Any) -> Pa
     return path
 
 
-def decide(monkeypatch: pytest.MonkeyPatch, gained: float) -> list[dict[str, Any]]:
-    """The first finalist wins the first race, and the last one by `gained`; the settings of each race."""
+def decide(monkeypatch: pytest.MonkeyPatch, loaded: LoadedTarget, gained: float) -> list[dict[str, Any]]:
+    """The first finalist wins the first race, and the last one by `gained`; the settings of each race. The target is shared."""
+    monkeypatch.setattr(tune_file, "load_target", lambda *_: loaded)
     seen: list[dict[str, Any]] = []
 
     def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, float]:
@@ -90,7 +92,7 @@ def test_what_wins_on_the_other_prompts_is_kept_and_decoded_with(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path, races = saved(tmp_path, loaded, "medusa", heads=3), decide(monkeypatch, 1.25)
+    path, races = saved(tmp_path, loaded, "medusa", heads=3), decide(monkeypatch, loaded, 1.25)
     assert command("tune", f"checkpoint={path}", *QUICK) == 0
     first, last = races
     assert not set(first["questions"]) & set(last["questions"]), "some prompts choose, others decide"
@@ -114,18 +116,18 @@ def test_what_is_not_faster_there_is_not_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = saved(tmp_path, loaded, "draft_model", blocks=1, draft_length=3)
-    decide(monkeypatch, 0.97)
+    decide(monkeypatch, loaded, 0.97)
     assert command("tune", f"checkpoint={path}", *QUICK) == 0
     assert tuned_settings(path) == {}
     assert "is not faster on the other prompts (0.97x): nothing is written" in capsys.readouterr().out
 
 
 def test_really_raced_a_drafter_that_trains_nothing(command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path) -> None:
-    path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
+    path = saved(tmp_path, loaded, "prompt_lookup", draft_length=2)
     assert command("tune", f"checkpoint={path}", *QUICK, "tune.batch_size=2", "tune.objective=throughput") == 0
     (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
     found = json.loads(kept.read_text())
-    assert [row["settings"] for row in found["finalists"]] == [{}, *({"draft_length": d} for d in (1, 2, 3, 4))]
+    assert [row["settings"] for row in found["finalists"]] == [{}, *({"draft_length": d} for d in (1, 2))]
     assert all(row["raced"] > 0 for row in found["finalists"]) and found["finalists"][0]["raced"] == 1.0
     assert bool(tuned_settings(path)) is found["chosen"]["better"]
 
@@ -134,7 +136,7 @@ def test_a_drafter_that_samples_gets_a_temperature(
     command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path, loaded, "draft_model", blocks=11, draft_length=2)
-    decide(monkeypatch, 1.5)
+    decide(monkeypatch, loaded, 1.5)
     assert command("tune", f"checkpoint={path}", *QUICK, "decode=sampling", "decode.temperature=0.8") == 0
     settings = tuned_settings(path)
     drafter, _ = load_drafter(path, loaded.target)
@@ -159,25 +161,25 @@ def test_a_file_that_tune_did_not_write_is_named(loaded: LoadedTarget, tmp_path:
         load_drafter(path, loaded.target)
 
 
-@pytest.mark.parametrize(
-    ("asked", "line"),
-    [
-        (("tune.objective=speed",), "tune.objective is 'speed'; choose tpot or throughput"),
-        (("tune.finalists=0",), "tune.finalists is 0; set it to 1 or more"),
-        (("tune.minutes=0",), "tune.minutes is 0; give more than 0"),
-        (("decode.window=2",), "decode.window is set"),
-        (("measure.limit=8", "tune.batch_size=5"), "half of the 8 prompts, 4, are fewer than a batch of 5"),
-    ],
-)
-def test_a_mistake_gets_one_line(
+def test_tune_mistakes_are_named_in_one_line(
     command: Callable[..., int],
     loaded: LoadedTarget,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    asked: tuple[str],
-    line: str,
+    subtests: pytest.Subtests,
 ) -> None:
     path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
-    assert command("tune", f"checkpoint={path}", *asked) == 2
+    assert command("tune", f"checkpoint={path}", "measure.limit=8", "tune.batch_size=5") == 2
     error = capsys.readouterr().err
-    assert line in error and len(error.strip().splitlines()) == 1
+    assert "half of the 8 prompts, 4, are fewer than a batch of 5" in error and len(error.strip().splitlines()) == 1
+    wrong: dict[str, dict[str, Any]] = {
+        "tune.objective is 'speed'; choose tpot or throughput": {"tune": TuneOptions(objective="speed")},
+        "tune.finalists is 0; set it to 1 or more": {"tune": TuneOptions(finalists=0)},
+        "tune.minutes is 0; give more than 0": {"tune": TuneOptions(minutes=0)},
+        "decode.window is set": {"decode": DecodeOptions(window=2)},
+    }
+    for line, given in wrong.items():
+        with subtests.test(line=line):
+            with pytest.raises(UserError, match=line) as caught:
+                tune_file.tune(RunOptions(checkpoint=str(path), **given), {})
+            assert "\n" not in str(caught.value)

@@ -40,7 +40,7 @@ def test_a_sequence_with_few_places_gives_no_others() -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 10), st.randoms(use_true_random=False))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None, derandomize=True)  # the same in each run
 def test_future_stays_in_its_document_and_mask(rows: int, width: int, k: int, random: object) -> None:
     documents = [sorted(random.choice([0, 1, 2]) for _ in range(width)) for _ in range(rows)]
     for row in documents:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,16 +12,37 @@ from torch.nn import functional as F
 from drafttrain.model import blockwise_attention as blockwise
 from drafttrain.model.batch import Context
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
+from tests.cases import with_grid
 
 COLUMNS, BLOCKS, SLOTS = 37, 7, 3
+RULES = (Rule(), Rule(chained=True), CUT := Rule(chained=True, window=5), Rule(scale=0.3))
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-2}
+FEW = [
+    (torch.float64, Rule(), 2, 3),
+    (torch.float64, Rule(chained=True), 4, 6),
+    (torch.float64, CUT, 1, 64),
+    (torch.float64, Rule(scale=0.3), 2, 6),
+    (torch.float64, Rule(), 1, 3),
+    (torch.float64, Rule(), 4, 3),
+    (torch.float32, CUT, 2, 3),
+    (torch.bfloat16, CUT, 2, 3),
+]
 
 
-def dense(rule: Rule, seen: Context) -> Tensor:
+@cache
+def seen() -> Context:
+    generator = torch.Generator().manual_seed(0)
+    first_BA = torch.randint(0, 9, (2, BLOCKS), generator=generator).sort(1).values
+    return Context(first_BA, first_BA + torch.randint(0, 28, (2, BLOCKS), generator=generator))
+
+
+@cache
+def dense(rule: Rule) -> Tensor:
     """[B, A S, T + A S] which keys every slot sees, one slot at a time."""
     mask = torch.zeros(2, BLOCKS * SLOTS, COLUMNS + BLOCKS * SLOTS, dtype=torch.bool)
     for row in range(2):
         for block in range(BLOCKS):
-            first, last = int(seen.first_BA[row, block]), int(seen.last_BA[row, block])
+            first, last = int(seen().first_BA[row, block]), int(seen().last_BA[row, block])
             for slot in range(SLOTS):
                 place = last + 1 + slot
                 for column in range(first, last + 1):
@@ -30,34 +53,30 @@ def dense(rule: Rule, seen: Context) -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("least", [3, 6, 64])  # slots of a tile: 1 or 2 blocks, the last tile short, or all
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("rule", [Rule(), Rule(chained=True), Rule(chained=True, window=5), Rule(scale=0.3)])
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
+# least: slots of a tile: 1 or 2 blocks, the last tile short, or all
+@pytest.mark.parametrize(("dtype", "rule", "kv_heads", "least"), with_grid(FEW, CLOSE, RULES, (4, 2, 1), (3, 6, 64)))
 def test_tiles_are_the_dense_mask(
-    dtype: torch.dtype, close: float, rule: Rule, kv_heads: int, least: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rule: Rule, kv_heads: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blockwise, "LEAST_TILE", least)
     torch.manual_seed(0)
     q = torch.randn(2, 4, BLOCKS, SLOTS, 8, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(2, kv_heads, BLOCKS, SLOTS, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     context = [torch.randn(2, kv_heads, COLUMNS, 8, dtype=dtype, requires_grad=True) for _ in range(2)]
-    first_BA = torch.randint(0, 9, (2, BLOCKS)).sort(1).values
-    seen = Context(first_BA, first_BA + torch.randint(0, 28, (2, BLOCKS)))
     weight = torch.randn(2, 4, BLOCKS, SLOTS, 8, dtype=dtype)
 
     def plain() -> Tensor:
         both = [torch.cat([c, x.flatten(2, 3)], 2) for c, x in zip(context, (k, v), strict=True)]
         keys, values = (x.repeat_interleave(4 // kv_heads, 1) for x in both)
-        mask = dense(rule, seen)[:, None]
+        mask = dense(rule)[:, None]
         return F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, mask, scale=rule.scale).view(q.shape)
 
     inputs = [q, k, v, *context]
     for ours, wanted in zip(*(
         [out, *torch.autograd.grad((out * weight).sum(), inputs)]
-        for out in (blockwise_attention(q, k, v, *context, seen, rule), plain())
+        for out in (blockwise_attention(q, k, v, *context, seen(), rule), plain())
     ), strict=True):  # fmt: skip
-        torch.testing.assert_close(ours, wanted, atol=close, rtol=close)
+        torch.testing.assert_close(ours, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
 def test_blocks_that_see_no_context() -> None:

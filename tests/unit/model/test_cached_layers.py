@@ -14,8 +14,10 @@ from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.layers import DecoderLayer
 from drafttrain.model.shapes import TargetShape
 from drafttrain.ops import library
+from tests.cases import with_grid
 
 SHAPE = TargetShape(64, 32, 2, 4, 2, 8, 48, 128, 1e4, 1e-5)
+FEW = [(1, False, True), (3, True, True), (3, False, False), (1, True, False)]
 
 
 def layers(count: int, qk_norm: bool = False) -> list[DecoderLayer]:
@@ -46,9 +48,7 @@ def decoded(fused: FusedLayers, x_BTH: Tensor, parts: Sequence[int]) -> Tensor:
     return torch.cat(done, 1)
 
 
-@pytest.mark.parametrize("whole_call", [True, False])
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("count", "qk_norm", "whole_call"), with_grid(FEW, (1, 3), (False, True), (True, False)))
 def test_they_compute_what_the_modules_compute(
     count: int, qk_norm: bool, whole_call: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,14 +7,18 @@ import torch
 
 from drafttrain.model import capped_attention as module
 from drafttrain.model.capped_attention import capped_attention
+from tests.cases import with_grid
+
+# scores: in memory at once, of one query, of some, the last part short, or of all unless a window divides them
+CAPS = (SINKS := (None, True), CAP := (2.0, False), BOTH := (1.5, True))
+FEW = [(1, None, SINKS), (20_000, 1, CAP), (20_000, None, BOTH), (2**24, 5, CAP), (2**24, 70, BOTH)]
 
 
-@pytest.mark.parametrize("scores", [1, 500, 2**24])
-@pytest.mark.parametrize("window", [None, 1, 5, 70])
-@pytest.mark.parametrize(("cap", "sinks"), [(None, True), (2.0, False), (1.5, True)])
+@pytest.mark.parametrize(("scores", "window", "capped"), with_grid(FEW, (1, 20_000, 2**24), (None, 1, 5, 70), CAPS))
 def test_it_equals_the_formula(
-    scores: int, window: int | None, cap: float | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+    scores: int, window: int | None, capped: tuple[float | None, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cap, sinks = capped
     monkeypatch.setattr(module, "SCORES", scores)
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, n, t, 6, generator=generator) for n, t in ((6, 67), (3, 90), (3, 90)))

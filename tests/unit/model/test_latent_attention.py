@@ -14,7 +14,7 @@ from tests.architectures import model_of
 NODES, LONG = 5, 70
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target() -> FastTarget:
     return FastTarget(model_of("DeepSeek-V3", num_hidden_layers=2))
 
@@ -70,10 +70,11 @@ def test_a_position_takes_a_latent_and_one_rotated_key(target: FastTarget) -> No
     assert target.cache_bytes().position == 2 * (32 + 8) * 4
 
 
-def test_the_form_with_fewer_multiplications_is_chosen(target: FastTarget) -> None:
+def test_the_form_with_fewer_multiplications_is_chosen(target: FastTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """At DeepSeek-V3's sizes a chunk is expanded when it has more than 171 positions, less where its prefix is short."""
     latent = target._chain[0].latent
-    latent.latent, latent.rotated, latent.plain, latent.value = 512, 64, 128, 128
+    for width, size in (("latent", 512), ("rotated", 64), ("plain", 128), ("value", 128)):
+        monkeypatch.setattr(latent, width, size)
     assert latent.expands(0, 2) and not latent.expands(10**6, 170) and latent.expands(10**6, 180)
     assert not latent.expands(4096, 16) and latent.expands(30, 70)
 

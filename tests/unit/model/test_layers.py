@@ -52,9 +52,9 @@ def test_a_target_whose_attention_is_latent_has_as_many_kv_heads_as_heads() -> N
         assert (layer.heads, layer.kv_heads, layer.head_dim) == (4, wanted, 4)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
+def test_layer_options_that_cannot_be_are_refused_in_one_line(subtests: pytest.Subtests) -> None:
+    of = tiny_target().shape
+    for given, says in (
         ({"heads": 3}, "drafter.layer has 3 heads of width 8 over 2 KV heads; choose an even width, and KV heads that divide"),
         ({"head_dim": 7}, "heads of width 7"),
         ({"rope_theta": -1.0}, r"drafter.layer.rope_theta is -1.0; set it above 0, or to null: as the target's"),
@@ -65,11 +65,11 @@ def test_a_target_whose_attention_is_latent_has_as_many_kv_heads_as_heads() -> N
             "rope_scaling is of the type 'yarn'; layers of drafters know default, linear",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of the type linear lacks factor; add numbers"),
-    ],
-)
-def test_a_shape_that_cannot_be_is_one_line(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        LayerOptions.of(given).shape(tiny_target().shape)
+    ):
+        with subtests.test(given=given):
+            with pytest.raises(UserError, match=says) as caught:
+                LayerOptions.of(given).shape(of)
+            assert "\n" not in str(caught.value)
 
 
 def test_it_is_typed_as_the_command_says() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,12 +15,23 @@ from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.masks import attention_mask
 from drafttrain.model.prefill_attention import chunk_attention
 from drafttrain.targets.fast import FastTarget
+from tests.cases import with_grid
 from tests.helpers import tiny_model
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 10
+LENGTHS = ((0,), (70,), (0, 0), (33, 33), (97, 0, 64))
+FEW = [  # no prefix or one, rows that are ragged or not, a window that is shorter than the text or not
+    ((0,), 65, None),
+    ((0, 0), 131, 5),
+    ((70,), 131, None),
+    ((70,), 65, 5),
+    ((33, 33), 65, 200),
+    ((97, 0, 64), 65, None),
+    ((97, 0, 64), 131, 5),
+]
 
 
-def filled(lengths: list[int], nodes: int, pool: int | None = None, dtype: torch.dtype = torch.float32) -> KVCache:
+def filled(lengths: Sequence[int], nodes: int, pool: int | None = None, dtype: torch.dtype = torch.float32) -> KVCache:
     """A cache with random prefixes of these lengths, and `nodes` scratch positions; NaN everywhere else.
 
     pool: pages come from a pool, in its order (1), in reverse (-1), or shuffled (0); None: every slot has its own.
@@ -52,11 +65,9 @@ def masked(q_BNhD: Tensor, kv: KVCache, window: int | None) -> Tensor:
     return F.scaled_dot_product_attention(q_BNhD.transpose(1, 2).float(), keys, values, mask_BNP[:, None]).transpose(1, 2)
 
 
-@pytest.mark.parametrize("window", [None, 5, 200])
-@pytest.mark.parametrize("lengths", [[0], [70], [0, 0], [33, 33], [97, 0, 64]])
-@pytest.mark.parametrize("nodes", [65, 131])
+@pytest.mark.parametrize(("lengths", "nodes", "window"), with_grid(FEW, LENGTHS, (65, 131), (None, 5, 200)))
 @torch.inference_mode()
-def test_a_chunk_equals_masked_attention(lengths: list[int], nodes: int, window: int | None) -> None:
+def test_a_chunk_equals_masked_attention(lengths: tuple[int, ...], nodes: int, window: int | None) -> None:
     torch.manual_seed(0)
     kv = filled(lengths, nodes)
     q_BNhD = torch.randn(len(lengths), nodes, HEADS, WIDTH)
@@ -104,6 +115,7 @@ def test_extend_commits_what_keep_commits() -> None:
         assert kv.length_B.tolist() == [70, 10] and kv.longest == 70 and not kv.equal_lengths
 
 
+@pytest.mark.sampled(name=["llama", "mistral-sliding"])  # norms of queries and keys are no other attention
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3"])
 @torch.inference_mode()
 def test_a_long_prompt_needs_no_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -11,21 +12,28 @@ from torch import Tensor
 from drafttrain.model import unrolled_attention as op
 from drafttrain.model.masks import Documents
 from drafttrain.ops import later_steps
+from tests.cases import with_grid
 
 DOCUMENTS = Documents(torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13]))
+SHORT = Documents(torch.tensor([[0, 0, 1, 1, 1, -1], [0] * 6]))
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-2}
+# rows: by the fused kernel; in blocks, the last one short, or all at once. The kernel has no window
+FEW = [
+    (torch.float64, 1, None, None, None, 4),
+    (torch.float64, 4, None, DOCUMENTS, None, 2),
+    (torch.float32, 2, 4, DOCUMENTS, 4, 2),
+    (torch.float64, 2, 9, DOCUMENTS, None, 1),
+    (torch.bfloat16, 2, None, None, None, 1),
+    (torch.bfloat16, 4, 9, None, 256, 1),
+]
 
 
-@pytest.mark.sampled
-@pytest.mark.sampled_slow(rows=[None], window=[None])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("rows", [None, 4, 256])  # by the fused kernel; in blocks, the last one short, or all at once
-@pytest.mark.parametrize("documents", [None, DOCUMENTS])
-@pytest.mark.parametrize("window", [None, 4, 9])
-@pytest.mark.parametrize("steps", [1, 2, 4])
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "steps", "window", "documents", "rows", "kv_heads"),
+    with_grid(FEW, CLOSE, (1, 2, 4), (None, 4, 9), (None, DOCUMENTS), (None, 4, 256), (4, 2, 1)),
+)
 def test_as_all_scores_at_once(
     dtype: torch.dtype,
-    close: float,
     steps: int,
     window: int | None,
     documents: Documents | None,
@@ -47,13 +55,13 @@ def test_as_all_scores_at_once(
         return out, *torch.autograd.grad((out * weight).sum(), [q, *both])
 
     for ours, naive in zip(run(op.unrolled), run(op.reference), strict=True):
-        torch.testing.assert_close(ours, naive, atol=close, rtol=close)
+        torch.testing.assert_close(ours, naive, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
-@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("documents", [None, SHORT])
 def test_gradients_hold_numerically(documents: Documents | None) -> None:
     torch.manual_seed(1)
-    tensors = [torch.randn(2, 1, 13, 4, dtype=torch.float64, requires_grad=True) for _ in range(5)]
+    tensors = [torch.randn(2, 1, 6, 3, dtype=torch.float64, requires_grad=True) for _ in range(5)]
     assert torch.autograd.gradcheck(lambda q, *both: op.unrolled(q, both[:2], both[2:], documents), tensors)
 
 
@@ -69,18 +77,15 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_text_not_its_square()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("documents", [None, DOCUMENTS])
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 6e-2), (torch.float16, 1e-2)])
-def test_fused_kernels_of_a_gpu_as_all_scores_at_once(
-    dtype: torch.dtype, close: float, documents: Documents | None, kv_heads: int
-) -> None:
-    torch.manual_seed(0)
-    heads = [4, *[kv_heads] * 6]
-    q, *both = (torch.randn(2, h, 13, 64, dtype=dtype, device="cuda", requires_grad=True) for h in heads)
-    where = None if documents is None else Documents(documents.number_BT.cuda())
-    found = [f(q, both[:3], both[3:], where) for f in (op.unrolled, op.reference)]
-    slopes = [torch.autograd.grad(out.float().square().sum(), [q, *both]) for out in found]
-    torch.testing.assert_close(*found, atol=close, rtol=close)
-    for ours, naive in zip(*slopes, strict=True):
-        torch.testing.assert_close(ours, naive, atol=4 * close, rtol=4 * close)
+def test_fused_kernels_of_a_gpu_as_all_scores_at_once(subtests: pytest.Subtests) -> None:
+    there, close = Documents(DOCUMENTS.number_BT.cuda()), {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+    for dtype, documents, kv_heads in product(close, (None, there), (4, 2)):
+        with subtests.test(dtype=dtype, documents=documents is not None, kv_heads=kv_heads):
+            torch.manual_seed(0)
+            heads = [4, *[kv_heads] * 6]
+            q, *both = (torch.randn(2, h, 13, 64, dtype=dtype, device="cuda", requires_grad=True) for h in heads)
+            found = [f(q, both[:3], both[3:], documents) for f in (op.unrolled, op.reference)]
+            slopes = [torch.autograd.grad(out.float().square().sum(), [q, *both]) for out in found]
+            torch.testing.assert_close(*found, atol=close[dtype], rtol=close[dtype])
+            for ours, naive in zip(*slopes, strict=True):
+                torch.testing.assert_close(ours, naive, atol=4 * close[dtype], rtol=4 * close[dtype])

@@ -72,22 +72,18 @@ def test_more_processes_and_servers_than_gpus_are_refused() -> None:
         servers_alone(engine(tensor_parallel=4), ["0", "1"])
 
 
-@pytest.mark.parametrize(
-    ("features", "launcher", "line"),
-    [
-        (engine(nodes=2, dir="x"), {"nodes": 2}, "features.nodes is 2 of launcher.nodes=2, so no machine trains"),
+def test_launch_conflicting_server_options_are_refused(subtests: pytest.Subtests) -> None:
+    two = {"nodes": 2}
+    for features, launcher, line in (
+        (engine(nodes=2, dir="x"), two, "features.nodes is 2 of launcher.nodes=2, so no machine trains"),
         (engine(nodes=1, dir="x"), {}, "features.nodes is 1 of launcher.nodes=1, so no machine trains"),
-        (
-            engine(nodes=1),
-            {"nodes": 2},
-            "features.nodes is 1, but features.dir is not set; name a folder that all machines see",
-        ),
+        (engine(nodes=1), two, "features.nodes is 1, but features.dir is not set; name a folder that all machines see"),
         (
             engine(nodes=1, transport="mooncake"),
-            {"nodes": 2},
-            "features.nodes is 1, but features.mooncake.master is empty; start mooncake_master on a machine",
+            two,
+            "1, but features.mooncake.master is empty; start mooncake_master on a machine",
         ),
-        (engine(nodes=1, servers=["http://x"]), {"nodes": 2}, "features.nodes is for servers that are started, but"),
+        (engine(nodes=1, servers=["http://x"]), two, "features.nodes is for servers that are started, but"),
         (engine(gpus=3, tensor_parallel=2), {}, "features.gpus is 3, but each server has features.tensor_parallel=2 GPUs"),
         (
             engine(gpus=4, count=3),
@@ -95,16 +91,14 @@ def test_more_processes_and_servers_than_gpus_are_refused() -> None:
             "features.count is 3, but features.gpus=4 and .* are those of 4 servers; leave count out",
         ),
         (engine(gpus=-1), {}, "features.gpus is -1; set it to 0 or more"),
-        (FeatureOptions(nodes=1), {"nodes": 2}, "features.nodes is 1, but features=online has no servers; leave it out"),
+        (FeatureOptions(nodes=1), two, "features.nodes is 1, but features=online has no servers; leave it out"),
         (engine(), {"role": "server"}, "launcher.role is server, but features.nodes is 0"),
         (engine(), {"role": "both"}, "launcher.role is 'both'; choose trainer or server"),
-        (engine(nodes=1, dir="x"), {"nodes": 2}, "launcher.rendezvous is None with launcher.nodes=2; set it to HOST:PORT"),
+        (engine(nodes=1, dir="x"), two, "launcher.rendezvous is None with launcher.nodes=2; set it to HOST:PORT"),
         (engine(), {"nproc": "many"}, "launcher.nproc is 'many'; set it to a number of processes, or to auto"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(features: FeatureOptions, launcher: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError, match=line):
-        launch(lambda *_: None, run(features, **launcher), {})
+    ):
+        with subtests.test(line), pytest.raises(UserError, match=line):
+            launch(lambda *_: None, run(features, **launcher), {})
 
 
 def test_torchrun_starts_no_machines_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:

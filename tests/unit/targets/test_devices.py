@@ -25,9 +25,8 @@ def sees(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "variables", "found"),
-    [
+def test_device_of_process_is_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
+    cases: list[tuple[str, int, dict[str, str], str]] = [
         ("auto", 0, {}, "cpu"),
         ("auto", 0, {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "cpu"),
         ("auto", 2, {}, "cuda:0"),
@@ -38,18 +37,15 @@ def sees(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: str) -> None:
         ("cpu", 2, {"WORLD_SIZE": "3", "LOCAL_RANK": "2"}, "cpu"),
         ("auto", 1, {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "5"}, "cuda:0"),
         ("auto", 1, {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, "cuda:0"),
-    ],
-)
-def test_a_process_has_the_gpu_of_its_rank(
-    name: str, gpus: int, variables: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sees(monkeypatch, gpus, **variables)
-    assert str(device_of(name)) == found
+    ]
+    for name, gpus, variables, found in cases:
+        with subtests.test(name=name, gpus=gpus, **variables):
+            sees(monkeypatch, gpus, **variables)
+            assert str(device_of(name)) == found
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "variables", "line"),
-    [
+def test_device_of_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
+    cases: list[tuple[str, int, dict[str, str], str]] = [
         (
             "auto",
             2,
@@ -73,15 +69,13 @@ def test_a_process_has_the_gpu_of_its_rank(
         ("cuda:2", 2, {}, "target.device is 'cuda:2', this process sees 2 GPUs"),
         ("cuda", 0, {}, "no CUDA device is available"),
         ("gpu", 2, {}, "choose auto, cpu or cuda"),
-    ],
-)
-def test_a_gpu_that_is_not_there_gets_one_line(
-    name: str, gpus: int, variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sees(monkeypatch, gpus, **variables)
-    with pytest.raises(UserError, match=line) as caught:
-        device_of(name)
-    assert "\n" not in str(caught.value)
+    ]
+    for name, gpus, variables, line in cases:
+        with subtests.test(name=name, gpus=gpus, **variables):
+            sees(monkeypatch, gpus, **variables)
+            with pytest.raises(UserError, match=line) as caught:
+                device_of(name)
+            assert "\n" not in str(caught.value)
 
 
 def test_only_a_gpu_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +99,8 @@ def swapped(received: list[int], sent: list[int], **other: Any) -> list[Any]:
 SWAPPED = [swapped([1, 0, 7], [1, 4, 2]), swapped([4, 0, 0], [0, 0, 3]), swapped([2, 3, 0], [7, 0, 0])]
 
 
-@pytest.mark.parametrize(
-    ("rank", "other", "fits"),
-    [
+def test_check_order_of_all_to_all_compares_sent_with_expected(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    cases: list[tuple[int, list[Any], bool]] = [
         (0, SWAPPED[0], True),
         (1, swapped([5, 0, 0], [0, 0, 3]), False),
         (2, swapped([2, 2, 0], [7, 0, 0]), False),
@@ -116,19 +109,17 @@ SWAPPED = [swapped([1, 0, 7], [1, 4, 2]), swapped([4, 0, 0], [0, 0, 3]), swapped
         (1, swapped([4, 0, 0], [0, 0, 3], width=2), False),
         (2, swapped([2, 3, 0], [7, 0, 0], group=[0, 2, 1]), False),
         (1, REDUCED, False),
-    ],
-)
-def test_in_an_all_to_all_what_is_sent_must_be_what_is_expected(
-    rank: int, other: list[Any], fits: bool, tmp_path: Path
-) -> None:
-    for process, line in enumerate(SWAPPED):
-        called = [REDUCED, other if process == rank else line, REDUCED]
-        (tmp_path / f"rank-{process}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in called))
-    if fits:
-        assert devices.check_order(tmp_path, 3) == [REDUCED, SWAPPED[0], REDUCED]
-    else:
-        with pytest.raises(AssertionError, match="collective 1: "):
-            devices.check_order(tmp_path, 3)
+    ]
+    for rank, other, fits in cases:
+        for process, line in enumerate(SWAPPED):
+            called = [REDUCED, other if process == rank else line, REDUCED]
+            (tmp_path / f"rank-{process}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in called))
+        with subtests.test(rank=rank, other=other):
+            if fits:
+                assert devices.check_order(tmp_path, 3) == [REDUCED, SWAPPED[0], REDUCED]
+            else:
+                with pytest.raises(AssertionError, match="collective 1: "):
+                    devices.check_order(tmp_path, 3)
 
 
 def test_a_collective_that_not_all_processes_call_is_found(tmp_path: Path) -> None:

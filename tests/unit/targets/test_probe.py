@@ -19,6 +19,7 @@ from tests.architectures import ARCHITECTURES, model_of
 
 WIDE = 16  # a window that the probe's short rows do not reach
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+HALF = pytest.mark.sampled(dtype=(torch.float32, torch.bfloat16))  # the probe asks only whether a dtype is exact
 REFUSED = ("Mamba-2", "RWKV-4", "Bloom")
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -106,6 +107,7 @@ def without_branches(model: Any) -> None:
     ],
 )
 @DTYPES
+@pytest.mark.sampled
 def test_a_refusal_names_the_property(fault: Callable[[Any], None], name: str, property: str, dtype: torch.dtype) -> None:
     model = model_of(name).to(dtype)
     fault(model)
@@ -113,6 +115,7 @@ def test_a_refusal_names_the_property(fault: Callable[[Any], None], name: str, p
         HFTarget(model)
 
 
+@HALF
 @DTYPES
 def test_an_expert_that_rounding_chose_refuses_no_model(dtype: torch.dtype) -> None:
     """Two experts were level for the first tokens that are drawn: a pass over many rows takes the other one of them.
@@ -138,6 +141,7 @@ def test_an_expert_that_rounding_chose_refuses_no_model(dtype: torch.dtype) -> N
         assert HFTarget(model).trees
 
 
+@HALF
 @DTYPES
 def test_a_model_that_ignores_branches_gets_chains(dtype: torch.dtype) -> None:
     model = model_of("Llama").to(dtype)
@@ -152,6 +156,7 @@ def test_chains_have_their_reason(name: str, reason: str) -> None:
     assert not target.trees and reason in str(target.chains_reason)
 
 
+@HALF
 @DTYPES
 @pytest.mark.parametrize("runner", [HFTarget, FastTarget])
 def test_windows_are_reached(runner: type[HFTarget], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +203,7 @@ def test_prompts_of_the_probe_fit_small_vocabularies() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(name=("Llama", "Gemma-4 (text)", "DeepSeek-V3", "gpt-oss", "Llama-4 (text)", "Qwen3-Next", "Jamba", "MPT"))
 @pytest.mark.parametrize("name", [a for a in ARCHITECTURES if a not in REFUSED])
 def test_half_precision_changes_no_verdict(name: str) -> None:
     """Where rounding moves logits by four hundredths, as in Gemma-4, and where branches without positions move them by five."""

@@ -104,15 +104,16 @@ def test_mxfp4_experts(tmp_path: Path) -> None:
     check(loaded(tmp_path).target, model)
 
 
-@pytest.mark.parametrize("method", NEEDED)
-def test_a_missing_package_is_one_line(method: str, tmp_path: Path) -> None:
-    if find_spec(NEEDED[method]):
-        pytest.skip(f"{NEEDED[method]} is installed")
-    settings: dict[str, Any] = {"bits": 4, "group_size": 16} if method in ("awq", "gptq") else {"config_groups": {}}
-    settings = {"load_in_4bit": True} if method == "bitsandbytes" else settings
-    saved(tmp_path, model_of("Llama"), {"quant_method": method} | settings)
-    with pytest.raises(UserError, match=rf"^target\.path [^\n]*{NEEDED[method].replace('_', '.')}[^\n]*$"):
-        loaded(tmp_path)
+def test_quantised_checkpoint_missing_package_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for method, package in NEEDED.items():
+        settings: dict[str, Any] = {"bits": 4, "group_size": 16} if method in ("awq", "gptq") else {"config_groups": {}}
+        settings = {"load_in_4bit": True} if method == "bitsandbytes" else settings
+        saved(tmp_path, model_of("Llama"), {"quant_method": method} | settings)
+        with subtests.test(method=method):
+            if find_spec(package):
+                pytest.skip(f"{package} is installed")
+            with pytest.raises(UserError, match=rf"^target\.path [^\n]*{package.replace('_', '.')}[^\n]*$"):
+                loaded(tmp_path)
 
 
 def test_weights_of_an_unknown_method_are_not_replaced_by_random_ones(tmp_path: Path) -> None:

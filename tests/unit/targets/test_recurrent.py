@@ -35,6 +35,8 @@ from tests.unit.decoding.test_acceptance import Law, Recorder, given_tree, targe
 
 NAMES = ("Qwen3-Next", "Qwen3.5 (text)", "Nemotron-H", "Bamba", "Granite-4 (hybrid)", "Falcon-H1", "LFM2", "Jamba")
 DELTA, MAMBA2 = "Qwen3-Next", "Bamba"
+# one of each scan: the delta rule, Mamba-2 with limits of its step sizes, Mamba-2 beside attention, convolution alone, Mamba
+KINDS = (DELTA, "Nemotron-H", "Falcon-H1", "LFM2", "Jamba")
 CHAIN = [[0] * d for d in range(1, 5)]
 
 
@@ -72,6 +74,7 @@ def assert_same(found: States, row: int, wanted: States) -> None:
                 assert (ours[row] - theirs[0]).abs().max() < 1e-4 * theirs.abs().max()
 
 
+@pytest.mark.sampled(name=KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_states_are_those_of_a_pass_over_the_accepted_tokens(name: str) -> None:
     """Rows accept different counts, 0 and all included; slots are not in the order of the rows."""
@@ -99,6 +102,7 @@ def _first(kv: KVCache) -> int:
     return min(kv.states.take(kv.slot_B))
 
 
+@pytest.mark.sampled(name=KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cache_goes_back_to_a_mark(name: str) -> None:
     target, kv = target_of(name), target_of(name).new_cache(2, 64)
@@ -121,24 +125,26 @@ def greedy(target: HFTarget, asked: list[list[int]], new: int) -> list[list[int]
     return [r.tokens for r in Decoder(target, None, "greedy", Sampling(), frozenset(), new).run(asked, 1).results]
 
 
+@pytest.mark.sampled(name=KINDS)
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_partly_accepted_chains_give_the_greedy_text(name: str, every: int | None) -> None:
     """Each third token of the drafter is wrong, so that counts differ between rows and steps."""
-    target, asked = target_of(name), prompts(5, vocab=60, seed=8, longest=14)
-    texts = greedy(target, asked, 20)
+    target, asked = target_of(name), prompts(4, vocab=60, seed=8, longest=14)
+    texts = greedy(target, asked, 14)
     right = oracle([p + t for p, t in zip(asked, texts, strict=True)])
 
     def guess(text: list[int]) -> list[int]:
         found = right(text)
         return found[1:] if (len(text) + text[0]) % 3 == 0 else found
 
-    decoder = Decoder(target, Scripted(guess, CHAIN), "greedy", Sampling(), frozenset(), 20, 4, Controls(read_every=every))
+    decoder = Decoder(target, Scripted(guess, CHAIN), "greedy", Sampling(), frozenset(), 14, 4, Controls(read_every=every))
     results = decoder.run(asked, 3).results
     assert [r.tokens for r in results] == texts
     assert {n for r in results for n in r.runs} >= {0, 1, 2}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("name", (DELTA, MAMBA2, "LFM2"))
 def test_samples_of_one_prompt_equal_requests_of_their_own(name: str, pooled: bool) -> None:
@@ -152,6 +158,7 @@ def test_samples_of_one_prompt_equal_requests_of_their_own(name: str, pooled: bo
     assert [r.tokens for r in results] == alone
 
 
+@pytest.mark.sampled(every=(None, 3))
 @pytest.mark.parametrize("every", [None, 1, 3])
 @pytest.mark.parametrize("name", (DELTA, MAMBA2))
 def test_a_text_that_falls_back_goes_on_as_the_targets_own(name: str, every: int | None) -> None:
@@ -179,7 +186,7 @@ def test_memory_is_flat_over_many_requests() -> None:
     decoder = Decoder(target, Scripted(random_guess(2), CHAIN), "greedy", Sampling(), max_new_tokens=6)
     session = Session(decoder, 4, 64, pages=16)
     held = session.kv.state_bytes
-    for key, prompt in enumerate(prompts(200, vocab=60, seed=1, longest=9)):
+    for key, prompt in enumerate(prompts(60, vocab=60, seed=1, longest=9)):
         session.submit(Request(prompt, key, 6))
     list(session)
     states, every = session.kv.states, torch.arange(5)
@@ -188,6 +195,7 @@ def test_memory_is_flat_over_many_requests() -> None:
     assert all(float(x.abs().max()) == 0 for pair in states.take(every).values() for x in pair if x is not None)
 
 
+@pytest.mark.sampled(name=(DELTA,))  # the states of the others are compared above
 @pytest.mark.parametrize("name", (DELTA, MAMBA2))
 def test_sampling_is_lossless_over_two_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By enumeration: after each outcome of the first step, the second one starts from the states that it left."""

@@ -15,8 +15,10 @@ from tests.helpers import ARCHITECTURES, tiny_model, tiny_target
 
 TEXT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
 AT = torch.arange(8).expand(2, -1)
+FEW = ("mistral-sliding", "gpt2", "opt")  # a window, and norms that have other names
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_norm_of_the_last_blocks_output_is_what_the_head_reads(name: str) -> None:
     target = tiny_target(name)
@@ -25,6 +27,7 @@ def test_the_norm_of_the_last_blocks_output_is_what_the_head_reads(name: str) ->
         torch.testing.assert_close(target.norm(hidden[3]), hidden[FINAL])
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_first_blocks_end_where_the_whole_model_passes(name: str) -> None:
     target = tiny_target(name)
@@ -49,8 +52,9 @@ def test_with_a_cache_too_over_the_same_memory(fast: bool) -> None:
         kv.keep(AT[:, :5], torch.tensor([5, 5]))
         found = view(TEXT[:, 5:], kv, None, AT[:, 5:], Taps((2,)))
         wanted = target(TEXT, None, None, AT, Taps((2,))).hidden[2][:, 5:]
-        torch.testing.assert_close(found.hidden[2], wanted)
-        torch.testing.assert_close(found.logits_BRV, target.head(target.norm(wanted)))
+        close = {"rtol": 1e-4, "atol": 1e-4}  # three rows behind a cache are summed otherwise than eight in one pass
+        torch.testing.assert_close(found.hidden[2], wanted, **close)
+        torch.testing.assert_close(found.logits_BRV, target.head(target.norm(wanted)), **close)
         assert target(TEXT, None, None, AT, Taps()).logits_BRV is not None and target.shape.blocks == 4
 
 

@@ -22,6 +22,7 @@ from tests.images import NAMES, encoded, inline, picture, sequence, vision_targe
 from tests.tiny import build
 
 NEW = 12
+KINDS = ("qwen3_vl", "gemma3")  # positions of three parts, and features for later blocks; rows of an image that see each other
 FAMILIES = ("medusa", "eagle3", "dflash")
 # have the same code as one of these
 OTHERS = ("eagle", "mtp", "dspark", "dflash2", "xpress", "lilicorr", "domino", "jetspec", "dflare", "dfly")
@@ -36,7 +37,9 @@ class Asked:
     wanted: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module", params=[name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Asked:
     folder = tmp_path_factory.mktemp(request.param)
     target = vision_target(request.param, folder)
@@ -57,6 +60,7 @@ def generated(target: VisionTarget, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk", [512, 7, 4])
 def test_greedy_text_is_that_of_generate(asked: Asked, chunk: int) -> None:
     for rows in (1, 4):
@@ -70,10 +74,9 @@ def test_the_image_decides_the_text(asked: Asked, tmp_path: Path) -> None:
     assert generated(asked.target, other) != asked.wanted[0]
 
 
+@pytest.mark.sampled(asked=KINDS, family=FAMILIES)
 @pytest.mark.parametrize("family", FAMILIES + OTHERS)
 def test_drafters_leave_the_text_as_it_is(asked: Asked, family: str) -> None:
-    if family in OTHERS and asked.target.kind.whole:
-        return
     for rows, chunk in ((1, 512), (4, 6)):
         drafter = build(family, asked.target, noise=0.5)
         decoder = Decoder(asked.target, drafter, "greedy", Sampling(), frozenset(), NEW, prefill_chunk=chunk)
@@ -82,6 +85,7 @@ def test_drafters_leave_the_text_as_it_is(asked: Asked, family: str) -> None:
         assert asked.target.trees and sum(r.nodes for r in results)
 
 
+@pytest.mark.sampled(asked=KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_those_of_training(asked: Asked, family: str) -> None:
     """The first draft of every decode step is the likeliest token that training predicts from the same position."""
@@ -175,6 +179,7 @@ def test_samples_share_the_positions_after_an_image(asked: Asked) -> None:
     assert [r.tokens for r in results] == [asked.wanted[0]] * 2
 
 
+@pytest.mark.sampled(asked=("qwen3_vl",))
 def test_a_repetition_penalty_counts_the_placeholder(asked: Asked) -> None:
     decoder = Decoder(asked.target, None, "greedy", Sampling(repetition_penalty=1.5), frozenset(), NEW)
     inputs = asked.target.generation_inputs(torch.tensor([asked.prompts[0]]))
@@ -184,6 +189,7 @@ def test_a_repetition_penalty_counts_the_placeholder(asked: Asked) -> None:
     assert decoder.run(asked.prompts[:1]).results[0].tokens == out[0, len(asked.prompts[0]) :].tolist()
 
 
+@pytest.mark.sampled(asked=("gemma3",))
 def test_a_drafter_of_text_alone_is_refused(asked: Asked) -> None:
     decoder = Decoder(asked.target, build("prompt_lookup", asked.target), "greedy", Sampling(), frozenset(), NEW)
     with pytest.raises(ValueError, match="reads text alone"):

@@ -1,4 +1,4 @@
-"""A target's weight files: damaged, incomplete, too many, elsewhere."""
+"""A target's files: damaged, incomplete, too many, elsewhere. All is refused in one line, whatever libraries raise for it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from drafttrain.core.errors import UserError
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.companion import companion
 from drafttrain.targets.estimate import outline
-from drafttrain.targets.load import EMBEDDED, load_shape, load_target
+from drafttrain.targets.load import EMBEDDED, load_shape, load_target, load_tokenizer
 from tests.helpers import tiny_model, tiny_target
 
 FILE = "model.safetensors"
 Tensors = dict[str, Tensor]
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """A tiny Llama with the embedded target's tokenizer."""
-    folder = tmp_path / "target"
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with the embedded target's tokenizer. No test changes it."""
+    folder = tmp_path_factory.mktemp("whole")
     config = tiny_model().config
     config.vocab_size = json.loads((EMBEDDED / "config.json").read_text())["vocab_size"]
     model = type(tiny_model())(config)
@@ -36,6 +36,12 @@ def directory(tmp_path: Path) -> Path:
     for path in EMBEDDED.glob("tokenizer*"):
         shutil.copy(path, folder)
     return folder
+
+
+@pytest.fixture
+def directory(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(whole, tmp_path / "target")
 
 
 def options(directory: Path) -> TargetOptions:
@@ -59,30 +65,26 @@ def refused(directory: Path, said: str) -> None:
     assert "\n" not in str(error.value) and len(str(error.value)) < 600 and str(directory) in str(error.value)
 
 
-def test_a_whole_target_is_loaded(directory: Path) -> None:
-    load_target(options(directory))
-
-
-def test_a_path_is_used_though_the_kind_is_left_out(directory: Path) -> None:
-    loaded = load_target(TargetOptions(path=str(directory)))
-    assert loaded.path == str(directory) and loaded.description["name"] == "hf" and loaded.target.shape.blocks == 4
+def test_a_path_is_used_though_the_kind_is_left_out(whole: Path) -> None:
+    loaded = load_target(TargetOptions(path=str(whole)))
+    assert loaded.path == str(whole) and loaded.description["name"] == "hf" and loaded.target.shape.blocks == 4
     assert TargetOptions().name == "embedded"
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_weights_that_do_not_fill_architecture_are_named(whole: Path, directory: Path, subtests: pytest.Subtests) -> None:
+    changes: list[tuple[Callable[[Tensors], Any], str]] = [
         (lambda t: without(t, "layers.2."), r"they lack model\.layers\.2\.input_layernorm\.weight, .* and 6 more"),
         (lambda t: without(t, "lm_head"), r"they lack lm_head\.weight"),
         (lambda t: without(t, "layers.3.mlp.up_proj"), r"they lack model\.layers\.3\.mlp\.up_proj\.weight; "),
         (lambda t: t.update({"model.layers.4.mlp.up_proj.weight": torch.ones(2)}), r"does not know model\.layers\.4\.mlp"),
         (lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"in another shape model\.norm\.weight"),
         (lambda t: t.update({"adapter": torch.ones(2)}) or without(t, "layers.0."), r"lack .*; they have and .* adapter"),
-    ],
-)
-def test_what_does_not_fill_the_architecture_is_named(change: Callable[[Tensors], Any], said: str, directory: Path) -> None:
-    rewritten(directory, change)
-    refused(directory, said)
+    ]
+    for change, said in changes:
+        shutil.copy(whole / FILE, directory)
+        rewritten(directory, change)
+        with subtests.test(said=said):
+            refused(directory, said)
 
 
 def test_what_checkpoints_have_beside_is_known(directory: Path) -> None:
@@ -96,36 +98,46 @@ def test_what_checkpoints_have_beside_is_known(directory: Path) -> None:
     refused(directory, r"layers\.5")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda b: b[: len(b) // 2],
-        lambda b: b[:5],
-        lambda b: b"",
-        lambda b: b"\xff" * 8 + b[8:],
-        lambda b: b[:8] + bytes(40) + b[48:],
-        lambda b: b + b"more",
-    ],
-)
-def test_damaged_files_are_named(damage: Callable[[bytes], bytes], directory: Path) -> None:
-    file = directory / FILE
-    file.write_bytes(damage(file.read_bytes()))
-    refused(directory, rf"{FILE} is damaged or cut off")
+def test_weights_file_that_is_damaged_is_named(directory: Path, subtests: pytest.Subtests) -> None:
+    b = (directory / FILE).read_bytes()
+    damages = {
+        "half": b[: len(b) // 2],
+        "five bytes": b[:5],
+        "empty": b"",
+        "header too long": b"\xff" * 8 + b[8:],
+        "no header": b[:8] + bytes(40) + b[48:],
+        "more bytes": b + b"more",
+    }
+    for name, content in damages.items():
+        (directory / FILE).write_bytes(content)
+        with subtests.test(name):
+            refused(directory, rf"{FILE} is damaged or cut off")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("rope_scaling", "x"), ("hidden_size", "many"), ("num_attention_heads", 0), ("layer_types", 3), ("model_type", "x\x07")],
-)
-def test_a_configuration_of_wrong_values_is_one_line(name: str, value: object, directory: Path) -> None:
+def test_target_config_of_wrong_values_is_refused_in_one_line(directory: Path, subtests: pytest.Subtests) -> None:
     """Whoever reads it: transformers raises errors of many kinds."""
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
-    target = tiny_target()
-    for read in (load_target, load_shape, outline, lambda given: companion(target, given.path, None)):
-        with pytest.raises(UserError) as error:
-            read(options(directory))  # type: ignore[operator]
-        assert "\n" not in str(error.value) and len(str(error.value)) < 600 and str(directory) in str(error.value)
+    file, target = directory / "config.json", tiny_target()
+    config = json.loads(file.read_text())
+    readers: list[Callable[[TargetOptions], Any]] = [load_target, load_shape, outline]
+    readers.append(lambda given: companion(target, given.path, None))
+    wrong = [("rope_scaling", "x"), ("rope_parameters", "x"), ("hidden_act", "x\x1b[2J"), ("layer_types", 3)]
+    wrong += [("model_type", "x"), ("model_type", "x\x07"), ("num_hidden_layers", "x"), ("num_attention_heads", 0)]
+    wrong += [("hidden_size", "many"), ("hidden_size", -1), ("vocab_size", None)]
+    for name, value in wrong:
+        file.write_text(json.dumps(config | {name: value}))
+        with subtests.test(**{name: value}):
+            for read in readers if name != "hidden_act" else [load_target]:  # which the others do not look at
+                with pytest.raises(UserError) as error:
+                    read(options(directory))
+                said = str(error.value)
+                assert len(said) < 600 and str(directory) in said and not {"\n", "\x07", "\x1b"} & set(said)
+
+
+def test_target_tokenizer_that_is_damaged_is_refused(directory: Path, subtests: pytest.Subtests) -> None:
+    for content in (b"", b"{", b"[]", b"{}", b"null", b'{"model": {"type": "BPE"}}', b"\xff\xfe"):
+        (directory / "tokenizer.json").write_bytes(content)
+        with subtests.test(content=content), pytest.raises(UserError, match="has no tokenizer that transformers can load"):
+            load_tokenizer(options(directory))
 
 
 def test_a_draft_model_is_looked_at_too(directory: Path) -> None:
@@ -158,17 +170,18 @@ def test_an_index_may_name_files_beside_it(directory: Path) -> None:
     load_target(options(indexed(directory, str)))
 
 
-@pytest.mark.parametrize("way", ["above", "absolute", "below", "link"])
-def test_an_index_leads_nowhere_else(way: str, directory: Path, tmp_path: Path) -> None:
+def test_weights_index_that_names_files_elsewhere_is_refused(whole: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    spelled = {"above": "../other/{}", "absolute": f"{other}/{{}}", "below": "sub/{}", "link": "{}"}[way]
-    indexed(directory, spelled.format)
-    for file in ("one.safetensors", "two.safetensors"):
-        (directory / file).rename(other / file)
-        if way == "link":
-            (directory / file).symlink_to(other / file)
-    refused(directory, "index.json names .*; only files next to it are read")
+    ways = {"above": "../other/{}", "absolute": f"{other}/{{}}", "below": "sub/{}", "link": "{}"}
+    for way, spelled in ways.items():
+        directory = indexed(shutil.copytree(whole, tmp_path / way), spelled.format)
+        for file in ("one.safetensors", "two.safetensors"):
+            (directory / file).replace(other / file)
+            if way == "link":
+                (directory / file).symlink_to(other / file)
+        with subtests.test(way):
+            refused(directory, "index.json names .*; only files next to it are read")
 
 
 def test_the_hubs_cache_is_made_of_links(directory: Path, tmp_path: Path) -> None:
@@ -181,7 +194,8 @@ def test_the_hubs_cache_is_made_of_links(directory: Path, tmp_path: Path) -> Non
     load_target(options(snapshot))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}', "[" * 100_000])
-def test_an_index_that_is_none(text: str, directory: Path) -> None:
-    (directory / f"{FILE}.index.json").write_text(text)
-    refused(directory, re.escape(f"{FILE}.index.json") + " (is no index|names 'gone.safetensors', which is not there)")
+def test_weights_index_that_is_none_is_refused(directory: Path, subtests: pytest.Subtests) -> None:
+    for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}', "[" * 100_000):
+        (directory / f"{FILE}.index.json").write_text(text)
+        with subtests.test(text=text[:60]):
+            refused(directory, re.escape(f"{FILE}.index.json") + " (is no index|names 'gone.safetensors', which is not there)")

@@ -1,14 +1,18 @@
 """How a batch is divided among processes and micro-batches."""
 
+import atexit
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from drafttrain.core.errors import UserError
+from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import TrainingEngine, World, accumulation, divided
 
@@ -44,21 +48,23 @@ def test_micro_batches_of_a_bfloat16_drafter_are_added_in_float32(stage: int, de
     torch.testing.assert_close(torch.cat(found)[:41], rows.float().sum(0), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("batch", "micro", "processes", "found"),
-    [(8, 8, 1, 8), (4, 4, 2, 2), (12, 4, 2, 3), (3, 2, 1, 1), (64, 100, 4, 16), (14, 4, 2, 1)],
-)
-def test_a_micro_batch_divides_its_processs_share(batch: int, micro: int, processes: int, found: int) -> None:
-    options, world = TrainOptions(global_batch=batch, micro_batch=micro), World(0, processes)
-    fitted = divided(options, world)
-    assert fitted == replace(options, micro_batch=found)
-    assert accumulation(fitted, world) * found * processes == batch
+def test_divided_lowers_micro_batch_to_divisor_of_process_batch(subtests: pytest.Subtests) -> None:
+    cases = [(8, 8, 1, 8), (4, 4, 2, 2), (12, 4, 2, 3), (3, 2, 1, 1), (64, 100, 4, 16), (14, 4, 2, 1)]
+    for batch, micro, processes, found in cases:
+        with subtests.test(batch=batch, micro=micro, processes=processes):
+            options, world = TrainOptions(global_batch=batch, micro_batch=micro), World(0, processes)
+            fitted = divided(options, world)
+            assert fitted == replace(options, micro_batch=found)
+            assert accumulation(fitted, world) * found * processes == batch
 
 
-@pytest.mark.parametrize(("batch", "micro", "processes"), [(3, 1, 2), (0, 1, 1), (4, 0, 1), (1, 1, 2)])
-def test_a_batch_that_processes_cannot_share_is_refused(batch: int, micro: int, processes: int) -> None:
-    with pytest.raises(UserError, match=f"number of processes, {processes}"):
-        divided(TrainOptions(global_batch=batch, micro_batch=micro), World(0, processes))
+def test_divided_indivisible_or_zero_batch_is_refused(subtests: pytest.Subtests) -> None:
+    for batch, micro, processes in ((3, 1, 2), (0, 1, 1), (4, 0, 1), (1, 1, 2)):
+        with (
+            subtests.test(batch=batch, micro=micro, processes=processes),
+            pytest.raises(UserError, match=f"number of processes, {processes}"),
+        ):
+            divided(TrainOptions(global_batch=batch, micro_batch=micro), World(0, processes))
 
 
 def test_processes_that_hold_sequences_together_share_a_batch_as_one() -> None:
@@ -72,6 +78,21 @@ def test_processes_that_hold_sequences_together_share_a_batch_as_one() -> None:
             divided(replace(options, sequence_parallel=together), world)
 
 
+def test_end_at_exit_destroys_group_only_in_process_that_formed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit, ended = list[Callable[[], None]](), list[int]()
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    end_at_exit()
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
+    owner = os.getpid()
+    for process in (owner + 1, owner):  # a forked child, then the process itself
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        monkeypatch.setattr(distributed, "destroy_process_group", lambda process=process: ended.append(process))
+        at_exit[0]()
+    assert len(at_exit) == 1 and ended == [owner]
+
+
+@pytest.mark.slow
 def test_a_forked_child_leaves_the_group_of_its_parent_alone() -> None:
     """gloo's threads are not in the child, which would end with signal 11."""
     script = (

@@ -48,22 +48,24 @@ def records(file: Path) -> Iterator[Any]:
             yield record
 
 
-def found(folder: Path) -> dict[str, list[Any]]:
-    """By kind, of the one run in a folder."""
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    return by_kind_of(file)
+def found(folder: Path, job: str = "fit") -> dict[str, list[Any]]:
+    """By kind, of the one run in a folder that does this."""
+    runs = map(by_kind_of, folder.glob("wandb/offline-run-*/*.wandb"))
+    (own,) = (by_kind for by_kind in runs if by_kind["run"][0].job_type == job)
+    return own
 
 
 def by_kind_of(file: Path) -> dict[str, list[Any]]:
     """W&B's own process writes the file, its end after `finish` has returned."""
-    for _ in range(200):
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
         by_kind: dict[str, list[Any]] = {}
         for record in records(file):
             kind = record.WhichOneof("record_type")
             by_kind.setdefault(kind, []).append(getattr(record, kind))
         if "exit" in by_kind:
             return by_kind
-        time.sleep(0.05)
+        time.sleep(0.005)
     raise AssertionError(f"{file} has no end")
 
 
@@ -82,15 +84,20 @@ def logged(folder: Path, **options: Any) -> Path:
     logger = Logger(LoggerOptions(**options), run, CONFIG, 0)
     logger.step(1, {"loss": 2.0, "agreement": [0.5, 0.25]})
     picture = run / "speedup.png"
-    Figure().savefig(picture)
+    Figure(figsize=(1, 1)).savefig(picture)
     (run / "report.json").write_text("{}", encoding="utf-8")
     logger.report(report(entry__exact_matches=18), [picture], [best], [run / "report.json"])
     logger.close()
     return run
 
 
-def test_an_offline_run_has_group_summary_table_pictures_and_lineage(tmp_path: Path) -> None:
-    run = logged(tmp_path, artifacts="reference")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that names its checkpoint, and the exports of a test."""
+    return logged(tmp_path_factory.mktemp("run"), artifacts="reference")
+
+
+def test_an_offline_run_has_group_summary_table_pictures_and_lineage(run: Path) -> None:
     by_kind = found(run)
     told = by_kind["run"][0]
     assert (told.run_group, told.job_type, told.project) == ("medusa on Some-8B", "fit", "drafttrain")
@@ -118,12 +125,16 @@ def test_an_offline_run_has_group_summary_table_pictures_and_lineage(tmp_path: P
     assert inputs[-1] == [data.name]
 
 
-def test_a_relative_folder_is_one_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W&B's own process keeps the folder that it was started in."""
-    for name in ("a", "b"):
+def test_logger_follows_chdir_and_logs_checkpoint_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative folder is one of this process: W&B's own keeps the folder that it was started in."""
+    made: list[list[Any]] = []
+    for name, options in (("a", {}), ("b", {"artifacts": "files", "group": "mine"})):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        assert found(logged(Path(f"run-{name}")))["exit"]
+        made.append(found(logged(Path(f"run-{name}"), **options))["artifact"])
+    assert {a.type for a in made[0] if not a.type.startswith("run_table")} == {"dataset", "report"}
+    (drafter,) = (a for a in made[1] if a.type == "drafter")
+    assert [(entry.path, bool(entry.ref)) for entry in drafter.manifest.contents] == [("drafter.safetensors", False)]
 
 
 @pytest.mark.slow
@@ -142,22 +153,13 @@ def test_wandb_sync_finds_the_runs_that_are_here(tmp_path: Path) -> None:
     assert len(folders) == 2 and all(folder.name in said for folder in folders)
 
 
-def test_checkpoints_stay_here_unless_asked_for(tmp_path: Path) -> None:
-    artifacts = found(logged(tmp_path / "a"))["artifact"]
-    assert {a.type for a in artifacts if not a.type.startswith("run_table")} == {"dataset", "report"}
-    artifacts = found(logged(tmp_path / "b", artifacts="files", group="mine"))["artifact"]
-    (made,) = (a for a in artifacts if a.type == "drafter")
-    assert [(entry.path, bool(entry.ref)) for entry in made.manifest.contents] == [("drafter.safetensors", False)]
-
-
-def test_an_export_is_a_run_that_used_the_checkpoint(tmp_path: Path) -> None:
-    run = logged(tmp_path, artifacts="reference")
+def test_an_export_is_a_run_that_used_the_checkpoint(run: Path, tmp_path: Path) -> None:
     best, out = run / "checkpoints" / "step-00400", tmp_path / "out"
     out.mkdir()
     log_export(LoggerOptions(artifacts="none"), CONFIG, best, {"vllm": out})
     assert len(list(run.glob("wandb/offline-run-*"))) == 1
     log_export(LoggerOptions(artifacts="reference"), CONFIG, best, {"vllm": out})
-    exported = next(f for f in map(by_kind_of, run.glob("wandb/offline-run-*/*.wandb")) if f["run"][0].job_type == "export")
+    exported = found(run, "export")
     assert exported["run"][0].run_group == "medusa on Some-8B"
     name = f"{(run_of(best) or {})['id']}-step-00400"
     assert [(a.name, a.type) for a in exported["artifact"]] == [(name, "drafter"), (f"{name}-vllm", "export")]
@@ -200,17 +202,14 @@ def test_names_and_figures() -> None:
     assert all(len(row) == len(COLUMNS) for row in measurement_rows(made))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"artifacts": "all"}, "logger.artifacts is 'all'; choose none, reference, files"),
-        ({"name": "x"}, "logger.name is 'x'; choose wandb or none"),
-        ({"mode": "x"}, "logger.mode is 'x'; choose auto, online or offline"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_logger(LoggerOptions(**options))
+def test_check_logger_unknown_option_value_is_refused() -> None:
+    for options, message in (
+        (LoggerOptions(artifacts="all"), "logger.artifacts is 'all'; choose none, reference, files"),
+        (LoggerOptions(name="x"), "logger.name is 'x'; choose wandb or none"),
+        (LoggerOptions(mode="x"), "logger.mode is 'x'; choose auto, online or offline"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_logger(options)
 
 
 def test_a_run_goes_on_behind_damaged_lines(tmp_path: Path) -> None:

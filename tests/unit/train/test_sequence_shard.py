@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -38,13 +39,9 @@ def packed(length: int) -> TrainBatch:
     return TrainBatch(token_BT, torch.arange(length).repeat(2, 1), document_BT, mask_BT)
 
 
-@pytest.mark.parametrize("length", [6, 9, 16])
-@pytest.mark.parametrize("size", [2, 4])
-def test_parts_predict_together_what_the_whole_does(length: int, size: int) -> None:
-    whole, halo = packed(length), 5
-    parts = [whole.part(Alone(rank, size), halo) for rank in range(size)]
-    assert sum(part.supervised() for part in parts) == whole.supervised()
-    assert {part.token_BT.shape for part in parts} == {(2, -(-length // size) + halo)}
+def test_train_batch_parts_yield_same_predictions_as_whole_batch(subtests: pytest.Subtests) -> None:
+    """Lengths that both, one and none of the numbers of parts divide."""
+    halo = 5
 
     def pairs(batch: TrainBatch, first: int, k: int) -> list[tuple[int, ...]]:
         """(row, source's position, label, token after the source) of all pairs."""
@@ -52,11 +49,17 @@ def test_parts_predict_together_what_the_whole_does(length: int, size: int) -> N
         rows = zip(found.source_M.tolist(), batch.token_BT.flatten()[found.label_M].tolist(), strict=True)
         return [(s // width, s % width + first, label, int(after_P[s])) for s, label in rows]
 
-    for k in range(1, halo + 1):
-        together = [pair for part in parts for pair in pairs(part, part.span.first if part.span else 0, k)]
-        assert sorted(together) == sorted(pairs(whole, 0, k))
-    with pytest.raises(AssertionError, match=r"beyond the part"):
-        parts[0].future(halo + 1)
+    for length, size in product((6, 9, 16), (2, 4)):
+        with subtests.test(length=length, size=size):
+            whole = packed(length)
+            parts = [whole.part(Alone(rank, size), halo) for rank in range(size)]
+            assert sum(part.supervised() for part in parts) == whole.supervised()
+            assert {part.token_BT.shape for part in parts} == {(2, -(-length // size) + halo)}
+            for k in range(1, halo + 1):
+                together = [pair for part in parts for pair in pairs(part, part.span.first if part.span else 0, k)]
+                assert sorted(together) == sorted(pairs(whole, 0, k))
+            with pytest.raises(AssertionError, match=r"beyond the part"):
+                parts[0].future(halo + 1)
 
 
 @pytest.mark.parametrize("limit", [None, 3])

@@ -6,7 +6,9 @@ import gzip
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from drafttrain.train.flops import Flops
 from drafttrain.train.peaks import named_peak
 from drafttrain.train.profile import Profile, window
 from drafttrain.train.telemetry import Meter
+from drafttrain.train.watchdog import Watchdog
 
 
 def batch(B: int, T: int) -> TrainBatch:
@@ -40,7 +43,7 @@ def test_products_count_twice_again_for_a_trained_matrix_and_once_for_a_frozen_o
     assert flops.of(batch(3, 7)) == pytest.approx(flops.of(batch(B, T)) * 21 / 10)
 
 
-def test_what_is_computed_again_to_save_memory_does_not_count() -> None:
+def assert_recomputation_is_free() -> None:
     layer, x_BTH = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(2, 5, 8, requires_grad=True)
     counts = []
     for again in (False, True):
@@ -49,6 +52,10 @@ def test_what_is_computed_again_to_save_memory_does_not_count() -> None:
             (checkpoint(layer, x_BTH, use_reentrant=False) if again else layer(x_BTH)).sum().backward()
         counts.append(flops.of(batch(2, 5)))
     assert counts[0] == counts[1] == 2 * 3 * 2 * 10 * 64
+
+
+def test_what_is_computed_again_to_save_memory_does_not_count() -> None:
+    assert_recomputation_is_free()
 
 
 def test_what_is_computed_again_inside_a_function_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +74,7 @@ def test_what_is_computed_again_inside_a_function_does_not_count(monkeypatch: py
             return grads[0] @ weight, torch.einsum("bto,bti->oi", grads[0], x), grads[0].sum((0, 1))
 
     monkeypatch.setattr(torch.nn.functional, "linear", Linear.apply)
-    test_what_is_computed_again_to_save_memory_does_not_count()
+    assert_recomputation_is_free()
 
 
 def test_attention_grows_with_the_square_of_the_length() -> None:
@@ -79,42 +86,38 @@ def test_attention_grows_with_the_square_of_the_length() -> None:
     assert flops.of(batch(2, 7)) == 3.0 * 14 + 5.0 * 2 * 49
 
 
-@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
-def test_a_gpu_s_attention_counts_where_query_heads_share_keys(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_gpu_grouped_query_attention_counts_all_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11's own formula refused them."""
-    flops = Flops()
     q_BhTD, k_BgTD, v_BgTD = (torch.zeros(2, heads, 16, 8, device="meta") for heads in (6, 3, 3))
-    packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
-    monkeypatch.setitem(flop_registry, packet, refusing)
-    bias = {"flash": (), "efficient": (None, True), "cudnn": (None, True)}[kernel]
-    with flops.counting(batch(2, 16)):
-        packet(q_BhTD, k_BgTD, v_BgTD, *bias)
-    assert flops.of(batch(2, 16)) == pytest.approx(2 * 2 * 2 * 6 * 16 * 16 * 8)
+    for kernel, bias in {"flash": (), "efficient": (None, True), "cudnn": (None, True)}.items():
+        flops, packet = Flops(), getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+        monkeypatch.setitem(flop_registry, packet, refusing)
+        with flops.counting(batch(2, 16)):
+            packet(q_BhTD, k_BgTD, v_BgTD, *bias)
+        assert flops.of(batch(2, 16)) == pytest.approx(2 * 2 * 2 * 6 * 16 * 16 * 8), kernel
 
 
 def refusing(*_: object, **__: object) -> int:
     raise AssertionError("shapes are incompatible")
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989.4e12),
-        ("NVIDIA GH200 480GB", 989.4e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA GB200", 2500e12),
-        ("An accelerator of tomorrow", None),
-    ],
-)
-def test_peaks_are_those_of_the_named_device(name: str, peak: float | None) -> None:
-    assert named_peak(name) == peak
+def test_named_peak_returns_flops_of_device_by_name() -> None:
+    """Also where a name begins like another, or holds it."""
+    peaks = {
+        "NVIDIA H100 80GB HBM3": 989.4e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200": 989.4e12,
+        "NVIDIA GH200 480GB": 989.4e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA A10G": 70e12,
+        "NVIDIA A10": 125e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA B200": 2250e12,
+        "NVIDIA GB200": 2500e12,
+        "An accelerator of tomorrow": None,
+    }
+    assert {name: named_peak(name) for name in peaks} == peaks
 
 
 def test_shares_of_a_step_add_up() -> None:
@@ -134,24 +137,25 @@ def test_shares_of_a_step_add_up() -> None:
     assert (cost := meter.step()).mfu == pytest.approx(2 * 50**3 / cost.seconds / 1e9)
 
 
-@pytest.mark.parametrize(
-    ("option", "first", "last", "steps"),
-    [
+def test_profile_window_returns_steps_of_option(subtests: pytest.Subtests) -> None:
+    for option, first, last, steps in (
         (False, 0, 100, []),
         (True, 0, 100, [5, 6, 7]),
         (True, 0, 3, [1, 2, 3]),
         (True, 98, 100, [98, 99, 100]),
         ([2, 4], 0, 9, [2, 3, 4]),
-    ],
-)
-def test_the_window_of_a_profile(option: bool | list[int], first: int, last: int, steps: list[int]) -> None:
-    assert list(window(option, first, last)) == steps
+    ):
+        with subtests.test(option=option, first=first, last=last):
+            assert list(window(option, first, last)) == steps
 
 
-@pytest.mark.parametrize("option", [[3], [4, 2], [0, 2], "yes", 3, [1.5, 2]])
-def test_a_window_that_is_none_is_refused(option: object) -> None:
-    with pytest.raises(UserError, match=r"train\.profile is .*; set it to true, false, or the first and last step"):
-        window(option, 0, 10)
+def test_profile_window_invalid_option_is_refused(subtests: pytest.Subtests) -> None:
+    for option in ([3], [4, 2], [0, 2], "yes", 3, [1.5, 2]):
+        with (
+            subtests.test(option=option),
+            pytest.raises(UserError, match=r"train\.profile is .*; set it to true, false, or the first and last step"),
+        ):
+            window(option, 0, 10)
 
 
 def test_a_trace_of_the_window_can_be_opened(tmp_path: Path) -> None:
@@ -165,35 +169,44 @@ def test_a_trace_of_the_window_can_be_opened(tmp_path: Path) -> None:
     assert len(said) == 1 and "perfetto" in said[0]
 
 
+def test_a_hanging_step_leaves_its_stacks(tmp_path: Path) -> None:
+    said: SimpleQueue[str] = SimpleQueue()
+
+    def waits_for_a_rank_that_never_comes() -> tuple[Path, str]:
+        with Watchdog(tmp_path, 3, 0.05, said.put) as watchdog:
+            line, end = said.get(timeout=60), time.monotonic() + 60
+            while "never_comes" not in watchdog.file.read_text() and time.monotonic() < end:  # a thread of its own writes it
+                time.sleep(0.005)
+            return watchdog.file, line
+
+    stacks, line = waits_for_a_rank_that_never_comes()
+    assert "waits_for_a_rank_that_never_comes" in stacks.read_text()
+    assert line == f"no step has ended for 0.05 seconds; every process's stacks are in {tmp_path}/rank-*.stack"
+
+
 HANGS = """
 import sys, time
 from pathlib import Path
-from typing import Any
-from drafttrain.train.watchdog import Watchdog
+from drafttrain.train import watchdog
 
 def waits_for_a_rank_that_never_comes():
-    time.sleep(0.9)
+    time.sleep(60)
 
-with Watchdog(Path(sys.argv[1]), 3, float(sys.argv[2]), print, ends=sys.argv[3:] == ["ends"]) as watchdog:
+watchdog.WRITING = 0.1
+with watchdog.Watchdog(Path(sys.argv[1]), 3, 0.1, print, ends=True):
     waits_for_a_rank_that_never_comes()
 """
 
 
-def test_a_hanging_step_leaves_its_stacks(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path), "0.3"], capture_output=True, text=True, timeout=60)
-    assert "waits_for_a_rank_that_never_comes" in (tmp_path / "rank-3.stack").read_text()
-    assert done.stdout == f"no step has ended for 0.3 seconds; every process's stacks are in {tmp_path}/rank-*.stack\n"
-
-
 def test_a_hanging_process_of_several_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HANGS.replace("0.9", "60"), str(tmp_path), "0.3", "ends"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert "waits_for_a_rank_that_never_comes" in (tmp_path / "rank-3.stack").read_text()
     assert done.returncode == 1 and not done.stdout and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("drafttrain: no step has ended for 0.3 seconds; every process's stacks are in ")
+    assert done.stderr.startswith("drafttrain: no step has ended for 0.1 seconds; every process's stacks are in ")
 
 
 def test_a_run_that_does_not_hang_leaves_nothing(tmp_path: Path) -> None:
-    for seconds in ("60", "0"):
-        subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "logs"), seconds], check=True, timeout=60)
+    for seconds in (60.0, 0.0):
+        with Watchdog(tmp_path / "logs", 3, seconds, print) as watchdog:
+            watchdog.alive()
     assert not list(tmp_path.iterdir())
