@@ -36,7 +36,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.sampled
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_stays_within_the_page(opened: Open, file: Path, width: int, dark: bool) -> None:
+def test_compare_page_fits_viewport_without_console_errors(opened: Open, file: Path, width: int, dark: bool) -> None:
     browser = opened(file, width, dark)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     (shown,) = (svg for svg in browser.find_elements(By.TAG_NAME, "svg") if svg.is_displayed())
@@ -45,7 +45,7 @@ def test_it_stays_within_the_page(opened: Open, file: Path, width: int, dark: bo
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
 
 
-def test_a_mark_says_its_run(opened: Open, file: Path) -> None:
+def test_compare_page_clicked_mark_describes_its_run(opened: Open, file: Path) -> None:
     browser = opened(file)
     (first,) = (
         run

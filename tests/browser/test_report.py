@@ -45,7 +45,7 @@ def marks(browser: Any, chart: str) -> list[str]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("dark", [False, True])
-def test_every_chart_is_drawn_within_the_page(opened: Open, file: Path, width: int, dark: bool) -> None:
+def test_report_page_charts_fit_viewport_without_console_errors(opened: Open, file: Path, width: int, dark: bool) -> None:
     browser = opened(file, width, dark)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     for chart in CHARTS:
@@ -57,7 +57,7 @@ def test_every_chart_is_drawn_within_the_page(opened: Open, file: Path, width: i
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
 
 
-def test_marks_say_the_reports_figures(opened: Open, file: Path) -> None:
+def test_report_page_mark_labels_show_report_figures(opened: Open, file: Path) -> None:
     browser = opened(file)
     assert "step-00002, position 2, accepted 60.0%, if all earlier drafts were, 95% interval 50% to 70%" in marks(
         browser, "acceptance"
@@ -81,7 +81,7 @@ def test_marks_say_the_reports_figures(opened: Open, file: Path) -> None:
     assert len(marks(browser, "training-loss")) <= 80 and marks(browser, "training-loss")[0].startswith("steps 1 to 5, loss")
 
 
-def test_pointer_and_keyboard_show_a_figure(opened: Open, file: Path) -> None:
+def test_report_page_hover_and_focus_show_tooltip(opened: Open, file: Path) -> None:
     browser = opened(file)
     tip, mark = browser.find_element(By.ID, "tip"), browser.find_element(By.CSS_SELECTOR, "#waterfall .mark")
     assert not tip.is_displayed()
@@ -97,7 +97,7 @@ def test_pointer_and_keyboard_show_a_figure(opened: Open, file: Path) -> None:
     assert left >= 0 and right <= 1200
 
 
-def test_a_checkpoint_can_be_chosen(opened: Open, file: Path) -> None:
+def test_report_page_checkpoint_button_switches_charts(opened: Open, file: Path) -> None:
     browser = opened(file)
     assert browser.find_element(By.CSS_SELECTOR, "#chooser [aria-pressed=true]").text == "step-00002 (best)"
     browser.find_elements(By.CSS_SELECTOR, "#chooser button")[0].click()
@@ -105,7 +105,7 @@ def test_a_checkpoint_can_be_chosen(opened: Open, file: Path) -> None:
     assert browser.find_element(By.CSS_SELECTOR, "#chooser [aria-pressed=true]").text == "step-00001"
 
 
-def test_accepted_runs_are_marked_in_the_outputs(opened: Open, file: Path) -> None:
+def test_report_page_outputs_highlight_accepted_draft_tokens(opened: Open, file: Path) -> None:
     browser = opened(file)
     first = browser.find_element(By.CSS_SELECTOR, "#texts details")
     assert "prompt 7 code, tau 2.00, identical to plain decoding" in first.text
@@ -114,7 +114,7 @@ def test_accepted_runs_are_marked_in_the_outputs(opened: Open, file: Path) -> No
     assert first.find_element(By.TAG_NAME, "mark").get_attribute("aria-label") == "2 drafts accepted"
 
 
-def test_nothing_is_asked_of_a_network(opened: Open, file: Path) -> None:
+def test_report_page_makes_no_network_requests(opened: Open, file: Path) -> None:
     browser = opened(file)
     asked = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     addresses = {one["params"]["request"]["url"] for one in asked if one["method"] == "Network.requestWillBeSent"}

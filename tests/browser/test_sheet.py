@@ -39,7 +39,7 @@ def rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(text))
 
 
-def test_the_key_alone_says_which_is_which(sheet: Path) -> None:
+def test_blind_comparison_only_key_file_reveals_sides(sheet: Path) -> None:
     shown, key = rows(sheet / "sheet.csv"), rows(sheet / "sheet-key.csv")
     for item, answer in zip(shown, key, strict=True):
         pair = PAIRS[int(answer["question_id"])]
@@ -51,11 +51,11 @@ def test_the_key_alone_says_which_is_which(sheet: Path) -> None:
     assert "speculative" not in html and "question_id" not in html and "</pre><b>" not in html
 
 
-def test_lossless_reports_have_none(tmp_path: Path) -> None:
+def test_blind_comparison_is_not_written_for_lossless_report(tmp_path: Path) -> None:
     assert write_sheet(tmp_path, report_of_figures()) == [] and not list(tmp_path.iterdir())
 
 
-def test_texts_that_are_the_same_are_left_out() -> None:
+def test_blind_comparison_omits_identical_texts() -> None:
     class Letters:
         def decode(self, tokens: list[int], **_: Any) -> str:
             return bytes(tokens).decode()
@@ -68,7 +68,7 @@ def test_texts_that_are_the_same_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("width", [1200, 390])
-def test_it_is_filled_in(sheet: Path, opened: Open, width: int) -> None:
+def test_blind_comparison_page_counts_unanswered_items(sheet: Path, opened: Open, width: int) -> None:
     browser = opened(sheet / "sheet.html", width)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     left = browser.find_element("id", "left")

@@ -25,7 +25,7 @@ CAPTURED = [name for name in EXACT if ARCHITECTURES[name].captured]
 TRIED = ("GPT-NeoX", "Bamba", "Falcon")  # of keys and values alone, with recurrent layers, and one that no graph can hold
 FAMILIES = (None, "medusa", "draft_model", "eagle3", "mtp_native")
 FEW = [("GPT-NeoX", None), ("Bamba", "medusa")]
-SLOW = [  # of each kind of attention or recurrence; each architecture with one family: `test_greedy_tokens_are_generates`
+SLOW = [  # of each kind of attention or recurrence; each architecture with one family: `test_target_greedy_output_equals_transformers_generate`
     ("Llama", "mtp_native"),
     ("Gemma-4 (text)", "eagle3"),
     ("DeepSeek-V3", "draft_model"),
@@ -39,7 +39,7 @@ CHAIN: dict[str | None, dict[str, Any]] = {"medusa": {"paths": [[0], [0, 0], [0,
 
 @pytest.mark.sampled(name=TRIED)
 @pytest.mark.parametrize("name", EXACT)
-def test_its_passes_are_captured_and_replayed_right(name: str) -> None:
+def test_target_capture_refusal_matches_architecture_table(name: str) -> None:
     """As the table of docs/targets.md says; on a GPU the same is tried when a target is loaded."""
     reason = refusal(block_by_block(name))
     assert (reason is None) == ARCHITECTURES[name].captured, reason
@@ -47,7 +47,7 @@ def test_its_passes_are_captured_and_replayed_right(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "family"), with_grid(FEW, CAPTURED, FAMILIES, slow=SLOW))
-def test_captured_steps_give_the_tokens_of_eager_ones(
+def test_decoder_captured_steps_equal_eager_steps(
     name: str, family: str | None, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and texts are longer than windows; three rows in slots for two, so that rows come, go and are filled up."""
@@ -74,7 +74,7 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     ],
     ids=str,
 )
-def test_modules_of_the_targets_own_are_captured_with_every_tree(
+def test_mtp_native_captured_steps_equal_eager_steps(
     options: dict[str, Any], cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "has_product", lambda: False)
@@ -88,7 +88,7 @@ def test_modules_of_the_targets_own_are_captured_with_every_tree(
     assert found[0] == found[1] and Graph.made >= 1
 
 
-def test_a_block_with_experts_is_tried_once_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mtp_native_expert_modules_are_probed_once_for_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, tried = build("mtp_native", block_by_block("Mixtral"), draft_length=2, tree="chain", modules=2), []
     assert drafter.captured, "without a GPU nothing is tried"
     monkeypatch.setattr(mtp_native, "why_waiting", lambda work: tried.append(work()) or "it waits")

@@ -43,7 +43,7 @@ def saved(name: str, drafter: Drafter, target: HFTarget, folder: Path, lora: Lor
 
 
 @pytest.mark.parametrize("name", EACH)  # a family may read its maps in another way than by their calls
-def test_only_matrices_are_trained_and_a_checkpoint_drafts_as_the_trained_drafter(name: str, tmp_path: Path) -> None:
+def test_drafter_lora_trains_only_matrices_and_checkpoint_drafts_same_tokens(name: str, tmp_path: Path) -> None:
     """Before training it is the drafter that it started from. After it, decoding and its joined weights are the merged ones."""
     target, drafter = tiny_target(), build(name, tiny_target(), 0.5)
     if not drafter.trained:

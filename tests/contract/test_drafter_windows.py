@@ -48,7 +48,7 @@ CHANGED = [name for name, (_, options) in CASES.items() if options["layer"] == W
 
 @pytest.mark.sampled(case=(*FEW, *MORE))
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_trained_is_what_is_drafted(case: str) -> None:
+def test_sliding_window_training_predictions_equal_draft_tokens(case: str) -> None:
     name, options = CASES[case]
     target, prompt = tiny_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
     drafts, predicted = drafted_and_predicted(target, build(name, target, 0.5, **options), prompt)
@@ -58,7 +58,7 @@ def test_what_is_trained_is_what_is_drafted(case: str) -> None:
 @pytest.mark.sampled(case=(*FEW, *MORE))
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", slow_but(FEW, CASES))
-def test_greedy_output_is_plain_decodings(case: str, batch: int) -> None:
+def test_sliding_window_greedy_output_equals_plain_decoding(case: str, batch: int) -> None:
     name, options = CASES[case]
     target, asked = tiny_target(), prompts(4, seed=3, longest=40)
     settings = ("greedy", Sampling(), frozenset[int](), 40)
@@ -76,9 +76,7 @@ def test_greedy_output_is_plain_decodings(case: str, batch: int) -> None:
         slow=[("eagle3, dynamic", 2), ("dflash", None), ("peagle", None), ("dflash, mixed", None), ("mtp", 2)],
     ),
 )
-def test_a_cache_that_keeps_its_window_alone_drafts_the_same(
-    case: str, every: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sliding_window_bounded_cache_drafts_same_tokens(case: str, every: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and outputs of several times the memory, ragged, in chunks, over fewer slots."""
     name, options = CASES[case]
     target, caches = tiny_target(), list[KVCache]()
@@ -109,7 +107,7 @@ def test_a_cache_that_keeps_its_window_alone_drafts_the_same(
 
 @pytest.mark.sampled(case=("eagle3", "peagle", "dflash"))
 @pytest.mark.parametrize("case", CHANGED)
-def test_text_before_the_window_does_not_count(case: str) -> None:
+def test_sliding_window_ignores_text_before_window(case: str) -> None:
     """A change of the first state reaches predictions as far as the windows of all layers do, and not beyond."""
     name, options = CASES[case]
     target, text = tiny_target(), torch.tensor([prompts(1, seed=8, longest=30)[0][:20] + [5, 9, 2, 8] * 5])
@@ -132,7 +130,7 @@ def test_text_before_the_window_does_not_count(case: str) -> None:
     assert far[True] <= 9 * layers < far[False]
 
 
-def test_windows_that_cannot_be_are_refused(subtests: pytest.Subtests) -> None:
+def test_sliding_window_invalid_options_are_refused(subtests: pytest.Subtests) -> None:
     target, cut = tiny_target(), "drafter.layer.sliding_window is"
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("dflash", {"sliding_window": 5}, f"{cut} 5; 4 drafts or training steps and the token before"),
@@ -145,7 +143,7 @@ def test_windows_that_cannot_be_are_refused(subtests: pytest.Subtests) -> None:
             build(name, target, layer=layer)
 
 
-def test_all_steps_of_training_fit_into_a_window(subtests: pytest.Subtests) -> None:
+def test_sliding_window_shorter_than_training_steps_is_refused(subtests: pytest.Subtests) -> None:
     """A step more would see positions of its own index that its window leaves out."""
     target = tiny_target()
     for name in ("eagle", "eagle3", "mtp"):

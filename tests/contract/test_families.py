@@ -57,7 +57,7 @@ def decoded(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], b
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_gradients_are_ready_in_one_order_however_few_tokens_are_supervised(name: str) -> None:
+def test_drafter_gradients_are_ready_in_one_order_for_any_mask(name: str) -> None:
     """ZeRO 1 and 2 reduce gradients as they are ready: processes with other orders would add different parameters."""
     target = tiny_target()
     drafter = build(name, target, 0.3).train()
@@ -80,7 +80,7 @@ def test_gradients_are_ready_in_one_order_however_few_tokens_are_supervised(name
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("name", EACH)
-def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -> None:
+def test_drafter_greedy_output_equals_plain_decoding(name: str, noise: float, batch: int) -> None:
     """Ragged prompts, rows that stop at different times, prompts longer than a prefill chunk."""
     target, asked = tiny_target(), prompts(6, seed=3)
     stop = frozenset({7, 11})
@@ -94,7 +94,7 @@ def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -
 @pytest.mark.sampled(name=TREES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), GROWN))
-def test_trees_grown_by_confidence_change_no_output(name: str, temperature: float) -> None:
+def test_drafter_dynamic_tree_output_equals_plain_decoding(name: str, temperature: float) -> None:
     """At a temperature `coupled` gives plain sampling's own tokens."""
     target, asked, family = tiny_target(), prompts(5, seed=3), families()[name]
     torch.manual_seed(1)
@@ -112,7 +112,7 @@ def test_trees_grown_by_confidence_change_no_output(name: str, temperature: floa
 @pytest.mark.sampled(name=TREES)
 @pytest.mark.parametrize("tree", [{"tree": "static", "paths": [[0]]}, {"tree": "dynamic", "width": 1, "nodes": 2}])
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), GROWN))
-def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[str, Any]) -> None:
+def test_drafter_small_tree_at_page_end_output_equals_plain_decoding(name: str, tree: dict[str, Any]) -> None:
     """Whatever a family computes beside its nodes; the text and its tree end where a page of the cache does."""
     target, asked, family = tiny_target(), prompts(1, seed=3), families()[name]
     torch.manual_seed(1)
@@ -124,7 +124,7 @@ def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[s
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
-def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
+def test_drafter_long_prompts_in_batch_output_equals_plain_decoding(name: str) -> None:
     """The cache holds the longest request and no more, whoever shares a step with it."""
     target = tiny_target()
     asked = [[3 + i, 5, 9] * length for i, length in enumerate((2, 60, 40, 55, 1))]
@@ -137,7 +137,7 @@ def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
-def test_stop_tokens_inside_an_accepted_run_cut_exactly_there(name: str) -> None:
+def test_drafter_stop_token_inside_accepted_draft_ends_text_there(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
     free = decode(target, None, asked, 1, tokens=40)
     stop = frozenset({free[0].tokens[9]})
@@ -147,7 +147,7 @@ def test_stop_tokens_inside_an_accepted_run_cut_exactly_there(name: str) -> None
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other(name: str) -> None:
+def test_drafter_proposal_has_distribution_only_if_sampled(name: str) -> None:
     """The verifier's rule, and what is expected of acceptance, depend on it."""
     target = tiny_target()
     for sampling in (Sampling(), Sampling(0.8, seed=3)):
@@ -160,7 +160,7 @@ def test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other(na
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_what_is_trained_is_what_is_drafted(name: str) -> None:
+def test_drafter_training_predictions_equal_draft_tokens(name: str) -> None:
     """`predict` at the last committed position, given the drafts as text, names exactly the tokens `propose` drafted."""
     target = tiny_target()
     drafter, prompt = build(name, target, noise=0.5), prompts(1, seed=8, longest=30)[0] + [5, 9, 2]
@@ -172,7 +172,7 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
-def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
+def test_drafter_coupled_output_equals_plain_sampling(name: str) -> None:
     """With the verifier's noise for its own samples too, so that it draws what the verifier will."""
     target, asked = tiny_target(), prompts(5, seed=3)
     for sampling, batch in ((Sampling(0.7, top_p=0.95, seed=2), 1), (Sampling(1.5, seed=2), 3)):
@@ -184,7 +184,7 @@ def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
-def test_texts_that_fall_back_to_plain_decoding_go_on_as_the_targets_own(name: str, every: int | None) -> None:
+def test_drafter_fallback_to_plain_decoding_continues_as_target(name: str, every: int | None) -> None:
     """Under a lossy policy, cut back at different times in one batch; later requests take their slots."""
     target, asked, sampling = tiny_target(), prompts(6, seed=8), Sampling(1.0, repetition_penalty=1.1, seed=3)
     guard = Guard(json="plain", decode=lambda ids: "".join("x" if i % 7 == 5 else " " for i in ids))
@@ -203,7 +203,7 @@ def test_texts_that_fall_back_to_plain_decoding_go_on_as_the_targets_own(name: s
 
 @pytest.mark.sampled(name=STATES)
 @pytest.mark.parametrize("name", EACH)
-def test_a_depth_limit_is_kept_and_drafts_the_same_tokens(name: str) -> None:
+def test_drafter_depth_limit_cuts_same_draft_tree(name: str) -> None:
     target, asked = tiny_target(), prompts(3, seed=7)
     drafter = build(name, target, 0.2)
     seen: dict[int | None, Any] = {}
@@ -230,7 +230,7 @@ def nodes(tree: DraftTree) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.sampled(name=STATES)
 @pytest.mark.parametrize("name", EACH)
-def test_a_restored_state_leaves_no_trace(name: str) -> None:
+def test_drafter_restored_state_proposes_same_tokens(name: str) -> None:
     """After `restore` a proposal is that of a twin which observed nothing after the snapshot."""
     target = tiny_target()
     drafter = build(name, target, 0.3)
@@ -257,7 +257,7 @@ def test_a_restored_state_leaves_no_trace(name: str) -> None:
 
 @pytest.mark.sampled(name=("eagle3", "dflash", "lilicorr", "early_exit"))
 @pytest.mark.parametrize("name", NAMES)
-def test_states_it_does_not_tap_do_not_matter(name: str) -> None:
+def test_drafter_predictions_ignore_states_of_other_target_layers(name: str) -> None:
     target = tiny_target()
     drafter, every = build(name, target), Taps(tuple(range(target.shape.blocks)), final=True)
     text = torch.tensor([prompts(1, seed=1, longest=25)[0] + [1, 2, 3, 4, 5, 6]])
@@ -272,7 +272,7 @@ def test_states_it_does_not_tap_do_not_matter(name: str) -> None:
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", slow_but(("eagle3", "dspark"), NAMES))  # of those that draw their drafts
-def test_sampling_follows_the_targets_law_through_the_whole_loop(name: str) -> None:
+def test_drafter_sampling_follows_target_distribution(name: str) -> None:
     """Chi-square of pairs of tokens against plain sampling's exact law, top-k and top-p applied."""
     target = tiny_target()
     sampling = Sampling(1.0, top_k=6, top_p=0.9, seed=11)
@@ -310,7 +310,7 @@ def pair_law(target: HFTarget, prompt: list[int], sampling: Sampling) -> dict[tu
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path: Path) -> None:
+def test_drafter_reloaded_checkpoint_drafts_same_tokens(name: str, tmp_path: Path) -> None:
     target = tiny_target()
     drafter = build(name, target, 0.5)
     again = reloaded(name, drafter, target, tmp_path)
@@ -321,7 +321,7 @@ def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3", "dspark"), NAMES))
-def test_it_decodes_in_the_targets_precision(name: str, tmp_path: Path) -> None:
+def test_drafter_of_bfloat16_target_decodes_same_text_in_bfloat16(name: str, tmp_path: Path) -> None:
     """A bfloat16 target's drafter costs bfloat16's bytes; its texts are the target's, and it drafts about as well."""
     target, asked = FastTarget(tiny_model().to(torch.bfloat16)), prompts(4, seed=6)
     drafter = build(name, target, 0.3)
@@ -345,7 +345,7 @@ def reloaded(name: str, drafter: Drafter, target: HFTarget, tmp_path: Path) -> D
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
-def test_overfitted_on_one_text_it_is_accepted_in_full(name: str) -> None:
+def test_drafter_overfitted_on_one_text_is_accepted_in_full(name: str) -> None:
     target, prompt = tiny_target(), prompts(1, seed=9)[0]
     reply = decode(target, None, [prompt], 1, tokens=24)[0].tokens
     text = torch.tensor([prompt + reply])

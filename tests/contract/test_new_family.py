@@ -89,7 +89,7 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     families.cache_clear()
 
 
-def test_a_family_of_one_file(family: Family, tmp_path: Path) -> None:
+def test_new_family_of_one_file_trains_decodes_and_is_measured(family: Family, tmp_path: Path) -> None:
     from drafttrain.targets.hf import HFTarget
 
     target = HFTarget(tiny_model(), frozenset())

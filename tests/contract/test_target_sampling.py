@@ -36,7 +36,7 @@ def expected(name: str) -> Texts:
 
 @pytest.mark.sampled(name=(*FEW, *OTHERS))
 @pytest.mark.parametrize("name", slow_but(FEW, EXACT))
-def test_samples_follow_the_targets_distribution(name: str) -> None:
+def test_target_speculative_samples_follow_exact_distribution(name: str) -> None:
     """Texts of three tokens jointly; drafts of trees and chains, drawn and not drawn (in turns), that are often wrong."""
     target, family = target_of(name), ("draft_model", "medusa")[EXACT.index(name) % 2]
     chain = {} if target.trees or family != "medusa" else {"paths": [[0], [0, 0], [0, 0, 0]]}
@@ -46,7 +46,7 @@ def test_samples_follow_the_targets_distribution(name: str) -> None:
     assert sum(sum(r.accepted) for r in results) > 0  # drafts were accepted, and so tested
 
 
-def test_a_wrong_distribution_is_seen() -> None:
+def test_exact_distribution_check_rejects_wrong_target_or_temperature() -> None:
     """Samples of one target do not pass for another's, nor do those at another temperature."""
     target = target_of("Llama")
     results = Decoder(target, None, "lossless", SAMPLING, max_new_tokens=LENGTH).run([PROMPT] * COUNT, 250).results

@@ -66,16 +66,18 @@ def generated(name: str) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_gives_its_reason(name: str) -> None:
+def test_target_unsupported_architecture_is_refused_with_reason(name: str) -> None:
     reason = ARCHITECTURES[name].refused
     with pytest.raises(UserError, match=str(reason)) as caught:
         HFTarget(model_of(name))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.sampled(name=(*FEW, "Llama", "Qwen3-Next", "MPT"))  # the others: `test_greedy_tokens_are_generates`
+@pytest.mark.sampled(
+    name=(*FEW, "Llama", "Qwen3-Next", "MPT")
+)  # the others: `test_target_greedy_output_equals_transformers_generate`
 @pytest.mark.parametrize("name", EXACT)
-def test_trees_are_exact_where_the_row_says_so(name: str) -> None:
+def test_target_trees_flag_matches_architecture_table(name: str) -> None:
     """The probe at load time compares them with the model's own forward, with both runners where both serve it."""
     assert target_of(name).trees == HFTarget(model_of(name)).trees == ARCHITECTURES[name].trees
 
@@ -84,7 +86,9 @@ def test_trees_are_exact_where_the_row_says_so(name: str) -> None:
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", slow_but(FEW, EXACT))
-def test_greedy_tokens_are_generates(name: str, family: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_greedy_output_equals_transformers_generate(
+    name: str, family: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ragged prompts, prompts longer than a prefill chunk and than a window; then by captured steps that run ahead."""
     row, target, (asked, texts) = ARCHITECTURES[name], target_of(name), generated(name)
     assert target.trees == row.trees
@@ -107,7 +111,7 @@ def test_greedy_tokens_are_generates(name: str, family: str, batch: int, monkeyp
 
 @pytest.mark.sampled(name=KINDS)
 @pytest.mark.parametrize("name", slow_but(FEW, EXACT))
-def test_its_first_blocks_draft_for_it(name: str) -> None:
+def test_target_with_early_exit_drafter_output_equals_generate(name: str) -> None:
     """An early exit is a view of the target's weights, those that pack all blocks in one matrix included."""
     target, (asked, texts) = target_of(name), generated(name)
     decoder = Decoder(target, build("early_exit", target, noise=1.0), "greedy", Sampling(), frozenset(), 24, prefill_chunk=6)
@@ -116,7 +120,7 @@ def test_its_first_blocks_draft_for_it(name: str) -> None:
 
 @pytest.mark.sampled(name=KINDS)
 @pytest.mark.parametrize("name", slow_but(FEW, EXACT))
-def test_taps_are_the_outputs_of_their_blocks(name: str) -> None:
+def test_target_layer_states_equal_transformers_hidden_states(name: str) -> None:
     target = target_of(name)
     token = torch.randint(0, 60, (2, 20), generator=torch.Generator().manual_seed(0))
     position = torch.arange(20).expand(2, 20)
@@ -134,7 +138,7 @@ def test_taps_are_the_outputs_of_their_blocks(name: str) -> None:
 @pytest.mark.sampled(name=KINDS, family=("medusa",))
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", slow_but(FEW, EXACT))
-def test_two_steps_of_training_lower_the_loss(name: str, family: str) -> None:
+def test_target_two_training_steps_lower_drafter_loss(name: str, family: str) -> None:
     target = target_of(name)
     drafter = build(family, target, noise=0.1).train().requires_grad_()
     token_BT = torch.randint(0, 60, (2, 30), generator=torch.Generator().manual_seed(0))

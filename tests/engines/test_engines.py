@@ -64,7 +64,7 @@ def facts(report: dict[str, Any], drafter: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("drafter", "stack", "engine"), PAIRS)
-def test_an_engine_accepts_as_many_drafts_as_our_decoder(
+def test_engine_accepts_same_draft_tokens_as_decoder(
     drafter: str, stack: str, engine: str, verified: Verify, command: Callable[..., int], tmp_path: Path
 ) -> None:
     python_for(engine)
@@ -116,7 +116,7 @@ def change(out: Path, by: Callable[[dict[str, Any]], None]) -> None:
         ("bias said to be true", "eagle", bias_true),
     ],
 )
-def test_a_broken_export_is_caught_by_what_is_accepted(
+def test_verify_broken_export_fails_by_accepted_draft_tokens(
     name: str, drafter: str, broken: Callable[[Path], None], verified: Verify, command: Callable[..., int], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_broken_export_is_caught_by_what_is_accepted(
     note("broken", name, facts(report, drafter))
 
 
-def test_absolute_ids_in_d2t_lead_out_of_the_vocabulary(
+def test_vllm_export_with_absolute_d2t_ids_fails_with_index_error(
     verified: Verify, command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Taken as offsets they become tokens that there are not, with which vLLM stops."""

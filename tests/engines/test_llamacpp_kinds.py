@@ -82,7 +82,9 @@ def texts() -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_for_a_target_of_another_kind(kind: str, command: Callable[..., int], tmp_path: Path) -> None:
+def test_llamacpp_target_architecture_accepts_same_drafts_as_decoder(
+    kind: str, command: Callable[..., int], tmp_path: Path
+) -> None:
     python = python_for("llamacpp")
     target = f"target.path={target_of(kind, tmp_path)}"
     steps = ("train.steps=60", "train.checkpoint_every=60", "drafter.norm_before_residual=true", f"output={tmp_path / 'run'}")

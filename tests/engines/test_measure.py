@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
         ("vllm", "dflash"),
     ],
 )
-def test_an_engines_tau_is_ours(engine: str, drafter: str, command: Callable[..., int], tmp_path: Path) -> None:
+def test_measure_engine_tau_matches_decoder_tau(engine: str, drafter: str, command: Callable[..., int], tmp_path: Path) -> None:
     python = python_for(engine)
     code = command(
         "measure", f"checkpoint={trained(drafter)}", f"engine={engine}", f"engine_python={python}", "measure.limit=4",
@@ -50,7 +50,7 @@ def test_an_engines_tau_is_ours(engine: str, drafter: str, command: Callable[...
     assert [part["value"] for part in entry["slices"]] == ([1, 2] if engine in ("vllm", "llamacpp") else [1])
 
 
-def test_a_vllm_server_counts_positions_as_vllm_in_process_does(command: Callable[..., int], tmp_path: Path) -> None:
+def test_measure_vllm_server_counts_equal_in_process_vllm(command: Callable[..., int], tmp_path: Path) -> None:
     """And as our decoder does."""
     python, out = Path(python_for("vllm")), tmp_path / "exported"
     assert command("export", f"checkpoint={trained('eagle')}", "format=vllm", f"out={out}") == 0

@@ -99,7 +99,7 @@ def follower(start: str | Path) -> dt.OnlineDrafter:
 
 
 @pytest.mark.parametrize(("name", "method"), [("medusa", "medusa"), ("eagle3.1", "eagle3")])
-def test_vllm_takes_a_draft_between_requests(name: str, method: str, tmp_path: Path) -> None:
+def test_vllm_draft_pushed_between_requests_raises_acceptance(name: str, method: str, tmp_path: Path) -> None:
     """From a drafter that has learnt nothing to a trained one: more is accepted, and the outputs stay."""
     python_for("vllm")
     drafter, first, weights = follower(trained(name)), list[Path](), tmp_path / "weights.safetensors"
@@ -114,7 +114,7 @@ def test_vllm_takes_a_draft_between_requests(name: str, method: str, tmp_path: P
     print(f"{name}: accepted {before['accepted']} of {before['drafted']}, then {after['accepted']} of {after['drafted']}")
 
 
-def test_a_push_never_changes_the_target(tmp_path: Path) -> None:
+def test_vllm_draft_push_with_shared_head_is_refused_and_keeps_outputs(tmp_path: Path) -> None:
     """vLLM gives a draft whose head equals the target's the target's own module."""
     python_for("vllm")
     drafter, first, weights = follower("eagle3"), list[Path](), tmp_path / "weights.safetensors"

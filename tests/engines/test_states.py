@@ -36,7 +36,7 @@ SETTINGS = ("logger=none", "measure.enabled=false", "train.steps=6", "data.limit
 
 
 @pytest.mark.parametrize("recipe", ["eagle3", "medusa"])
-def test_a_drafter_trains_on_vllms_states(
+def test_vllm_states_training_losses_match_online_training(
     recipe: str, command: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The server is compared with transformers' states before training: 0.001 of their norm at most."""
@@ -53,7 +53,7 @@ def test_a_drafter_trains_on_vllms_states(
 
 
 @needs_mooncake
-def test_states_by_mooncake_are_those_in_files(tmp_path: Path) -> None:
+def test_vllm_states_over_mooncake_equal_file_states(tmp_path: Path) -> None:
     """Bit for bit, of requests one after the other."""
     python = Path(python_for("vllm"))
     check = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ('hs_connectors', 'mooncake'))))"
@@ -91,7 +91,7 @@ def states_by(kind: str, python: Path, folder: Path) -> list[States]:
     return found
 
 
-def test_a_drafter_trains_on_answers_that_vllm_writes(
+def test_vllm_answers_training_needs_no_repeated_request(
     command: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Answers are compared with the target before training. vLLM 0.32 for CPUs samples wrongly, so they are greedy."""
@@ -111,7 +111,7 @@ def metrics(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_killed_trainer_leaves_no_server(tmp_path: Path) -> None:
+def test_vllm_states_server_ends_when_trainer_is_killed(tmp_path: Path) -> None:
     """Its files are removed by the next run that starts a server there."""
     states, said = tmp_path / "states", tmp_path / "said"
     more = ("features=engine", f"features.python={python_for('vllm')}", f"features.dir={states}", f"output={tmp_path / 'out'}")

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(("engine", "recipe"), [("vllm", "eagle3"), ("vllm", "medusa"), ("transformers", "draft_model")])
-def test_an_engine_counts_what_our_decoder_counts(
+def test_fit_engine_measurement_tau_matches_decoder_tau(
     engine: str, recipe: str, command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ("measure.every=10", "measure.every_prompts=4", f"measure.engine={engine}", f"engine_python={python_for(engine)}")

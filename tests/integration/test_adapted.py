@@ -68,7 +68,9 @@ def trained(folder: Path, work: TrainingJob) -> dict[str, torch.Tensor]:
 @pytest.mark.sampled(stage=[1], optimizer=["muon"])
 @pytest.mark.parametrize(("stage", "precision"), [(0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16")])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_that_goes_on_ends_with_the_same_weights(stage: int, precision: str, optimizer: str, tmp_path: Path) -> None:
+def test_adapted_target_resumed_run_equals_uninterrupted_run(
+    stage: int, precision: str, optimizer: str, tmp_path: Path
+) -> None:
     """The third step is the first that trains the target: one checkpoint in the middle of its warm-up."""
     work = job(stage, precision=precision, optimizer=optimizer)
     original = [p.clone() for p in work.loaded.target.model.parameters()]
@@ -84,7 +86,7 @@ def test_a_run_that_goes_on_ends_with_the_same_weights(stage: int, precision: st
 
 @pytest.mark.sampled(optimizer=["adamw"])  # test_muon.py has every stage
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_stages_have_the_weights_of_stage_0_and_train_heads_before_the_target(optimizer: str, tmp_path: Path) -> None:
+def test_adapted_target_zero_stages_equal_stage_0_and_heads_train_first(optimizer: str, tmp_path: Path) -> None:
     whole = trained(tmp_path / "0", job(0, optimizer=optimizer))
     for stage in (1, 2):
         for name, tensor in trained(tmp_path / str(stage), job(stage, optimizer=optimizer)).items():
@@ -97,7 +99,7 @@ def test_stages_have_the_weights_of_stage_0_and_train_heads_before_the_target(op
     assert early["heads.0.blocks.0.linear.weight"].any()
 
 
-def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
+def test_adapted_target_checkpoint_loads_logits_of_trained_target(tmp_path: Path) -> None:
     work = job()
     trained(tmp_path, work)
     assert work.adapter is not None
@@ -129,7 +131,7 @@ def test_fit_adapter_at_zero_3_is_refused_before_writing(
 
 
 @pytest.mark.slow
-def test_the_commands_load_target_and_drafter_together(
+def test_adapted_target_commands_load_adapter_and_refuse_zero3(
     small: tuple[str, ...], command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """fit, which measures; measure by itself; generate."""
@@ -148,7 +150,7 @@ def test_the_commands_load_target_and_drafter_together(
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_and_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) -> None:
+def test_adapted_target_killed_run_resumes_and_two_processes_match_one(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=medusa2", "train.steps=12", "train.checkpoint_every=4")
     whole = once(material, *steps)
     broken = tmp_path / "broken"

@@ -58,7 +58,7 @@ def on_disk(material: Path, tmp_path: Path) -> Callable[[PreTrainedModel], Path]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_text_is_that_of_generate(name: str) -> None:
+def test_eager_or_latent_attention_target_greedy_text_equals_generate(name: str) -> None:
     model = model_of(name)
     asked, target = prompts(3, seed=2), HFTarget(model)
     wanted = [
@@ -80,7 +80,7 @@ def test_greedy_text_is_that_of_generate(name: str) -> None:
         ("deepseek_v3", "eagle3"),
     ],
 )
-def test_a_drafter_is_trained_and_measured(
+def test_fit_eager_or_latent_attention_target_reports_exact_matches(
     name: str, recipe: str, material: Path, on_disk: Callable[[PreTrainedModel], Path], command: Callable[..., int],
     tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_drafter_is_trained_and_measured(
         pytest.param("LFM2", "eagle3", marks=pytest.mark.grid),
     ],
 )
-def test_a_drafter_of_a_target_with_recurrent_layers_is_trained_and_measured(
+def test_fit_recurrent_target_drafts_chains_exactly_and_refuses_packing(
     name: str, recipe: str, material: Path, on_disk: Callable[[PreTrainedModel], Path], command: Callable[..., int],
     tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -132,7 +132,7 @@ def test_a_drafter_of_a_target_with_recurrent_layers_is_trained_and_measured(
     assert "set data.pack=false" in error and "\n" not in error
 
 
-def test_sdpa_is_refused_in_one_line_where_transformers_has_none(on_disk: Callable[[PreTrainedModel], Path]) -> None:
+def test_load_target_unsupported_attention_implementation_is_refused(on_disk: Callable[[PreTrainedModel], Path]) -> None:
     path = str(on_disk(model_of("gemma2")))
     with pytest.raises(UserError, match=r"target\.attention=sdpa.*set target\.attention=eager") as error:
         load_target(TargetOptions(path=path, attention="sdpa"))
@@ -141,7 +141,7 @@ def test_sdpa_is_refused_in_one_line_where_transformers_has_none(on_disk: Callab
         load_target(TargetOptions(path=path, attention="flash"))
 
 
-def test_bloom_is_refused_with_what_is_missing(on_disk: Callable[[PreTrainedModel], Path]) -> None:
+def test_load_target_bloom_alibi_is_refused_with_reason(on_disk: Callable[[PreTrainedModel], Path]) -> None:
     path = on_disk(AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)))
     with pytest.raises(UserError, match=r"BloomForCausalLM cannot decode with our KV cache \(its alibi biases") as error:
         load_target(TargetOptions(path=str(path)))

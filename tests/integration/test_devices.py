@@ -67,7 +67,7 @@ def run_of(output: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_fit_binds_every_process_before_it_says_anything(
+def test_fit_on_two_gpus_binds_device_before_collectives(
     command: Command, gpus: Path, material: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = command("fit", *paths(material, tmp_path / "out"), *SETTINGS, "recipe=medusa", "train.steps=2", TWO)
@@ -92,7 +92,7 @@ def untrained(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_measure_splits_a_target_among_gpus(
+def test_measure_tensor_parallel_target_on_two_gpus_all_reduces(
     command: Command, gpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = (f"checkpoint={untrained(tmp_path / 'step-00001')}", f"output={tmp_path}", *short(tmp_path))
@@ -125,7 +125,7 @@ def on_the_cpu(material: Path) -> dict[str, list[float]]:
     ],
     ids=lambda given: given if isinstance(given, str) else given[0],
 )
-def test_fit_on_gpus_has_the_losses_of_a_cpu(
+def test_fit_on_two_gpus_losses_equal_cpu_run(
     recipe: str, more: tuple[str, ...], material: Path, tmp_path: Path, gpus: Path, on_the_cpu: dict[str, list[float]]
 ) -> None:
     """The process that starts the others is under the stand-in too, and touches no GPU."""
@@ -136,13 +136,15 @@ def test_fit_on_gpus_has_the_losses_of_a_cpu(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpus")
-def test_a_machine_of_gpus_trains_on_its_cpu(material: Path, tmp_path: Path, on_the_cpu: dict[str, list[float]]) -> None:
+def test_fit_device_cpu_on_gpu_machine_losses_equal_cpu_run(
+    material: Path, tmp_path: Path, on_the_cpu: dict[str, list[float]]
+) -> None:
     run = fit_on_a_cpu(material, tmp_path / "out", "recipe=medusa", "train.steps=2", "train.micro_batch=1", TWO)
     assert losses(run) == pytest.approx(on_the_cpu["medusa"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_a_lone_process_may_name_its_gpu(
+def test_fit_single_process_on_named_gpu_losses_equal_cpu_run(
     material: Path, tmp_path: Path, gpus: Path, on_the_cpu: dict[str, list[float]]
 ) -> None:
     """DeepSpeed would take the first one, by the LOCAL_RANK of a group of one."""
@@ -153,7 +155,7 @@ def test_a_lone_process_may_name_its_gpu(
 @pytest.mark.slow
 @pytest.mark.sampled(more=[("deepspeed=zero3",)])
 @pytest.mark.parametrize("more", [("deepspeed=zero3",), ("deepspeed=zero2", "deepspeed.offload_optimizer=true")], ids=str)
-def test_a_run_on_gpus_resumes(
+def test_fit_on_two_gpus_resumed_run_losses_equal_cpu_run(
     more: tuple[str, ...], material: Path, tmp_path: Path, gpus: Path, on_the_cpu: dict[str, list[float]]
 ) -> None:
     steps = ("recipe=medusa", "train.steps=2", "train.checkpoint_every=1", "train.micro_batch=1", TWO, *more)
@@ -169,7 +171,7 @@ def test_a_run_on_gpus_resumes(
 @pytest.mark.slow
 @pytest.mark.sampled(placement=["zero3"])
 @pytest.mark.parametrize("placement", ["zero3", "tensor_parallel"])
-def test_a_target_in_pieces_is_trained_on_and_measured(placement: str, material: Path, tmp_path: Path, gpus: Path) -> None:
+def test_fit_sharded_target_on_two_gpus_trains_and_measures(placement: str, material: Path, tmp_path: Path, gpus: Path) -> None:
     more = ("measure.enabled=true", "decode.tree_nodes=3", "train.steps=2", *short(tmp_path))
     fit(material, tmp_path / "out", "recipe=medusa", TWO, f"target.placement={placement}", *more)
     devices.check_order(gpus, 2)
@@ -189,7 +191,9 @@ def started(commands: list[list[str]], variables: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines_of_two_gpus(material: Path, tmp_path: Path, gpus: Path, on_the_cpu: dict[str, list[float]]) -> None:
+def test_fit_on_two_nodes_of_two_gpus_losses_equal_cpu_run(
+    material: Path, tmp_path: Path, gpus: Path, on_the_cpu: dict[str, list[float]]
+) -> None:
     own = arguments(material, tmp_path / "out", "recipe=medusa", "train.steps=2", "train.micro_batch=1", TWO)
     place = ["launcher.nodes=2", f"launcher.rendezvous=localhost:{free_port()}"]
     machines = [forked.start([*own, *place]) for _ in range(2)]
@@ -199,7 +203,7 @@ def test_two_machines_of_two_gpus(material: Path, tmp_path: Path, gpus: Path, on
 
 
 @pytest.mark.slow
-def test_each_process_may_be_shown_one_gpu(
+def test_fit_one_visible_gpu_per_process_losses_equal_cpu_run(
     material: Path, tmp_path: Path, gpus: Path, on_the_cpu: dict[str, list[float]]
 ) -> None:
     """As Slurm's --gpus-per-task does; DeepSpeed takes LOCAL_RANK for the number of the GPU."""
@@ -212,7 +216,7 @@ def test_each_process_may_be_shown_one_gpu(
 
 
 @pytest.mark.slow
-def test_more_processes_than_gpus_get_one_line(material: Path, tmp_path: Path, gpus: Path) -> None:
+def test_fit_more_processes_than_gpus_is_refused_in_one_line(material: Path, tmp_path: Path, gpus: Path) -> None:
     command = [sys.executable, "-m", "drafttrain", "fit", *paths(material, tmp_path), *SETTINGS, "launcher.nproc=3"]
     done = forked.start(command)
     assert done.wait() == 2

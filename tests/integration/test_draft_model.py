@@ -23,7 +23,7 @@ SMALL = ("logger=none", "measure.limit=3", "measure.minutes=0.05", "measure.tran
 
 
 @pytest.mark.slow
-def test_an_existing_model_is_measured_before_and_after(
+def test_fit_pretrained_draft_model_measures_before_and_after_and_resumes(
     command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_model(seed=1).save_pretrained(tmp_path / "small")
@@ -68,7 +68,7 @@ def prompt_file(folder: Path) -> Path:
     return folder / "prompts.jsonl"
 
 
-def test_a_drafter_without_a_language_model_writes_no_replies(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_policy_with_drafter_lacking_language_model_is_refused(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("fit", "recipe=medusa", "train.on_policy=0.5", "logger=none") == 2
     assert "no language model" in capsys.readouterr().err
     assert not Path("outputs").exists()
@@ -76,7 +76,7 @@ def test_a_drafter_without_a_language_model_writes_no_replies(command: Command, 
 
 @pytest.mark.skipif(not (DATA / "models").is_dir(), reason=f"no public models at {DATA}")
 @pytest.mark.parametrize(("small", "least"), [("babyllama-105in361", 3.5), ("stories260K", 1.8)])
-def test_a_published_draft_is_exact_and_worth_something(small: str, least: float) -> None:
+def test_published_draft_model_text_equals_plain_and_tau_exceeds_minimum(small: str, least: float) -> None:
     """One of the same tokens, which agrees with its target in nine of ten; and one of other tokens."""
     loaded = load_target(TargetOptions(name="hf", path=str(DATA / "models" / "babyllama-361")))
     drafter = build(DraftModelOptions(source="hf", path=str(DATA / "models" / small)), loaded.target).eval()

@@ -11,7 +11,7 @@ from tests.integration.test_training import arguments, digest, fit, kill_after, 
 
 
 @pytest.mark.slow
-def test_a_killed_run_keeps_its_vocabulary(material: Path, tmp_path: Path) -> None:
+def test_draft_vocabulary_killed_run_resumes_to_same_weights(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=eagle3", "drafter.draft_vocab=20", "train.steps=20", "train.checkpoint_every=5")
     whole = once(material, *steps)
     kill_after(arguments(material, tmp_path, *steps, "resume=auto"), tmp_path, lines=7)

@@ -26,7 +26,7 @@ def apart(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return own, {name: x for name, x in tensors.items() if name not in own}
 
 
-def test_training_continues_by_lora_resumes_and_is_exported(
+def test_drafter_lora_from_checkpoint_trains_resumes_and_exports_merged(
     command: Command, material: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = trained(command, material)
@@ -71,7 +71,7 @@ def test_training_continues_by_lora_resumes_and_is_exported(
         ((*RANK,), "train.lora.rank is 2 without train.init, but LoRA on random weights learns nothing; give a checkpoint"),
     ],
 )
-def test_settings_that_are_wrong_get_one_line(
+def test_drafter_lora_invalid_settings_are_refused_in_one_line(
     more: tuple[str, ...], words: str, command: Command, material: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(*arguments(material, *more)) == 2
@@ -84,7 +84,7 @@ def test_settings_that_are_wrong_get_one_line(
 @pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "processes"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
-def test_two_processes_at_every_stage_train_as_one(
+def test_drafter_lora_zero_stages_and_processes_equal_one_process(
     recipe: str, stage: int, processes: int, material: Path, tmp_path: Path
 ) -> None:
     """And so for Muon at every stage, up to bfloat16's rounding of another order of sums."""
@@ -117,7 +117,9 @@ AROUND = ("train.precision=bfloat16", "train.activation_checkpointing=true", "da
     ],
     ids=["bfloat16, recomputed, packed", "compiled", "sequence parallel", "head", "on policy"],
 )
-def test_it_trains_with_other_settings_of_training(recipe: str, more: tuple[str, ...], material: Path, tmp_path: Path) -> None:
+def test_drafter_lora_with_other_training_settings_trains_all_matrices(
+    recipe: str, more: tuple[str, ...], material: Path, tmp_path: Path
+) -> None:
     family = (f"recipe={recipe}", "decode.tree_nodes=8", "train.lr=5e-3", "train.steps=4")
     init = sorted(once(material, *family, "train.optimizer=adamw").glob("checkpoints/step-*"))[-1]
     run = fit(material, tmp_path, *family, f"train.init={init}", "train.optimizer=adamw", *RANK, *more)
@@ -128,7 +130,7 @@ def test_it_trains_with_other_settings_of_training(recipe: str, more: tuple[str,
 
 
 @pytest.mark.slow
-def test_frozen_norms_that_zero_3_divides_are_gathered(material: Path, tmp_path: Path) -> None:
+def test_draft_model_lora_zero3_frozen_norms_losses_equal_stage_0(material: Path, tmp_path: Path) -> None:
     """Also those of a draft model with matrices of its own, which drafts before the first step."""
     steps = ("recipe=draft_model", "decode.tree_nodes=8", "train.steps=3", "drafter.lora_rank=2")
     assert losses(fit(material, tmp_path, *steps, "deepspeed=zero3")) == pytest.approx(losses(once(material, *steps)), rel=1e-5)

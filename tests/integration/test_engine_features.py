@@ -73,7 +73,7 @@ def train(job: TrainingJob, world: World, folder: Path, features: EngineStates |
 @pytest.mark.sampled
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_training_is_that_on_the_target_itself(
+def test_engine_states_training_equals_training_on_local_target(
     name: str, micro_batch: int, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
 ) -> None:
     """Bit for bit where every row is computed by itself. In padded rows the target adds in another order than the server."""
@@ -106,12 +106,14 @@ def test_training_is_that_on_the_target_itself(
         ({"on_policy": 0.5}, "features=engine requests the target's states in advance, but train.on_policy writes new replies"),
     ],
 )
-def test_what_cannot_be_requested_is_refused(options: dict[str, Any], line: str, loaded: LoadedTarget) -> None:
+def test_engine_states_with_sequence_parallel_or_on_policy_are_refused(
+    options: dict[str, Any], line: str, loaded: LoadedTarget
+) -> None:
     with pytest.raises(UserError, match=line):
         check_features(FeatureOptions("engine"), build("medusa", loaded.target), replace(OPTIONS, **options), 64)
 
 
-def test_images_are_refused(loaded: LoadedTarget, data: Dataset, world: World) -> None:
+def test_engine_states_with_images_are_refused(loaded: LoadedTarget, data: Dataset, world: World) -> None:
     features = EngineFeatures(FeatureOptions("engine", servers=["x"]), loaded, Taps(), 64)
     pictured = SimpleNamespace(has_images=True)
     with pytest.raises(UserError, match="features=engine takes text alone"):
@@ -119,7 +121,7 @@ def test_images_are_refused(loaded: LoadedTarget, data: Dataset, world: World) -
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_goes_on_to_the_same_weights_and_leaves_no_file(
+def test_engine_states_killed_trainer_resumes_exactly_and_leaves_no_file(
     material: Path, states: States, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -136,7 +138,7 @@ def test_a_killed_trainer_goes_on_to_the_same_weights_and_leaves_no_file(
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_and_comes_back_changes_nothing(material: Path, states: States, tmp_path: Path) -> None:
+def test_engine_states_server_restarted_during_training_keeps_weights(material: Path, states: States, tmp_path: Path) -> None:
     folder = tmp_path / "states"
     with states_server(material, folder, faults='{"20": "die"}') as first:
         trainer = forked.start(arguments(material, tmp_path / "broken", *first.asked()))
@@ -152,7 +154,7 @@ def test_a_server_that_dies_and_comes_back_changes_nothing(material: Path, state
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_away_ends_the_run_in_one_line(material: Path, tmp_path: Path) -> None:
+def test_engine_states_server_not_restarted_ends_run_in_one_line(material: Path, tmp_path: Path) -> None:
     with states_server(material, tmp_path / "states", faults='{"20": "die"}') as server:
         asked = server.asked("features.patience=2", "launcher.nproc=2")
         trainer = forked.start(arguments(material, tmp_path / "out", *asked))
@@ -163,14 +165,14 @@ def test_a_server_that_stays_away_ends_the_run_in_one_line(material: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(material: Path, states: States, tmp_path: Path) -> None:
+def test_engine_states_two_processes_losses_equal_one_process(material: Path, states: States, tmp_path: Path) -> None:
     two = fit(material, tmp_path / "two", *states.asked("launcher.nproc=2"))
     assert losses(two) == pytest.approx(losses(once(material, *states.asked())), rel=1e-5)
     assert not states.left()
 
 
 @pytest.mark.slow
-def test_a_stopped_run_saves_and_leaves_no_file(material: Path, states: States, tmp_path: Path) -> None:
+def test_engine_states_terminated_run_exits_and_leaves_no_file(material: Path, states: States, tmp_path: Path) -> None:
     long = states.asked("train.steps=4000", "train.checkpoint_every=2000")  # it does not end by itself
     trainer = forked.start(arguments(material, tmp_path, *long))
     reach(trainer, tmp_path, 1)
@@ -181,7 +183,9 @@ def test_a_stopped_run_saves_and_leaves_no_file(material: Path, states: States, 
 
 @needs_mooncake
 @pytest.mark.slow
-def test_mooncake_gives_the_weights_of_files_whatever_is_killed(material: Path, states: States, tmp_path: Path) -> None:
+def test_mooncake_states_with_killed_server_and_master_equal_file_weights(
+    material: Path, states: States, tmp_path: Path
+) -> None:
     """The server dies at a request, then the master is killed and comes back, and manifests and objects are damaged."""
     master, faults = Master(f"127.0.0.1:{free_port()}").start(), '{"5": "damaged", "8": "half", "12": "error", "20": "die"}'
     try:
@@ -203,7 +207,7 @@ def test_mooncake_gives_the_weights_of_files_whatever_is_killed(material: Path, 
 
 @needs_mooncake
 @pytest.mark.slow
-def test_a_mooncake_master_that_stays_away_ends_the_run_in_one_line(material: Path, tmp_path: Path) -> None:
+def test_mooncake_states_master_not_restarted_ends_run_in_one_line(material: Path, tmp_path: Path) -> None:
     master = Master(f"127.0.0.1:{free_port()}").start()
     store = ("features.transport=mooncake", f"features.mooncake.master={master.address}", "features.patience=2")
     try:

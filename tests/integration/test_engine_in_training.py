@@ -87,7 +87,7 @@ def measured_slowly(command: list[str], output: Path, lines: int, record: Path) 
 @pytest.mark.slow
 @pytest.mark.sampled(more=[()])  # test_measured_training.py has two processes
 @pytest.mark.parametrize("more", [(), ("launcher.nproc=2", "deepspeed=zero3")])
-def test_training_is_the_same_and_the_figures_have_their_step(
+def test_measure_engine_keeps_training_unchanged_and_logs_measured_steps(
     more: tuple[str, ...], material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
     plain = once(material, *STEPS, *more)
@@ -117,7 +117,7 @@ def test_training_is_the_same_and_the_figures_have_their_step(
         ("slow", (), "vLLM still measures step 3, so it skips step 4"),
     ],
 )
-def test_a_failure_is_a_line_and_training_goes_on(
+def test_measure_engine_failure_is_logged_once_and_training_continues(
     how: str, more: tuple[str, ...], said: str, material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
     lines = 7 if how == "slow" else 0  # one more than the last step that is skipped
@@ -134,7 +134,7 @@ def test_a_failure_is_a_line_and_training_goes_on(
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("more", [(), ("launcher.nproc=2",)])
-def test_the_engine_ends_with_the_run(
+def test_measure_engine_process_ends_when_run_is_signalled(
     number: signal.Signals, more: tuple[str, ...], material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
     process = forked.start(arguments(material, tmp_path / "out", *LONG, *more, *engine("hang")))
@@ -151,7 +151,7 @@ def test_the_engine_ends_with_the_run(
 
 
 @pytest.mark.slow
-def test_a_killed_run_measures_the_checkpoint_that_it_continues_from(
+def test_measure_engine_resumed_run_measures_newest_checkpoint(
     material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
     output, steps = tmp_path / "out", ("train.steps=30", "train.checkpoint_every=6", "decode.max_new_tokens=12")
@@ -166,7 +166,7 @@ def test_a_killed_run_measures_the_checkpoint_that_it_continues_from(
 
 
 @pytest.mark.slow
-def test_the_engine_chooses_the_best_checkpoint(
+def test_measure_engine_best_checkpoint_has_highest_engine_tau(
     material: Path, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
     keep = ("train.steps=6", "train.checkpoint_every=2", "train.keep_last=2", "measure.best=engine")
@@ -196,7 +196,7 @@ def test_check_engine_options_refuses_settings_of_no_effect_or_no_sense(subtests
             check_engine_options(compose_run("medusa", asked).options)
 
 
-def test_what_an_engine_cannot_measure_is_said_before_training(
+def test_measure_engine_invalid_options_are_refused_before_training(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     """Of the settings alone, of the family, of the engine, of the target."""
@@ -212,7 +212,7 @@ def test_what_an_engine_cannot_measure_is_said_before_training(
             assert line in error and len(error.strip().splitlines()) == 1
 
 
-def test_an_engine_that_is_missing_is_named_with_its_installation(
+def test_measure_engine_not_installed_error_names_install_command(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ("recipe=medusa", "measure.every=2", "measure.engine=vllm")
@@ -222,7 +222,7 @@ def test_an_engine_that_is_missing_is_named_with_its_installation(
 
 
 @pytest.mark.slow
-def test_transformers_counts_what_our_decoder_counts(material: Path, tmp_path: Path) -> None:
+def test_measure_engine_transformers_tau_matches_decoder_tau(material: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"word {i} of many"]}) + "\n" for i in range(3)))
     asked = ("recipe=draft_model", "train.steps=4", "train.checkpoint_every=4", "decode.max_new_tokens=16")

@@ -11,14 +11,14 @@ from tests.standin.mooncake import needs_mooncake
 
 
 @pytest.mark.grid  # test_engine_features kills a trainer, and a server, once each
-def test_kills_of_trainers_and_servers_change_no_bit(material: Path, tmp_path: Path) -> None:
+def test_engine_states_random_kills_of_trainer_and_server_keep_weights(material: Path, tmp_path: Path) -> None:
     counts = campaign(material, tmp_path / "kills", 3, seed=1, servers=2, processes=2, steps=("train.steps=20",))
     assert counts["trainer"] + counts["server"] == 3
 
 
 @needs_mooncake
 @pytest.mark.grid
-def test_kills_by_mooncake_change_no_bit(material: Path, tmp_path: Path) -> None:
+def test_mooncake_states_random_kills_with_master_keep_weights(material: Path, tmp_path: Path) -> None:
     """The master is killed too."""
     more = {"steps": ("train.steps=20",), "transport": "mooncake"}
     counts = campaign(material, tmp_path / "kills", 3, seed=2, servers=2, processes=2, **more)  # type: ignore[arg-type]

@@ -100,13 +100,13 @@ def both(saved: Path, material: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.slow
-def test_tokens_find_their_experts_however_few_there_are(both: list[dict[str, Any]]) -> None:
+def test_expert_dispatch_with_uneven_token_counts_equals_expected_sums(both: list[dict[str, Any]]) -> None:
     assert all(all(found["combined"]) for found in both)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_are_those_of_whole_copies_with_half_of_the_experts(name: str, both: list[dict[str, Any]]) -> None:
+def test_expert_parallel_losses_equal_replicated_with_half_expert_bytes(name: str, both: list[dict[str, Any]]) -> None:
     for found in (f[name] for f in both):
         assert len(found["shared"]) == TRAIN.steps
         assert found["shared"] == pytest.approx(found["whole"], rel=1e-5)
@@ -115,7 +115,7 @@ def test_losses_are_those_of_whole_copies_with_half_of_the_experts(name: str, bo
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_together_where_the_whole_does_not_fit(saved: Path, material: Path, tmp_path: Path) -> None:
+def test_expert_parallel_run_is_measured_sharded_when_memory_is_short(saved: Path, material: Path, tmp_path: Path) -> None:
     reports = []
     for way, free in (("replicated", 10**9), ("expert_parallel", 1)):
         run = options_of(tmp_path / way, way)
@@ -128,7 +128,9 @@ def test_a_run_is_measured_together_where_the_whole_does_not_fit(saved: Path, ma
     assert counted(reports[0]["checkpoints"][0]) == counted(reports[1]["checkpoints"][0])
 
 
-def test_other_processes_experts_need_not_be_there(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_parallel_load_needs_only_experts_of_this_rank(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a checkpoint that lacks half of the experts, this process loads the other half, and misses one of its own."""
     for file in (saved / NAMES[0]).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -154,7 +156,7 @@ CANNOT_BE_SHARED: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
-def test_what_cannot_be_shared_gets_one_line(saved: Path, subtests: pytest.Subtests) -> None:
+def test_expert_parallel_unsupported_options_are_refused(saved: Path, subtests: pytest.Subtests) -> None:
     for more, size, line in CANNOT_BE_SHARED:
         with subtests.test(**more), pytest.raises(UserError, match=line):
             load_target(replace(options(saved / NAMES[0], expert_parallel=size), **more), Part(0, size))

@@ -14,7 +14,7 @@ SETTINGS = ("drafter=eagle3", "drafter.draft_vocab=20", "train.steps=2", "train.
 
 
 @pytest.mark.slow
-def test_a_run_leaves_golden_drafts_that_its_exports_reproduce(
+def test_export_all_formats_verifies_golden_drafts_of_fit_checkpoints(
     material: Path, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = fit(material, tmp_path / "runs", *SETTINGS)

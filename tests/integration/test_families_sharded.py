@@ -60,14 +60,14 @@ def run(material: Path, output: Path, stage: int, processes: int, names: list[st
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("sharded")
-    names = [name for (name,) in chosen(request, test_two_processes_under_zero_2_train_as_one, "name")]
+    names = [name for (name,) in chosen(request, test_family_trained_by_two_processes_at_zero2_equals_one_process, "name")]
     return run(material, folder / "one", 0, 1, names), run(material, folder / "two", 2, 2, names)
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
-def test_two_processes_under_zero_2_train_as_one(name: str, runs: tuple[Path, Path]) -> None:
+def test_family_trained_by_two_processes_at_zero2_equals_one_process(name: str, runs: tuple[Path, Path]) -> None:
     one, two = (folder / name for folder in runs)
     if not one.exists():
         pytest.skip("trains nothing")

@@ -77,7 +77,7 @@ def train(name: str, loaded: LoadedTarget, data: Dataset, world: World, folder: 
 # Medusa reads the final state alone, which EAGLE-3's layout has too
 @pytest.mark.sampled(name=["eagle3", "draft_model"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_in_float32_training_is_that_on_the_target_itself(
+def test_cached_float32_states_training_equals_online_without_target_blocks(
     name: str, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
 ) -> None:
     features, _ = cached(name, loaded, data, world, tmp_path, format="float32")
@@ -97,7 +97,7 @@ def test_in_float32_training_is_that_on_the_target_itself(
 
 
 @pytest.mark.parametrize("name", ["eagle3"])
-def test_reading_ahead_changes_no_bit(
+def test_cached_states_read_ahead_training_is_bit_identical_to_serial(
     name: str, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features, _ = cached(name, loaded, data, world, tmp_path)
@@ -112,7 +112,7 @@ def test_reading_ahead_changes_no_bit(
     assert (ours / "loss").read_text() == (theirs / "loss").read_text()
 
 
-def test_no_thread_outlives_a_training_that_is_interrupted(
+def test_cached_states_reader_thread_ends_when_training_is_interrupted(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
 ) -> None:
     features, _ = cached("medusa", loaded, data, world, tmp_path)
@@ -131,7 +131,7 @@ def _must_not_run(*_: object) -> None:
     raise AssertionError("a block of the target ran")
 
 
-def test_fewer_digits_and_fewer_tokens_cost_little(
+def test_cached_states_float8_or_top_k_loss_stays_near_exact(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     exact = float((train("eagle3", loaded, data, world, tmp_path / "online", None) / "loss").read_text())
@@ -146,7 +146,7 @@ def test_fewer_digits_and_fewer_tokens_cost_little(
             assert found < exact or "law" not in options, "other tokens as one outcome: never a larger divergence"
 
 
-def test_features_are_found_again_and_damage_is_mended(
+def test_cached_states_are_reused_and_damaged_shards_recomputed(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features, said = cached("medusa", loaded, data, world, tmp_path)
@@ -168,7 +168,7 @@ def test_features_are_found_again_and_damage_is_mended(
     assert again.store.folder == store.folder and "tokens/s" not in said and "training reads them" in said
 
 
-def test_no_room_and_no_yes(
+def test_cached_states_without_confirmation_or_disk_space_are_refused(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "features"
@@ -187,7 +187,7 @@ def test_no_room_and_no_yes(
     assert list(root.glob("*/index.json"))
 
 
-def test_a_person_is_asked_above_a_size(
+def test_cached_states_above_size_limit_ask_for_confirmation(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caching = Caching(
@@ -208,7 +208,7 @@ class _Terminal(StringIO):
         return True
 
 
-def test_what_cannot_be_cached(loaded: LoadedTarget) -> None:
+def test_check_features_unsupported_cached_options_are_refused(loaded: LoadedTarget) -> None:
     medusa, lookup = build("medusa", loaded.target), build("prompt_lookup", loaded.target)
     options = FeatureOptions("cached")
     for drafter, features, train_options, says in [
@@ -228,9 +228,7 @@ def test_what_cannot_be_cached(loaded: LoadedTarget) -> None:
 @pytest.mark.sampled(recipe=["eagle3"], stage=[3])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("recipe", FAMILIES)
-def test_two_processes_on_cached_features_are_one_on_the_target(
-    recipe: str, stage: int, material: Path, tmp_path: Path
-) -> None:
+def test_cached_states_two_processes_equal_one_process_online(recipe: str, stage: int, material: Path, tmp_path: Path) -> None:
     steps = (*by_adamw(recipe), "train.steps=20", "train.checkpoint_every=20")
     one = once(material, *steps)
     both = (*steps, "features=cached", "features.format=float32", "launcher.nproc=2", f"deepspeed=zero{stage}")
@@ -242,7 +240,7 @@ def test_two_processes_on_cached_features_are_one_on_the_target(
 
 
 @pytest.mark.slow
-def test_a_second_run_finds_the_features_of_the_first(material: Path, tmp_path: Path) -> None:
+def test_cached_states_of_first_run_are_reused_by_second_run(material: Path, tmp_path: Path) -> None:
     command = arguments(material, tmp_path, "recipe=medusa", "train.steps=2", "features=cached", "launcher.nproc=2")
     said = [forked.run(command) for _ in range(2)]
     assert "bytes each" in said[0] and "bytes each" not in said[1] and all("training reads them" in text for text in said)

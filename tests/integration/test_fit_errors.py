@@ -42,7 +42,7 @@ def arguments(material: Path, *more: str) -> tuple[str, ...]:
     return ("fit", "recipe=medusa", "target=hf", *paths, *QUIET, *more)
 
 
-def test_quantised_targets_are_said_to_save_memory_alone(
+def test_fit_int8_target_notes_that_only_memory_is_saved(
     command: Command, material: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(*arguments(material, "target.weights=int8")) == 0
@@ -57,7 +57,7 @@ def test_quantised_targets_are_said_to_save_memory_alone(
         (("decode.max_new_tokens=16", "measure.contexts=[8]", "measure.documents=/nowhere"), "/nowhere"),
     ],
 )
-def test_what_a_measurement_would_refuse_is_refused_before_training(
+def test_fit_invalid_measurement_options_are_refused_before_training(
     override: tuple[str, ...], words: str, command: Command, material: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(command, capsys, words, *(a for a in arguments(material) if not a.startswith("measure.")), *override)
@@ -79,14 +79,14 @@ def test_check_measurement_refuses_settings_that_cannot_be_measured(loaded: Load
             check_measurement(loaded, drafter, options.decode, options.measure)
 
 
-def test_a_disk_without_room_for_a_checkpoint(
+def test_fit_disk_too_small_for_checkpoint_is_refused(
     command: Command, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     refused(command, capsys, "0.0 MB free, but a checkpoint of this drafter and its optimiser needs", *arguments(material))
 
 
-def test_conversations_for_a_tokenizer_without_a_chat_template(
+def test_fit_conversations_without_chat_template_are_refused(
     command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -94,18 +94,22 @@ def test_conversations_for_a_tokenizer_without_a_chat_template(
     refused(command, capsys, "chat template", *arguments(material, f"data.path={tmp_path / 'chat.jsonl'}"))
 
 
-def test_unusable_data_names_file_and_line(
+def test_fit_empty_or_malformed_data_is_refused(
     command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{"text": \n')
     refused(command, capsys, "bad.jsonl:2", *arguments(material, f"data.path={tmp_path / 'bad.jsonl'}"))
 
 
-def test_more_heads_than_the_context_allows(command: Command, material: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_more_heads_than_context_allows_is_refused(
+    command: Command, material: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     refused(command, capsys, "a context of 512 allows 510", *arguments(material, "drafter.heads=511"))
 
 
-def test_a_target_without_weights(command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_target_without_weight_files_is_refused(
+    command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_model().config.save_pretrained(tmp_path / "bare")
     refused(command, capsys, "no *.safetensors weights", *arguments(material, f"target.path={tmp_path / 'bare'}"))
 
@@ -118,7 +122,7 @@ def test_a_target_without_weights(command: Command, material: Path, tmp_path: Pa
         ("resume=nowhere", "which is not a run directory"),
     ],
 )
-def test_settings_out_of_range(
+def test_fit_settings_out_of_range_are_refused_in_one_line(
     override: str, words: str, command: Command, material: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(command, capsys, words, *arguments(material, override))
@@ -129,7 +133,7 @@ def trained(command: Command, material: Path, *more: str) -> Path:
     return sorted(Path("outputs").glob("*/*/checkpoints/step-*"))[-1]
 
 
-def test_a_mixture_from_the_command_line(
+def test_fit_data_mix_option_reports_sources_and_refuses_unknown_key(
     command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "more").mkdir()

@@ -103,7 +103,7 @@ def packed(folder: Path) -> list[str]:
 
 
 @pytest.mark.grid  # minutes: every case of every suite; test_gpu_suites rehearses each kind
-def test_from_a_bare_environment(tmp_path: Path) -> None:
+def test_make_gpu_rehearsal_in_bare_python_environment_passes(tmp_path: Path) -> None:
     checkout, results, packages = tmp_path / "checkout", tmp_path / "results", tmp_path / "packages"
     for name in ("drafttrain", "kernels", "docs", "benchmarks", "conf", "recipes"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -145,7 +145,7 @@ def test_from_a_bare_environment(tmp_path: Path) -> None:
     assert {path: x for path, x in contents(checkout).items() if unpacked not in path.parents} == before
 
 
-def test_wheels_that_are_too_many_are_refused_in_one_line(
+def test_gpu_wheels_above_size_limit_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def download(request: Request, names: list[str]) -> None:
@@ -166,7 +166,7 @@ def test_wheels_that_are_too_many_are_refused_in_one_line(
     assert said.out == "" and len(said.err.splitlines()) == 1 and said.err.startswith("gpu-wheels: ") and "exceed" in said.err
 
 
-def test_only_what_is_missing_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_wheels_provide_unpacks_only_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, target = tmp_path / "wheels", tmp_path / "packages"
     folder.mkdir()
     for name in ("torch", "no_such_thing"):
@@ -186,7 +186,7 @@ def test_only_what_is_missing_is_unpacked(tmp_path: Path, monkeypatch: pytest.Mo
     assert wheels.provide(tmp_path / "nothing", target) is None
 
 
-def test_a_case_that_ends_its_process_is_red_and_the_rest_goes_on(
+def test_gpu_watch_crashed_case_is_reported_and_worker_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The watching process, with a stand-in for the one that works."""
@@ -218,7 +218,7 @@ def planned(word: str = "") -> list[Stage]:
     return stages.stages(machine, maker, real_2.turns_of(folder, machine, remaining), word)
 
 
-def test_the_order_of_all_cases() -> None:
+def test_gpu_stages_cases_are_unique_and_in_expected_order() -> None:
     assert sum(stage.minutes or 0.0 for stage in planned()) <= gpu.MINUTES
     cases = {stage.name: [job.name for job in stage.jobs] for stage in planned()}
     every = [name for names in cases.values() for name in names]

@@ -23,7 +23,7 @@ NORM = ("drafttrain.ops.rms_norm",)
 TREES = ("drafttrain.ops.tree_links",)
 
 
-def test_results_hold_for_their_sources_and_torch(tmp_path: Path) -> None:
+def test_gpu_results_hold_only_for_same_sources_and_torch_version(tmp_path: Path) -> None:
     results = Results(tmp_path, GPU)
     job = Job("a", "group", NORM, dict, section="check")
     results.put(job, Entry(PASSED, {"us": 1.5}))
@@ -34,7 +34,7 @@ def test_results_hold_for_their_sources_and_torch(tmp_path: Path) -> None:
     assert Results(tmp_path, replace(GPU, facts={"torch": "0"})).of(job) is None
 
 
-def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_suite_rerun_executes_only_missing_and_failed_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
     def job(name: str) -> Job:
@@ -59,7 +59,7 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pyt
     assert go("--force") == 1 and ran[4:] == ["first", "red", "last"]
 
 
-def test_the_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
+def test_gpu_report_page_renews_tables_and_keeps_surrounding_text(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     results, attention = Results(tmp_path, GPU), next(goal for goal in GOALS if goal.case.startswith("tree_attention"))

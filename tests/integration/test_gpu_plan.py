@@ -49,7 +49,7 @@ class Bench:
         return runner
 
 
-def test_a_red_check_blocks_what_depends_on_it_and_nothing_else(tmp_path: Path) -> None:
+def test_gpu_runner_failed_check_blocks_only_dependent_cases(tmp_path: Path) -> None:
     some = Bench(tmp_path)
     checks = [some.job(name, CHECK, group) for name, group in (("c1", "op1"), ("c2", "op2"), ("c3", "op3"))]
     first, second = some.job("first", needs=("c1",)), some.job("second", needs=("c2",), heeds=("op2",))
@@ -72,7 +72,7 @@ def test_a_red_check_blocks_what_depends_on_it_and_nothing_else(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_slow_stage_does_not_starve_the_next_ones(tmp_path: Path) -> None:
+def test_gpu_runner_stage_over_its_budget_yields_to_later_stages(tmp_path: Path) -> None:
     some = Bench(tmp_path)
     slow, quick = Stage("slow", (some.job("a"), some.job("b")), minutes=0.0), Stage("quick", (some.job("c"),), minutes=1.0)
     stages = [slow, quick, Stage("rest", (some.job("r"),))]
@@ -88,7 +88,7 @@ def test_a_slow_stage_does_not_starve_the_next_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_failed_before_comes_last_and_not_at_all_after_a_dead_process(tmp_path: Path) -> None:
+def test_gpu_runner_failed_cases_are_retried_last_or_not_at_all(tmp_path: Path) -> None:
     some = Bench(tmp_path)
     some.red, checks = {"c"}, [some.job("c", CHECK)]
     stages = [Stage("one", (some.job("x", needs=("c",)), some.job("y")))]
@@ -101,7 +101,7 @@ def test_what_failed_before_comes_last_and_not_at_all_after_a_dead_process(tmp_p
 
 
 @pytest.mark.slow
-def test_a_dead_device_ends_the_run_and_the_next_process_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_runner_dead_device_ends_run_and_next_process_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some, note = Bench(tmp_path), tmp_path / "running.json"
     some.red, checks = {"c"}, [some.job("c", CHECK)]
     stages = [Stage("one", (some.job("x", needs=("c",)), some.job("y"), some.job("z")))]
@@ -133,7 +133,7 @@ def arguments(**given: Any) -> Arguments:
 OPERATOR = next(goal for goal in goals.GOALS if goal.unit == "us")
 
 
-def test_no_figure_is_shown_whose_check_is_red(tmp_path: Path) -> None:
+def test_gpu_report_hides_figures_whose_check_failed(tmp_path: Path) -> None:
     results, name = Results(tmp_path, GPU), OPERATOR.case
     operator, one = Job(name, "op", NORM, dict, section="bench", needs=("c",)), Job("c", "op", NORM, dict, section=CHECK)
     results.put(one, Entry(PASSED))
@@ -145,7 +145,7 @@ def test_no_figure_is_shown_whose_check_is_red(tmp_path: Path) -> None:
     assert f"| {name} |" not in report.tables(tmp_path) and "blocked: its check is red: c" in report.tables(tmp_path)
 
 
-def test_every_case_knows_its_checks() -> None:
+def test_gpu_cases_name_existing_checks() -> None:
     checks = {job.name: job for job in check.jobs(GPU)}
     groups = {job.group for job in checks.values()}
     for suite in (bench, train):
@@ -158,7 +158,7 @@ def test_every_case_knows_its_checks() -> None:
     assert first and len(ordered([Stage("one", (first[0],))], checks)) < 36
 
 
-def test_about_thirty_texts_come_first() -> None:
+def test_gpu_ladder_early_texts_cover_families_policies_and_dtypes() -> None:
     early = ladder.early(GPU)
     assert 25 <= len(early) <= 36 and set(early) <= set(ladder.rungs(GPU)) and len(set(early)) == len(early)
     assert {rung.drafter.partition("-")[0] for rung in early} == {ladder.PLAIN, *families()}
@@ -209,7 +209,7 @@ RESETS: dict[str, set[str]] = {
 }
 
 
-def test_an_edit_resets_what_reaches_it(checkout: Path, subtests: pytest.Subtests) -> None:
+def test_gpu_source_digest_changes_only_for_affected_cases(checkout: Path, subtests: pytest.Subtests) -> None:
     cases = {op: (f"drafttrain.ops.{op}",) for op in ("rms_norm", "tree_links", "tree_attention", "divergence")}
     cases |= {name: (*sources.DECODER, *sources.of_family(name)) for name in ("medusa", "eagle3")}
     cases |= {"plain": sources.DECODER, "training": sources.TRAINING}
@@ -229,7 +229,7 @@ def test_an_edit_resets_what_reaches_it(checkout: Path, subtests: pytest.Subtest
     assert digests() == before
 
 
-def test_a_family_that_holds_others_depends_on_them() -> None:
+def test_gpu_sources_of_composed_family_include_inner_families() -> None:
     assert set(sources.of_family("cascade")) == {
         f"drafttrain.drafters.{n}" for n in ("cascade", "draft_model", "prompt_lookup")
     }

@@ -89,7 +89,7 @@ def check_distilled(folder: Folder, names: Iterable[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_target_and_its_drafters_are_rehearsed(tmp_path: Path) -> None:
+def test_gpu_real_target_and_drafter_rehearsal_runs_uninstalled(tmp_path: Path) -> None:
     """Where drafttrain is not installed; the first command without what it does not need. `test_gpu_bare` distils every
     drafter."""
     checkout, real, results = tmp_path / "checkout", tmp_path / "real", tmp_path / "results"
@@ -125,7 +125,7 @@ def test_a_target_and_its_drafters_are_rehearsed(tmp_path: Path) -> None:
     assert worker.process.returncode, "it goes, whatever state it is in"
 
 
-def test_the_time_that_is_left_is_divided_among_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_turns_divide_remaining_time_among_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     given, left = list[tuple[str, float]](), [200.0]
 
     class Stand:
@@ -162,7 +162,7 @@ def test_the_time_that_is_left_is_divided_among_drafters(monkeypatch: pytest.Mon
     assert given == [("one", 30.0), ("two", 55.0), ("three", 55.0), ("four", 10.0)]
 
 
-def test_what_was_made_from_another_part_is_not_taken(tmp_path: Path) -> None:
+def test_gpu_real_folder_part_is_invalid_after_its_source_changes(tmp_path: Path) -> None:
     folder = Folder(tmp_path, GPU)
     for part, text in ((folder.text, "one"), (folder.target, "weights"), (folder.data, "said")):
         assert not there(part)
@@ -176,7 +176,7 @@ def test_what_was_made_from_another_part_is_not_taken(tmp_path: Path) -> None:
     assert not there(folder.target) and not there(Part(tmp_path / "full" / "none", folder.text))
 
 
-def test_the_text_is_cut_at_lines_and_the_target_has_its_size() -> None:
+def test_gpu_corpus_prompts_cut_at_lines_and_target_has_300m_parameters() -> None:
     lines = [f"{i:02d} {'x' * 20}\n" for i in range(40)]
     pieces = corpus.prompts("".join(lines), 50)
     assert len(pieces) > 3 and all(len(p) >= 50 and "\n".join(p.split("\n")) in "".join(lines) for p in pieces)
@@ -189,7 +189,7 @@ def test_the_text_is_cut_at_lines_and_the_target_has_its_size() -> None:
 
 
 @pytest.mark.slow
-def test_each_of_three_is_rehearsed(tmp_path: Path) -> None:
+def test_gpu_check_bench_and_train_rehearsals_leave_checkout_unchanged(tmp_path: Path) -> None:
     """In a copy of the checkout, which they leave as it was. `test_gpu_bare` rehearses all cases."""
     checkout, kept = tmp_path / "checkout", tmp_path / "kept"
     for name in ("drafttrain", "kernels", "benchmarks", "docs"):
@@ -215,13 +215,13 @@ def test_each_of_three_is_rehearsed(tmp_path: Path) -> None:
     assert contents(checkout) == before
 
 
-def test_without_a_gpu_they_say_so_in_one_line() -> None:
+def test_gpu_check_without_gpu_is_refused_in_one_line() -> None:
     done = run(ROOT, "check")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("gpu-check: no GPU") and len(done.stderr.splitlines()) == 1
 
 
-def test_make_takes_the_python_that_is_named() -> None:
+def test_make_gpu_targets_use_named_python_and_options() -> None:
     def said(*arguments: str) -> str:
         alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         command = ["make", "-n", *arguments]
@@ -243,7 +243,7 @@ def test_make_takes_the_python_that_is_named() -> None:
         )
 
 
-def test_every_family_goes_up_the_ladder(drafters: dict[str, Drafter | ladder.SkipError]) -> None:
+def test_gpu_ladder_contains_every_family_and_tree_shape(drafters: dict[str, Drafter | ladder.SkipError]) -> None:
     """Rehearsed too; with every kind of tree that it has, captured unless it says that it cannot be."""
     rehearsed = {rung.drafter for rung in ladder.rungs(replace(GPU, rehearsal=True)) if rung.policy == "greedy"}
     assert {rung.drafter for rung in ladder.rungs(GPU)} == rehearsed == {ladder.PLAIN, *ladder.variants()}
@@ -272,7 +272,7 @@ def drafters() -> dict[str, Drafter | ladder.SkipError]:
     return found
 
 
-def test_a_drafter_of_the_ladder_has_the_tree_that_its_name_says(
+def test_gpu_ladder_drafter_has_tree_shape_of_its_name(
     drafters: dict[str, Drafter | ladder.SkipError], subtests: pytest.Subtests
 ) -> None:
     """Also where the small shape of a family has another one."""
@@ -291,7 +291,7 @@ def test_ladder_early_texts_skip_no_drafter(drafters: dict[str, Drafter | ladder
     assert not [rung for rung in ladder.early(GPU) if isinstance(drafters.get(rung.drafter), ladder.SkipError)]
 
 
-def test_cases_have_names_of_their_own_and_goals_name_cases() -> None:
+def test_gpu_case_names_are_unique_and_goals_name_existing_cases() -> None:
     for jobs in (check.jobs(GPU), bench.jobs(GPU), train.jobs(GPU)):
         names = [job.name for job in jobs]
         assert len(set(names)) == len(names)
@@ -303,7 +303,7 @@ def test_cases_have_names_of_their_own_and_goals_name_cases() -> None:
     assert {c.op for c in checked(False)} >= {c.op for c in timed(False)}
 
 
-def test_a_case_sees_what_is_wrong(subtests: pytest.Subtests) -> None:
+def test_gpu_case_detects_wrong_or_unwritten_output_elements(subtests: pytest.Subtests) -> None:
     """A wrong element, one that nobody wrote, and a draw from elsewhere."""
     for one in SMALL:
         with subtests.test(case=one.name), torch.no_grad():
@@ -328,7 +328,7 @@ def wrong(x: torch.Tensor) -> torch.Tensor:
     return bad
 
 
-def test_draws_and_ranks() -> None:
+def test_gpu_draw_and_rank_checks_accept_only_valid_choices() -> None:
     law = torch.tensor([[0.25, 0.0, 0.5, 0.25]], dtype=torch.float64)
     for number, fits in ((0.1, {0}), (0.25, {0, 2}), (0.5, {2}), (0.75, {2, 3}), (0.9, {3})):
         draw = case.Draw(law, torch.tensor([number], dtype=torch.float64))
@@ -338,7 +338,7 @@ def test_draws_and_ranks() -> None:
     assert ranks.complaint(torch.tensor([[1, 0]])) and ranks.complaint(torch.tensor([[1, 1]]))
 
 
-def test_fresh_memory_is_poisoned_and_twins_refuse() -> None:
+def test_gpu_case_poisons_fresh_memory_and_forbids_reference_operator() -> None:
     from drafttrain.ops import gated
 
     with case.poisoned():
@@ -351,7 +351,7 @@ def test_fresh_memory_is_poisoned_and_twins_refuse() -> None:
 
 
 @pytest.mark.parametrize("family", straight.LOSSES)
-def test_the_straightforward_loss_is_the_objective(family: str) -> None:
+def test_gpu_plain_loss_and_gradients_equal_objective(family: str) -> None:
     """In float32, with its gradients."""
     target = tiny_target()
     options = throughput.SMALL[family] | ({"draft_vocab": 24} if family == "eagle3" else {})
@@ -372,7 +372,7 @@ def test_the_straightforward_loss_is_the_objective(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", throughput.SMALL)
-def test_operations_of_a_training_step_hold_the_target_s_head_once(family: str) -> None:
+def test_gpu_training_step_runs_target_head_once_and_counts_flops(family: str) -> None:
     """And no less: the count took it away once for every further draft depth, as if it still ran for each."""
     machine = Machine(torch.device("cpu"), True, "rehearsal", {})
     training = throughput.Training(throughput.Setting(family, next(iter(REHEARSED)), 24), machine)
@@ -392,7 +392,7 @@ def test_operations_of_a_training_step_hold_the_target_s_head_once(family: str) 
     assert training.flops == counter.of(training.batch)
 
 
-def test_a_step_without_room_is_tried_on_fewer_rows() -> None:
+def test_gpu_training_step_out_of_memory_is_retried_with_fewer_rows() -> None:
     machine, tried = replace(GPU, rehearsal=True), list[int]()
 
     def step(rows: int, most: int) -> None:
@@ -404,6 +404,6 @@ def test_a_step_without_room_is_tried_on_fewer_rows() -> None:
     assert throughput.fitting(partial(step, most=0), 4, machine) == (0, 0)
 
 
-def test_the_timed_trees() -> None:
+def test_gpu_binary_draft_tree_has_requested_nodes_and_depth() -> None:
     assert binary(1) == [] and binary(4) == [(0,), (1,), (0, 0)]
     assert len(binary(64)) == 63 and max(map(len, binary(64))) == 6

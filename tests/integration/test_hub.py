@@ -55,7 +55,7 @@ def close(hub: Hub) -> None:
         repository.private = True
 
 
-def test_everything_by_hub_id_with_a_login_and_again_without_the_network(hub: Hub, medusa: Path, tmp_path: Path) -> None:
+def test_hub_private_repositories_work_with_token_and_again_offline(hub: Hub, medusa: Path, tmp_path: Path) -> None:
     """A drafter is uploaded; target, drafter and data are private; the login is sent to the hub alone and written nowhere."""
     close(hub)
     upload = ("export", f"checkpoint={medusa}", "format=vllm", "out=out", "push_to_hub=me/drafter")
@@ -97,7 +97,7 @@ def test_everything_by_hub_id_with_a_login_and_again_without_the_network(hub: Hu
     assert losses[0] == losses[1]
 
 
-def test_who_may_not_read_is_told_in_one_line(hub: Hub, tmp_path: Path) -> None:
+def test_hub_unreadable_repository_error_says_reason_in_one_line(hub: Hub, tmp_path: Path) -> None:
     hub.put("me/closed", dict(hub.repositories["model", "me/tiny"].files), private=True)
     hub.put("me/gated", dict(hub.repositories["model", "me/tiny"].files), gated=True)
     hub.put("me/gated-data", dict(hub.repositories["dataset", "me/chats"].files), "dataset", gated=True)
@@ -139,7 +139,7 @@ def test_who_may_not_read_is_told_in_one_line(hub: Hub, tmp_path: Path) -> None:
         assert "the hub has no" in line and "me/missing" in line, kind
 
 
-def test_a_revision(hub: Hub, tmp_path: Path) -> None:
+def test_hub_revision_pins_data_and_unknown_revision_is_refused(hub: Hub, tmp_path: Path) -> None:
     """One that does not exist is one line; a data set's commit pins it, and a new commit is noticed otherwise."""
     old = hub.repositories["dataset", "me/chats"].names["main"]
     unknown = [
@@ -169,7 +169,7 @@ def test_a_revision(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_download_that_is_cut_goes_on_or_is_one_line(reset: bool, hub: Hub, tmp_path: Path) -> None:
+def test_hub_interrupted_download_resumes_or_fails_in_one_line(reset: bool, hub: Hub, tmp_path: Path) -> None:
     """What is complete is kept, and the next run fetches the rest alone."""
     hub.faults = [Fault("model.safetensors", CHUNK + 1000, 1, reset)]
     inspect = ("inspect", *TARGET, "data.path=me/chats")
@@ -199,7 +199,7 @@ def test_a_download_that_is_cut_goes_on_or_is_one_line(reset: bool, hub: Hub, tm
     assert len(again) == 1 and "train-00001.parquet" in again[0]
 
 
-def test_a_limited_read_that_is_cut_and_a_hub_that_is_not_there(hub: Hub, tmp_path: Path) -> None:
+def test_hub_limited_data_is_read_from_cache_when_hub_is_unreachable(hub: Hub, tmp_path: Path) -> None:
     limited = ("inspect", "data.path=me/chats", "data.limit=60")
     hub.faults = [Fault("train-*.parquet", 50, 1)]
     done = run(hub, tmp_path, limited)
@@ -212,7 +212,7 @@ def test_a_limited_read_that_is_cut_and_a_hub_that_is_not_there(hub: Hub, tmp_pa
     assert "the connection to http://127.0.0.1:9 failed" in gone.lines[1]
 
 
-def test_offline_without_what_is_needed(hub: Hub, medusa: Path, tmp_path: Path) -> None:
+def test_hub_offline_without_cached_files_is_refused_in_one_line(hub: Hub, medusa: Path, tmp_path: Path) -> None:
     commands = [
         ("inspect", *TARGET),
         ("measure", "checkpoint=me/drafter", *TARGET),
@@ -229,7 +229,7 @@ def test_offline_without_what_is_needed(hub: Hub, medusa: Path, tmp_path: Path) 
     assert "HF_HUB_OFFLINE forbids it" in done.lines[5]
 
 
-def test_an_upload_that_is_refused(hub: Hub, medusa: Path, tmp_path: Path) -> None:
+def test_hub_refused_upload_keeps_export_and_hides_token(hub: Hub, medusa: Path, tmp_path: Path) -> None:
     """By another owner's name, and by a login that is refused: the directory stays, and the line has no login."""
     made = ("export", f"checkpoint={medusa}", "format=vllm")
     done = run(hub, tmp_path, (*made, "out=a", "push_to_hub=other/x"), token=OWNER)

@@ -36,7 +36,7 @@ def prompts_in(folder: Path) -> Path:
         ("qwen3_vl", "dflash", ("drafter.layers=1", "drafter.block_size=4", "target.image_inputs=placeholder")),
     ],
 )
-def test_a_drafter_is_trained_measured_and_exported(
+def test_image_target_drafter_is_trained_measured_and_exported(
     name: str, recipe: str, more: tuple[str, ...], command: Callable[..., int], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -61,7 +61,7 @@ def test_a_drafter_is_trained_measured_and_exported(
 
 
 @pytest.mark.slow
-def test_the_target_answers_drawn_prompts(command: Callable[..., int], tmp_path: Path) -> None:
+def test_prepare_image_target_answers_drawn_prompts(command: Callable[..., int], tmp_path: Path) -> None:
     drawn, target = tmp_path / "drawn", write_target("qwen3_vl", tmp_path / "target")
     image_prompts.main(["--out", str(drawn), "--count", "6", "--prompts", "2"])
     chosen = (f"target.path={target}", f"data.path={drawn / 'data.jsonl'}", f"out={tmp_path / 'replies'}")
@@ -74,7 +74,7 @@ def test_the_target_answers_drawn_prompts(command: Callable[..., int], tmp_path:
     assert command("inspect", *words) == 0 and page.is_file()
 
 
-def test_a_family_of_text_alone_is_refused(
+def test_fit_image_target_with_text_only_family_is_refused(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, data = write_target("qwen2_5_vl", tmp_path / "target"), write_conversations(tmp_path, 8)
@@ -83,7 +83,7 @@ def test_a_family_of_text_alone_is_refused(
     assert "this drafter reads text alone" in capsys.readouterr().err
 
 
-def test_drawn_prompts_repeat(tmp_path: Path) -> None:
+def test_image_prompts_with_same_seed_are_identical(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         image_prompts.main(["--out", str(tmp_path / folder), "--count", "4", "--prompts", "2", "--seed", "3"])
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*"))
@@ -91,7 +91,7 @@ def test_drawn_prompts_repeat(tmp_path: Path) -> None:
     assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
 
 
-def test_the_python_api_takes_images(tmp_path: Path) -> None:
+def test_python_api_generate_accepts_image_and_names_missing_file(tmp_path: Path) -> None:
     target = drafttrain.load_target(write_target("qwen3_vl", tmp_path / "target"))
     content = [{"type": "image", "image": str(picture(tmp_path / "a.png"))}, {"type": "text", "text": "what"}]
     (found,) = drafttrain.generate(target, None, [[{"role": "user", "content": content}]], max_new_tokens=4)

@@ -33,7 +33,9 @@ def prompt_file(folder: Path) -> Path:
 # what a layout may get wrong are its drafts: unit/export/test_official.py has those of every one
 @pytest.mark.sampled(layout=["eagle3, speculators", "medusa"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_measured(layout: str, command: Command, material: Path, tmp_path: Path) -> None:
+def test_measure_published_checkpoint_layout_has_exact_matches(
+    layout: str, command: Command, material: Path, tmp_path: Path
+) -> None:
     folder = put(tmp_path / "published", LAYOUTS[layout]())
     asked = ("measure.minutes=0.01", "measure.timed_prompts=1", "measure.batch_sizes=[1]", "decode.max_new_tokens=12")
     target = ("target=hf", f"target.path={material / 'target'}")
@@ -45,7 +47,7 @@ def test_it_is_measured(layout: str, command: Command, material: Path, tmp_path:
     assert entry["exact_matches"] == entry["transformers_exact_matches"] == 2 and entry["tau"] >= 1.0
 
 
-def test_from_one_stack_to_another_and_back(
+def test_export_published_checkpoint_to_other_stack_and_back_is_lossless(
     command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = put(tmp_path / "published", LAYOUTS["eagle3"]())
@@ -65,7 +67,7 @@ def test_from_one_stack_to_another_and_back(
     assert "eagle3 cannot be exported to tgi" in capsys.readouterr().err and not Path("x").exists()
 
 
-def test_training_goes_on_with_the_options_that_it_names(
+def test_fit_init_from_published_checkpoint_keeps_weights_with_named_options(
     command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = put(tmp_path / "published", LAYOUTS["eagle3, layers.0"]())
@@ -82,7 +84,9 @@ def test_training_goes_on_with_the_options_that_it_names(
     assert "is of the family eagle3, but this drafter is of hydra" in capsys.readouterr().err
 
 
-def test_it_drafts_in_a_chat(command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_with_published_draft_model_reports_import_and_tau(
+    command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = put(tmp_path / "published", LAYOUTS["draft_model"]())
     target = ("target=hf", f"target.path={material / 'target'}", "decode.max_new_tokens=6")
     assert command("generate", f"checkpoint={folder}", *target, "prompt=abc") == 0
@@ -90,7 +94,7 @@ def test_it_drafts_in_a_chat(command: Command, material: Path, tmp_path: Path, c
     assert "imported: " in said.err and "imported: " not in said.out and "verifications, tau" in said.err
 
 
-def test_a_hub_id(
+def test_export_checkpoint_given_as_hub_id_is_imported(
     command: Command,
     material: Path,
     tmp_path: Path,
@@ -104,7 +108,7 @@ def test_a_hub_id(
     assert "imported: owner/heads@main (medusa_lm_head, medusa, float32)" in capsys.readouterr().out
 
 
-def test_another_target_and_what_is_no_drafter(
+def test_measure_published_checkpoint_mismatched_or_damaged_is_refused(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path
 ) -> None:
     folder = put(tmp_path / "published", LAYOUTS["eagle"]())

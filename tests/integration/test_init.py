@@ -26,7 +26,7 @@ def checkpoint(material: Path) -> Path:
 
 @pytest.mark.sampled(more=[OWN])
 @pytest.mark.parametrize("more", [("recipe=medusa",), OWN], ids=["medusa", "own vocabulary"])
-def test_training_starts_from_the_weights_and_with_another_target(
+def test_train_init_keeps_weights_and_vocabulary_for_other_target(
     more: tuple[str, ...], command: Command, material: Path, tmp_path: Path
 ) -> None:
     """The vocabulary chosen from the first data is kept, though the second has other frequencies and the target is another."""
@@ -45,7 +45,7 @@ def test_training_starts_from_the_weights_and_with_another_target(
         assert torch.equal(second[name], tensor), name
 
 
-def test_a_start_that_does_not_fit_gets_one_line(
+def test_train_init_from_unfit_checkpoint_is_refused_in_one_line(
     checkpoint: Path, command: Command, material: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     for more, words in (
@@ -60,7 +60,7 @@ def test_a_start_that_does_not_fit_gets_one_line(
             assert not Path("outputs").exists()
 
 
-def test_it_is_written_down(checkpoint: Path, command: Command, material: Path) -> None:
+def test_train_init_path_is_recorded_in_run_configuration(checkpoint: Path, command: Command, material: Path) -> None:
     second = trained(command, material, f"train.init={checkpoint}").parents[1]
     assert str(checkpoint) in (second / "config.yaml").read_text()
     assert json.loads((second / "run.json").read_text())["finished"]

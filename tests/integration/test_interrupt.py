@@ -48,7 +48,7 @@ def checkpoints(output: Path) -> list[str]:
         pytest.param(signal.SIGINT, (), marks=pytest.mark.grid),
     ],
 )
-def test_a_step_is_finished_saved_and_gone_on_from(
+def test_fit_interrupted_by_signal_saves_step_and_resumes_exactly(
     number: signal.Signals, more: tuple[str, ...], material: Path, tmp_path: Path
 ) -> None:
     whole = once(material, *STEPS, *more)
@@ -111,7 +111,7 @@ Start = Callable[[list[str]], Command]
 
 @pytest.mark.sampled(more=[TWO])
 @pytest.mark.parametrize("more", [(), TWO])
-def test_before_the_first_step_there_is_nothing_to_save(
+def test_fit_interrupted_before_first_step_saves_no_checkpoint(
     more: tuple[str, ...], start: Start, material: Path, tmp_path: Path
 ) -> None:
     process = start(arguments(material, tmp_path, *STEPS, *more))
@@ -123,7 +123,7 @@ def test_before_the_first_step_there_is_nothing_to_save(
     assert not checkpoints(tmp_path)
 
 
-def test_while_it_measures_training_is_not_repeated(material: Path, tmp_path: Path) -> None:
+def test_fit_interrupted_while_measuring_resumes_without_training(material: Path, tmp_path: Path) -> None:
     short = ("measure.repeats=1", "measure.timed_prompts=1", "measure.batch_sizes=[1]", f"prompts={tmp_path / 'prompts.jsonl'}")
     (tmp_path / "prompts.jsonl").write_text('{"question_id": 1, "turns": ["abc"]}\n')
     command = [word for word in arguments(material, tmp_path, *STEPS, "resume=auto") if word != "measure.enabled=false"]
@@ -147,7 +147,7 @@ def seconds_of(pid: int) -> float:
     return sum(psutil.Process(pid).cpu_times()[:2])
 
 
-def test_workers_of_torchrun_exit_with_the_code(start: Start, material: Path, tmp_path: Path) -> None:
+def test_fit_interrupted_torchrun_worker_exits_with_code_75(start: Start, material: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     process = start([*command, "-m", *arguments(material, tmp_path, *LONG, "resume=auto")[2:]])
     process.wait_for(lambda: lines_of(tmp_path) >= 3)
@@ -160,7 +160,9 @@ def test_workers_of_torchrun_exit_with_the_code(start: Start, material: Path, tm
 
 @pytest.mark.sampled(more=[TWO])
 @pytest.mark.parametrize("more", [(), TWO])
-def test_two_ctrl_c_of_a_terminal_end_it_at_once(more: tuple[str, ...], start: Start, material: Path, tmp_path: Path) -> None:
+def test_fit_second_ctrl_c_ends_all_processes_at_once(
+    more: tuple[str, ...], start: Start, material: Path, tmp_path: Path
+) -> None:
     """They reach every process of the group."""
     process = start(arguments(material, tmp_path, *LONG, *more))
     process.wait_for(lambda: lines_of(tmp_path) >= 3)
@@ -174,7 +176,7 @@ def test_two_ctrl_c_of_a_terminal_end_it_at_once(more: tuple[str, ...], start: S
     assert gone(family)
 
 
-def test_processes_end_with_their_launcher(start: Start, material: Path, tmp_path: Path) -> None:
+def test_fit_killed_launcher_makes_workers_save_and_exit(start: Start, material: Path, tmp_path: Path) -> None:
     """It is killed: they save, say so, and are gone."""
     process = start(arguments(material, tmp_path, *LONG, *TWO, "resume=auto"))
     process.wait_for(lambda: lines_of(tmp_path) >= 3)

@@ -107,18 +107,18 @@ def failed(work: Any, options: RunOptions, words: str) -> str:
 
 
 @pytest.mark.slow
-def test_processes_form_a_group() -> None:
+def test_launch_two_processes_form_process_group() -> None:
     """Fresh ones; the other tests fork them."""
     launch(sums_ranks, OPTIONS, {"a": 1})
 
 
 @pytest.mark.slow
-def test_a_users_mistake_on_one_rank_ends_all_with_its_line() -> None:
+def test_launch_user_error_on_one_rank_ends_all_ranks() -> None:
     assert failed(complains_on_rank_1, OPTIONS, "UserError: one line; mend it") == ""
 
 
 @pytest.mark.slow
-def test_a_bug_shows_its_traceback(tmp_path: Path) -> None:
+def test_launch_exception_on_rank_shows_one_traceback_and_keeps_logs(tmp_path: Path) -> None:
     said = failed(has_a_bug, replace(OPTIONS, output=str(tmp_path)), "ended with code 1")
     assert said.count("RuntimeError: a bug") == 1, "of the first to fail alone"
     (kept,) = tmp_path.glob("x/logs/*")
@@ -127,13 +127,13 @@ def test_a_bug_shows_its_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_leaves_its_output(tmp_path: Path) -> None:
+def test_launch_killed_rank_output_is_shown(tmp_path: Path) -> None:
     said = failed(is_killed, replace(OPTIONS, output=str(tmp_path)), "WorkerError: rank 1 ended with SIGKILL")
     assert "rank 1 runs out of memory" in said and "Traceback" not in said
 
 
 @pytest.mark.slow
-def test_what_failed_is_told_and_not_that_the_others_were_ended(tmp_path: Path) -> None:
+def test_launch_error_names_failed_rank_rather_than_terminated_ranks(tmp_path: Path) -> None:
     here = replace(OPTIONS, output=str(tmp_path))
     failed(is_killed_beside_one_that_heeds_signals, here, "WorkerError: rank 1 ended with SIGKILL")
     failed(complains_beside_one_that_heeds_signals, here, "UserError: one line; mend it")
@@ -141,7 +141,7 @@ def test_what_failed_is_told_and_not_that_the_others_were_ended(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_processes_that_were_ended_for_a_failed_one_restart(tmp_path: Path) -> None:
+def test_launch_restart_after_killed_rank_restarts_all_ranks(tmp_path: Path) -> None:
     launcher = LauncherOptions(nproc=2, restarts=1)
     here = replace(OPTIONS, output=str(tmp_path), launcher=launcher)
     forked.launch(is_killed_beside_one_that_heeds_signals, here, {})
@@ -149,7 +149,7 @@ def test_processes_that_were_ended_for_a_failed_one_restart(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_group_that_is_not_left_changes_no_exit_code(tmp_path: Path) -> None:
+def test_torchrun_exit_with_open_process_group_keeps_exit_code(tmp_path: Path) -> None:
     ends = tmp_path / "ends.py"
     ends.write_text(
         "import sys, torch\n"
@@ -165,7 +165,7 @@ def test_a_group_that_is_not_left_changes_no_exit_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_restarts_go_on_with_the_run(tmp_path: Path) -> None:
+def test_launch_restarts_pass_resume_auto_to_ranks(tmp_path: Path) -> None:
     again = replace(OPTIONS, output=str(tmp_path), launcher=LauncherOptions(nproc=2, restarts=2))
     forked.launch(fails_twice, again, {})
     starts = sorted(path.name for path in tmp_path.iterdir())
@@ -173,7 +173,7 @@ def test_restarts_go_on_with_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_machines_meet_at_the_rendezvous(tmp_path: Path) -> None:
+def test_launch_two_nodes_join_at_rendezvous(tmp_path: Path) -> None:
     launcher = LauncherOptions(nproc=2, nodes=2, rendezvous=f"localhost:{free_port()}")
     two = replace(OPTIONS, output=str(tmp_path), launcher=launcher)
     machines = [forked.start_launch(counts_the_world, two, {}) for _ in range(2)]
@@ -181,7 +181,7 @@ def test_machines_meet_at_the_rendezvous(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1", "rank-2", "rank-3"]
 
 
-def test_bad_options_are_refused(subtests: pytest.Subtests) -> None:
+def test_launch_invalid_launcher_options_are_refused(subtests: pytest.Subtests) -> None:
     for launcher, says in (
         (LauncherOptions(nodes=2), "rendezvous is None with launcher.nodes=2; set it to HOST:PORT"),
         (LauncherOptions(restarts=-1), "launcher.restarts is -1; set it to 0 or more"),
@@ -190,7 +190,7 @@ def test_bad_options_are_refused(subtests: pytest.Subtests) -> None:
             launch(sums_ranks, RunOptions(launcher=launcher), {})
 
 
-def test_nproc_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_nproc_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="under torchrun"):
         launch(sums_ranks, OPTIONS, {})

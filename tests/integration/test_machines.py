@@ -34,7 +34,7 @@ def started(command: list[str], machines: int = 2) -> None:
 
 @pytest.mark.sampled(launcher=["torchrun", "deepspeed"])  # test_devices.py has two machines of drafttrain's own launcher
 @pytest.mark.parametrize("launcher", ["torchrun", "drafttrain", "deepspeed"])
-def test_the_losses_are_those_of_one_process(launcher: str, material: Path, tmp_path: Path) -> None:
+def test_fit_under_each_launcher_losses_equal_one_process(launcher: str, material: Path, tmp_path: Path) -> None:
     one, port = once(material, *STEPS), free_port()
     own = arguments(material, tmp_path / "four", *STEPS)
     if launcher == "drafttrain":

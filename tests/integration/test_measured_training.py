@@ -21,7 +21,7 @@ TOGETHER = ("launcher.nproc=2", "deepspeed=zero3")
 @pytest.mark.slow
 @pytest.mark.sampled(more=[TOGETHER])
 @pytest.mark.parametrize("more", [(), TOGETHER])
-def test_a_look_changes_nothing(material: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_measure_every_keeps_losses_and_weights_unchanged(material: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"word {i}"]}) + "\n" for i in range(3)))
     asked = ("measure.every=3", "measure.every_prompts=2", f"prompts={prompts}")
@@ -35,7 +35,7 @@ def test_a_look_changes_nothing(material: Path, tmp_path: Path, more: tuple[str,
         assert Progress.of(checkpoint).measured_tau == next(x["measured_tau"] for x in lines if x["step"] == step)
 
 
-def test_the_best_checkpoint_is_the_one_that_measured_best(tmp_path: Path) -> None:
+def test_best_checkpoint_uses_measured_tau_only_if_all_have_it(tmp_path: Path) -> None:
     def keep(step: int, **figures: float) -> None:
         (tmp_path / f"step-{step:05}").mkdir(exist_ok=True)
         atomic_write_json(tmp_path / f"step-{step:05}" / PROGRESS, {"step": step} | figures)
@@ -47,7 +47,7 @@ def test_the_best_checkpoint_is_the_one_that_measured_best(tmp_path: Path) -> No
     assert best_checkpoint(tmp_path).name == "step-00002", "not all were measured: expected on the same text"
 
 
-def test_what_cannot_be_looked_at_is_said_before_training(
+def test_measure_every_invalid_options_are_refused_before_training(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     for asked, line in (

@@ -106,7 +106,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_one_process_at_stage_0_has_the_bits_of_torch() -> None:
+def test_muon_one_process_stage_0_weights_equal_torch_bitwise() -> None:
     world, tower = join_world(torch.device("cpu")), Tower()
     train = TrainOptions(optimizer="muon", global_batch=1, micro_batch=1, clip=CLIP, **OPTIONS)
     engine = TrainingEngine(tower, train, DeepSpeedOptions(), world)
@@ -120,7 +120,7 @@ def test_one_process_at_stage_0_has_the_bits_of_torch() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_torch_does_with_whole_matrices(both: Path, subtests: pytest.Subtests) -> None:
+def test_muon_two_processes_losses_and_weights_equal_torch(both: Path, subtests: pytest.Subtests) -> None:
     losses, wanted = by_torch()
     ranks = [json.loads((both / f"{rank}.json").read_text()) for rank in range(2)]
     for case in CASES:
@@ -133,7 +133,7 @@ def test_two_processes_train_as_torch_does_with_whole_matrices(both: Path, subte
 
 
 @pytest.mark.slow
-def test_matrices_are_gathered_and_given_back_once_a_step(both: Path, subtests: pytest.Subtests) -> None:
+def test_muon_step_exchanges_each_matrix_element_once(both: Path, subtests: pytest.Subtests) -> None:
     """No element is sent to more processes than need it: to the one that orthogonalises, and to the one that steps it."""
     ranks = [json.loads((both / f"{rank}.json").read_text()) for rank in range(2)]
     for case, (_, exchanges) in CASES.items():

@@ -44,7 +44,7 @@ if size > 1:  # gloo's threads may abort a process that exits while it has a gro
 
 
 @pytest.mark.slow
-def test_two_processes_step_as_one(tmp_path: Path, root: Path) -> None:
+def test_online_drafter_two_process_steps_equal_one_process(tmp_path: Path, root: Path) -> None:
     (tmp_path / "run.py").write_text(SCRIPT, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(root)}

@@ -39,7 +39,7 @@ def checkpoint(material: Path, folder: Path, spec: LoraSpec | None) -> Path:
     return folder
 
 
-def test_another_shape_is_refused_before_weights_are_read(
+def test_checkpoint_of_target_with_other_shape_is_refused_before_load(
     material: Path, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests,
 ) -> None:  # fmt: skip
@@ -54,7 +54,7 @@ def test_another_shape_is_refused_before_weights_are_read(
 
 
 @pytest.mark.parametrize("spec", [None, LoraSpec(rank=4)])
-def test_other_weights_are_refused_before_anything_is_decoded(
+def test_measure_checkpoint_with_other_fingerprint_is_refused_before_decode(
     spec: LoraSpec | None, material: Path, tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

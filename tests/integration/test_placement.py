@@ -175,7 +175,7 @@ def both(material: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("placement", PLACEMENTS[1:])
-def test_losses_are_those_of_a_replicated_target(placement: str, case: str, both: list[dict[str, Found]]) -> None:
+def test_target_placement_losses_equal_replicated_target(placement: str, case: str, both: list[dict[str, Found]]) -> None:
     for found in both:
         assert len(found[placement][case]) == TRAIN.steps
         assert found[placement][case] == pytest.approx(found["replicated"][case], rel=1e-5)
@@ -184,7 +184,7 @@ def test_losses_are_those_of_a_replicated_target(placement: str, case: str, both
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS[1:])
-def test_batches_of_other_shapes_and_documents_keep_their_own_states(placement: str, both: list[dict[str, Found]]) -> None:
+def test_target_placement_uneven_batches_states_equal_replicated(placement: str, both: list[dict[str, Found]]) -> None:
     """One process has two rows of 48 tokens, one of them of two documents; the other a single row of 20."""
     assert [len(found["replicated"]["states"]["0"]) for found in both] == [2 * 48 * 32, 20 * 32]
     for found in both:
@@ -193,7 +193,7 @@ def test_batches_of_other_shapes_and_documents_keep_their_own_states(placement: 
 
 
 @pytest.mark.slow
-def test_no_process_ever_holds_the_whole_of_a_sharded_target(material: Path, both: list[dict[str, Found]]) -> None:
+def test_zero3_target_is_never_whole_in_one_process(material: Path, both: list[dict[str, Found]]) -> None:
     """Neither while it is read, parameter by parameter, nor while it computes; and what is freed is gone."""
     model: Any = load_target(TargetOptions(name="hf", path=str(material / "target"))).target.model
     blocks = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
@@ -231,7 +231,7 @@ def options_of(output: Path, placement: str) -> RunOptions:
 
 
 @pytest.mark.slow
-def test_gradients_are_reduced_once_a_step_where_they_are_not_sharded(both: list[dict[str, Found]]) -> None:
+def test_zero_stages_0_and_1_reduce_gradients_once_per_step(both: list[dict[str, Found]]) -> None:
     """From ZeRO stage 2 on a process keeps its share of the gradients alone, and so reduces after every micro-batch."""
     for found in both:
         whole, optimizer, sharded = found["replicated"]["reductions"]
@@ -261,7 +261,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("tensor_parallel", 10**9, 1),
     ],
 )
-def test_a_run_is_measured_whole_where_that_fits_and_else_together(
+def test_fit_sharded_target_is_measured_whole_if_memory_allows(
     placement: str, free: int, shared_by: int, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     shared = reported(tmp_path, placement, free)
@@ -291,7 +291,7 @@ STATES = [  # in make test-slow: everything on the host by both optimisers, and 
     ],
     ids=lambda more: f"{more[0]}-{more[-1]}",
 )
-def test_where_the_state_lies_changes_neither_losses_nor_a_resumed_run(
+def test_offload_and_optimizer_settings_keep_losses_and_resume_exactly(
     more: tuple[str, ...], material: Path, tmp_path: Path
 ) -> None:
     whole = runs.fit(material, tmp_path / "whole", *STEPS, *more)
@@ -331,6 +331,6 @@ def spread_architectures(options: RunOptions, resolved: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_any_architecture_can_be_spread(tmp_path: Path) -> None:
+def test_zero3_sharded_architectures_logits_equal_whole_target_bitwise(tmp_path: Path) -> None:
     """To the bit: the assertions are made in each of two processes."""
     launch(spread_architectures, RunOptions(launcher=LauncherOptions(nproc=2)), {"folder": str(tmp_path)})

@@ -33,7 +33,7 @@ def journaled(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_in_other_processes(tmp_path: Path) -> None:
+def test_prepare_killed_run_resumes_with_other_process_count_identically(tmp_path: Path) -> None:
     finished(command(tmp_path, "whole", "prepare.batch_size=16"))
     before, count = 0, json.loads((tmp_path / "whole" / "summary.json").read_text())["texts"]
     for processes, batch in ((1, 4), (2, 3)):
@@ -54,7 +54,7 @@ def test_a_killed_run_goes_on_in_other_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_ends_it_for_later(tmp_path: Path) -> None:
+def test_prepare_terminated_run_exits_75_and_keeps_journal(tmp_path: Path) -> None:
     process = command(tmp_path, "torn", "prepare.batch_size=2")
     while len(journaled(tmp_path)) < 5:
         assert process.poll() is None

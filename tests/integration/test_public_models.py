@@ -36,7 +36,7 @@ def stories(loaded: LoadedTarget, count: int, longest: int = 60) -> list[list[in
     return [list(loaded.tokenizer(json.loads(line)["turns"][0])["input_ids"])[:longest] for line in lines]
 
 
-def test_logits_and_states_are_transformers(loaded: LoadedTarget) -> None:
+def test_fast_target_public_model_logits_and_states_equal_transformers(loaded: LoadedTarget) -> None:
     assert isinstance(loaded.target, FastTarget)
     with torch.inference_mode():
         for prompt in stories(loaded, 4):
@@ -52,7 +52,7 @@ def test_logits_and_states_are_transformers(loaded: LoadedTarget) -> None:
 
 
 @pytest.mark.slow
-def test_texts_are_transformers_plain_and_drafted(loaded: LoadedTarget) -> None:
+def test_decoder_public_model_plain_and_drafted_text_equals_transformers(loaded: LoadedTarget) -> None:
     target, asked, family = loaded.target, stories(loaded, 8), families()["draft_model"]
     drafter = family.build(family.options(blocks=max(1, target.shape.blocks - 1), draft_length=3), target).eval()
     wanted = [generate(target.model, [p], target.stop_ids, DecodeOptions(max_new_tokens=60)).results[0].tokens for p in asked]

@@ -57,7 +57,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_command_says_nothing_that_is_not_its_own(checkpoint: Path, tmp_path: Path) -> None:
+def test_command_prints_no_library_output_and_skips_deepspeed_import(checkpoint: Path, tmp_path: Path) -> None:
     """One after another in a fresh process, those that import least first."""
     for run in ("a", "b"):
         (tmp_path / run).mkdir()
@@ -80,6 +80,6 @@ def test_a_command_says_nothing_that_is_not_its_own(checkpoint: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_target_loaded_from_python_draws_no_bar(tmp_path: Path) -> None:
+def test_load_target_from_python_prints_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, cwd=tmp_path, env=bare(), timeout=300)
     assert done.returncode == 0 and done.stdout + done.stderr == ""

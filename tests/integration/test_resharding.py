@@ -69,7 +69,7 @@ def resumed(request: pytest.FixtureRequest) -> Cases:
     return cases
 
 
-def test_what_is_read_is_bit_for_bit_what_was_saved(resumed: Cases) -> None:
+def test_resharded_training_state_reads_back_bit_identical(resumed: Cases) -> None:
     for case in resumed:
         saved, read = whole(Path(case["source"])), whole(Path(case["again"]))
         for name in saved.keys() | read.keys():
@@ -79,14 +79,14 @@ def test_what_is_read_is_bit_for_bit_what_was_saved(resumed: Cases) -> None:
         assert ("momentum_buffer" in keys) == ("muon" in Path(case["source"]).name)
 
 
-def test_losses_go_on_as_if_nothing_had_changed(resumed: Cases) -> None:
+def test_resharded_training_state_losses_continue_unchanged(resumed: Cases) -> None:
     for case in resumed:
         uninterrupted = json.loads((Path(case["source"]) / "losses.json").read_text())
         narrow = "bfloat16" in Path(case["source"]).name  # processes add their gradients up in it
         assert case["losses"] == pytest.approx(uninterrupted, rel=2e-2 if narrow else 1e-5), case["again"]
 
 
-def test_as_many_processes_at_the_same_stage_end_with_the_same_bits(resumed: Cases) -> None:
+def test_resumed_state_at_same_stage_and_processes_ends_bit_identical(resumed: Cases) -> None:
     same = [case for case in resumed if case["same"]]
     assert sorted(case["source"] for case in same) == sorted({case["source"] for case in resumed})
     for case in same:
@@ -96,7 +96,7 @@ def test_as_many_processes_at_the_same_stage_end_with_the_same_bits(resumed: Cas
             assert torch.equal(ended[name], again[name]), f"{name} of {case['again']}"
 
 
-def test_weights_are_those_of_one_process_at_stage_0(resumed: Cases) -> None:
+def test_resharded_float32_weights_equal_one_process_at_stage_0(resumed: Cases) -> None:
     """In float32, of runs that nothing interrupted and of those that were resumed."""
     folder = Path(resumed[0]["source"]).parent
     kinds = [kind for kind in KINDS if "float32" in kind and source(folder, 1, kind, 0).is_dir()]
@@ -109,7 +109,7 @@ def test_weights_are_those_of_one_process_at_stage_0(resumed: Cases) -> None:
                 torch.testing.assert_close(tensor, reference[name], atol=1e-5, rtol=1e-4, msg=lambda m, at=place: f"{at}: {m}")
 
 
-def test_missing_elements_are_named(tmp_path: Path) -> None:
+def test_training_state_with_missing_elements_error_names_them(tmp_path: Path) -> None:
     world = join_world(torch.device("cpu"))
     trained = engine(0, "adamw", "float32", world)
     file = trained.save_state(tmp_path)

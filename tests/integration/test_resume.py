@@ -39,7 +39,7 @@ def interrupt_by_force(material: Path, output: Path, *more: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.sampled(name=["optimizer-00000.safetensors"])  # unit/train/test_sealed.py has every file
 @pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer-00000.safetensors", "trainer.json", SUMS])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(name: str, material: Path, tmp_path: Path) -> None:
+def test_resume_from_damaged_checkpoint_falls_back_to_previous_one(name: str, material: Path, tmp_path: Path) -> None:
     run = interrupt_by_force(material, tmp_path)
     whole_losses, file = losses(run), run / "checkpoints" / "step-00008" / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -57,7 +57,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(name: str, mater
         (("deepspeed=zero3", "launcher.nproc=2"), ("deepspeed=zero0", "train.micro_batch=4")),
     ],
 )
-def test_a_run_goes_on_in_other_processes_at_another_stage(
+def test_resume_with_other_processes_and_zero_stage_keeps_losses(
     before: tuple[str, ...], after: tuple[str, ...], material: Path, tmp_path: Path
 ) -> None:
     whole = once(material, *STEPS)
@@ -70,7 +70,7 @@ def test_a_run_goes_on_in_other_processes_at_another_stage(
         torch.testing.assert_close(b[name], tensor, atol=1e-5, rtol=1e-4)
 
 
-def test_a_full_disk_costs_a_checkpoint_but_not_the_run(
+def test_fit_disk_full_skips_checkpoint_and_run_can_resume(
     material: Path,
     tmp_path: Path,
     command: Callable[..., int],
@@ -97,7 +97,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(
     assert command(*fitting) == 0 and "(resumed at step 4)" in capsys.readouterr().out
 
 
-def test_a_signal_saves_the_step_and_the_run_ends_as_it_would_have(
+def test_fit_signalled_run_saves_step_and_resumes_to_same_weights(
     material: Path,
     tmp_path: Path,
     command: Callable[..., int],
@@ -130,7 +130,9 @@ def test_a_signal_saves_the_step_and_the_run_ends_as_it_would_have(
     assert kept[0] == kept[1], "what was saved in passing has gone"
 
 
-def test_what_a_step_cost_is_logged(material: Path, tmp_path: Path, command: Callable[..., int]) -> None:
+def test_fit_logs_step_time_shares_memory_and_profile_trace(
+    material: Path, tmp_path: Path, command: Callable[..., int]
+) -> None:
     asked = ("train.per_rank=true", "train.log_every=6", "train.profile=[2,3]")
     assert command(*arguments(material, tmp_path, *STEPS)[3:], *asked) == 0
     (run,) = (path.parent for path in tmp_path.glob("*/*/run.json"))

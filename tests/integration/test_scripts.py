@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_step_is_drawn(tmp_path: Path) -> None:
+def test_plot_step_script_draws_png_of_checkpoint(tmp_path: Path) -> None:
     settings = ("recipe=medusa", "train.steps=2", "data.limit=80", "measure.enabled=false", f"output={tmp_path / 'runs'}")
     forked.run([sys.executable, "-m", "drafttrain", "fit", *settings])
     (made,) = (tmp_path / "runs").glob("*/*")
@@ -28,6 +28,6 @@ def test_the_step_is_drawn(tmp_path: Path) -> None:
     assert drawn.returncode == 0 and picture.read_bytes().startswith(b"\x89PNG"), drawn.stderr
 
 
-def test_what_it_needs_is_said() -> None:
+def test_plot_step_script_help_prints_usage() -> None:
     said = run("scripts/plot_step.py", "--help")
     assert said.returncode == 1 and said.stderr == "usage: python scripts/plot_step.py checkpoint=DIR [out=FILE]\n"

@@ -115,13 +115,16 @@ def compared(folder: Path, processes: int, asked: list[tuple[str, str]]) -> dict
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """As many processes as heads of the tiny targets, twice their KV heads."""
-    families_here = [(case, "fast") for (case,) in chosen(request, test_so_have_four_in_every_family, "case")]
-    others = chosen(request, test_so_have_other_runners_and_windows, "case", "runner")
+    families_here = [
+        (case, "fast")
+        for (case,) in chosen(request, test_sequence_parallel_four_processes_family_gradients_equal_one_process, "case")
+    ]
+    others = chosen(request, test_sequence_parallel_sliding_window_runner_gradients_equal_one_process, "case", "runner")
     return compared(tmp_path_factory.mktemp("four"), 4, [*families_here, *others])
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_and_gradients_of_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_sequence_parallel_two_processes_gradients_equal_one_process(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name, figures in compared(tmp_path, 2, [(case, "fast") for case in QUICK]).items():
         with subtests.test(name=name):
             assert set(figures) == set(BATCHES) and max(figures.values()) < 2e-5, figures
@@ -130,7 +133,9 @@ def test_two_processes_have_the_losses_and_gradients_of_one(tmp_path: Path, subt
 @pytest.mark.slow
 @pytest.mark.sampled(case=["eagle3", "dflash"])
 @pytest.mark.parametrize("case", CASES)
-def test_so_have_four_in_every_family(case: str, four: dict[str, dict[str, float]]) -> None:
+def test_sequence_parallel_four_processes_family_gradients_equal_one_process(
+    case: str, four: dict[str, dict[str, float]]
+) -> None:
     figures = four[f"{case}, fast"]
     if not figures:
         pytest.skip("trains nothing")
@@ -147,7 +152,9 @@ def test_so_have_four_in_every_family(case: str, four: dict[str, dict[str, float
         pytest.param("draft_model", "hf", marks=pytest.mark.grid),
     ],
 )
-def test_so_have_other_runners_and_windows(case: str, runner: str, four: dict[str, dict[str, float]]) -> None:
+def test_sequence_parallel_sliding_window_runner_gradients_equal_one_process(
+    case: str, runner: str, four: dict[str, dict[str, float]]
+) -> None:
     figures = four[f"{case}, {runner}"]
     assert set(figures) == set(BATCHES) and max(figures.values()) < 2e-5, figures
 
@@ -161,7 +168,7 @@ def test_so_have_other_runners_and_windows(case: str, runner: str, four: dict[st
         ("eagle3", ("features=cached", "features.format=float32")),
     ],
 )
-def test_runs_have_the_losses_and_weights_of_one_process(
+def test_sequence_parallel_fit_of_two_pairs_equals_one_process(
     recipe: str, more: tuple[str, ...], material: Path, tmp_path: Path
 ) -> None:
     """Two pairs of processes, packed rows."""
@@ -175,7 +182,7 @@ def test_runs_have_the_losses_and_weights_of_one_process(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_sequences_held_together_by_others(material: Path, tmp_path: Path) -> None:
+def test_sequence_parallel_run_resumes_killed_single_process_run(material: Path, tmp_path: Path) -> None:
     steps = (*by_adamw("eagle3"), "train.steps=6", "train.checkpoint_every=3")
     one = once(material, *steps)
     kill_after(arguments(material, tmp_path / "two", *steps, "resume=auto"), tmp_path / "two", lines=4)

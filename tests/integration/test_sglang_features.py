@@ -78,7 +78,7 @@ def same(ours: Path, online: Path) -> None:
         ("eagle3", "capture", "1 of 1 servers (sglang 0.5.14 with SpecForge's patch) give the target's states of the blocks"),
     ],
 )
-def test_training_is_that_on_the_target_itself(
+def test_sglang_states_training_equals_training_on_local_target(
     name: str,
     kind: str,
     line: str,
@@ -108,7 +108,7 @@ def test_training_is_that_on_the_target_itself(
 
 @needs_mooncake
 @pytest.mark.slow
-def test_states_come_through_a_real_mooncake_store(
+def test_sglang_states_over_mooncake_training_equals_local_target(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SHAPES["eagle3"], "taps", [0, 1, 2])
@@ -130,7 +130,7 @@ def test_states_come_through_a_real_mooncake_store(
         master.kill()
 
 
-def test_final_servers_are_for_drafters_with_taps(loaded: LoadedTarget, data: Dataset, world: World) -> None:
+def test_sglang_final_servers_without_target_layer_ids_are_refused(loaded: LoadedTarget, data: Dataset, world: World) -> None:
     options = FeatureOptions("engine", engine="sglang", servers=["http://a:1"], final_servers=["http://a:2"])
     features = EngineFeatures(options, loaded, build("medusa", loaded.target).taps, 64)
     with pytest.raises(UserError, match=r"this drafter taps no block; name these servers in features.servers"):
@@ -138,7 +138,7 @@ def test_final_servers_are_for_drafters_with_taps(loaded: LoadedTarget, data: Da
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_goes_on_to_the_same_weights(material: Path, tmp_path: Path) -> None:
+def test_sglang_states_killed_trainer_resumes_to_same_weights(material: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     with sglang_server(material, json.dumps(FULL)) as server:
         options = server.asked("features.engine=sglang")

@@ -52,7 +52,7 @@ def finished(output: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_job_saves_before_its_time_is_up_and_is_queued_again(cluster: Path, material: Path, tmp_path: Path) -> None:
+def test_slurm_launcher_job_saves_on_usr1_and_is_requeued(cluster: Path, material: Path, tmp_path: Path) -> None:
     output, port = tmp_path / "outputs", free_port()
     asked = ("launcher=slurm", "launcher.nproc=1", "launcher.nodes=2", "launcher.slurm.partition=long")
     where = (f"launcher.slurm.folder={output / 'slurm'}", f"launcher.slurm.port={port}", "launcher.slurm.gpus_per_node=0")
@@ -73,12 +73,12 @@ def test_a_job_saves_before_its_time_is_up_and_is_queued_again(cluster: Path, ma
     assert any("resumed at step" in log.read_text() for log in output.glob("slurm/*.out"))
 
 
-def test_what_slurm_cannot_run_is_refused() -> None:
+def test_slurm_launcher_unsupported_command_is_refused() -> None:
     with pytest.raises(UserError, match="runs fit and measure, not generate"):
         slurm.submit("generate", [])
 
 
-def test_without_slurm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_launcher_without_srun_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -87,7 +87,7 @@ def test_without_slurm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
-def test_without_submitit_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_launcher_without_submitit_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UserError, match=r"needs submitit; pip install 'drafttrain\[slurm\]'"):
         slurm.submit("fit", [slurm.Request([], LauncherOptions())])
@@ -126,7 +126,7 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return asked
 
 
-def test_jobs_that_share_a_node_meet_at_ports_of_their_own(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_jobs_on_same_node_use_distinct_rendezvous_ports(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in ("9", "10"):
         monkeypatch.setenv("SLURM_JOB_ID", number)
         slurm.SlurmJob(["fit"], 1, 0, None)()
@@ -135,7 +135,7 @@ def test_jobs_that_share_a_node_meet_at_ports_of_their_own(job: Path, monkeypatc
     assert Ended.commands[-1][-1] == "launcher.rendezvous=node1:29400"
 
 
-def test_an_interrupted_job_is_queued_again_unless_it_is_cancelled(
+def test_slurm_job_interrupted_is_requeued_unless_cancelled(
     job: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     for code, state, node, again in (

@@ -43,7 +43,9 @@ def started(folder: Path, where: Path | str, *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_one_of_two_servers_is_killed_and_starts_again(material: Path, states: States, tmp_path: Path) -> None:
+def test_started_servers_killed_server_restarts_and_weights_are_unchanged(
+    material: Path, states: States, tmp_path: Path
+) -> None:
     """The other one stands still meanwhile, so that the run does not end before."""
     folder, steps = tmp_path / "states", ("train.steps=60", "train.checkpoint_every=60")
     trainer = begin(
@@ -66,7 +68,7 @@ def test_one_of_two_servers_is_killed_and_starts_again(material: Path, states: S
 
 
 @pytest.mark.slow
-def test_each_of_two_machines_that_train_has_a_server_of_its_own(material: Path, states: States, tmp_path: Path) -> None:
+def test_started_servers_two_nodes_start_one_server_each(material: Path, states: States, tmp_path: Path) -> None:
     folder, place = tmp_path / "states", ("launcher.nodes=2", f"launcher.rendezvous=localhost:{free_port()}")
     words = arguments(material, tmp_path / "two", *started(tmp_path, folder, *place))
     both = [begin(words) for _ in range(2)]
@@ -132,7 +134,7 @@ def ended(run: TwoMachines, master: Master | None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["files", pytest.param("mooncake", marks=needs_mooncake)])
-def test_trainers_that_are_killed_go_on_with_the_servers_of_another_machine(
+def test_started_servers_killed_trainers_resume_with_remote_servers(
     transport: str, material: Path, states: States, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     master = request.getfixturevalue("master") if transport == "mooncake" else None
@@ -151,7 +153,7 @@ def test_trainers_that_are_killed_go_on_with_the_servers_of_another_machine(
 
 @needs_mooncake
 @pytest.mark.slow
-def test_a_server_and_its_machine_are_killed_while_states_come_by_mooncake(
+def test_started_servers_mooncake_server_and_node_killed_keep_weights(
     master: Master, material: Path, states: States, tmp_path: Path
 ) -> None:
     steps = ("launcher.nproc=2", "train.steps=150", "train.checkpoint_every=150")
@@ -173,7 +175,7 @@ def test_a_server_and_its_machine_are_killed_while_states_come_by_mooncake(
 
 
 @pytest.mark.slow
-def test_servers_that_do_not_start_end_both_machines_in_one_line(material: Path, tmp_path: Path) -> None:
+def test_started_servers_that_cannot_start_end_both_nodes_in_one_line(material: Path, tmp_path: Path) -> None:
     run = TwoMachines(material, tmp_path, tmp_path / "states", "features.gpus=64")
     assert run.trainer.wait() == 2 and run.server.wait() == 2, run.said()
     fault = "the servers need 64 GPUs by features.gpus=64 and features.tensor_parallel=1, but their machine has "

@@ -93,7 +93,7 @@ def trained(name: str, loaded: LoadedTarget, data: Dataset, world: World, folder
 
 @pytest.mark.sampled(name=["eagle3"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_training_is_that_with_the_whole_target(
+def test_target_ends_training_equals_whole_target(
     name: str, material: Path, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
 ) -> None:
     ends = ends_of(material)
@@ -110,7 +110,7 @@ def test_training_is_that_with_the_whole_target(
     assert load_drafter(last_weights(alone).parent, loaded.target)[1].family == name
 
 
-def test_blocks_are_not_in_memory(material: Path, loaded: LoadedTarget) -> None:
+def test_target_ends_blocks_are_not_in_memory(material: Path, loaded: LoadedTarget) -> None:
     ends = ends_of(material)
     blocks = ends.target.model.get_submodule(ends.pieces.prefix)
     assert len(blocks) == loaded.target.shape.blocks and all(p.is_meta for p in blocks.parameters())
@@ -121,7 +121,7 @@ def test_blocks_are_not_in_memory(material: Path, loaded: LoadedTarget) -> None:
     assert ends.loaded.description["parameters"] == sum(p.numel() for p in loaded.target.model.parameters())
 
 
-def test_one_block_is_in_memory_while_the_states_are_computed(
+def test_target_ends_compute_states_with_one_block_in_memory(
     material: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[weakref.ref[Any]] = []
@@ -139,7 +139,7 @@ def test_one_block_is_in_memory_while_the_states_are_computed(
     assert most == [1.0] * ends.target.shape.blocks
 
 
-def test_the_states_are_those_of_the_whole_target(material: Path, loaded: LoadedTarget, world: World) -> None:
+def test_target_ends_states_and_fingerprint_equal_whole_target(material: Path, loaded: LoadedTarget, world: World) -> None:
     ends = ends_of(material)
     StreamedStates(ends, 64).learn(world, Console(None))
     known = ends.target.known
@@ -154,7 +154,9 @@ def test_the_states_are_those_of_the_whole_target(material: Path, loaded: Loaded
     assert TargetRecord.of(ends.loaded) == TargetRecord.of(loaded)
 
 
-def test_the_states_are_computed_once(material: Path, world: World, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_ends_states_are_cached_and_recomputed_when_damaged(
+    material: Path, world: World, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learn(material, world)
     (file,) = cache.iterdir()
     content = file.read_bytes()
@@ -175,7 +177,7 @@ def learn(material: Path, world: World) -> LoadedEnds:
     return ends
 
 
-def test_another_targets_states_are_refused(
+def test_target_ends_server_states_of_wrong_layers_are_refused(
     material: Path, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
 ) -> None:
     ends = learn(material, world)
@@ -186,7 +188,7 @@ def test_another_targets_states_are_refused(
             features.features(data, [url], None, "", world, Console(None))
 
 
-def test_families_that_need_blocks_are_refused(material: Path, subtests: pytest.Subtests) -> None:
+def test_target_ends_family_that_needs_blocks_is_refused(material: Path, subtests: pytest.Subtests) -> None:
     target = ends_of(material).target
     for name in ("draft_model", "early_exit", "uno"):
         with (
@@ -208,14 +210,14 @@ NEEDS_BLOCKS = [
 
 
 @pytest.mark.usefixtures("command")  # composes quickly
-def test_what_needs_blocks_is_refused_before_anything_is_loaded(subtests: pytest.Subtests) -> None:
+def test_target_ends_incompatible_options_are_refused_before_loading(subtests: pytest.Subtests) -> None:
     for words, line in NEEDS_BLOCKS:
         options = compose_run("medusa", ["features=engine", "features.target=ends", *words]).options
         with subtests.test(words=words), pytest.raises(UserError, match=line):
             check_target(options, in_memory=False)
 
 
-def test_tied_embeddings_in_several_files(tmp_path: Path, world: World) -> None:
+def test_target_ends_tied_embeddings_in_shards_read_only_needed_files(tmp_path: Path, world: World) -> None:
     """Only the files with the ends and the first block are read at the start."""
     save_bytes_tokenizer(tmp_path / "target")
     model = model_of("Llama", tie_word_embeddings=True)
@@ -229,7 +231,7 @@ def test_tied_embeddings_in_several_files(tmp_path: Path, world: World) -> None:
     assert ends.target.fingerprint == whole.target.fingerprint
 
 
-def test_what_the_model_does_not_know_and_what_lacks_are_named(tmp_path: Path, world: World) -> None:
+def test_target_ends_unknown_or_missing_weights_are_named(tmp_path: Path, world: World) -> None:
     save_bytes_tokenizer(tmp_path / "target")
     model_of("Llama").save_pretrained(tmp_path / "target")
     file = tmp_path / "target" / "model.safetensors"
@@ -246,7 +248,7 @@ def test_what_the_model_does_not_know_and_what_lacks_are_named(tmp_path: Path, w
 @pytest.mark.slow
 @pytest.mark.sampled(row=[row for row in ROWS if row.name in PIECES])
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.refused], ids=lambda row: row.name)
-def test_every_architecture_in_pieces(row: Architecture, tmp_path: Path, world: World) -> None:
+def test_target_ends_architecture_states_equal_whole_target(row: Architecture, tmp_path: Path, world: World) -> None:
     """The same fingerprint, the same kind of drafts and nearly the same states as the whole target."""
     save_bytes_tokenizer(tmp_path / "target")
     model_of(row.name).save_pretrained(tmp_path / "target")
@@ -268,7 +270,7 @@ def test_every_architecture_in_pieces(row: Architecture, tmp_path: Path, world: 
 
 
 @pytest.mark.slow
-def test_quantised_checkpoints_are_unpacked_block_by_block(tmp_path: Path, world: World) -> None:
+def test_target_ends_fp8_checkpoint_fingerprint_equals_whole_target(tmp_path: Path, world: World) -> None:
     save_bytes_tokenizer(tmp_path / "target")
     model = model_of("Llama")
     weights = saved(tmp_path / "target", model, FP8)
@@ -282,7 +284,7 @@ def test_quantised_checkpoints_are_unpacked_block_by_block(tmp_path: Path, world
 
 
 @pytest.mark.slow
-def test_runs_with_and_without_blocks_continue_each_other(material: Path, states: States, tmp_path: Path) -> None:
+def test_target_ends_and_whole_target_runs_resume_each_other(material: Path, states: States, tmp_path: Path) -> None:
     whole, broken = once(material, *states.asked()), tmp_path / "broken"
     for lines, target in ((2, "ends"), (7, "whole")):
         kill_after(arguments(material, broken, *states.asked("resume=auto", f"features.target={target}")), broken, lines)
@@ -299,7 +301,7 @@ def test_runs_with_and_without_blocks_continue_each_other(material: Path, states
 
 
 @pytest.mark.slow
-def test_an_engine_measures_while_it_trains(
+def test_target_ends_run_is_measured_by_engine_during_training(
     material: Path, states: States, tmp_path: Path, engine: Callable[[str], tuple[str, ...]]
 ) -> None:
     run = fit(material, tmp_path / "out", *states.asked("features.target=ends", "measure.best=engine", *engine("fast")))

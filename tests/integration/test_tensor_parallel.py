@@ -142,14 +142,14 @@ def save_what_is_found(options: RunOptions, resolved: dict[str, Any]) -> None:
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("ranks")
-    asked = chosen(request, test_tokens_and_counts_are_those_of_one_process, "model", "name")
+    asked = chosen(request, test_tensor_parallel_tokens_and_acceptance_equal_one_process, "model", "name")
     resolved = {"folder": str(folder), "cases": [*{("llama", "eagle3"), *asked}]}
     launch(save_what_is_found, RunOptions(launcher=LauncherOptions(nproc=2)), resolved)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.mark.slow
-def test_logits_and_taps_are_the_whole_targets_and_the_same_bits_everywhere(
+def test_tensor_parallel_logits_and_states_equal_whole_target_on_all_ranks(
     both: list[Found], subtests: pytest.Subtests
 ) -> None:
     for name in CONFIGS:
@@ -160,7 +160,7 @@ def test_logits_and_taps_are_the_whole_targets_and_the_same_bits_everywhere(
 
 
 @pytest.mark.slow
-def test_drafters_see_the_whole_target(both: list[Found], subtests: pytest.Subtests) -> None:
+def test_tensor_parallel_fingerprint_and_head_weight_equal_whole_target(both: list[Found], subtests: pytest.Subtests) -> None:
     for name in CONFIGS:
         whole = whole_target(name)
         with subtests.test(name=name):
@@ -170,7 +170,7 @@ def test_drafters_see_the_whole_target(both: list[Found], subtests: pytest.Subte
 
 
 @pytest.mark.slow
-def test_each_process_holds_its_share_alone(both: list[Found], subtests: pytest.Subtests) -> None:
+def test_tensor_parallel_rank_holds_half_of_weights_and_kv_heads(both: list[Found], subtests: pytest.Subtests) -> None:
     for name in CONFIGS:
         whole = whole_target(name).model
         shared = sum(p.numel() for n, p in whole.named_parameters() if "proj" in n and "o_proj.bias" not in n)
@@ -187,21 +187,21 @@ def test_each_process_holds_its_share_alone(both: list[Found], subtests: pytest.
 @pytest.mark.slow
 @pytest.mark.sampled(model=("llama", "odd"), name=(None, "eagle3", "draft_model"))
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_tokens_and_counts_are_those_of_one_process(model: str, name: str | None, both: list[Found]) -> None:
+def test_tensor_parallel_tokens_and_acceptance_equal_one_process(model: str, name: str | None, both: list[Found]) -> None:
     target = FastTarget(model_of(model))
     wanted = every_text(model, target, drafter_of(name, target))
     assert both[0][f"{model} {name}"] == wanted and both[1][f"{model} {name}"] == wanted
 
 
 @pytest.mark.slow
-def test_replayed_graphs_give_the_same_texts(both: list[Found]) -> None:
+def test_tensor_parallel_captured_steps_replay_same_texts(both: list[Found]) -> None:
     """Nothing in a round with its collectives asks the device, and nothing of it depends on what the host knew at capture."""
     for found in both:
         assert found["replayed"] == found["llama eagle3"][0]
 
 
 @pytest.mark.slow
-def test_transformers_generates_over_the_slices(both: list[Found]) -> None:
+def test_tensor_parallel_transformers_generate_equals_whole_model(both: list[Found]) -> None:
     wanted = model_of("llama").generate(TOKEN_BN, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert all(torch.equal(found["generated"], wanted) for found in both)
 
@@ -224,7 +224,7 @@ TOGETHER = ("target.tensor_parallel=2", "launcher.nproc=2")
 
 
 @pytest.mark.slow
-def test_generate_writes_once_what_one_process_writes(
+def test_tensor_parallel_generate_writes_same_text_once(
     command: Callable[..., int], checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ("generate", f"checkpoint={checkpoint}", "prompt=def main(", "decode.max_new_tokens=24")
@@ -236,7 +236,7 @@ def test_generate_writes_once_what_one_process_writes(
 
 
 @pytest.mark.slow
-def test_measure_reports_what_one_process_reports(checkpoint: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_measure_report_equals_one_process(checkpoint: Path, tmp_path: Path) -> None:
     settings = ("measure.limit=3", "measure.repeats=1", "measure.timed_prompts=1", "measure.batch_sizes=[1]")
     reports = []
     for name, more in (("one", ()), ("two", TOGETHER)):
@@ -253,7 +253,7 @@ def test_measure_reports_what_one_process_reports(checkpoint: Path, tmp_path: Pa
     assert reports[1]["target"] == alone | {"tensor_parallel": 2, "kv_bytes_per_position": halved}
 
 
-def test_a_mistake_gets_one_line(
+def test_tensor_parallel_invalid_options_are_refused_in_one_line(
     command: Callable[..., int], capfd: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     for arguments, line in (
@@ -274,7 +274,7 @@ def test_a_mistake_gets_one_line(
             assert line in err and len(err.splitlines()) == 1
 
 
-def test_what_lock_step_cannot_follow_is_refused(
+def test_tensor_parallel_fallback_or_named_gpu_is_refused(
     command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: Any, subtests: pytest.Subtests
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -287,7 +287,7 @@ def test_what_lock_step_cannot_follow_is_refused(
             assert line in capfd.readouterr().err
 
 
-def test_what_cannot_be_split_is_refused() -> None:
+def test_load_target_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"^target\.tensor_parallel is 4, which does not divide the target's 2 KV heads; set it to 2"
     ):
@@ -296,7 +296,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         load_target(TargetOptions(runner="hf"), Part(0, 2))
 
 
-def test_slices_side_by_side_are_the_whole(subtests: pytest.Subtests) -> None:
+def test_split_linear_rows_concatenate_to_whole_weight(subtests: pytest.Subtests) -> None:
     """Of a number of rows that does not divide the last slices are filled up, the very last may be empty."""
     for rows, size in ((6, 2), (5, 2), (5, 3), (5, 4), (2, 4)):
         whole, each = torch.nn.Linear(3, rows), -(-rows // size)
@@ -309,7 +309,7 @@ def test_slices_side_by_side_are_the_whole(subtests: pytest.Subtests) -> None:
             assert torch.equal(torch.cat([linear.bias for linear in slices])[:rows], whole.bias)
 
 
-def test_a_lone_process_is_whole() -> None:
+def test_tensor_parallel_single_process_is_unsplit() -> None:
     x = torch.ones(2, 3)
     part = join(1, CPU)
     assert part.first and part.sum(x) is x and part.joined(x, 3) is x and part.share("x") == "x"

@@ -89,7 +89,7 @@ def kill_after(command: list[str], output: Path, lines: int) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(recipe=["medusa"])
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
-def test_a_killed_run_goes_on_to_the_same_weights(recipe: str, material: Path, tmp_path: Path) -> None:
+def test_fit_killed_twice_resumes_to_same_weights(recipe: str, material: Path, tmp_path: Path) -> None:
     steps = (f"recipe={recipe}", "train.steps=30", "train.checkpoint_every=6")
     whole, broken = once(material, *steps), tmp_path / "broken"
     kill_after(arguments(material, broken, *steps, "resume=auto"), broken, lines=2)
@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(recipe: str, material: Path, t
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) -> None:
+def test_fit_two_processes_losses_and_weights_equal_one_process(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=medusa", "train.steps=8")
     one = once(material, *steps)
     two = fit(material, tmp_path / "two", *steps, "launcher.nproc=2")
@@ -115,7 +115,7 @@ def test_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.sampled(recipe=["eagle3"])
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
-def test_in_bfloat16_the_losses_are_nearly_those_of_float32(recipe: str, material: Path, tmp_path: Path) -> None:
+def test_fit_bfloat16_losses_are_close_to_float32(recipe: str, material: Path, tmp_path: Path) -> None:
     steps = (f"recipe={recipe}", "train.steps=6", "train.lr=1e-3")
     one = once(material, *steps)
     narrow = fit(material, tmp_path / "narrow", *steps, "train.precision=bfloat16")
@@ -126,7 +126,7 @@ def test_in_bfloat16_the_losses_are_nearly_those_of_float32(recipe: str, materia
 @pytest.mark.sampled
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_stages_have_the_losses_of_stage_0(recipe: str, stage: int, material: Path, tmp_path: Path) -> None:
+def test_fit_zero_stage_losses_equal_one_process(recipe: str, stage: int, material: Path, tmp_path: Path) -> None:
     steps = (*by_adamw(recipe), "train.steps=4", "train.global_batch=4")
     one = once(material, *steps)
     sharded = fit(material, tmp_path / "sharded", *steps, f"deepspeed=zero{stage}", "launcher.nproc=2")
@@ -155,7 +155,9 @@ UNLIKE = [  # in make test-slow: heads of its own, steps, a confidence beside th
     ],
     ids=lambda given: given[0],
 )
-def test_processes_with_unlike_texts_gather_the_same_heads(drafter: tuple[str, ...], material: Path, tmp_path: Path) -> None:
+def test_fit_zero3_uneven_chunks_per_process_losses_equal_one_process(
+    drafter: tuple[str, ...], material: Path, tmp_path: Path
+) -> None:
     """Each process has its own number of predictions, so of chunks. DeepSpeed is told to divide small parameters too."""
     steps = ("train.steps=4", "loss.chunk=8", *drafter)
     extra = "+deepspeed.extra={zero_optimization:{stage:3,stage3_param_persistence_threshold:0}}"
@@ -164,7 +166,7 @@ def test_processes_with_unlike_texts_gather_the_same_heads(drafter: tuple[str, .
 
 
 @pytest.mark.slow
-def test_trees_for_this_machine_are_sized_by_one_process_for_all(material: Path, tmp_path: Path) -> None:
+def test_fit_auto_tree_nodes_are_saved_at_zero2_and_refused_at_zero3(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=medusa", "train.steps=4", "train.checkpoint_every=2", "decode.tree_nodes=null", "launcher.nproc=2")
     run = fit(material, tmp_path / "two", *steps, "deepspeed=zero2")
     assert json.loads((last_weights(run).parent / "drafter.json").read_text())["decode"]["paths"]
@@ -177,7 +179,7 @@ def test_trees_for_this_machine_are_sized_by_one_process_for_all(material: Path,
 @pytest.mark.slow
 @pytest.mark.sampled(stage=[3])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_sharded_state_resumes_exactly(stage: int, material: Path, tmp_path: Path) -> None:
+def test_fit_sharded_optimizer_state_resumes_to_same_weights(stage: int, material: Path, tmp_path: Path) -> None:
     steps = ("recipe=medusa", "train.steps=12", "train.checkpoint_every=4", f"deepspeed=zero{stage}", "launcher.nproc=2")
     whole, broken = once(material, *steps), tmp_path / "broken"
     kill_after(arguments(material, broken, *steps, "resume=auto"), broken, lines=6)

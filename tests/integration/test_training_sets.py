@@ -139,11 +139,11 @@ def roles(found: list[Any]) -> list[str]:
     return ["".join(message["role"][0] for message in messages) for _, messages in found]
 
 
-def test_every_set_has_rows_here() -> None:
+def test_training_sets_all_have_sample_rows() -> None:
     assert set(ROWS) == set(TRAINING_SETS)
 
 
-def test_each_set_alone_and_its_unusable_rows_are_left_out(hub: Hub, tmp_path: Path) -> None:
+def test_training_set_reads_conversations_and_skips_unusable_rows(hub: Hub, tmp_path: Path) -> None:
     names = sorted(ROWS)
     asked = [{"path": name} for name in names]
     whole = read(hub, tmp_path, *asked, token=OWNER)
@@ -163,14 +163,14 @@ def test_each_set_alone_and_its_unusable_rows_are_left_out(hub: Hub, tmp_path: P
     assert not hub.downloads("sg_90k*")
 
 
-def test_a_gated_set_says_where_to_accept_its_terms(hub: Hub, tmp_path: Path) -> None:
+def test_training_set_gated_error_names_page_to_accept_terms(hub: Hub, tmp_path: Path) -> None:
     done = run(hub, tmp_path, ("inspect", "data=nemotron"), token=STRANGER)
     assert done.codes == [2]
     page = "https://huggingface.co/datasets/nvidia/Nemotron-Post-Training-Dataset-v2"
     assert f"accept its terms or ask for access at {page}" in done.lines[0]
 
 
-def test_names_are_mixed_by_weights_in_one_command_and_answered_again(hub: Hub, tmp_path: Path) -> None:
+def test_training_sets_work_in_mixture_prepare_and_inspect(hub: Hub, tmp_path: Path) -> None:
     short = (
         *("train.steps=2", "train.global_batch=2", "train.micro_batch=2", "train.checkpoint_every=2", "train.warmup=0"),
         *("data.held_out=2", "data.max_length=128", "measure.enabled=false"),
@@ -190,7 +190,7 @@ def test_names_are_mixed_by_weights_in_one_command_and_answered_again(hub: Hub, 
     assert summary["skipped"]["unusable"] == 1 and summary["kept"] >= 4
 
 
-def test_a_limit_does_not_download_a_huge_set(hub: Hub, tmp_path: Path) -> None:
+def test_training_set_with_limit_downloads_only_part(hub: Hub, tmp_path: Path) -> None:
     rows = [judged(i) | {"unit_tests": str(i) * 4000} for i in range(3000)]
     files = {f"data/train-{i:05}.parquet": table(rows[i * 1000 : (i + 1) * 1000], group=100) for i in range(3)}
     hub.put("nvidia/OpenCodeInstruct", {"README.md": card(train="data/train-*"), **files}, "dataset")

@@ -20,7 +20,7 @@ SMALL = ("measure.limit=3", "measure.minutes=0.05", "measure.transformers=false"
 
 
 @pytest.mark.slow
-def test_it_goes_straight_to_the_measurement(
+def test_fit_drafter_without_parameters_skips_training_and_measures(
     command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -54,7 +54,7 @@ def test_it_goes_straight_to_the_measurement(
     assert "outputs differ from plain decoding" in capsys.readouterr().err
 
 
-def test_an_unfinished_run_of_it_is_finished_by_resume(command: Command) -> None:
+def test_fit_drafter_without_parameters_unfinished_run_resumes(command: Command) -> None:
     asked = ("fit", "recipe=prompt_lookup", "logger=none", "measure.enabled=false", "resume=auto")
     assert command(*asked) == 0
     (run,) = Path("outputs/prompt_lookup").iterdir()

@@ -158,7 +158,7 @@ def about_wandb(said: str) -> list[str]:
     return [line for line in said.splitlines() if re.search(r"W&B|wandb", line) and "logger=wandb" not in line]
 
 
-def test_online_all_arrives_and_compare_reads_it(material: Path, tmp_path: Path) -> None:
+def test_wandb_online_run_is_complete_and_readable_by_compare(material: Path, tmp_path: Path) -> None:
     with WandbServer() as server:
         variables = environment(server, tmp_path)
         run_dir, said = fit(material, tmp_path, variables, "prepare.key_env=MY_OWN_KEY")
@@ -174,7 +174,7 @@ def test_online_all_arrives_and_compare_reads_it(material: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
-def test_a_killed_run_goes_on_in_the_same_run(mode: str, material: Path, tmp_path: Path) -> None:
+def test_wandb_killed_fit_resumes_in_same_wandb_run(mode: str, material: Path, tmp_path: Path) -> None:
     with WandbServer() as server:
         variables = environment(server, tmp_path)
         more = (f"logger.mode={mode}", "resume=auto")
@@ -200,7 +200,9 @@ def test_a_killed_run_goes_on_in_the_same_run(mode: str, material: Path, tmp_pat
         *(pytest.param(*case, marks=pytest.mark.grid) for case in ((500, None), ("hang", None), (500, "chosen"))),
     ],
 )
-def test_a_server_that_fails_at_the_start(fault: int | str, run_id: str | None, material: Path, tmp_path: Path) -> None:
+def test_wandb_server_failing_at_start_makes_run_offline(
+    fault: int | str, run_id: str | None, material: Path, tmp_path: Path
+) -> None:
     """run_id: the user's, which a resumed run has too: W&B's own process still holds it after the failure."""
     with WandbServer() as server:
         variables = environment(server, tmp_path, WANDB_INIT_TIMEOUT="1", **({"WANDB_RUN_ID": run_id} if run_id else {}))
@@ -218,7 +220,7 @@ def test_a_server_that_fails_at_the_start(fault: int | str, run_id: str | None, 
 
 @pytest.mark.sampled(fault=["gone", "hang"])
 @pytest.mark.parametrize("fault", ["gone", 401, 500, "hang"])
-def test_a_server_that_fails_later(fault: int | str, material: Path, tmp_path: Path) -> None:
+def test_wandb_server_failing_later_leaves_run_to_sync(fault: int | str, material: Path, tmp_path: Path) -> None:
     """It has the start of the run."""
     with WandbServer() as server:
         variables = environment(server, tmp_path)
@@ -244,7 +246,7 @@ def test_a_server_that_fails_later(fault: int | str, material: Path, tmp_path: P
             assert_complete(server, run_dir, artifact=False)
 
 
-def test_an_interrupted_run_has_failed_at_wandb(material: Path, tmp_path: Path) -> None:
+def test_wandb_interrupted_fit_is_marked_failed(material: Path, tmp_path: Path) -> None:
     with WandbServer() as server:
         variables = environment(server, tmp_path)
         call = command(material, tmp_path / "outputs", "train.steps=4000", "train.checkpoint_every=2000")

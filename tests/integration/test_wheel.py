@@ -39,14 +39,14 @@ def drafttrain(installed: Path, cwd: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_help_and_configuration_come_from_the_wheel(installed: Path, tmp_path: Path, root: Path) -> None:
+def test_wheel_command_finds_recipes_and_configuration(installed: Path, tmp_path: Path, root: Path) -> None:
     shown = drafttrain(installed, tmp_path, "--help")
     assert all(path.stem in shown for path in (root / "recipes").glob("*.yaml"))
     assert "family: eagle3" in drafttrain(installed, tmp_path, "fit", "recipe=eagle3", "--cfg", "job")
     assert not list(tmp_path.iterdir())
 
 
-def test_every_data_file_is_in_the_wheel(installed: Path, tmp_path: Path, root: Path) -> None:
+def test_wheel_contains_every_data_file(installed: Path, tmp_path: Path, root: Path) -> None:
     code = "import drafttrain, pathlib; print(pathlib.Path(drafttrain.__file__).parent)"
     found = subprocess.run([installed / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     package = Path(found.stdout.strip())

@@ -140,7 +140,7 @@ def sizes(machine: str, rounds: int) -> Iterator[tuple[int, int, int, int, torch
 
 
 @every_dtype
-def test_greedy_and_given_choices(machine: str) -> None:
+def test_greedy_and_choice_accept_equal_reference(machine: str) -> None:
     for seed, B, N, V, dtype in sizes(machine, ROUNDS):
         c = case(seed, B, N, V, dtype=dtype)
         real_BNV = c.logits_BNV.nan_to_num(0.0, neginf=-torch.inf)
@@ -149,7 +149,7 @@ def test_greedy_and_given_choices(machine: str) -> None:
         check(choice_accept.choice_accept(c.tree, choice_BN), choice_accept.reference(c.tree, choice_BN))
 
 
-def test_the_maximum_is_found_wherever_it_stands(machine: str) -> None:
+def test_greedy_accept_finds_argmax_at_every_position(machine: str) -> None:
     """Also in rows that start at no multiple of 16 bytes, with equals behind it, and where nothing but -inf is."""
     for V in (4095, 9001) if machine == "cpu" else (4099,):
         for place in (0, 1, V // 2, V - 1):
@@ -164,7 +164,7 @@ def test_the_maximum_is_found_wherever_it_stands(machine: str) -> None:
 
 @every_dtype
 @pytest.mark.parametrize("drawn", [False, True], ids=["given", "drawn"])
-def test_lossless(machine: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lossless_accept_equals_reference(machine: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = total = 0
     for seed, B, N, V, dtype in sizes(machine, ROUNDS):
         c = case(seed, B, N, V, drawn, dtype=dtype)
@@ -178,7 +178,7 @@ def test_lossless(machine: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) ->
 @every_dtype
 @pytest.mark.sampled
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.3, math.inf), (0.02, 0.05)])
-def test_likely(machine: str, epsilon: float, delta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_likely_accept_equals_reference(machine: str, epsilon: float, delta: float, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = total = 0
     for seed, B, N, V, dtype in sizes(machine, ROUNDS):
         c = case(seed, B, N, V, ties=False, dtype=dtype)
@@ -195,7 +195,7 @@ def test_likely(machine: str, epsilon: float, delta: float, monkeypatch: pytest.
 
 
 @every_dtype
-def test_sample(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_operator_equals_reference(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = total = 0
     for i, V in enumerate((1, 2, 5, 17, 4095, 4096, 4097, 12301)):
         for dtype in library.DTYPES if machine != "emulated" else (library.DTYPES[i % len(library.DTYPES)],):
@@ -214,7 +214,7 @@ def test_sample(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept > (0.99 if machine == "cpu" else 0.9) * total
 
 
-def test_numbers_at_the_ends_of_their_range(machine: str) -> None:
+def test_sample_operator_degenerate_logits_give_valid_tokens(machine: str) -> None:
     """A draw of 0 takes the first token that may come, and a law of one token gives that, wherever the others are masked."""
     V = 139_300  # of more splits than a warp has lanes
     places = [0, 17, 4095, V - 1]
@@ -229,7 +229,7 @@ def test_numbers_at_the_ends_of_their_range(machine: str) -> None:
             sample.sample(torch.zeros(1, 1 << 24, dtype=torch.float16), Sampling(1.0), torch.zeros(1).long(), Lane.TARGET)
 
 
-def test_children_that_hold_all_of_the_law(machine: str) -> None:
+def test_lossless_accept_children_with_all_probability_are_accepted(machine: str) -> None:
     """Two tokens are left of the law and both are children: one is always taken, whatever rounding makes of the second."""
     B, V = (2000, 40) if machine == "cpu" else (20, 40)
     logits = torch.full((B, 3, V), -torch.inf)
@@ -240,7 +240,7 @@ def test_children_that_hold_all_of_the_law(machine: str) -> None:
     assert (count == 2).all() and set(path[:, 1].tolist()) == {1, 2} and set(bonus.tolist()) == {7, 23}
 
 
-def test_the_rows_before_and_behind_do_not_matter(machine: str) -> None:
+def test_lossless_accept_row_is_independent_of_batch(machine: str) -> None:
     c = case(5, 6 if machine == "cpu" else 3, 7, 4099, drawn=True)
     whole = lossless_accept.lossless_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling)
     for row in range(len(c.logits_BNV)):
@@ -280,7 +280,7 @@ def drafts(kind: str, p_WW: Tensor, q_WW: Tensor, random: torch.Generator) -> Dr
 
 @pytest.mark.sampled(kind=["siblings"])  # which has what a chain has; decoding/test_large_trees.py has given ones
 @pytest.mark.parametrize("kind", ["chain", "siblings", "given"])
-def test_what_is_emitted_follows_the_targets_law(kind: str) -> None:
+def test_lossless_accept_emitted_tokens_follow_target_distribution(kind: str) -> None:
     """Chi-square of the first two tokens against p, another law of the token before."""
     if not library.state().loaded:
         pytest.skip(library.state().text)
@@ -303,7 +303,7 @@ def test_what_is_emitted_follows_the_targets_law(kind: str) -> None:
     assert float(torch.special.gammaincc((cells.sum() - 1) / 2, statistic / 2)) > 1e-4
 
 
-def test_the_keyed_numbers_are_the_same_to_the_bit() -> None:
+def test_keyed_uniform_numbers_in_cpp_equal_python_bitwise() -> None:
     number = ctypes.CDLL(str(emulated.binary())).keyed_number
     number.restype, number.argtypes = ctypes.c_double, [ctypes.c_int64] * 5
     random = torch.Generator().manual_seed(3)
@@ -317,7 +317,7 @@ def test_the_keyed_numbers_are_the_same_to_the_bit() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("nodes", [1, 70, 9])
 @pytest.mark.parametrize(("skips", "counts"), [(True, True), (False, False)])
-def test_commit_writes_tokens_texts_and_record_as_its_twin(machine: str, nodes: int, skips: bool, counts: bool) -> None:
+def test_commit_operator_equals_reference(machine: str, nodes: int, skips: bool, counts: bool) -> None:
     """Texts that have ended, that reach their limit and that stop; paths that are a part of a wider tensor."""
     one = case(nodes, BATCH, nodes, 11)
     path_BN, count_B, bonus_B = greedy_accept.reference(one.tree, one.logits_BNV)

@@ -61,7 +61,7 @@ NORMED = {torch.float32: [1, 17, 64, 2056, 8192, 8200], torch.bfloat16: [64, 416
         for dtype in DTYPES
     ],
 )
-def test_rms_norm(dtype: torch.dtype, width: int) -> None:
+def test_cuda_rms_norm_equals_reference(dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(width)
     x, delta, weight = (torch.randn(*shape, width).to(dtype) for shape in ((3, 2), (3, 2), ()))
     for by in (0, 1):
@@ -98,7 +98,7 @@ APPENDS = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", APPENDS)
-def test_append(case: str, dtype: torch.dtype) -> None:
+def test_cuda_append_equals_reference(case: str, dtype: torch.dtype) -> None:
     rows, nodes, heads, kv_heads, width, q_norm, k_norm, by = APPENDS[case]
     torch.manual_seed(width)
     angle = torch.outer(torch.arange(200.0), 1e4 ** -(torch.arange(0, width, 2) / width))
@@ -126,7 +126,7 @@ def test_append(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_append_and_tree_attention_are_the_cpus_attend(dtype: torch.dtype) -> None:
+def test_append_and_tree_attention_references_equal_cpu_attend(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     rows, nodes, heads, kv_heads, width = 3, 6, 4, 2, 32
     angle = torch.outer(torch.arange(200.0), 1e4 ** -(torch.arange(0, width, 2) / width))
@@ -148,7 +148,7 @@ def test_append_and_tree_attention_are_the_cpus_attend(dtype: torch.dtype) -> No
     close(tree_attention.reference(query, *pools, table, length, causal, position, 0.2, None, 128), out, dtype)
 
 
-def test_append_writes_nothing_where_the_table_ends() -> None:
+def test_cuda_append_past_end_of_page_table_writes_nothing() -> None:
     keys, values = (nan(2, PAGE, 1, 8, dtype=torch.float32) for _ in range(2))
     query = nan(1, 3, 1, 8, dtype=torch.float32)
     ones = torch.ones(100, 8)
@@ -161,7 +161,7 @@ def test_append_writes_nothing_where_the_table_ends() -> None:
 @pytest.mark.sampled(dtype=[torch.float32, torch.bfloat16])  # units of so many bytes are copied, whatever they hold
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "width", "nodes"), [(2, 8, 5), (1, 3, 9), (2, 80, 64), (5, 128, 33), (2, 8, 150)])
-def test_kv_keep(dtype: torch.dtype, heads: int, width: int, nodes: int) -> None:
+def test_cuda_kv_keep_equals_reference(dtype: torch.dtype, heads: int, width: int, nodes: int) -> None:
     torch.manual_seed(nodes)
     layers, rows, pages = 3, 4, 7
     store = torch.arange(layers * 2 * rows * pages * PAGE * heads * width).view(layers, 2, -1, PAGE, heads, width) % 251
@@ -202,7 +202,7 @@ def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["random", "ties", "masked", "sorted", "nan", "far"])
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(1, 1, 1), (3, 65, 64), (2, 20011, 1), (2, 8192, 10), (1, 20000, 33)])
-def test_top(kind: str, rows: int, vocab: int, k: int, dtype: torch.dtype) -> None:
+def test_cuda_top_and_top_log_equal_reference(kind: str, rows: int, vocab: int, k: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab + k)
     logits, ids = logits_of(kind, rows, vocab).to(dtype), torch.randperm(10 * vocab)[:vocab]
     for names, by in ((None, 0), (ids, 1)):
@@ -218,7 +218,7 @@ def test_top(kind: str, rows: int, vocab: int, k: int, dtype: torch.dtype) -> No
         torch.testing.assert_close(log, wanted_log, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
-def test_top_of_many_rows_and_of_a_long_one() -> None:
+def test_cuda_top_of_many_rows_and_long_row_equals_reference() -> None:
     torch.manual_seed(0)
     for rows, vocab, k in ((300, 300, 3), (1, 600_000, 64)):
         logits = torch.randn(rows, vocab).to(torch.float16 if rows == 1 else torch.bfloat16)
@@ -242,7 +242,9 @@ SHAPED = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["random", "ties", "masked", "one", "flat", "steep", "far"])
 @pytest.mark.parametrize("settings", SHAPED, ids=str)
-def test_shaped(settings: dict[str, float], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_shaped_logits_equal_reference_and_ignore_batch(
+    settings: dict[str, float], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the twin in float64, up to rounding; a row alone, at any place in memory, exactly as among others."""
     monkeypatch.setattr(torch.ops, "drafttrain", emulated.ops())
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
@@ -279,7 +281,7 @@ def test_cuda_tree_links_equal_reference_for_one_to_256_nodes(subtests: pytest.S
         *((66, 65), (300, 128), (1000, 129), (256, 256), (4096, 256), (4096, 60), (2000, 200)),
     ],
 )
-def test_build_tree(many: int, nodes: int) -> None:
+def test_cuda_build_tree_equals_reference(many: int, nodes: int) -> None:
     torch.manual_seed(many)
     parent, score = candidates(10, many)
     score[-2:] = torch.randn(2, many)  # parents need not be among the best

@@ -81,7 +81,7 @@ def test_rms_norm_equals_reference_for_any_width_and_dtype(poison: None, subtest
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_served_dtype_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> None:
+def test_cpu_rms_norm_sum_of_every_bit_pattern_equals_torch(dtype: torch.dtype) -> None:
     """All 16-bit patterns, and sums over the whole range: subnormal, halfway between two numbers, too large."""
     torch.manual_seed(0)
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(1, -1)
@@ -92,7 +92,7 @@ def test_every_served_dtype_is_read_and_rounded_as_torch_does(dtype: torch.dtype
 
 
 @compiled
-def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_serves_half_and_single_precision_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1, 4)
     assert (torch.float32, torch.bfloat16, torch.float16) == library.DTYPES
     assert all(library.serves(x.to(dtype)) for dtype in library.DTYPES)
@@ -114,7 +114,7 @@ def test_gated_equals_reference_for_any_width_and_dtype(poison: None, subtests: 
 @pytest.mark.sampled
 @pytest.mark.parametrize("vocab", [1, 7, 16, 361, 2048, 5000])
 @pytest.mark.parametrize("name", ["kl", "ce", "tvd"])
-def test_divergence(poison: None, name: str, vocab: int) -> None:
+def test_cpu_divergence_equals_reference(poison: None, name: str, vocab: int) -> None:
     """Against the twin: values, slopes, ties, masked tokens of the law, equal laws, slopes in place."""
     generator = torch.Generator().manual_seed(vocab)
     own, law = (3.0 * torch.randn(24, vocab, generator=generator) for _ in range(2))
@@ -144,7 +144,9 @@ def test_divergence(poison: None, name: str, vocab: int) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["kl", "ce", "tvd"])
-def test_divergence_of_half_precision(poison: None, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_divergence_half_precision_equals_float32(
+    poison: None, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Converted some rows at a time: the values of float32 logits, the slope rounded; also with only one side converted."""
     monkeypatch.setitem(divergence.AT_ONCE, "cpu", 5 * 361)
     own, law = (3.0 * torch.randn(24, 361, generator=torch.Generator().manual_seed(i)) for i in range(2))
@@ -162,7 +164,7 @@ def test_divergence_of_half_precision(poison: None, name: str, dtype: torch.dtyp
 
 @compiled
 @pytest.mark.parametrize("name", ["kl", "ce", "tvd"])
-def test_divergence_says_nan_where_a_logit_is(name: str) -> None:
+def test_cpu_divergence_nan_logit_gives_nan_loss(name: str) -> None:
     own, law, label = torch.randn(3, 40), torch.randn(3, 40), torch.tensor([1, 2, 3])
     own[0, 33], law[1, 5] = torch.nan, torch.nan
     found = divergence.scores(own, law, label, name, want_slope=True)
@@ -171,7 +173,7 @@ def test_divergence_says_nan_where_a_logit_is(name: str) -> None:
 
 
 @compiled
-def test_divergence_of_a_token_that_the_drafter_excludes() -> None:
+def test_cpu_divergence_excluded_target_token_gives_infinite_kl() -> None:
     """KL(p || q) is infinite where the target says a token to which the drafter gives nothing."""
     own, law = torch.zeros(1, 20), torch.zeros(1, 20)
     own[0, 4] = -torch.inf
@@ -183,7 +185,7 @@ def test_divergence_of_a_token_that_the_drafter_excludes() -> None:
 @compiled
 @settings(max_examples=400, deadline=None)
 @given(seeds, st.integers(1, 4), st.integers(1, 24), st.sampled_from([3, 40]))
-def test_greedy_accept(seed: int, rows: int, nodes: int, vocab: int) -> None:
+def test_cpu_greedy_accept_equals_python_walk(seed: int, rows: int, nodes: int, vocab: int) -> None:
     torch.manual_seed(seed)
     token, parent = torch.randint(0, 3, (rows, nodes)), random_parents(rows, nodes)
     logits = torch.randint(0, 3, (rows, nodes, vocab)).float()  # ties abound
@@ -210,7 +212,7 @@ def walked(tree: DraftTree, logits: torch.Tensor) -> tuple[list[list[int]], list
     return paths, counts, bonuses
 
 
-def test_greedy_accept_reference_on_trees_without_twin_children() -> None:
+def test_greedy_accept_reference_with_distinct_siblings_equals_python_walk() -> None:
     """The twin takes the deepest hit: the same node wherever siblings have different tokens, as proposals have."""
     torch.manual_seed(0)
     for _ in range(300):
@@ -224,7 +226,7 @@ def test_greedy_accept_reference_on_trees_without_twin_children() -> None:
 @compiled
 @settings(max_examples=200, deadline=None)
 @given(seeds, st.integers(1, 3), st.integers(1, 40))
-def test_kv_keep(seed: int, rows: int, nodes: int) -> None:
+def test_cpu_kv_keep_equals_reference(seed: int, rows: int, nodes: int) -> None:
     torch.manual_seed(seed)
     pages = 4 * rows
     stores = [
@@ -260,7 +262,7 @@ CASES = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
+def test_cpu_attend_equals_reference(poison: None, case: str, dtype: torch.dtype) -> None:
     rows, nodes, heads, kv_heads, width, window, causal, normed, longest = CASES[case]
     torch.manual_seed(len(case))
     angle = torch.outer(torch.arange(1024.0), 1e4 ** -(torch.arange(0, width, 2) / width))
@@ -310,7 +312,7 @@ def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", [attend_op.attend, attend_op.reference])
-def test_a_tree_attends_alike_in_one_pass_and_in_generations(
+def test_tree_attention_in_generations_equals_single_pass(
     poison: None, function: Any, causal: bool, width: int, parts: tuple[int, ...], window: int | None, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(width)
@@ -344,7 +346,7 @@ def test_a_tree_attends_alike_in_one_pass_and_in_generations(
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "normed", "earlier"), [(0, True, 0), (3, False, 4), (4, True, 1)])
-def test_append(poison: None, heads: int, normed: bool, earlier: int, dtype: torch.dtype) -> None:
+def test_cpu_append_equals_reference(poison: None, heads: int, normed: bool, earlier: int, dtype: torch.dtype) -> None:
     torch.manual_seed(heads)
     rows, nodes, kv_heads, width = 3, 5, 2, 24
     angle = torch.outer(torch.arange(256.0), 1e4 ** -(torch.arange(0, width, 2) / width))
@@ -364,7 +366,7 @@ def test_append(poison: None, heads: int, normed: bool, earlier: int, dtype: tor
 
 
 @compiled
-def test_frozen_weights_are_packed_and_followed() -> None:
+def test_linear_packed_frozen_weights_follow_updates() -> None:
     with torch.inference_mode(False):
         layer = Linear(256, 1024).requires_grad_(False)
         x = torch.randn(3, 256)
@@ -381,7 +383,7 @@ def test_frozen_weights_are_packed_and_followed() -> None:
 
 @compiled
 @pytest.mark.parametrize(("heads", "layers", "vocab", "width"), [(4, 2, 203, 24), (1, 1, 16, 16), (3, 0, 50, 17)])
-def test_residual_heads(poison: None, heads: int, layers: int, vocab: int, width: int) -> None:
+def test_residual_heads_top_tokens_equal_reference(poison: None, heads: int, layers: int, vocab: int, width: int) -> None:
     if not library.has_product():
         pytest.skip("this torch does not export oneDNN's product")
     torch.manual_seed(heads)
@@ -404,7 +406,7 @@ def test_residual_heads(poison: None, heads: int, layers: int, vocab: int, width
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding"])
 @pytest.mark.parametrize("taps", [(), (1,), (0, 3), (0, 1, 2, 3)])
-def test_run_blocks_is_the_loop_over_the_blocks(poison: None, name: str, taps: tuple[int, ...]) -> None:
+def test_fused_blocks_equal_loop_over_blocks(poison: None, name: str, taps: tuple[int, ...]) -> None:
     target = FastTarget(tiny_model(name))
     if target._blocks is None:
         pytest.skip("this torch does not export oneDNN's product")
@@ -424,7 +426,7 @@ def test_run_blocks_is_the_loop_over_the_blocks(poison: None, name: str, taps: t
 
 
 @compiled
-def test_what_is_kept_goes_with_its_owner() -> None:
+def test_kept_weights_are_freed_with_owner() -> None:
     kept = library.KeptWeights([torch.ones(3), None])
     number = kept.number
     del kept
@@ -434,7 +436,7 @@ def test_what_is_kept_goes_with_its_owner() -> None:
 
 
 @compiled
-def test_a_nodes_row_does_not_depend_on_its_company() -> None:
+def test_cpu_attend_row_is_independent_of_batch() -> None:
     """The same bits for a path alone, in a tree, and beside other rows: plain and speculative decoding see one attention."""
     torch.manual_seed(0)
     cos, sin = torch.randn(200, 32), torch.randn(200, 32)
@@ -463,7 +465,7 @@ def state_in(environment: dict[str, str]) -> str:
 def test_library_state_text_names_switch_missing_and_failing_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same function in a process of its own: test_the_library_is_built_once."""
+    """The same function in a process of its own: test_library_is_built_once_and_cached."""
     state = library.state.__wrapped__  # that of this process stays
     monkeypatch.setenv(library.SWITCH, "off")
     assert state().text == "torch references (DRAFTTRAIN_KERNELS=off)" and capsys.readouterr().err == ""
@@ -481,7 +483,7 @@ def test_library_state_text_names_switch_missing_and_failing_compiler(
 
 @pytest.mark.slow
 @compiled
-def test_the_library_is_built_once(tmp_path: Path) -> None:
+def test_library_is_built_once_and_cached(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     first, second = state_in(environment), state_in(environment)
     assert "compiled for this CPU" in first and first.endswith("|building the CPU operators: once, up to a minute")

@@ -65,7 +65,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 @pytest.mark.parametrize(("inputs", "tiles"), [(256, 8), (64, 4), (96, 2), (33, 4)])
-def test_on_a_gpu_torchs_int4_kernel_gets_what_it_documents(gpu: StandIn, inputs: int, tiles: int) -> None:
+def test_int4_cuda_kernel_receives_documented_layout(gpu: StandIn, inputs: int, tiles: int) -> None:
     torch.manual_seed(inputs)
     weight_OI, x = torch.randn(48, inputs), torch.randn(2, 3, inputs, dtype=torch.float16)
     ours, plain = Quantised(weight_OI, 4), Quantised(weight_OI, 4, packed=False)
@@ -78,7 +78,7 @@ def test_on_a_gpu_torchs_int4_kernel_gets_what_it_documents(gpu: StandIn, inputs
     assert not Quantised(weight_OI, 8).packed
 
 
-def test_a_gpu_whose_int4_kernel_does_not_serve_widens(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_unusable_cuda_kernel_falls_back_to_widening(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     assert quantised.int4_fault(CPU) is None
     gpu.zero_first = True
     assert quantised.int4_fault(CPU) is None, "tried once"
@@ -99,7 +99,7 @@ def test_a_gpu_whose_int4_kernel_does_not_serve_widens(gpu: StandIn, monkeypatch
     assert quantised.int4_fault(CPU) == "it needs a GPU of capability 8.0"
 
 
-def test_what_saves_memory_and_no_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_cost_notes_weights_that_save_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, fault = torch.device("cuda"), [None, "it needs a GPU of capability 8.0"]
     monkeypatch.setattr(quantised, "int4_fault", lambda device: fault[0])
     assert quantised.cost("int8", CPU) == quantised.cost("int4", CPU) == quantised.cost("int4", gpu) == ""
@@ -139,6 +139,6 @@ def check_product(bits: int, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_wider_type_keeps_its_type(bits: int) -> None:
+def test_quantised_product_keeps_bfloat16_dtype(bits: int) -> None:
     x = torch.randn(1, 64, dtype=torch.bfloat16)
     assert Quantised(torch.randn(32, 64), bits)(x).dtype == torch.bfloat16

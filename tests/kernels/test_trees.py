@@ -81,7 +81,7 @@ def test_tree_links_equal_reference_and_python_walk(subtests: pytest.Subtests) -
                 assert found[0][row].tolist() == depths and found[1][row].tolist() == bits
 
 
-def test_tree_links_are_the_trees_ancestors() -> None:
+def test_tree_links_reference_equals_tree_ancestors() -> None:
     for nodes in (1, 2, 31, 64, 65, 128, 256):
         parent, _ = candidates(20, nodes)
         depths, bits = links_reference(parent)
@@ -110,7 +110,7 @@ def test_build_tree_equals_reference_and_python_walk(subtests: pytest.Subtests) 
 
 
 @compiled
-def test_scores_that_rise_along_a_path_still_give_a_tree() -> None:
+def test_build_tree_rising_scores_still_give_valid_tree() -> None:
     """What no drafter may hand in: then the tree is another, but it is one."""
     torch.manual_seed(0)
     parent, _ = candidates(500, 100)
@@ -121,7 +121,7 @@ def test_scores_that_rise_along_a_path_still_give_a_tree() -> None:
     assert (built.parent_BN[:, 1:] >= 0).all() and (built.parent_BN < torch.arange(20)).all()
 
 
-def test_the_documented_example() -> None:
+def test_build_tree_reproduces_documented_example() -> None:
     parent, score = torch.tensor([[-1, 0, 0, 1, 2]]), torch.tensor([[0.0, -1.0, -2.0, -1.5, -9.0]])
     built = build_tree(parent, score, 4)
     assert built.kept_BN.tolist() == [[0, 1, 2, 3]] and built.parent_BN.tolist() == [[-1, 0, 0, 1]]
@@ -129,7 +129,7 @@ def test_the_documented_example() -> None:
     assert built.child_BN.tolist() == [[1, 3, -1, -1]] and built.sibling_BN.tolist() == [[-1, 2, -1, -1]]
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_tree_operators_unsupported_node_counts_are_refused() -> None:
     parent = torch.zeros(1, 257, dtype=torch.long)
     with pytest.raises(ValueError, match="a tree of 257 nodes, root included; at most 256 are possible"):
         tree_links(parent)
@@ -142,7 +142,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", library.DTYPES)
 @pytest.mark.parametrize(("vocab", "k"), [(1, 1), (16, 16), (100, 1), (1000, 64), (5003, 10)])
-def test_top(vocab: int, k: int, dtype: torch.dtype) -> None:
+def test_top_operator_equals_sorted_reference(vocab: int, k: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab)
     ids = torch.randperm(3 * vocab)[:vocab]
     for trial in range(18):  # each scale with each part that is masked, rounded and not
@@ -177,7 +177,7 @@ def test_top_log_equals_reference_and_float64_for_any_size_and_dtype(subtests: p
                 torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
 
 
-def test_remap() -> None:
+def test_remap_logits_scatters_values_and_gradients() -> None:
     ids = torch.tensor([7, 0, 3])
     q = torch.rand(2, 4, 3, requires_grad=True)
     wide = remap_logits(q, ids, 9)

@@ -48,7 +48,7 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
         ("cuda", ""),
     ],
 )
-def test_kernels_against_their_twins(where: str, cases: str) -> None:
+def test_triton_kernels_equal_references(where: str, cases: str) -> None:
     if where == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     if where == "interpreter" and Version(version("triton")) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"):
@@ -90,7 +90,7 @@ WIDE = {  # the first to spill with a new Triton
 @pytest.mark.sampled(case=["tree-window", "single", "odd", "four words", "few rows with words"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
+def test_triton_tree_attention_compiles_without_spilling(case: str, capability: int, tmp_path: Path) -> None:
     check_attention(ATTENTION[case], capability, tmp_path)
 
 
@@ -126,7 +126,7 @@ LOGITS = {torch.bfloat16: (128256, True), torch.float32: (50257, False), torch.f
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", LOGITS, ids=str)
 @pytest.mark.parametrize("name", divergence_op.NAMES)
-def test_divergence_compiles(name: str, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+def test_triton_divergence_compiles_without_spilling(name: str, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import divergence as kernels
 
     (vocabulary, sloped), number = LOGITS[dtype], meta(64, dtype=torch.float32)
@@ -153,7 +153,7 @@ def test_triton_divergence_summary_compiles(dtype: torch.dtype, capability: int,
 @pytest.mark.sampled
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_layer_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+def test_triton_layer_kernels_compile_without_spilling(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import layer as kernels
 
     x, weight, scale = meta(64, 4096, dtype=dtype), meta(4096, dtype=dtype), meta(64, 1, dtype=torch.float32)
@@ -177,7 +177,9 @@ ROTARY = {
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("groups", "width"), [(4, 128), (1, 64), (8, 256), (2, 80)])
-def test_later_steps_compile(groups: int, width: int, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+def test_triton_later_steps_compile_without_spilling(
+    groups: int, width: int, dtype: torch.dtype, capability: int, tmp_path: Path
+) -> None:
     from drafttrain.kernels.triton import later_steps as kernels
 
     q, keys = meta(2, 2 * groups, 100, width, dtype=dtype), meta(6, 2, 2, 100, width, dtype=dtype)
@@ -195,7 +197,7 @@ def test_later_steps_compile(groups: int, width: int, dtype: torch.dtype, capabi
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", ROTARY)
-def test_rotary_compiles(case: str, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+def test_triton_rotary_compiles_without_spilling(case: str, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import rotary as kernels
 
     B, N, h, D = ROTARY[case]
@@ -284,7 +286,7 @@ def check_bits(nodes: int) -> None:
     assert torch.equal(ancestors_of(single_bits(0, nodes, words, bits.device)), torch.eye(nodes, dtype=torch.bool))
 
 
-def test_more_nodes_than_bits_are_refused() -> None:
+def test_tree_bits_too_many_nodes_are_refused() -> None:
     for call in (
         lambda: bits_of(torch.ones(1, 257, 257, dtype=torch.bool)),
         lambda: ancestors_of(torch.ones(1, 257, 5, dtype=torch.long)),
@@ -316,6 +318,6 @@ def test_divergence_reference_slope_equals_autograd(subtests: pytest.Subtests) -
             assert written.slope_CV is into and torch.equal(into, found.slope_CV)
 
 
-def test_an_unknown_divergence_is_named() -> None:
+def test_divergence_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'kll'; choose ce, kl, rkl, jsd, tvd, lk"):
         divergence_op.scores(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), "kll", False)

@@ -146,7 +146,7 @@ class Inputs:
     fast=[*((case, F16) for case in CASES if case not in LIKE_OTHERS), ("ragged", F32), ("splits", F32)],
     slow=[*((case, F16) for case in LIKE_OTHERS), ("two words", F32), ("window", F32)],
 )
-def test_tree_attention(case: str, dtype: torch.dtype) -> None:
+def test_triton_tree_attention_equals_reference(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     inputs = Inputs.of(CASES[case], dtype)
     assert attention_op._serves(inputs.q_BNhD)
@@ -162,7 +162,7 @@ def test_tree_attention(case: str, dtype: torch.dtype) -> None:
     fast=[(case, F16) for case in ("ragged", "two words", "splits", "splits and window")],
     slow=[*((case, F16) for case in ("bit 63", "odd width", "four words", "words and splits", "window")), ("ragged", F32)],
 )
-def test_the_last_nodes_of_a_tree_alone(case: str, dtype: torch.dtype) -> None:
+def test_triton_tree_attention_of_last_nodes_equals_whole_tree(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     inputs, of = Inputs.of(CASES[case], dtype), CASES[case]
     bound, whole = max(of.lengths) + of.nodes + of.slack, inputs.through(attention_op.reference, of)
@@ -174,7 +174,7 @@ def test_the_last_nodes_of_a_tree_alone(case: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(found, whole[:, earlier:], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_the_cases_split_or_not() -> None:
+def test_triton_tree_attention_cases_cover_one_and_two_kernels() -> None:
     def kernels_of(case: Case) -> int:
         inputs = Inputs.of(case, torch.float16)
         out, bound = inputs.q_BNhD, max(case.lengths) + case.nodes + case.slack
@@ -184,7 +184,7 @@ def test_the_cases_split_or_not() -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 5, 20])
-def test_any_number_of_splits_gives_one_result(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+def test_triton_tree_attention_is_independent_of_split_count(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     monkeypatch.setattr(kernels, "splits", lambda *_: splits)
     case, arrived = Case(5, 2, 1, 16, (0, 130), window=100), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     inputs = Inputs.of(case, torch.float32)
@@ -203,7 +203,7 @@ def shares(out, total, splits):  # type: ignore[no-untyped-def]
     tl.store(out + 2 * split + 1, end)
 
 
-def test_splits_differ_by_a_step_at_most() -> None:
+def test_triton_tree_attention_splits_share_keys_evenly() -> None:
     out_S2 = torch.empty(8, 2, dtype=torch.int32, device=DEVICE)
     for total, steps in ((16 * 65, [8] * 7 + [9]), (16 * 65 - 15, [8] * 7 + [9]), (3, [0] * 7 + [1])):
         shares[(8,)](out_S2, total, 8)
@@ -212,7 +212,7 @@ def test_splits_differ_by_a_step_at_most() -> None:
         assert [-(-(e - s) // 16) for s, e in out_S2.tolist()] == steps
 
 
-def test_a_node_that_sees_nothing_gets_zeros() -> None:
+def test_tree_attention_node_without_visible_keys_gives_zeros() -> None:
     case = Case(4, 2, 1, 16, (0, 200), slack=500)
     inputs = Inputs.of(case, torch.float32)
     inputs.bits_BNw[:, 2] = 0
@@ -224,7 +224,7 @@ def test_a_node_that_sees_nothing_gets_zeros() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter alone says by how much a lane is shifted")
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SLOW), torch.float16])
-def test_no_lane_is_shifted_by_more_bits_than_there_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_triton_tree_attention_bit_shifts_stay_below_64(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """A step of 128 keys holds up to 127 lanes past the prefix's end, for a tree of one node and of 64; more than 64 nodes have
     two words or more."""
     from triton.runtime.interpreter import InterpreterBuilder
@@ -251,7 +251,7 @@ def test_no_lane_is_shifted_by_more_bits_than_there_are(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-def test_a_captured_graph_follows_the_lengths() -> None:
+def test_triton_tree_attention_cuda_graph_follows_lengths() -> None:
     case = Case(8, 4, 2, 64, (700, 20))
     inputs = Inputs.of(case, torch.bfloat16)
     attention = partial(attention_op.tree_attention, arrived=torch.zeros(64, dtype=torch.int32, device=DEVICE))
@@ -300,7 +300,7 @@ OF_EACH_KERNEL = ["kl", "tvd", "jsd"]  # ce shares the first, lk the second, rkl
     DTYPES,
     fast=[*((name, 5003, F16) for name in divergence_op.NAMES), *(("kl", vocabulary, F32) for vocabulary in (1, 17, 2048))],
 )
-def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
+def test_triton_divergence_equals_reference_and_definition(name: str, vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocabulary)
     logits, law, label = laws(3, vocabulary, dtype, masked=name != "rkl")
     assert jit.serves(logits)
@@ -318,7 +318,7 @@ def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
 
 
 @tiers("vocabulary, dtype", VOCABULARIES, DTYPES, fast=[(1, F32), (2048, F16), (5003, F32)])
-def test_summary(vocabulary: int, dtype: torch.dtype) -> None:
+def test_triton_summary_equals_reference(vocabulary: int, dtype: torch.dtype) -> None:
     logits = laws(3, vocabulary, dtype, masked=True)[1]
     logits[0, :] = 1.0  # all alike: the first one counts
     found, wanted = divergence_op.summary(logits), divergence_op.reference_summary(logits)
@@ -327,7 +327,7 @@ def test_summary(vocabulary: int, dtype: torch.dtype) -> None:
 
 
 @tiers("name", divergence_op.NAMES, fast=OF_EACH_KERNEL, slow=divergence_op.NAMES)
-def test_overlap_over_the_vocabulary_that_the_row_is_a_part_of(name: str) -> None:
+def test_triton_divergence_overlap_over_whole_vocabulary_equals_definition(name: str) -> None:
     logits, law, label = laws(3, 2500, torch.float32, masked=name != "rkl")
     part, target, label = logits[:, :2100], law[:, :2100], label % 2100
     assert jit.serves(part)
@@ -344,7 +344,7 @@ def test_overlap_over_the_vocabulary_that_the_row_is_a_part_of(name: str) -> Non
 
 
 @tiers("name", divergence_op.NAMES, fast=OF_EACH_KERNEL, slow=divergence_op.NAMES)
-def test_divergence_where_it_is_told(name: str) -> None:
+def test_triton_divergence_writes_slope_in_place_or_skips_it(name: str) -> None:
     """The slope over the logits themselves, rows of a wider tensor, nothing but the loss."""
     wide, law, label = laws(4, 2500, torch.float32, masked=name != "rkl")
     logits = wide[:, 100:2400]
@@ -362,7 +362,7 @@ def test_divergence_where_it_is_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("function", [divergence_op.scores, divergence_op.reference])
-def test_divergence_at_its_limits(function: Any) -> None:
+def test_divergence_underflow_equal_distributions_and_ties_are_handled(function: Any) -> None:
     """An overlap that underflows, laws that are one, ties of the likeliest token."""
     torch.manual_seed(0)
     far, law = torch.randn(2, 1, 3000, device=DEVICE)
@@ -388,7 +388,7 @@ def test_divergence_at_its_limits(function: Any) -> None:
 
 
 @tiers("size, dtype", [(1, 1), (3, 5, 17), (600, 33), (2, 2048)], DTYPES, fast=[((3, 5, 17), F32), ((2, 2048), F16)])
-def test_gate(size: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_triton_gate_and_gradients_equal_definition(size: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate, up, grad = (torch.randn(size, device=DEVICE, dtype=dtype) for _ in range(3))
     both = [x.requires_grad_() for x in (gate, up)]
@@ -410,7 +410,9 @@ MANY_ROWS = (9, 33) if INTERPRETED else (600, 33)
     DTYPES,
     fast=[((3, 5, 17), F16), (MANY_ROWS, F32), ((2, 2048), F16)],
 )
-def test_norm(size: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_rms_norm_and_gradients_equal_definition(
+    size: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fewer rows than programs of the backward pass, and more, where the last program has none."""
     from drafttrain.kernels.triton import layer
 
@@ -434,7 +436,7 @@ STEPPED = [(1, 1, 1, 16, 1), (4, 2, 37, 10, 3), (3, 1, 16, 80, 4), (2, 2, 50, 64
 
 
 @tiers("sizes, dtype", STEPPED, DTYPES, fast=[(sizes, (F32, F16)[i % 2]) for i, sizes in enumerate(STEPPED)])
-def test_later_steps(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_triton_later_steps_and_gradients_equal_reference(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Queries, step 0's output and both gradients in layouts of their own."""
     torch.manual_seed(0)
     heads, kv_heads, length, width, steps = sizes
@@ -477,7 +479,7 @@ FEW = [(case, LAYOUTS[i % 3], DTYPES[i % 2]) for i, case in enumerate(ROTATED)]
 
 
 @tiers("case, layout, dtype", [*ROTATED], LAYOUTS, DTYPES, fast=FEW)
-def test_rotary(case: str, layout: str, dtype: torch.dtype) -> None:
+def test_triton_rotary_and_gradients_equal_reference(case: str, layout: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     B, N, h, D, angles = ROTATED[case]
     joined = torch.randn(B, N, h + 2, D, device=DEVICE, dtype=dtype)
@@ -512,7 +514,7 @@ def test_rotary(case: str, layout: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(to_x.double(), to_exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_what_the_rotary_kernel_leaves_to_torch() -> None:
+def test_triton_rotary_unsupported_inputs_are_left_to_torch() -> None:
     x_BNhD, angle_BND = torch.randn(2, 3, 4, 8, device=DEVICE), torch.randn(2, 3, 8, device=DEVICE)
     assert rotary_op._kernels(x_BNhD, angle_BND, angle_BND)
     for x, angle in (
@@ -526,7 +528,7 @@ def test_what_the_rotary_kernel_leaves_to_torch() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-def test_a_captured_graph_rotates() -> None:
+def test_triton_rotary_cuda_graph_follows_inputs() -> None:
     x_BNhD, (cos_BND, sin_BND) = torch.randn(2, 9, 4, 64, device=DEVICE), torch.randn(2, 2, 9, 64, device=DEVICE)
     rotary_op.rotate_signed(x_BNhD, cos_BND, sin_BND)
     graph = torch.cuda.CUDAGraph()

@@ -45,7 +45,7 @@ def pods(documents: dict[str, Any], tmp_path: Path) -> Iterator[Network]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_schemas_of_kubernetes_accept_the_manifest(version: str, documents: dict[str, Any]) -> None:
+def test_kubernetes_manifest_is_valid_in_official_schemas(version: str, documents: dict[str, Any]) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make test-slurm installs kubernetes-validate")
     for document in documents.values():
         assert kubernetes_validate.validate(document, version, strict=True) == version
@@ -54,7 +54,7 @@ def test_the_schemas_of_kubernetes_accept_the_manifest(version: str, documents: 
         kubernetes_validate.validate(wrong, version, strict=True)
 
 
-def test_the_parts_of_the_manifest_agree(documents: dict[str, Any]) -> None:
+def test_kubernetes_manifest_names_counts_and_exit_codes_agree(documents: dict[str, Any]) -> None:
     """What no schema says: names, numbers of machines, and exit codes."""
     service, job = documents["Service"], documents["Job"]
     spec, template = job["spec"], job["spec"]["template"]["spec"]
@@ -85,7 +85,7 @@ def command(documents: dict[str, Any], material: Path, output: Path) -> list[str
     return [program, *own, *(word for word in container["args"] if word.split("=", 1)[0] not in keys)]
 
 
-def test_an_evicted_pod_ends_all_with_75_and_new_pods_go_on(
+def test_kubernetes_evicted_pod_ends_all_with_75_and_new_pods_resume(
     pods: Network, documents: dict[str, Any], material: Path, tmp_path: Path
 ) -> None:
     output, words = tmp_path / "outputs", command(documents, material, tmp_path / "outputs")
@@ -114,7 +114,7 @@ def test_an_evicted_pod_ends_all_with_75_and_new_pods_go_on(
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
 
 
-def test_a_pod_that_starts_before_the_first_one_waits_and_ends_at_once_when_evicted(
+def test_kubernetes_pod_waiting_for_rendezvous_ends_when_evicted(
     pods: Network, documents: dict[str, Any], material: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "outputs"

@@ -71,7 +71,7 @@ def resumed(network: Network, material: Path, output: Path) -> None:
     assert digest(done) == digest(whole) and losses(done) == losses(whole)
 
 
-def test_both_machines_end_when_the_cable_is_pulled(two_machines: Network, material: Path, tmp_path: Path) -> None:
+def test_two_nodes_end_when_network_is_cut_and_run_resumes(two_machines: Network, material: Path, tmp_path: Path) -> None:
     output = tmp_path / "outputs"
     run = Run(two_machines, material, output, "first")
     begun(run, two_machines, output)
@@ -90,7 +90,9 @@ def test_both_machines_end_when_the_cable_is_pulled(two_machines: Network, mater
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_other_machine_ends_when_one_is_killed(killed: int, two_machines: Network, material: Path, tmp_path: Path) -> None:
+def test_two_nodes_remaining_node_ends_when_other_is_killed(
+    killed: int, two_machines: Network, material: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "outputs"
     run = Run(two_machines, material, output, "first")
     begun(run, two_machines, output)

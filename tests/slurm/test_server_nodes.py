@@ -36,9 +36,7 @@ def as_on_one_machine(material: Path, output: Path, folder: Path) -> None:
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
 
 
-def test_a_killed_server_and_a_killed_step_start_again_and_both_nodes_are_freed(
-    cluster: Cluster, material: Path, tmp_path: Path
-) -> None:
+def test_slurm_killed_server_and_step_restart_and_nodes_are_freed(cluster: Cluster, material: Path, tmp_path: Path) -> None:
     job = begun(cluster, material, tmp_path)
     (server,) = on(cluster, 1, "tests.standin.vllm", tmp_path)
     assert not on(cluster, 0, "tests.standin.vllm", tmp_path) and not on(cluster, 1, "resource_tracker", tmp_path)
@@ -57,7 +55,9 @@ def test_a_killed_server_and_a_killed_step_start_again_and_both_nodes_are_freed(
 
 
 @pytest.mark.parametrize("way", ["preempted", "before the time limit"])
-def test_trainers_that_save_have_servers_until_then(way: str, cluster: Cluster, material: Path, tmp_path: Path) -> None:
+def test_slurm_servers_run_until_interrupted_trainers_have_saved(
+    way: str, cluster: Cluster, material: Path, tmp_path: Path
+) -> None:
     job = begun(cluster, material, tmp_path, "launcher.slurm.partition=grace")
     if way == "preempted":
         preempt(cluster)
@@ -72,7 +72,9 @@ def test_trainers_that_save_have_servers_until_then(way: str, cluster: Cluster, 
 
 
 @pytest.mark.parametrize("node", [0, 1], ids=["of trainers", "of servers"])
-def test_a_lost_node_queues_the_job_again_which_goes_on(node: int, cluster: Cluster, material: Path, tmp_path: Path) -> None:
+def test_slurm_job_with_server_node_requeues_and_resumes_after_node_loss(
+    node: int, cluster: Cluster, material: Path, tmp_path: Path
+) -> None:
     job = begun(cluster, material, tmp_path, "train.checkpoint_every=20")
     wait_for(lambda: bool(list(tmp_path.glob("*/*/checkpoints/step-*20"))), lambda: said(tmp_path))
     for process in processes(cluster, tmp_path):
@@ -88,7 +90,7 @@ def test_a_lost_node_queues_the_job_again_which_goes_on(node: int, cluster: Clus
     as_on_one_machine(material, tmp_path, tmp_path / "one")
 
 
-def test_servers_that_do_not_start_end_the_job(cluster: Cluster, material: Path, tmp_path: Path) -> None:
+def test_slurm_servers_that_cannot_start_fail_job(cluster: Cluster, material: Path, tmp_path: Path) -> None:
     job = submitted(cluster, material, tmp_path, *started(tmp_path, tmp_path / "states"), *NODES, "features.gpus=64")
     assert ended(cluster, job, tmp_path) == "FAILED", said(tmp_path)
     assert len(re.findall("drafttrain: .*the servers need 64 GPUs", said(tmp_path))) == 2, said(tmp_path)

@@ -82,14 +82,14 @@ def preempt(cluster: Cluster) -> None:
     cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=srun true")
 
 
-def test_a_partition_that_there_is_not_is_refused_in_one_line(cluster: Cluster, material: Path, tmp_path: Path) -> None:
+def test_slurm_submit_to_unknown_partition_is_refused_in_one_line(cluster: Cluster, material: Path, tmp_path: Path) -> None:
     done = submit(cluster, material, tmp_path, "launcher.slurm.partition=nowhere")
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("drafttrain: launcher=slurm: ")
     assert "invalid partition specified: nowhere" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_preempted_run_of_two_processes_goes_on_to_the_same_weights(cluster: Cluster, material: Path, tmp_path: Path) -> None:
+def test_slurm_preempted_job_requeues_and_resumes_to_same_weights(cluster: Cluster, material: Path, tmp_path: Path) -> None:
     gpus = "launcher.slurm.gpus_per_node=null"  # as many as processes
     job = submitted(cluster, material, tmp_path, "launcher.nproc=2", gpus)
     frozen(cluster, tmp_path)
@@ -103,7 +103,7 @@ def test_a_preempted_run_of_two_processes_goes_on_to_the_same_weights(cluster: C
 
 
 @pytest.mark.parametrize("way", ["launcher", "script"])
-def test_a_run_that_saves_in_its_time_of_grace_is_queued_again(
+def test_slurm_job_saving_in_grace_time_is_requeued_and_resumes(
     way: str, cluster: Cluster, material: Path, root: Path, tmp_path: Path
 ) -> None:
     if way == "launcher":
@@ -127,7 +127,7 @@ def test_a_run_that_saves_in_its_time_of_grace_is_queued_again(
     assert "is saved; resume=auto continues the run" in said(tmp_path) and "resumed at step" in said(tmp_path)
 
 
-def test_a_run_on_two_nodes_saves_before_its_time_is_up_and_goes_on(cluster: Cluster, material: Path, tmp_path: Path) -> None:
+def test_slurm_two_node_job_saves_before_time_limit_and_resumes(cluster: Cluster, material: Path, tmp_path: Path) -> None:
     job = submitted(cluster, material, tmp_path, "launcher.nodes=2", "launcher.slurm.save_before=20")
     stopped = frozen(cluster, tmp_path)
     hours, minutes, seconds = map(int, cluster.job(job)["RunTime"].split(":"))
@@ -144,7 +144,7 @@ def test_a_run_on_two_nodes_saves_before_its_time_is_up_and_goes_on(cluster: Clu
     assert "Traceback" not in said(tmp_path), said(tmp_path)
 
 
-def test_a_cancelled_run_saves_and_does_not_come_back(cluster: Cluster, material: Path, tmp_path: Path) -> None:
+def test_slurm_cancelled_job_saves_and_is_not_requeued(cluster: Cluster, material: Path, tmp_path: Path) -> None:
     job = submitted(cluster, material, tmp_path)
     stopped = frozen(cluster, tmp_path)
     cluster.run("scancel", job)
@@ -156,7 +156,7 @@ def test_a_cancelled_run_saves_and_does_not_come_back(cluster: Cluster, material
     assert cluster.job(job)["Restarts"] == "0"
 
 
-def test_a_sweep_is_one_array(cluster: Cluster, material: Path, tmp_path: Path) -> None:
+def test_slurm_sweep_is_submitted_as_one_job_array(cluster: Cluster, material: Path, tmp_path: Path) -> None:
     done = submit(cluster, material, tmp_path, "train.lr=1e-3,2e-3", "-m", "launcher.slurm.cpus_per_task=2")
     lines = [re.fullmatch(r"job ((\d+)_\d) \((.*)\): output in (\S+)", line) for line in done.stdout.splitlines()]
     assert not done.returncode and all(lines), done.stdout + done.stderr
@@ -173,9 +173,7 @@ def test_a_sweep_is_one_array(cluster: Cluster, material: Path, tmp_path: Path) 
     assert rates == ["0.001", "0.002"]
 
 
-def test_the_traceback_of_a_rank_is_where_the_user_is_told_to_look(
-    cluster: Cluster, material: Path, root: Path, tmp_path: Path
-) -> None:
+def test_slurm_failed_rank_traceback_is_in_named_log(cluster: Cluster, material: Path, root: Path, tmp_path: Path) -> None:
     node = cluster.network.machines[1]
     file = root / "drafttrain" / "train" / "schedule.py"
     damaged = tmp_path / "schedule.py"

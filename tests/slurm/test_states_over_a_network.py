@@ -22,7 +22,9 @@ STEPS = ("recipe=medusa", "train.steps=40", "train.checkpoint_every=20", "data.m
 PORT, MASTER = 8000, 50051
 
 
-def test_a_pulled_cable_changes_no_bit(two_machines: Network, material: Path, tmp_path: Path) -> None:
+def test_mooncake_states_network_cut_during_training_keeps_weights(
+    two_machines: Network, material: Path, tmp_path: Path
+) -> None:
     here, there = two_machines.machines
     master, quiet = f"{there.address}:{MASTER}", os.environ | {"OMP_NUM_THREADS": "1"}
     there.start(Master(master).command(), tmp_path / "master.txt")

@@ -54,12 +54,12 @@ def edges() -> dict[str, set[str]]:
     return found
 
 
-def test_the_root_holds_two_files_and_every_folder_has_a_place() -> None:
+def test_package_root_has_two_files_and_known_folders() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ORDER)
 
 
-def test_a_folder_imports_from_those_before_it() -> None:
+def test_package_folder_imports_only_from_lower_folders() -> None:
     wrong = []
     for path in FILES:
         if path.parent != PACKAGE:
@@ -68,7 +68,7 @@ def test_a_folder_imports_from_those_before_it() -> None:
     assert not wrong, "imports from a later folder, see ORDER"
 
 
-def test_no_files_import_each_other() -> None:
+def test_package_has_no_circular_imports() -> None:
     """Not through others either, nor inside functions, where a circle would only be hidden."""
     left = dict(edges())
     while free := [name for name, given in left.items() if not given & set(left)]:
@@ -77,7 +77,7 @@ def test_no_files_import_each_other() -> None:
     assert not left, f"a circle lies among {sorted(left)}"
 
 
-def test_deepspeed_and_omegaconf_stay_where_they_belong() -> None:
+def test_package_imports_deepspeed_and_omegaconf_only_where_allowed() -> None:
     wrong = []
     for path in FILES:
         place = str(path.relative_to(PACKAGE))
@@ -96,7 +96,7 @@ def named(stem: str, text: str) -> bool:
     return re.search(rf"(?<![a-z]){stem}", text, re.IGNORECASE) is not None
 
 
-def test_no_family_is_named_outside_its_place() -> None:
+def test_package_names_families_only_in_allowed_folders() -> None:
     stems, wrong = family_stems(), []
     assert len(stems) > 10
     for path in FILES:
@@ -114,7 +114,7 @@ def test_no_family_is_named_outside_its_place() -> None:
     assert not wrong
 
 
-def test_no_bare_except() -> None:
+def test_package_has_no_bare_except() -> None:
     wrong = [
         f"{path}:{node.lineno}"
         for path in FILES

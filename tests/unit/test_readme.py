@@ -48,11 +48,11 @@ def commands() -> list[str]:
     return list(found)
 
 
-def test_there_are_commands() -> None:
+def test_readme_pages_contain_commands() -> None:
     assert len(commands()) > 25
 
 
-def test_a_command_composes(
+def test_readme_command_composes(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     (tmp_path / "my" / "recipes").mkdir(parents=True)
@@ -68,7 +68,7 @@ def test_a_command_composes(
             assert command(*words, *shows) == 0, capsys.readouterr().err
 
 
-def test_every_make_target_exists() -> None:
+def test_readme_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for page, text in TEXTS.items():
         for line in [*shell(text), *spans(text)]:
@@ -76,7 +76,7 @@ def test_every_make_target_exists() -> None:
                 assert line.split()[1] in targets, f"{page}: {line}"
 
 
-def test_every_file_exists() -> None:
+def test_readme_linked_files_exist() -> None:
     """Those that are linked, and those whose path is set as code."""
     for page, text in TEXTS.items():
         links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
@@ -85,7 +85,7 @@ def test_every_file_exists() -> None:
             assert path.exists(), f"{page}: {path}"
 
 
-def test_every_recipe_exists() -> None:
+def test_readme_named_recipes_exist() -> None:
     recipes = set(recipe_files(None)) | {"wide"}
     for text in TEXTS.values():
         named = set(re.findall(r"recipe=(\w+)", text)) - {"NAME"}
@@ -95,7 +95,7 @@ def test_every_recipe_exists() -> None:
     }
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_has_at_most_150_lines() -> None:
     lines = TEXTS["README.md"].splitlines()
     assert len(lines) <= 150
 
@@ -108,7 +108,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> RunOptions:
 
 
 @pytest.mark.parametrize("stack", ["vllm", "sglang"])
-def test_the_serving_lines_are_those_of_the_export(stack: str, trained: RunOptions) -> None:
+def test_readme_serve_commands_equal_export(stack: str, trained: RunOptions) -> None:
     """With the draft length of the recipe that README trains."""
     drafter = SimpleNamespace(draft_length=trained.drafter.draft_length)
     opened = SimpleNamespace(meta=SimpleNamespace(family=trained.drafter.family))
@@ -116,7 +116,7 @@ def test_the_serving_lines_are_those_of_the_export(stack: str, trained: RunOptio
     assert serve.command(cast(Source, source), f"exported/{stack}") in shell(TEXTS["README.md"])
 
 
-def test_the_steps_and_figures_of_the_readme_are_the_recipes(trained: RunOptions) -> None:
+def test_readme_figures_follow_recipe_and_scaling_docs(trained: RunOptions) -> None:
     """Time in README: the recipe's tokens by the projection's hours for 10⁹ tokens."""
     text = TEXTS["README.md"]
     assert (

@@ -37,7 +37,7 @@ def copied(root: Path, folder: Path) -> Path:
     return folder
 
 
-def test_the_site_builds(root: Path, tmp_path: Path) -> None:
+def test_docs_site_builds_strictly(root: Path, tmp_path: Path) -> None:
     built = build(copied(root, tmp_path))
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def test_the_site_builds(root: Path, tmp_path: Path) -> None:
     assert not [page for page in pages if "fonts.googleapis.com" in page]
 
 
-def test_what_is_broken_ends_the_build(root: Path, tmp_path: Path) -> None:
+def test_docs_site_broken_link_or_orphan_page_fails_build(root: Path, tmp_path: Path) -> None:
     """A strict build names all that is wrong before it ends."""
     docs = copied(root, tmp_path) / "docs"
     with (docs / "log.md").open("a", encoding="utf-8") as log:

@@ -57,12 +57,12 @@ def words(name: str) -> set[str]:
     return {PLURALS.get(word, word) for word in found}
 
 
-def test_words() -> None:
+def test_words_splits_identifiers_into_singular_words() -> None:
     assert words("_JsonLaws_BNV") == {"json", "law", "bnv"}
     assert words("behind_text") == {"behind", "text"}
 
 
-def test_names_use_the_fields_words() -> None:
+def test_package_identifiers_avoid_unclear_words() -> None:
     wrong = set()
     for path in FILES:
         own = AVOID.keys() - ({"texts"} if path.relative_to(PACKAGE).parts[0] in TEXTS else set())

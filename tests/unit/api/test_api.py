@@ -31,7 +31,7 @@ def conversations() -> list[dict[str, Any]]:
         return [json.loads(line) for line in islice(file, 24)]
 
 
-def test_training_is_that_of_the_command(
+def test_train_drafter_equals_fit_command_bitwise(
     target: dt.LoadedTarget, conversations: list[dict[str, Any]], command: Callable[..., int], tmp_path: Path
 ) -> None:
     """The same losses and weights, bit by bit."""
@@ -53,7 +53,9 @@ def test_training_is_that_of_the_command(
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_trains(target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_api_user_training_loop_lowers_loss_and_saves_drafter(
+    target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path
+) -> None:
     drafter = dt.build_drafter("eagle3", target, draft_vocab=256, steps=2)
     optimizer, losses = torch.optim.AdamW(drafter.module.parameters(), lr=3e-3), []
     for batch in dt.batches(drafter, conversations, batch_size=8, epochs=3):
@@ -76,7 +78,7 @@ def test_a_loop_of_ones_own_trains(target: dt.LoadedTarget, conversations: list[
 
 
 @pytest.mark.slow
-def test_a_drafter_that_adapts_the_target_decodes_with_the_adapted_one(
+def test_measure_drafter_medusa2_decodes_with_adapted_target(
     target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     drafter = dt.build_drafter("medusa2", target, heads=2)
@@ -94,7 +96,7 @@ def test_a_drafter_that_adapts_the_target_decodes_with_the_adapted_one(
 
 
 @pytest.mark.grid
-def test_two_processes_train_together(conversations: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_train_drafter_two_processes_have_losses_of_one(conversations: list[dict[str, Any]], tmp_path: Path) -> None:
     """The losses of one process, on both. In CI the command proves it, and training by the API is that of the command."""
     (tmp_path / "rows.json").write_text(json.dumps(conversations), encoding="utf-8")
     (tmp_path / "run.py").write_text(
@@ -117,7 +119,7 @@ def test_two_processes_train_together(conversations: list[dict[str, Any]], tmp_p
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generation_is_the_targets(target: dt.LoadedTarget, temperature: float) -> None:
+def test_generate_with_drafter_equals_plain_decoding(target: dt.LoadedTarget, temperature: float) -> None:
     drafter = dt.build_drafter("prompt_lookup", target)
     asked: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature, "policy": "coupled" if temperature else None}
     prompts = ["def area(side):", [{"role": "user", "content": "def area(side):"}], [300, 301, 302]]
@@ -129,7 +131,7 @@ def test_generation_is_the_targets(target: dt.LoadedTarget, temperature: float) 
     assert not plain[0].accepted and plain[0].ended_by in ("length", "stop")
 
 
-def test_what_trains_nothing_is_written_and_measured(
+def test_suffix_drafter_without_training_is_saved_and_measured(
     target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     drafter = dt.build_drafter("suffix", target)

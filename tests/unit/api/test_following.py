@@ -14,7 +14,7 @@ from tests.helpers import tiny_model
 from tests.unit.api.test_online import follower, tokens
 
 
-def test_passes_of_the_loop_are_recorded_and_others_are_not() -> None:
+def test_pass_recorder_records_training_passes_only() -> None:
     model = tiny_model().train()
     drafter, other = follower(model, "eagle3"), follower(model, "eagle3")
     model.gradient_checkpointing_enable()  # it adds a hook of its own
@@ -39,7 +39,7 @@ def test_passes_of_the_loop_are_recorded_and_others_are_not() -> None:
 
 
 @pytest.mark.slow
-def test_drafters_follow_a_grpo_trainer(tmp_path: Path) -> None:
+def test_follow_callback_trains_drafters_in_grpo_trainer(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason='trl is not installed; pip install "drafttrain[rl]"')
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -80,7 +80,7 @@ def test_drafters_follow_a_grpo_trainer(tmp_path: Path) -> None:
     assert not any(hook.__module__.startswith("drafttrain") for hook in kept)
 
 
-def test_drafters_follow_a_trainer_of_transformers(tmp_path: Path) -> None:
+def test_follow_callback_trains_drafters_in_transformers_trainer(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     model, seen = tiny_model(), list[tuple[int, list[dt.StepMetrics]]]()

@@ -51,7 +51,7 @@ def moved(model: torch.nn.Module, seed: int = 1) -> None:
 
 
 @pytest.mark.parametrize("recipe", FOLLOWERS)
-def test_the_loss_is_the_trainers_on_the_weights_of_the_moment(recipe: str) -> None:
+def test_online_drafter_loss_equals_objective_on_current_target_weights(recipe: str) -> None:
     """Before and after the target has changed: nothing is stale, and no gradient differs."""
     model, token_BT = tiny_model(), tokens()
     online = follower(model, recipe)
@@ -72,7 +72,7 @@ def test_the_loss_is_the_trainers_on_the_weights_of_the_moment(recipe: str) -> N
 
 @pytest.mark.sampled(recipe=["medusa", "draft_model"])  # they start with copies of the target's weights
 @pytest.mark.parametrize("recipe", FOLLOWERS)
-def test_a_target_that_changed_is_like_one_that_was_always_so(recipe: str) -> None:
+def test_online_drafter_on_changed_target_equals_fresh_drafter(recipe: str) -> None:
     """The weights after a step equal those of a drafter that was built on the changed target, and started from the same."""
     model = tiny_model()
     online = follower(model, recipe)
@@ -87,7 +87,7 @@ def test_a_target_that_changed_is_like_one_that_was_always_so(recipe: str) -> No
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_the_loop_is_left_as_it_was(mode: Callable[[], Any]) -> None:
+def test_online_drafter_leaves_training_loop_state_unchanged(mode: Callable[[], Any]) -> None:
     model = tiny_model().train()
     model.get_submodule("model.layers.1").eval()  # a loop may freeze a part
     online = follower(model, "eagle3")
@@ -111,7 +111,7 @@ def test_the_loop_is_left_as_it_was(mode: Callable[[], Any]) -> None:
     assert torch.equal(generator, torch.get_rng_state()) and plain == random.getstate() and grad == torch.is_grad_enabled()
 
 
-def test_the_loops_own_states_and_padding_give_the_same_loss() -> None:
+def test_online_drafter_given_states_and_left_padding_give_same_loss() -> None:
     """Left padding, as generation has it, and states of the loop's own pass."""
     model, token_BT = tiny_model().eval(), tokens()
     (first, second), mask_BT = (follower(model, "eagle3") for _ in range(2)), torch.ones(3, 14)
@@ -128,7 +128,7 @@ def test_the_loops_own_states_and_padding_give_the_same_loss() -> None:
     assert found.loss == pytest.approx(expected.loss, rel=1e-5) and found.supervised == expected.supervised == 24
 
 
-def test_shapes_alone_follow_by_given_states_and_ends(tmp_path: Path) -> None:
+def test_online_drafter_from_config_trains_with_given_states_and_ends(tmp_path: Path) -> None:
     model, token_BT = tiny_model().eval(), tokens()
     online, ends = follower(model, "mtp"), follower(model.config, "mtp")
     with pytest.raises(dt.UserError, match="by set_ends"):
@@ -150,7 +150,7 @@ def test_shapes_alone_follow_by_given_states_and_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3-sliding", "qwen2"])
-def test_other_architectures_follow_too(name: str) -> None:
+def test_online_drafter_other_architecture_equals_frozen_target(name: str) -> None:
     """Tied heads, scaled embeddings, norms of other kinds; as a model, and by states and ends."""
     model = tiny_model(name).eval()
     online, ends = follower(model, "mtp"), follower(model.config, "mtp")
@@ -170,7 +170,7 @@ def test_other_architectures_follow_too(name: str) -> None:
     assert ends.step(tokens(), states).loss == pytest.approx(online.step(tokens()).loss, rel=1e-5)
 
 
-def test_a_target_with_lora_follows_its_matrices() -> None:
+def test_online_drafter_lora_target_equals_merged_target() -> None:
     from peft import LoraConfig, get_peft_model
 
     model: Any = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_a_target_with_lora_follows_its_matrices() -> None:
     assert online.tau([[1, 2, 3]], max_new_tokens=8) >= 1.0
 
 
-def test_fed_samples_are_replayed_until_they_are_stale() -> None:
+def test_online_drafter_replay_drops_stale_samples() -> None:
     model = tiny_model()
     online = follower(model, lag=1, capacity=4)
     assert not online.replay(1)[0].stepped
@@ -201,7 +201,7 @@ def test_fed_samples_are_replayed_until_they_are_stale() -> None:
     assert online.fed == 1, "versions 2 and above are left"
 
 
-def test_bfloat16_and_an_optimiser_of_ones_own() -> None:
+def test_online_drafter_bfloat16_with_given_optimizer_lowers_loss() -> None:
     model = tiny_model().to(torch.bfloat16)
     words = [*FOLLOWERS["eagle3"], "train.clip=1e9", "train.precision=bfloat16"]
     online = dt.OnlineDrafter(model, "eagle3", words, optimizer=lambda p: torch.optim.SGD(p, lr=1e-2))
@@ -211,7 +211,7 @@ def test_bfloat16_and_an_optimiser_of_ones_own() -> None:
     assert {tensor.dtype for _, tensor in online.draft_weights()} == {torch.bfloat16}
 
 
-def test_a_saved_drafter_goes_on_with_its_optimiser(tmp_path: Path) -> None:
+def test_online_drafter_saved_and_loaded_continues_with_optimizer(tmp_path: Path) -> None:
     model = tiny_model()
     online = follower(model)
     online.step(tokens())
@@ -236,7 +236,7 @@ def test_a_saved_drafter_goes_on_with_its_optimiser(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(recipe=["eagle3"])
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3"])
-def test_commands_take_what_it_saves(recipe: str, tmp_path: Path, command: Callable[..., int]) -> None:
+def test_online_drafter_checkpoint_is_exported_and_measured(recipe: str, tmp_path: Path, command: Callable[..., int]) -> None:
     """The checkpoint and the changed target, as another process finds them; the export has the tensors of `draft_weights`."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -261,7 +261,7 @@ def test_commands_take_what_it_saves(recipe: str, tmp_path: Path, command: Calla
 
 
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
-def test_draft_weights_are_those_of_an_export(recipe: str) -> None:
+def test_online_drafter_draft_weights_are_tensors_of_module(recipe: str) -> None:
     online = follower(tiny_model(), recipe)
     online.step(tokens())
     found = dict(online.draft_weights("vllm", "float32"))
@@ -285,7 +285,7 @@ class Engine:
         return [[], ["lm_head.weight"] if len(self.calls) > 2 else []]
 
 
-def test_engines_get_the_drafter_of_the_moment(tmp_path: Path) -> None:
+def test_online_drafter_push_sends_current_weights_to_engine(tmp_path: Path) -> None:
     online, engine = follower(tiny_model()), Engine()
     online.push(engine)
     online.step(tokens())
@@ -309,7 +309,7 @@ def test_engines_get_the_drafter_of_the_moment(tmp_path: Path) -> None:
         online.push({})
 
 
-def test_what_cannot_follow_is_said() -> None:
+def test_online_drafter_unsupported_recipe_option_or_batch_is_refused() -> None:
     model = tiny_model()
     for recipe, message in (
         ("suffix", "trains nothing"),
@@ -356,7 +356,7 @@ def test_online_drafter_override_without_effect_is_refused(subtests: pytest.Subt
             follower(model, "medusa", word)
 
 
-def test_overrides_without_effect_for_a_configuration_and_for_an_optimiser_of_ones_own() -> None:
+def test_online_drafter_config_or_given_optimizer_unused_override_is_refused() -> None:
     model = tiny_model()
     used = ["target.device=cpu", "target.dtype=bfloat16", "loss=lk", "drafter.heads=2"]
     assert dt.OnlineDrafter(model.config, "medusa", used).target.dtype == torch.bfloat16
@@ -367,7 +367,7 @@ def test_overrides_without_effect_for_a_configuration_and_for_an_optimiser_of_on
         dt.OnlineDrafter(model, "medusa", ["train.lr=1e-4"], optimizer=torch.optim.SGD)
 
 
-def test_a_path_without_a_configuration_is_said_in_one_line(tmp_path: Path) -> None:
+def test_online_drafter_path_without_config_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(dt.UserError, match="has no configuration that transformers can load") as error:
         dt.OnlineDrafter(tmp_path, "medusa")
     assert "\n" not in str(error.value)

@@ -15,7 +15,7 @@ def blocks(root: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_examples_run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_page_examples_run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in blocks(root):
@@ -26,5 +26,5 @@ def test_the_examples_run(root: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "outputs/api/vllm/README.md").is_file() and (tmp_path / "outputs/api/report/report.html").is_file()
 
 
-def test_the_first_example_is_short(root: Path) -> None:
+def test_python_page_first_example_has_at_most_22_lines(root: Path) -> None:
     assert len(blocks(root)[0].splitlines()) <= 22

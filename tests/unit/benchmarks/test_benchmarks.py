@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in train.SECTIONS if name != "rivals"])
-def test_every_section_is_rehearsed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_benchmark_section_runs_and_writes_record(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rivals need an interpreter of their own."""
     divide = "256" if name in ("objective", "attention") else "64"
     assert train.main([name, "--divide", divide, "--repeats", "1", "--device", "cpu", "--results", str(tmp_path)]) == 0
@@ -49,12 +49,14 @@ def test_every_section_is_rehearsed(name: str, tmp_path: Path, capsys: pytest.Ca
     assert "not timed" not in capsys.readouterr().out
 
 
-def test_rivals_are_left_out_without_their_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_benchmark_rivals_without_interpreter_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["rivals", "--divide", "64", "--repeats", "1", "--device", "cpu", "--results", str(tmp_path)]) == 0
     assert "rivals need --rivals PYTHON, an interpreter with specforge and speculators; left out" in capsys.readouterr().out
 
 
-def test_what_differs_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_benchmark_differing_results_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def differs(settings: Settings) -> Found:
         raise DiffersError("losses are 1 and 2")
 
@@ -67,7 +69,7 @@ def test_what_differs_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert ended.value.code == 2
 
 
-def test_a_ratio_is_of_interleaved_runs() -> None:
+def test_ratio_is_median_of_interleaved_runs() -> None:
     order: list[str] = []
     figures = interleaved(2, lambda: order.append("a") or float(len(order)), lambda: order.append("b") or 1.0)  # type: ignore[func-returns-value]
     assert order == ["a", "b"] * 3 and figures == [[3.0, 5.0], [1.0, 1.0]]
@@ -75,7 +77,7 @@ def test_a_ratio_is_of_interleaved_runs() -> None:
     assert (line.value, line.low, line.high, line.figures, line.goal) == (4.0, 3.0, 5.0, "4 / 1", ">= 4.5 MISSED")
 
 
-def test_peak_memory_is_that_of_what_lives_at_once() -> None:
+def test_peak_counts_tensors_alive_at_once() -> None:
     size = 1 << 20
 
     def work() -> torch.Tensor:
@@ -86,7 +88,7 @@ def test_peak_memory_is_that_of_what_lives_at_once() -> None:
     assert 2 * size <= peak(work, CPU) <= 3 * size + 4096
 
 
-def test_what_does_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contest_entrant_larger_than_memory_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "room", lambda device: 1 << 20)
     ran: list[int] = []
 
@@ -103,7 +105,7 @@ def test_what_does_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not run: needs" in list(contest._figures(cells[2]))[1]
 
 
-def test_the_objective_s_memory_is_a_chunk_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objective_peak_memory_is_bounded_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the length; and whatever the vocabulary, but for its output matrix, where a chunk is as large as it may be."""
     width, options = 8, LossOptions("kl", 64)
 
@@ -123,7 +125,7 @@ def test_the_objective_s_memory_is_a_chunk_s(monkeypatch: pytest.MonkeyPatch) ->
     assert abs(beyond(256, 8192) - short) < 0.3 * chunk
 
 
-def test_the_projection_s_operations_are_those_that_a_run_counts() -> None:
+def test_projection_operations_equal_counted_flops() -> None:
     target, family = tiny_target(), families()["eagle3"]
     drafter = family.build(family.options(steps=3, draft_vocab=40), target).train()
     drafter.prepare(lambda: torch.arange(64))
@@ -142,7 +144,7 @@ def test_the_projection_s_operations_are_those_that_a_run_counts() -> None:
     assert sizes.operations(512, 256) - sizes.operations(512, 0) == attention
 
 
-def test_the_projection_s_bytes() -> None:
+def test_projection_sizes_give_expected_bytes() -> None:
     sizes = projection.Sizes(N=1000, L=3, A=8, V=64, H=16, B=2000, K=2, F=100, W=300, D=32, G=4000)
     assert sizes.of_gradients(1) == 0 and sizes.of_gradients(4) == 6000
     assert sizes.of_target(100, 8, "replicated") == 0 and sizes.of_target(100, 8, "zero3") == 1750
@@ -150,7 +152,9 @@ def test_the_projection_s_bytes() -> None:
     assert [projection.shared_by(64, name) for name in ("zero3", "tensor_parallel")] == [64, 8]
 
 
-def test_the_projection_s_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_projection_main_prints_plans_of_8b_and_70b_targets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plans = list(projection.plans())
     monkeypatch.setattr(projection, "plans", lambda: plans)
     monkeypatch.setattr("sys.argv", ["projection", "--mfu", "0.5"])
@@ -163,7 +167,7 @@ def test_the_projection_s_table(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert eight.seconds(8, "replicated", 0.5)[0] == pytest.approx(2 * eight.seconds(64, "replicated", 1.0)[0])
 
 
-def test_block_attention_s_memory_grows_with_the_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_attention_peak_memory_is_linear_in_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """From where its tiles do not grow any more."""
     monkeypatch.setitem(attention.HEADS, "cpu", (1, 64))
     ours = {T: attention._blocks(CPU, T, T // attention.SLOTS, check=False)[0] for T in (1024, 2048)}
@@ -171,7 +175,7 @@ def test_block_attention_s_memory_grows_with_the_length_alone(monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_the_projection_is_checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_projection_check_returns_table_and_raises_on_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"REPEATS": 1, "STEPS": 4, "SUMS": 2}.items():
         monkeypatch.setattr(projection_check, name, value)
     monkeypatch.setattr(projection_check, "FIT", [*projection_check.FIT, "train.steps=4"])
@@ -182,7 +186,7 @@ def test_the_projection_is_checked_here(monkeypatch: pytest.MonkeyPatch) -> None
         projection_check.seconds(projection_check.fit(Path("nowhere"), "train.no_such=1"), Path("nowhere"))
 
 
-def test_the_table_of_settings_has_a_column_for_each_target_and_budget() -> None:
+def test_quality_table_has_column_per_target_and_budget() -> None:
     row = {"target": "embedded", "recipe": "eagle3", "steps": 300, "vary": "", "seed": 0, "expected_tau": 2.0}
     rows = [
         row,
@@ -200,7 +204,7 @@ def test_the_table_of_settings_has_a_column_for_each_target_and_budget() -> None
 
 
 @pytest.mark.slow
-def test_settings_are_trained_once_each(tmp_path: Path) -> None:
+def test_quality_trains_each_setting_once_and_retries_failures(tmp_path: Path) -> None:
     """A small budget of a recipe as it is and with a rate that is none; the second call tries the mistake alone again."""
     asked = ["--recipes", "medusa", "--steps", "2", "--vary", "", "train.lr=nonsense", "--out", str(tmp_path)]
     for _ in range(2):
@@ -222,7 +226,7 @@ def test_settings_are_trained_once_each(tmp_path: Path) -> None:
     assert 1.0 <= judged["chain"] <= judged["tree"] and judged["tree"] == pytest.approx(judged["expected_tau"], abs=0.2)
 
 
-def test_a_settings_checkpoint_is_its_own(tmp_path: Path) -> None:
+def test_quality_last_checkpoint_is_newest_of_asked_step(tmp_path: Path) -> None:
     """A run that was begun later and stopped, and an older run of as many steps."""
     made = ["one/checkpoints/step-00004", "two/checkpoints/step-00002"]
     made += ["two/checkpoints/step-00004", "three/checkpoints/step-00001"]
@@ -232,7 +236,7 @@ def test_a_settings_checkpoint_is_its_own(tmp_path: Path) -> None:
     assert quality.last_checkpoint(tmp_path, 4) == tmp_path / "two/checkpoints/step-00004"
 
 
-def test_chains_and_trees_of_the_same_ranks() -> None:
+def test_same_drafts_trees_are_tuned_on_other_conversations() -> None:
     """Each conversation's tree was tuned on the others: a chain where all drafts are right, a branch where one is second."""
     always = [torch.zeros(9, 3, dtype=torch.long) for _ in range(8)]
     assert same_drafts.tau(always, [[(0,), (0, 0), (0, 0, 0)]] * 8) == (4.0, (4.0, 4.0))
@@ -244,7 +248,7 @@ def test_chains_and_trees_of_the_same_ranks() -> None:
     assert same_drafts.trees(one_differs, 3)[7] == [(0,), (0, 0), (0, 0, 0)], "its own ranks are not in its fold's tree"
 
 
-def test_figures_of_several_runs_are_kept(tmp_path: Path) -> None:
+def test_same_drafts_merged_keeps_rows_of_earlier_runs(tmp_path: Path) -> None:
     def row(recipe: str, steps: int, chain: float, nodes: int = 18) -> dict[str, Any]:
         figures = {"chain": chain, "chain_95": [1.0, 3.0], "tree": 2.5, "tree_95": [2.0, 3.0], "checkpoint": "runs/one"}
         return {"recipe": recipe, "steps": steps, "vary": "", "seed": 0, "drafts": 5, "nodes": nodes} | figures
@@ -266,7 +270,7 @@ def beside(recipe: str, who: str, chain: float, tree: float) -> dict[str, object
     return {"target": "embedded", "recipe": recipe, "who": who, "steps": 600, "seed": 0} | figures
 
 
-def test_ours_stands_before_its_rivals_and_goals_are_told() -> None:
+def test_rivals_table_lists_ours_first_and_goals_are_reported() -> None:
     rows = [
         beside("eagle3", "speculators", 2.0, 2.5),
         beside("eagle3", "speculators lr 0.005", 2.2, 2.9),
@@ -283,7 +287,7 @@ def test_ours_stands_before_its_rivals_and_goals_are_told() -> None:
     ]
 
 
-def test_a_rivals_rate_is_its_own_unless_one_is_named() -> None:
+def test_rivals_settings_add_given_learning_rate_to_default() -> None:
     given = argparse.Namespace(target="models/small", recipes=["dflash"], rates=[5e-3], steps=300, seed=0)
     asked = list(rivals.settings(given))
     assert [(s.target, s.who, s.rate) for s in asked] == [
@@ -294,7 +298,7 @@ def test_a_rivals_rate_is_its_own_unless_one_is_named() -> None:
     assert rivals.recipe_options("dflash").block_size == 6
 
 
-def test_without_the_rival_one_line_says_how_to_install_it(
+def test_rivals_main_without_speculators_prints_install_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rivals, "find_spec", lambda name: None)
@@ -303,7 +307,7 @@ def test_without_the_rival_one_line_says_how_to_install_it(
     assert rivals.main(["--out", str(tmp_path), "--table"]) == 0
 
 
-def test_a_norm_before_a_map_and_a_mask_made_at_once() -> None:
+def test_rivals_normed_linear_and_dense_mask_equal_reference() -> None:
     inner = torch.nn.Linear(4, 2, bias=False)
     normed = rivals.Normed(inner, 1e-6)
     x = torch.tensor([[3.0, 3.0, -3.0, 3.0]])

@@ -14,7 +14,7 @@ from tests.tiny import build
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dflash"])
-def test_a_step_is_counted_with_its_gradients(name: str) -> None:
+def test_families_operations_counter_includes_backward_flops(name: str) -> None:
     target = tiny_target()
     drafter, token_BT = build(name, target).train().requires_grad_(), torch.randint(0, 64, (2, 24))
     whole = TrainBatch(token_BT, torch.arange(24).expand(2, 24), torch.zeros_like(token_BT), token_BT > -1)

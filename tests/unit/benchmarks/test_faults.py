@@ -45,14 +45,14 @@ def refuse(line: str) -> int:
         pytest.param(lambda: len(bytearray(8 << 30)), "a traceback: MemoryError", marks=pytest.mark.slow),
     ],
 )
-def test_what_no_command_may_do(work: Work, fault: str | None, tmp_path: Path) -> None:
+def test_broken_reports_traceback_hang_signal_and_memory_error(work: Work, fault: str | None, tmp_path: Path) -> None:
     patience = 0.5 if fault == "no end within" else 60.0
     found = campaign.broken(forked(work, tmp_path, tmp_path / "said").wait(patience))
     assert found is None if fault is None else (found or "").startswith(fault)
 
 
 @pytest.mark.slow
-def test_processes_that_are_left_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_reports_child_processes_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.faults.child.GRACE", 0.3)
 
     def work() -> int:
@@ -64,7 +64,7 @@ def test_processes_that_are_left_are_found(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_child_leaves_its_parent_s_temporary_folders_and_removes_its_own(tmp_path: Path) -> None:
+def test_forked_child_keeps_temporary_folders_of_parent_and_removes_those_it_made(tmp_path: Path) -> None:
     folders = []
 
     def work() -> int:
@@ -128,7 +128,9 @@ def toy(fault: str) -> Callable[[Sequence[str]], Work]:
         pytest.param("leaves", "tmp-", marks=pytest.mark.slow),
     ],
 )
-def test_kills(fault: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_tries_fail_only_with_planted_fault(
+    fault: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kill, "cli", toy(fault))
     kind = Toy(tmp_path)
     outcomes = [outcome for seed in SEEDS for outcome in campaign.tried(kind, seed, tmp_path)]
@@ -165,7 +167,7 @@ def printing(check: bool, names: bool = True) -> Callable[[Sequence[str]], Work]
 
 
 @pytest.mark.slow
-def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_damage_tries_fail_only_with_planted_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def results(place: str, check: bool, names: bool = True, own: str | None = None) -> set[str]:
         monkeypatch.setattr(material, "cli", printing(check, names))
         kind = Sealed(tmp_path / place, own)
@@ -178,7 +180,7 @@ def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_malformed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_data_tries_report_planted_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = data.Data()
     kind.folder = tmp_path / "material"
     kind.folder.mkdir()
@@ -199,7 +201,7 @@ def test_malformed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_a_template_that_may_run_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_attack_without_bounds_is_reported_as_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bounds are taken away."""
     monkeypatch.setattr(attack, "LATE", 1.0)
     monkeypatch.setattr(attack, "SECONDS", 0.2)
@@ -230,7 +232,7 @@ def test_a_template_that_may_run_for_ever(tmp_path: Path, monkeypatch: pytest.Mo
     assert "no end within" in outcome.got
 
 
-def test_foreign_code_and_raw_escapes_are_found(tmp_path: Path) -> None:
+def test_attack_verdict_reports_foreign_code_and_raw_escapes(tmp_path: Path) -> None:
     ended = forked(lambda: print("\x1b[2J") or 0, tmp_path, tmp_path / "said").wait()
     assert "'\\x1b'" in attack.judged("x, measure", "", ended, tmp_path).got
     assert attack.judged("x, generate", "", ended, tmp_path).result == UNCHANGED, "the model's text is written as it is"
@@ -252,7 +254,7 @@ class Dice:
         return [failed("dice", "even", str(number)) if number % 2 else TryResult("dice", UNCHANGED, got=str(number), count=5)]
 
 
-def test_a_try_is_made_again_by_its_seed(tmp_path: Path) -> None:
+def test_fault_campaign_seed_repeats_same_failure(tmp_path: Path) -> None:
     counts = campaign.run([Dice()], 1.0, 4, tmp_path, Console(file=StringIO()), most=30)["dice"]
     assert counts.attempts == 30 and counts.total(FAILURE) == len(counts.failures) > 5
     record = json.loads((tmp_path / "result.json").read_text())["kinds"]["dice"]

@@ -41,7 +41,9 @@ def same(rung: ladder.Rung, patch: pytest.MonkeyPatch, watch: Watch | None = Non
 @pytest.mark.sampled(policy=["coupled"])  # without a watch both are drawn again alike
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", ["coupled", "lossless"])
-def test_a_draw_of_plain_decoding(policy: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ladder_plain_decoding_difference_is_explained_only_near_boundary(
+    policy: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rung = ladder.Rung("llama-tiny", "float32", ladder.PLAIN, policy)
     sampling = rung.sampling
     edge = number(sampling, AT, Lane.TARGET) + CASES[case]
@@ -55,7 +57,9 @@ def test_a_draw_of_plain_decoding(policy: str, case: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", ["lossless", "threshold"])
-def test_a_decision_about_a_draft(policy: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ladder_acceptance_difference_is_explained_only_near_boundary(
+    policy: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chain of one draft at the position of the token that differs, accepted by a hair or by much."""
     rung, watch = ladder.Rung("llama-tiny", "float32", "medusa", policy), Watch()
     sampling = rung.sampling.rows(torch.tensor([REQUEST]))
@@ -75,14 +79,14 @@ def test_a_decision_about_a_draft(policy: str, case: str, monkeypatch: pytest.Mo
             same(rung, monkeypatch, watch)
 
 
-def test_a_text_that_only_ends_earlier_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_text_that_only_ends_earlier_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     short = Parting(0, [1], [1, 2], [1, 2, 3])
     assert short.at is None and Watch({(0, 3): 0.0}).of(short) == float("inf")
     assert Watch().of(Parting(0, [1], [1, 2], [1, 3])) == float("inf"), "what was not watched explains nothing"
 
 
 @pytest.mark.parametrize(("drafter", "policy"), WATCHED)
-def test_every_token_s_decisions_are_watched(drafter: str, policy: str) -> None:
+def test_watch_records_margin_of_every_token_without_changing_texts(drafter: str, policy: str) -> None:
     rung, watch = ladder.Rung("llama-tiny", "float32", drafter, policy), Watch()
     target = ladder.target_of(rung.model, rung.dtype, MACHINE)
     built = ladder.variants()[drafter](target)

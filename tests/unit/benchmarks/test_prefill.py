@@ -20,7 +20,7 @@ REHEARSAL = Machine(torch.device("cpu"), True, "rehearsal", {"torch": torch.__ve
 
 
 @pytest.mark.slow
-def test_both_orders_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_measure_reports_both_attention_kernel_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")  # of the user's shell: torch's own order is still measured without it
     found = prefill.measure(REHEARSAL)
     assert {order: figures["setting"] for order, figures in found.items()} == ORDERS
@@ -32,7 +32,7 @@ def test_both_orders_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [job.name for job in jobs(REHEARSAL)].count("prefill attention") == 1
 
 
-def test_what_another_process_says_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_measure_failed_or_wrong_subprocess_raises_red_error(monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, Any] = {"returncode": 1, "stdout": "", "stderr": "Traceback\nRuntimeError: no kernel"}
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(**said))
     with pytest.raises(RedError, match="no kernel"):
@@ -42,7 +42,7 @@ def test_what_another_process_says_is_checked(monkeypatch: pytest.MonkeyPatch) -
         prefill.measure(REHEARSAL)
 
 
-def test_its_shapes_are_the_models_and_its_rows_name_the_orders() -> None:
+def test_prefill_inputs_have_model_shapes_and_report_rows_have_figures() -> None:
     q, k, v = prefill.inputs(LLAMA, 5, REHEARSAL)
     assert q.shape == (1, 32, 5, 128) and k.shape == v.shape == (1, 8, 5, 128)
     figures = {"kernel": "flash", "ms": {"512": 0.25, "2048": 1.5}, "first_ms": 90.0, "second_ms": 0.5}

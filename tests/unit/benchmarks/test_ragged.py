@@ -13,7 +13,7 @@ def step(accepted: list[int]) -> Step:
     return Step(confidence_BK.cumprod(1), torch.tensor(accepted))
 
 
-def test_the_ragged_cut_takes_the_likeliest_drafts_of_the_step() -> None:
+def test_ragged_cut_takes_most_likely_drafts_of_step() -> None:
     one = step([3, 0, 1])
     assert [one.ragged(drafts).tolist() for drafts in range(6)] == [
         [0, 0, 0], [1, 0, 0], [1, 0, 1], [2, 0, 1], [3, 0, 1], [3, 0, 2],
@@ -22,7 +22,7 @@ def test_the_ragged_cut_takes_the_likeliest_drafts_of_the_step() -> None:
     assert (one.kept(one.even(1)), one.kept(one.ragged(3)), one.kept(one.ragged(4))) == (2, 3, 4)
 
 
-def test_counts_and_rates_of_both_cuts() -> None:
+def test_ragged_cut_keeps_more_drafts_at_higher_rate_than_even_cut() -> None:
     steps = [step([3, 0, 1]), step([2, 1, 1])]
     first = counts(steps)[0]
     assert (first["drafts"], first["accepted"], first["even_keeps"], first["ragged_keeps"]) == (6, 8, 5, 6)

@@ -21,13 +21,13 @@ CELLS = {
 
 @pytest.mark.sampled(name=["Llama"])
 @pytest.mark.parametrize("name", CELLS)
-def test_a_row_is_what_loading_shows(name: str) -> None:
+def test_targets_page_row_equals_facts_of_loaded_model(name: str) -> None:
     assert CELLS[name] in table([facts_of(ARCHITECTURES[name])])
     page = PAGE.read_text(encoding="utf-8")
     assert all(cells in page for cells in CELLS.values())
 
 
-def test_a_refusal_is_listed_with_its_reason_and_text_around_the_table_stays() -> None:
+def test_targets_page_lists_refusal_reason_and_keeps_surrounding_text() -> None:
     text = renewed(f"before\n{BEGIN}\nold\n{END}\nafter", [facts_of(ARCHITECTURES["Bloom"])])
     assert CELLS["Bloom"] in text
     assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter") and "old" not in text
@@ -36,6 +36,6 @@ def test_a_refusal_is_listed_with_its_reason_and_text_around_the_table_stays() -
 
 
 @pytest.mark.slow
-def test_the_page_is_current() -> None:
+def test_targets_page_equals_generated_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert renewed(page, [facts_of(row) for row in ROWS]) == page, "run `make targets`"

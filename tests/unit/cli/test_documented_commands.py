@@ -21,7 +21,7 @@ def commands() -> list[str]:
     return list(dict.fromkeys(line for line in lines if line.startswith("drafttrain ") and "..." not in line))
 
 
-def test_a_command_is_accepted(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_command_composes_and_is_accepted(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)  # left by a test that trained in this process
     for line in commands():
         with subtests.test(line=line):
@@ -35,11 +35,11 @@ def test_a_command_is_accepted(subtests: pytest.Subtests, monkeypatch: pytest.Mo
                     check_launcher(options)
 
 
-def test_there_are_commands() -> None:
+def test_docs_pages_contain_commands() -> None:
     assert len(commands()) >= 14
 
 
-def test_every_option_exists() -> None:
+def test_docs_every_named_option_exists() -> None:
     known = set(known_keys())
     for text in TEXTS:
         assert set(OPTION.findall(text)) <= known

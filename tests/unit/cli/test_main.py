@@ -63,7 +63,7 @@ MISTAKES: list[tuple[list[str], str]] = [
 ]
 
 
-def test_a_mistake_gets_one_line_and_exit_code_2(
+def test_cli_mistake_is_refused_in_one_line_with_exit_code_2(
     command: Command, runs: list[Any], capfd: pytest.CaptureFixture[str], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     for arguments, message in MISTAKES:
@@ -87,7 +87,7 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
         (RuntimeError("I/O error: No space left on device (os error 28)"), "no space left on the disk; free some"),
     ],
 )
-def test_a_mistake_found_by_the_command_ends_a_sweep_too(
+def test_cli_command_error_ends_single_run_and_sweep_with_code_2(
     error: Exception,
     message: str,
     sweep: list[str],
@@ -102,13 +102,13 @@ def test_a_mistake_found_by_the_command_ends_a_sweep_too(
     assert err.count("\n") == 1
 
 
-def test_a_bug_keeps_its_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cli_unexpected_exception_keeps_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):
         command("fit")
 
 
-def test_fit_gets_typed_options_and_plain_data(command: Command, runs: list[Any], tmp_path: Path) -> None:
+def test_fit_receives_typed_options_and_resolved_dict(command: Command, runs: list[Any], tmp_path: Path) -> None:
     line = "recipe=medusa target=hf target.path=/models/x data.path=x.jsonl logger=none launcher.nproc=1 deepspeed=zero2"
     assert command("fit", *line.split(), "drafter.heads=2") == 0
     ((options, resolved),) = runs
@@ -121,7 +121,7 @@ def test_fit_gets_typed_options_and_plain_data(command: Command, runs: list[Any]
     assert not list(tmp_path.iterdir())
 
 
-def test_flags_may_stand_between_overrides(command: Command, runs: list[Any], tmp_path: Path) -> None:
+def test_cli_sweep_flag_between_overrides_is_accepted(command: Command, runs: list[Any], tmp_path: Path) -> None:
     assert command("fit", "recipe=eagle3", "-m", "train.lr=1e-3,1e-4", "train.steps=7") == 0
     assert [options.train.lr for options, _ in runs] == [1e-3, 1e-4]
     assert {(options.name, options.train.steps) for options, _ in runs} == {("eagle3", 7)}
@@ -139,13 +139,13 @@ QUOTED = [
 ]
 
 
-def test_paths_are_quoted(subtests: pytest.Subtests) -> None:
+def test_cli_quote_escapes_override_values(subtests: pytest.Subtests) -> None:
     for override, sweep, quoted in QUOTED:
         with subtests.test(override=override):
             assert cli.quote(override, sweep) == quoted
 
 
-def test_odd_paths_reach_the_command(command: Command, runs: list[Any]) -> None:
+def test_cli_paths_with_special_characters_reach_command(command: Command, runs: list[Any]) -> None:
     assert command("fit", "data.path=/a b/x=1,2 (it's).jsonl", "checkpoint=a\\b=c", "resume=~/x") == 0
     options = runs[0][0]
     assert options.data.path == "/a b/x=1,2 (it's).jsonl"
@@ -153,7 +153,7 @@ def test_odd_paths_reach_the_command(command: Command, runs: list[Any]) -> None:
     assert options.resume == str(Path.home() / "x")
 
 
-def test_users_own_recipes_and_groups(command: Command, runs: list[Any], tmp_path: Path, capsys: Any) -> None:
+def test_cli_config_dir_recipes_and_groups_are_used(command: Command, runs: list[Any], tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "own" / "recipes").mkdir(parents=True)
     (tmp_path / "own" / "loss").mkdir()
     (tmp_path / "own" / "recipes" / "mine.yaml").write_text(
@@ -169,14 +169,14 @@ def test_users_own_recipes_and_groups(command: Command, runs: list[Any], tmp_pat
     assert "my loss" in shown
 
 
-def test_a_broken_recipe_names_its_line(command: Command, tmp_path: Path, capsys: Any) -> None:
+def test_cli_broken_recipe_names_its_line(command: Command, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "broken.yaml").write_text("name: x\nfoo: [1\n")
     assert command("fit", "--config-dir", ".", "recipe=broken") == 2
     assert "recipe broken, line" in capsys.readouterr().err
 
 
-def test_help_lists_commands_recipes_and_groups(command: Command, root: Path, capsys: Any) -> None:
+def test_cli_help_lists_commands_recipes_and_groups(command: Command, root: Path, capsys: Any) -> None:
     assert command("--help") == 0
     shown = capsys.readouterr().out
     names = [*cli.COMMANDS, *(path.stem for path in (root / "recipes").glob("*.yaml"))]
@@ -185,14 +185,14 @@ def test_help_lists_commands_recipes_and_groups(command: Command, root: Path, ca
     assert all(len(line.split()) > 1 for line in shown.splitlines() if line.startswith("    "))
 
 
-def test_each_command_has_help(command: Command, capsys: Any, subtests: pytest.Subtests) -> None:
+def test_cli_each_command_has_help(command: Command, capsys: Any, subtests: pytest.Subtests) -> None:
     for name in cli.COMMANDS:
         with subtests.test(name=name):
             code = command(name, "--help")
             assert f"drafttrain {name}" in capsys.readouterr().out and code == 0
 
 
-def test_cfg_prints_the_configuration(command: Command, runs: list[Any], capsys: Any) -> None:
+def test_cli_cfg_flag_prints_configuration_without_running(command: Command, runs: list[Any], capsys: Any) -> None:
     assert command("fit", "recipe=medusa", "train.steps=9", "--cfg", "job") == 0
     shown = capsys.readouterr().out
     assert "steps: 9" in shown
@@ -208,7 +208,9 @@ COMPLETED = [
 ]
 
 
-def test_completion(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: Any, subtests: pytest.Subtests) -> None:
+def test_shell_completion_proposes_matching_words(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: Any, subtests: pytest.Subtests
+) -> None:
     for line, words in COMPLETED:
         with subtests.test(line=line):
             monkeypatch.setenv("COMP_LINE", line)
@@ -216,17 +218,17 @@ def test_completion(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: A
             assert set(capsys.readouterr().out.split()) == words and code == 0
 
 
-def test_completion_installs(command: Command, capsys: Any) -> None:
+def test_shell_completion_install_prints_registration(command: Command, capsys: Any) -> None:
     assert command("--shell-completion", "install=bash") == 0
     assert capsys.readouterr().out.rstrip().endswith("drafttrain")
 
 
-def test_version(command: Command, capsys: Any) -> None:
+def test_cli_version_flag_prints_version(command: Command, capsys: Any) -> None:
     assert command("--version") == 0
     assert capsys.readouterr().out == f"drafttrain {cli.__version__}\n"
 
 
-def test_doctor_prints_what_a_bug_report_needs(command: Command, tmp_path: Path, capsys: Any) -> None:
+def test_doctor_prints_environment_for_bug_reports(command: Command, tmp_path: Path, capsys: Any) -> None:
     assert command("doctor") == 0
     shown = capsys.readouterr().out
     for word in ("python", *environment.PACKAGES, "cpu", "c++", "nvcc", "kernels", "gpu", "output", "cache", "W&B"):
@@ -234,7 +236,7 @@ def test_doctor_prints_what_a_bug_report_needs(command: Command, tmp_path: Path,
     assert not list(tmp_path.iterdir())
 
 
-def test_doctor_complains_of_a_folder_that_takes_no_file(command: Command, tmp_path: Path, capsys: Any) -> None:
+def test_doctor_unwritable_output_folder_is_refused(command: Command, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "file").write_text("")
     assert command("doctor", "output=file") == 2
     assert "cannot write to" in capsys.readouterr().err
@@ -253,7 +255,7 @@ def test_doctor_complains_of_a_folder_that_takes_no_file(command: Command, tmp_p
     ],
     ids=["at exit", "at its message", "ignored"],
 )
-def test_a_late_ctrl_c_leaves_no_traceback(ending: str, code: int) -> None:
+def test_cli_sigint_during_exit_leaves_no_traceback(ending: str, code: int) -> None:
     script = (
         "import atexit, os, signal\n"
         "from drafttrain.cli import main as cli\n"
@@ -278,7 +280,7 @@ HEAVY = ("transformers", "deepspeed", "peft", "wandb")
         pytest.param(["simulate", "simulate.trials=100", "out={folder}/picture.png"], HEAVY, marks=pytest.mark.slow),
     ],
 )
-def test_a_command_imports_only_what_it_uses(command: list[str], unneeded: tuple[str, ...], tmp_path: Path) -> None:
+def test_cli_command_imports_only_needed_packages(command: list[str], unneeded: tuple[str, ...], tmp_path: Path) -> None:
     """Each of these takes a second or more to import."""
     words = [word.format(folder=tmp_path) for word in command]
     check = (
@@ -288,7 +290,7 @@ def test_a_command_imports_only_what_it_uses(command: list[str], unneeded: tuple
     assert done.stdout.splitlines()[-1] == "[]", done.stdout[-500:]
 
 
-def test_every_family_has_its_options_in_a_file_of_their_own() -> None:
+def test_family_options_are_defined_in_one_module_each() -> None:
     from drafttrain.drafters import families, schemas
 
     assert schemas() == {name: family.options for name, family in families().items()}

@@ -15,7 +15,7 @@ from tests.unit.cli.choices import CHOICES, choice
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 
 
-def test_a_recipe_composes(subtests: pytest.Subtests) -> None:
+def test_recipe_composes_into_run_options(subtests: pytest.Subtests) -> None:
     for path in RECIPES:
         with subtests.test(recipe=path.stem):
             options = OmegaConf.to_object(compose([f"recipe={path.stem}", *_given(path)]))
@@ -23,7 +23,7 @@ def test_a_recipe_composes(subtests: pytest.Subtests) -> None:
             assert options.name == path.stem
 
 
-def test_a_recipe_says_what_it_is_and_how_to_run_it(subtests: pytest.Subtests) -> None:
+def test_recipe_states_purpose_command_and_hardware(subtests: pytest.Subtests) -> None:
     for path in RECIPES:
         with subtests.test(recipe=path.stem):
             lines = path.read_text().splitlines()
@@ -34,7 +34,7 @@ def test_a_recipe_says_what_it_is_and_how_to_run_it(subtests: pytest.Subtests) -
             assert "# @package _global_" in lines
 
 
-def test_a_recipe_is_a_diff(subtests: pytest.Subtests) -> None:
+def test_recipe_repeats_no_default_of_config(subtests: pytest.Subtests) -> None:
     for path in RECIPES:
         with subtests.test(recipe=path.stem):
             body = OmegaConf.create(path.read_text())

@@ -18,7 +18,7 @@ from drafttrain.runs.options import LauncherOptions
 TWO = LauncherOptions(nodes=2, rendezvous="first:29400")
 
 
-def test_a_machine_waits_for_that_of_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_rendezvous_polls_until_answer_or_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(rendezvous.time, "sleep", waits.append)
     monkeypatch.setattr(rendezvous, "answers", lambda host, port: (host, port) == ("first", "29400") and len(waits) == 3)
@@ -30,7 +30,7 @@ def test_a_machine_waits_for_that_of_the_rendezvous(monkeypatch: pytest.MonkeyPa
         rendezvous.wait_for_rendezvous(TWO)
 
 
-def test_a_machine_knows_its_own_names_and_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_local_names_and_open_ports_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous.is_here("localhost") and rendezvous.is_here("[::1]") | rendezvous.is_here("127.0.0.1")
     assert not rendezvous.is_here("192.0.2.1")  # an address that no machine has
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -46,7 +46,7 @@ def test_a_machine_knows_its_own_names_and_who_answers(monkeypatch: pytest.Monke
     assert not rendezvous.is_here("no-such-machine.invalid") and not rendezvous.answers("no-such-machine.invalid", "29400")
 
 
-def test_what_is_said_depends_on_whether_the_machines_have_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rendezvous_failure_message_depends_on_whether_machines_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(rendezvous.without_rendezvous(RendezvousTimeoutError(), TWO, tmp_path), WorkerError)
     assert "2 machines have not met at launcher.rendezvous=first:29400" in capsys.readouterr().err
     (tmp_path / worker.STARTED.replace("*", "7-0")).touch()
@@ -54,7 +54,7 @@ def test_what_is_said_depends_on_whether_the_machines_have_met(tmp_path: Path, c
     assert "the connection to the rendezvous first:29400 is lost" in capsys.readouterr().err
 
 
-def test_processes_have_failed_if_none_runs_and_none_says_why(tmp_path: Path) -> None:
+def test_failed_ranks_are_dead_processes_without_recorded_reason(tmp_path: Path) -> None:
     running, ended = subprocess.Popen(["sleep", "600"]), subprocess.Popen(["true"])
     try:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
@@ -82,12 +82,12 @@ ERRORS = [
 ]
 
 
-def test_a_lost_connection_is_told_from_a_bug(subtests: pytest.Subtests) -> None:
+def test_lost_connection_is_distinguished_from_bug(subtests: pytest.Subtests) -> None:
     for error, lost in ERRORS:
         with subtests.test(error=error):
             assert (worker.lost_connection(error) is not None) is lost
 
 
-def test_the_reason_is_the_part_that_a_user_can_read() -> None:
+def test_lost_connection_reason_omits_source_location() -> None:
     gloo = RuntimeError("[/pytorch/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:41")
     assert worker.lost_connection(gloo) == "Connection closed by peer [10.0.0.3]:41"

@@ -20,7 +20,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return calls
 
 
-def test_a_launcher_whose_threads_still_end_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orphaned_launcher_that_ends_late_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal comes with the end of its first thread, and only then the next one ends."""
     parents = iter([7, 7, 7, 1, 1])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
@@ -28,14 +28,14 @@ def test_a_launcher_whose_threads_still_end_has_died(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("signalled", [True, False])
-def test_a_launcher_that_lives_has_not(signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orphaned_is_false_while_launcher_runs(signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "DYING", 60.0 if signalled else 0.1)
     if signalled:
         (tmp_path / worker.SIGNALLED).touch()
     assert not worker.orphaned(os.getppid(), tmp_path)
 
 
-def test_a_second_signal_does_not_cost_the_message_of_the_first(killed: list[tuple[int, int]]) -> None:
+def test_end_at_first_signal_during_interruption_is_ignored(killed: list[tuple[int, int]]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         try:

@@ -64,7 +64,7 @@ def loaded_once(monkeypatch: pytest.MonkeyPatch, loaded: LoadedTarget) -> None:
     monkeypatch.setattr(generate, "load_target", lambda options, part=None: loaded)
 
 
-def test_a_prompt_is_answered_as_plain_decoding_would(
+def test_generate_with_drafter_prints_plain_decoding_output(
     command: Any, loaded: LoadedTarget, checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = "f(path='x') = ~1, $HOME ${a} {b: [1]}"
@@ -81,7 +81,7 @@ def test_a_prompt_is_answered_as_plain_decoding_would(
 
 
 @pytest.mark.usefixtures("loaded_once")
-def test_standard_input_is_continued_as_it_is(
+def test_generate_stdin_without_chat_is_continued_verbatim(
     command: Any, loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = "import os\n\ndef main("
@@ -103,7 +103,9 @@ MISTAKES = [
 
 
 @pytest.mark.usefixtures("loaded_once")
-def test_a_mistake_gets_one_line(command: Any, capfd: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+def test_generate_mistake_exits_with_code_2_and_message(
+    command: Any, capfd: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
     for arguments, line in MISTAKES:
         with subtests.test(arguments=arguments):
             check_mistake(command, arguments, line, capfd)
@@ -120,7 +122,7 @@ def check_mistake(command: Any, arguments: list[str], line: str, capfd: pytest.C
     assert (code, out) == (2, "") and line in err and err.strip().splitlines()[-1].startswith("drafttrain: ")
 
 
-def test_drafted_tokens_are_coloured_and_characters_come_whole(loaded: LoadedTarget) -> None:
+def test_generate_stream_colours_drafted_tokens_and_keeps_characters_whole(loaded: LoadedTarget) -> None:
     text = "naïve 漢字 ✓ done"
     ids = list(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
     stream, result = Stream(loaded), Result(0, 1)
@@ -132,7 +134,7 @@ def test_drafted_tokens_are_coloured_and_characters_come_whole(loaded: LoadedTar
     assert all(not p.spans for p in pieces[::2])
 
 
-def test_a_long_text_keeps_its_spaces_where_a_tokenizer_drops_the_first() -> None:
+def test_generate_stream_long_text_keeps_leading_spaces() -> None:
     def decode(ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(words[i] for i in ids).removeprefix(" ")
 
@@ -145,7 +147,7 @@ def test_a_long_text_keeps_its_spaces_where_a_tokenizer_drops_the_first() -> Non
     assert len(stream._tokens) < 72  # it was begun anew
 
 
-def test_a_chat_remembers_its_turns(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_chat_prompt_includes_earlier_turns(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     writer = Writer(loaded, decoder_of(loaded, DecodeOptions(max_new_tokens=12), None), console, chat=True)
     said = iter(["what is json?", "  ", "and csv?"])

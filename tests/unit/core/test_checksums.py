@@ -20,7 +20,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_list_that_has_changed_places_with_another_file(directory: Path) -> None:
+def test_check_listed_list_swapped_with_other_file_is_refused(directory: Path) -> None:
     other = (directory / "a.json").read_bytes()
     (directory / LISTED).rename(directory / "a.json")
     (directory / LISTED).write_bytes(other)

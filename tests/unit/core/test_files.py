@@ -19,7 +19,7 @@ from drafttrain.core.files import (
 )
 
 
-def test_a_directory_appears_when_it_is_complete(tmp_path: Path) -> None:
+def test_atomic_directory_appears_when_complete(tmp_path: Path) -> None:
     final = tmp_path / "runs" / "a"
     for content in ("first", "second"):
         with atomic_directory(final) as aside:
@@ -31,7 +31,7 @@ def test_a_directory_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
-def test_an_exception_leaves_nothing_new(tmp_path: Path, failure: type[BaseException]) -> None:
+def test_atomic_directory_exception_keeps_old_content(tmp_path: Path, failure: type[BaseException]) -> None:
     final = tmp_path / "a"
     with atomic_directory(final) as aside:
         (aside / "file").write_text("old")
@@ -42,7 +42,7 @@ def test_an_exception_leaves_nothing_new(tmp_path: Path, failure: type[BaseExcep
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_everything_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atomic_directory_syncs_files_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def number(of: int | Path) -> int:
         """A file keeps it when it gets another name."""
         return os.stat(of).st_ino
@@ -57,7 +57,7 @@ def test_everything_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: 
     assert events == [*written, "rename", number(tmp_path)]
 
 
-def test_text_and_json_replace_the_file(tmp_path: Path) -> None:
+def test_atomic_write_text_and_json_replace_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.json"
     atomic_write_text(path, "é")
     assert path.read_text(encoding="utf-8") == "é"
@@ -68,7 +68,7 @@ def test_text_and_json_replace_the_file(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["report.json"]
 
 
-def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atomic_write_text_full_disk_keeps_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -80,7 +80,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_leftovers_of_killed_processes_go(tmp_path: Path) -> None:
+def test_remove_leftovers_deletes_all_temporary_files(tmp_path: Path) -> None:
     (tmp_path / "a.tmp-1").mkdir()
     (tmp_path / "b.tmp-2").touch()
     (tmp_path / "c").touch()
@@ -88,7 +88,7 @@ def test_leftovers_of_killed_processes_go(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_what_ended_processes_left_aside_goes(tmp_path: Path) -> None:
+def test_remove_abandoned_deletes_temporary_files_of_ended_processes(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     child = ended.pid

@@ -58,7 +58,7 @@ def test_hub_reason_maps_http_error_to_cause_and_fix(monkeypatch: pytest.MonkeyP
     assert found is not None and GATED in found
 
 
-def test_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_reason_connection_failure_or_offline_cache_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     found = hub_reason(wrapped(errors.HTTPError("cut\nin the middle"), True), "a/b")
     assert found is not None and f"the connection to {constants.ENDPOINT} failed (cut in the middle); run the same" in found
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -67,6 +67,6 @@ def test_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_reason(ValueError("another"), "a/b") is None
 
 
-def test_a_login_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_token_replaces_hub_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert without_token("hf_secret may not") == "*** may not"

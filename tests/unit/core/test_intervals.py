@@ -64,7 +64,7 @@ def pool() -> Tensor:
 
 
 @pytest.mark.parametrize("count", [8, 40])
-def test_the_interval_covers_the_truth_as_often_as_it_says(count: int, pool: Tensor) -> None:
+def test_tau_interval_covers_true_tau_at_nominal_rate(count: int, pool: Tensor) -> None:
     generator = torch.Generator().manual_seed(0)
     truth = float(accepted_length(pool.sum(0)))
     drawn = [pool[torch.randint(len(pool), (count,), generator=generator)] for _ in range(600)]
@@ -73,7 +73,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(count: int, pool: Ten
     assert 0.90 <= covered <= 0.98, covered
 
 
-def test_one_text_has_no_interval_and_turns_of_a_dialogue_are_one_text() -> None:
+def test_tau_interval_of_one_text_is_none_and_dialogue_turns_are_one_text() -> None:
     generator = torch.Generator().manual_seed(1)
     hits = texts(3, generator)
     assert tau_interval(counts(hits[:1])) is None and jackknife(accepted_length, counts(hits[:1])) is None
@@ -83,7 +83,7 @@ def test_one_text_has_no_interval_and_turns_of_a_dialogue_are_one_text() -> None
     assert torch.equal(joined, torch.stack([counts(hits)[[0, 2]].sum(0), counts(hits)[1]]))
 
 
-def test_texts_without_samples_are_left_out() -> None:
+def test_tau_interval_ignores_texts_without_decode_steps() -> None:
     sum_C2 = torch.tensor([[3.0, 5.0], [0.0, 0.0], [4.0, 5.0]])
     assert tau_interval(sum_C2) == tau_interval(sum_C2[[0, 2]])
     assert tau_interval(torch.tensor([[0.0, 5.0], [0.0, 7.0]])) == (1.0, 1.0)
@@ -98,14 +98,14 @@ def of(measured: float, count: int, spread: float) -> Prediction:
     return found
 
 
-def test_a_wide_interval_suppresses_the_flag_and_a_narrow_one_raises_it() -> None:
+def test_prediction_gap_is_flagged_only_with_narrow_interval() -> None:
     wide, narrow = of(0.8, 5, spread=1.5), of(0.6, 200, spread=20.0)
     assert wide.gap is not None and narrow.gap is not None and min(abs(wide.gap), abs(narrow.gap)) > 0.10
     assert not wide.flagged and narrow.flagged
     assert not of(0.95, 200, spread=20.0).flagged, "sure, but below 10 %"
 
 
-def test_the_gap_is_paired_by_text() -> None:
+def test_prediction_gap_is_paired_by_text() -> None:
     """Texts that differ widely leave tau uncertain; a drafter that decodes worse on each of them is flagged all the same."""
     hits = texts(12, torch.Generator().manual_seed(5), spread=1.5)
     same = predicted(hits, CHAIN, False, range(12), counts(hits))
@@ -115,13 +115,13 @@ def test_the_gap_is_paired_by_text() -> None:
     assert worse.tau - worse.interval[0] > 0.2, "tau itself is not known well"
 
 
-def test_intervals_in_words() -> None:
+def test_with_interval_formats_value_and_bounds() -> None:
     assert with_interval(1.52, (1.38, 1.66)) == "1.52 (1.38 to 1.66)" and with_interval(1.52, None) == "1.52"
     assert cells.expected({"expected_tau": 1.5, "expected_tau_interval": [1.25, 1.75]}) == "1.50 (1.25 to 1.75)"
     assert cells.expected({"expected_tau": 1.5}) == "1.50" and cells.expected({"expected_tau": None}) == "-"
 
 
-def test_a_tree_that_grows_by_confidence_is_counted_by_the_measured_texts_own_paths() -> None:
+def test_counted_paths_dynamic_tree_is_tuned_on_measured_texts() -> None:
     """The paths that training searched are for the training data: text in which another token is right says nothing."""
     drafter = Eagle3(Eagle3Options(tree="dynamic", draft_length=3, width=4, nodes=6), tiny_target())
     drafter.proposal.tune([torch.full((20, 3), 9)], 6)
@@ -135,7 +135,7 @@ def test_a_tree_that_grows_by_confidence_is_counted_by_the_measured_texts_own_pa
     assert counted_paths(chain, hits, 2) == CHAIN[:2] and counted_paths(chain, None, None) == CHAIN
 
 
-def test_a_searched_tree_is_not_counted_on_the_texts_that_chose_it() -> None:
+def test_tuned_sums_scores_tuned_tree_on_held_out_texts() -> None:
     """Ranks without any pattern: no tree is better than another, and what is searched only seems so on its own texts."""
     generator = torch.Generator().manual_seed(0)
     ranks = [torch.randint(0, 10, (40, 2), generator=generator) for _ in range(2 * 8)]
@@ -147,7 +147,7 @@ def test_a_searched_tree_is_not_counted_on_the_texts_that_chose_it() -> None:
     assert chosen == tuned_paths(ranks[:8], 5)
 
 
-def test_the_console_table_shows_intervals_within_80_columns() -> None:
+def test_console_table_shows_intervals_within_80_columns() -> None:
     entry = entry_of(12400, 2.2, 1.25) | {"expected_tau": 2.22, "expected_tau_interval": [2.0612, 12.3849], "best": True}
     entry |= {"alpha_by_position": [[0.74, 0.7, 0.8]] * 5, "prompts": 56, "exact_matches": 56}
     report = {"drafter": {"family": "medusa"}, "checkpoints": [entry], "best": entry["name"]}

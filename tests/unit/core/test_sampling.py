@@ -47,14 +47,14 @@ def test_distribution_equals_softmax_of_shaped_logits(subtests: pytest.Subtests)
             assert bool(((distribution(logits, sampling) > 0) == (kept > -torch.inf)).all())
 
 
-def test_equal_logits_stay_or_go_together() -> None:
+def test_shaped_equal_logits_are_kept_or_dropped_together() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 2.0, 0.0, 1.0]])
     for settings in ({"top_k": 3}, {"top_p": 0.85}, {"min_p": 0.1}):
         kept = shaped(logits, Sampling(1.0, **settings)) > -torch.inf
         assert kept.tolist() == [[True, True, True, True, False, True]]
 
 
-def test_rows_have_their_own_temperature_and_each_node_its_rows() -> None:
+def test_distribution_with_temperature_per_row_equals_separate_rows() -> None:
     logits, temperature = torch.randn(2, 3, 30), torch.tensor([0.5, 1.7])
     own = distribution(logits, Sampling(1.0, top_p=0.7, temperature_B=temperature))
     for row in range(2):
@@ -67,7 +67,7 @@ def test_rows_have_their_own_temperature_and_each_node_its_rows() -> None:
     assert drafting.temperature == 0.3 and drafting.temperature_B is None
 
 
-def test_settings_on_the_device_replace_those_of_the_host() -> None:
+def test_sampling_device_settings_replace_host_settings() -> None:
     key, position = torch.tensor([5, 9]), torch.arange(4)
     host = Sampling(0.7, seed=12).rows(key)
     device = Sampling(1.0, key_B=key, temperature_B=torch.tensor([0.7, 0.7]), seed_1=torch.tensor([12]))
@@ -81,19 +81,19 @@ def test_settings_on_the_device_replace_those_of_the_host() -> None:
         assert found.temperature_M.dtype == torch.float32 and found.temperature_M.tolist() == pytest.approx([0.7] * 4)
 
 
-def test_greedy_law_is_a_one_hot() -> None:
+def test_distribution_greedy_is_one_hot_at_lowest_index() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
     assert distribution(logits, Sampling()).tolist() == [[0.0, 1.0, 0.0, 0.0]]
     assert choose(logits, Sampling(), torch.tensor([0])).tolist() == [1]
 
 
-def test_pick_inverts_the_cumulative_sum_and_never_takes_probability_zero() -> None:
+def test_pick_inverts_cumulative_sum_and_never_picks_zero_probability() -> None:
     laws = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]], dtype=torch.float64).expand(5, 5)
     draws = torch.tensor([0.0, 0.2499, 0.25, 0.9999999999, 1.0 - 2**-53], dtype=torch.float64)
     assert pick(laws, draws).tolist() == [1, 1, 3, 3, 3]
 
 
-def test_noise_is_uniform_keyed_and_independent_between_lanes() -> None:
+def test_uniform_noise_is_keyed_and_independent_between_lanes() -> None:
     position = torch.arange(20000)
     sampling = Sampling(1.0, seed=4).rows(torch.zeros(20000, dtype=torch.long))
     a, b = uniform(sampling, position, Lane.TARGET), uniform(sampling, position, Lane.DRAFT)

@@ -26,7 +26,7 @@ def parents(draw: st.DrawFn) -> list[int]:
 
 @given(parents())
 @settings(max_examples=60, deadline=None)
-def test_ancestors_and_depth_follow_the_parents(parent: list[int]) -> None:
+def test_ancestors_and_depth_equal_walk_along_parents(parent: list[int]) -> None:
     mask = ancestors(torch.tensor([parent]))[0]
     for node in range(len(parent)):
         walk, at = set(), node
@@ -37,7 +37,7 @@ def test_ancestors_and_depth_follow_the_parents(parent: list[int]) -> None:
         assert int(depth(mask[None])[0, node]) == len(walk) - 1
 
 
-def test_trimmed_drops_what_is_padding_in_every_row() -> None:
+def test_draft_tree_trimmed_drops_columns_padded_in_every_row() -> None:
     token_BN, q_BNV = torch.arange(10).view(2, 5), torch.rand(2, 5, 7)
     tree = DraftTree.chain(token_BN, torch.tensor([3, 1]), q_BNV)
     found = tree.trimmed()
@@ -47,7 +47,7 @@ def test_trimmed_drops_what_is_padding_in_every_row() -> None:
     assert found.trimmed() is found
 
 
-def test_worked_example() -> None:
+def test_tree_shape_and_chain_have_expected_parents_and_ancestors() -> None:
     shape = TreeShape.of([(0,), (1,), (0, 0)])
     assert shape.parent_N.tolist() == [-1, 0, 0, 1]
     assert shape.depth_N.tolist() == [0, 1, 1, 2]
@@ -64,7 +64,7 @@ def test_tree_shape_missing_parent_or_repeated_path_is_refused() -> None:
             TreeShape.of(paths)
 
 
-def test_best_paths_are_the_most_hit_and_closed_under_parents() -> None:
+def test_best_paths_are_most_frequent_and_closed_under_parents() -> None:
     hit = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0], [0, 2, 0], [3, 3, 3]])
     # of five rows: (0,) is on three paths, (0, 0) on two, all others on one at most
     # ties go to the shallower, then the lower rank
@@ -75,7 +75,7 @@ def test_best_paths_are_the_most_hit_and_closed_under_parents() -> None:
     assert best_paths(hit, nodes=99)[-1] == (3, 3, 3)
 
 
-def test_a_tuned_tree_is_best_where_decoding_stands() -> None:
+def test_tuned_paths_are_best_where_decode_steps_start() -> None:
     """Thirty easy positions are leapt over, ten hard ones are all visited: the node that helps there wins."""
     text = torch.tensor([[0, 0, 0]] * 30 + [[1, 9, 9]] * 10)
     assert best_paths(text, nodes=3) == [(0,), (0, 0), (0, 0, 0)]
@@ -86,25 +86,25 @@ def test_a_tuned_tree_is_best_where_decoding_stands() -> None:
     assert 1 + expected_nodes([text], best_paths(text, nodes=3)) == pytest.approx((8 * 4 + 8) / 16)
 
 
-def test_visits_start_anew_with_every_text() -> None:
+def test_visits_restart_with_every_text() -> None:
     text = torch.zeros(3, 2, dtype=torch.long)
     assert visits(arrivals(text, [(0,)])).tolist() == [1.0, 0.0, 1.0]
     # the first text's last leap ends with it: the second's only sample, a miss, counts as well
     assert expected_nodes([torch.tensor([[0]]), torch.tensor([[9]])], [(0,)]) == 0.5
 
 
-def test_ranks_out_of_reach_leave_a_chain() -> None:
+def test_best_paths_ranks_out_of_range_leave_chain() -> None:
     hit = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0]])
     assert best_paths(torch.where(hit == 0, 0, 2**31), nodes=9) == [(0,), (0, 0), (0, 0, 0)]
 
 
-def test_more_nodes_never_lower_the_expectation() -> None:
+def test_best_paths_more_nodes_never_lower_expected_nodes() -> None:
     hit = torch.randint(0, 5, (60, 4), generator=torch.Generator().manual_seed(0))
     values = [expected_nodes(hit.split(1), best_paths(hit, n)) for n in (1, 2, 4, 8, 16, 32)]
     assert values == sorted(values)
 
 
-def test_cut_keeps_order_laws_and_parents() -> None:
+def test_draft_tree_cut_keeps_order_distributions_and_parents() -> None:
     parent = torch.tensor([[-1, 0, 1, 0, 3, 2], [-1, 0, 0, 0, 3, 0]])
     q = torch.arange(2 * 6 * 3.0).view(2, 6, 3)
     tree = DraftTree(torch.arange(12).view(2, 6), parent, torch.tensor([6, 5]), q, torch.ones(2, 6, dtype=torch.bool))

@@ -74,7 +74,7 @@ def spans(conversation: Conversation, tokenizer: PreTrainedTokenizerFast, max_le
     return [tokenizer.decode(run) for run in runs]
 
 
-def test_chatml_supervises_replies_and_their_end_of_turn(subtests: pytest.Subtests) -> None:
+def test_encoder_chatml_supervises_replies_and_end_of_turn_tokens(subtests: pytest.Subtests) -> None:
     conversation = chat("hi", "yes, hi", "more?", "  def f():\n      return 1 ", system="be short")
     for template, trim_offsets in product((MARKED, MARKED_CONTENT_ONLY, CHATML), (False, True)):
         with subtests.test(template=template, trim_offsets=trim_offsets):
@@ -82,32 +82,32 @@ def test_chatml_supervises_replies_and_their_end_of_turn(subtests: pytest.Subtes
             assert spans(conversation, tokenizer) == ["yes, hi<|im_end|>", "  def f():\n      return 1 <|im_end|>"]
 
 
-def test_end_of_turn_is_found_when_it_is_not_the_eos_token() -> None:
+def test_encoder_end_of_turn_other_than_eos_token_is_supervised() -> None:
     assert spans(chat("hi", "yes", "a", "b"), byte_tokenizer(CHATML, eos="</s>")) == ["yes<|im_end|>", "b<|im_end|>"]
 
 
-def test_the_end_token_in_the_next_turn_belongs_to_the_reply() -> None:
+def test_encoder_end_token_written_by_next_turn_belongs_to_reply() -> None:
     assert spans(chat("hi", "yes", "more?", "no"), byte_tokenizer(LATE_END, eos="</s>")) == ["yes</s>", "no"]
 
 
-def test_marks_and_prefixes_give_the_same_mask() -> None:
+def test_encoder_generation_marks_give_same_loss_mask_as_prefixes() -> None:
     conversation = chat("hi", "yes\n", "\n", " hi\n\n")
     marked, plain = (Encoder(byte_tokenizer(t), 1000)(conversation) for t in (MARKED, CHATML))
     assert marked.token_ids.tolist() == plain.token_ids.tolist()
     assert marked.mask.tolist() == plain.mask.tolist()
 
 
-def test_a_token_that_prompt_and_reply_share_is_not_supervised() -> None:
+def test_encoder_token_shared_by_prompt_and_reply_is_not_supervised() -> None:
     # "assistant\n" + "\n\nyes": the first two newlines are one token, which can never follow a prompt that ends in a newline
     for template in (CHATML, MARKED):
         assert spans(chat("hi", "\n\nyes"), byte_tokenizer(template)) == ["\nyes<|im_end|>"]
 
 
-def test_end_of_text_mentioned_by_the_reply_stays_inside_it() -> None:
+def test_encoder_end_of_text_quoted_in_reply_does_not_end_supervision() -> None:
     assert spans(chat("hi", "write </s> last"), byte_tokenizer(CHATML)) == ["write </s> last<|im_end|>"]
 
 
-def test_a_leading_reply_has_no_prompt_and_is_context() -> None:
+def test_encoder_leading_assistant_turn_is_not_supervised() -> None:
     messages = [{"role": "assistant", "content": "hello"}, *chat("hi", "yes").messages]
     assert spans(Conversation("x:1", tuple(messages)), byte_tokenizer(CHATML)) == ["yes<|im_end|>"]
 
@@ -117,7 +117,7 @@ text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_siz
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(text, min_size=2, max_size=6), st.sampled_from([MARKED, CHATML]))
-def test_any_text_supervises_the_ends_of_its_replies_and_no_prompt(contents: list[str], template: str) -> None:
+def test_encoder_random_texts_supervise_each_reply_up_to_leading_blanks(contents: list[str], template: str) -> None:
     contents = contents[: len(contents) // 2 * 2]
     tokenizer = byte_tokenizer(template)
     found = spans(chat(*contents), tokenizer)
@@ -129,13 +129,13 @@ def test_any_text_supervises_the_ends_of_its_replies_and_no_prompt(contents: lis
         assert not whole.removesuffix(supervised).strip()
 
 
-def test_text_is_supervised_whole_behind_its_first_token() -> None:
+def test_encoder_plain_text_is_supervised_after_first_token() -> None:
     encoded = Encoder(byte_tokenizer(None), 100)(Conversation("x:1", text="hi yes"))
     assert encoded.mask.tolist() == [False] + [True] * (len(encoded.token_ids) - 1)
     assert encoded.supervised == len(encoded.token_ids) - 1
 
 
-def test_truncation_cuts_ids_and_mask() -> None:
+def test_encoder_truncation_cuts_token_ids_and_loss_mask() -> None:
     tokenizer = byte_tokenizer(CHATML)
     whole, cut = (Encoder(tokenizer, n)(chat("hi", "yes and more")) for n in (1000, 20))
     assert cut.truncated
@@ -145,17 +145,17 @@ def test_truncation_cuts_ids_and_mask() -> None:
     assert Encoder(tokenizer, 4)(chat("hi", "yes")).supervised == 0
 
 
-def test_conversations_without_a_template_are_refused() -> None:
+def test_encoder_conversation_without_chat_template_is_refused() -> None:
     with pytest.raises(UserError, match=r"data.jsonl:1: conversations need a chat template.* has none; use .*`text` records"):
         Encoder(byte_tokenizer(None), 100)(chat("hi", "yes"))
 
 
-def test_a_template_that_rewrites_earlier_text_is_refused() -> None:
+def test_encoder_template_rewriting_earlier_text_is_refused() -> None:
     with pytest.raises(UserError, match=r"data.jsonl:1: .*cannot be masked reliably: turn 2 .*\{% generation %\}.*`text`"):
         Encoder(byte_tokenizer(COUNTING), 100)(chat("hi", "yes", "more?", "no"))
 
 
 @pytest.mark.parametrize("template", [LLAMA2, LLAMA2_MARKED])
-def test_a_conversation_that_the_template_refuses_names_its_line(template: str) -> None:
+def test_encoder_conversation_refused_by_template_names_its_line(template: str) -> None:
     with pytest.raises(UserError, match=r"data.jsonl:1: the chat template refuses .*only user and assistant"):
         Encoder(byte_tokenizer(template), 100)(chat("hi", "yes", system="be short"))

@@ -63,7 +63,7 @@ def trained_on(path: Path) -> list[Any]:
 
 @pytest.mark.parametrize("most", [12, pytest.param(100, marks=MANY)])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_changed_byte_of_prepared_data_is_refused(kind: str, most: int, prepared: Path, tmp_path: Path) -> None:
+def test_prepared_data_damaged_file_is_refused(kind: str, most: int, prepared: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(prepared / kind, tmp_path / "out"))
     parts = sorted(out.glob("part-*"))
     assert len(parts) == 2
@@ -76,7 +76,7 @@ def test_a_changed_byte_of_prepared_data_is_refused(kind: str, most: int, prepar
         assert refused([part], lambda part=part: list(read_records(part, None, out)), most, removed=False) == {part.name: 1.0}
 
 
-def test_names_of_prepared_data_are_compared(out: Path) -> None:
+def test_prepared_data_missing_or_extra_part_is_refused(out: Path) -> None:
     first, second = sorted(out.glob("part-*"))
     whole = trained_on(out)
     second.rename(out / f"part-00007{second.suffix}")
@@ -92,7 +92,7 @@ def test_names_of_prepared_data_are_compared(out: Path) -> None:
     assert trained_on(out) == whole
 
 
-def test_whoever_changes_prepared_data_on_purpose_deletes_the_list(out: Path, tmp_path: Path) -> None:
+def test_prepared_data_edited_part_is_read_after_checksum_list_is_deleted(out: Path, tmp_path: Path) -> None:
     mine = tmp_path / "out" / "mine.jsonl"  # a file that prepare did not write
     mine.write_text('{"prompt": "a", "response": "b"}\n')
     assert len(read_conversations(DataOptions(path=str(mine)))) == 1
@@ -114,7 +114,7 @@ def journal_of(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("most", [100, pytest.param(400, marks=MANY)])
-def test_a_changed_byte_of_a_journal_costs_its_line_alone(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_damaged_byte_loses_only_its_line(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module.os, "fsync", lambda file: None)  # a slow disk takes long
     folder = tmp_path / "x"
     path, records = journal_of(folder)
@@ -140,13 +140,13 @@ def test_a_changed_byte_of_a_journal_costs_its_line_alone(most: int, tmp_path: P
     assert lost > 0.8 * most
 
 
-def test_lines_of_earlier_versions_count(tmp_path: Path) -> None:
+def test_journal_lines_without_checksum_are_read(tmp_path: Path) -> None:
     path, records = journal_of(tmp_path)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert [record for _, _, record in read(tmp_path)] == records and scan(tmp_path).damaged == []
 
 
-def test_a_changed_byte_of_a_journals_settings_is_refused(tmp_path: Path) -> None:
+def test_journal_settings_damaged_file_is_refused(tmp_path: Path) -> None:
     settings = {"target": {"name": "hf", "path": "a/b"}, "sampling": {"seed": 0, "top_p": 0.9}}
     check_settings(tmp_path, settings, write=True)
 
@@ -163,7 +163,7 @@ def plain(block: Block) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("most", [100, pytest.param(1500, marks=MANY)])
-def test_a_changed_byte_of_a_block_is_prepared_again(most: int, tmp_path: Path) -> None:
+def test_store_damaged_block_is_prepared_again(most: int, tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": f"{i} 7", "response": f"{i} 3 4"}) + "\n" for i in range(6)]
     (tmp_path / "a.jsonl").write_text("".join([*lines, '{"prompt": "5"}\n']))
     (source,) = open_sources(DataOptions(path=str(tmp_path / "a.jsonl")))
@@ -193,9 +193,7 @@ def test_a_changed_byte_of_a_block_is_prepared_again(most: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("most", [12, pytest.param(40, marks=MANY)])
-def test_a_changed_byte_of_what_was_rewritten_is_rewritten_again(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_records_damaged_spool_file_is_rewritten(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafttrain.data.records.SMALL", 10)
     (tmp_path / "a.json").write_text(json.dumps([{"prompt": str(i), "response": "b"} for i in range(9)]))
     csv = "".join(f"{i},b\n" for i in range(9))

@@ -48,7 +48,7 @@ def firsts(rows: list[Encoded]) -> list[int]:
     return [int(row.token_ids[0]) for row in rows]
 
 
-def test_load_splits_and_counts(tmp_path: Path) -> None:
+def test_load_dataset_splits_held_out_rows_and_reports_counts(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", 10)
     loaded = load_dataset(DataOptions(path=path, held_out=3), word_tokenizer())
     assert (len(loaded.train), len(loaded.held_out)) == (7, 3)
@@ -91,7 +91,7 @@ def test_load_splits_and_counts(tmp_path: Path) -> None:
     assert other.summary["sha256"] != sha256
 
 
-def test_held_out_follows_the_seed(tmp_path: Path) -> None:
+def test_load_dataset_held_out_rows_depend_on_seed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", 30)
     apart = [
         [int(e.token_ids[1]) for e in load_dataset(DataOptions(path=path, held_out=5, seed=s), word_tokenizer()).held_out]
@@ -100,7 +100,7 @@ def test_held_out_follows_the_seed(tmp_path: Path) -> None:
     assert apart[0] == apart[1] != apart[2]
 
 
-def test_conversations_cut_before_their_reply_are_dropped(tmp_path: Path) -> None:
+def test_load_dataset_conversation_truncated_before_reply_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     long = {"prompt": "1 2 3 4 5 6", "response": "7"}
     records = [{"prompt": "1", "response": "2 3 4"}, long, {"prompt": "2", "response": "3"}]
@@ -114,7 +114,7 @@ def test_conversations_cut_before_their_reply_are_dropped(tmp_path: Path) -> Non
     }
 
 
-def test_all_dropped_and_none_left(tmp_path: Path) -> None:
+def test_load_dataset_no_rows_left_or_bad_option_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", 4)
     for options, says in [
         (DataOptions(path=path, max_length=4), "none of 4 conversations has a supervised token.*raise data.max_length"),
@@ -126,7 +126,7 @@ def test_all_dropped_and_none_left(tmp_path: Path) -> None:
             load_dataset(options, word_tokenizer())
 
 
-def test_a_bar_for_many_conversations_only(
+def test_load_dataset_progress_bar_appears_for_many_conversations_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drafttrain.data.progress.BAR_FROM", 100)
@@ -140,14 +140,14 @@ def test_a_bar_for_many_conversations_only(
 
 @settings(deadline=None)
 @given(count=st.integers(1, 12), size=st.integers(1, 9), seed=st.integers(-3, 2**40))
-def test_every_epoch_visits_every_conversation_once(count: int, size: int, seed: int) -> None:
+def test_dataset_epoch_visits_each_conversation_once(count: int, size: int, seed: int) -> None:
     dataset = data(count, seed)
     stream = [row for step in range(2 * count) for row in firsts(dataset.global_batch(step, size))]
     for epoch in range(len(stream) // count):
         assert sorted(stream[epoch * count : (epoch + 1) * count]) == firsts(dataset.train)
 
 
-def test_batches_depend_on_seed_and_step_alone() -> None:
+def test_dataset_global_batch_depends_on_seed_and_step() -> None:
     assert firsts(data(50).global_batch(7, 4)) == firsts(data(50).global_batch(7, 4))
     assert firsts(data(50).global_batch(7, 4)) != firsts(data(50, seed=1).global_batch(7, 4))
     assert data(50).order(0, 4) != data(50).order(1, 4)
@@ -155,7 +155,7 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
 
 @settings(deadline=None)
 @given(world=st.sampled_from([1, 2, 4]), micro=st.sampled_from([1, 2, 3]), steps=st.integers(1, 3))
-def test_shards_partition_the_global_batch(world: int, micro: int, steps: int) -> None:
+def test_shard_ranks_partition_global_batch(world: int, micro: int, steps: int) -> None:
     batch = encoded(*[2] * (world * micro * steps))
     parts = [shard(batch, rank, world, micro) for rank in range(world)]
     assert all(len(part) == steps and all(len(rows) == micro for rows in part) for part in parts)
@@ -163,12 +163,12 @@ def test_shards_partition_the_global_batch(world: int, micro: int, steps: int) -
     assert firsts(parts[-1][0])[0] == firsts(batch)[world - 1]
 
 
-def test_uneven_shards_are_refused() -> None:
+def test_shard_uneven_global_batch_is_refused() -> None:
     with pytest.raises(UserError, match=r"global_batch=6 must be a multiple of train.micro_batch=2 x 2 processes; set it to 8"):
         shard(encoded(*[2] * 6), 0, 2, 2)
 
 
-def test_collate_pads_on_the_right() -> None:
+def test_collate_pads_shorter_rows_on_right() -> None:
     batch = collate(encoded(3, 1), pad_id=9)
     assert batch.token_BT.tolist() == [[10, 11, 12], [20, 9, 9]]
     assert batch.position_BT.tolist() == [[0, 1, 2], [0, 1, 2]]
@@ -178,7 +178,7 @@ def test_collate_pads_on_the_right() -> None:
     assert batch.future(2).label_M.tolist() == [2]
 
 
-def test_a_length_is_rounded_up_and_nothing_else_changes(subtests: pytest.Subtests) -> None:
+def test_collate_length_rounded_up_keeps_supervision_and_anchors(subtests: pytest.Subtests) -> None:
     for most, length in ((None, 64), (50, 50), (30, 40)):
         with subtests.test(most=most):
             exact, rounded = (collate(encoded(40, 31), 9, multiple, most) for multiple in (1, 64))
@@ -188,7 +188,7 @@ def test_a_length_is_rounded_up_and_nothing_else_changes(subtests: pytest.Subtes
             assert torch.equal(ours.source_BA, theirs.source_BA) and torch.equal(ours.token_BA, theirs.token_BA)
 
 
-def test_a_batch_without_supervision_is_refused() -> None:
+def test_check_supervised_batch_without_supervised_tokens_is_refused() -> None:
     check_supervised(1, 3)
     with pytest.raises(UserError, match=r"step 3: .*loss mask selects nothing.*raise data.max_length"):
         check_supervised(0, 3)

@@ -60,7 +60,7 @@ READ: list[tuple[dict[str, Any], str, tuple[dict[str, Any], ...]]] = [
 ]
 
 
-def test_forms(subtests: pytest.Subtests) -> None:
+def test_record_form_is_detected_and_converted_to_messages(subtests: pytest.Subtests) -> None:
     for record, form, messages in READ:
         with subtests.test(record=record):
             found = conversation("x:1", record)
@@ -68,7 +68,7 @@ def test_forms(subtests: pytest.Subtests) -> None:
             assert conversation("x:1", record, form) == found
 
 
-def test_tools_become_schemas(subtests: pytest.Subtests) -> None:
+def test_record_tools_become_function_schemas(subtests: pytest.Subtests) -> None:
     for tools in ([TOOL], [TOOL["function"]], '[{"name": "f"}]'):
         with subtests.test(tools=tools):
             assert conversation("x:1", {"messages": [HI, YES], "tools": tools}).tools == (TOOL,)
@@ -81,7 +81,7 @@ ASKING: list[tuple[dict[str, Any], str, list[str]]] = [
 ]
 
 
-def test_prompts_without_replies_are_for_answering_only(subtests: pytest.Subtests) -> None:
+def test_record_turns_without_replies_is_refused_for_training(subtests: pytest.Subtests) -> None:
     for record, form, turns in ASKING:
         with subtests.test(record=record):
             asked = conversation("x:1", record, replies=False)
@@ -109,7 +109,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_what_is_wrong_is_one_line(subtests: pytest.Subtests) -> None:
+def test_record_malformed_is_refused_in_one_line(subtests: pytest.Subtests) -> None:
     for record, form, says in WRONG:
         with subtests.test(record=record):
             with pytest.raises(UserError, match=rf"^x:1: {says}") as caught:
@@ -117,14 +117,14 @@ def test_what_is_wrong_is_one_line(subtests: pytest.Subtests) -> None:
             assert "\n" not in str(caught.value)
 
 
-def test_a_named_form_is_taken_where_several_are_there() -> None:
+def test_record_with_several_forms_follows_named_form() -> None:
     record = {"messages": [HI, YES], "text": "hi yes"}
     assert conversation("x:1", record).messages == (HI, YES)
     assert conversation("x:1", record, "text").text == "hi yes"
     assert list(FORMS) == ["messages", "conversations", "prompt", "alpaca", "input", "turns", "text", "question"]
 
 
-def test_calls_and_tools_that_are_nested_too_deeply(subtests: pytest.Subtests) -> None:
+def test_record_deeply_nested_tools_and_calls_are_refused(subtests: pytest.Subtests) -> None:
     for deep in ("[" * 9000 + "]" * 9000, '{"a":' * 9000 + "1" + "}" * 9000):
         with subtests.test(begins=deep[:5]):
             with pytest.raises(UserError, match=r"x:1: expected tool calls .* got"):
@@ -133,7 +133,7 @@ def test_calls_and_tools_that_are_nested_too_deeply(subtests: pytest.Subtests) -
                 conversation("x:1", {"messages": [HI, YES], "tools": deep})
 
 
-def test_a_lone_surrogate_is_named(subtests: pytest.Subtests) -> None:
+def test_record_unpaired_surrogate_is_refused(subtests: pytest.Subtests) -> None:
     for record in (
         {"prompt": "hi", "response": "a\udfff"},
         {"system": "a\udfff", "prompt": "hi", "response": "yes"},

@@ -102,7 +102,9 @@ def outcome(path: Path, cache: Path) -> str:
 
 @pytest.mark.parametrize("seeds", [30, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [jsonl, array, comma, parquet, arrow, stream])
-def test_a_mutated_file_loads_or_is_refused_in_one_line(make: Callable[[Path], Path], seeds: int, tmp_path: Path) -> None:
+def test_data_file_mutated_bytes_load_or_are_refused_in_one_line(
+    make: Callable[[Path], Path], seeds: int, tmp_path: Path
+) -> None:
     """seeds: mutations of each kind of file. `make test-faults KINDS=data` goes on."""
     file = make(tmp_path)
     content, chance, found = file.read_bytes(), random.Random(0), []
@@ -145,7 +147,7 @@ FOLDERS = [
 
 
 @pytest.mark.parametrize(("name", "whole"), FOLDERS)
-def test_a_folder_loads_or_is_refused_in_one_line(
+def test_data_folder_with_odd_file_loads_or_is_refused_in_one_line(
     name: str, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """whole: with data beside what is odd."""
@@ -165,7 +167,7 @@ def test_a_folder_loads_or_is_refused_in_one_line(
         assert "odd.py" in said and "not run" in said
 
 
-def test_a_path_that_can_be_none_is_refused_in_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_data_path_impossible_is_refused_in_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for path in ("~nobody-of-this-name/a.jsonl", f"{'a' * 5000}.jsonl", f"{'a/' * 3000}b.jsonl", "a\0.jsonl"):
         with subtests.test(path=path[:50]):
             with pytest.raises(UserError) as error:
@@ -174,14 +176,14 @@ def test_a_path_that_can_be_none_is_refused_in_one_line(tmp_path: Path, subtests
 
 
 @pytest.mark.parametrize("value", [LONG, DEEP + "]" * 100_000])
-def test_a_value_out_of_reach_is_a_bad_record(value: str, tmp_path: Path) -> None:
+def test_data_record_with_oversized_value_is_refused_by_line(value: str, tmp_path: Path) -> None:
     """Its line is named, so that `data.bad_records` can leave it out."""
     (tmp_path / "a.jsonl").write_text(f'{json.dumps(TALK[0])}\n{{"messages": {value}}}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2: expected"):
         read_conversations(DataOptions(path=str(tmp_path / "a.jsonl"), cache=str(tmp_path)))
 
 
-def test_dates_out_of_range_in_a_table_are_refused(tmp_path: Path) -> None:
+def test_data_table_with_date_out_of_range_is_refused(tmp_path: Path) -> None:
     rows: dict[str, Any] = {"prompt": ["q"], "response": ["a"], "day": pa.array([2**62], pa.timestamp("us"))}
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")
     assert "a.parquet: expected" in outcome(tmp_path / "a.parquet", tmp_path)

@@ -32,12 +32,12 @@ def asked(*turns: str, name: str = "p") -> Prompt:
     return Prompt(name, "c", list(turns))
 
 
-def test_the_embedded_data_holds_none_of_the_embedded_prompts() -> None:
+def test_contamination_embedded_data_holds_no_embedded_prompt() -> None:
     how = InspectOptions()
     assert copies(load_prompts("embedded", None), read_conversations(DataOptions()), how.ngram, how.overlap) == []
 
 
-def test_copies_are_found_through_case_blanks_and_small_changes() -> None:
+def test_contamination_copies_are_found_despite_case_blanks_and_edits() -> None:
     prompts = [
         asked(FOX, name="fox"),
         asked(CHINESE, name="chinese"),
@@ -63,7 +63,7 @@ def test_copies_are_found_through_case_blanks_and_small_changes() -> None:
     assert plain.origin == "7"
 
 
-def test_contamination_searches_all_sources_and_is_reported(tmp_path: Path) -> None:
+def test_contamination_searches_all_sources_and_reports_copies(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(10)))
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": 3}) + "\n" + json.dumps({"text": f"so {FOX}"}) + "\n")
     sources = open_sources(DataOptions(mix=[SourceOptions(str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl")]))
@@ -121,7 +121,7 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def test_terminal_and_page_show_supervised_tokens_figures_and_copies(
+def test_inspect_terminal_and_page_show_supervised_tokens_and_copies(
     command: Callable[..., int], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"question_id": 7, "turns": [FOX]}) + "\n")
@@ -147,7 +147,7 @@ def test_terminal_and_page_show_supervised_tokens_figures_and_copies(
     assert f"{data}:10" in unescape(text) and "1 of 1 prompts" in text
 
 
-def test_the_histogram_counts_every_conversation(command: Callable[..., int], data: Path, tmp_path: Path) -> None:
+def test_inspect_histogram_counts_every_conversation(command: Callable[..., int], data: Path, tmp_path: Path) -> None:
     assert command("inspect", f"data.path={data}") == 0
     (page,) = (tmp_path / "outputs" / "inspect").glob("*.html")
     counts = re.search(r'<div class="histogram">(.*?)</div>\s*<h2>', page.read_text(), re.DOTALL)
@@ -166,7 +166,7 @@ MISTAKES = [
 ]
 
 
-def test_a_mistake_gets_one_line(
+def test_inspect_mistake_is_refused_in_one_line(
     command: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     for arguments, line in MISTAKES:
@@ -176,7 +176,7 @@ def test_a_mistake_gets_one_line(
             assert not list(tmp_path.iterdir())
 
 
-def test_long_conversations_are_cut_on_the_terminal_alone(
+def test_inspect_long_conversation_is_cut_on_terminal_only(
     command: Callable[..., int], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(inspect_file, "SHOWN", 200)

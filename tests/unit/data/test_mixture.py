@@ -59,7 +59,7 @@ def said(data: Dataset, steps: int, size: int) -> list[int]:
     return [int(row.token_ids[1]) - WORDS.index("0") for step in range(steps) for row in data.global_batch(step, size)]
 
 
-def test_forms_are_recognised_and_every_conversation_comes_once_an_epoch(folder: Path) -> None:
+def test_mixture_detects_forms_and_visits_conversations_once_per_epoch(folder: Path) -> None:
     data = load(mix(folder))
     assert [source["forms"] for source in data.summary["sources"]] == [
         {"conversations": 10},
@@ -71,7 +71,7 @@ def test_forms_are_recognised_and_every_conversation_comes_once_an_epoch(folder:
         assert sorted(said(data, 12, 5)[30 * epoch : 30 * (epoch + 1)]) == list(range(30))
 
 
-def test_weights_are_shares_of_an_epoch(folder: Path) -> None:
+def test_mixture_weights_are_shares_of_each_epoch(folder: Path) -> None:
     data = load(mix(folder, 3, 1, 1, 1))
     rows = said(data, 12, 5)
     for epoch in (rows[:30], rows[30:]):
@@ -83,13 +83,13 @@ def test_weights_are_shares_of_an_epoch(folder: Path) -> None:
     assert rows != said(load(mix(folder, 3, 1, 1, 1), seed=1), 12, 5)
 
 
-def test_a_step_in_the_middle_needs_none_before(folder: Path) -> None:
+def test_mixture_global_batch_at_late_step_needs_no_earlier_steps(folder: Path) -> None:
     whole, late = (load(mix(folder, 3, 1, 1, 1)) for _ in range(2))
     rows = [row.token_ids.tolist() for step in range(40) for row in whole.global_batch(step, 5)]
     assert [row.token_ids.tolist() for row in late.global_batch(39, 5)] == rows[-5:]
 
 
-def test_held_out_conversations_are_of_the_mixture_and_not_trained_on(folder: Path) -> None:
+def test_mixture_held_out_rows_follow_weights_and_are_not_trained(folder: Path) -> None:
     data = load(mix(folder, 3, 1, 1, 1), held_out=6)
     apart = [int(row.token_ids[1]) - WORDS.index("0") for row in data.held_out]
     assert Counter(min(n // 10, 2) if n >= 20 or n < 10 else 1 for n in apart)[0] == 3
@@ -98,7 +98,7 @@ def test_held_out_conversations_are_of_the_mixture_and_not_trained_on(folder: Pa
         load(mix(folder, 3, 1, 1, 1), held_out=24)
 
 
-def test_packed_rows_hold_the_shares(folder: Path) -> None:
+def test_mixture_packed_rows_keep_source_weights(folder: Path) -> None:
     data = load(mix(folder, 3, 1, 1, 1), pack=True, max_length=24)
     numbers = Counter(int(ids[1]) - WORDS.index("0") for row in data.train for ids in row.documents)
     assert numbers.total() == 30 and sum(count for n, count in numbers.items() if n < 10) == 15
@@ -106,7 +106,7 @@ def test_packed_rows_hold_the_shares(folder: Path) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.data())
-def test_shares_add_up_and_passes_are_whole(sizes: list[int], data: st.DataObject) -> None:
+def test_mixture_shares_sum_to_epoch_and_rows_repeat_evenly(sizes: list[int], data: st.DataObject) -> None:
     weights = tuple(data.draw(st.floats(0.1, 10)) for _ in sizes)
     mixture, total = Mixture(tuple(sizes), weights, seed=3), sum(sizes)
     shares = mixture.shares(total)
@@ -120,7 +120,7 @@ def test_shares_add_up_and_passes_are_whole(sizes: list[int], data: st.DataObjec
         first += size
 
 
-def test_a_folder_is_read_by_the_hubs_rules(folder: Path, tmp_path: Path) -> None:
+def test_data_folder_is_read_by_hub_layout_rules(folder: Path, tmp_path: Path) -> None:
     def numbers(**options: Any) -> list[str]:
         found = read_conversations(DataOptions(**options))
         return [c.text or c.messages[0]["content"] for c in found]
@@ -153,20 +153,20 @@ WRONG = [
 ]
 
 
-def test_settings_that_are_wrong(subtests: pytest.Subtests) -> None:
+def test_mixture_wrong_options_are_refused(subtests: pytest.Subtests) -> None:
     for sources, says in WRONG:
         with subtests.test(says=says), pytest.raises(UserError, match=says):
             load(sources)
 
 
-def test_a_path_beside_a_mixture_is_refused() -> None:
+def test_mixture_with_data_path_or_limit_is_refused() -> None:
     with pytest.raises(UserError, match=r"data.path=a.jsonl and data.mix both name the data"):
         load([SourceOptions("b.jsonl")], path="a.jsonl")
     with pytest.raises(UserError, match=r"data.limit is for data.path alone; give each source of data.mix its own limit"):
         load([SourceOptions("b.jsonl")], limit=3)
 
 
-def test_bad_records_are_left_out_up_to_a_limit_and_named(tmp_path: Path) -> None:
+def test_load_dataset_bad_records_are_skipped_up_to_limit_and_named(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": str(i), "response": str(i)}) for i in range(9)]
     lines[3], lines[6] = '{"text": 5}', json.dumps({"prompt": "1", "response": None})
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -182,7 +182,7 @@ def test_bad_records_are_left_out_up_to_a_limit_and_named(tmp_path: Path) -> Non
         load(sources)
 
 
-def test_a_reply_without_a_token_is_named(tmp_path: Path) -> None:
+def test_load_dataset_reply_without_supervised_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "1 2"}\n{"text": "1"}\n')
     with pytest.raises(UserError, match=r"a.jsonl:2: expected supervised tokens, got a reply of none; fill it, or remove it"):
         load([SourceOptions(str(tmp_path / "a.jsonl"))])

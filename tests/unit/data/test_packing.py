@@ -27,7 +27,7 @@ from tests.unit.data.test_dataset import encoded, word_tokenizer, write
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=60))
-def test_rows_hold_every_conversation_once_and_no_more_than_they_may(lengths: list[int]) -> None:
+def test_pack_rows_hold_each_conversation_once_within_length(lengths: list[int]) -> None:
     conversations = encoded(*lengths)
     rows = pack(conversations, 40)
     assert all(len(row.token_ids) <= 40 for row in rows)
@@ -41,13 +41,13 @@ def test_rows_hold_every_conversation_once_and_no_more_than_they_may(lengths: li
     assert [r.token_ids.tolist() for r in pack(conversations, 40)] == [r.token_ids.tolist() for r in rows]
 
 
-def test_many_conversations_are_packed_quickly_and_tightly() -> None:
+def test_pack_many_conversations_fills_rows_above_99_percent() -> None:
     generator = np.random.default_rng(0)
     rows = pack(encoded(*generator.integers(20, 900, 20_000).tolist()), 1024)
     assert sum(len(row.token_ids) for row in rows) / (1024 * len(rows)) > 0.99
 
 
-def test_collated_documents_count_from_0() -> None:
+def test_collate_packed_row_restarts_positions_per_document() -> None:
     (row,) = pack(encoded(3, 2), 5)
     batch = collate([row, *encoded(2)], pad_id=9)
     assert batch.token_BT.tolist() == [[10, 11, 12, 20, 21], [10, 11, 9, 9, 9]]
@@ -56,7 +56,7 @@ def test_collated_documents_count_from_0() -> None:
     assert batch.mask_BT.tolist() == [[False, True, True, False, True], [False, True, False, False, False]]
 
 
-def test_load_packs_the_training_rows_alone(tmp_path: Path) -> None:
+def test_load_dataset_pack_leaves_held_out_rows_unpacked(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", 30)
     plain, packed = (
         load_dataset(DataOptions(path=path, held_out=5, max_length=22, pack=p), word_tokenizer()) for p in (False, True)
@@ -67,7 +67,7 @@ def test_load_packs_the_training_rows_alone(tmp_path: Path) -> None:
     assert {k: v for k, v in packed.summary.items() if k != "packing"} == plain.summary
 
 
-def test_rows_in_random_order_are_not_grouped() -> None:
+def test_dataset_group_by_length_pads_less_than_random_order() -> None:
     lengths = np.random.default_rng(0).integers(2, 200, 400).tolist()
     grouped, random = (Dataset(encoded(*lengths), [], {}, 3, group_by_length=g) for g in (True, False))
 
@@ -100,7 +100,7 @@ def states(target: HFTarget, batch: TrainBatch) -> dict[tuple[int, ...], torch.T
 @pytest.mark.sampled
 @pytest.mark.parametrize("runner", [HFTarget, FastTarget])
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3"])
-def test_a_packed_conversation_has_the_states_it_has_alone(name: str, runner: type[HFTarget]) -> None:
+def test_packed_conversation_hidden_states_equal_unpacked(name: str, runner: type[HFTarget]) -> None:
     target, some = runner(tiny_model(name)), conversations()
     packed = collate(pack(some, 32), 0)
     assert packed.sees() is not None and len(packed.token_BT) == 2
@@ -132,7 +132,7 @@ LEARNERS = [
 # heads, recurrent steps, a recurrent network, a model, blocks, shifted ones, a recurrent state over drafts, causal blocks
 @pytest.mark.sampled(name=["medusa", "eagle3", "redrafter", "draft_model", "dflash", "dspark", "domino", "jetspec"])
 @pytest.mark.parametrize("name", LEARNERS)
-def test_packed_training_has_the_losses_and_gradients_of_padded(name: str) -> None:
+def test_packed_batch_losses_and_gradients_equal_padded(name: str) -> None:
     target, some = tiny_target(), conversations()
     sums, gradients = [], []
     for batch in (collate(some, 0, multiple=64), collate(pack(some, 32), 0)):  # padded as on a GPU, where it must not count

@@ -53,7 +53,7 @@ def asking(part: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": [part, {"type": "text", "text": "what"}]}, YES]}
 
 
-def test_the_forms_of_an_image(tmp_path: Path) -> None:
+def test_image_part_in_any_form_is_read_as_same_image(tmp_path: Path) -> None:
     """A path is relative to the file's folder; base64 comes with a prefix or without."""
     file = picture(tmp_path / "a.png")
     bare = base64.b64encode(file.read_bytes()).decode()
@@ -88,7 +88,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_what_is_wrong_is_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_image_part_malformed_is_refused_in_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
     picture(tmp_path / "a.png")
     for part, role, says in WRONG:
         with subtests.test(part=part, role=role):
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, subtests: pytest.Subtests) ->
             assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_image_and_a_changed_one(tmp_path: Path) -> None:
+def test_image_reader_unreadable_or_changed_file_is_refused(tmp_path: Path) -> None:
     reader, file = reader_of("qwen3_vl", tmp_path), picture(tmp_path / "a.png")
     (tmp_path / "b.png").write_text("text")
     with pytest.raises(UserError, match=r"x:1: expected an image in .*b.png, got something else \(cannot identify.* the file"):
@@ -115,14 +115,14 @@ def test_a_file_that_is_no_image_and_a_changed_one(tmp_path: Path) -> None:
         reader.pixels(FIRST)
 
 
-def test_an_image_for_a_target_that_reads_text_alone(tmp_path: Path) -> None:
+def test_load_dataset_image_for_text_only_target_is_refused(tmp_path: Path) -> None:
     picture(tmp_path / "a.png")
     options = options_of(tmp_path, asking({"type": "image", "image": "a.png"}))
     with pytest.raises(UserError, match=r"data.jsonl:1: it has an image, but the target reads text alone; choose a target"):
         load_dataset(options, tokenizer_of("qwen3_vl"), progress=False)
 
 
-def test_without_pillow_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_reader_without_pillow_names_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = builtins.__import__
 
     def missing(name: str, *args: Any, **more: Any) -> Any:
@@ -136,13 +136,13 @@ def test_without_pillow_the_message_says_what_to_install(tmp_path: Path, monkeyp
         found.expand("", ["a.png"], "x:1")
 
 
-def test_a_target_without_image_processor(tmp_path: Path) -> None:
+def test_image_reader_target_without_image_processor_reads_no_images(tmp_path: Path) -> None:
     found = image_reader(str(tmp_path), config_of("qwen3_vl"), tokenizer_of("qwen3_vl"))
     assert isinstance(found, NoImages) and "no image processor" in found.reason
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
-def test_tokens_and_masks(name: str, tmp_path: Path) -> None:
+def test_encoder_image_rows_are_placed_and_never_supervised(name: str, tmp_path: Path) -> None:
     """The ids are the processor's; replies are supervised, rows of images never are."""
     reader, tokenizer, file = reader_of(name, tmp_path), tokenizer_of(name), picture(tmp_path / "a.png")
     turns = [asking({"type": "image", "image": "a.png"})["messages"], asking({"type": "image", "image": "a.png"})["messages"]]
@@ -158,7 +158,7 @@ def test_tokens_and_masks(name: str, tmp_path: Path) -> None:
     assert tokenizer.decode(row.token_ids[row.mask]).split() == ["yes", "<eos>"] * 2
 
 
-def test_a_template_with_marks(tmp_path: Path) -> None:
+def test_encoder_images_with_generation_marks_equal_plain_template(tmp_path: Path) -> None:
     reader, tokenizer = reader_of("qwen3_vl", tmp_path), tokenizer_of("qwen3_vl")
     picture(tmp_path / "a.png")
     (conversation,) = read_conversations(options_of(tmp_path, asking({"type": "image", "image": "a.png"})))
@@ -174,7 +174,7 @@ def test_a_template_with_marks(tmp_path: Path) -> None:
     assert row.token_ids.tolist() == plain.token_ids.tolist() and row.mask.tolist() == plain.mask.tolist()
 
 
-def test_the_placeholder_in_a_text_is_refused(tmp_path: Path) -> None:
+def test_encoder_image_placeholder_in_text_is_refused(tmp_path: Path) -> None:
     reader = reader_of("qwen3_vl", tmp_path)
     picture(tmp_path / "a.png")
     record = asking({"type": "image", "image": "a.png"})
@@ -184,7 +184,7 @@ def test_the_placeholder_in_a_text_is_refused(tmp_path: Path) -> None:
         Encoder(tokenizer_of("qwen3_vl"), 512, TemplateOptions(), reader)(conversation)
 
 
-def test_prepared_blocks_keep_images(tmp_path: Path) -> None:
+def test_store_block_keeps_images_for_fresh_reader(tmp_path: Path) -> None:
     """A block on disk gives the same rows, to a process that has not read the images; text has the columns of before."""
     write_conversations(tmp_path, 3)
     options = DataOptions(path=str(tmp_path / "data.jsonl"), cache=str(tmp_path / "cache"))
@@ -210,7 +210,7 @@ def test_prepared_blocks_keep_images(tmp_path: Path) -> None:
     assert not plain.has_images and "images" not in plain.batch.schema.names and plain.row(0).token_ids.dtype == np.int32
 
 
-def test_keys_follow_from_the_image(tmp_path: Path) -> None:
+def test_feature_cache_key_differs_between_images(tmp_path: Path) -> None:
     reader = reader_of("qwen3_vl", tmp_path)
     a, b = (reader.read(str(picture(tmp_path / f"{i}.png", i)), "x") for i in (1, 2))
     assert a.rows == b.rows
@@ -219,7 +219,7 @@ def test_keys_follow_from_the_image(tmp_path: Path) -> None:
     assert key_of(np.array([5, 6], np.int64)) == key_of(np.array([5, 6], np.int32))
 
 
-def test_prompts_with_images(tmp_path: Path) -> None:
+def test_encode_prompt_with_images_follows_chat_template(tmp_path: Path) -> None:
     picture(tmp_path / "a.png")
     part, file = {"type": "image", "image": "a.png"}, tmp_path / "p.jsonl"
     lines: list[dict[str, Any]] = [
@@ -240,7 +240,7 @@ def test_prompts_with_images(tmp_path: Path) -> None:
         encode_prompt(tokenizer, first.turns)
 
 
-def test_the_target_answers_prompts_with_images(tmp_path: Path) -> None:
+def test_generator_image_prompts_give_absolute_paths_and_server_base64(tmp_path: Path) -> None:
     """Records have absolute paths, so that they can be moved to another folder. A server gets the same turns as base64."""
     write_conversations(tmp_path, 2, replies=False)
     target = vision_target("qwen3_vl", tmp_path)

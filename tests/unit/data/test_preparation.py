@@ -60,7 +60,9 @@ def batches(data: Dataset, steps: int = 60) -> list[list[int]]:
     return [row.token_ids.tolist() + row.mask.tolist() for step in range(steps) for row in data.global_batch(step, 32)]
 
 
-def test_batches_are_the_same_however_they_are_prepared(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_dataset_streamed_by_workers_gives_same_batches(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = load(path)
     monkeypatch.setattr(datasets_module, "FIRST", 64)
     cache = str(tmp_path / "cache")
@@ -78,7 +80,7 @@ def test_batches_are_the_same_however_they_are_prepared(path: Path, tmp_path: Pa
         again.close()
 
 
-def test_what_is_on_disk_is_not_prepared_again(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_dataset_cached_blocks_are_not_prepared_again(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = {"workers": 1, "cache": str(tmp_path / "cache")}
     first = load(path, **cache, pack=True)
     assert not first.preparing
@@ -98,7 +100,7 @@ def test_what_is_on_disk_is_not_prepared_again(path: Path, tmp_path: Path, monke
     assert not damaged.exists()
 
 
-def test_other_processes_of_a_machine_read_what_the_first_writes(path: Path, tmp_path: Path) -> None:
+def test_conversations_follower_reads_blocks_of_first_process(path: Path, tmp_path: Path) -> None:
     options = DataOptions(path=str(path), max_length=20, workers=1, cache=str(tmp_path / "cache"))
     sources, encoder = open_sources(options), Encoder(word_tokenizer(), 20)
     led, leads = (Conversations(sources, encoder, Workers(tmp_path / "cache", 1, first)) for first in (False, True))
@@ -113,7 +115,7 @@ def test_other_processes_of_a_machine_read_what_the_first_writes(path: Path, tmp
         leads.close()
 
 
-def test_a_bad_record_ends_the_run_from_whichever_process_it_comes(path: Path, tmp_path: Path) -> None:
+def test_load_dataset_bad_record_in_worker_names_its_line(path: Path, tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     lines[1000] = '{"prompts": 5}'
     path.write_text("\n".join(lines))
@@ -122,7 +124,7 @@ def test_a_bad_record_ends_the_run_from_whichever_process_it_comes(path: Path, t
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_no_process_and_no_torn_block(path: Path, tmp_path: Path) -> None:
+def test_load_dataset_killed_run_leaves_no_worker_and_no_torn_block(path: Path, tmp_path: Path) -> None:
     code = f"""
 import sys, time
 from pathlib import Path
@@ -150,7 +152,7 @@ if __name__ == "__main__":
     assert batches(load(path, workers=1, cache=str(tmp_path / "cache"), held_out=1), 4) == batches(load(path, held_out=1), 4)
 
 
-def test_what_cannot_be_read_from_the_middle_is_rewritten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_records_unseekable_file_is_rewritten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As lines or as Arrow, and with the places of the original in messages."""
     import gzip
 
@@ -175,7 +177,7 @@ def test_what_cannot_be_read_from_the_middle_is_rewritten_once(tmp_path: Path, m
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "spool").iterdir()} == written
 
 
-def test_tasks_are_of_one_source_and_in_order(path: Path) -> None:
+def test_conversations_tasks_hold_one_source_in_order(path: Path) -> None:
     conversations = Conversations(
         open_sources(DataOptions(mix=[SourceOptions(str(path)), SourceOptions(str(path), limit=5)])),
         Encoder(word_tokenizer(), 20),
@@ -189,7 +191,7 @@ def test_tasks_are_of_one_source_and_in_order(path: Path) -> None:
     assert [n for n in found if n < COUNT] == [n for n in order.tolist() if n < COUNT]
 
 
-def test_a_killed_worker_ends_the_run_with_one_line(path: Path, tmp_path: Path) -> None:
+def test_worker_pool_killed_worker_raises_worker_error(path: Path, tmp_path: Path) -> None:
     options = DataOptions(path=str(path), max_length=20)
     conversations = Conversations(open_sources(options), Encoder(word_tokenizer(), 20), Workers(tmp_path / "cache", 1))
     conversations.wait(np.arange(1))

@@ -100,7 +100,7 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
     return text[0, len(prompt) :].tolist()
 
 
-def test_greedy_replies_are_those_of_generate_token_for_token() -> None:
+def test_local_generator_greedy_replies_equal_transformers_generate() -> None:
     """Every turn, asked with the regenerated replies before it."""
     model = tiny_model().double()
     found, stopped = written(list(jobs_of(asks(12).scripts, PrepareOptions())), 5), 0
@@ -121,7 +121,7 @@ def test_greedy_replies_are_those_of_generate_token_for_token() -> None:
     assert stopped and any(record["finish"][-1] == "length" for record in found.values())
 
 
-def test_sampled_replies_depend_on_prompt_number_and_seed_alone() -> None:
+def test_local_generator_samples_are_independent_of_batch_size_and_order() -> None:
     options = PrepareOptions(samples=3, temperatures=[0.0, 0.7, 1.3])
     jobs = list(jobs_of(asks(5).scripts, options))
     alone = written(jobs, 1)
@@ -135,7 +135,7 @@ def test_sampled_replies_depend_on_prompt_number_and_seed_alone() -> None:
     assert others != {job: alone.get(job) for job in others}
 
 
-def test_the_mixture_is_drawn_by_its_weights_and_greedy_texts_are_not_repeated() -> None:
+def test_jobs_of_temperatures_follow_weights_without_greedy_repeats() -> None:
     options = PrepareOptions(samples=1, temperatures=[0.0, 0.8], weights=[4, 1])
     many = asks(800, turns=1).scripts
     drawn = [job.temperature for job in jobs_of(many, options)]
@@ -148,7 +148,7 @@ def test_the_mixture_is_drawn_by_its_weights_and_greedy_texts_are_not_repeated()
     assert len({job.seed for job in jobs}) == len(jobs) == len({job.id for job in jobs})
 
 
-def test_a_turn_without_room_ends_the_conversation_before_it() -> None:
+def test_local_generator_turn_without_room_ends_conversation_before_it() -> None:
     long = " ".join(["9"] * 70)
     short, none = read_scripts([conversation("1 2", long), conversation(long + " 1 1 1 1 1 1 1 1 1")]).scripts
     found = written(list(jobs_of([short, none], PrepareOptions())), 2, longest=60)
@@ -158,7 +158,7 @@ def test_a_turn_without_room_ends_the_conversation_before_it() -> None:
     assert second["failed"] == TOO_LONG and "messages" not in second
 
 
-def test_prompts_are_asked_once_without_their_replies() -> None:
+def test_read_scripts_drops_replies_and_duplicate_prompts() -> None:
     system = {"role": "system", "content": "be short"}
     user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "old"}
     tool = {"role": "tool", "content": "{}"}
@@ -188,7 +188,7 @@ ASKED: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-def test_prompts_of_every_form_are_read(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_read_scripts_reads_prompts_of_every_form(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for record, turns in ASKED:
         path = tmp_path / "prompts.jsonl"
         path.write_text(json.dumps(record) + "\n")
@@ -220,7 +220,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("loaded_once")
-def test_a_torn_journal_goes_on_and_ends_in_the_same_bytes(
+def test_prepare_resumed_from_torn_journal_writes_identical_files(
     command: Command, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, path = files(prepared / "whole"), f"data.path={prepared / 'prompts.jsonl'}"
@@ -251,7 +251,7 @@ def test_a_torn_journal_goes_on_and_ends_in_the_same_bytes(
 
 
 @pytest.mark.usefixtures("loaded_once")
-def test_damaged_lines_are_said_and_their_texts_asked_again(
+def test_prepare_damaged_journal_lines_are_named_and_answered_again(
     command: Command, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(prepared / "whole.journal", tmp_path / "x.journal")
@@ -270,7 +270,7 @@ def frozen(conversation: Conversation) -> Conversation:
     return Conversation("", tuple(tuple(message.items()) for message in conversation.messages))  # type: ignore[misc]
 
 
-def test_a_journal_cut_anywhere_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_cut_at_any_byte_is_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torn within a character, too, and with the zeros that a power failure leaves. At each byte of one line, and about the
     ends of all.
     """
@@ -293,7 +293,7 @@ def test_a_journal_cut_anywhere_is_mended(tmp_path: Path, monkeypatch: pytest.Mo
             assert path.read_bytes() == content
 
 
-def test_a_journal_waits_for_a_process_that_was_killed_a_moment_ago(tmp_path: Path) -> None:
+def test_journal_locked_by_ending_process_waits_for_lock(tmp_path: Path) -> None:
     """The system ends a killed process, and frees its files, a moment after the one that waits for it is gone."""
     killed = Journal(tmp_path / "x", 0)
     killed.append({"id": "0", "messages": []})
@@ -306,7 +306,7 @@ def test_a_journal_waits_for_a_process_that_was_killed_a_moment_ago(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("loaded_once")
-def test_another_setting_does_not_mix_into_a_journal(
+def test_prepare_changed_setting_or_locked_journal_is_refused(
     command: Command, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "PATIENCE", 0.1)
@@ -337,7 +337,7 @@ MISTAKES: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.usefixtures("loaded_once")
-def test_a_mistake_gets_one_line_and_leaves_nothing(
+def test_prepare_mistake_is_refused_in_one_line_and_writes_nothing(
     command: Command, prepared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     (tmp_path / "taken").mkdir()
@@ -352,7 +352,7 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
             assert (tmp_path / "taken" / "mine.txt").read_text() == "keep"
 
 
-def test_a_journal_keeps_nothing_that_a_killed_process_left_aside(tmp_path: Path) -> None:
+def test_journal_settings_removes_temporary_files_of_killed_process(tmp_path: Path) -> None:
     nobody = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1  # no process gets this number
     (tmp_path / f"settings.json.tmp-{HOST}-{nobody}").touch()
     check_settings(tmp_path, {"a": 1}, write=True)

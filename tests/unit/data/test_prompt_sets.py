@@ -54,14 +54,14 @@ def write(path: Path, record: dict[str, Any]) -> Path:
     return path
 
 
-def test_every_set_has_a_form_here() -> None:
+def test_prompt_sets_all_have_example_record() -> None:
     assert set(FORMS) == set(SETS)
 
 
 @pytest.mark.sampled  # `data/files.py` reads the endings, whatever the set is
 @pytest.mark.parametrize("ending", ["jsonl", "json", "jsonl.gz"])
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_a_local_file_in_the_published_form(tmp_path: Path, name: str, ending: str) -> None:
+def test_load_prompts_local_file_in_published_form_is_read(tmp_path: Path, name: str, ending: str) -> None:
     record, wanted = FORMS[name]
     file = write(tmp_path / f"test.{ending}", record)
     assert load_prompts(f"{name}:{file}") == [wanted]
@@ -70,7 +70,7 @@ def test_a_local_file_in_the_published_form(tmp_path: Path, name: str, ending: s
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(SETS) if SETS[name].hub])
-def test_a_hub_id_is_read_with_its_own_split_and_no_further_than_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_load_prompts_hub_set_reads_its_split_up_to_limit(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     asked, (record, wanted) = [], FORMS[name]
 
     def load(hub: str, **how: Any) -> list[dict[str, Any]]:
@@ -84,13 +84,13 @@ def test_a_hub_id_is_read_with_its_own_split_and_no_further_than_asked(monkeypat
     assert asked[0] == (chosen.hub, chosen.config, chosen.split, True) and asked[2][3] == (chosen.most is not None)
 
 
-def test_the_hubs_mt_bench_has_another_name_for_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_prompts_hub_mt_bench_prompt_field_becomes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"prompt": ["Write.", "Rewrite."], "prompt_id": 3, "category": "writing", "reference": []}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [record])
     assert load_prompts("mt_bench") == [Prompt(1, "writing", ["Write.", "Rewrite."], reference=[], origin="mt_bench")]
 
 
-def test_without_network_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_prompts_hub_set_without_network_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach the hub\nat all")
 
@@ -106,7 +106,7 @@ def test_without_network_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatc
         load_prompts("spec_bench")
 
 
-def test_several_sets_and_files_are_read_in_turn(tmp_path: Path) -> None:
+def test_load_prompts_several_sets_are_read_in_order(tmp_path: Path) -> None:
     files = [f"{name}:{write(tmp_path / f'{name}.jsonl', FORMS[name][0])}" for name in ("gsm8k", "cnn_dm")]
     found = load_prompts([*files, "embedded"], 1)
     assert [p.origin for p in found] == ["gsm8k", "cnn_dm", None] and named_prompts(files) == ", ".join(files)
@@ -115,7 +115,7 @@ def test_several_sets_and_files_are_read_in_turn(tmp_path: Path) -> None:
             load_prompts(bad)
 
 
-def test_a_record_of_another_form_is_refused(tmp_path: Path) -> None:
+def test_load_prompts_record_of_other_form_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "x.jsonl", {"question": "1?"})
     with pytest.raises(UserError, match="expected the fields of humaneval, got question"):
         load_prompts(f"humaneval:{file}")
@@ -133,7 +133,7 @@ REPLIES: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-def test_what_a_record_asks_of_its_reply(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_load_prompts_reply_format_and_keys_are_read_or_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for extra, wanted in REPLIES:
         file = write(tmp_path / "p.jsonl", {"turns": ["a"]} | extra)
         with subtests.test(extra=extra):
@@ -154,7 +154,7 @@ def test_what_a_record_asks_of_its_reply(tmp_path: Path, subtests: pytest.Subtes
         ("gsm8k", "gsm8k_test.jsonl", 1319, 1),
     ],
 )
-def test_the_published_files(name: str, file: str, count: int, categories: int) -> None:
+def test_load_prompts_published_files_have_all_prompts(name: str, file: str, count: int, categories: int) -> None:
     if not (PUBLIC / file).exists():
         pytest.skip(f"no {PUBLIC / file}")
     found = load_prompts(f"{name}:{PUBLIC / file}")

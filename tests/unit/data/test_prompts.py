@@ -31,7 +31,7 @@ def write(path: Path, *records: Any) -> str:
     return str(path)
 
 
-def test_three_forms(tmp_path: Path) -> None:
+def test_load_prompts_reads_three_record_forms(tmp_path: Path) -> None:
     path = write(
         tmp_path / "mixed.jsonl.gz",
         {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": ["c"]},
@@ -46,7 +46,7 @@ def test_three_forms(tmp_path: Path) -> None:
     assert len(load_prompts(path, limit=2)) == 2
 
 
-def test_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_prompts_embedded_reads_asset_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "prompts.jsonl", {"question_id": "q", "category": "code", "turns": ["a"]})
     monkeypatch.setattr("drafttrain.data.prompts.ASSETS", tmp_path)
     assert load_prompts("embedded") == [Prompt("q", "code", ["a"])]
@@ -63,14 +63,14 @@ MALFORMED: list[tuple[Any, str]] = [
 ]
 
 
-def test_a_malformed_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_load_prompts_malformed_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for record, says in MALFORMED:
         path = write(tmp_path / "p.jsonl", {"turns": ["a"]}, record)
         with subtests.test(record=record), pytest.raises(UserError, match=rf"^{path}:2: {says}"):
             load_prompts(path)
 
 
-def test_missing_file_and_limit(tmp_path: Path) -> None:
+def test_load_prompts_missing_file_or_bad_limit_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "prompts.jsonl", {"turns": ["a"]})
     with pytest.raises(UserError, match=r"did you mean prompts.jsonl\?"):
         load_prompts(str(tmp_path / "promts.jsonl"))
@@ -78,7 +78,7 @@ def test_missing_file_and_limit(tmp_path: Path) -> None:
         load_prompts(str(tmp_path / "prompts.jsonl"), limit=0)
 
 
-def test_encode_prompt() -> None:
+def test_encode_prompt_renders_turns_up_to_next_reply() -> None:
     chat, plain = word_tokenizer(TEMPLATE), word_tokenizer(None)
     assert chat.decode(encode_prompt(chat, ["a", "b"])) == "user a assistant"
     assert chat.decode(encode_prompt(chat, ["a", "b"], replies=["c"])) == "user a assistant c user b assistant"
@@ -87,7 +87,7 @@ def test_encode_prompt() -> None:
         encode_prompt(chat, ["no"])
 
 
-def test_names_of_prompts_hold_no_terminal_escapes(tmp_path: Path) -> None:
+def test_load_prompts_names_have_escaped_control_characters(tmp_path: Path) -> None:
     """They are shown on consoles; what the user says goes to the target as it is."""
     record = {"question_id": "a\x1b[2J", "category": "b\x07\u202e", "turns": ["c\x1b[2J"]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")

@@ -31,13 +31,13 @@ FAULTS: list[tuple[str, str, set[str]]] = [
 ]
 
 
-def test_each_rule_finds_its_fault_alone(subtests: pytest.Subtests) -> None:
+def test_judge_reply_gets_expected_faults(subtests: pytest.Subtests) -> None:
     for text, finish, found in FAULTS:
         with subtests.test(text=text, finish=finish):
             assert judge([Reply(text, finish)], []).found == found
 
 
-def test_a_conversation_is_kept_up_to_the_first_fault() -> None:
+def test_judge_conversation_is_kept_up_to_first_fault() -> None:
     replies = [Reply(PROSE, "stop"), Reply("I cannot assist with that.", "stop"), Reply("", "stop")]
     assert (judge(replies, []).kept, judge(replies, []).fault) == (3, None)
     dropped = judge(replies, ["empty", "refusal"])
@@ -46,7 +46,7 @@ def test_a_conversation_is_kept_up_to_the_first_fault() -> None:
     assert judge(replies[1:], ["refusal"]).kept == 0
 
 
-def test_an_unknown_rule_is_named() -> None:
+def test_check_rules_unknown_rule_is_refused() -> None:
     check_rules(["empty", "loop"])
     with pytest.raises(UserError, match="names loops; the rules are empty, truncated, loop, refusal"):
         check_rules(["loops"])

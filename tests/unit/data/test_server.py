@@ -158,7 +158,9 @@ def check_whole(tmp_path: Path, count: int = 12) -> None:
             assert record["messages"][turn]["content"] == said(asked | {"max_tokens": 1024, "top_p": 1.0})
 
 
-def test_every_turn_is_asked_with_bounded_concurrency(command: Command, serve: Any, prompts: Path, tmp_path: Path) -> None:
+def test_prepare_server_requests_every_turn_with_bounded_concurrency(
+    command: Command, serve: Any, prompts: Path, tmp_path: Path
+) -> None:
     four = threading.Barrier(4)
 
     def wait_for_others(number: int, body: dict[str, Any]) -> None:
@@ -176,7 +178,7 @@ def test_every_turn_is_asked_with_bounded_concurrency(command: Command, serve: A
     assert provenance["served_as"] == provenance["target"]["path"] == "tiny-model"
 
 
-def test_faults_cost_time_alone(
+def test_prepare_server_transient_faults_are_retried_without_loss(
     command: Command, serve: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dropped, torn and malformed answers, and every status that passes."""
@@ -189,7 +191,7 @@ def test_faults_cost_time_alone(
     assert set(fake.answered.values()) == {1}
 
 
-def test_a_rate_limit_holds_every_request_back(
+def test_prepare_server_rate_limit_delays_all_requests(
     command: Command, serve: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of four requests at once is refused, and the others are answered when the sender knows it."""
@@ -245,14 +247,14 @@ def send(monkeypatch: pytest.MonkeyPatch, retries: Iterator[Exception]) -> tuple
     return asyncio.run(sender.send("POST", "chat/completions", {}, str)), now
 
 
-def test_a_rate_limit_counts_not_as_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_server_rate_limit_does_not_consume_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     reply, seconds = send(monkeypatch, iter([server_file._RetryError("busy", after=30.0)] * 3))
     assert reply == "a reply" and seconds >= 90
     with pytest.raises(UserError, match="busy, for 10 s; the answers so far are kept"):
         send(monkeypatch, repeat(server_file._RetryError("busy")))
 
 
-def test_a_server_that_stays_away_loses_nothing(
+def test_prepare_server_outage_keeps_replies_for_resume(
     command: Command, serve: Any, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fake = serve(lambda number, body: "drop" if number >= 13 else None)
@@ -268,7 +270,7 @@ def test_a_server_that_stays_away_loses_nothing(
     assert len(again.requests) == 24 - 2 * len(kept)
 
 
-def test_what_the_server_refuses_is_counted_listed_and_asked_again(
+def test_prepare_server_refused_prompts_are_listed_and_requested_again(
     command: Command,
     serve: Any,
     prompts: Path,
@@ -306,12 +308,12 @@ def test_what_the_server_refuses_is_counted_listed_and_asked_again(
     assert len(records(tmp_path)) == 12
 
 
-def test_a_reply_has_the_time_that_is_set() -> None:
+def test_server_reply_timeout_is_the_configured_one() -> None:
     assert server_file.client_of(server_file.ServerOptions("http://x/v1", timeout=0.2)).timeout.read == 0.2
 
 
 @pytest.mark.parametrize("status", [401, 404])
-def test_what_every_request_would_be_told_ends_the_command(
+def test_prepare_server_unauthorized_or_not_found_ends_command(
     command: Command, serve: Any, prompts: Path, status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fake = serve(lambda number, body: f"status {status}")
@@ -320,7 +322,7 @@ def test_what_every_request_would_be_told_ends_the_command(
     assert len(fake.requests) <= 4
 
 
-def test_the_key_reaches_the_server_and_nobody_else(
+def test_prepare_server_key_is_sent_and_appears_nowhere_else(
     command: Command,
     serve: Any,
     prompts: Path,
@@ -338,7 +340,9 @@ def test_the_key_reaches_the_server_and_nobody_else(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 
-def test_no_server_there(command: Command, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prepare_server_unreachable_ends_command_without_files(
+    command: Command, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as silent:  # it keeps its port, and does not listen
         silent.bind(("127.0.0.1", 0))
         server = f"prepare.server=http://127.0.0.1:{silent.getsockname()[1]}"
@@ -347,7 +351,9 @@ def test_no_server_there(command: Command, prompts: Path, tmp_path: Path, capfd:
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
-def test_finish_reasons_are_judged(command: Command, serve: Any, prompts: Path, tmp_path: Path) -> None:
+def test_prepare_server_truncated_replies_are_dropped_or_shortened(
+    command: Command, serve: Any, prompts: Path, tmp_path: Path
+) -> None:
     def fault(number: int, body: dict[str, Any]) -> str | None:
         return {"first 0": "finish length", "second 1": "finish length"}.get(body["messages"][-1]["content"])
 

@@ -40,29 +40,29 @@ CHATS: list[dict[str, Any]] = [
 ]
 
 
-def test_every_chat_form_becomes_the_same_messages(tmp_path: Path) -> None:
+def test_source_every_chat_form_gives_same_messages(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *CHATS)
     assert read(path) == [Conversation(f"{path}:{line}", EXPECTED) for line in range(1, len(CHATS) + 1)]
 
 
-def test_text_records(tmp_path: Path) -> None:
+def test_source_text_record_is_read_as_plain_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "def f(): ..."})
     assert read(path) == [Conversation(f"{path}:1", text="def f(): ...")]
 
 
-def test_json_lines_with_final_blank_lines_and_byte_order_mark(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_source_json_lines_ignore_final_blank_lines_and_byte_order_mark(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name in ("a.jsonl", "a.jsonl.gz", "lines.json", "lines.json.gz"):
         path = write(tmp_path / name, "\ufeff" + json.dumps(MESSAGES), MESSAGES, "", "  ")
         with subtests.test(name=name):
             assert [c.origin for c in read(path)] == [f"{path}:1", f"{path}:2"]
 
 
-def test_json_array(tmp_path: Path) -> None:
+def test_source_json_array_records_are_numbered(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", json.dumps([MESSAGES, MESSAGES], indent=1))
     assert [c.origin for c in read(path)] == [f"{path}:record 1", f"{path}:record 2"]
 
 
-def test_tables(tmp_path: Path) -> None:
+def test_source_parquet_arrow_and_csv_tables_are_read(tmp_path: Path) -> None:
     chats = pa.Table.from_pylist([MESSAGES] * 3)
     parquet.write_table(chats, tmp_path / "a.parquet")
     for name, writer in {"file.arrow": ipc.new_file, "stream.arrow": ipc.new_stream}.items():
@@ -76,20 +76,20 @@ def test_tables(tmp_path: Path) -> None:
     assert [[m["content"] for m in c.messages] for c in read(str(tmp_path / "a.csv"))] == [["1", "2"], ["a\nb", "c"]]
 
 
-def test_limit_stops_reading(tmp_path: Path) -> None:
+def test_source_limit_stops_before_broken_line(tmp_path: Path) -> None:
     assert len(read(write(tmp_path / "a.jsonl", MESSAGES, MESSAGES, "broken"), limit=2)) == 2
     with pytest.raises(UserError, match=r"data.limit must be at least 1, got 0"):
         read(str(tmp_path / "a.jsonl"), limit=0)
 
 
-def test_embedded_is_the_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_embedded_reads_asset_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "train.jsonl.gz", MESSAGES)
     monkeypatch.setattr("drafttrain.data.sources.ASSETS", tmp_path)
     assert [c.messages for c in read("embedded")] == [EXPECTED]
     assert data_files.ASSETS.name == "assets"
 
 
-def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_source_hub_data_set_is_loaded_once_and_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files that only `datasets` can read. `tests/integration/test_hub.py` has the others."""
     asked = []
 
@@ -114,7 +114,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             read("embedded", **{key: "x"})
 
 
-def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_source_hub_failure_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def ask(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("Dataset 'owner/set' doesn't exist on the Hub\nor cannot be accessed")
 
@@ -147,7 +147,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-def test_a_bad_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_source_bad_line_is_named_in_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for line, says in BAD:
         path = write(tmp_path / "a.jsonl", MESSAGES, line, MESSAGES)
         with subtests.test(line=line if isinstance(line, dict) else line[:50]):
@@ -157,19 +157,19 @@ def test_a_bad_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
             assert ";" in str(caught.value)  # the way out follows
 
 
-def test_malformed_array_names_the_line(tmp_path: Path) -> None:
+def test_source_malformed_json_array_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a.json:3: expected JSON"):
         read(write(tmp_path / "a.json", "[", '{"text": "a"},', '{"text" "b"}', "]"))
 
 
-def test_bad_bytes_are_named(tmp_path: Path) -> None:
+def test_source_invalid_utf8_names_line_and_byte(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
     with pytest.raises(UserError, match=r"latin.jsonl:2: expected UTF-8, got byte 0xe9"):
         read(str(tmp_path / "latin.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["cut.jsonl.gz", "cut.json.gz"])
-def test_damaged_gzip(tmp_path: Path, name: str) -> None:
+def test_source_damaged_gzip_is_refused(tmp_path: Path, name: str) -> None:
     content = [MESSAGES] * 500 if "jsonl" in name else [json.dumps([MESSAGES] * 500)]
     path = Path(write(tmp_path / name, *content))
     path.write_bytes(path.read_bytes()[:60])
@@ -180,7 +180,7 @@ def test_damaged_gzip(tmp_path: Path, name: str) -> None:
         read(str(path))
 
 
-def test_damaged_tables(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_source_empty_table_file_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name in ("a.parquet", "a.arrow", "a.csv"):
         (tmp_path / name).write_bytes(b"")
         says = rf"{name}: expected a .* table, got a file that cannot be read"
@@ -204,7 +204,7 @@ def test_parquet_with_changed_bits_is_read_or_refused_in_one_line(tmp_path: Path
     assert refused > 6
 
 
-def test_an_empty_file(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_source_empty_json_file_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for content in ("", "\n\n", "[]"):
         (tmp_path / "a.json").write_text(content)
         says = r"a.json: expected at least one record, got an empty file"
@@ -212,7 +212,7 @@ def test_an_empty_file(tmp_path: Path, subtests: pytest.Subtests) -> None:
             read(str(tmp_path / "a.json"))
 
 
-def test_missing_and_unknown_files(tmp_path: Path) -> None:
+def test_source_missing_or_unknown_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", MESSAGES)
     (tmp_path / "notes.docx").write_text("x")
     for path, says in {
@@ -231,7 +231,7 @@ def test_missing_and_unknown_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has a file that opens and cannot be read")
-def test_a_file_that_the_system_cannot_read(tmp_path: Path) -> None:
+def test_source_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
     with pytest.raises(UserError, match=r"a.jsonl: cannot be read \(Input/output error\)"):
         read(str(tmp_path / "a.jsonl"))

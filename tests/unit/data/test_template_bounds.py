@@ -49,7 +49,7 @@ def tokenizer(embedded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return embedded
 
 
-def test_a_hostile_template_is_one_line(tokenizer: Any, subtests: pytest.Subtests) -> None:
+def test_template_hostile_code_is_refused_in_one_line(tokenizer: Any, subtests: pytest.Subtests) -> None:
     for name, (template, said) in HOSTILE.items():
         tokenizer.chat_template = template
         ways = [lambda: encode_messages(tokenizer, [dict(TALK.messages[0])]), lambda: Encoder(tokenizer, 64)(TALK)]
@@ -64,7 +64,7 @@ def test_a_hostile_template_is_one_line(tokenizer: Any, subtests: pytest.Subtest
             assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0.0
 
 
-def test_the_message_says_whose_template_it_is(tokenizer: Any) -> None:
+def test_template_failure_names_tokenizer_or_option(tokenizer: Any) -> None:
     tokenizer.chat_template = HOSTILE["division"][0]
     with pytest.raises(UserError, match=f"the template of the tokenizer {EMBEDDED} fails"):
         Encoder(tokenizer, 64)(TALK)
@@ -72,7 +72,7 @@ def test_the_message_says_whose_template_it_is(tokenizer: Any) -> None:
         Encoder(tokenizer, 64, TemplateOptions(tokenizer.chat_template))(TALK)
 
 
-def test_time_and_memory_come_back() -> None:
+def test_bounded_restores_time_and_memory_limits() -> None:
     for _ in range(3):
         with pytest.raises(TooLongError), bounded(0.05):
             while True:

@@ -75,7 +75,7 @@ def conversation(name: str) -> Conversation:
     return chat(*turns, system="Be short." if STYLES[name].system else None)
 
 
-def test_replies_are_supervised_and_follow_the_prompt_that_serving_renders(subtests: pytest.Subtests) -> None:
+def test_template_replies_are_supervised_and_follow_serving_prompt(subtests: pytest.Subtests) -> None:
     """Before a reply's first supervised token stands the rendered prompt, and at most blanks that are one token with its
     end.
     """
@@ -103,7 +103,7 @@ def _prompt(said: Conversation, turn: int, shown: PreTrainedTokenizerBase) -> st
 # prefixes; a date and trimming; a text for each reply, with thoughts and without; marks
 @pytest.mark.sampled(name=["chatml", "llama3.1", "qwen3", "deepseek-v3", "smollm-marked"])
 @pytest.mark.parametrize("name", STYLES)
-def test_only_whole_turns_are_kept(name: str) -> None:
+def test_encoder_any_max_length_keeps_whole_turns(name: str) -> None:
     """At any length: the first replies whole, or, where not even the first fits, its beginning."""
     whole, shown, counts = expected(name, *REPLIES), tokenizer(name), set()
     masks = [[*document.mask.tolist(), False] for document in Encoder(shown, 10_000)(conversation(name)).split()]
@@ -130,7 +130,7 @@ content = st.lists(st.one_of(text, st.sampled_from(["</s>", "<|im_end|>", "[INST
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(content, min_size=6, max_size=6), st.sampled_from(sorted(set(STYLES) - {"qwen3", "deepseek-v3"})))
-def test_edges_from_the_last_special_token_are_those_of_the_whole_text(contents: list[str], name: str) -> None:
+def test_encoder_reply_edges_equal_tokenization_of_whole_prefix(contents: list[str], name: str) -> None:
     encoder = Encoder(tokenizer(name), 10_000)
     for rendered in encoder.template.render(chat(*contents)):
         ids, edges = encoder._edges(rendered)
@@ -141,18 +141,18 @@ def test_edges_from_the_last_special_token_are_those_of_the_whole_text(contents:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma"])
-def test_a_system_turn_that_the_template_refuses_names_the_record(name: str) -> None:
+def test_encoder_system_turn_refused_by_template_names_record(name: str) -> None:
     with pytest.raises(UserError, match=r"^data.jsonl:7: the chat template refuses this conversation .*; correct its roles"):
         Encoder(tokenizer(name), 100)(chat("Hi", "Yes", system="Be short."))
 
 
-def test_a_system_turn_that_moves_to_the_last_turn_is_refused() -> None:
+def test_encoder_system_turn_moved_by_template_is_refused() -> None:
     """As Mistral's third template: with a reply behind it, the system turn is nowhere."""
     with pytest.raises(UserError, match=r"^data.jsonl:7: .* cannot be masked reliably: turn 3 "):
         Encoder(tokenizer("mistral-v3"), 100)(chat("Hi", "Yes", system="Be short."))
 
 
-def test_thoughts_are_supervised_where_the_target_says_them() -> None:
+def test_encoder_qwen3_thinking_of_each_reply_is_supervised() -> None:
     """Qwen3 leaves out the thoughts of earlier turns: each reply gets the text that ends with it."""
     said = chat("a", "<think>\nhm\n</think>\n\nb", "c", "d")
     messages = (*said.messages[:3], said.messages[3] | {"reasoning_content": "so"})
@@ -164,7 +164,7 @@ def test_thoughts_are_supervised_where_the_target_says_them() -> None:
     )
 
 
-def test_thoughts_can_be_left_out() -> None:
+def test_encoder_thinking_drop_leaves_reasoning_out() -> None:
     said = chat("a", "<think>\nhm\n</think>\n\nb", "c", "d")
     messages = (*said.messages[:3], said.messages[3] | {"reasoning_content": "so"})
     row = Encoder(tokenizer("qwen3"), 1000, TemplateOptions(thinking="drop"))(Conversation("x:1", messages))
@@ -174,13 +174,13 @@ def test_thoughts_can_be_left_out() -> None:
         Encoder(tokenizer("qwen3"), 1000, TemplateOptions(thinking="never"))
 
 
-def test_thoughts_go_into_the_reply_where_the_template_does_not_know_them() -> None:
+def test_encoder_template_without_thinking_puts_reasoning_into_reply() -> None:
     messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "hm"})
     row = Encoder(tokenizer("chatml"), 1000)(Conversation("x:1", messages))
     assert runs(row, tokenizer("chatml")) == ["<think>\nhm\n</think>\n\nb<|im_end|>"]
 
 
-def test_a_template_whose_prompt_no_reply_follows_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_encoder_generation_prompt_without_matching_reply_is_refused(tmp_path: Path) -> None:
     """As DeepSeek-R1's: the generation prompt opens thoughts, of which a rendered reply has lost every sign."""
     shown = PreTrainedTokenizerFast(tokenizer_object=tokenizer("chatml").backend_tokenizer, eos_token="<|im_end|>")
     shown.chat_template = CHATML.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
@@ -196,7 +196,7 @@ def test_a_template_whose_prompt_no_reply_follows_is_refused_with_the_way_out(tm
 @pytest.mark.parametrize(
     ("name", "written"), [("llama3.1", "Today Date: 31 Jan 2026"), ("granite", "Today's Date: January 31, 2026.")]
 )
-def test_the_date_is_the_one_that_is_set(name: str, written: str) -> None:
+def test_encoder_template_date_equals_configured_date(name: str, written: str) -> None:
     row = Encoder(tokenizer(name), 1000, TemplateOptions(date="2026-01-31"))(chat("a", "b"))
     assert written in tokenizer(name).decode(row.token_ids)
     prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -210,7 +210,7 @@ def test_the_date_is_the_one_that_is_set(name: str, written: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3.1"])
-def test_tools_and_their_calls_reach_the_template(name: str) -> None:
+def test_encoder_tools_and_tool_calls_reach_template(name: str) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Rome"}}}
     messages = (
         {"role": "user", "content": "And in Rome?"},
@@ -227,7 +227,7 @@ def test_tools_and_their_calls_reach_the_template(name: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["stories260K", "babyllama-361"])
-def test_a_published_tokenizer(model: str) -> None:
+def test_encoder_published_tokenizer_edges_equal_whole_text_tokens(model: str) -> None:
     """Sentencepiece-like, with a blank before every text: pieces after a special token are what they are in the whole text."""
     if not (MODELS / model).is_dir():
         pytest.skip(f"needs the public models in {MODELS}")

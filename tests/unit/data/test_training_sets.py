@@ -14,7 +14,7 @@ from drafttrain.data import SourceOptions
 from drafttrain.data.training_sets import TRAINING_SETS, named_set, on_the_hub
 
 
-def test_configuration_and_document_agree_with_the_entry(root: Path, subtests: pytest.Subtests) -> None:
+def test_training_set_config_and_docs_agree_with_entry(root: Path, subtests: pytest.Subtests) -> None:
     table = (root / "docs" / "data.md").read_text().splitlines()
     for name, chosen in TRAINING_SETS.items():
         text = (root / "conf" / "data" / f"{name}.yaml").read_text()
@@ -35,19 +35,19 @@ def words(text: str) -> str:
     return text.lower().replace("-", " ").replace(".", "").replace("llama 31", "llama31")
 
 
-def test_every_configuration_with_a_set_has_an_entry(root: Path) -> None:
+def test_training_sets_each_data_config_has_entry(root: Path) -> None:
     files = {path.stem for path in (root / "conf" / "data").glob("*.yaml")}
     assert files == {*TRAINING_SETS, "embedded", "file"}
 
 
-def test_the_help_lists_them() -> None:
+def test_help_lists_every_training_set() -> None:
     lines = general_help().splitlines()
     for name, chosen in TRAINING_SETS.items():
         (line,) = [line for line in lines if line.startswith(f"    {name} ")]
         assert chosen.hub in line
 
 
-def test_a_name_stands_for_its_id_split_and_files() -> None:
+def test_training_set_name_resolves_to_hub_id_split_and_files() -> None:
     assert on_the_hub(SourceOptions("ultrachat", limit=3)) == SourceOptions(
         "HuggingFaceH4/ultrachat_200k", split="train_sft", limit=3
     )
@@ -58,14 +58,14 @@ def test_a_name_stands_for_its_id_split_and_files() -> None:
         on_the_hub(SourceOptions("nemotron", split="codes"))
 
 
-def test_a_folder_of_that_name_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_set_name_yields_to_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert named_set("magpie") is not None
     Path("magpie").mkdir()
     assert named_set("magpie") is None
 
 
-def test_a_summary_is_one_line() -> None:
+def test_training_set_summary_states_licence_rows_and_size() -> None:
     assert TRAINING_SETS["ultrachat"].summary == (
         "HuggingFaceH4/ultrachat_200k (train_sft), licence mit, 207,865 rows, 1.40 GB of text"
     )

@@ -19,13 +19,13 @@ from drafttrain.runs.data import data_report, forms, print_counts, print_vocabul
 from tests.unit.data.test_dataset import WORDS, word_tokenizer, write
 
 
-def test_counts_are_of_supervised_tokens_alone() -> None:
+def test_token_counts_include_supervised_tokens_only() -> None:
     rows = [Encoded(np.array([5, 5, 2, 3], np.int32), np.array([False, True, True, False]))] * 1500
     assert token_counts(rows, 8).tolist() == [0, 0, 1500, 0, 0, 1500, 0, 0]
     assert token_counts([], 3).tolist() == [0, 0, 0]
 
 
-def test_the_least_size_that_covers_enough_is_recommended() -> None:
+def test_coverage_recommends_smallest_sufficient_draft_vocabulary() -> None:
     counts = torch.zeros(1000, dtype=torch.long)
     counts[torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:300]] = torch.tensor([98] * 100 + [1] * 200)
     found = coverage(counts)  # 9,800 of 10,000 by 100 tokens, each other one 0.01 %: 99 % take 200
@@ -37,13 +37,13 @@ def test_the_least_size_that_covers_enough_is_recommended() -> None:
     assert found.share(100) == pytest.approx(0.98) and found.share(5000) == 1.0
 
 
-def test_a_small_vocabulary_is_recommended_whole() -> None:
+def test_coverage_small_vocabulary_is_recommended_whole() -> None:
     found = coverage(torch.ones(50, dtype=torch.long))
     assert found is not None and (found.recommended, found.recommended_share) == (50, 1.0)
     assert coverage(torch.zeros(50, dtype=torch.long)) is None
 
 
-def test_what_a_run_says_of_its_data(tmp_path: Path) -> None:
+def test_run_data_report_states_sources_and_vocabulary_coverage(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.jsonl", 10), write(tmp_path / "b.jsonl", 5)
     bad = json.dumps({"text": 3})
     Path(second).write_text(Path(second).read_text() + bad + "\n")
@@ -81,6 +81,6 @@ def test_what_a_run_says_of_its_data(tmp_path: Path) -> None:
     ).read_text() == f"{second}:6: expected a string in text, got int; write its text, or remove the record\n"
 
 
-def test_several_forms_are_counted() -> None:
+def test_data_report_forms_counts_each_record_form() -> None:
     assert forms({"forms": {"messages": 90, "text": 1010}}) == "messages (90), text (1,010)"
     assert forms({"forms": {}}) == "no record read yet"

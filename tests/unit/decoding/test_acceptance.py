@@ -144,7 +144,7 @@ FEW_SAMPLINGS = [SAMPLINGS[0], SAMPLINGS[3]]  # laws without zeros and with them
 @pytest.mark.parametrize(
     "paths", [[(0,), (0, 0), (0, 0, 0)], [(0,), (1,), (2,)], [(0,), (1,), (0, 0), (0, 1), (1, 0)]], ids=str
 )
-def test_deterministic_trees_leave_the_targets_law(
+def test_lossless_deterministic_tree_preserves_target_distribution(
     paths: list[tuple[int, ...]], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder, logits_of, shape = Recorder(monkeypatch), model(1), TreeShape.of(paths)
@@ -159,7 +159,7 @@ def test_deterministic_trees_leave_the_targets_law(
 @pytest.mark.sampled
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("paths", [[(0,), (0, 0)], [(0,), (1,), (0, 0), (1, 0)]], ids=str)
-def test_coupled_choices_leave_the_targets_law(
+def test_coupled_tree_preserves_target_distribution(
     paths: list[tuple[int, ...]], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every choice at every node on the way is scripted; its probability is the node's law of it."""
@@ -198,7 +198,7 @@ def proposals(draft: Callable[[tuple[int, ...]], Tensor], sampling: Sampling) ->
 
 @pytest.mark.sampled(sampling=FEW_SAMPLINGS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_sampled_chains_leave_the_targets_law(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lossless_sampled_chain_preserves_target_distribution(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, logits_of, draft = Recorder(monkeypatch), model(2), model(3)
     whole: Law = defaultdict(float)
     for probability, tree in proposals(draft, sampling):
@@ -212,7 +212,9 @@ def test_sampled_chains_leave_the_targets_law(sampling: Sampling, monkeypatch: p
 
 @pytest.mark.sampled(sampling=FEW_SAMPLINGS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_siblings_drawn_without_replacement_leave_the_targets_law(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lossless_siblings_without_replacement_preserve_target_distribution(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder, logits_of, draft = Recorder(monkeypatch), model(4), model(5)
     q = distribution(draft(()), sampling)
     whole: Law = defaultdict(float)
@@ -243,7 +245,7 @@ def without_replacement(q: Tensor) -> Iterator[tuple[float, tuple[int, ...]]]:
                 yield float(q[first] * left[second] / left.sum()), (first, second)
 
 
-def test_the_enumeration_sees_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enumeration_detects_argmax_drafts_verified_as_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Argmax drafts verified as if sampled from q: the field's known mistake must not pass."""
     recorder, logits_of, draft, sampling = Recorder(monkeypatch), model(2), model(3), Sampling(1.0)
     q = distribution(draft(()), sampling)
@@ -253,7 +255,7 @@ def test_the_enumeration_sees_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> N
     assert total_variation(marginal(outcome, logits_of, sampling, 2), target_law(logits_of, sampling, 2)) > 0.05
 
 
-def test_greedy_takes_the_deepest_path_of_argmaxes_and_ignores_padding() -> None:
+def test_greedy_accepts_deepest_argmax_path_and_ignores_padding() -> None:
     shape = TreeShape.of([(0,), (1,), (0, 0), (1, 0)])
     token = torch.tensor([[9, 1, 2, 3, 4]]) % V
     logits = torch.zeros(1, 5, V)
@@ -268,7 +270,7 @@ def test_greedy_takes_the_deepest_path_of_argmaxes_and_ignores_padding() -> None
     assert verdict.trimmed().path_BA.tolist() == [[0, 2]] and verdict.bonus_B.tolist() == [4]
 
 
-def test_no_policy_asks_the_device(subtests: pytest.Subtests) -> None:
+def test_accept_policies_never_synchronise_with_device(subtests: pytest.Subtests) -> None:
     """On tensors without values every question to them is an error."""
     meta, B, N = torch.device("meta"), 2, 4
     node_BN, mask_BNN = torch.zeros(B, N, dtype=torch.long, device=meta), torch.ones(B, N, N, dtype=torch.bool, device=meta)
@@ -287,13 +289,13 @@ def test_no_policy_asks_the_device(subtests: pytest.Subtests) -> None:
     ("name", "temperature", "words"),
     [("greedy", 1.0, "decode.policy=lossless"), ("typical", 0.0, "temperature above 0"), ("nucleus", 0.0, "choose one of")],
 )
-def test_policies_that_contradict_the_temperature_are_refused(name: str, temperature: float, words: str) -> None:
+def test_policy_for_contradicting_temperature_is_refused(name: str, temperature: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         policy_for(name, Sampling(temperature))
 
 
 @pytest.mark.parametrize("name", ["coupled", "lossless"])
-def test_at_temperature_0_drafts_are_the_argmax_whatever_they_were_drawn_from(name: str) -> None:
+def test_accept_policies_at_temperature_0_accept_argmax_drafts(name: str) -> None:
     shape, mask = TreeShape.of([(0,), (1,), (1, 0)]), TreeShape.of([(0,), (1,), (1, 0)]).ancestor_NN[None]
     logits = torch.tensor([[[0.0, 2, 2, 1, 0], [9.0, 0, 0, 0, 0], [0.0, 0, 0, 3, 0], [0.0, 0, 0, 0, 1]]])
     tree = DraftTree.static(torch.tensor([[0, 2, 1, 3]]), shape)
@@ -303,11 +305,11 @@ def test_at_temperature_0_drafts_are_the_argmax_whatever_they_were_drawn_from(na
         assert verdict.trimmed().path_BA.tolist() == [[0, 2, 3]] and verdict.bonus_B.tolist() == [4]
 
 
-def test_typical_is_labelled_lossy() -> None:
+def test_typical_policy_is_marked_lossy() -> None:
     assert not policy_for("typical", Sampling(0.8)).lossless
 
 
-def test_threshold_takes_what_the_target_gives_more_than_it() -> None:
+def test_threshold_policy_accepts_tokens_above_probability() -> None:
     sampling = Sampling(1.0)
     tree = DraftTree.chain(torch.tensor([[0, 1, 2]]))
     logits = torch.tensor([[[0.2, 0.5, 0.1, 0.1, 0.1], [0.1, 0.1, 0.4, 0.2, 0.2], [0.2] * 5]]).log()

@@ -69,7 +69,7 @@ def refused() -> None:
     raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
 
-def test_a_failed_capture_gives_its_first_error_and_leaves_nothing(driver: Driver) -> None:
+def test_captured_graph_failed_capture_raises_first_error_and_cleans_up(driver: Driver) -> None:
     with pytest.raises(CaptureError, match=r"operation not permitted when stream is capturing$"):
         captured_graph(refused, CPU)
     assert driver.stream is BEFORE and driver.ended_pools == [(0, 7)]
@@ -79,7 +79,7 @@ def test_a_failed_capture_gives_its_first_error_and_leaves_nothing(driver: Drive
     assert out.tolist() == [1.0, 1.0]
 
 
-def test_memory_that_is_used_up_is_no_reason(driver: Driver) -> None:
+def test_captured_graph_out_of_memory_is_no_capture_error(driver: Driver) -> None:
     def work() -> None:
         raise torch.OutOfMemoryError
 
@@ -88,7 +88,7 @@ def test_memory_that_is_used_up_is_no_reason(driver: Driver) -> None:
         captured_graph(work, CPU)
 
 
-def test_decoding_goes_on_after_a_failed_capture(driver: Driver) -> None:
+def test_decoder_failed_capture_continues_without_cuda_graphs(driver: Driver) -> None:
     target, asked = FastTarget(tiny_model()), prompts(3, seed=3)
     for name in ("medusa", "eagle3"):
         drafter = build(name, target, 0.3)
@@ -103,14 +103,14 @@ def test_decoding_goes_on_after_a_failed_capture(driver: Driver) -> None:
         assert Graph.made == made + 2, "one for the failed capture, one after it, and none is tried again"
 
 
-def test_costs_are_those_of_calls_where_a_capture_fails(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_seconds_failed_capture_times_calls(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_size, "capturable", lambda *_: True)
     target = tiny_target()
     costs = tree_size.verification_seconds(target, build("medusa", target), [1, 5], repeats=2)
     assert costs.keys() == {1, 5} and min(costs.values()) > 0.0
 
 
-def test_work_that_waits_is_found_without_a_capture(cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_waiting_finds_synchronising_work_without_capture(cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     modes = [0]
     own = {"get_sync_debug_mode": lambda: modes[-1], "set_sync_debug_mode": modes.append}
     monkeypatch.setattr(cuda_graph, "cuda", SimpleNamespace(**(vars(cuda_graph.cuda) | own)))
@@ -123,7 +123,7 @@ def test_work_that_waits_is_found_without_a_capture(cpu_graphs: None, monkeypatc
     assert why_waiting(lambda: None) is None and modes[-1] == 0
 
 
-def test_a_target_that_keeps_a_number_of_its_capture_is_refused(cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_captured_detects_host_counter_in_target(cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host counts its calls; a replay has the count of the capture."""
     target, calls = tiny_target(), [0]
     assert why_not_captured(target) is None
@@ -137,7 +137,7 @@ def test_a_target_that_keeps_a_number_of_its_capture_is_refused(cpu_graphs: None
     assert why_not_captured(target) == "a replayed graph gives other logits than a call"
 
 
-def test_the_reason_of_a_target_is_kept_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_capture_reason_is_cached_and_not_tried_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from drafttrain.targets import hf
 
     target, tried = tiny_target(), list[Any]()

@@ -51,7 +51,7 @@ def test_cut_depth_that_does_not_pay_is_reduced() -> None:
     assert curve((1, 1, 1, 1, 1)).depth(1, DOUBTED, False) == 4, "what costs nothing is verified"
 
 
-def test_the_rows_of_a_step_decide_together() -> None:
+def test_draft_cut_depth_is_decided_for_whole_batch() -> None:
     """One sure row of eight does not pay for the verification of all; eight do."""
     costs = (1, 1.4, 1.8, 2.2, 2.6)
     one = [0.9 + 7 * 0.02, 0.81, 0.73, 0.66]
@@ -59,7 +59,7 @@ def test_the_rows_of_a_step_decide_together() -> None:
     assert curve(costs, 8).depth(8, [8 * r for r in SURE], False) == 4
 
 
-def test_the_deepest_of_all_depths_is_found_behind_a_dip() -> None:
+def test_best_depth_finds_global_maximum_past_dip() -> None:
     """At every depth the outcome is the best rate of all, whatever lies between."""
     for seconds in ([1, 3, 3, 3, 1.5], [1, 1, 9, 9, 9], [1, 2, 4, 8, 16], [5, 5, 5, 5, 5]):
         tokens = [1.0]
@@ -69,7 +69,7 @@ def test_the_deepest_of_all_depths_is_found_behind_a_dip() -> None:
         assert best_depth(1, SURE, seconds.__getitem__) == max(range(5), key=lambda d: (rates[d], d))
 
 
-def test_a_drawn_draft_s_token_does_not_decide_whether_it_is_verified() -> None:
+def test_best_depth_sampled_draft_never_decides_its_verification() -> None:
     """The confidence below a draft knows it: it may move the cut, and never to or past that draft."""
     seconds = [1.0, 1.3, 1.6, 1.9, 2.2].__getitem__
     typical = [0.5, 0.5, 0.5, 0.5]
@@ -82,7 +82,7 @@ def test_a_drawn_draft_s_token_does_not_decide_whether_it_is_verified() -> None:
         assert len(depths) == 1
 
 
-def test_costs_are_learnt_again_now_and_then() -> None:
+def test_draft_cut_relearns_costs_periodically() -> None:
     cut = Cut()
     assert cut.depth(1, DOUBTED, False) == 4, "what nobody has measured is verified whole"
     cut.record(1, 0, 0, 0.0, 1.0)
@@ -128,7 +128,7 @@ def decoded(
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", ["dspark", "dflash", "domino"])
 @pytest.mark.parametrize("policy, sampling", [("greedy", Sampling()), ("coupled", Sampling(0.9, seed=2))])
-def test_cuts_change_no_output(policy: str, sampling: Sampling, family: str) -> None:
+def test_draft_cut_decoded_tokens_equal_plain_decoding(policy: str, sampling: Sampling, family: str) -> None:
     """By a head that learnt confidences, and by the probability of the likeliest token."""
     asked = prompts(6, seed=3)
     plain = Decoder(TARGET, None, policy if sampling.greedy else "lossless", sampling, max_new_tokens=30).run(asked, 1)
@@ -150,7 +150,7 @@ def first_token(typical: Sequence[float] | None) -> list[float]:
     return law
 
 
-def test_a_cut_that_knew_the_draft_would_change_the_law() -> None:
+def test_draft_cut_using_sampled_confidence_would_change_distribution() -> None:
     for typical in ([0.5, 0.1], [0.5, 0.9]):
         assert first_token(typical) == pytest.approx([0.5, 0.3, 0.2])
     assert first_token(None) != pytest.approx([0.5, 0.3, 0.2], abs=0.02)
@@ -158,7 +158,7 @@ def test_a_cut_that_knew_the_draft_would_change_the_law() -> None:
 
 @pytest.mark.sampled(family=["dspark"])
 @pytest.mark.parametrize("family", ["dspark", "domino"])
-def test_sampled_drafts_that_are_cut_follow_the_targets_law(family: str) -> None:
+def test_draft_cut_sampled_drafts_follow_target_distribution(family: str) -> None:
     """Chi-square of pairs of tokens against plain sampling's exact law, through the whole loop."""
     sampling, count = Sampling(1.0, top_k=4, seed=11), 800
     prompt = prompts(1, seed=4, longest=9)[0]

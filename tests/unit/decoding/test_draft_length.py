@@ -61,14 +61,14 @@ def test_fallback_good_drafter_keeps_drafting(seeds: range, subtests: pytest.Sub
             assert sum(d >= 2 for d in depths) > 0.95 * len(depths)
 
 
-def test_a_mediocre_drafter_drafts_less_deep() -> None:
+def test_fallback_mediocre_drafter_uses_shorter_drafts() -> None:
     """Depth 8 costs 2.6 plain steps and gives 1.67 tokens; depth 1 costs 1.2 and gives 1.4."""
     ratio, depths = simulate(0.4, {0: 1.0, 8: 2.6}, 3000, noise=0.02)
     assert ratio < 0.97
     assert sum(d in (1, 2) for d in depths) > 0.8 * len(depths)
 
 
-def test_it_resumes_when_acceptance_returns() -> None:
+def test_fallback_resumes_drafting_when_acceptance_returns() -> None:
     rng, fallback = random.Random(0), Fallback(4)
     depths = []
     for step in range(4000):
@@ -81,7 +81,7 @@ def test_it_resumes_when_acceptance_returns() -> None:
     assert sum(d == 4 for d in depths[2500:]) > 1300
 
 
-def test_batch_sizes_are_kept_apart() -> None:
+def test_fallback_decides_separately_by_batch_size() -> None:
     fallback, drafted = Fallback(4), {1: 0, 32: 0}
     for _ in range(300):
         for rows, cost in ((1, 1.2), (32, 4.0)):
@@ -100,7 +100,7 @@ class Priced(Fallback):
 
 
 @pytest.mark.parametrize("kind", [oracle, never])
-def test_in_the_loop_the_output_stays_plain_decodings(kind: Callable[..., Any]) -> None:
+def test_decoder_with_fallback_tokens_equal_plain_decoding(kind: Callable[..., Any]) -> None:
     target, asked = tiny_target(), prompts(4, seed=3)
     plain = [r.tokens for r in Decoder(target, None, "greedy", Sampling(), max_new_tokens=60).run(asked, 1).results]
     drafter = Scripted(kind([p + t for p, t in zip(asked, plain, strict=True)]), [[0] * d for d in range(1, 5)])
@@ -113,7 +113,7 @@ def test_in_the_loop_the_output_stays_plain_decodings(kind: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_the_parts_of_a_step_are_parts_of_the_time(fallback: bool) -> None:
+def test_decoder_step_costs_sum_to_less_than_elapsed_time(fallback: bool) -> None:
     drafter = Scripted(random_guess(2), [[0], [0, 0]])
     controls = Controls(fallback=fallback)
     decoder = Decoder(tiny_target(), drafter, "greedy", Sampling(), max_new_tokens=20, controls=controls)

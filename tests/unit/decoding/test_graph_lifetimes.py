@@ -67,7 +67,7 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[list[int
 @pytest.mark.sampled(name=OFTEN)
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_requests_in_each_slot(
+def test_captured_step_reused_slots_give_eager_tokens(
     name: str | None, processors: tuple[float, int], cpu_graphs: None, target: FastTarget
 ) -> None:
     """With every kind of logits processor. Later requests have other stop tokens, then more of them, then fewer."""
@@ -89,7 +89,7 @@ def test_two_requests_in_each_slot(
 
 @pytest.mark.sampled(name=OFTEN)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_decoders_over_one_drafter_in_turn(
+def test_captured_steps_of_alternating_decoders_give_eager_tokens(
     name: str | None, cpu_graphs: None, target: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in tuning: each keeps its graphs while the other's session is opened, used, and replaced by a larger one."""
@@ -112,7 +112,7 @@ def test_two_decoders_over_one_drafter_in_turn(
 @pytest.mark.parametrize(
     "name", ["medusa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("draft_model", "eagle3"))]
 )
-def test_two_sessions_of_one_decoder(name: str, cpu_graphs: None, target: FastTarget) -> None:
+def test_captured_steps_of_overlapping_sessions_give_eager_tokens(name: str, cpu_graphs: None, target: FastTarget) -> None:
     """Steps in turn; the second one opens while the first one's graphs are in use, and a third after the first has gone."""
     drafter, asked = drafter_of(name, target), prompts(3, seed=5)
     wanted = texts(Decoder(target, drafter, "greedy", Sampling(), STOP, 20), asked, 3)
@@ -136,7 +136,7 @@ def test_two_sessions_of_one_decoder(name: str, cpu_graphs: None, target: FastTa
 
 
 @pytest.mark.parametrize("bits", [*map(slow, (None, 8)), 4])
-def test_new_weights_reach_graphs_captured_before(
+def test_captured_step_loaded_weights_take_effect_in_same_memory(
     bits: int | None, cpu_graphs: None, target: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights loaded into a draft model between two passes; the joined ones stay where they were."""
@@ -161,7 +161,7 @@ def test_new_weights_reach_graphs_captured_before(
     assert before != after == accepted(Decoder(target, other, "greedy", Sampling(), STOP, 12)) == accepted(decoder)
 
 
-def test_new_weights_reach_packed_copies(target: FastTarget) -> None:
+def test_packed_weights_follow_loaded_draft_model(target: FastTarget) -> None:
     """On a CPU, where products read packed copies: also of maps that are joined with no other."""
     drafter, other, asked = drafter_of("draft_model", target), build("draft_model", target, 2.0), prompts(3, seed=5)
     assert isinstance(drafter, DraftModel)
@@ -182,7 +182,9 @@ def test_new_weights_reach_packed_copies(target: FastTarget) -> None:
 
 @pytest.mark.sampled(name=["medusa", "draft_model"], passes=[3])
 @pytest.mark.parametrize(("name", "passes"), [(None, 20), ("medusa", 20), *((name, 3) for name in FAMILIES)])
-def test_memory_is_flat_over_passes(name: str | None, passes: int, cpu_graphs: None, target: FastTarget) -> None:
+def test_captured_decoders_memory_is_flat_over_passes(
+    name: str | None, passes: int, cpu_graphs: None, target: FastTarget
+) -> None:
     """Each with a decoder of its own, as a measurement has; without the garbage collector, which knows no device memory."""
     drafter, asked = None if name is None else build(name, target, 0.3), prompts(1, seed=5)
     gc.collect()
@@ -219,7 +221,7 @@ def captured(work: Callable[[], Any]) -> Graph:
     return graph
 
 
-def test_a_replay_fails_where_its_input_was_freed() -> None:
+def test_graph_recorder_replay_with_freed_input_fails() -> None:
     box = [torch.ones(3)]
     out = torch.zeros(3)
     graph = captured(lambda: out.add_(box[0]))
@@ -234,7 +236,7 @@ def test_a_replay_fails_where_its_input_was_freed() -> None:
         graph.replay()
 
 
-def test_a_replay_fails_where_its_input_has_moved() -> None:
+def test_graph_recorder_replay_with_moved_input_fails() -> None:
     given, out = torch.ones(3), torch.zeros(3)
     graph = captured(lambda: out.add_(given))
     given.resize_(1 << 16)
@@ -242,7 +244,7 @@ def test_a_replay_fails_where_its_input_has_moved() -> None:
         graph.replay()
 
 
-def test_views_are_known_by_their_memory() -> None:
+def test_graph_recorder_tracks_views_by_memory() -> None:
     given, out = torch.arange(6.0), torch.zeros(2)
     graph = captured(partial(lambda view: out.copy_(view[1:3]), given[2:]))
     graph.replay()
@@ -252,7 +254,7 @@ def test_views_are_known_by_their_memory() -> None:
         graph.replay()
 
 
-def test_a_graphs_own_memory_holds_nothing_between_replays() -> None:
+def test_graph_recorder_poisons_graph_memory_between_replays() -> None:
     made, out = list[torch.Tensor](), torch.zeros(2)
 
     def work() -> None:

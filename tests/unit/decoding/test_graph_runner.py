@@ -50,7 +50,7 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[tuple[An
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
-def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, policy: str, every: int) -> None:
+def test_decode_steps_ahead_of_host_equal_synchronous_steps(name: str | None, policy: str, every: int) -> None:
     """Ragged prompts in chunks, stop tokens, a queue behind three slots, rows that fill up a batch."""
     asked, sampling = prompts(7, seed=3), Sampling(POLICIES[policy], seed=4)
     drafter = None if name is None else build(name, TARGET, 0.3)
@@ -62,7 +62,7 @@ def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, poli
 
 @pytest.mark.sampled(name=("medusa",))
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_forward_runs_ahead_too(name: str) -> None:
+def test_hf_target_decode_steps_ahead_of_host_equal_synchronous_steps(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
     drafter = build(name, target, 0.3)
     one, ahead = (Decoder(target, drafter, "greedy", Sampling(), controls=Controls(read_every=n)) for n in (None, 2))
@@ -71,7 +71,7 @@ def test_transformers_forward_runs_ahead_too(name: str) -> None:
 
 @pytest.mark.sampled(name=("medusa",))
 @pytest.mark.parametrize("name", NAMES)
-def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
+def test_decode_steps_ahead_of_host_with_penalty_and_stop_text_equal_synchronous(name: str) -> None:
     asked, drafter = prompts(5, seed=6), build(name, TARGET, 0.3)
     free = Decoder(TARGET, None, "greedy", Sampling(repetition_penalty=1.3), max_new_tokens=30).run(asked, 1).results
     stop_text = StopText((f" {free[0].tokens[12]} {free[0].tokens[13]} ",), lambda ids: "".join(f" {i} " for i in ids))
@@ -92,7 +92,7 @@ def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
 
 @pytest.mark.sampled(name=("medusa", "eagle3", "dspark", "draft_model"))
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fallback_that_rests_its_drafter_runs_ahead(name: str) -> None:
+def test_decode_steps_ahead_of_host_with_fallback_equal_plain_decoding(name: str) -> None:
     drafter, controls = build(name, TARGET, 1.0), Controls(fallback=True, read_every=2)
     ahead = Decoder(TARGET, drafter, "greedy", Sampling(), max_new_tokens=90, controls=controls)
     assert [r.tokens for r in ahead.run(prompts(3, seed=7), 2).results] == plain_texts()
@@ -104,7 +104,7 @@ def plain_texts() -> list[list[int]]:
     return [r.tokens for r in results]
 
 
-def test_pooled_pages_and_samples_run_ahead() -> None:
+def test_decode_steps_ahead_of_host_with_pooled_pages_and_samples_equal_synchronous() -> None:
     sampling = Sampling(0.9, seed=5)
     found: list[list[list[int]]] = []
     for every in (None, 2):
@@ -121,7 +121,7 @@ def test_pooled_pages_and_samples_run_ahead() -> None:
 @pytest.mark.sampled(name=OFTEN)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
-def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, policy: str, as_on_a_gpu: FastTarget) -> None:
+def test_decode_step_never_synchronises_and_keeps_tensor_shapes(name: str | None, policy: str, as_on_a_gpu: FastTarget) -> None:
     """So that a CUDA graph captured from one round is right for all that follow."""
     drafter: Drafter | None = None if name is None else build(name, as_on_a_gpu, 0.3)
     if drafter and not drafter.captured:
@@ -150,7 +150,7 @@ def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, 
 @pytest.mark.sampled(name=OFTEN)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
-def test_replayed_graphs_give_the_same_texts(
+def test_captured_steps_results_equal_eager_steps(
     name: str | None, policy: str, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, sampling = prompts(7, seed=3), Sampling(POLICIES[policy], seed=4)
@@ -166,7 +166,7 @@ def test_replayed_graphs_give_the_same_texts(
 
 @pytest.mark.sampled(name=("medusa",))
 @pytest.mark.parametrize("name", [None, *NAMES])
-def test_replayed_graphs_with_append_and_attention_apart_give_the_same_texts(
+def test_captured_steps_with_separate_append_and_attention_equal_eager_steps(
     name: str | None, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where they are two kernels."""
@@ -237,7 +237,7 @@ def next_tokens(target: FastTarget) -> list[int]:
 
 @pytest.mark.sampled(policy=["greedy", "lossless"])  # the shape counts here; test_replayed_graphs has every policy
 @pytest.mark.parametrize(("policy", "temperature"), POLICIES.items())
-def test_trees_whose_shape_changes_from_round_to_round_are_one_graph(
+def test_captured_dynamic_tree_uses_one_graph_for_all_shapes(
     policy: str, temperature: float, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, sampling, drafter = prompts(3, seed=3), Sampling(temperature, seed=4), Dynamic()
@@ -252,7 +252,7 @@ def test_trees_whose_shape_changes_from_round_to_round_are_one_graph(
     )
 
 
-def test_costs_of_a_second_run_leave_out_the_time_before_it(
+def test_decode_costs_of_second_run_exclude_idle_time(
     as_on_a_gpu: FastTarget, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its session is the first run's, in which a step was launched that nobody read."""

@@ -61,10 +61,10 @@ def plainly(prompt: list[int], kept: list[int], key: int) -> list[int]:
 GUARDS = {"loop": (looping, Guard(loop="plain")), "json": (breaking, Guard(json="plain", decode=spaces))}
 
 
-@pytest.mark.sampled(every=[None])  # test_when_the_host_looks_changes_nothing has the others
+@pytest.mark.sampled(every=[None])  # test_guard_results_are_independent_of_read_interval_and_batch_size has the others
 @pytest.mark.parametrize("every", [None, 1, 3])
 @pytest.mark.parametrize("kind", sorted(GUARDS))
-def test_a_turned_text_goes_on_as_the_targets_own_and_the_others_are_as_they_were(kind: str, every: int | None) -> None:
+def test_guard_fallback_continues_as_plain_decoding_and_leaves_other_requests(kind: str, every: int | None) -> None:
     guess, guard = GUARDS[kind]
     found, free = decoded(guess, guard, every=every), decoded(guess, Guard(), every=every)
     assert any(r.acts for r in found) and not all(r.acts for r in found)
@@ -104,7 +104,7 @@ class Alternating(Cut):
 
 
 @pytest.mark.parametrize("kind", sorted(GUARDS))
-def test_a_turned_text_is_the_targets_own_where_drafts_are_cut_too(kind: str) -> None:
+def test_guard_fallback_with_cut_drafts_continues_as_plain_decoding(kind: str) -> None:
     guess, guard = GUARDS[kind]
     controls, seen = Controls(threshold=1e-9, fallback=True), list[int]()
     drafter = Scripted(guess, CHAIN, Confident)  # type: ignore[arg-type]
@@ -120,13 +120,13 @@ def test_a_turned_text_is_the_targets_own_where_drafts_are_cut_too(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", sorted(GUARDS))
-def test_when_the_host_looks_changes_nothing(kind: str) -> None:
+def test_guard_results_are_independent_of_read_interval_and_batch_size(kind: str) -> None:
     ways = ((None, 1), (None, 5), (1, 5), (4, 1))  # it looks every so many steps, at so many rows
     texts = [[(r.tokens, r.acts, r.runs) for r in decoded(*GUARDS[kind], every=n, rows=b)] for n, b in ways]
     assert all(text == texts[0] for text in texts)
 
 
-def test_when_all_texts_are_turned_nothing_is_drafted() -> None:
+def test_guard_fallback_of_all_requests_stops_drafting() -> None:
     asked: list[int | None] = []
 
     class Watched(ScriptedState):
@@ -144,7 +144,7 @@ def test_when_all_texts_are_turned_nothing_is_drafted() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("every", [None, 1, 3])
 @pytest.mark.parametrize("policy", ["greedy", "lossless", "coupled", "threshold"])
-def test_stop_ends_the_text_and_changes_nothing_before(policy: str, every: int | None) -> None:
+def test_guard_stop_ends_request_and_keeps_earlier_tokens(policy: str, every: int | None) -> None:
     for guess, guard in ((looping, Guard(loop="stop")), (breaking, Guard(json="stop", decode=spaces))):
         free = decoded(guess, Guard(), policy, every)
         for ours, other in zip(decoded(guess, guard, policy, every), free, strict=True):
@@ -155,7 +155,7 @@ def test_stop_ends_the_text_and_changes_nothing_before(policy: str, every: int |
             assert ours.acts == ([acts] if acts else []) and ours.emitted == len(ours.tokens) - 1
 
 
-def test_a_lossless_policy_has_nothing_to_fall_back_to() -> None:
+def test_guard_with_lossless_policy_has_no_fallback() -> None:
     guard = Guard(loop="plain", json="stop", decode=spaces)
     for drafter, policy in ((None, "threshold"), (Scripted(looping, CHAIN), "lossless")):
         decoder = Decoder(TARGET, drafter, policy, SAMPLING, guard=guard)
@@ -163,7 +163,7 @@ def test_a_lossless_policy_has_nothing_to_fall_back_to() -> None:
     assert decoder.request([1]).guard is None
 
 
-def test_a_text_that_ends_by_itself_is_no_guards() -> None:
+def test_guard_ignores_request_ended_by_stop_token() -> None:
     stop = frozenset({5})
     decoder = Decoder(TARGET, Scripted(looping, CHAIN), "threshold", SAMPLING, stop, NEW,
                       controls=Controls(threshold=1e-9), guard=Guard(loop="stop"))  # fmt: skip
@@ -171,7 +171,7 @@ def test_a_text_that_ends_by_itself_is_no_guards() -> None:
     assert {r.ended_by for r in found if r.tokens[-1] == 5} == {"stop"} and not any(r.acts for r in found)
 
 
-def test_a_pool_of_pages_is_whole_again_and_the_controller_may_rest() -> None:
+def test_guard_fallback_frees_pages_and_streams_all_tokens() -> None:
     decoder = Decoder(TARGET, Scripted(looping, CHAIN), "threshold", SAMPLING, max_new_tokens=NEW,
                       controls=Controls(threshold=1e-9, fallback=True), guard=Guard(loop="plain"))  # fmt: skip
     requests = [decoder.request(prompt, key) for key, prompt in enumerate(ASKED)]
@@ -183,7 +183,7 @@ def test_a_pool_of_pages_is_whole_again_and_the_controller_may_rest() -> None:
     assert session.kv.free_pages == 12 and all(seen[r.request] == r.tokens for r in results)
 
 
-def test_watching_reads_characters_of_several_tokens_and_acts_once_by_guard() -> None:
+def test_guard_watch_joins_split_characters_and_acts_once() -> None:
     pieces = {1: b"[", 2: b'"', 3: b"\xc3", 4: b"\xa4", 5: b"]", 6: b"x"}
 
     def decode(tokens: list[int]) -> str:
@@ -200,7 +200,7 @@ def test_watching_reads_characters_of_several_tokens_and_acts_once_by_guard() ->
     assert both.act([6], 1) == Act("json", "plain", 1) and both.act([6] * 40, 39) is None
 
 
-def test_bad_guards_are_refused() -> None:
+def test_guard_invalid_options_are_refused() -> None:
     for bad in ({"loop": "end"}, {"json": "False"}):
         with pytest.raises(ValueError, match="choose one of off, plain, stop"):
             Guard(**bad)

@@ -34,7 +34,7 @@ def read(text: str, fence: bool = True) -> tuple[int | None, bool]:
 
 
 @given(VALUES, st.sampled_from([None, 1]), st.booleans(), st.data())
-def test_every_beginning_of_a_value_is_accepted(
+def test_json_text_accepts_every_prefix_of_valid_json(
     value: object, indent: int | None, ascii_only: bool, data: st.DataObject
 ) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
@@ -47,13 +47,13 @@ def test_every_beginning_of_a_value_is_accepted(
 
 
 @given(st.text(alphabet='{}[]",:0123456789-+.eEtrufalsn\\ \n', max_size=12))
-def test_whole_texts_are_those_that_parse(text: str) -> None:
+def test_json_text_completes_exactly_for_parsable_strings(text: str) -> None:
     fault, complete = read(text, fence=False)
     assert (fault is None and complete) == parses(text)
 
 
 @given(VALUES, st.sampled_from('{}[]",:01-.eatx`\\ \x01'), st.data())
-def test_one_more_character_is_refused_at_its_own_place(value: object, stray: str, data: st.DataObject) -> None:
+def test_json_text_stray_character_fault_is_not_before_its_position(value: object, stray: str, data: st.DataObject) -> None:
     text = json.dumps(value)
     at = data.draw(st.integers(0, len(text)))
     fault, complete = read(text[:at] + stray + text[at:], fence=False)
@@ -96,7 +96,7 @@ def test_json_text_names_place_of_fault_and_whether_complete(subtests: pytest.Su
             assert read(text) == (fault, complete)
 
 
-def test_a_fence_may_be_refused_and_text_may_come_in_pieces() -> None:
+def test_json_text_respects_fence_option_and_chunked_input() -> None:
     assert read("```json\n1\n```", fence=False) == (0, False)
     checker = JsonText()
     assert [checker.feed(part) for part in ('{"', 'a":', " [tr", "ue", ", 1", "2]", "}")] == [None] * 7 and checker.complete

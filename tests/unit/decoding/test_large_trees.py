@@ -59,7 +59,7 @@ def right_at_rank_one(texts: list[list[int]]) -> Callable[[list[int]], list[int]
 @pytest.mark.sampled(nodes=LARGE)
 @pytest.mark.parametrize("runner", TARGETS)
 @pytest.mark.parametrize("nodes", NODES)
-def test_static_trees_decode_to_the_targets_greedy_tokens(nodes: int, runner: str) -> None:
+def test_large_static_tree_greedy_tokens_equal_plain_decoding(nodes: int, runner: str) -> None:
     asked = prompts(3, seed=nodes)
     wanted = plain(asked)
     drafter = Scripted(right_at_rank_one([p + t for p, t in zip(asked, wanted, strict=True)]), paths(nodes))
@@ -88,7 +88,9 @@ def drafter_of(name: str, target: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("runner", TARGETS)
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize(("name", "options"), DYNAMIC)
-def test_grown_trees_decode_to_the_targets_greedy_tokens(name: str, options: dict[str, Any], nodes: int, runner: str) -> None:
+def test_large_dynamic_tree_greedy_tokens_equal_plain_decoding(
+    name: str, options: dict[str, Any], nodes: int, runner: str
+) -> None:
     asked = prompts(3, seed=nodes)
     target = TARGETS[runner]
     drafter = drafter_of(name, target, nodes=nodes - 1, **options)
@@ -101,7 +103,7 @@ def test_grown_trees_decode_to_the_targets_greedy_tokens(name: str, options: dic
 @pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
 @pytest.mark.sampled(nodes=[256])
 @pytest.mark.parametrize("nodes", NODES)
-def test_tokens_are_the_same_with_two_kernels_as_on_a_gpu(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tree_with_separate_append_and_attention_keeps_tokens(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append and attention apart, with ancestors as bits; the twin of the attention kernel runs here."""
     made, words = AttentionMetadata.__init__, Counter[int]()
 
@@ -126,14 +128,14 @@ def test_tokens_are_the_same_with_two_kernels_as_on_a_gpu(nodes: int, monkeypatc
 @pytest.mark.parametrize("gradients", [False, True], ids=["compiled", "reference"])
 @pytest.mark.parametrize("runner", ["hf", "fast", "mistral-sliding"])
 @pytest.mark.parametrize("nodes", NODES)
-def test_a_nodes_logits_are_those_of_its_path_alone(nodes: int, runner: str, gradients: bool) -> None:
+def test_large_tree_node_logits_equal_path_alone(nodes: int, runner: str, gradients: bool) -> None:
     target = TARGETS[runner] if runner in TARGETS else FastTarget(tiny_model(runner))
     check_logits_by_path(target, nodes, {1, 62, 63, 64, nodes // 2, nodes - 2, nodes - 1}, gradients, seed=nodes)
 
 
 @pytest.mark.sampled(nodes=[256])
 @pytest.mark.parametrize("nodes", NODES)
-def test_coupled_output_is_plain_samplings_token_for_token(nodes: int) -> None:
+def test_large_tree_coupled_tokens_equal_plain_sampling(nodes: int) -> None:
     asked, sampling = prompts(3, seed=2), Sampling(0.7, top_k=9, top_p=0.8, seed=4)
     wanted = plain(asked, "lossless", sampling)
     guess = right_at_rank_one([p + t for p, t in zip(asked, wanted, strict=True)])
@@ -146,7 +148,7 @@ V, ROWS = 6, 40_000
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["given", "drawn"])
-def test_sampling_from_a_large_tree_is_lossless(drawn: bool) -> None:
+def test_lossless_accept_large_tree_preserves_target_distribution(drawn: bool) -> None:
     """Chi-square of the first two tokens jointly, over a complete tree of 4 children and 85 nodes."""
     shape = TreeShape.of([(*above, r) for depth in range(3) for above in _levels(4, depth) for r in range(4)])
     N, generator = len(shape.parent_N), torch.Generator().manual_seed(7)

@@ -14,7 +14,7 @@ TARGET = FastTarget(tiny_model())
 
 @pytest.mark.sampled(name=(None, "eagle3"))
 @pytest.mark.parametrize("name", [None, *NAMES])
-def test_scarce_pages_and_samples(name: str | None) -> None:
+def test_session_random_requests_with_scarce_pages_equal_plain_decoding(name: str | None) -> None:
     storm(TARGET, None if name is None else build(name, TARGET, 0.3), 24, seed=1, every=None)
 
 
@@ -22,5 +22,5 @@ def test_scarce_pages_and_samples(name: str | None) -> None:
 @pytest.mark.sampled(name=(None, *FEW))
 @pytest.mark.parametrize(("seed", "every"), [(1, None), (2, 2)])
 @pytest.mark.parametrize("name", [None, *NAMES])
-def test_a_storm(name: str | None, seed: int, every: int | None) -> None:
+def test_session_many_random_requests_equal_plain_decoding(name: str | None, seed: int, every: int | None) -> None:
     storm(TARGET, None if name is None else build(name, TARGET, 0.3), 60, seed, every)

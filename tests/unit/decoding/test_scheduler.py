@@ -73,7 +73,7 @@ ANY = {
 
 @settings(max_examples=8, deadline=None)
 @given(**ANY)
-def test_greedy_output_is_plain_decodings(
+def test_session_greedy_tokens_equal_plain_decoding(
     runner: str, kind: str, paths: list[list[int]], count: int, slots: int, pooled: bool, chunk: int, seed: int
 ) -> None:
     """Chains and trees, batch 1 and ragged batches that stop at different times, requests that enter mid-way."""
@@ -99,8 +99,8 @@ def test_greedy_output_is_plain_decodings(
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(**ANY)
-def test_greedy_output_is_plain_decodings_in_many_more_cases(**drawn: Any) -> None:
-    test_greedy_output_is_plain_decodings.hypothesis.inner_test(**drawn)  # type: ignore[attr-defined]
+def test_session_greedy_tokens_equal_plain_decoding_in_more_cases(**drawn: Any) -> None:
+    test_session_greedy_tokens_equal_plain_decoding.hypothesis.inner_test(**drawn)  # type: ignore[attr-defined]
 
 
 SAMPLINGS = [
@@ -113,7 +113,7 @@ SAMPLINGS = [
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["oracle", "never", "random"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_coupled_output_is_plain_samplings_token_for_token(sampling: Sampling, kind: str) -> None:
+def test_coupled_tokens_equal_plain_sampling(sampling: Sampling, kind: str) -> None:
     asked = prompts(5, seed=2)
     texts = [
         p + r.tokens
@@ -127,7 +127,7 @@ def test_coupled_output_is_plain_samplings_token_for_token(sampling: Sampling, k
             assert sum(r.verifications for r in results) < 0.5 * sum(r.emitted for r in results)
 
 
-def test_the_window_and_the_draft_length_bound_what_is_offered() -> None:
+def test_controls_window_and_draft_length_bound_offered_drafts() -> None:
     asked = prompts(3, seed=1)
     texts = plain_texts(asked)
     for controls, deepest, nodes in ((Controls(window=2), 2, 6), (Controls(draft_length=1), 1, 3), (Controls(), 3, 8)):
@@ -149,7 +149,7 @@ def committed(session: Session, slot: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_committed_keys_equal_a_fresh_prefill_and_rejected_ones_are_never_read(rows: int) -> None:
+def test_kv_cache_committed_entries_equal_prefill_and_rejected_ones_are_not_read(rows: int) -> None:
     if rows > 1 and not library.state().loaded:
         pytest.skip(f"the torch reference masks foreign positions by adding: {library.state().text}")
     asked = prompts(rows, seed=6)
@@ -183,12 +183,12 @@ def test_committed_keys_equal_a_fresh_prefill_and_rejected_ones_are_never_read(r
 @pytest.mark.parametrize("gradients", [False, True], ids=["compiled", "reference"])
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 12))
-def test_a_nodes_logits_are_those_of_its_path_alone(gradients: bool, seed: int, nodes: int) -> None:
+def test_tree_node_logits_equal_path_alone(gradients: bool, seed: int, nodes: int) -> None:
     check_logits_by_path(FAST, nodes, range(nodes), gradients, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_divergence_in_a_narrow_format_is_a_near_tie(dtype: torch.dtype) -> None:
+def test_half_precision_divergences_are_near_ties(dtype: torch.dtype) -> None:
     if not library.state().loaded:  # torch's own kernels sum a node's attention in another order for each number of rows
         pytest.skip(f"in a random model their rounding grows past the last place: {library.state().text}")
     target = FastTarget(tiny_model().to(dtype))
@@ -201,7 +201,7 @@ def test_every_divergence_in_a_narrow_format_is_a_near_tie(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("paths", [TREE, CHAIN], ids=["tree", "chain"])
-def test_a_float16_target_verifies_by_the_compiled_operators(paths: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_target_verifies_with_compiled_operators(paths: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     if not library.state().loaded:
         pytest.skip(library.state().text)
 
@@ -220,7 +220,7 @@ def test_a_float16_target_verifies_by_the_compiled_operators(paths: list[list[in
         assert sum(r.verifications for r in ours.results) < sum(len(r.tokens) for r in ours.results)
 
 
-def test_requests_wait_for_pages_and_enter_in_order() -> None:
+def test_session_requests_wait_for_pages_and_start_in_order() -> None:
     decoder = Decoder(FAST, None, "greedy", Sampling())
     requests = [Request(p, i, 40) for i, p in enumerate(prompts(6, seed=3))]
     session = Session(decoder, 4, 64, pages=5)  # two pages each: two run at a time
@@ -235,7 +235,7 @@ def test_requests_wait_for_pages_and_enter_in_order() -> None:
     assert [r.tokens for r in results] == [r.tokens for r in alone]
 
 
-def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+def test_session_request_that_cannot_fit_is_refused_with_sizes() -> None:
     session = Session(Decoder(FAST, None, "greedy", Sampling()), 2, 64, pages=3)
     with pytest.raises(ValueError, match=r"1 x 111 positions need 1 slots and 4 pages; .* 2 slots of 64 positions and 3 pages"):
         session.submit(Request([1] * 10, 0, 100))
@@ -250,7 +250,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("pooled", [False, True])
-def test_samples_of_one_prompt_share_its_pages_and_equal_requests_of_their_own(pooled: bool) -> None:
+def test_session_samples_share_prompt_pages_and_equal_separate_requests(pooled: bool) -> None:
     prompt, sampling = (prompts(1, seed=4)[0] * 80)[:75], Sampling(1.0, seed=7)
     texts = [
         prompt + r.tokens for r in Decoder(HF, None, "lossless", sampling, max_new_tokens=NEW).run([prompt] * 3, 1).results
@@ -272,7 +272,7 @@ def test_samples_of_one_prompt_share_its_pages_and_equal_requests_of_their_own(p
 
 
 @pytest.mark.parametrize("runner", sorted(TARGETS))
-def test_a_text_may_fill_the_targets_context(runner: str) -> None:
+def test_session_request_may_fill_target_context(runner: str) -> None:
     """The last proposals reach past the last position; what they hold there is never text."""
     prompt = (prompts(1, seed=11)[0] * 60)[:490]
     texts = [prompt + r.tokens for r in Decoder(HF, None, "greedy", Sampling(), max_new_tokens=22).run([prompt]).results]
@@ -284,7 +284,7 @@ def test_a_text_may_fill_the_targets_context(runner: str) -> None:
         assert prompt + result.tokens == texts[0] and len(texts[0]) == 512
 
 
-def test_stop_strings_cut_where_one_is_complete() -> None:
+def test_stop_text_cuts_output_where_string_is_complete() -> None:
     asked = prompts(4, seed=5)
     texts = plain_texts(asked)
     decode = "".join
@@ -304,7 +304,7 @@ def test_stop_strings_cut_where_one_is_complete() -> None:
         StopText(("a", ""), str)
 
 
-def test_penalty_and_least_length_are_transformers() -> None:
+def test_repetition_penalty_and_min_new_tokens_equal_transformers() -> None:
     asked, stop = prompts(4, seed=8), frozenset(range(40))
     decoder = Decoder(FAST, drafter_of("random", [], TREE), "greedy", Sampling(repetition_penalty=1.7))
     requests = [Request(p, i, 20, min_new_tokens=6 + i, stop_ids=stop) for i, p in enumerate(asked)]
@@ -322,7 +322,7 @@ def test_penalty_and_least_length_are_transformers() -> None:
         assert result.tokens == wanted[0, len(request.prompt) :].tolist()
 
 
-def test_chunks_add_up_to_the_results() -> None:
+def test_session_streamed_chunks_join_to_results() -> None:
     asked = prompts(5, seed=9)
     texts = plain_texts(asked)
     session = Session(Decoder(FAST, drafter_of("oracle", texts, CHAIN), "greedy", Sampling()), 2, 64)
@@ -369,7 +369,7 @@ class SiblingsState(ScriptedState):
 @pytest.mark.slow  # exact and cheaper: test_acceptance.py (the rule), kernels/test_accept.py (the operator)
 @pytest.mark.sampled(policy=["lossless"])
 @pytest.mark.parametrize("policy", ["lossless", "coupled"])
-def test_sampled_siblings_follow_the_targets_law_through_the_whole_loop(policy: str) -> None:
+def test_decoder_sampled_siblings_follow_target_distribution(policy: str) -> None:
     """Chi-square of three tokens jointly, vocabulary 64, top-k and top-p applied."""
     sampling, prompt, count = Sampling(1.1, top_k=5, top_p=0.9, seed=21), prompts(1, seed=4, longest=9)[0], 4000
     joint = Texts()

@@ -59,7 +59,7 @@ def test_best_nodes_falls_as_node_cost_rises(
             assert nodes / 2 <= best_nodes(a_node)[0] <= 2 * nodes
 
 
-def test_large_trees_are_timed_only_where_the_largest_of_the_others_is_best(
+def test_best_nodes_times_large_trees_only_if_largest_small_tree_is_best(
     best_nodes: Callable[[float], tuple[int, list[int]]],
 ) -> None:
     assert best_nodes(0.02)[1] == [65] and best_nodes(0.0)[1] == [65, 256]
@@ -67,7 +67,7 @@ def test_large_trees_are_timed_only_where_the_largest_of_the_others_is_best(
 
 @pytest.mark.sampled(name=TIMED)
 @pytest.mark.parametrize("name", sorted(families()))
-def test_costs_are_taken_of_every_family(name: str) -> None:
+def test_tree_size_costs_are_measured_for_every_family(name: str) -> None:
     target = tiny_target()
     drafter = built(name, target).eval()
     costs = treesize.verification_seconds(target, drafter, [1, 9], repeats=2)
@@ -78,7 +78,7 @@ def test_costs_are_taken_of_every_family(name: str) -> None:
 
 @pytest.mark.sampled(name=TIMED)
 @pytest.mark.parametrize("name", NAMES)
-def test_costs_are_those_of_captured_steps(name: str, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tree_size_costs_time_captured_replays_only(name: str, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps will be captured: replays alone are timed, by the device's events, and the host launches nothing else."""
     monkeypatch.setattr(library, "has_product", lambda: False)
     monkeypatch.setattr(treesize, "capturable", lambda target, drafter: drafter.captured)
@@ -97,7 +97,7 @@ def test_costs_are_those_of_captured_steps(name: str, cpu_graphs: None, monkeypa
     assert Graph.made == 3 and Graph.replayed - replayed == 4 * round(1000 * seconds)
 
 
-def test_the_best_tree_is_chosen_by_captured_costs(cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_nodes_with_equal_captured_costs_takes_largest_tree(cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one cost for all sizes, as replays of the same operations have here, the largest tree pays."""
     monkeypatch.setattr(library, "has_product", lambda: False)
     monkeypatch.setattr(treesize, "capturable", lambda *_: True)

@@ -27,7 +27,7 @@ def size(*modules: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def test_weight_reads_counts_each_product_with_a_weight_and_no_lookup() -> None:
+def test_weight_reads_counts_each_product_but_no_embedding_lookup() -> None:
     first_HH, second_VH, table_VH = torch.randn(8, 8), torch.randn(32, 8), torch.randn(32, 8)
     with WeightReads() as reads:
         x_H = F.embedding(torch.tensor([3]), table_VH)
@@ -42,7 +42,7 @@ def test_weight_reads_counts_each_product_with_a_weight_and_no_lookup() -> None:
 
 
 @pytest.mark.parametrize(("name", "passes"), [(None, 0), ("medusa", 0), ("eagle", 4)])
-def test_captured_step_reads_the_targets_weights_once_and_its_head_in_each_pass_of_the_drafter(
+def test_captured_step_reads_target_weights_once_and_head_in_each_drafter_pass(
     name: str | None, passes: int, monkeypatch: pytest.MonkeyPatch, cpu_graphs: None
 ) -> None:
     monkeypatch.setattr(library, "has_product", lambda: False)  # blocks run one by one, as on a GPU

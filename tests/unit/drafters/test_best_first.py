@@ -68,7 +68,7 @@ def test_best_first_tree_nodes_equal_heap_search(subtests: pytest.Subtests) -> N
                 assert len(wanted) == min(nodes, sum(vocab**d for d in range(1, slots + 1)))
 
 
-def test_siblings_come_likeliest_first_and_a_limit_of_depth_is_kept() -> None:
+def test_best_first_tree_with_depth_limit_equals_heap_and_sorts_siblings() -> None:
     logits_BKV, grower = logits(5, 70, 2.0), BestFirst.of(5, 20, 70, torch.device("cpu"))
     for depth in (1, 3, 9):
         tree = grower.from_slots(torch.zeros(4).long(), logits_BKV, depth=depth)
@@ -80,7 +80,7 @@ def test_siblings_come_likeliest_first_and_a_limit_of_depth_is_kept() -> None:
                 assert all(log_p_KV[len(path) - 1, p[-1]] <= log_p_KV[len(path) - 1, path[-1]] for p in later)
 
 
-def test_of_equally_likely_paths_any_are_a_tree() -> None:
+def test_best_first_tree_tied_scores_give_distinct_paths() -> None:
     """Flat logits, and drafts so sure that a child is as likely as its parent."""
     for logits_BKV in (torch.zeros(2, 4, 70), torch.full((2, 4, 70), -200.0).index_fill_(2, torch.tensor([3]), 200.0)):
         tree = BestFirst.of(4, 30, 70, torch.device("cpu")).from_slots(torch.zeros(2).long(), logits_BKV)
@@ -89,7 +89,7 @@ def test_of_equally_likely_paths_any_are_a_tree() -> None:
     assert (3, 3, 3, 3) in paths_of(tree, 0)
 
 
-def test_no_other_tree_of_its_size_is_likelier() -> None:
+def test_best_first_tree_is_no_less_likely_than_dynamic_tree() -> None:
     logits_BKV = logits(6, 70, 3.0)
     best = BestFirst.of(6, 24, 70, torch.device("cpu")).from_slots(torch.zeros(4).long(), logits_BKV)
     beams = DynamicTree(6, 4, 24).grower(torch.device("cpu")).from_slots(torch.zeros(4).long(), logits_BKV)
@@ -129,7 +129,7 @@ def best(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.mark.sampled
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize(("name", "options"), [row for row in dynamic.FAMILIES if row[0] in INDEPENDENT])
-def test_a_familys_tree_holds_the_likeliest_paths(name: str, options: dict[str, Any], bound: int | None) -> None:
+def test_drafter_with_best_first_tree_drafts_likeliest_paths(name: str, options: dict[str, Any], bound: int | None) -> None:
     """bound: lengths live on the device alone, as a graph has it."""
     drafter = dynamic.built(name, tiny_target(), tree="best_first", draft_length=4, nodes=21, **options)
     tree = dynamic.proposed(drafter, bound)
@@ -144,18 +144,18 @@ def test_a_familys_tree_holds_the_likeliest_paths(name: str, options: dict[str, 
 @pytest.mark.parametrize(
     "check",
     [
-        contract.test_sampling_follows_the_targets_law_through_the_whole_loop,
-        contract.test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other,
+        contract.test_drafter_sampling_follows_target_distribution,
+        contract.test_drafter_proposal_has_distribution_only_if_sampled,
     ],
 )
-def test_with_it_a_family_does_what_it_must(check: Any, best: str) -> None:
+def test_drafter_with_best_first_tree_passes_family_contract(check: Any, best: str) -> None:
     check(best)
 
 
 @pytest.mark.sampled(best=("medusa", "dflash"))
 @pytest.mark.parametrize("best", INDEPENDENT, indirect=True)
-def test_with_it_greedy_output_is_plain_decodings_and_more_is_accepted(best: str) -> None:
-    contract.test_greedy_output_is_plain_decodings(best, 1.0, 4)
+def test_best_first_tree_greedy_output_equals_plain_in_fewer_steps_than_static_tree(best: str) -> None:
+    contract.test_drafter_greedy_output_equals_plain_decoding(best, 1.0, 4)
     target, asked = tiny_target(), prompts(4, seed=3)
     drafter = contract.build(best, target)
     assert drafter.proposal.max_nodes == 10
@@ -169,11 +169,11 @@ def test_with_it_greedy_output_is_plain_decodings_and_more_is_accepted(best: str
 
 @pytest.mark.sampled(best=("medusa",))
 @pytest.mark.parametrize("best", INDEPENDENT, indirect=True)
-def test_saved_and_loaded_it_has_its_nodes(best: str, tmp_path: Any) -> None:
-    contract.test_saved_and_loaded_it_drafts_the_same(best, tmp_path)
+def test_drafter_with_best_first_tree_reloaded_drafts_same_tokens(best: str, tmp_path: Any) -> None:
+    contract.test_drafter_reloaded_checkpoint_drafts_same_tokens(best, tmp_path)
 
 
-def test_it_takes_the_budget_that_tuning_brings() -> None:
+def test_tree_proposal_tuned_best_first_nodes_survive_reload() -> None:
     proposal = TreeProposal(TreeOptions("best_first"), 4, tiny_target(), independent=True)
     assert proposal.tunable and proposal.max_nodes == 25 and proposal.scratch_positions == 0
     proposal.tune([torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]] * 3)], 40)
@@ -183,7 +183,7 @@ def test_it_takes_the_budget_that_tuning_brings() -> None:
     assert again.max_nodes == 41 and again.paths == proposal.paths
 
 
-def test_tuning_takes_no_more_nodes_than_fit() -> None:
+def test_tree_proposal_tuned_best_first_nodes_stay_within_candidate_limit() -> None:
     proposal = TreeProposal(TreeOptions("best_first"), 24, tiny_target(), independent=True)
     proposal.tune([torch.zeros(8, 24, dtype=torch.long)], 255)
     assert 150 < proposal.nodes < 255 and BestFirst.most(24, proposal.nodes, 64) < MOST_CANDIDATES

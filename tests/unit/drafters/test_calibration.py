@@ -20,7 +20,7 @@ def drawn(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return logit_MK, torch.where(lost_MK, torch.rand(count, 3, generator=generator) < 0.5, hit_MK)
 
 
-def test_each_position_s_line_is_found_from_what_was_reached() -> None:
+def test_platt_calibration_fit_recovers_lines_from_reached_drafts() -> None:
     calibration, (logit_MK, hit_MK) = PlattCalibration(3), drawn(20000)
     mass_MK = (1.5 * logit_MK - 0.3).sigmoid()
     calibration.fit(logit_MK, hit_MK, mass_MK)
@@ -32,7 +32,7 @@ def test_each_position_s_line_is_found_from_what_was_reached() -> None:
     assert before is not None and after is not None and before > 0.08 and after < 0.015
 
 
-def test_few_samples_move_little_and_no_line_falls() -> None:
+def test_platt_calibration_few_samples_move_little_and_scale_stays_positive() -> None:
     calibration = PlattCalibration(2)
     calibration.fit(torch.tensor([[5.0, 5.0]]), torch.tensor([[True, True]]), torch.tensor([[0.9, 0.9]]))
     assert all(abs(scale - 1) < 0.2 and abs(shift) < 0.2 for line in calibration.lines for scale, shift in line)
@@ -41,7 +41,7 @@ def test_few_samples_move_little_and_no_line_falls() -> None:
     assert all(scale > 0 for line in calibration.lines for scale, _ in line)
 
 
-def test_settings_bring_the_lines_back_whatever_the_precision() -> None:
+def test_platt_calibration_settings_survive_reload_and_bfloat16_cast() -> None:
     calibration, again = PlattCalibration(3), PlattCalibration(3)
     calibration.fit(*drawn(500), torch.full((500, 3), 0.4))
     again.use(calibration.settings())
@@ -51,7 +51,7 @@ def test_settings_bring_the_lines_back_whatever_the_precision() -> None:
     torch.testing.assert_close(ours_MK, theirs_MK, rtol=0.02, atol=0.02)
 
 
-def test_errors_in_opposite_directions_are_both_errors() -> None:
+def test_expected_error_opposite_deviations_do_not_cancel() -> None:
     sure = torch.tensor([[0.95]] * 4 + [[0.05]] * 4)
     assert expected_error(sure, torch.tensor([[1.0]] * 2 + [[0.0]] * 2 + [[1.0]] * 2 + [[0.0]] * 2)) == pytest.approx(0.45)
     assert expected_error(sure[:0], sure[:0]) is None

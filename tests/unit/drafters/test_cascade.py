@@ -78,7 +78,7 @@ def counts(drafter: Drafter, every: int | None = None, batch: int = 3, **setting
 @pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("inner", INNERS, ids=names)
-def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | None) -> None:
+def test_cascade_greedy_draft_tokens_equal_middle_drafter(inner: dict[str, Any], every: int | None) -> None:
     cascade, middle = pair(inner)
     assert counts(cascade, every) == counts(middle)
 
@@ -86,7 +86,7 @@ def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | N
 @pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize(("policy", "temperature"), [("lossless", 0.8), ("greedy", 0.0), ("coupled", 0.9)])
 @pytest.mark.parametrize("inner", [LOOKUP, *(pytest.param(inner, marks=pytest.mark.slow) for inner in INNERS[1:])], ids=names)
-def test_captured_steps_draft_the_same(
+def test_cascade_captured_steps_equal_eager_steps(
     inner: dict[str, Any], policy: str, temperature: float, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A captured step runs as many inner steps as a draft can take."""
@@ -106,20 +106,20 @@ def test_captured_steps_draft_the_same(
 @pytest.mark.slow
 @pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("inner", INNERS[:2] + INNERS[3:5], ids=names[:2] + names[3:5])
-def test_sampled_drafts_do_not_depend_on_other_rows(inner: dict[str, Any]) -> None:
+def test_cascade_sampled_output_is_independent_of_batch_size(inner: dict[str, Any]) -> None:
     cascade, sampling = pair(inner)[0], Sampling(0.8, seed=3)
     alone = counts(cascade, batch=1, policy="lossless", sampling=sampling)
     assert counts(cascade, batch=4, policy="lossless", sampling=sampling) == alone
 
 
-def test_a_part_that_no_graph_can_hold_keeps_a_cascade_out_of_graphs() -> None:
+def test_cascade_with_suffix_inner_is_not_captured() -> None:
     assert not FAMILY.build(CascadeOptions(middle=MIDDLE, inner={"family": "suffix"}), target()).captured
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("inner", INNERS, ids=names)
-def test_coupled_drafts_are_the_middles_own(inner: dict[str, Any]) -> None:
+def test_cascade_coupled_draft_tokens_equal_middle_drafter(inner: dict[str, Any]) -> None:
     """Both draw with the verifier's numbers."""
     cascade, middle = pair(inner)
     sampling = Sampling(0.9, top_k=20, seed=3)
@@ -164,14 +164,14 @@ def passes(cascade: Cascade, prompt: list[int], tokens: int) -> tuple[list[list[
     return each, result.verifications
 
 
-def test_an_inner_drafter_that_is_always_right_saves_the_middles_passes() -> None:
+def test_cascade_exact_inner_drafter_needs_two_middle_passes_per_proposal() -> None:
     inner = {"family": "draft_model", "blocks": 3, "draft_length": 4}
     cascade = FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), target()).eval()  # both are the target's first blocks
     each, _ = passes(cascade, prompts(1, seed=2)[0], 30)
     assert {len(widths) for widths in each} == {2}, "the root, then 4 drafts and a token of its own: 6"
 
 
-def test_drafting_again_reads_the_new_tokens_alone() -> None:
+def test_cascade_next_proposal_feeds_middle_only_new_tokens() -> None:
     cascade, _ = pair(LOOKUP)
     each, rounds = passes(cascade, list(range(3, 60)) * 4, 24)
     assert len(each) == rounds > 3
@@ -181,7 +181,7 @@ def test_drafting_again_reads_the_new_tokens_alone() -> None:
 
 @pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("inner", INNERS, ids=names)
-def test_the_law_of_each_draft_is_the_middles(inner: dict[str, Any]) -> None:
+def test_cascade_draft_distribution_equals_middle_model(inner: dict[str, Any]) -> None:
     """q at a node is what the middle's model gives after the text and the path, with the request's settings."""
     cascade, middle = pair(inner)
     sampling, asked = Sampling(0.8, top_k=12, seed=2), prompts(3, seed=7)
@@ -204,16 +204,16 @@ def test_the_law_of_each_draft_is_the_middles(inner: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(inner=OFTEN)
 @pytest.mark.parametrize("inner", INNERS, ids=names)
-def test_sampling_follows_the_targets_law(inner: dict[str, Any]) -> None:
+def test_cascade_sampling_follows_target_distribution(inner: dict[str, Any]) -> None:
     def build(*_: Any) -> Drafter:
         return pair(inner)[0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contract, "build", build)
-        contract.test_sampling_follows_the_targets_law_through_the_whole_loop("cascade")
+        contract.test_drafter_sampling_follows_target_distribution("cascade")
 
 
-def test_the_inner_drafter_is_trained_beside_the_middle_and_changes_no_figure_of_it() -> None:
+def test_cascade_training_inner_drafter_keeps_middle_gradients_and_counts() -> None:
     text = one_document(torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(0)))
     cascade, middle = pair(INNERS[2])
     filled = Online(target(), cascade.taps).fill(text)
@@ -230,7 +230,7 @@ def test_the_inner_drafter_is_trained_beside_the_middle_and_changes_no_figure_of
     assert len(list(cascade.eval().predict(filled))) == 1
 
 
-def test_what_cannot_be_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cascade_invalid_middle_or_inner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(**options: Any) -> Callable[[], Drafter]:
         return lambda: FAMILY.build(CascadeOptions(**options), target())
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         build()()
 
 
-def test_parts_are_chosen_and_set_like_drafters() -> None:
+def test_cascade_overrides_set_middle_and_inner_and_refuse_unknown_option() -> None:
     register()
     with initialize_config_module("drafttrain.conf", version_base="1.3"):
         more = ["drafter=cascade", "drafter.middle.blocks=2", "drafter@drafter.inner=medusa", "drafter.inner.heads=2"]

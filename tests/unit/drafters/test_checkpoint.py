@@ -96,7 +96,7 @@ def write_checkpoint(run_dir: Path, tensors: dict[str, torch.Tensor], meta: Chec
     return final
 
 
-def test_round_trip(saved: Path) -> None:
+def test_checkpoint_save_and_load_round_trip_keeps_weights_and_meta(saved: Path) -> None:
     assert sorted(p.name for p in saved.iterdir()) == ["drafter.json", "drafter.safetensors"]
     assert saved.name == "step-00400"
     drafter, meta = load_drafter(saved, target())
@@ -109,12 +109,12 @@ def test_round_trip(saved: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in read_weights(saved).items())
 
 
-def test_a_drafter_goes_where_its_target_is(saved: Path) -> None:
+def test_load_drafter_places_weights_on_target_device(saved: Path) -> None:
     drafter, _ = load_drafter(saved, dataclasses.replace(target(), device=torch.device("meta")))
     assert all(tensor.is_meta for tensor in (*drafter.parameters(), *drafter.buffers()))
 
 
-def test_shared_and_strided_tensors_are_saved_in_full(tmp_path: Path) -> None:
+def test_save_drafter_shared_and_strided_tensors_are_written_in_full(tmp_path: Path) -> None:
     weight = torch.arange(6.0, dtype=torch.bfloat16).reshape(2, 3)
     path = write_checkpoint(tmp_path, {"a": weight, "b": weight, "c": weight.t()}, META)
     stored = load_file(path / checkpoint.WEIGHTS)
@@ -150,7 +150,7 @@ def edit_meta(path: Path, **changes: Any) -> None:
     write_sealed_json(file, content)
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_named(saved: Path) -> None:
+def test_load_drafter_missing_unexpected_or_misshapen_tensors_are_named(saved: Path) -> None:
     whole = state()
     renamed = {"head.weight": whole["head.weight"], "counts": whole["counts"], "bias": torch.zeros(2)}
     cases = {
@@ -174,14 +174,14 @@ def test_load_drafter_truncated_weights_are_refused(saved: Path, subtests: pytes
             load_drafter(saved, target())
 
 
-def test_weights_are_never_unpickled(saved: Path, tmp_path: Path) -> None:
+def test_load_drafter_pickled_weights_are_refused(saved: Path, tmp_path: Path) -> None:
     torch.save({"head.weight": torch.zeros(2, 3)}, tmp_path / "pickle")
     replace_weights(saved, (tmp_path / "pickle").read_bytes())
     with pytest.raises(UserError, match="expected safetensors, got something else"):
         load_drafter(saved, target())
 
 
-def test_unusable_descriptions(saved: Path, tmp_path: Path) -> None:
+def test_load_drafter_invalid_description_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"expected a checkpoint, got no drafter.json there; .* such as .*step-00400"):
         load_drafter(tmp_path, target())
     for changes, says in [
@@ -218,14 +218,14 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in run_dir.iterdir())
 
 
-def test_listing_is_by_step_and_skips_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+def test_list_checkpoints_sorts_by_step_and_skips_other_entries(tmp_path: Path) -> None:
     write_steps(tmp_path, 100000, 200, 99999)
     (tmp_path / "step-00300.tmp-77").mkdir()
     (tmp_path / "step-00500").write_text("a file")
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-00200", "step-99999", "step-100000"]
 
 
-def test_prune_keeps_the_last_and_the_named(tmp_path: Path) -> None:
+def test_prune_keeps_last_and_named_checkpoints(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 2, 3, 4)
     (tmp_path / "step-00005.tmp-1").mkdir()
     (tmp_path / "metrics.jsonl").touch()
@@ -250,7 +250,7 @@ def failing(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_line_and_keeps_previous_checkpoints(
+def test_save_drafter_disk_full_is_one_line_and_keeps_previous_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, code: int
 ) -> None:
     write_steps(tmp_path, 1, 2)
@@ -266,7 +266,7 @@ def test_a_full_disk_is_one_line_and_keeps_previous_checkpoints(
     assert (tmp_path / "step-00002" / checkpoint.META).read_bytes() == before
 
 
-def test_other_failures_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_drafter_other_os_error_is_not_reported_as_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, "os.fsync", errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         write_steps(tmp_path, 1)
@@ -274,7 +274,7 @@ def test_other_failures_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", [checkpoint.META, TUNED])
-def test_a_changed_byte_is_found_or_changes_nothing(name: str, saved: Path) -> None:
+def test_checkpoint_json_changed_byte_is_refused_or_changes_nothing(name: str, saved: Path) -> None:
     """Every byte of the file, each to one of five others in turn."""
     settings = {"draft_length": 2, "paths": [[0], [0, 1]], "draft_temperature": 0.7, "temperature": 0.8}
     keep_tuned(saved, settings, {"batch_size": 1, "environment": {"device": "cpu"}})
@@ -291,7 +291,7 @@ def test_a_changed_byte_is_found_or_changes_nothing(name: str, saved: Path) -> N
     assert found > len(before) / 2
 
 
-def test_whoever_changes_a_file_on_purpose_removes_its_checksum(saved: Path) -> None:
+def test_read_meta_edited_file_is_refused_until_checksum_is_removed(saved: Path) -> None:
     file = saved / checkpoint.META
     content = json.loads(file.read_text()) | {"step": 7}
     file.write_text(json.dumps(content))

@@ -40,18 +40,18 @@ def own_contexts(drafter: DFlare, tapped: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("layers", "taps", "wanted"), [(7, 9, [0, 1, 2, 3, 5, 6, 7]), (3, 5, [0, 1, 3]), (4, 2, [0, 0, 1, 1])])
-def test_at_the_start_each_layer_prefers_a_tap(layers: int, taps: int, wanted: list[int]) -> None:
+def test_layer_fusion_initial_weights_prefer_one_target_layer_each(layers: int, taps: int, wanted: list[int]) -> None:
     weight_LT = LayerFusion(layers, taps).weight.detach()
     assert weight_LT.argmax(1).tolist() == wanted
     assert float(weight_LT.sum()) == 2.0 * layers and int((weight_LT != 0).sum()) == layers
 
 
-def test_the_published_size_is_the_default() -> None:
+def test_dflare_default_options_have_published_target_layers() -> None:
     shape = BlockShape.of(DFlareOptions(), TargetShape(100, 32, 36, 2, 2, 16, 64, 512, 10000.0, 1e-6))
     assert shape.taps == (1, 5, 9, 13, 17, 21, 25, 29, 33) and shape.layers == 7
 
 
-def test_the_official_names() -> None:
+def test_dflare_state_dict_has_official_names() -> None:
     names = set(built(tiny_target()).state_dict())
     own = {"k_proj_target.weight", "v_proj_target.weight", "k_proj.weight", "v_proj.weight"}
     assert {f"layers.2.self_attn.{name}" for name in own} | {"hidden_norm.weight", "norm.weight"} <= names
@@ -61,7 +61,7 @@ def test_the_official_names() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
-def test_loss_and_gradients_are_the_references(loss: str, weights: str) -> None:
+def test_dflare_loss_and_gradients_equal_reference(loss: str, weights: str) -> None:
     target = tiny_target()
     options = DFlareOptions(**SMALL, weights=weights)
     drafter = built(target, weights=weights).train()
@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_the_references(loss: str, weights: str) -> None:
 
 
 @pytest.mark.parametrize("slots", ["shifted", "in_place"])
-def test_a_proposal_is_the_references_block(slots: str) -> None:
+def test_dflare_proposal_equals_reference_block(slots: str) -> None:
     target = tiny_target()
     drafter = built(target, slots=slots).eval().requires_grad_(False)
     batch = read(target, drafter)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def test_a_proposal_is_the_references_block(slots: str) -> None:
     assert tree.q_BNV is None and tree.token_BN[0, 1:].tolist() == drafts.tolist()
 
 
-def test_changed_maps_of_the_context_are_used_in_the_next_session() -> None:
+def test_dflare_changed_context_projections_are_used_in_next_session() -> None:
     """Their joined weights are taken again."""
     target, prompt = tiny_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9]
     drafter = built(target).eval().requires_grad_(False)

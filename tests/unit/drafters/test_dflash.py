@@ -171,7 +171,9 @@ def naive(
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 @pytest.mark.parametrize("slots", ["in_place", "shifted"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
-def test_loss_and_gradients_are_the_references(loss: str, slots: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dflash_loss_and_gradients_equal_reference(
+    loss: str, slots: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In tiles of two blocks, computed again in the backward pass."""
     monkeypatch.setattr(blockwise, "LEAST_TILE", 8)
     monkeypatch.setattr(blockwise, "MOST_TILE", 8)
@@ -188,7 +190,7 @@ def test_loss_and_gradients_are_the_references(loss: str, slots: str, weights: s
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4)
 
 
-def test_drawn_anchors_are_a_function_of_the_batch_and_stand_for_all() -> None:
+def test_dflash_drawn_anchors_are_deterministic_subset_of_all_anchors() -> None:
     target = tiny_target()
     drafter, everything = built(target, anchors=3).train(), built(target).train()
     batch = packed(target, drafter)
@@ -207,7 +209,7 @@ def test_drawn_anchors_are_a_function_of_the_batch_and_stand_for_all() -> None:
         torch.testing.assert_close(state, all_[key], rtol=1e-4, atol=1e-5)
 
 
-def test_nothing_to_predict_gives_no_loss_and_no_error() -> None:
+def test_dflash_batch_without_labels_gives_zero_loss() -> None:
     target = tiny_target()
     drafter = built(target).train()
     batch = packed(target, drafter)
@@ -216,7 +218,7 @@ def test_nothing_to_predict_gives_no_loss_and_no_error() -> None:
     assert float(loss.detach()) == 0.0 and int(counts.total.sum()) == 0
 
 
-def test_evaluation_asks_every_position_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dflash_evaluation_in_pieces_scores_every_position(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     drafter = built(target, anchors=2).eval()
     batch = replace(packed(target, drafter), mask_BT=torch.ones(3, 18, dtype=torch.bool))
@@ -231,7 +233,7 @@ def test_evaluation_asks_every_position_in_pieces(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.sampled
 @pytest.mark.parametrize("slots", ["in_place", "shifted"])
 @pytest.mark.parametrize("bound", [None, 64])
-def test_a_proposal_is_the_references_block(slots: str, bound: int | None) -> None:
+def test_dflash_proposal_equals_reference_block(slots: str, bound: int | None) -> None:
     """Ragged rows, read in two pieces, then rounds of accepted positions; with the cache's lengths bounded too."""
     target = tiny_target()
     drafter = built(target, slots=slots).eval()
@@ -265,7 +267,7 @@ def test_a_proposal_is_the_references_block(slots: str, bound: int | None) -> No
 
 
 @pytest.mark.parametrize("every", [None, 2])
-def test_shifted_blocks_decode_plain_text(every: int | None) -> None:
+def test_dflash_shifted_slots_greedy_output_equals_plain_decoding(every: int | None) -> None:
     target, asked = tiny_target(), prompts(5, seed=3)
     drafter = built(target, slots="shifted").eval()
     plain = Decoder(target, None, "greedy", Sampling(), max_new_tokens=30).run(asked, 1).results
@@ -273,7 +275,7 @@ def test_shifted_blocks_decode_plain_text(every: int | None) -> None:
     assert [r.tokens for r in ours.results] == [r.tokens for r in plain]
 
 
-def test_the_official_names_and_taps() -> None:
+def test_dflash_state_dict_has_official_names_and_spread_target_layers() -> None:
     drafter = built(tiny_target())
     assert spread_taps(36) == (1, 9, 17, 25, 33) and spread_taps(1) == (0,) and spread_taps(4) == (2,)
     names = set(drafter.state_dict())
@@ -293,7 +295,7 @@ def test_dflash_invalid_block_options_are_refused(subtests: pytest.Subtests) -> 
 
 
 @pytest.mark.parametrize("slots", ["in_place", "shifted"])
-def test_a_chains_confidence_is_the_probability_of_its_likeliest_tokens(slots: str) -> None:
+def test_dflash_top1_confidence_equals_calibrated_token_probability(slots: str) -> None:
     """Through the fitted lines; and fitted to the same probabilities, teacher-forced."""
     target = tiny_target()
     drafter = built(target, confidence="top1", slots=slots).eval().requires_grad_(False)
@@ -315,7 +317,7 @@ def test_a_chains_confidence_is_the_probability_of_its_likeliest_tokens(slots: s
     torch.testing.assert_close(confidence_MK[3], best_K.logit(), rtol=1e-3, atol=1e-4)
 
 
-def test_a_confidence_that_there_is_not_is_refused() -> None:
+def test_dflash_unavailable_confidence_is_refused() -> None:
     with pytest.raises(UserError, match=r"drafter\.confidence is 'head'; choose top1, or null for none"):
         built(tiny_target(), confidence="head")
     with pytest.raises(UserError, match=r"drafter\.confidence is top1 and drafter\.tree static; set drafter\.tree=chain"):

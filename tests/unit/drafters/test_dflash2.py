@@ -33,7 +33,7 @@ def built(target: HFTarget, **options: Any) -> DFlash2:
     return drafter
 
 
-def test_a_convolution_mixes_neighbours_of_a_block_before_and_behind_its_part() -> None:
+def test_convolved_layer_equals_loop_over_neighbour_slots() -> None:
     torch.manual_seed(0)
     convolved, x_BASH = Convolved(32, 8).requires_grad_(False), torch.randn(2, 3, 5, 32)
     assert torch.equal(convolved(x_BASH, torch.sin), torch.sin(x_BASH)), "nothing at the start"
@@ -58,7 +58,7 @@ def test_a_convolution_mixes_neighbours_of_a_block_before_and_behind_its_part() 
             torch.testing.assert_close(found[row, block], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_at_the_start_it_is_dflash() -> None:
+def test_dflash2_fresh_drafter_equals_dflash() -> None:
     """States of all blocks, and the drafts."""
     target = tiny_target()
     drafter, plain = fresh(target), DFlash(DFlashOptions(**SMALL), target).eval().requires_grad_(False)
@@ -73,7 +73,7 @@ def test_at_the_start_it_is_dflash() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_walk_chooses_among_candidates_by_slot_and_token_before(temperature: float) -> None:
+def test_dflash2_drafts_follow_selector_scores_after_previous_token(temperature: float) -> None:
     target = tiny_target()
     drafter, sampling = built(target), Sampling(temperature, seed=3)
     batch = read(target, drafter)  # type: ignore[arg-type]

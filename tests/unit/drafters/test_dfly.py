@@ -54,7 +54,7 @@ def states(drafter: DFly, target: HFTarget, batch: Any) -> Tensor:
 @pytest.mark.sampled
 @pytest.mark.parametrize("slots", ["shifted", "in_place"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_draft_knows_the_token_before(slots: str, temperature: float) -> None:
+def test_dfly_drafts_follow_logits_corrected_by_previous_token(slots: str, temperature: float) -> None:
     target = tiny_target()
     drafter = built(target, slots=slots).eval().requires_grad_(False)
     batch, sampling = read(target, drafter), Sampling(temperature, top_k=9, seed=5)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_a_draft_knows_the_token_before(slots: str, temperature: float) -> None:
             torch.testing.assert_close(tree.q_BNV[0, k], distribution(logits_V, sampling), rtol=1e-4, atol=1e-5)
 
 
-def test_every_node_of_a_tree_is_chosen_after_its_parent() -> None:
+def test_dfly_static_tree_node_is_chosen_after_its_parent_token() -> None:
     target = tiny_target()
     paths = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0]]
     drafter = built(target, tree="static", paths=paths).eval().requires_grad_(False)
@@ -88,7 +88,7 @@ def test_every_node_of_a_tree_is_chosen_after_its_parent() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
-def test_loss_and_gradients_are_the_references(loss: str, weights: str) -> None:
+def test_dfly_loss_and_gradients_equal_reference(loss: str, weights: str) -> None:
     """The token before a slot is the text's."""
     target = tiny_target()
     options = DFlyOptions(**SMALL, weights=weights)
@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_the_references(loss: str, weights: str) -> None:
         assert float(theirs.abs().sum()) > 0
 
 
-def test_at_the_start_nothing_is_corrected() -> None:
+def test_dfly_fresh_hidden_correction_is_identity() -> None:
     target = tiny_target()
     drafter = built(target, noise=0.0).eval().requires_grad_(False)
     state_3H, before_3 = torch.randn(3, 32), torch.tensor([4, 9, 17])
@@ -115,7 +115,7 @@ def test_at_the_start_nothing_is_corrected() -> None:
     assert drafter.hidden_correction.gate_proj.weight.std() > 0.01
 
 
-def test_the_corrections_width() -> None:
+def test_dfly_hidden_correction_size_is_resolved_and_zero_is_refused() -> None:
     target = tiny_target()
     assert built(target, hidden_correction_size=None).resolved_options()["hidden_correction_size"] == 32
     assert built(target).hidden_correction.up_proj.weight.shape == (12, 64)

@@ -29,7 +29,7 @@ def built(target: HFTarget, **options: Any) -> Domino:
     return drafter.eval().requires_grad_(False)
 
 
-def test_the_recurrent_state_is_that_of_torchs_gru() -> None:
+def test_prefix_gru_equals_torch_gru() -> None:
     torch.manual_seed(0)
     own, theirs = PrefixGRU(6, 5), torch.nn.GRU(6, 5, bias=False, batch_first=True)
     theirs.load_state_dict(own.state_dict())
@@ -49,7 +49,7 @@ def draft_logits(drafter: Domino, target: Target, state_H: torch.Tensor, above: 
 @pytest.mark.sampled
 @pytest.mark.parametrize("slots", ["shifted", "in_place"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_draft_knows_all_tokens_above_it(slots: str, temperature: float) -> None:
+def test_domino_drafts_follow_logits_corrected_by_all_previous_tokens(slots: str, temperature: float) -> None:
     target = tiny_target()
     drafter = built(target, slots=slots)
     batch, sampling = read(target, drafter), Sampling(temperature, top_k=9, seed=5)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_a_draft_knows_all_tokens_above_it(slots: str, temperature: float) -> No
             torch.testing.assert_close(tree.q_BNV[0, k], distribution(logits_V, sampling), rtol=1e-4, atol=1e-5)
 
 
-def test_every_node_of_a_tree_has_the_state_of_its_own_path() -> None:
+def test_domino_static_tree_node_uses_gru_state_of_its_path() -> None:
     """Of a static tree with two branches: each node is the argmax, or the second choice, below its own ancestors."""
     target = tiny_target()
     paths = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0]]
@@ -85,7 +85,7 @@ def test_every_node_of_a_tree_has_the_state_of_its_own_path() -> None:
     assert len(seen) == len(paths)
 
 
-def test_the_loss_moves_from_the_slots_to_the_corrected_logits() -> None:
+def test_domino_loss_weights_move_from_base_to_corrected_logits() -> None:
     target = tiny_target()
     drafter = built(target, base_share=0.8, base_until=0.5).train()
     batch = read(target, drafter)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_the_loss_moves_from_the_slots_to_the_corrected_logits() -> None:
     assert all(p.counted for p in drafter.eval().predict(replace(batch, progress=0.0)))
 
 
-def test_both_heads_learn() -> None:
+def test_domino_training_gives_gradients_to_every_parameter() -> None:
     from drafttrain.objective.losses import LossOptions, Objective
 
     target = tiny_target()

@@ -74,24 +74,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_source_keeps_the_families_contract(
+def test_draft_model_of_every_source_passes_family_contract(
     variant: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = VARIANTS[variant] | ({"path": str(small)} if VARIANTS[variant].get("source") == "hf" else {})
     monkeypatch.setitem(contract.SHAPES, "draft_model", shape)
-    contract.test_greedy_output_is_plain_decodings("draft_model", 0.2, 4)
-    contract.test_what_is_trained_is_what_is_drafted("draft_model")
-    contract.test_a_restored_state_leaves_no_trace("draft_model")
-    contract.test_saved_and_loaded_it_drafts_the_same("draft_model", tmp_path)
+    contract.test_drafter_greedy_output_equals_plain_decoding("draft_model", 0.2, 4)
+    contract.test_drafter_training_predictions_equal_draft_tokens("draft_model")
+    contract.test_drafter_restored_state_proposes_same_tokens("draft_model")
+    contract.test_drafter_reloaded_checkpoint_drafts_same_tokens("draft_model", tmp_path)
 
 
 @pytest.mark.slow
-def test_sampling_with_adapters_follows_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_with_lora_sampling_follows_target_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contract.SHAPES, "draft_model", {"blocks": 2, "lora_rank": 2})
-    contract.test_sampling_follows_the_targets_law_through_the_whole_loop("draft_model")
+    contract.test_drafter_sampling_follows_target_distribution("draft_model")
 
 
-def test_a_fresh_model_has_the_asked_shape() -> None:
+def test_draft_model_from_scratch_has_requested_shape() -> None:
     lm: Any = build(DraftModelOptions(source="scratch", blocks=6, hidden_size=16), fast_target()).language_model()
     shape = lm.shape
     assert (shape.blocks, shape.hidden_size, shape.heads, shape.kv_heads, shape.intermediate_size) == (6, 16, 2, 2, 24)
@@ -122,7 +122,7 @@ def test_draft_model_invalid_options_are_refused_in_one_line(subtests: pytest.Su
             assert "\n" not in str(refused.value)
 
 
-def test_a_checkpoint_needs_the_base_models_configuration_alone(small: Path, tmp_path: Path) -> None:
+def test_draft_model_checkpoint_needs_only_base_config_to_load(small: Path, tmp_path: Path) -> None:
     target, base = fast_target(), tmp_path / "base"
     base.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -139,7 +139,7 @@ def test_a_checkpoint_needs_the_base_models_configuration_alone(small: Path, tmp
         load_drafter(folder, target)
 
 
-def test_a_vocabulary_padded_otherwise_is_brought_to_the_targets(small: Path, tmp_path: Path) -> None:
+def test_companion_resize_vocabulary_keeps_known_rows(small: Path, tmp_path: Path) -> None:
     for size in (60, 70):
         model: Any = AutoModelForCausalLM.from_pretrained(small)
         known = model.get_output_embeddings().weight[:60].clone()
@@ -154,7 +154,7 @@ def test_a_vocabulary_padded_otherwise_is_brought_to_the_targets(small: Path, tm
 
 
 @pytest.mark.parametrize("make", [fast_target, tiny_target, lambda: tiny_target("gpt2")])
-def test_adapters_alone_are_trained_and_decoding_has_them_merged(make: Any) -> None:
+def test_draft_model_lora_trains_adapters_alone_and_decodes_merged(make: Any) -> None:
     target = make()
     options = DraftModelOptions(blocks=3, lora_rank=2)
     drafter = build(options, target)
@@ -192,7 +192,7 @@ def on_policy(rows: list[Encoded], step: int = 3, rank: int = 0, size: int = 1, 
     return found
 
 
-def test_replies_are_the_drafters_own_and_the_same_when_a_run_is_resumed() -> None:
+def test_on_policy_replies_depend_on_step_not_on_process_count() -> None:
     rows = chats(8)
     assert on_policy(rows) is rows
     first, again, other = (on_policy(rows, step, on_policy=0.5) for step in (3, 3, 4))
@@ -214,7 +214,7 @@ def test_replies_are_the_drafters_own_and_the_same_when_a_run_is_resumed() -> No
         assert shares[i % 2][i].token_ids.tolist() == first[i].token_ids.tolist()
 
 
-def test_greedy_replies_are_the_language_models_text() -> None:
+def test_on_policy_greedy_replies_equal_draft_model_decoding() -> None:
     rows = chats(3)
     lm = build(DraftModelOptions(blocks=2), fast_target()).eval().language_model()
     assert lm is not None
@@ -224,7 +224,7 @@ def test_greedy_replies_are_the_language_models_text() -> None:
     assert [row.token_ids[7:].tolist() for row in found] == [r.tokens for r in wanted]
 
 
-def test_a_model_that_wrote_can_be_trained() -> None:
+def test_on_policy_draft_model_gets_gradients_after_generation() -> None:
     drafter = build(DraftModelOptions(blocks=2), fast_target())
     OnPolicy(drafter, frozenset(), TrainOptions(on_policy=1.0), World(0, 1)).rows(chats(2), 0)
     text = torch.tensor([[3, 9, 4, 1, 7]])
@@ -234,7 +234,7 @@ def test_a_model_that_wrote_can_be_trained() -> None:
     assert all(p.grad is not None for p in drafter.parameters())
 
 
-def test_who_cannot_write_is_refused_in_one_line() -> None:
+def test_on_policy_unsupported_drafter_share_or_zero3_is_refused() -> None:
     target, none = tiny_target(), DeepSpeedOptions()
     writer, mute = build(DraftModelOptions(), target), contract.build("medusa", target)
     check_on_policy(mute, TrainOptions(), none)
@@ -253,7 +253,7 @@ def entry(step: int, tau: float, speedup: float) -> dict[str, Any]:
     )
 
 
-def test_an_undistilled_draft_is_best_only_with_the_higher_tau() -> None:
+def test_measure_flags_step_zero_is_best_only_with_higher_tau() -> None:
     assert best([entry(0, 2.0, 1.9), entry(4, 2.0, 1.5)]) == "step-4"
     assert best([entry(0, 2.1, 1.9), entry(4, 2.0, 1.5)]) == "step-0"
     assert best([entry(0, 2.1, 1.9)]) == "step-0"
@@ -267,7 +267,7 @@ def test_an_undistilled_draft_is_best_only_with_the_higher_tau() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("make", [fast_target, tiny_target, lambda: tiny_target("gpt2")])
-def test_a_quantised_draft_is_nearly_the_same_and_its_checkpoint_whole(make: Any, quantize: str, tmp_path: Path) -> None:
+def test_draft_model_quantized_is_close_and_checkpoint_stays_unquantized(make: Any, quantize: str, tmp_path: Path) -> None:
     target = make()
     options = DraftModelOptions(blocks=3, lora_rank=2, quantize=quantize)
     drafter = shaken(build(options, target)).eval()
@@ -292,7 +292,7 @@ def test_a_quantised_draft_is_nearly_the_same_and_its_checkpoint_whole(make: Any
 
 
 @pytest.mark.slow
-def test_a_quantised_draft_drafts_what_it_was_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_int8_passes_greedy_and_sampling_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contract.SHAPES, "draft_model", {"blocks": 2, "quantize": "int8"})
-    contract.test_greedy_output_is_plain_decodings("draft_model", 0.2, 4)
-    contract.test_sampling_follows_the_targets_law_through_the_whole_loop("draft_model")
+    contract.test_drafter_greedy_output_equals_plain_decoding("draft_model", 0.2, 4)
+    contract.test_drafter_sampling_follows_target_distribution("draft_model")

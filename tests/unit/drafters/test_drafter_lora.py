@@ -42,7 +42,7 @@ def test_adapted_maps_by_lora_targets_include_heads_only_if_named(subtests: pyte
             assert added(found, 2) == sum(2 * (m.in_features + m.out_features) for m in found.values())
 
 
-def test_a_head_over_a_part_of_the_vocabulary_is_one_too() -> None:
+def test_adapted_maps_leave_out_draft_vocabulary_head_by_default() -> None:
     drafter = build("eagle3", tiny_target(), draft_vocab=20)
     drafter.prepare(lambda: torch.arange(64))
     assert "lm_head" not in adapted_maps(drafter, LoraOptions(2), 64)
@@ -63,7 +63,7 @@ def test_adapted_maps_invalid_lora_targets_are_refused(subtests: pytest.Subtests
             adapted_maps(build(name, target, **options), LoraOptions(2, targets=targets), 64)
 
 
-def test_a_head_that_is_tied_to_the_embedding_is_refused() -> None:
+def test_adapted_maps_tied_lm_head_is_refused_if_named() -> None:
     drafter: Any = build("draft_model", tiny_target())
     model = drafter.lm.model
     model.lm_head.weight = model.model.embed_tokens.weight
@@ -72,7 +72,7 @@ def test_a_head_that_is_tied_to_the_embedding_is_refused() -> None:
         adapted_maps(drafter, LoraOptions(2, targets=["lm_head"]), 64)
 
 
-def test_objects_that_hold_a_map_hold_the_adapted_one() -> None:
+def test_add_matrices_reaches_joined_weights_and_fast_runner_blocks() -> None:
     """Joined weights, and the blocks of a fast runner, which were made before."""
     drafter: Any = build("mlp_speculator", tiny_target(), tie_weights=True)
     own, joint = drafter.proj[0], Joint([drafter.proj[0]])
@@ -102,7 +102,7 @@ def test_objects_that_hold_a_map_hold_the_adapted_one() -> None:
     assert not torch.allclose(final(), before, atol=1e-3)
 
 
-def test_matrices_are_merged_in_float32_and_must_fit() -> None:
+def test_merged_lora_is_computed_in_float32_and_mismatch_is_refused() -> None:
     a_RI, b_OR, weight_OI = torch.randn(2, 3), torch.randn(4, 2), torch.randn(4, 3)
     state = {"m.weight": weight_OI.bfloat16(), "m.bias": torch.ones(4)}
     matrices = {"lora.m.lora_A.weight": a_RI, "lora.m.lora_B.weight": b_OR}
@@ -124,7 +124,7 @@ def test_matrices_are_merged_in_float32_and_must_fit() -> None:
         merged(state | lone, plain)
 
 
-def test_a_description_with_other_settings_of_lora_is_one_line(tmp_path: Path) -> None:
+def test_read_meta_unknown_lora_setting_is_refused(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path, "medusa", lora=LoraOptions(2))
     file = directory / "drafter.json"
     content = json.loads(file.read_text())

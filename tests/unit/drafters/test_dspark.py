@@ -53,7 +53,7 @@ def draft_logits(drafter: DSpark, target: Target, state_H: torch.Tensor, before:
 @pytest.mark.sampled
 @pytest.mark.parametrize("slots", ["shifted", "in_place"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_know_the_token_before_and_how_sure_they_are(slots: str, temperature: float) -> None:
+def test_dspark_drafts_and_confidences_follow_previous_token(slots: str, temperature: float) -> None:
     target = tiny_target()
     drafter = built(target, slots=slots)
     drafter.use_decode_settings({"calibration": [[[0.5 + s, 0.25 * k] for k in range(drafter.draft_length)] for s in range(2)]})
@@ -74,7 +74,7 @@ def test_drafts_know_the_token_before_and_how_sure_they_are(slots: str, temperat
         torch.testing.assert_close(tree.confidence_BN[0, k + 1], line.sigmoid(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_shallow_proposal_is_sure_of_its_drafts_alone() -> None:
+def test_dspark_depth_limit_keeps_first_drafts_and_confidences() -> None:
     target = tiny_target()
     drafter = built(target)
     batch = read(target, drafter)
@@ -85,7 +85,7 @@ def test_a_shallow_proposal_is_sure_of_its_drafts_alone() -> None:
     torch.testing.assert_close(cut.confidence_BN, whole.confidence_BN[:, :3], rtol=1e-4, atol=1e-6)
 
 
-def test_in_training_the_token_before_is_the_text_s() -> None:
+def test_dspark_training_predictions_use_true_previous_token() -> None:
     target = tiny_target()
     drafter = built(target)
     batch = read(target, drafter)
@@ -101,6 +101,6 @@ def test_in_training_the_token_before_is_the_text_s() -> None:
         torch.testing.assert_close(prediction.confidence(hidden_1X)[0], confidence, rtol=1e-4, atol=1e-4)
 
 
-def test_a_rank_below_one_is_refused() -> None:
+def test_dspark_rank_below_one_is_refused() -> None:
     with pytest.raises(UserError, match=r"drafter\.rank is 0"):
         built(tiny_target(), rank=0)

@@ -166,9 +166,7 @@ FAMILIES = [
 @pytest.mark.sampled
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
-def test_a_dynamic_tree_holds_the_likeliest_paths(
-    name: str, options: dict[str, Any], bound: int | None, target: HFTarget
-) -> None:
+def test_dynamic_tree_equals_naive_beam_search(name: str, options: dict[str, Any], bound: int | None, target: HFTarget) -> None:
     drafter = built(name, target, tree="dynamic", draft_length=4, width=4, nodes=13, **options)
     tree = proposed(drafter, bound)
     assert tree.token_BN.shape == (3, 14) and drafter.proposal.max_nodes == 14 and tree.q_BNV is None
@@ -181,7 +179,7 @@ def test_a_dynamic_tree_holds_the_likeliest_paths(
 @pytest.mark.sampled
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
-def test_a_static_trees_tokens_have_their_ranks(
+def test_static_tree_tokens_have_ranks_of_their_paths(
     name: str, options: dict[str, Any], bound: int | None, target: HFTarget
 ) -> None:
     drafter = built(name, target, tree="static", draft_length=4, paths=STATIC, **options)
@@ -195,7 +193,7 @@ def test_a_static_trees_tokens_have_their_ranks(
 @pytest.mark.sampled
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
-def test_a_chain_is_the_likeliest_token_after_another(
+def test_chain_drafts_are_argmax_after_previous_drafts(
     name: str, options: dict[str, Any], bound: int | None, target: HFTarget
 ) -> None:
     drafter = built(name, target, draft_length=5, tree="chain", **options)
@@ -205,7 +203,7 @@ def test_a_chain_is_the_likeliest_token_after_another(
         assert [int(naive_logits(drafter, row, tokens[:i]).argmax()) for i in range(len(tokens))] == tokens
 
 
-def test_a_limited_dynamic_tree_spends_its_nodes_above(target: HFTarget) -> None:
+def test_dynamic_tree_with_depth_limit_equals_naive_beam_search(target: HFTarget) -> None:
     drafter = built("eagle", target, tree="dynamic", draft_length=4, width=4, nodes=13)
     for depth, count in ((1, 4), (2, 13), (99, 13)):
         tree = proposed(drafter, None, depth)
@@ -214,7 +212,7 @@ def test_a_limited_dynamic_tree_spends_its_nodes_above(target: HFTarget) -> None
         assert set(paths) == naive_dynamic(drafter, 0, min(depth, 4), 4, 13)
 
 
-def test_a_candidate_is_never_kept_without_its_parent() -> None:
+def test_dynamic_tree_tied_scores_keep_parent_of_every_node() -> None:
     """Drafters so sure that a child's path is as likely as its parent's, to the last bit."""
     from drafttrain.drafters.common.dynamic_tree import Generation, Scored
 
@@ -232,7 +230,7 @@ def test_a_candidate_is_never_kept_without_its_parent() -> None:
     assert tree.parent_BN.tolist() == [[-1, 0, 1, 2, 3]] * 2 and tree.token_BN.tolist() == [[0, 3, 3, 3, 3]] * 2
 
 
-def test_tuning(target: HFTarget) -> None:
+def test_tree_proposal_tuning_sets_nodes_and_paths_by_tree_type(target: HFTarget) -> None:
     ranks = [torch.tensor([[0, 0, 0, 0]] * 5 + [[1, 0, 9, 9]] * 3)]
     chain = built("eagle", target)
     assert not chain.proposal.tunable and chain.decode_settings() == {} and chain.proposal.max_nodes == 5
@@ -269,7 +267,7 @@ def test_tree_proposal_invalid_tree_options_are_refused(target: HFTarget, subtes
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "best_first"])
-def test_a_grown_tree_is_a_chain_for_a_target_of_chains(kind: str) -> None:
+def test_tree_proposal_for_target_without_trees_becomes_chain(kind: str) -> None:
     target = tiny_target()
     target.trees = False
     proposal = TreeProposal(TreeOptions(kind, width=4), 4, target, independent=True)

@@ -27,7 +27,7 @@ def drafter_of(**options: Any) -> Eagle:
 @pytest.mark.sampled
 @pytest.mark.parametrize("top_weight", [0.0, 0.7])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_losses_and_gradients_are_those_of_a_loop(steps: int, top_weight: float) -> None:
+def test_eagle_losses_and_gradients_equal_loop(steps: int, top_weight: float) -> None:
     """One forward, and three aligned ones on features that no gradient flows through."""
     drafter = drafter_of(steps=steps, top_weight=top_weight, top_k=4).train()
     target = drafter._target.module
@@ -53,7 +53,7 @@ def test_losses_and_gradients_are_those_of_a_loop(steps: int, top_weight: float)
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_noise_is_a_function_of_the_batch_and_of_training_alone() -> None:
+def test_eagle_feature_noise_is_deterministic_and_off_in_evaluation() -> None:
     drafter = drafter_of(noise=0.1)
     batch = packed_batch(drafter, drafter._target.module)  # type: ignore[arg-type]
     clean = next(p.hidden_MH for p in drafter_of().train().predict(batch))
@@ -65,7 +65,7 @@ def test_noise_is_a_function_of_the_batch_and_of_training_alone() -> None:
     assert 0.9 < float(drawn.abs().max()) / (0.1 * 512 / 12) <= 1.0 and abs(float(drawn.mean())) < 0.3
 
 
-def test_parameters_have_the_official_names() -> None:
+def test_eagle_parameters_have_official_names() -> None:
     names = {name for name, _ in drafter_of().named_parameters()}
     attention = {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
     mlp = {f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
@@ -87,25 +87,25 @@ def dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sampled(batch=(4,), noise=(1.0,))
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("noise", [0.0, 1.0])
-def test_with_a_dynamic_tree_greedy_output_is_plain_decodings(noise: float, batch: int, dynamic: None) -> None:
-    contract.test_greedy_output_is_plain_decodings("eagle", noise, batch)
+def test_eagle_dynamic_tree_greedy_output_equals_plain_decoding(noise: float, batch: int, dynamic: None) -> None:
+    contract.test_drafter_greedy_output_equals_plain_decoding("eagle", noise, batch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     [
-        contract.test_what_is_trained_is_what_is_drafted,
-        contract.test_coupled_output_is_plain_samplings_token_for_token,
-        contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
-        contract.test_long_prompts_enter_beside_rows_that_are_nearly_done,
-        pytest.param(contract.test_sampling_follows_the_targets_law_through_the_whole_loop, marks=pytest.mark.grid),  # no q
-        contract.test_overfitted_on_one_text_it_is_accepted_in_full,
+        contract.test_drafter_training_predictions_equal_draft_tokens,
+        contract.test_drafter_coupled_output_equals_plain_sampling,
+        contract.test_drafter_depth_limit_cuts_same_draft_tree,
+        contract.test_drafter_long_prompts_in_batch_output_equals_plain_decoding,
+        pytest.param(contract.test_drafter_sampling_follows_target_distribution, marks=pytest.mark.grid),  # no q
+        contract.test_drafter_overfitted_on_one_text_is_accepted_in_full,
     ],
 )
-def test_with_a_dynamic_tree_it_does_what_every_family_must(check: Any, dynamic: None) -> None:
+def test_eagle_dynamic_tree_passes_family_contract(check: Any, dynamic: None) -> None:
     check("eagle")
 
 
-def test_a_dynamic_tree_is_saved_and_loaded(tmp_path: Path, dynamic: None) -> None:
-    contract.test_saved_and_loaded_it_drafts_the_same("eagle", tmp_path)
+def test_eagle_dynamic_tree_reloaded_drafts_same_tokens(tmp_path: Path, dynamic: None) -> None:
+    contract.test_drafter_reloaded_checkpoint_drafts_same_tokens("eagle", tmp_path)

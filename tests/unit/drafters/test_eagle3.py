@@ -38,7 +38,7 @@ def drafter_of(**options: Any) -> Eagle3:
 
 
 @pytest.mark.parametrize(("options", "loss"), [*((variant, "kl") for variant in VARIANTS), (VOCAB, "ce"), (VOCAB, "lk")])
-def test_losses_and_gradients_are_those_of_a_loop(options: dict[str, Any], loss: str) -> None:
+def test_eagle3_losses_and_gradients_equal_loop(options: dict[str, Any], loss: str) -> None:
     drafter = drafter_of(steps=3, **options).train()
     target, ids = drafter._target.module, drafter.ids
     batch = packed_batch(drafter, target)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_those_of_a_loop(options: dict[str, Any], loss:
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_the_commonest_tokens_are_the_vocabulary() -> None:
+def test_eagle3_d2t_maps_most_frequent_tokens() -> None:
     target = tiny_target()
     drafter = Eagle3(Eagle3Options(draft_vocab=10), target)
     drafter.prepare(lambda: COUNTS)
@@ -85,13 +85,13 @@ def test_the_commonest_tokens_are_the_vocabulary() -> None:
     assert not {"d2t", "t2d"} & set(drafter_of().state_dict())
 
 
-def test_tokens_that_were_never_seen_fill_up_from_the_lowest() -> None:
+def test_eagle3_draft_vocabulary_unseen_tokens_fill_from_lowest_id() -> None:
     drafter = Eagle3(Eagle3Options(draft_vocab=4), tiny_target())
     drafter.prepare(lambda: torch.zeros(64, dtype=torch.long).index_fill(0, torch.tensor([50]), 3))
     assert drafter.ids is not None and drafter.ids.tolist() == [0, 1, 2, 50]
 
 
-def test_a_law_without_the_target_s_choice_is_no_lesson() -> None:
+def test_restricted_loss_target_argmax_outside_draft_vocabulary_is_zero() -> None:
     logits_CD, law_logits_CV = torch.randn(3, 2, requires_grad=True), torch.tensor([[9.0, 0, 1, 2]] * 2 + [[0.0, 1, 9, 2]])
     target = TargetRows(TargetChunk(law_logits_CV))
     loss_C, hit_C, mass_C = restricted(logits_CD, target, torch.tensor([1, 1, 2]), {"kl": 1.0}, torch.tensor([1, 2]))
@@ -100,7 +100,7 @@ def test_a_law_without_the_target_s_choice_is_no_lesson() -> None:
     assert hit_C[:2].tolist() == [False, False] and float(mass_C[:2].max()) < 0.01
 
 
-def test_ranks_and_acceptance_are_counted_over_the_whole_vocabulary() -> None:
+def test_eagle3_draft_vocabulary_ranks_are_counted_over_whole_vocabulary() -> None:
     drafter = drafter_of(draft_vocab=40).eval()
     target = drafter._target.module
     batch = packed_batch(drafter, target)  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_ranks_and_acceptance_are_counted_over_the_whole_vocabulary() -> None:
     assert set(hits.rank_MK[:, 0].tolist()) <= set(rank.values()) and len(hits.rank_MK) > 3
 
 
-def test_the_normed_state_goes_on_only_where_asked() -> None:
+def test_eagle3_norm_output_and_fc_norm_act_only_if_enabled() -> None:
     for norm_output in (False, True):
         drafter = drafter_of(norm_output=norm_output)
         drafter.norm.weight.data.zero_()
@@ -136,10 +136,10 @@ def test_eagle3_invalid_options_are_refused() -> None:
 
 
 CHECKS = [
-    contract.test_coupled_output_is_plain_samplings_token_for_token,
-    contract.test_what_is_trained_is_what_is_drafted,
-    contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
-    contract.test_sampling_follows_the_targets_law_through_the_whole_loop,
+    contract.test_drafter_coupled_output_equals_plain_sampling,
+    contract.test_drafter_training_predictions_equal_draft_tokens,
+    contract.test_drafter_depth_limit_cuts_same_draft_tree,
+    contract.test_drafter_sampling_follows_target_distribution,
 ]
 FULL: list[dict[str, Any]] = [
     {"taps": [0, 1, 3], "draft_vocab": 40, "norm_output": True, "fc_norm": True},
@@ -152,7 +152,7 @@ FULL: list[dict[str, Any]] = [
     ("check", "options"),
     [*product(CHECKS[:-1], FULL), (CHECKS[-1], FULL[0]), pytest.param(CHECKS[-1], FULL[1], marks=pytest.mark.grid)],
 )
-def test_with_a_draft_vocabulary_it_does_what_every_family_must(
+def test_eagle3_draft_vocabulary_passes_family_contract(
     check: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(contract.SHAPES, "eagle3", options)
@@ -160,9 +160,9 @@ def test_with_a_draft_vocabulary_it_does_what_every_family_must(
 
 
 @pytest.mark.parametrize("options", FULL)
-def test_with_a_draft_vocabulary_output_is_plain_decodings_and_survives_a_checkpoint(
+def test_eagle3_draft_vocabulary_greedy_output_equals_plain_and_reloads(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(contract.SHAPES, "eagle3", options)
-    contract.test_greedy_output_is_plain_decodings("eagle3", 1.0, 4)
-    contract.test_saved_and_loaded_it_drafts_the_same("eagle3", tmp_path)
+    contract.test_drafter_greedy_output_equals_plain_decoding("eagle3", 1.0, 4)
+    contract.test_drafter_reloaded_checkpoint_drafts_same_tokens("eagle3", tmp_path)

@@ -31,7 +31,7 @@ def drafts(target: HFTarget, drafter: EarlyExit, prompt: list[int]) -> list[int]
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma3-sliding"])
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_fresh_one_drafts_what_the_first_blocks_say(name: str, adapter: bool) -> None:
+def test_early_exit_fresh_drafts_equal_model_of_first_blocks(name: str, adapter: bool) -> None:
     """As transformers' early exit does: the model with fewer layers, its own norm and head."""
     target = tiny_target(name)
     drafter = EarlyExit(EarlyExitOptions(blocks=2, adapter=adapter, draft_length=5), target).eval()
@@ -45,7 +45,7 @@ def test_a_fresh_one_drafts_what_the_first_blocks_say(name: str, adapter: bool) 
     assert root == int(target.model(torch.tensor([TEXT])).logits[0, -1].argmax())
 
 
-def test_its_checkpoint_holds_the_adapter_alone() -> None:
+def test_early_exit_checkpoint_holds_only_adapter() -> None:
     target = FastTarget(tiny_model())
     assert dict(EarlyExit(EarlyExitOptions(), target).state_dict()) == {}
     with_adapter = EarlyExit(EarlyExitOptions(adapter=True), target)
@@ -55,7 +55,7 @@ def test_its_checkpoint_holds_the_adapter_alone() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "exit_after"), [(4, 1), (12, 4)])
-def test_the_rule_is_a_third_of_the_blocks(blocks: int, exit_after: int) -> None:
+def test_early_exit_default_is_third_of_blocks(blocks: int, exit_after: int) -> None:
     model: Any = tiny_model()
     model.config.num_hidden_layers = blocks
     torch.manual_seed(0)
@@ -72,22 +72,22 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        contract.test_coupled_output_is_plain_samplings_token_for_token,
-        contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
-        contract.test_a_restored_state_leaves_no_trace,
-        contract.test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other,
+        contract.test_drafter_coupled_output_equals_plain_sampling,
+        contract.test_drafter_depth_limit_cuts_same_draft_tree,
+        contract.test_drafter_restored_state_proposes_same_tokens,
+        contract.test_drafter_proposal_has_distribution_only_if_sampled,
     ],
 )
-def test_plain_it_does_what_every_family_must(check: Callable[[str], None], plain: None) -> None:
+def test_early_exit_without_adapter_passes_family_contract(check: Callable[[str], None], plain: None) -> None:
     check("early_exit")
 
 
-def test_plain_it_is_saved_and_loaded(tmp_path: Path, plain: None) -> None:
-    contract.test_saved_and_loaded_it_drafts_the_same("early_exit", tmp_path)
+def test_early_exit_without_adapter_reloaded_drafts_same_tokens(tmp_path: Path, plain: None) -> None:
+    contract.test_drafter_reloaded_checkpoint_drafts_same_tokens("early_exit", tmp_path)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_it_is_the_middle_of_a_cascade(adapter: bool) -> None:
+def test_early_exit_as_cascade_middle_output_equals_plain_decoding(adapter: bool) -> None:
     """Plain it can verify what a cheaper drafter drafts; with an adapter both draft into one tree."""
     target, asked, family = tiny_target(), prompts(3, seed=2), families()["cascade"]
     middle = {"family": "early_exit", "blocks": 2, "adapter": adapter}

@@ -96,7 +96,7 @@ def looped_logits(target: HFTarget, drafter: HydraBase, base: torch.Tensor, know
 
 
 @FORMS
-def test_loss_and_gradients_are_those_of_a_loop(prefix: bool) -> None:
+def test_hydra_loss_and_gradients_equal_loop(prefix: bool) -> None:
     target = tiny_target()
     drafter = shaken(target, prefix, head_decay=0.7).train()
     batch = packed_batch(target, drafter)
@@ -130,7 +130,7 @@ def test_loss_and_gradients_are_those_of_a_loop(prefix: bool) -> None:
 
 
 @FORMS
-def test_every_node_follows_its_own_path(prefix: bool) -> None:
+def test_hydra_static_tree_node_has_head_rank_after_its_path(prefix: bool) -> None:
     """Each node's token is its head's choice of that rank after the tokens on its path; rows of different lengths."""
     target = tiny_target()
     drafter = shaken(target, prefix).eval()
@@ -158,7 +158,7 @@ def test_every_node_follows_its_own_path(prefix: bool) -> None:
 
 
 @FORMS
-def test_a_fresh_head_is_the_targets_own(prefix: bool) -> None:
+def test_hydra_fresh_head_equals_target_head(prefix: bool) -> None:
     target = tiny_target()
     drafter = build(HydraOptions(heads=2, prefix_layer=prefix), target).eval()
     assert isinstance(drafter, HydraBase)
@@ -169,7 +169,7 @@ def test_a_fresh_head_is_the_targets_own(prefix: bool) -> None:
         torch.testing.assert_close(prediction.head(prediction.hidden_MH), target.head(prediction.hidden_MH))
 
 
-def test_options_that_cannot_be() -> None:
+def test_hydra_invalid_options_are_refused() -> None:
     target = tiny_target()
     for options, message in (
         (HydraOptions(heads=0), "drafter.heads is 0, drafter.layers 4; both must be 1 or more"),
@@ -181,18 +181,18 @@ def test_options_that_cannot_be() -> None:
 
 
 CONTRACT: list[Any] = [
-    contract.test_long_prompts_enter_beside_rows_that_are_nearly_done,
-    contract.test_stop_tokens_inside_an_accepted_run_cut_exactly_there,
-    contract.test_what_is_trained_is_what_is_drafted,
-    contract.test_coupled_output_is_plain_samplings_token_for_token,
-    contract.test_a_restored_state_leaves_no_trace,
-    contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
-    contract.test_states_it_does_not_tap_do_not_matter,
-    pytest.param(contract.test_sampling_follows_the_targets_law_through_the_whole_loop, marks=pytest.mark.grid),  # no q
-    contract.test_overfitted_on_one_text_it_is_accepted_in_full,
-    rounds.test_transformers_forward_runs_ahead_too,
-    rounds.test_penalties_limits_and_stop_text_run_ahead,
-    rounds.test_a_fallback_that_rests_its_drafter_runs_ahead,
+    contract.test_drafter_long_prompts_in_batch_output_equals_plain_decoding,
+    contract.test_drafter_stop_token_inside_accepted_draft_ends_text_there,
+    contract.test_drafter_training_predictions_equal_draft_tokens,
+    contract.test_drafter_coupled_output_equals_plain_sampling,
+    contract.test_drafter_restored_state_proposes_same_tokens,
+    contract.test_drafter_depth_limit_cuts_same_draft_tree,
+    contract.test_drafter_predictions_ignore_states_of_other_target_layers,
+    pytest.param(contract.test_drafter_sampling_follows_target_distribution, marks=pytest.mark.grid),  # no q
+    contract.test_drafter_overfitted_on_one_text_is_accepted_in_full,
+    rounds.test_hf_target_decode_steps_ahead_of_host_equal_synchronous_steps,
+    rounds.test_decode_steps_ahead_of_host_with_penalty_and_stop_text_equal_synchronous,
+    rounds.test_decode_steps_ahead_of_host_with_fallback_equal_plain_decoding,
 ]
 
 
@@ -205,29 +205,29 @@ def prefixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-def test_with_a_prefix_layer_too(check: Callable[..., None], prefixed: None) -> None:
+def test_hydra_prefix_layer_passes_family_contract(check: Callable[..., None], prefixed: None) -> None:
     check("hydra")
 
 
 @pytest.mark.sampled(batch=(4,))
 @pytest.mark.parametrize("batch", [1, 4])
-def test_with_a_prefix_layer_greedy_output_is_plain_decodings(batch: int, prefixed: None) -> None:
+def test_hydra_prefix_layer_greedy_output_equals_plain_decoding(batch: int, prefixed: None) -> None:
     for noise in (0.0, 1.0):
-        contract.test_greedy_output_is_plain_decodings("hydra", noise, batch)
+        contract.test_drafter_greedy_output_equals_plain_decoding("hydra", noise, batch)
 
 
-def test_with_a_prefix_layer_saved_and_loaded_it_drafts_the_same(tmp_path: Any, prefixed: None) -> None:
-    contract.test_saved_and_loaded_it_drafts_the_same("hydra", tmp_path)
+def test_hydra_prefix_layer_reloaded_drafts_same_tokens(tmp_path: Any, prefixed: None) -> None:
+    contract.test_drafter_reloaded_checkpoint_drafts_same_tokens("hydra", tmp_path)
 
 
 @pytest.mark.sampled(policy=("lossless",))
 @pytest.mark.parametrize("policy", ["greedy", "lossless"])
-def test_with_a_prefix_layer_a_graph_can_hold_the_round(
+def test_hydra_prefix_layer_decode_step_can_be_captured(
     policy: str,
     prefixed: None,
     cpu_graphs: None,
     as_on_a_gpu: rounds.FastTarget,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rounds.test_a_round_asks_the_device_nothing_and_keeps_its_shapes("hydra", policy, as_on_a_gpu)
-    rounds.test_replayed_graphs_give_the_same_texts("hydra", policy, cpu_graphs, as_on_a_gpu, monkeypatch)
+    rounds.test_decode_step_never_synchronises_and_keeps_tensor_shapes("hydra", policy, as_on_a_gpu)
+    rounds.test_captured_steps_results_equal_eager_steps("hydra", policy, cpu_graphs, as_on_a_gpu, monkeypatch)

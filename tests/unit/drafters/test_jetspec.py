@@ -26,7 +26,7 @@ def built(target: HFTarget, **options: Any) -> JetSpec:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_slots_see_no_later_slot(causal: bool) -> None:
+def test_jetspec_slots_see_later_slots_only_if_not_causal(causal: bool) -> None:
     """A block of two slots has the first slots of a longer block, in training; drafts of fewer slots are the first drafts."""
     target = tiny_target()
     long = built(target, causal=causal)
@@ -40,14 +40,14 @@ def test_slots_see_no_later_slot(causal: bool) -> None:
     assert torch.equal(trees[0].token_BN[:, :3], trees[1].token_BN) or not causal
 
 
-def test_all_drafts_weigh_alike() -> None:
+def test_jetspec_prediction_weights_are_uniform() -> None:
     target = tiny_target()
     drafter = built(target)
     assert drafter.decay == [0.25] * 4
     assert {p.weight for p in drafter.predict(read(target, drafter))} == {0.25}  # type: ignore[arg-type]
 
 
-def test_it_drafts_the_likeliest_paths() -> None:
+def test_jetspec_tree_holds_likeliest_paths_of_slots() -> None:
     """All paths of the product of the slots' distributions, the likeliest first; slots from the definition."""
     target, nodes = tiny_target(), 7
     drafter = built(target, nodes=nodes, block_size=4)

@@ -124,7 +124,7 @@ def after(tokens: list[int], scores: list[list[float]], before: list[int] | None
     return scores[before.index(token) if before is not None and token in before else 0]
 
 
-def test_predictions_are_the_networks_scores_after_the_true_token() -> None:
+def test_lilicorr_predictions_equal_pair_scores_after_true_token() -> None:
     target = tiny_target()
     drafter = built(target)
     batch, at = read(target, drafter), 4  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_predictions_are_the_networks_scores_after_the_true_token() -> None:
         torch.testing.assert_close(p.head(p.hidden_MH)[where], wanted_V, rtol=1e-4, atol=1e-4)
 
 
-def test_the_slots_own_predictions_are_dflashs() -> None:
+def test_lilicorr_base_predictions_equal_dflash() -> None:
     target = tiny_target()
     drafter, plain = built(target), DFlash(DFlashOptions(**SMALL), target).eval().requires_grad_(False)
     own = drafter.state_dict()
@@ -152,7 +152,7 @@ def test_the_slots_own_predictions_are_dflashs() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_walk_takes_each_draft_by_the_scores_after_the_one_above(temperature: float) -> None:
+def test_lilicorr_drafts_follow_pair_scores_after_previous_draft(temperature: float) -> None:
     target = tiny_target()
     drafter, sampling = built(target), Sampling(temperature, seed=3)
     batch = read(target, drafter)  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def test_the_walk_takes_each_draft_by_the_scores_after_the_one_above(temperature
             assert drafts[k + 1] in tokens[k]
 
 
-def test_a_dynamic_tree_has_the_likeliest_paths_of_all() -> None:
+def test_lilicorr_dynamic_tree_keeps_likeliest_paths() -> None:
     """With as many paths fed and candidates offered as there are, the tree's nodes are the best of every path."""
     target = tiny_target()
     drafter = built(target, tree="dynamic", width=16, nodes=9, block_size=3)
@@ -192,7 +192,7 @@ def scored_paths(drafter: LiLiCorr, state_SH: Tensor, context_H: Tensor) -> dict
     return paths
 
 
-def test_candidates_see_those_of_later_slots_and_a_limit_of_depth_changes_nothing() -> None:
+def test_lilicorr_candidates_see_later_slots_and_depth_limit_keeps_drafts() -> None:
     target = tiny_target()
     drafter = built(target)
     state_NKH, context_NH = torch.randn(2, 4, 32), torch.randn(2, 32)
@@ -208,7 +208,7 @@ def test_candidates_see_those_of_later_slots_and_a_limit_of_depth_changes_nothin
     assert torch.equal(cut.token_BN, whole.token_BN[:, :3])
 
 
-def test_the_context_is_that_of_the_last_position_before_the_block() -> None:
+def test_lilicorr_proposal_after_separate_commits_equals_whole_prompt() -> None:
     """Positions that were processed with earlier proposals are not read again."""
     target = tiny_target()
     drafter = built(target)
@@ -266,7 +266,7 @@ def likely(target: HFTarget, drafter: LiLiCorr) -> TrainBatch:
     return replace(batch, token_BT=token_BT, mask_BT=mask_BT)
 
 
-def test_the_loss_of_the_lattice_is_that_of_a_loop() -> None:
+def test_lilicorr_lattice_loss_equals_loop() -> None:
     target = tiny_target()
     drafter = built(target)
     batch = likely(target, drafter)
@@ -276,7 +276,7 @@ def test_the_loss_of_the_lattice_is_that_of_a_loop() -> None:
     assert found[0] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_of_the_likeliest_tokens_alone_others_share_the_rest() -> None:
+def test_lilicorr_penalty_from_stored_top_k_matches_full_distribution() -> None:
     """The penalty with all tokens but one stored is that of the whole distribution; with few, others are below them."""
     target = tiny_target()
     drafter = built(target)
@@ -299,7 +299,7 @@ def test_of_the_likeliest_tokens_alone_others_share_the_rest() -> None:
     torch.testing.assert_close(found.exp().sum(), torch.tensor(1.0))
 
 
-def test_gradients_reach_network_and_slots_by_log_probabilities_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lilicorr_gradients_reach_all_parameters_and_chunks_keep_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     drafter = built(target, divergence_weight=0.5).train().requires_grad_(True)
     batch = likely(target, drafter)
@@ -319,7 +319,7 @@ def test_gradients_reach_network_and_slots_by_log_probabilities_too(monkeypatch:
     torch.testing.assert_close(Objective(drafter, target, LossOptions())(batch)[0], whole)
 
 
-def test_at_the_start_scores_are_small_and_all_alike() -> None:
+def test_lilicorr_fresh_network_has_small_weights_and_zero_biases() -> None:
     torch.manual_seed(0)
     drafter = LiLiCorr(LiLiCorrOptions(**SMALL | OWN | {"hidden_size": 32}), tiny_target())
     network = drafter.lilicorr

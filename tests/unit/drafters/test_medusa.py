@@ -13,7 +13,7 @@ TREE = [[0], [1], [0, 0], [0, 0, 0], [0, 0, 1]]
 @pytest.mark.sampled
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("init", ["copy", "share"])
-def test_stacked_heads_draft_what_the_heads_say(init: str, frozen: bool) -> None:
+def test_medusa_stacked_heads_draft_same_tokens_as_single_heads(init: str, frozen: bool) -> None:
     target = tiny_target()
     drafter = Medusa(MedusaOptions(heads=3, layers=2, init=init, paths=TREE), target).eval()
     torch.manual_seed(4)
@@ -32,7 +32,7 @@ def test_stacked_heads_draft_what_the_heads_say(init: str, frozen: bool) -> None
     assert all(torch.equal(a, b) for a, b in zip(before, drafter.parameters(), strict=True))
 
 
-def test_frozen_heads_are_stacked_once_and_trained_ones_anew() -> None:
+def test_medusa_frozen_heads_are_stacked_once_and_trained_heads_anew() -> None:
     drafter = Medusa(MedusaOptions(heads=2), tiny_target()).eval().requires_grad_(False)
     stack = drafter.open(1, 32).stack
     assert drafter.open(1, 32).stack is stack

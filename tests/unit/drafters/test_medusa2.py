@@ -80,7 +80,7 @@ def built(target: HFTarget, spec: LoraSpec = SPEC) -> tuple[Medusa, Adapter]:
 
 @pytest.mark.sampled(name=("qwen2", "gpt2", "gemma3-sliding"))
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gemma3-sliding", "falcon"])
-def test_a_fresh_adapter_changes_nothing_and_a_merged_one_computes_the_same(name: str) -> None:
+def test_target_adapter_fresh_is_identity_and_merged_equals_unmerged(name: str) -> None:
     target = tiny_target(name)
     before, weights = logits(target), [p.clone() for p in target.model.parameters()]
     adapter = Adapter(target, SPEC)
@@ -94,7 +94,7 @@ def test_a_fresh_adapter_changes_nothing_and_a_merged_one_computes_the_same(name
     assert merged.fingerprint != target.fingerprint == fingerprint_of(target.model)
 
 
-def test_the_fast_runner_decodes_an_adapted_target_and_shares_what_is_not_adapted() -> None:
+def test_target_adapter_merged_fast_target_shares_unadapted_weights() -> None:
     target = FastTarget(tiny_model())
     before = logits(target)
     merged = shaken(Adapter(target, replace(SPEC, modules=["q_proj", "down_proj"]))).merged()
@@ -108,7 +108,7 @@ def test_the_fast_runner_decodes_an_adapted_target_and_shares_what_is_not_adapte
 
 
 @pytest.mark.parametrize("hold", ["distil", "text"])
-def test_gradients_reach_heads_and_matrices_alone(hold: str) -> None:
+def test_adapted_objective_gradients_reach_only_heads_and_lora(hold: str) -> None:
     target = tiny_target()
     weights = [p.clone() for p in target.model.parameters()]
     drafter, adapter = built(target, replace(SPEC, hold=hold))
@@ -131,7 +131,7 @@ def test_gradients_reach_heads_and_matrices_alone(hold: str) -> None:
     assert first is not None and float(objective(batch, 0.5)[0].detach()) < first
 
 
-def test_what_holds_the_target_is_a_divergence_from_the_original() -> None:
+def test_adapted_objective_hold_loss_equals_kl_or_cross_entropy() -> None:
     """By hand: KL(original || adapted), and cross-entropy, over the supervised tokens, whole and in chunks."""
     target, batch = tiny_target(), text()
     for hold in ("distil", "text"):
@@ -151,7 +151,7 @@ def test_what_holds_the_target_is_a_divergence_from_the_original() -> None:
             assert float(objective._hold(batch, final)) == pytest.approx(float(wanted), rel=1e-4)
 
 
-def test_the_drafters_loss_is_against_the_adapted_targets_law() -> None:
+def test_adapted_objective_drafter_loss_uses_adapted_target_distribution() -> None:
     target, batch = tiny_target(), text()
     drafter, adapter = built(target, replace(SPEC, drafter_weight=0.2, ramp=False))
     shaken(adapter)
@@ -163,7 +163,7 @@ def test_the_drafters_loss_is_against_the_adapted_targets_law() -> None:
     assert torch.equal(counts.packed(), same.packed())
 
 
-def test_a_bfloat16_target_is_adapted_in_float32_and_rounded_once() -> None:
+def test_target_adapter_of_bfloat16_target_trains_in_float32_and_rounds_once() -> None:
     target = HFTarget(tiny_model().bfloat16())
     drafter, adapter = built(target)
     objective = AdaptedObjective(drafter, target, LossOptions(), shaken(adapter, by=0.02))
@@ -177,7 +177,7 @@ def test_a_bfloat16_target_is_adapted_in_float32_and_rounded_once() -> None:
     assert not torch.equal(linear.weight, layer.base_layer.weight)
 
 
-def test_while_the_drafter_learns_alone_the_target_stands_still() -> None:
+def test_adapted_objective_before_start_gives_target_no_gradients() -> None:
     target, batch = tiny_target(), text()
     drafter, adapter = built(target, replace(SPEC, start=0.5))
     objective = AdaptedObjective(drafter, target, LossOptions(), adapter)
@@ -188,7 +188,7 @@ def test_while_the_drafter_learns_alone_the_target_stands_still() -> None:
     assert any(p.grad is not None and p.grad.any() for p in adapter.parameters())
 
 
-def test_weights_and_rates_follow_the_share_of_the_steps() -> None:
+def test_adapted_objective_weights_and_learning_rates_follow_progress() -> None:
     distil, stages = LoraSpec(drafter_weight=0.01), LoraSpec(drafter_weight=0.2, ramp=False, start=0.5, lr_scale=0.25)
     assert drafter_weight(distil, 1 / 3) == pytest.approx(0.005) and drafter_weight(distil, 1.0) == pytest.approx(0.01)
     assert {drafter_weight(stages, p) for p in (0.1, 0.5, 0.9)} == {0.2}
@@ -215,7 +215,7 @@ def saved(folder: Path, loaded: LoadedTarget, step: int) -> tuple[CheckpointRef,
     return CheckpointRef(path.name, path, step), drafter.eval(), adapter
 
 
-def test_saved_and_loaded_target_and_drafter_are_the_same(tmp_path: Path) -> None:
+def test_medusa2_checkpoint_reloaded_target_and_drafter_are_same(tmp_path: Path) -> None:
     loaded = loaded_target()
     before = logits(loaded.target)
     ref, drafter, adapter = saved(tmp_path, loaded, 3)
@@ -234,7 +234,7 @@ def test_saved_and_loaded_target_and_drafter_are_the_same(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_each_checkpoint_is_measured_against_its_own_target(tmp_path: Path) -> None:
+def test_measure_run_compares_each_checkpoint_with_its_adapted_target(tmp_path: Path) -> None:
     loaded = loaded_target()
     refs = [saved(tmp_path, loaded, step)[0] for step in (1, 2)]
     small = MeasureOptions(minutes=0.0, repeats=1, timed_prompts=2, batch_sizes=[1])
@@ -275,7 +275,7 @@ def test_target_adapter_invalid_options_are_refused_in_one_line(subtests: pytest
             assert "\n" not in str(raised.value)
 
 
-def test_who_cannot_adapt_a_target_says_so() -> None:
+def test_target_adapter_in_cascade_or_tensor_parallel_is_refused() -> None:
     target = tiny_target()
     inner = {"family": "medusa", "heads": 2, "adapter": asdict(SPEC)}
     options = CascadeOptions(middle={"family": "draft_model", "blocks": 2}, inner=inner)

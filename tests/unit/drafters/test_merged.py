@@ -74,29 +74,33 @@ def plain_outputs(policy: str, sampling: Sampling) -> list[list[int]]:
 @pytest.mark.sampled(middle=(EAGLE3, DRAFT_MODEL))
 @pytest.mark.parametrize("every", [None, 2])
 @EACH
-def test_greedy_output_is_plain_decodings(middle: dict[str, Any], inner: dict[str, Any], every: int | None) -> None:
+def test_merged_tree_greedy_output_equals_plain_decoding(
+    middle: dict[str, Any], inner: dict[str, Any], every: int | None
+) -> None:
     assert outputs(merged(middle, inner), "greedy", Sampling(), every) == plain_outputs("greedy", Sampling())
 
 
 @pytest.mark.sampled(middle=(MEDUSA,))
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 @EACH
-def test_coupled_output_is_plain_samplings(middle: dict[str, Any], inner: dict[str, Any], temperature: float) -> None:
+def test_merged_tree_coupled_output_equals_plain_sampling(
+    middle: dict[str, Any], inner: dict[str, Any], temperature: float
+) -> None:
     sampling = Sampling(temperature, seed=3)
     assert outputs(merged(middle, inner), "coupled", sampling) == plain_outputs("lossless", sampling)
 
 
 CHECKS = [  # of a state that is two: what it proposes, and what it takes back
-    contract.test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other,
-    contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
-    contract.test_a_restored_state_leaves_no_trace,
+    contract.test_drafter_proposal_has_distribution_only_if_sampled,
+    contract.test_drafter_depth_limit_cuts_same_draft_tree,
+    contract.test_drafter_restored_state_proposes_same_tokens,
 ]
 MORE = [
-    contract.test_long_prompts_enter_beside_rows_that_are_nearly_done,
-    contract.test_stop_tokens_inside_an_accepted_run_cut_exactly_there,
-    contract.test_what_is_trained_is_what_is_drafted,
-    contract.test_states_it_does_not_tap_do_not_matter,
-    contract.test_overfitted_on_one_text_it_is_accepted_in_full,
+    contract.test_drafter_long_prompts_in_batch_output_equals_plain_decoding,
+    contract.test_drafter_stop_token_inside_accepted_draft_ends_text_there,
+    contract.test_drafter_training_predictions_equal_draft_tokens,
+    contract.test_drafter_predictions_ignore_states_of_other_target_layers,
+    contract.test_drafter_overfitted_on_one_text_is_accepted_in_full,
 ]
 
 
@@ -111,17 +115,17 @@ def test_merged_drafter_passes_family_contract(check: Callable[[str], None], mon
 @pytest.mark.slow
 @pytest.mark.sampled(middle=(MEDUSA,))  # no tree of two carries a distribution: the verifier alone decides
 @EACH
-def test_sampling_follows_the_targets_law(middle: dict[str, Any], inner: dict[str, Any]) -> None:
+def test_merged_tree_sampling_follows_target_distribution(middle: dict[str, Any], inner: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contract, "build", lambda *_: merged(middle, inner))
-        contract.test_sampling_follows_the_targets_law_through_the_whole_loop("cascade")
+        contract.test_drafter_sampling_follows_target_distribution("cascade")
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("every", [None, 1])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, seed=4)], ids=["greedy", "sampled"])
 @EACH
-def test_the_tree_holds_what_either_proposes_alone(
+def test_merged_tree_holds_all_paths_of_both_drafters(
     middle: dict[str, Any], inner: dict[str, Any], sampling: Sampling, every: int | None
 ) -> None:
     drafter = merged(middle, inner)
@@ -146,7 +150,7 @@ def test_the_tree_holds_what_either_proposes_alone(
 
 
 @pytest.mark.parametrize("every", [None, 1])
-def test_commits_longer_than_a_drafters_own_drafts_reach_it_whole(every: int | None) -> None:
+def test_merged_drafter_commit_longer_than_draft_length_reaches_middle(every: int | None) -> None:
     """Beside an inner that is the target itself, all of whose drafts are accepted, the middle goes on drafting what its
     model gives after the whole text."""
     exact = {"family": "draft_model", "blocks": target().shape.blocks, "draft_length": 12}
@@ -198,7 +202,7 @@ def random_tree(rows: int, nodes: int, roots: list[int], tokens: int, seed: int)
     return DraftTree(token_BN, parent_BN, count_B)
 
 
-def test_joined_trees_hold_the_union_of_their_token_paths() -> None:
+def test_draft_tree_joined_equals_union_of_token_paths() -> None:
     shared = 0
     for seed in range(117):  # each pair of the sizes
         N, M = 1 + seed % 13, 1 + seed % 9
@@ -214,14 +218,14 @@ def test_joined_trees_hold_the_union_of_their_token_paths() -> None:
     assert shared > 117, "the trees must have much in common"
 
 
-def test_the_worked_example_of_joining() -> None:
+def test_draft_tree_joined_small_example_gives_expected_nodes() -> None:
     one = DraftTree(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]), torch.tensor([4]))
     tree = one.joined(DraftTree.chain(torch.tensor([[9, 2, 4]])))
     assert tree.token_BN.tolist() == [[9, 1, 2, 3, 4, 0]]
     assert tree.parent_BN.tolist() == [[-1, 0, 0, 1, 2, 0]] and tree.count_B.tolist() == [5]
 
 
-def test_pieces_of_a_commit_follow_each_other() -> None:
+def test_pieces_split_long_commit_in_order() -> None:
     token_BA = torch.arange(18).view(2, 9)
     whole = Commit(token_BA, token_BA + 1, {0: torch.randn(2, 9, 4)}, torch.tensor([5, 9]))
     parts = pieces(whole, 3)
@@ -231,7 +235,7 @@ def test_pieces_of_a_commit_follow_each_other() -> None:
     assert torch.equal(torch.cat([p.hidden[0] for p in parts], 1), whole.hidden[0])
 
 
-def test_both_are_trained_and_the_figures_are_the_middles() -> None:
+def test_merged_drafter_trains_both_and_counts_middle() -> None:
     text = one_document(torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(0)))
     drafter = merged(*PAIRS[1])
     filled = Online(target(), drafter.taps).fill(text)
@@ -244,7 +248,7 @@ def test_both_are_trained_and_the_figures_are_the_middles() -> None:
 
 
 @pytest.mark.parametrize(("middle", "inner"), [(MEDUSA, LOOKUP), (LOOKUP, MEDUSA)], ids=["learner-middle", "learner-inner"])
-def test_a_longer_draft_beside_it_leaves_a_learners_figures_as_they_are(middle: dict[str, Any], inner: dict[str, Any]) -> None:
+def test_merged_drafter_with_longer_lookup_keeps_ranks_and_loss(middle: dict[str, Any], inner: dict[str, Any]) -> None:
     """Held-out ranks, the searched tree and the training's figures speak of as many depths as the learner predicts."""
     drafter = merged(middle, inner)
     learner = drafter.lead
@@ -261,7 +265,7 @@ def test_a_longer_draft_beside_it_leaves_a_learners_figures_as_they_are(middle: 
         torch.testing.assert_close(*(Objective(d, target(), LossOptions(name=name))(filled)[0] for d in (drafter, learner)))
 
 
-def test_the_middles_tree_is_searched_as_far_as_there_is_room_beside_the_other() -> None:
+def test_merged_drafter_tuned_tree_fits_with_other_drafter() -> None:
     drafter = merged({"family": "medusa", "heads": 3}, {"family": "prompt_lookup", "draft_length": 242})
     texts = [torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))]
     drafter.proposal.tune(texts, 40)
@@ -269,7 +273,7 @@ def test_the_middles_tree_is_searched_as_far_as_there_is_room_beside_the_other()
     assert drafter.decode_settings() == {"middle": drafter.middle.decode_settings(), "inner": {}}
 
 
-def test_what_cannot_be_merged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_drafter_too_many_nodes_or_target_without_trees_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"middle proposes up to 200 nodes, .* 60; a tree of both holds 255"):
         merged({"family": "prompt_lookup", "draft_length": 200}, {"family": "prompt_lookup", "draft_length": 60})
     monkeypatch.setattr(target(), "trees", False)
@@ -277,7 +281,7 @@ def test_what_cannot_be_merged_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         merged(MEDUSA, LOOKUP)
 
 
-def test_saved_and_loaded_it_drafts_the_same(tmp_path: Any) -> None:
+def test_merged_drafter_reloaded_drafts_same_tokens(tmp_path: Any) -> None:
     middle, inner = {"family": "medusa", "heads": 3}, LOOKUP
     drafter, shape = merged(middle, inner), target().shape
     drafter.proposal.tune([torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))], 8)

@@ -52,7 +52,7 @@ def looped_logits(drafter: MLPSpeculator, hidden_H: torch.Tensor, known: list[in
 
 
 @pytest.mark.parametrize("options", FORMS)
-def test_loss_and_gradients_are_those_of_a_loop(options: dict[str, Any]) -> None:
+def test_mlp_speculator_loss_and_gradients_equal_loop(options: dict[str, Any]) -> None:
     target = tiny_target()
     drafter = shaken(target, **options).train()
     batch = packed_batch(target, drafter)
@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_those_of_a_loop(options: dict[str, Any]) -> None
         torch.testing.assert_close(a, p.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_tied_stages_have_one_set_of_weights() -> None:
+def test_mlp_speculator_tied_weights_are_shared_by_stages() -> None:
     """The first projection is apart only where it must be: it comes from the target's width."""
     target = tiny_target()
     width, vocab = target.shape.hidden_size, target.shape.vocab_size
@@ -91,7 +91,7 @@ def test_tied_stages_have_one_set_of_weights() -> None:
     assert [tuple(p.weight.shape) for p in shaken(target, tie_weights=True, inner_dim=24).proj] == [(24, width), (24, 24)]
 
 
-def test_a_fresh_one_begins_with_the_targets_tables() -> None:
+def test_mlp_speculator_fresh_copies_target_embedding_and_head() -> None:
     target = tiny_target()
     drafter = MLPSpeculator(MLPSpeculatorOptions(), target)
     token_V = torch.arange(target.shape.vocab_size)

@@ -20,7 +20,7 @@ def drafter_of(**options: Any) -> MTP:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_loss_and_gradients_are_those_of_a_loop(normed: bool) -> None:
+def test_mtp_loss_and_gradients_equal_loop(normed: bool) -> None:
     drafter = drafter_of(steps=3, step_decay=0.5, norm_output=normed).train()
     target = drafter._target.module
     batch = packed_batch(drafter, target)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ def test_loss_and_gradients_are_those_of_a_loop(normed: bool) -> None:
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_the_embedding_comes_first_and_both_are_normed() -> None:
+def test_mtp_input_is_normed_embedding_then_normed_state() -> None:
     drafter = drafter_of()
     module, token, state = drafter.module, torch.tensor([[3, 9]]), torch.randn(1, 2, 32)
     residual, read = drafter.enter(token, state)
@@ -54,7 +54,7 @@ def test_the_embedding_comes_first_and_both_are_normed() -> None:
     torch.testing.assert_close(read, module.input_layernorm(residual))
 
 
-def test_only_the_module_is_its_own() -> None:
+def test_mtp_parameters_are_those_of_one_module() -> None:
     names = {name for name, _ in drafter_of(qk_norm=True).named_parameters()}
     attention = {f"self_attn.{part}.weight" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
     norms = {f"{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "input_layernorm", "post_attention_layernorm")}

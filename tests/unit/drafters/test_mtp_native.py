@@ -47,7 +47,7 @@ def batch_of(target: HFTarget, drafter: MTPNative, length: int = 14) -> TrainBat
 @pytest.mark.parametrize(
     "found", [pytest.param(layout, marks=() if layout in FEW else pytest.mark.slow) for layout in LAYOUTS], indirect=True
 )
-def test_a_module_is_read_as_its_architecture_computes_it(found: tuple[Native, HFTarget]) -> None:
+def test_mtp_native_first_step_equals_transformers_block(found: tuple[Native, HFTarget]) -> None:
     """The first step's logits are those of transformers' own block, one number after the target's last."""
     made, target = found
     drafter = MTPNative(MTPNativeOptions(), target).eval()
@@ -61,7 +61,7 @@ def test_a_module_is_read_as_its_architecture_computes_it(found: tuple[Native, H
 
 @pytest.mark.sampled(found=FEW)
 @pytest.mark.parametrize("found", LAYOUTS, indirect=True)
-def test_what_is_trained_is_what_is_drafted(found: tuple[Native, HFTarget]) -> None:
+def test_mtp_native_training_predictions_equal_draft_tokens(found: tuple[Native, HFTarget]) -> None:
     _, target = found
     drafter = MTPNative(MTPNativeOptions(draft_length=4), target).eval()
     drafts, predicted = drafted_and_predicted(target, drafter, prompts(1, seed=8, longest=30)[0] + [5, 9, 2])
@@ -74,7 +74,7 @@ def test_what_is_trained_is_what_is_drafted(found: tuple[Native, HFTarget]) -> N
 
 @pytest.mark.sampled(found=FEW)
 @pytest.mark.parametrize("found", LAYOUTS, indirect=True)
-def test_two_steps_of_training_lower_the_loss(found: tuple[Native, HFTarget]) -> None:
+def test_mtp_native_two_training_steps_lower_loss(found: tuple[Native, HFTarget]) -> None:
     _, target = found
     drafter = MTPNative(MTPNativeOptions(), target).train()
     batch, objective = batch_of(target, drafter), Objective(drafter, target, LossOptions("ce"))
@@ -89,13 +89,13 @@ def test_two_steps_of_training_lower_the_loss(found: tuple[Native, HFTarget]) ->
     assert all(p.grad is not None for p in drafter.parameters())
 
 
-def test_the_loss_weights_are_fastmtps() -> None:
+def test_mtp_native_loss_weights_equal_fastmtp() -> None:
     drafter = MTPNative(MTPNativeOptions(source="fresh"), tiny_target()).train()
     weights = [float(p.weight) for p in drafter.predict(batch_of(tiny_target(), drafter))]
     assert [round(w, 2) for w in weights] == [0.51, 0.31, 0.18]
 
 
-def test_a_step_attends_to_the_first_step_and_its_own_index() -> None:
+def test_mtp_native_step_attends_to_first_step_keys_and_same_index() -> None:
     """Position by position: the block runs once for each query over the keys that decoding would show it."""
     target = tiny_target()
     drafter = MTPNative(MTPNativeOptions(source="fresh", norm_output=False), target).eval()
@@ -119,7 +119,7 @@ def test_a_step_attends_to_the_first_step_and_its_own_index() -> None:
 
 @pytest.mark.sampled(kind=("mimo",))
 @pytest.mark.parametrize("kind", ["mimo", "qwen3_5"])
-def test_a_target_without_a_module_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+def test_mtp_native_target_without_module_is_refused(kind: str, tmp_path: Path) -> None:
     made = native(kind, tmp_path / "without", module=False)
     target = target_of(made.directory)
     with pytest.raises(
@@ -131,7 +131,7 @@ def test_a_target_without_a_module_is_refused_in_one_line(kind: str, tmp_path: P
     assert torch.equal(stock.module.eh_proj.weight, whole.parts["eh_proj"])
 
 
-def test_modules_in_eight_bits_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_mtp_native_float8_module_is_refused(tmp_path: Path) -> None:
     made = native("deepseek_v3", tmp_path / "target")
     target = target_of(made.directory)
     for file in made.directory.glob("*.safetensors"):
@@ -143,7 +143,7 @@ def test_modules_in_eight_bits_are_refused_in_one_line(tmp_path: Path) -> None:
         FAMILY.build(MTPNativeOptions(), target)
 
 
-def test_a_routers_biases_keep_their_precision(tmp_path: Path) -> None:
+def test_mtp_native_router_biases_stay_float32(tmp_path: Path) -> None:
     """As in transformers: they decide which experts are chosen."""
     drafter = MTPNative(MTPNativeOptions(), target_of(native("glm4_moe", tmp_path / "target").directory))
     narrow = drafter.to(torch.bfloat16)
@@ -151,7 +151,7 @@ def test_a_routers_biases_keep_their_precision(tmp_path: Path) -> None:
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
 
 
-def test_other_targets_are_refused_in_one_line() -> None:
+def test_mtp_native_unknown_target_or_zero_steps_is_refused() -> None:
     cases: dict[str, dict[str, Any]] = {
         "the target is a llama: layouts are known for deepseek_v3, glm4_moe": {},
         "drafter.steps is 0": {"source": "fresh", "steps": 0},
@@ -165,7 +165,7 @@ def test_other_targets_are_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     "kind", ["glm4_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mimo", "deepseek_v3"))]
 )
-def test_a_module_for_each_depth(kind: str, tmp_path: Path) -> None:
+def test_mtp_native_module_per_depth_predictions_equal_draft_tokens(kind: str, tmp_path: Path) -> None:
     """What is trained is what is drafted, whatever is accepted on the way; each module sees its own keys alone."""
     target = target_of(native(kind, tmp_path / "target", twice=True).directory)
     drafter = MTPNative(MTPNativeOptions(draft_length=2), target).eval()
@@ -188,7 +188,7 @@ def test_a_module_for_each_depth(kind: str, tmp_path: Path) -> None:
     assert MTPNative(MTPNativeOptions(modules=1), target).modules_count == 1
 
 
-def test_drafts_of_each_depth_follow_the_text_at_every_decode_step(tmp_path: Path) -> None:
+def test_mtp_native_module_per_depth_drafts_equal_predictions_at_every_decode_step(tmp_path: Path) -> None:
     """At every step of a decoding the proposal is what `predict` makes of the text so far."""
     target = target_of(native("glm4_moe", tmp_path / "target", twice=True).directory)
     drafter = MTPNative(MTPNativeOptions(draft_length=2), target).eval()
@@ -210,7 +210,7 @@ def test_drafts_of_each_depth_follow_the_text_at_every_decode_step(tmp_path: Pat
 
 
 @pytest.mark.parametrize("found", ["qwen3_5"], indirect=True)
-def test_rotary_positions_of_three_parts_are_given_as_three(
+def test_mtp_native_mrope_is_called_with_3d_position_ids(
     found: tuple[Native, HFTarget], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before transformers 5.23 such a module does not take them as one part."""

@@ -52,7 +52,9 @@ def brought(drafter: PromptLookup, texts: list[list[int]], pieces: int) -> Any:
 @pytest.mark.sampled
 @pytest.mark.parametrize("vocab", [1, 2, 4, 30])
 @pytest.mark.parametrize(("most", "least"), [(3, 1), (2, 2), (1, 1), (None, 1), (None, 4)])
-def test_it_copies_what_followed_the_longest_latest_match(most: int | None, least: int, vocab: int, target: HFTarget) -> None:
+def test_prompt_lookup_drafts_equal_search_for_longest_latest_match(
+    most: int | None, least: int, vocab: int, target: HFTarget
+) -> None:
     drafter = PromptLookup(PromptLookupOptions(max_ngram=most, min_ngram=least, draft_length=6), target)
     chance = random.Random(5)
     for pieces in (1, 3, 8):
@@ -66,7 +68,7 @@ def test_it_copies_what_followed_the_longest_latest_match(most: int | None, leas
 
 
 @pytest.mark.parametrize("most", [3, None])
-def test_decoding_takes_the_verifications_that_a_search_by_hand_takes(most: int | None, target: HFTarget) -> None:
+def test_prompt_lookup_verifications_equal_naive_search(most: int | None, target: HFTarget) -> None:
     asked = [p * 2 for p in prompts(4, seed=3)]
     drafter = PromptLookup(PromptLookupOptions(max_ngram=most, draft_length=5), target)
     decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=40)
@@ -85,7 +87,7 @@ def test_decoding_takes_the_verifications_that_a_search_by_hand_takes(most: int 
     assert saved > 0
 
 
-def test_a_text_without_repetition_is_decoded_plainly(target: HFTarget) -> None:
+def test_prompt_lookup_without_match_decodes_plainly(target: HFTarget) -> None:
     drafter = PromptLookup(PromptLookupOptions(min_ngram=30, max_ngram=30), target)
     result = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=20).run([[1, 2, 3]]).results[0]
     assert result.verifications == 19 and result.offered == [] and result.nodes == 0

@@ -86,7 +86,7 @@ def real_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("depth", "nodes", "dropped"), [(None, None, False), (None, 4, False), (1, None, True), (2, 7, False), (None, 7, True)]
 )
-def test_the_tree_is_the_beams_shared_prefixes(depth: int | None, nodes: int | None, dropped: bool) -> None:
+def test_redrafter_tree_equals_shared_prefixes_of_beams(depth: int | None, nodes: int | None, dropped: bool) -> None:
     target = tiny_target()
     drafter = shaken(target, width=4, length=4, nodes=nodes, dropped=dropped).eval()
     generator = torch.Generator().manual_seed(7)
@@ -106,14 +106,14 @@ def test_the_tree_is_the_beams_shared_prefixes(depth: int | None, nodes: int | N
     assert tree.token_BN.shape[1] <= drafter.proposal.max_nodes
 
 
-def test_survivors_of_the_worked_example() -> None:
+def test_redrafter_survivors_mark_prefixes_of_final_beams() -> None:
     assert [x.tolist() for x in survivors([torch.tensor([[0, 0]]), torch.tensor([[1, 1]])])] == [
         [[False, True]],
         [[True, True]],
     ]
 
 
-def test_padding_lies_behind_the_real_nodes() -> None:
+def test_redrafter_prefix_tree_puts_padding_after_real_nodes() -> None:
     """Beams `a c` and `a d`; `b`, no beam's beginning, is a candidate before them."""
     found = Search(
         torch.tensor([[9, 1, 2, 3, 4]]),
@@ -138,7 +138,7 @@ def packed_batch(target: HFTarget) -> TrainBatch:
     return TrainBatch(token, position, document, mask, {FINAL: hidden})
 
 
-def test_loss_and_gradients_are_those_of_a_loop() -> None:
+def test_redrafter_loss_and_gradients_equal_loop() -> None:
     target = tiny_target()
     drafter, batch = shaken(target).train(), packed_batch(target)
     total, counts = Objective(drafter, target, LossOptions("kl"))(batch)
@@ -166,14 +166,14 @@ def test_loss_and_gradients_are_those_of_a_loop() -> None:
         torch.testing.assert_close(a, p.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_evaluation_goes_on_to_the_draft_length_and_training_to_its_steps() -> None:
+def test_redrafter_predicts_draft_length_in_evaluation_and_steps_in_training() -> None:
     target = tiny_target()
     drafter, batch = shaken(target, steps=2, length=4), packed_batch(target)
     assert [p.step for p in drafter.train().predict(batch)] == [0, 1]
     assert [p.step for p in drafter.eval().predict(batch)] == [0, 1, 2, 3]
 
 
-def test_tuning_sets_the_budget_and_the_stand_in_tree() -> None:
+def test_redrafter_tuning_sets_node_budget_and_paths() -> None:
     target = tiny_target()
     drafter = shaken(target, width=4, length=3)
     assert len(drafter.proposal.paths) == 12 and drafter.proposal.max_nodes == 13 and drafter.proposal.tunable
@@ -188,7 +188,7 @@ def test_tuning_sets_the_budget_and_the_stand_in_tree() -> None:
     assert fixed.proposal.max_nodes == 4 and len(fixed.proposal.paths) == 3
 
 
-def test_a_target_without_trees_gets_a_chain() -> None:
+def test_redrafter_tuned_for_target_without_trees_drafts_chain() -> None:
     """As the trainer tunes it: ranks above 0 reach nothing, so one beam is left."""
     target = tiny_target()
     drafter = shaken(target, width=4, length=3).eval()
@@ -202,7 +202,7 @@ def test_a_target_without_trees_gets_a_chain() -> None:
     assert tree.parent_BN.tolist() == [[-1, 0, 1, 2]] * 2 and tree.count_B.tolist() == [4, 4]
 
 
-def test_a_fresh_head_gives_the_targets_own_law() -> None:
+def test_redrafter_fresh_head_equals_target_head() -> None:
     target = tiny_target()
     drafter, batch = ReDrafter(ReDrafterOptions(), target).eval(), packed_batch(target)
     first = next(iter(drafter.predict(batch)))
@@ -217,7 +217,7 @@ def test_a_fresh_head_gives_the_targets_own_law() -> None:
     }
 
 
-def test_options_that_cannot_be() -> None:
+def test_redrafter_invalid_options_are_refused() -> None:
     target = tiny_target()
     for options, message in (
         (ReDrafterOptions(width=0), "drafter.width is 0"),
@@ -230,15 +230,15 @@ def test_options_that_cannot_be() -> None:
 
 
 CONTRACT: list[Any] = [
-    contract.test_long_prompts_enter_beside_rows_that_are_nearly_done,
-    contract.test_stop_tokens_inside_an_accepted_run_cut_exactly_there,
-    contract.test_coupled_output_is_plain_samplings_token_for_token,
-    contract.test_a_restored_state_leaves_no_trace,
-    pytest.param(contract.test_sampling_follows_the_targets_law_through_the_whole_loop, marks=pytest.mark.grid),  # no q
-    contract.test_overfitted_on_one_text_it_is_accepted_in_full,
-    rounds.test_transformers_forward_runs_ahead_too,
-    rounds.test_penalties_limits_and_stop_text_run_ahead,
-    rounds.test_a_fallback_that_rests_its_drafter_runs_ahead,
+    contract.test_drafter_long_prompts_in_batch_output_equals_plain_decoding,
+    contract.test_drafter_stop_token_inside_accepted_draft_ends_text_there,
+    contract.test_drafter_coupled_output_equals_plain_sampling,
+    contract.test_drafter_restored_state_proposes_same_tokens,
+    pytest.param(contract.test_drafter_sampling_follows_target_distribution, marks=pytest.mark.grid),  # no q
+    contract.test_drafter_overfitted_on_one_text_is_accepted_in_full,
+    rounds.test_hf_target_decode_steps_ahead_of_host_equal_synchronous_steps,
+    rounds.test_decode_steps_ahead_of_host_with_penalty_and_stop_text_equal_synchronous,
+    rounds.test_decode_steps_ahead_of_host_with_fallback_equal_plain_decoding,
 ]
 
 
@@ -251,25 +251,25 @@ def pruned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-def test_with_final_beams_alone_too(check: Callable[..., None], pruned: None) -> None:
+def test_redrafter_final_beams_only_passes_family_contract(check: Callable[..., None], pruned: None) -> None:
     check("redrafter")
 
 
 @pytest.mark.sampled(batch=(4,))
 @pytest.mark.parametrize("batch", [1, 4])
-def test_with_final_beams_alone_greedy_output_is_plain_decodings(batch: int, pruned: None) -> None:
+def test_redrafter_final_beams_only_greedy_output_equals_plain_decoding(batch: int, pruned: None) -> None:
     for noise in (0.0, 1.0):
-        contract.test_greedy_output_is_plain_decodings("redrafter", noise, batch)
+        contract.test_drafter_greedy_output_equals_plain_decoding("redrafter", noise, batch)
 
 
 @pytest.mark.sampled(policy=("lossless",))
 @pytest.mark.parametrize("policy", ["greedy", "lossless"])
-def test_with_final_beams_alone_a_graph_can_hold_the_round(
+def test_redrafter_final_beams_only_decode_step_can_be_captured(
     policy: str,
     pruned: None,
     cpu_graphs: None,
     as_on_a_gpu: rounds.FastTarget,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rounds.test_a_round_asks_the_device_nothing_and_keeps_its_shapes("redrafter", policy, as_on_a_gpu)
-    rounds.test_replayed_graphs_give_the_same_texts("redrafter", policy, cpu_graphs, as_on_a_gpu, monkeypatch)
+    rounds.test_decode_step_never_synchronises_and_keeps_tensor_shapes("redrafter", policy, as_on_a_gpu)
+    rounds.test_captured_steps_results_equal_eager_steps("redrafter", policy, cpu_graphs, as_on_a_gpu, monkeypatch)

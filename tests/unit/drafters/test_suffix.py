@@ -69,7 +69,7 @@ def frozen(node: Any) -> Any:
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3])
-def test_what_is_taken_back_was_never_there(alphabet: int) -> None:
+def test_suffix_tree_take_back_restores_previous_tree(alphabet: int) -> None:
     draw = random.Random(alphabet)
     tree = SuffixTree(DEPTH)
     for _ in range(40):
@@ -81,7 +81,7 @@ def test_what_is_taken_back_was_never_there(alphabet: int) -> None:
         tree.add(draw.randrange(alphabet))
 
 
-def test_texts_of_one_tree_do_not_run_into_each_other() -> None:
+def test_suffix_tree_appended_texts_stay_separate() -> None:
     tree = SuffixTree(8)
     tree.append([1, 2, 3])
     tree.append([4, 5])
@@ -92,7 +92,7 @@ def test_texts_of_one_tree_do_not_run_into_each_other() -> None:
     assert END not in tree.root.count
 
 
-def test_a_draft_follows_the_most_frequent_while_it_is_likely_enough() -> None:
+def test_suffix_tree_draft_follows_most_frequent_token_above_min_probability() -> None:
     """After `1 2` came 3 twice and 4 once; after `1 2 3` 5 and 6."""
     tree = SuffixTree(8)
     for token in (1, 2, 3, 5, 9, 1, 2, 4, 9, 1, 2, 3, 6, 9, 1, 2):
@@ -111,7 +111,7 @@ def decoded(options: SuffixOptions, asked: list[list[int]], batch: int) -> list[
     return Decoder(target, Suffix(options, target), "greedy", Sampling(), max_new_tokens=40).run(asked, batch).results
 
 
-def test_earlier_texts_are_drafted_from() -> None:
+def test_suffix_drafter_repeated_prompt_needs_fewer_verifications() -> None:
     """The same prompt again: its whole reply is known, and costs a verification for each `depth`-limited draft."""
     asked = prompts(1, seed=3) * 3
     alone = decoded(SuffixOptions(past=0), asked, 1)
@@ -121,7 +121,7 @@ def test_earlier_texts_are_drafted_from() -> None:
     assert all(r.verifications < first.verifications / 2 for r in again)
 
 
-def test_what_is_kept_of_earlier_texts_is_bounded() -> None:
+def test_suffix_drafter_memory_of_past_texts_is_bounded() -> None:
     target = tiny_target()
     drafter = Suffix(SuffixOptions(past=100), target)
     state = drafter.open(1, 64)

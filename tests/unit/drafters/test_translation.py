@@ -77,7 +77,9 @@ def loaded(places: dict[str, str]) -> LoadedTarget:
 @pytest.mark.sampled
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["other", "short"])
-def test_greedy_output_is_plain_decodings(places: dict[str, str], loaded: LoadedTarget, name: str, batch: int) -> None:
+def test_translated_draft_output_equals_plain_decoding(
+    places: dict[str, str], loaded: LoadedTarget, name: str, batch: int
+) -> None:
     """Of a random target: half its tokens are no whole characters. The short draft model forgets a text's beginning."""
     drafter = build(DraftModelOptions(source="hf", path=places[name]), loaded.target)
     assert isinstance(drafter, TranslatedDraft) and not drafter.trained and not drafter.captured and drafter.remark
@@ -121,9 +123,7 @@ class Writer:
         return out
 
 
-def test_a_draft_model_that_knows_the_text_is_accepted_through_the_translation(
-    places: dict[str, str], loaded: LoadedTarget
-) -> None:
+def test_translated_draft_exact_model_is_accepted_and_reads_tokens_once(places: dict[str, str], loaded: LoadedTarget) -> None:
     """And reads each of its own tokens about once: what was accepted stays in its cache."""
     found = companion(loaded.target, places["other"], None)
     story = "the cat sat on the mat, a naïve 🙂 café cat"
@@ -164,7 +164,7 @@ def test_translation_draft_text_becomes_target_tokens(subtests: pytest.Subtests)
             assert found == ([] if wanted is None else list(ours(text + wanted)["input_ids"])[len(token) :])
 
 
-def test_part_of_a_character_waits_and_is_completed() -> None:
+def test_translation_partial_character_waits_until_completed() -> None:
     ours, theirs = tokenizer(0), tokenizer(4)
     both, smile = Translation(ours, theirs), list(ours("🙂")["input_ids"])
     token = [*ours("hat ")["input_ids"], *smile[:2]]
@@ -176,7 +176,7 @@ def test_part_of_a_character_waits_and_is_completed() -> None:
     assert both.to_target(token, known, list(theirs("at")["input_ids"])) == []
 
 
-def test_ends_and_beginnings() -> None:
+def test_translation_eos_is_mapped_and_special_tokens_are_left_out() -> None:
     ours, theirs = tokenizer(24), tokenizer(4, begin=True)
     both = Translation(ours, theirs)
     token = [0, *ours("the cat")["input_ids"]]
@@ -188,7 +188,7 @@ def test_ends_and_beginnings() -> None:
     assert both.to_target(token, known, [eos]) == [ours.eos_token_id]
 
 
-def test_a_long_text_is_cut_in_strides() -> None:
+def test_translation_recent_text_is_cut_in_strides() -> None:
     text = list(range(25))
     assert recent(text, 30) == text
     starts = [recent(text[:n], 10)[0] for n in range(10, 26)]
@@ -197,7 +197,9 @@ def test_a_long_text_is_cut_in_strides() -> None:
     )
 
 
-def test_the_same_vocabulary_is_no_translation(places: dict[str, str], loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_draft_model_with_same_vocabulary_is_not_translated(
+    places: dict[str, str], loaded: LoadedTarget, tmp_path: Path
+) -> None:
     target = loaded.target
     assert isinstance(build(DraftModelOptions(source="hf", path=places["same"]), target), DraftModel)
     with pytest.raises(UserError, match="lora_rank=0"):
@@ -208,7 +210,7 @@ def test_the_same_vocabulary_is_no_translation(places: dict[str, str], loaded: L
         build(DraftModelOptions(source="hf", path=str(tmp_path)), target)
 
 
-def test_a_restored_state_leaves_no_trace(places: dict[str, str], loaded: LoadedTarget) -> None:
+def test_translated_draft_restored_state_proposes_same_tokens(places: dict[str, str], loaded: LoadedTarget) -> None:
     drafter = build(DraftModelOptions(source="hf", path=places["other"]), loaded.target)
     state, slot_B = drafter.open(2, 100), torch.tensor([1])
     state.tokens[1] = list(loaded.tokenizer(WORDS[0])["input_ids"])

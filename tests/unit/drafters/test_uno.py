@@ -59,7 +59,7 @@ def gradients(target: HFTarget, recomputes: bool = False) -> list[Tensor]:
 
 @pytest.mark.sampled(name=("qwen2", "mistral-sliding", "gemma3-sliding"))
 @pytest.mark.parametrize("name", MODELS)
-def test_both_runners_train_and_draft_alike(name: str) -> None:
+def test_uno_hf_and_fast_targets_train_and_draft_alike(name: str) -> None:
     hf, fast = tiny_target(name), FastTarget(tiny_model(name))
     ours, theirs = gradients(fast), gradients(hf)
     assert len(ours) == len(theirs) == 1 + 2 * 7 * 4
@@ -77,7 +77,7 @@ def test_both_runners_train_and_draft_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Phi-3, Phi-4", "Gemma-2", "OLMo-2", "Cohere-2"])
-def test_other_blocks_of_the_fast_runner(name: str) -> None:
+def test_uno_other_fast_architectures_train_and_keep_greedy_output(name: str) -> None:
     """Joined maps, norms elsewhere, capped scores, a parallel MLP: every matrix learns and the text is the target's."""
     target = FastTarget(model_of(name))
     drafter = shaken(target, 3).train()
@@ -89,7 +89,7 @@ def test_other_blocks_of_the_fast_runner(name: str) -> None:
     assert [r.tokens for r in ours] == [r.tokens for r in plain]
 
 
-def test_text_and_root_are_those_of_the_target_and_its_weights_stay() -> None:
+def test_uno_text_positions_equal_target_and_target_weights_stay() -> None:
     target = FastTarget(tiny_model())
     before = {name: p.clone() for name, p in target.model.named_parameters()}
     drafter = shaken(target)
@@ -109,7 +109,7 @@ def test_text_and_root_are_those_of_the_target_and_its_weights_stay() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.9, seed=4)])
-def test_the_first_draft_is_always_accepted(sampling: Sampling) -> None:
+def test_uno_first_draft_is_always_accepted(sampling: Sampling) -> None:
     """It has the target's own distribution, so every verification gives two tokens and more."""
     target = tiny_target()
     decoder = Decoder(target, build("uno", target, 0.3), "greedy" if sampling.greedy else "lossless", sampling, frozenset(), 25)
@@ -117,7 +117,7 @@ def test_the_first_draft_is_always_accepted(sampling: Sampling) -> None:
         assert result.lengths and min(result.lengths[:-1], default=2) >= 2
 
 
-def test_random_tokens_follow_from_their_position() -> None:
+def test_uno_random_tokens_are_function_of_position() -> None:
     position_M = torch.arange(4000)
     token_M = random_tokens(position_M, 64)
     assert torch.equal(token_M, random_tokens(position_M, 64)) and torch.equal(
@@ -128,7 +128,7 @@ def test_random_tokens_follow_from_their_position() -> None:
     assert (random_tokens(position_M, 64, seed=1) == token_M).float().mean() < 0.05
 
 
-def test_training_draws_new_ones_in_each_step_and_the_same_in_a_resumed_run() -> None:
+def test_uno_training_loss_changes_with_progress_and_repeats_on_resume() -> None:
     target = tiny_target()
     losses = []
     for progress in (0.25, 0.5, 0.25):
@@ -138,7 +138,7 @@ def test_training_draws_new_ones_in_each_step_and_the_same_in_a_resumed_run() ->
     assert losses[0] == losses[2] != losses[1]
 
 
-def test_a_greedy_tree_spends_no_nodes_on_what_the_target_rules_out() -> None:
+def test_uno_greedy_tree_has_one_child_at_root() -> None:
     logits_V = torch.tensor([[0.5, 2.0, 1.9, -1.0]])
     probability_V = decided(logits_V).softmax(-1)
     assert decided(logits_V).argsort(descending=True).tolist() == [[1, 2, 0, 3]] and float(probability_V[0, 1]) > 1 - 1e-9
@@ -168,7 +168,7 @@ def test_uno_invalid_target_or_options_are_refused_in_one_line(subtests: pytest.
             assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_target_of_bfloat16_is_exported_from_float32(tmp_path: Path) -> None:
+def test_uno_bfloat16_target_is_exported_from_float32(tmp_path: Path) -> None:
     narrow = loaded()
     model: Any = tiny_model()
     for parameter in model.parameters():  # but not the rotary frequencies, which stay in float32 in a model that is loaded
@@ -179,7 +179,7 @@ def test_a_target_of_bfloat16_is_exported_from_float32(tmp_path: Path) -> None:
     assert narrow.target.dtype == torch.bfloat16
 
 
-def test_peft_loads_the_export_on_the_target(tmp_path: Path) -> None:
+def test_uno_export_loaded_by_peft_gives_same_logits(tmp_path: Path) -> None:
     """At the random tokens the hidden states are those of peft's own model, where its adapter is everywhere."""
     from peft import PeftModel
 

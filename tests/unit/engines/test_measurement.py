@@ -38,7 +38,9 @@ def report_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_transformers_counts_as_we_do(command: Command, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_measure_transformers_engine_counts_equal_decoder(
+    command: Command, checkpoint: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert command("measure", f"checkpoint={checkpoint}", "engine=transformers", *SMALL) == 0
     (entry,) = report_in(tmp_path)["engines"]
     assert (entry["engine"], entry["stack"], entry["dtype"], entry["draft_length"]) == (
@@ -95,7 +97,7 @@ def here(begins: str) -> OwnDecoding:
     return OwnDecoding([[i, 1, 2, 3, 4] for i in range(3)], ["text"] * 3, [4, 4, 4], [[1, 1], [2, 0], [1, 1]])
 
 
-def test_sides_take_turns_after_a_warm_up() -> None:
+def test_engine_measurement_alternates_sides_after_warm_up() -> None:
     calls: list[tuple[str, list[int]]] = []
     sides = {
         SPECULATIVE: Spoken("fast", 0.5, calls, verifications=2, drafted=6, accepted=2),
@@ -115,7 +117,7 @@ def test_sides_take_turns_after_a_warm_up() -> None:
     assert keys["flags"] == []
 
 
-def test_acceptance_by_position_needs_the_counts_of_every_wave() -> None:
+def test_engine_measurement_position_counts_need_every_wave() -> None:
     counts = {"verifications": 4, "drafted": 12, "accepted": 3}
     keys = measured({SPECULATIVE: Positions("fast", 0.5, [], **counts)}, here, terms(prompts=2))
     assert keys["accepted_by_position"] == [8, 4, 0] and keys["notes"] == []
@@ -143,12 +145,12 @@ def test_acceptance_by_position_needs_the_counts_of_every_wave() -> None:
         ),
     ],
 )
-def test_what_differs_is_flagged_with_its_causes(counts: dict[str, int], said: list[Any], flag: str) -> None:
+def test_engine_measurement_differences_are_flagged_with_cause(counts: dict[str, int], said: list[Any], flag: str) -> None:
     keys = measured({SPECULATIVE: Spoken("a", 0.5, [], said, **counts), BASELINE: Spoken("b", 1.0, [])}, here, terms())
     assert len(keys["flags"]) == 1 and flag in keys["flags"][0]
 
 
-def test_one_side_alone_has_no_speedup() -> None:
+def test_engine_measurement_of_one_side_has_no_speedup() -> None:
     keys = measured({BASELINE: Spoken("slow", 1.0, [], [(i, 1, 2, 3) for i in range(3)])}, here, terms(seconds=0.0))
     assert keys["speedup"] is keys["tau"] is keys["exact_matches"] is keys["tokens_per_s"] is None
     assert keys["baseline_tokens_per_s"] == 1.0 and keys["same_as_here"] == 1, (
@@ -183,7 +185,7 @@ def opened(job):
         ("pass", "return {}", "Spoken: its answer does not have the required form"),
     ],
 )
-def test_a_process_that_stays(
+def test_timed_engine_process_answers_or_reports_script_error(
     before: str, during: str, line: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(engine, "SCRIPTS", tmp_path)
@@ -219,7 +221,7 @@ def test_a_process_that_stays(
         (["engine=http", "engine_url=http://x", "engine_api=text"], "engine_api is 'text'; choose tokens or chat"),
     ],
 )
-def test_mistakes_get_one_line_before_anything_is_measured(
+def test_measure_engine_invalid_options_are_refused_before_measuring(
     command: Command,
     checkpoint: Path,
     arguments: list[str],
@@ -235,7 +237,7 @@ def test_mistakes_get_one_line_before_anything_is_measured(
     assert not list(tmp_path.rglob("report.json"))
 
 
-def test_all_leaves_out_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_engine_all_omits_engines_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         command_file, "python_of", lambda name, given: absent(name, given) if name != "vllm" else Path("python")
     )

@@ -42,7 +42,7 @@ def wait_for(happened: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_it_comes_back_and_ends_with_the_context(tmp_path: Path) -> None:
+def test_mooncake_master_restarts_when_killed_and_ends_with_context(tmp_path: Path) -> None:
     said: list[str] = []
     with mooncake_master(tmp_path / "log", said.append) as address:
         wanted = f"--rpc_port={address.split(':')[1]}"
@@ -53,7 +53,7 @@ def test_it_comes_back_and_ends_with_the_context(tmp_path: Path) -> None:
     wait_for(lambda: not answers(address))  # the kernel ends the group, of which only the leader is waited for
 
 
-def test_it_ends_with_a_killed_trainer(tmp_path: Path) -> None:
+def test_mooncake_master_ends_when_trainer_is_killed(tmp_path: Path) -> None:
     trainer = subprocess.Popen([sys.executable, "-c", CODE, str(tmp_path / "log")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     address = trainer.stdout.readline().strip()

@@ -57,7 +57,7 @@ def job(folder: Path, family: str = "eagle3") -> dict[str, Any]:
     return places | about | {"prompts": [[7, 8]]}
 
 
-def test_layers_are_named_by_their_outputs_and_no_code_of_a_target_runs(told: dict[str, Any], tmp_path: Path) -> None:
+def test_openvino_script_names_target_layers_without_running_target_code(told: dict[str, Any], tmp_path: Path) -> None:
     outcome = EngineResult.of(openvino.decoded(job(tmp_path)))
     assert told["layers"] == [0, 1, 2]
     assert told["converted"] == [("target", False), ("drafter", True)]
@@ -65,12 +65,12 @@ def test_layers_are_named_by_their_outputs_and_no_code_of_a_target_runs(told: di
     assert (outcome.accepted, outcome.drafted, outcome.ends) == (1, 3, "none")
 
 
-def test_families_that_tap_nothing_name_no_layers(told: dict[str, Any], tmp_path: Path) -> None:
+def test_openvino_script_draft_model_names_no_target_layers(told: dict[str, Any], tmp_path: Path) -> None:
     assert openvino.decoded(job(tmp_path, "draft_model"))["begins"] == "plain"
     assert told["layers"] is None
 
 
-def test_an_exported_directory_with_code_is_not_converted(told: dict[str, Any], tmp_path: Path) -> None:
+def test_openvino_script_refuses_export_that_contains_code(told: dict[str, Any], tmp_path: Path) -> None:
     asked = job(tmp_path)
     (tmp_path / "drafter" / "deep").mkdir()
     (tmp_path / "drafter" / "deep" / "modeling.py").write_text("raise SystemExit")

@@ -66,7 +66,7 @@ def healthy(url: str) -> bool:
     return False
 
 
-def test_a_server_that_ends_is_started_again_and_ends_with_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_server_that_exits_is_restarted_and_ends_with_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK", 0.02)
     said: list[str] = []
     one = server(tmp_path, HEALTHY, said)
@@ -78,7 +78,7 @@ def test_a_server_that_ends_is_started_again_and_ends_with_the_context(tmp_path:
     assert not healthy(one.url)
 
 
-def test_a_server_that_ends_too_often_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_server_that_exits_too_often_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK", 0.02)
     monkeypatch.setattr(module, "STARTS", 1)
     said: list[str] = []
@@ -91,7 +91,7 @@ def test_a_server_that_ends_too_often_is_lost(tmp_path: Path, monkeypatch: pytes
     assert one.lost is not None and one.lost.startswith("vLLM ended with 3") and said[1] == f"features: {one.lost}"
 
 
-def test_a_server_that_does_not_start_ends_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_server_that_fails_to_start_reports_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK", 0.02)
     broken = server(tmp_path, "raise ValueError('no room for the cache')", [])
     fault = r"vLLM ended with 1 as it started: ValueError: no room for the cache"
@@ -99,7 +99,7 @@ def test_a_server_that_does_not_start_ends_with_its_own_words(tmp_path: Path, mo
         pass
 
 
-def test_a_proxy_of_the_environment_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_server_health_check_bypasses_http_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters name one for downloads; it does not reach this machine's own servers."""
     monkeypatch.setattr(module, "LOOK", 0.02)
     monkeypatch.setattr(module, "START", 30.0)

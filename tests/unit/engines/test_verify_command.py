@@ -59,7 +59,7 @@ def asked(exported: Path, checkpoint: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_engine_and_a_broken_export(
+def test_verify_command_passes_good_export_and_fails_damaged_one(
     command: Command, exported: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(*asked(exported, checkpoint)) == 0
@@ -98,12 +98,14 @@ def test_an_engine_and_a_broken_export(
         (["engine=vllm", "out=x", "checkpoint=y"], "which is not an export (drafttrain.json cannot be read)"),
     ],
 )
-def test_what_is_missing(command: Command, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_command_missing_arguments_are_refused(
+    command: Command, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command("verify", *arguments) == 2
     assert line in capsys.readouterr().err
 
 
-def test_what_does_not_belong_together(
+def test_verify_command_export_of_other_checkpoint_or_stack_is_refused(
     command: Command, exported: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
@@ -126,7 +128,7 @@ def test_what_does_not_belong_together(
     assert "engine_python is '/nowhere/python', which is no file" in capsys.readouterr().err
 
 
-def test_an_engine_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_engine_not_installed_error_names_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     absent = Engine("Nothing", "no_such_engine", ("nothing==1",), ("vllm",), ("torchaudio",))
     monkeypatch.setitem(ENGINES, "nothing", absent)
@@ -158,7 +160,9 @@ ANSWER = """result = {"engine": "spoken", "versions": {"spoken": "1"}, "outputs"
         ("result = {'engine': 'spoken'}", "Spoken: its result does not have the required form"),
     ],
 )
-def test_what_a_script_says(body: str, line: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_engine_script_result_or_error_is_reported(
+    body: str, line: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(engine, "SCRIPTS", tmp_path)
     monkeypatch.setitem(ENGINES, "spoken", Engine("Spoken", "json", (), (), environment={"ONLY_HERE": "1"}))
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
@@ -182,7 +186,7 @@ def found(**more: Any) -> EngineCheck:
     return engine_check(outcome, ["a", "b"], [[9, 8, 7, 6, 5], [4, 4, 4, 4, 1]], sequences, ENDING, 3)
 
 
-def test_what_holds_and_what_does_not() -> None:
+def test_engine_check_holds_for_equal_counts_and_fails_otherwise() -> None:
     """The stop token that ended a text may be left out."""
     good = found()
     good.check()
@@ -202,7 +206,7 @@ def test_what_holds_and_what_does_not() -> None:
     assert found(outputs=[[9, 8, 7, 7, 5], [4, 4, 4]]).lines[1].differs == 3
 
 
-def test_first_difference() -> None:
+def test_first_difference_ignores_missing_stop_token() -> None:
     stops = frozenset({1})
     assert first_difference([3, 4, 1], [3, 4], stops) is None
     assert first_difference([3, 4], [3, 4, 1], stops) is None

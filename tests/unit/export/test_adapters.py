@@ -83,7 +83,7 @@ def by_peft(folder: Path, **changes: Any) -> tuple[Path, Any]:
     return folder / "adapter", model.eval()
 
 
-def test_what_peft_saved_drafts_as_peft_does(tmp_path: Path) -> None:
+def test_import_peft_adapter_drafts_as_peft_model(tmp_path: Path) -> None:
     folder, model = by_peft(tmp_path)
     found, said = imported(folder)
     golden = made(found, TEXTS)
@@ -120,7 +120,7 @@ HARMS: list[tuple[Callable[[Path], None], str]] = [  # each on top of those befo
 ]
 
 
-def test_an_adapter_that_is_none_of_ours_is_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_import_unsupported_adapter_is_refused_in_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
     def check(folder: Path, says: str) -> None:
         with pytest.raises(UserError, match=says) as caught:
             imported(folder)
@@ -138,7 +138,7 @@ def test_an_adapter_that_is_none_of_ours_is_one_line(tmp_path: Path, subtests: p
             check(folder, says)
 
 
-def test_the_reader_of_adapters_sees_what_is_wrong(tmp_path: Path) -> None:
+def test_adapter_reader_detects_changed_config(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "draft_model-lora")
     written(found, golden, "transformers", tmp_path / "out", adapter=True)
     source = tmp_path / "out"
@@ -159,7 +159,7 @@ def test_the_reader_of_adapters_sees_what_is_wrong(tmp_path: Path) -> None:
             reading(**changes)
 
 
-def test_the_adapter_of_a_target_that_was_trained_too(tmp_path: Path) -> None:
+def test_export_adapter_of_trained_target_merges_to_its_weights(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa", spec=LoraSpec(rank=2, alpha=6.0))
     out = tmp_path / "out"
     written(found, golden, "vllm", out, adapter=True)
@@ -191,14 +191,14 @@ def test_the_adapter_of_a_target_that_was_trained_too(tmp_path: Path) -> None:
         ("draft_model-lora", "transformers", "bfloat16", "dtype is bfloat16, but adapters are written in float32"),
     ],
 )
-def test_where_there_is_no_adapter_to_write(case: str, stack: str, dtype: str, says: str, tmp_path: Path) -> None:
+def test_export_adapter_unavailable_is_refused(case: str, stack: str, dtype: str, says: str, tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", case)
     with pytest.raises(UserError, match=says):
         written(found, golden, stack, tmp_path / "out", dtype, adapter=True)
     assert not (tmp_path / "out").exists()
 
 
-def test_matrices_that_are_not_saved_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_target_adapter_saved_with_other_values_fails_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, golden = opened(tmp_path / "run", "medusa", spec=LoraSpec(rank=2))
     monkeypatch.setattr(
         "drafttrain.export.layouts.adapter.save_file",
@@ -209,7 +209,7 @@ def test_matrices_that_are_not_saved_as_they_are(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "out").exists()
 
 
-def test_heads_of_a_target_that_was_trained_too_come_back_for_the_merged_one(tmp_path: Path) -> None:
+def test_import_drafter_of_trained_target_fits_merged_target(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa", spec=LoraSpec(rank=2))
     written(found, golden, "vllm", tmp_path / "out")
     said: list[str] = []

@@ -20,7 +20,7 @@ from tests.helpers import FEW, prompts
 NEVER = Ending(frozenset(), 24)
 
 
-def test_the_round_that_ends_a_text_counts_as_the_engine_counts_it(subtests: pytest.Subtests) -> None:
+def test_decoded_sequence_last_step_is_counted_as_engine_counts(subtests: pytest.Subtests) -> None:
     """One token of the prefill, sequences of 3 and 4 tokens, of which 3 and 1 are within five."""
     sequence = DecodedSequence(list(range(12)), [2, 3, 1], 1)
     for ends, counts in (("whole", [2, 3]), ("cut", [2, 1]), ("capped", [2, 0]), ("none", [2, 0])):
@@ -28,7 +28,7 @@ def test_the_round_that_ends_a_text_counts_as_the_engine_counts_it(subtests: pyt
             assert sequence.counted(Ending(frozenset(), 5), ends) == counts
 
 
-def test_a_stop_token_ends_a_text_as_its_length_does() -> None:
+def test_decoded_sequence_stop_token_ends_counts_like_length() -> None:
     sequence = DecodedSequence([9, 8, 7, 6, 5, 4, 3, 2, 1], [2, 3, 0], 1)
     assert sequence.counted(Ending(frozenset({5}), 100), "cut") == [2, 1]
     assert sequence.counted(Ending(frozenset({5}), 3), "cut") == [2]
@@ -39,7 +39,7 @@ def test_a_stop_token_ends_a_text_as_its_length_does() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(case=("eagle3", "dflash"))  # a tree to cut, and a block
 @pytest.mark.parametrize("case", ["eagle3", "eagle", "medusa", "dflash", "draft_model"])
-def test_counts_are_those_of_the_decoder(tmp_path: Path, case: str) -> None:
+def test_chain_accepted_counts_equal_decoder(tmp_path: Path, case: str) -> None:
     """A drafter's tree is left aside, and nothing past a text's end counts within it."""
     found, _ = opened(tmp_path, case)
     target, drafter = found.loaded.target, chain_drafter(found, 3, "float32")
@@ -56,7 +56,7 @@ def test_counts_are_those_of_the_decoder(tmp_path: Path, case: str) -> None:
             assert len(counts) == result.verifications
 
 
-def test_drafts_may_follow_the_prompt_itself(tmp_path: Path) -> None:
+def test_chain_drafting_from_prompt_equals_drafting_after_prefill(tmp_path: Path) -> None:
     """What is drafted behind a prompt's last token is what would be drafted, had the prefill yielded that one."""
     found, _ = opened(tmp_path, "draft_model")
     target, drafter = found.loaded.target, chain_drafter(found, 3, "float32")
@@ -70,7 +70,7 @@ def test_drafts_may_follow_the_prompt_itself(tmp_path: Path) -> None:
         decoded(target, drafter, [3], NEVER, 3, "drafted")
 
 
-def test_chains_no_longer_than_the_drafter_was_made_for(tmp_path: Path) -> None:
+def test_chain_too_long_for_drafter_or_target_is_refused(tmp_path: Path) -> None:
     found, _ = opened(tmp_path, "medusa")
     with pytest.raises(UserError, match=r"decode\.draft_length is 4; this drafter drafts 3, set it from 1 to that"):
         chain_drafter(found, 4, "float32")
@@ -80,7 +80,7 @@ def test_chains_no_longer_than_the_drafter_was_made_for(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_familys_checkpoint_opens_and_its_chains_end_in_plain_decodings_text(name: str, tmp_path: Path) -> None:
+def test_chain_of_each_family_checkpoint_decodes_as_plain_decoding(name: str, tmp_path: Path) -> None:
     """Whatever its tensors are called."""
     target, options = loaded(), families()[name].options(**SHAPES.get(name, {}))
     drafter = drafter_of(name, options, target)

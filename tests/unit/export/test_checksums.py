@@ -59,7 +59,7 @@ def imported(out: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "stack", "how", "most"), EXPORTS)
-def test_a_changed_byte_is_refused_by_an_import(case: str, stack: str, how: dict[str, Any], most: int, tmp_path: Path) -> None:
+def test_import_damaged_export_is_refused(case: str, stack: str, how: dict[str, Any], most: int, tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", case)
     written(found, golden, stack, tmp_path / "out", **how)
 
@@ -73,7 +73,7 @@ def test_a_changed_byte_is_refused_by_an_import(case: str, stack: str, how: dict
 
 
 @pytest.mark.parametrize(("case", "stack", "how", "most"), [*EXPORTS, *GGUFS])
-def test_a_changed_byte_is_refused_by_verify_and_before_an_upload(
+def test_verify_and_upload_damaged_export_is_refused(
     case: str, stack: str, how: dict[str, Any], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, sent = tmp_path / "out", list[dict[str, bytes]]()
@@ -103,7 +103,7 @@ class Hub:
         return type("Commit", (), {"commit_url": "there"})
 
 
-def test_of_several_exports_each_has_its_own_list(tmp_path: Path) -> None:
+def test_export_of_all_stacks_lists_checksums_per_stack(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa")
     written(found, golden, "all", tmp_path / "out")
     lists = sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(LISTED))
@@ -118,7 +118,7 @@ def test_of_several_exports_each_has_its_own_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [HASHED, pytest.param(120, marks=SLOW)])
-def test_a_merged_target_is_refused_where_it_is_loaded(most: int, tmp_path: Path) -> None:
+def test_load_target_damaged_merged_target_is_refused(most: int, tmp_path: Path) -> None:
     spec = LoraSpec(rank=2, alpha=4.0, modules=("q_proj",))
     found, golden = opened(tmp_path / "run", "medusa", spec=spec)
     written(found, golden, "vllm", tmp_path / "out")
@@ -135,7 +135,7 @@ def test_a_merged_target_is_refused_where_it_is_loaded(most: int, tmp_path: Path
     assert TARGET not in (tmp_path / "out" / LISTED).read_text()
 
 
-def test_whoever_changes_an_export_on_purpose_deletes_the_list(tmp_path: Path) -> None:
+def test_import_edited_export_is_read_after_checksum_list_is_deleted(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa")
     written(found, golden, "vllm", tmp_path / "out")
     wanted = imported(tmp_path / "out")
@@ -150,7 +150,7 @@ def test_whoever_changes_an_export_on_purpose_deletes_the_list(tmp_path: Path) -
     assert imported(tmp_path / "out") == wanted  # as earlier versions wrote it
 
 
-def test_a_list_holds_what_lies_below(tmp_path: Path) -> None:
+def test_list_files_includes_files_of_subfolders(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "draft_model-lora")
     written(found, golden, "transformers", tmp_path / "out", adapter=True)
     names = {p.relative_to(tmp_path / "out").as_posix() for p in files(tmp_path / "out")}

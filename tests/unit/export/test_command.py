@@ -26,7 +26,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", "medusa", embedded())
 
 
-def test_one_stack(command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_writes_one_stack_and_respects_overwrite(
+    command: Command, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command("export", f"checkpoint={run}", "format=vllm", "out=a=b c", "dtype=bfloat16") == 0
     said = capsys.readouterr().out
     assert "golden drafts: the checkpoint has none; they are made now from the target" in said
@@ -44,7 +46,7 @@ def test_one_stack(command: Command, run: Path, capsys: pytest.CaptureFixture[st
     assert Path("a=b c/medusa_lm_head.safetensors").is_file() and not Path("a=b c/model.safetensors").exists()
 
 
-def test_all_stacks_with_golden_drafts_of_the_run(
+def test_export_command_all_stacks_uses_stored_golden_drafts(
     command: Command, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = embedded()
@@ -63,7 +65,7 @@ def test_all_stacks_with_golden_drafts_of_the_run(
     assert record["written"] == ["vllm", "tgi", "official"] and len(record["refused"]) == 8
 
 
-def test_a_failed_gate_is_exit_code_3(
+def test_export_command_parity_failure_exits_with_code_3(
     command: Command, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = exporter.write
@@ -96,7 +98,7 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_are_one_line(
+def test_export_command_mistake_is_refused_in_one_line(
     command: Command,
     run: Path,
     tmp_path: Path,
@@ -128,7 +130,9 @@ def test_export_command_with_two_processes_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-def test_an_adapter(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_adapter_is_written_or_refused(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = checkpoint(tmp_path / "lora", "draft_model-lora", embedded())
     assert command("export", f"checkpoint={made}", "format=transformers", "adapter=true", "out=out") == 0
     assert "transformers: out (18 golden drafts reproduced)" in capsys.readouterr().out

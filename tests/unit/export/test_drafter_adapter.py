@@ -67,7 +67,7 @@ def module_of(tensors: dict[str, Tensor]) -> nn.Module:
 
 
 @pytest.mark.parametrize("case", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
-def test_peft_loads_the_adapter_of_a_drafter(case: str, tmp_path: Path) -> None:
+def test_export_drafter_lora_adapter_loads_in_peft(case: str, tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", case, lora=LORA)
     out, whole = tmp_path / "out", tmp_path / "whole"
     written(found, golden, "vllm", out, adapter=True)
@@ -90,7 +90,7 @@ def test_peft_loads_the_adapter_of_a_drafter(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(case=(*FAST, *PLAIN))
 @pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in TRAINED if case not in FAST)])
-def test_every_export_of_a_drafter_with_lora_drafts_as_its_checkpoint(case: str, tmp_path: Path) -> None:
+def test_export_drafter_with_lora_merged_and_adapter_pass_parity(case: str, tmp_path: Path) -> None:
     """Merged, in float32 and rounded. As an adapter, or refused with the reason."""
     own = target_of_files(native("mimo", tmp_path / "target")) if CASES[case][0] == "mtp_native" else None
     found, golden = opened(tmp_path / "run", case, own, lora=LORA)
@@ -111,7 +111,7 @@ def test_every_export_of_a_drafter_with_lora_drafts_as_its_checkpoint(case: str,
     assert set(loads(found.meta.family)) - set(exported.written) <= set(exported.refused)
 
 
-def test_where_an_adapter_cannot_be_written(tmp_path: Path) -> None:
+def test_export_drafter_adapter_unsupported_dtype_or_stack_is_refused(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "eagle3", lora=LORA)
     for stack, dtype, says in (
         ("vllm", "bfloat16", "dtype is bfloat16, but adapters are written in float32"),
@@ -122,7 +122,7 @@ def test_where_an_adapter_cannot_be_written(tmp_path: Path) -> None:
     assert golden and not (tmp_path / "out").exists()
 
 
-def test_the_reader_of_the_adapter_sees_what_is_wrong(tmp_path: Path) -> None:
+def test_drafter_adapter_reader_detects_changed_config_or_tensors(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
     out, to = tmp_path / "out", adapter_of(layout("medusa", "vllm"))
     written(found, golden, "vllm", out, adapter=True)
@@ -149,7 +149,7 @@ def test_the_reader_of_the_adapter_sees_what_is_wrong(tmp_path: Path) -> None:
         reading(own | stranger)
 
 
-def test_a_merge_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_merge_drafter_adapter_failure_leaves_no_directory(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
     written(found, golden, "vllm", tmp_path / "out", adapter=True)
     own = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -164,7 +164,7 @@ def test_a_merge_is_whole_or_not_there(tmp_path: Path) -> None:
         merge(tmp_path / "out", tmp_path / "merged")
 
 
-def test_an_adapter_that_was_not_saved_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_drafter_adapter_saved_with_other_values_fails_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
     monkeypatch.setattr(
         "drafttrain.export.files.save_file",
@@ -175,7 +175,7 @@ def test_an_adapter_that_was_not_saved_as_it_is(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "out").exists()
 
 
-def test_a_merged_export_comes_back_and_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+def test_import_merged_drafter_lora_is_read_and_adapter_is_refused(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
     written(found, golden, "vllm", tmp_path / "whole")
     written(found, golden, "vllm", tmp_path / "apart", adapter=True)

@@ -109,7 +109,7 @@ def exports() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("case", "dtype"), exports())
-def test_every_supported_pair_drafts_the_same(case: str, dtype: str, tmp_path: Path) -> None:
+def test_export_each_supported_stack_passes_parity(case: str, dtype: str, tmp_path: Path) -> None:
     """Each directory as its stack reads it; and its card gives a command that says what the directory does not."""
     found, golden = opened(tmp_path, case)
     if dtype == "float32" and case != "draft_model-lora":
@@ -144,12 +144,12 @@ def check_decoder_drafts(found: Opened, golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_draft_models_of_other_architectures(architecture: str, tmp_path: Path) -> None:
+def test_export_draft_model_of_other_architecture_passes_parity(architecture: str, tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "draft_model", loaded(architecture))
     assert written(found, golden, "vllm", tmp_path / "out").written["vllm"].gap < 0.5
 
 
-def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
+def test_export_draft_model_tied_head_is_not_written(tmp_path: Path) -> None:
     model: Any = tiny_model()
     model.config.tie_word_embeddings = True
     model.tie_weights()
@@ -159,7 +159,7 @@ def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_a_target_that_was_trained_too_comes_merged(tmp_path: Path) -> None:
+def test_export_trained_target_is_written_merged(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     found, golden = opened(tmp_path, "medusa", spec=LoraSpec(rank=2))
@@ -185,21 +185,21 @@ def same_weights(first: Any, second: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_heads_that_share_the_targets_keep_its_precision(tmp_path: Path) -> None:
+def test_export_medusa_sharing_target_head_keeps_its_dtype(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "medusa-shared")
     assert list(written(found, golden, "all", tmp_path / "out").written) == ["vllm", "tgi", "official"]
     with pytest.raises(UserError, match="share the target's output matrix, which is float32; export with dtype=float32"):
         written(found, golden, "vllm", tmp_path / "narrow", "bfloat16")
 
 
-def test_a_draft_model_brings_the_targets_tokenizer_and_template(tmp_path: Path) -> None:
+def test_export_draft_model_writes_tokenizer_and_chat_template(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "draft_model")
     written(found, golden, "transformers", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["vocab"]["w9"] == 9
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_transformers_itself_reads_dflash(tmp_path: Path) -> None:
+def test_export_dflash_loads_in_transformers_without_missing_keys(tmp_path: Path) -> None:
     from transformers import AutoModel
 
     found, golden = opened(tmp_path, "dflash")
@@ -210,7 +210,7 @@ def test_transformers_itself_reads_dflash(tmp_path: Path) -> None:
     assert model.config.target_layer_ids == [0, 1, 2] and model.config.rope_parameters["rope_theta"] == 10000.0
 
 
-def test_golden_material_survives_the_disk(tmp_path: Path) -> None:
+def test_golden_material_stored_on_disk_is_restored(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "eagle3")
     again = stored(found.directory)
     assert again is not None and again.facts == golden.facts and again.sha256 == found.meta.sha256
@@ -227,7 +227,7 @@ def described(directory: Path, **changes: Any) -> None:
     write_sealed_json(directory / META, content | changes)
 
 
-def test_golden_material_of_other_weights_does_not_count(tmp_path: Path) -> None:
+def test_golden_material_stale_is_ignored_and_cut_off_is_refused(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "medusa")
     described(found.directory, sha256="0" * 64)
     assert stored(found.directory) is None
@@ -241,7 +241,7 @@ def test_golden_material_of_other_weights_does_not_count(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("most", [300, pytest.param(1500, marks=pytest.mark.slow)])
-def test_a_changed_byte_of_golden_material_is_found_or_changes_nothing(most: int, tmp_path: Path) -> None:
+def test_golden_material_damaged_byte_is_refused_or_harmless(most: int, tmp_path: Path) -> None:
     found, _ = opened(tmp_path, "medusa")
 
     def read() -> list[Any]:
@@ -267,7 +267,7 @@ NARROW = {"eagle": 3, "eagle3": 6, "dflash": 8, "medusa-shared": 3}  # case -> i
         *(pytest.param(case, "all", count, marks=pytest.mark.slow) for case, count in NARROW.items()),
     ],
 )
-def test_a_target_in_bfloat16_makes_no_ties(case: str, stack: str, count: int, tmp_path: Path) -> None:
+def test_export_bfloat16_target_passes_parity_with_float32_logits(case: str, stack: str, count: int, tmp_path: Path) -> None:
     """Its head would round logits to three digits; golden ones are of its weights in float32."""
     model = tiny_model().bfloat16()
     target = LoadedTarget(unprobed(model), loaded().tokenizer, "narrow", loaded().description)  # type: ignore[arg-type]
@@ -277,7 +277,7 @@ def test_a_target_in_bfloat16_makes_no_ties(case: str, stack: str, count: int, t
         assert len(written(found, golden, stack, tmp_path / dtype, dtype).written) == count
 
 
-def test_weights_come_in_shards(tmp_path: Path) -> None:
+def test_export_max_shard_size_splits_weights_with_index(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "draft_model")
     written(found, golden, "vllm", tmp_path / "out", max_shard_size="20KB")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -325,7 +325,7 @@ REFUSED = {  # by case and stack: what the message says
 }
 
 
-def test_a_drafter_that_a_stack_cannot_load_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_export_drafter_unsupported_by_stack_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Before anything is written."""
     for case, expected in REFUSED.items():
         found = Opened.of(checkpoint(tmp_path / case, case), loaded())
@@ -339,7 +339,7 @@ def test_a_drafter_that_a_stack_cannot_load_is_refused(tmp_path: Path, subtests:
     assert not list(tmp_path.glob("out*")) and [p.name for p in (tmp_path / "run").iterdir()] == ["step-00004"]
 
 
-def test_pairs_that_no_loader_serves_name_those_that_do() -> None:
+def test_stacks_for_unsupported_pair_names_supported_stacks() -> None:
     with pytest.raises(
         UserError, match="medusa cannot be exported to sglang: it has no loader for this family; vllm, tgi, official load"
     ):
@@ -358,7 +358,7 @@ def test_pairs_that_no_loader_serves_name_those_that_do() -> None:
         stacks_for("medusa", "vlm")
 
 
-def test_the_table_has_a_row_for_every_family_and_stack() -> None:
+def test_export_table_has_row_for_each_family_and_stack() -> None:
     assert TABLE.keys() == families().keys()
     assert all(rows.keys() == STACKS.keys() for rows in TABLE.values())
     covered = {(CASES[case][0], stack) for case, stacks in GOES_TO.items() for stack in stacks}
@@ -370,7 +370,7 @@ def test_the_table_has_a_row_for_every_family_and_stack() -> None:
 
 
 @pytest.mark.parametrize("stack", ["openvino", "lmdeploy"])
-def test_stacks_that_always_map_tokens_get_a_map_of_a_whole_vocabulary(stack: str, tmp_path: Path) -> None:
+def test_export_eagle3_whole_vocabulary_writes_d2t_for_mapping_stacks(stack: str, tmp_path: Path) -> None:
     """Without it optimum-intel leaves the buffer uninitialised: OpenVINO accepted 0.5 % of such drafts."""
     whole, golden = opened(tmp_path, "eagle3-whole", deep(), taps=None)
     written(whole, golden, stack, tmp_path / "out")
@@ -379,7 +379,7 @@ def test_stacks_that_always_map_tokens_get_a_map_of_a_whole_vocabulary(stack: st
     assert len(tensors["d2t"]) == len(tensors["t2d"]) == whole.loaded.target.shape.vocab_size
 
 
-def test_lmdeploy_takes_official_taps_alone(tmp_path: Path) -> None:
+def test_export_lmdeploy_eagle3_accepts_default_layers_of_llama_only(tmp_path: Path) -> None:
     """Which it finds by itself; a target of six blocks or more has three of them."""
     target = deep()
     found, golden = opened(tmp_path, "eagle3", target, taps=None)
@@ -392,7 +392,7 @@ def test_lmdeploy_takes_official_taps_alone(tmp_path: Path) -> None:
         written(found, golden, "lmdeploy", tmp_path / "none")
 
 
-def test_lmdeploy_takes_blocks_for_qwen3_alone(tmp_path: Path) -> None:
+def test_export_lmdeploy_dflash_accepts_ascending_layers_of_qwen3_only(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "one", "dflash", loaded("qwen3"))
     assert written(found, golden, "lmdeploy", tmp_path / "out").written["lmdeploy"].gap < 0.5
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dflash_config"]["block_size"] == 4
@@ -406,7 +406,7 @@ def test_lmdeploy_takes_blocks_for_qwen3_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["dflash", "dspark"])
-def test_tensorrt_llm_takes_ascending_taps(family: str, tmp_path: Path) -> None:
+def test_export_trtllm_unordered_target_layers_are_refused(family: str, tmp_path: Path) -> None:
     """It sorts the layer ids, and the states would be joined in another order than in training."""
     found, golden = opened(tmp_path, family, taps=[1, 0, 2])
     with pytest.raises(UserError, match="its taps do not ascend, but TensorRT-LLM sorts them"):
@@ -414,13 +414,13 @@ def test_tensorrt_llm_takes_ascending_taps(family: str, tmp_path: Path) -> None:
     assert list(written(found, golden, "sglang", tmp_path / "out").written) == ["sglang"]
 
 
-def test_the_page_shows_the_table_of_now() -> None:
+def test_export_docs_show_current_support_matrix() -> None:
     file = ROOT / "docs" / "export.md"
     page = file.read_text(encoding="utf-8")
     assert matrix.renewed(page, matrix.facts_next_to(file)) == page, "run make export-matrix"
 
 
-def test_the_page_shows_no_run_that_did_not_hold() -> None:
+def test_export_docs_engine_runs_match_and_broken_ones_differ() -> None:
     """And of broken exports none that got past: the texts were the target's own, what was accepted was not ours."""
     facts = matrix.facts_next_to(ROOT / "docs" / "export.md")
     assert all(run["ours"] == run["theirs"] and run["same_texts"] == run["prompts"] for run in facts["runs"].values())
@@ -428,7 +428,7 @@ def test_the_page_shows_no_run_that_did_not_hold() -> None:
     assert all(isinstance(TABLE[run["family"]][run["stack"]], Layout) for run in facts["runs"].values())
 
 
-def test_readers_share_nothing_with_the_exporter() -> None:
+def test_export_readers_import_nothing_of_exporter() -> None:
     allowed = {"torch", "safetensors", "gguf", "numpy", "regex", *sys.stdlib_module_names}
     for file in (ROOT / "drafttrain" / "export" / "readers").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -444,7 +444,7 @@ def wanted(out: Path, **changes: Any) -> Wanted:
     return Wanted(["vllm"], out, **{"dtype": "float32", "several": False, **changes})
 
 
-def test_what_is_there_stays_unless_an_export_may_be_replaced(tmp_path: Path) -> None:
+def test_check_wanted_existing_directory_is_kept_without_overwrite(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa")
     out = tmp_path / "out"
     out.mkdir()
@@ -463,7 +463,7 @@ def test_what_is_there_stays_unless_an_export_may_be_replaced(tmp_path: Path) ->
         check_wanted(wanted(out, dtype="int8"))
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, golden = opened(tmp_path / "run", "medusa")
 
     def full(*_: Any, **__: Any) -> None:
@@ -477,7 +477,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
-def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_export_overflowing_or_nan_weights_are_refused(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa")
     found.tensors["heads.0.output.weight"][0, 0] = 1e6
     with pytest.raises(UserError, match=r"lm_heads.0.weight reaches 1e\+06, more than float16 holds; export with"):
@@ -492,12 +492,12 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         Opened.of(path, loaded())
 
 
-def test_a_checkpoint_of_another_target_is_refused(tmp_path: Path) -> None:
+def test_opened_checkpoint_of_other_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint of another target: its weight fingerprint"):
         Opened.of(checkpoint(tmp_path, "medusa"), loaded(seed=1))
 
 
-def test_the_card_has_what_was_measured(tmp_path: Path) -> None:
+def test_model_card_shows_measured_acceptance_and_speedup(tmp_path: Path) -> None:
     entry = {"name": "step-00004", "tau": 2.345, "speedup": 1.678, "policy": "greedy"}
     training = {"steps": 4, "data": {"path": "talks.jsonl"}}
     report = {"checkpoints": [entry], "environment": {"device": "cpu"}, "training": training}
@@ -519,7 +519,7 @@ def test_the_card_has_what_was_measured(tmp_path: Path) -> None:
         assert text in card, text
 
 
-def test_texts_of_any_tokenizer() -> None:
+def test_golden_sequences_have_two_lengths_within_vocabulary() -> None:
     texts = material.sequences_for(loaded())
     assert [len(text) for text in texts] == [24, 12] * 3
     assert all(0 <= token < 64 for text in texts for token in text)

@@ -178,7 +178,7 @@ TRAPS: list[tuple[str, str, Change]] = [
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, _, _ in TRAPS))
-def test_a_wrong_file_is_stopped_by_name(
+def test_gguf_parity_check_names_wrong_field_or_tensor(
     case: str,
     exported: Callable[[str], Made],
     tmp_path: Path,
@@ -201,7 +201,7 @@ def test_a_wrong_file_is_stopped_by_name(
 
 
 @pytest.mark.parametrize("kept", [20, 0.3, -30])
-def test_a_file_that_is_cut_off(kept: float, exported: Callable[[str], Made], tmp_path: Path) -> None:
+def test_gguf_cut_off_file_fails_parity(kept: float, exported: Callable[[str], Made], tmp_path: Path) -> None:
     found, golden, right = exported("eagle3")
     shutil.copytree(right, tmp_path / "wrong")
     file = tmp_path / "wrong" / "draft.gguf"
@@ -211,7 +211,7 @@ def test_a_file_that_is_cut_off(kept: float, exported: Callable[[str], Made], tm
         gate(found, golden, tmp_path / "wrong")
 
 
-def test_what_stands_in_a_file(exported: Callable[[str], Made], tmp_path: Path) -> None:
+def test_gguf_drafter_file_has_expected_fields_and_dtypes(exported: Callable[[str], Made], tmp_path: Path) -> None:
     found, golden, right = exported("eagle3")
     fields, tensors = content(right / "draft.gguf")
     assert fields["general.architecture"] == "eagle3" and fields["eagle3.target_layers"] == [1, 2, 3]
@@ -229,7 +229,7 @@ def test_what_stands_in_a_file(exported: Callable[[str], Made], tmp_path: Path) 
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_the_target_in_the_same_form_is_the_target(exported: Callable[[str], Made], tmp_path: Path) -> None:
+def test_gguf_target_file_equals_target_and_changes_are_detected(exported: Callable[[str], Made], tmp_path: Path) -> None:
     found, golden, right = exported("eagle3")
     source = Source(found, "llamacpp", "float32")
     files = layouts.target_files(source)
@@ -265,7 +265,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "llama3", **LLAMA3}, {"rope_type": "linear", "factor": 4.0}])
-def test_scaled_positions_are_kept(rope: dict[str, Any], tmp_path: Path) -> None:
+def test_gguf_rope_scaling_is_kept(rope: dict[str, Any], tmp_path: Path) -> None:
     target = target_of(rope_parameters={"rope_theta": 10000.0, **rope})
     found, golden = opened(tmp_path, "draft_model", target)
     for dtype in ("bfloat16", "float32"):
@@ -296,7 +296,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [  # case, how its target diffe
 ]
 
 
-def test_what_cannot_be_held_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_gguf_unsupported_drafter_or_target_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for number, (case, changes, says) in enumerate(REFUSED):
         with subtests.test(case=case, **changes):
             target = target_of(**changes) if changes else loaded()
@@ -305,7 +305,7 @@ def test_what_cannot_be_held_is_refused(tmp_path: Path, subtests: pytest.Subtest
                 refusals(found, Wanted(["llamacpp"], tmp_path / "out", "float32", False))
 
 
-def test_a_target_that_cannot_be_written_is_said_before(tmp_path: Path) -> None:
+def test_gguf_unsupported_with_target_is_refused_before_export(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "eagle3", target_of(name="mistral-sliding", sliding_window=16))
     with pytest.raises(
         UserError, match=r"the target cannot be written as GGUF: it has sliding-window attention.*; leave out with_target"

@@ -51,7 +51,7 @@ def target_of(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> 
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in WHOLE), ("qwen3_moe", "bfloat16")])
-def test_a_target_of_each_kind_is_written_with_its_drafter(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_gguf_target_of_each_architecture_passes_parity(kind: str, dtype: str, tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "eagle3", target_of(kind))
     made = written(found, golden, "llamacpp", tmp_path / "out", dtype, with_target=True)
     assert made.written["llamacpp"].gap < 0.5
@@ -97,7 +97,7 @@ WRONG: dict[str, list[tuple[str, Change]]] = {  # by kind: what the message says
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_target_is_stopped_by_name(kind: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_gguf_changed_target_file_fails_parity_by_name(kind: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
     target = target_of(kind)
     source = Source(Opened.of(checkpoint(tmp_path, "eagle3", target), target), "llamacpp", "float32")
     files, right = layouts.target_files(source), tmp_path / "right"
@@ -122,14 +122,14 @@ def test_a_wrong_target_is_stopped_by_name(kind: str, tmp_path: Path, subtests: 
         ("gemma4_text", {}, "its architecture is gemma4_text, but GGUF files can be written only for llama"),
     ],
 )
-def test_a_target_that_cannot_be_written(kind: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_gguf_unsupported_target_config_is_refused(kind: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     target = target_of(kind, **changes)
     found = Opened.of(checkpoint(tmp_path, "eagle3", target), target)
     with pytest.raises(UserError, match=f"the target cannot be written as GGUF: {says}"):
         refusals(found, Wanted(["llamacpp"], tmp_path / "out", "float32", False, with_target=True))
 
 
-def test_norm_before_residual(tmp_path: Path) -> None:
+def test_gguf_eagle3_norm_before_residual_is_written(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "eagle3-unlike")
     written(found, golden, "llamacpp", tmp_path / "out")
     assert content(tmp_path / "out" / "draft.gguf")[0]["eagle3.norm_before_residual"] is True
@@ -147,7 +147,7 @@ ENDS: dict[str, list[tuple[str, Change]]] = {  # by case: the name of the check 
 
 
 @pytest.mark.parametrize(("case", "dtype"), [*((case, torch.float32) for case in ENDS), ("dflash", torch.bfloat16)])
-def test_a_factor_of_the_embedding_and_a_cap_of_the_logits(
+def test_gguf_embedding_scale_and_logit_softcap_are_checked(
     case: str, dtype: torch.dtype, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     """llama.cpp gives a drafter the rows of the target's embedding without the factor of Gemma."""

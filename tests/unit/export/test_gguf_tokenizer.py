@@ -90,7 +90,7 @@ def fields(tokenizer: Any, rows: int | None = None) -> dict[str, Any]:
     return layout.fields(tokenizer, rows or len(tokenizer), frozenset({tokenizer.eos_token_id}))
 
 
-def test_the_same_tokens(subtests: pytest.Subtests) -> None:
+def test_gguf_tokenizer_fields_give_same_tokens(subtests: pytest.Subtests) -> None:
     for name in CUTS:
         tokenizer = trained(name)
         with subtests.test(name=name):
@@ -102,7 +102,7 @@ def test_the_same_tokens(subtests: pytest.Subtests) -> None:
             check_tokenizer(Config(found), engine(tokenizer, len(tokenizer) + 3))
 
 
-def test_the_embedded_targets() -> None:
+def test_gguf_tokenizer_of_embedded_target_gives_same_tokens() -> None:
     loaded = load_target(TargetOptions())
     tokenizer: Any = loaded.tokenizer
     found = layout.fields(tokenizer, loaded.target.shape.vocab_size, loaded.target.stop_ids)
@@ -131,7 +131,7 @@ HARMS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 ]
 
 
-def test_another_tokenizer_is_seen(subtests: pytest.Subtests) -> None:
+def test_gguf_tokenizer_changed_field_is_detected(subtests: pytest.Subtests) -> None:
     for number, (name, change) in enumerate(HARMS):
         with subtests.test(name=name, number=number):
             with pytest.raises(MismatchError) as caught:
@@ -139,7 +139,7 @@ def test_another_tokenizer_is_seen(subtests: pytest.Subtests) -> None:
             assert caught.value.name == "tokenizer"
 
 
-def test_a_name_by_which_words_are_taken_whole_is_seen() -> None:
+def test_gguf_tokenizer_ignore_merges_pre_name_is_detected() -> None:
     """It differs for a piece that no merges lead to."""
     tokenizer = trained("smaug-bpe")
     content, ids = fields(tokenizer), tokenizer.get_vocab()
@@ -181,12 +181,12 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-def test_what_has_no_form_there_is_refused(subtests: pytest.Subtests) -> None:
+def test_gguf_tokenizer_unsupported_type_is_refused(subtests: pytest.Subtests) -> None:
     for number, (tokenizer, says) in enumerate(REFUSED):
         with subtests.test(says=says, number=number):
             assert re.search(says, layout.refuse(tokenizer()) or "")
 
 
-def test_nfc_is_let_through() -> None:
+def test_gguf_tokenizer_nfc_normalizer_is_accepted() -> None:
     """Qwen's tokenizer asks for it; llama.cpp's own converter leaves it out too."""
     assert layout.refuse(made(bpe(), WORDS, normalizer=normalizers.NFC())) is None

@@ -121,7 +121,9 @@ def is_private(created: dict[str, Any]) -> bool:
     return said in [(True, None), (None, "private")]
 
 
-def test_all_that_was_written_arrives(served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_push_to_hub_uploads_all_exported_files(
+    served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert export(command, run, "push_private=false") == 0
     said = capsys.readouterr()
     assert f"uploaded: {served.address}/me/mine/commit/1" in said.out and TOKEN not in said.out + said.err
@@ -133,7 +135,9 @@ def test_all_that_was_written_arrives(served: Hub, command: Command, run: Path, 
     assert '"model": "me/mine"' in card and "base_model" not in card and str(Path.cwd()) not in card
 
 
-def test_what_fails_to_arrive_stays_here(served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_push_to_hub_failed_upload_keeps_local_export(
+    served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     served.refuses = "/commit/"
     assert export(command, run) == 2
     error = capsys.readouterr().err
@@ -174,7 +178,7 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_are_said_before_anything_is_done(
+def test_push_to_hub_mistake_is_refused_before_export(
     served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     for arguments, says in MISTAKES:
@@ -185,7 +189,7 @@ def test_mistakes_are_said_before_anything_is_done(
             assert not Path("out").exists() and not served.asked
 
 
-def test_without_a_login_nothing_is_begun(
+def test_push_to_hub_without_login_is_refused_before_export(
     command: Command, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -197,7 +201,7 @@ def test_without_a_login_nothing_is_begun(
     assert "HF_HUB_OFFLINE forbids it" in capsys.readouterr().err and not Path("out").exists()
 
 
-def test_the_card_says_how_to_get_what_is_read_from_files(served: Hub, tmp_path: Path) -> None:
+def test_model_card_of_hub_repository_gives_download_command(served: Hub, tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "one", "eagle3")
     written(found, golden, "llamacpp", tmp_path / "out", repository=Repository("me/mine", True))
     card = (tmp_path / "out" / "README.md").read_text()
@@ -209,7 +213,7 @@ def test_the_card_says_how_to_get_what_is_read_from_files(served: Hub, tmp_path:
     assert "vllm serve mine/target " in card and '"model": "mine"' in card and str(tmp_path) not in card
 
 
-def test_names_of_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_repository_distinguishes_hub_ids_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_repository("meta-llama/Llama-3.1-8B") and is_repository("gpt2")
     Path("models").mkdir()

@@ -29,14 +29,14 @@ def options(folder: Path, change: Callable[[Config], Any]) -> Config:
     return taken(recognised(found), found, loaded())[0].options
 
 
-def test_windows_of_dflash_config(tmp_path: Path) -> None:
+def test_import_dflash_use_swa_sets_window_of_all_layers(tmp_path: Path) -> None:
     """As vLLM reads them: with `use_swa` alone all layers have windows, and their slots see their whole block."""
     found = options(tmp_path, lambda c: c["dflash_config"].update(use_swa=True, swa_window_size=9))
     assert (found["layer"]["sliding_window"], found["layer"]["full_attention_layers"]) == (9, [])
     assert (found["causal"], found["causal_windows"]) == (False, False)
 
 
-def test_a_window_of_dflash_config_counts_first(tmp_path: Path) -> None:
+def test_import_dflash_config_window_overrides_top_level(tmp_path: Path) -> None:
     def change(config: Config) -> None:
         config |= {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 50, "use_sliding_window": True}
         config["dflash_config"] |= {"use_swa": True, "swa_window_size": 9}
@@ -46,14 +46,14 @@ def test_a_window_of_dflash_config_counts_first(tmp_path: Path) -> None:
     assert (found["causal"], found["causal_windows"]) == (False, True)
 
 
-def test_an_embedding_of_masks_is_not_dropped(tmp_path: Path) -> None:
+def test_import_dflash_with_mask_embedding_file_is_refused(tmp_path: Path) -> None:
     folder = put(tmp_path / "dflash", LAYOUTS["dflash"]())
     torch.save({"embedding": torch.zeros(32)}, folder / "mask_embedding.pt")
     with pytest.raises(UserError, match=r"mask_embedding\.pt holds an embedding of its own for masks"):
         taken(recognised(Foreign(folder)), Foreign(folder), loaded())
 
 
-def test_a_changed_base_model_is_converted_again(tmp_path: Path) -> None:
+def test_import_cache_key_depends_on_base_model_weights(tmp_path: Path) -> None:
     """Its weights are kept with the adapter's."""
     adapter, base = tmp_path / "adapter", tmp_path / "base-model"
     for folder in (adapter, base):
@@ -67,9 +67,7 @@ def test_a_changed_base_model_is_converted_again(tmp_path: Path) -> None:
     assert keys[0] != keys[1]
 
 
-def test_an_adapter_without_a_base_model_is_the_same_in_every_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_cache_key_ignores_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")

@@ -96,7 +96,9 @@ def trips() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("case", "stack", "dtype"), trips())
-def test_what_goes_out_comes_back(case: str, stack: str, dtype: str, exported: Any, tmp_path: Path) -> None:
+def test_import_of_each_export_restores_weights_and_options(
+    case: str, stack: str, dtype: str, exported: Any, tmp_path: Path
+) -> None:
     """Weights bit by bit in the exported dtype, and options: all, and without our record those that the layout can tell."""
     out, family = tmp_path / "out", CASES[case][0]
     found, golden, target = exported(case, TAPPED[case] if stack == "lmdeploy" and case in TAPPED else "llama")
@@ -124,14 +126,14 @@ def test_what_goes_out_comes_back(case: str, stack: str, dtype: str, exported: A
     assert {k: network(bare)[k] for k in about["determined"]} == {k: network(again)[k] for k in about["determined"]}
 
 
-def test_every_exported_layout_has_a_way_back() -> None:
+def test_importers_cover_every_exported_layout() -> None:
     names = {(row.family, row.name) for row in IMPORTERS}
     pairs = {(family, stack) for family in TABLE for stack in loads(family) if stack not in NOT_BACK}
     assert {(family, layout(family, stack).name) for family, stack in pairs} <= names
     assert pairs == {(CASES[case][0], stack) for case, stack, _ in (trip.values for trip in trips())}
 
 
-def test_names_go_both_ways() -> None:
+def test_renames_map_tensor_names_both_ways() -> None:
     renames = Renames({"a.{i}.b.{part}": "{i}.{part}.x", "c.{rest}": "{rest}"})
     assert renames.theirs("a.12.b.bias") == "12.bias.x" and renames.ours("12.bias.x") == "a.12.b.bias"
     assert renames.theirs("c.d.e") == "d.e" and renames.ours("d.e") == "c.d.e"

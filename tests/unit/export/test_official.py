@@ -145,7 +145,7 @@ def changed(layout: str, change: Change) -> Made:
 
 
 @pytest.mark.parametrize("layout", READERS)
-def test_what_is_imported_drafts_as_its_files_do(layout: str, tmp_path: Path) -> None:
+def test_import_published_layout_drafts_as_independent_reader(layout: str, tmp_path: Path) -> None:
     """As an independent reader of the stack reads them."""
     folder = put(tmp_path / "hand", LAYOUTS[layout]())
     found, _ = imported(folder)
@@ -157,7 +157,7 @@ def test_what_is_imported_drafts_as_its_files_do(layout: str, tmp_path: Path) ->
     assert not any(options.get("layer", {}).values())
 
 
-def test_older_names_of_the_lattices_mlps_are_the_same_drafter(tmp_path: Path) -> None:
+def test_import_lilicorr_older_tensor_names_give_same_drafter(tmp_path: Path) -> None:
     names = {"feature_norm.": "feature_mlp.0.", "feature_mlp.up_proj.": "feature_mlp.1."}
     names |= {"feature_mlp.down_proj.": "feature_mlp.3."}
     names |= {f"lilicorr.layers.{i}.mlp.{x}": f"lilicorr.layers.{i}.mlp.{y}" for i in (0, 1) for x, y in OLDER.items()}
@@ -174,7 +174,7 @@ def test_older_names_of_the_lattices_mlps_are_the_same_drafter(tmp_path: Path) -
     assert all(torch.equal(x, two.tensors[name]) for name, x in one.tensors.items())
 
 
-def test_a_draft_model_drafts_as_transformers_does(tmp_path: Path) -> None:
+def test_import_draft_model_drafts_as_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = put(tmp_path / "hand", LAYOUTS["draft_model"]())
@@ -196,7 +196,7 @@ def tied_once(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     del tensors["lm_head.weight"]
 
 
-def test_a_tied_head_may_come_once_or_twice(tmp_path: Path) -> None:
+def test_import_tied_head_stored_once_or_twice_gives_same_drafter(tmp_path: Path) -> None:
     drafters = [imported(put(tmp_path / str(i), changed("draft_model", c)))[0] for i, c in enumerate((tied, tied_once))]
     assert drafters[0].meta.sha256 == drafters[1].meta.sha256
     model: Any = drafters[0].drafter.language_model()
@@ -205,7 +205,7 @@ def test_a_tied_head_may_come_once_or_twice(tmp_path: Path) -> None:
         imported(put(tmp_path / "bad", changed("draft_model", lambda config, _: config.update(tie_word_embeddings=True))))
 
 
-def test_a_padded_vocabulary_is_brought_to_the_targets(tmp_path: Path) -> None:
+def test_import_padded_vocabulary_is_cut_to_target_vocabulary(tmp_path: Path) -> None:
     def pad(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         config["vocab_size"] = V + 8
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -220,7 +220,7 @@ def test_a_padded_vocabulary_is_brought_to_the_targets(tmp_path: Path) -> None:
     assert torch.equal(found.tensors["lm.model.lm_head.weight"], whole["lm_head.weight"].bfloat16())
 
 
-def test_both_names_of_the_layer_are_one_drafter(tmp_path: Path) -> None:
+def test_import_eagle3_both_layer_prefixes_give_same_drafter(tmp_path: Path) -> None:
     first, second = (
         imported(put(tmp_path / str(i), LAYOUTS[name]()))[0] for i, name in enumerate(("eagle3", "eagle3, layers.0"))
     )
@@ -239,7 +239,7 @@ PLACES: list[tuple[Change, list[int]]] = [
 ]
 
 
-def test_layer_ids_where_stacks_look_for_them(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_import_eagle3_layer_ids_are_read_from_any_field(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for number, (change, taps) in enumerate(PLACES):
         config, tensors, file = changed("eagle3", change)
         tensors["fc.weight"] = tensors["fc.weight"][:, : len(taps) * H].contiguous()
@@ -248,7 +248,7 @@ def test_layer_ids_where_stacks_look_for_them(tmp_path: Path, subtests: pytest.S
             assert found.meta.options["taps"] == taps
 
 
-def test_layer_ids_that_are_not_said_are_the_usual_ones(tmp_path: Path) -> None:
+def test_import_eagle3_missing_layer_ids_use_official_defaults(tmp_path: Path) -> None:
     folder = put(tmp_path / "hand", changed("eagle3", no_ids))
     assert imported(folder, deep())[0].meta.options["taps"] == [1, 3, 4]
     with pytest.raises(UserError, match=r"names no layer ids, and the usual ones are \[2, 2, 1\]; of a target of 4 blocks"):
@@ -259,7 +259,7 @@ def absolute(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors["d2t"] += torch.arange(D)
 
 
-def test_d2t_as_ids_is_kept_as_offsets(tmp_path: Path) -> None:
+def test_import_eagle3_absolute_d2t_becomes_offsets(tmp_path: Path) -> None:
     right, said = imported(put(tmp_path / "right", LAYOUTS["eagle3"]()))
     assert not any("d2t holds" in line for line in said)
     for number, change in enumerate((absolute, lambda c, t: (absolute(c, t), t.pop("t2d")))):
@@ -268,13 +268,13 @@ def test_d2t_as_ids_is_kept_as_offsets(tmp_path: Path) -> None:
         assert sum("d2t holds the target's ids; they are stored as offsets" in line for line in said) == 1
 
 
-def test_t2d_is_made_where_it_is_missing(tmp_path: Path) -> None:
+def test_import_eagle3_missing_t2d_is_reconstructed(tmp_path: Path) -> None:
     right, _ = imported(put(tmp_path / "right", LAYOUTS["eagle3"]()))
     found, _ = imported(put(tmp_path / "bare", changed("eagle3", lambda _, tensors: tensors.pop("t2d"))))
     assert found.meta.sha256 == right.meta.sha256
 
 
-def test_the_flag_of_the_residual_is_what_the_writer_takes_it_for(tmp_path: Path) -> None:
+def test_import_eagle3_missing_norm_before_residual_is_false(tmp_path: Path) -> None:
     found, said = imported(
         put(tmp_path / "a", changed("eagle3, speculators", lambda config, _: config.pop("norm_before_residual")))
     )
@@ -284,7 +284,7 @@ def test_the_flag_of_the_residual_is_what_the_writer_takes_it_for(tmp_path: Path
     assert found.meta.options["norm_before_residual"] is False and len(said) == 1
 
 
-def test_layers_of_another_shape_than_the_targets(tmp_path: Path) -> None:
+def test_import_eagle3_layer_shape_other_than_target_is_kept(tmp_path: Path) -> None:
     """As most published ones are: no rope_theta means 10,000, whatever the target's is."""
 
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -303,7 +303,7 @@ def test_layers_of_another_shape_than_the_targets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("config_bias", "zero", "bias"), [(False, True, False), (True, True, True), (True, False, True)])
-def test_the_bias_of_eagle(config_bias: bool, zero: bool, bias: bool, tmp_path: Path) -> None:
+def test_import_eagle_zero_bias_without_flag_is_dropped(config_bias: bool, zero: bool, bias: bool, tmp_path: Path) -> None:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         config["bias"] = config_bias
         if zero:
@@ -313,7 +313,7 @@ def test_the_bias_of_eagle(config_bias: bool, zero: bool, bias: bool, tmp_path: 
     assert found.meta.options["bias"] is bias and ("fc.bias" in found.tensors) is bias
 
 
-def test_tensors_that_are_the_targets_are_not_kept(tmp_path: Path) -> None:
+def test_import_eagle3_copied_target_embedding_is_dropped(tmp_path: Path) -> None:
     embedding = loaded().target.model.get_input_embeddings().weight.detach()
     for number, dtype in enumerate((torch.float32, torch.bfloat16)):
         made = changed("eagle3", lambda _, t, d=dtype: t.update({"embed_tokens.weight": embedding.to(d)}))
@@ -328,7 +328,7 @@ def test_tensors_that_are_the_targets_are_not_kept(tmp_path: Path) -> None:
     "layout",
     ["dflash, speculators", "dspark, speculators", "dflash2, speculators", "xpress", "xpress, speculators", "lilicorr"],
 )
-def test_block_drafters_may_hold_copies(layout: str, tmp_path: Path) -> None:
+def test_import_block_drafter_copies_of_target_matrices_are_dropped(layout: str, tmp_path: Path) -> None:
     found, _ = imported(put(tmp_path / "hand", changed(layout, lambda _, t: t.update(copies()))))
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(found.tensors)
     other = changed(layout, lambda _, t: t.update({"lm_head.weight": copies()["lm_head.weight"].flip(0)}))
@@ -336,7 +336,7 @@ def test_block_drafters_may_hold_copies(layout: str, tmp_path: Path) -> None:
         imported(put(tmp_path / "other", other))
 
 
-def test_weights_keep_their_dtype(tmp_path: Path) -> None:
+def test_import_weights_keep_their_dtype(tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         narrow = changed("eagle3", lambda _, t, d=dtype: t.update({n: x.to(d) for n, x in t.items() if x.is_floating_point()}))
         found, _ = imported(put(tmp_path / str(dtype), narrow))
@@ -347,7 +347,7 @@ def test_weights_keep_their_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "file"), [("medusa", "medusa_lm_head.pt"), ("eagle3", "pytorch_model.bin"), ("draft_model", "pytorch_model.bin")]
 )
-def test_pickles_are_read_once_and_kept_as_safetensors(
+def test_import_pickle_is_converted_once_to_safetensors(
     name: str, file: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, tensors, _ = LAYOUTS[name]()
@@ -369,7 +369,7 @@ class Evil:
         return print, ("code in a pickle ran",)
 
 
-def test_code_in_a_pickle_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_pickle_with_code_is_refused_and_not_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = put(tmp_path / "hand", (*LAYOUTS["medusa"]()[:2], "medusa_lm_head.pt"))
     torch.save({"0.0.linear.weight": Evil()}, folder / "medusa_lm_head.pt")
     with pytest.raises(UserError, match=r"medusa_lm_head.pt: damaged, cut off, or no tensors"):
@@ -377,14 +377,14 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert "code in a pickle ran" not in capsys.readouterr().out
 
 
-def test_more_heads_than_the_configuration_says(tmp_path: Path) -> None:
+def test_import_medusa_head_count_comes_from_weights(tmp_path: Path) -> None:
     """As in the first published heads."""
     found, said = imported(put(tmp_path / "hand", changed("medusa", lambda config, _: config.update(medusa_num_heads=2))))
     assert found.meta.options["heads"] == 3
     assert "note: config.json says medusa_num_heads 2, its weights have 3 heads: 3 is used" in said
 
 
-def test_blocks_without_biases_have_zeros(tmp_path: Path) -> None:
+def test_import_medusa_missing_biases_become_zeros(tmp_path: Path) -> None:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         config["medusa_fc_bias"] = False
         for name in [name for name in tensors if name.endswith("bias")]:
@@ -395,7 +395,7 @@ def test_blocks_without_biases_have_zeros(tmp_path: Path) -> None:
     assert len(biases) == 3 and not any(x.any() for x in biases)
 
 
-def test_stages_that_share_their_weights_may_come_once(tmp_path: Path) -> None:
+def test_import_mlp_speculator_tied_weights_stored_once_give_same_drafter(tmp_path: Path) -> None:
     def tied(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         config["tie_weights"] = True
         for name in list(tensors):
@@ -673,7 +673,9 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for layout, _, _ in MISTAKES.values()))
-def test_a_mistake_is_one_line(layout: str, cache: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_import_unsupported_drafter_is_refused_in_one_line(
+    layout: str, cache: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     for mistake, (_, change, says) in ((name, row) for name, row in MISTAKES.items() if row[0] == layout):
         with subtests.test(mistake=mistake):
             with pytest.raises(UserError, match=says) as caught:
@@ -708,7 +710,7 @@ HARMS: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-def test_a_damaged_directory_is_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_import_damaged_directory_is_refused_in_one_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for number, (harm, says) in enumerate(HARMS):
         with subtests.test(says=says):
             folder = put(tmp_path / str(number), LAYOUTS["eagle3"]())
@@ -718,7 +720,7 @@ def test_a_damaged_directory_is_one_line(tmp_path: Path, subtests: pytest.Subtes
             assert "\n" not in str(caught.value)
 
 
-def test_shards_are_one_drafter(tmp_path: Path) -> None:
+def test_import_sharded_weights_give_same_drafter(tmp_path: Path) -> None:
     right, _ = imported(put(tmp_path / "whole", LAYOUTS["eagle3"]()))
     folder = put(tmp_path / "parts", LAYOUTS["eagle3"]())
     tensors = load_file(folder / "model.safetensors")
@@ -730,7 +732,7 @@ def test_shards_are_one_drafter(tmp_path: Path) -> None:
     assert imported(folder)[0].meta.sha256 == right.meta.sha256
 
 
-def test_a_hub_id_is_fetched_without_pickles_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetched_hub_id_prefers_safetensors_over_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def snapshot(**wanted: Any) -> str:
@@ -760,7 +762,7 @@ def test_a_hub_id_is_fetched_without_pickles_where_it_can(tmp_path: Path, monkey
         fetched("owner/gone")
 
 
-def test_the_numbers_here_are_the_targets() -> None:
+def test_published_layouts_match_tiny_target_shape() -> None:
     shape = loaded().target.shape
     assert (shape.vocab_size, shape.hidden_size, shape.blocks) == (V, H, 4)
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (
@@ -770,7 +772,7 @@ def test_the_numbers_here_are_the_targets() -> None:
     )
 
 
-def test_a_draft_model_can_start_one_that_was_made_otherwise(tmp_path: Path) -> None:
+def test_check_start_imported_draft_model_initializes_pruned_one(tmp_path: Path) -> None:
     """The same network, whatever its weights came from first."""
     folder = put(tmp_path / "hand", LAYOUTS["draft_model"]())
     meta = imported(folder)[0].meta
@@ -780,7 +782,7 @@ def test_a_draft_model_can_start_one_that_was_made_otherwise(tmp_path: Path) -> 
         check_start("hand", meta, pruned | {"lora_rank": 4}, {})
 
 
-def test_what_to_add_is_typed_as_hydra_reads_it(tmp_path: Path) -> None:
+def test_check_start_mismatch_lists_options_in_hydra_syntax(tmp_path: Path) -> None:
     scaled = changed("eagle3", lambda config, _: config.update(rope_scaling=dict(LINEAR), rope_theta=500.0))
     meta = imported(put(tmp_path / "hand", scaled))[0].meta
     plain = dataclasses.asdict(families()["eagle3"].options(draft_vocab=D))
@@ -803,7 +805,7 @@ WINDOWS: list[tuple[str, dict[str, Any], bool]] = [  # layout, its fields, wheth
 ]
 
 
-def test_windows_are_imported(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_import_sliding_windows_are_read(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for number, (layout, more, causal) in enumerate(WINDOWS):
         with subtests.test(layout=layout, **more):
             options = imported(put(tmp_path / str(number), changed(layout, saying(**more))))[0].meta.options
@@ -823,13 +825,13 @@ def nested(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dflash", "dflash, DeepSpec", "dspark", "dflash2", "jetspec", "domino"])
-def test_fields_may_be_nested(layout: str, tmp_path: Path) -> None:
+def test_import_fields_nested_in_dflash_config_give_same_drafter(layout: str, tmp_path: Path) -> None:
     right, wrapped = (put(tmp_path / name, made) for name, made in (("a", LAYOUTS[layout]()), ("b", changed(layout, nested))))
     first, second = imported(right)[0], imported(wrapped)[0]
     assert first.meta.options == second.meta.options and first.meta.sha256 == second.meta.sha256
 
 
-def test_slots_that_the_authors_files_do_not_name(tmp_path: Path) -> None:
+def test_import_dspark_missing_sample_from_anchor_means_shifted(tmp_path: Path) -> None:
     """Every loader of these files takes them as shifted."""
     found, said = imported(put(tmp_path / "a", changed("dspark", lambda config, _: config.pop("sample_from_anchor"))))
     assert found.meta.options["slots"] == "shifted"
@@ -864,7 +866,7 @@ CAUSAL = [  # the keys, what they mean, and readers of stacks that look for them
 ]
 
 
-def test_causal_blocks_are_imported(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_import_causal_flag_of_any_project_is_read(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Whichever project's key says so."""
     for keys, family, causal, readers in CAUSAL:
         with subtests.test(keys=keys):
@@ -877,7 +879,7 @@ def test_causal_blocks_are_imported(tmp_path: Path, subtests: pytest.Subtests) -
                 assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
 
 
-def test_shifted_labels_are_imported(tmp_path: Path) -> None:
+def test_import_domino_shift_label_gives_shifted_slots(tmp_path: Path) -> None:
     folder = put(tmp_path / "hand", changed("domino", lambda config, _: config["dflash_config"].update(shift_label=True)))
     found, _ = imported(folder)
     golden = made(found, TEXTS)
@@ -886,7 +888,7 @@ def test_shifted_labels_are_imported(tmp_path: Path) -> None:
     assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
 
 
-def test_what_no_loader_reads_is_not_exported_again(tmp_path: Path) -> None:
+def test_export_imported_shifted_dflash_is_refused(tmp_path: Path) -> None:
     """Shifted slots without a head of their own."""
     found, _ = imported(put(tmp_path / "hand", LAYOUTS["dflash, DeepSpec"]()))
     for stack in ("vllm", "sglang", "llamacpp"):

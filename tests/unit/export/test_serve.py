@@ -42,7 +42,7 @@ def named(line: str) -> set[str]:
         return set(shlex.split(line, comments=True))
 
 
-def test_names_of_directories_are_quoted(subtests: pytest.Subtests) -> None:
+def test_serve_command_quotes_directory_names(subtests: pytest.Subtests) -> None:
     """Each is one word of the shell, one text of Python, or one value of YAML or JSON."""
     for family, stack in EVERY:
         with subtests.test(family=family, stack=stack):
@@ -57,7 +57,7 @@ def test_names_of_directories_are_quoted(subtests: pytest.Subtests) -> None:
             assert given and all(word.startswith((DRAFTER, TARGET)) for word in given - {"0 1"}), said
 
 
-def test_mixed_layers_of_blocks_need_the_second_runner_of_vllm(subtests: pytest.Subtests) -> None:
+def test_serve_command_mixed_windows_use_second_vllm_runner(subtests: pytest.Subtests) -> None:
     def begins(family: str, stack: str, **shape: Any) -> bool:
         said = serve.command(source_of(family, stack, **shape), "x")
         return said.startswith("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve ")

@@ -42,7 +42,7 @@ def of_module(name: str, kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in CONFIGS if kind not in FEW)])
-def test_the_modules_bytes_change_and_no_others(kind: str, tmp_path: Path) -> None:
+def test_stitched_export_changes_only_mtp_module_tensors(kind: str, tmp_path: Path) -> None:
     made = native(kind, tmp_path / "target")
     (made.directory / "README.md").write_text("the target's")
     found, golden = opened(tmp_path, "mtp_native", target_of_files(made))
@@ -63,7 +63,7 @@ def test_the_modules_bytes_change_and_no_others(kind: str, tmp_path: Path) -> No
     assert again.loaded.target.fingerprint == found.loaded.target.fingerprint
 
 
-def test_the_stitched_target_has_the_trained_module(tmp_path: Path) -> None:
+def test_stitched_target_reloads_trained_mtp_module(tmp_path: Path) -> None:
     from drafttrain.drafters.mtp_native import MTPNative, MTPNativeOptions
 
     made = native("glm4_moe", tmp_path / "target")
@@ -76,7 +76,7 @@ def test_the_stitched_target_has_the_trained_module(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(kind=("mimo", "qwen3_5"))  # deepseek_v3 names its count as mimo does
 @pytest.mark.parametrize("kind", FEW)
-def test_a_target_without_a_module_gets_a_further_file(kind: str, tmp_path: Path) -> None:
+def test_stitched_export_without_mtp_module_adds_new_file(kind: str, tmp_path: Path) -> None:
     made = native(kind, tmp_path / "target", module=False)
     found, golden = opened(tmp_path, "mtp_native", target_of_files(made), source="fresh")
     written(found, golden, "stitched", tmp_path / "out")
@@ -91,7 +91,7 @@ def test_a_target_without_a_module_gets_a_further_file(kind: str, tmp_path: Path
     assert target_of_files(Native(tmp_path / "out", made.whole, {}, kind)).target.fingerprint == found.loaded.target.fingerprint
 
 
-def test_a_model_of_one_file_gets_an_index(tmp_path: Path) -> None:
+def test_stitched_export_single_file_target_gets_index(tmp_path: Path) -> None:
     made = native("mimo", tmp_path / "target", module=False)
     whole = tensors_of(made.directory)
     for file in [*made.directory.glob("*.safetensors"), made.directory / "model.safetensors.index.json"]:
@@ -104,7 +104,7 @@ def test_a_model_of_one_file_gets_an_index(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (made.directory / "model.safetensors").read_bytes()
 
 
-def test_stored_dtypes_are_kept(tmp_path: Path) -> None:
+def test_stitched_export_keeps_stored_dtype(tmp_path: Path) -> None:
     made = native("qwen3_5", tmp_path / "target", dtype=torch.bfloat16)
     found, golden = opened(tmp_path, "mtp_native", target_of_files(made))
     with pytest.raises(UserError, match="is stored as bfloat16 and keeps its dtype; export with dtype=bfloat16"):
@@ -114,7 +114,7 @@ def test_stored_dtypes_are_kept(tmp_path: Path) -> None:
     assert {x.dtype for x in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
 
 
-def test_modules_that_stacks_would_read_otherwise_are_refused(mimo: tuple[Native, Opened, Golden], tmp_path: Path) -> None:
+def test_stitched_export_unsupported_module_or_target_is_refused(mimo: tuple[Native, Opened, Golden], tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "raw", "mtp_native", mimo[1].loaded, norm_output=False)
     with pytest.raises(UserError, match=r"stacks pass on the normed output; train with drafter\.norm_output=null"):
         written(found, golden, "stitched", tmp_path / "out")
@@ -132,7 +132,7 @@ def damaged(directory: Path, change: Any) -> None:
         save_file(tensors, file, {"format": "pt"})
 
 
-def test_a_copy_of_the_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
+def test_stitched_export_changed_head_copy_is_refused(tmp_path: Path) -> None:
     """Some stacks draft with the copy."""
     made = native("glm4_moe", tmp_path / "target")
 
@@ -147,7 +147,9 @@ def test_a_copy_of_the_head_that_is_not_the_targets_is_refused(tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_the_gate_sees_a_changed_tensor(mimo: tuple[Native, Opened, Golden], tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_stitched_parity_check_detects_changed_tensor(
+    mimo: tuple[Native, Opened, Golden], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     _, found, golden = mimo
     written(found, golden, "stitched", tmp_path / "right")
     source = Source(found, "stitched", "float32")
@@ -165,7 +167,7 @@ def test_the_gate_sees_a_changed_tensor(mimo: tuple[Native, Opened, Golden], tmp
                 check(tmp_path / name, reader.read, Files({}, {}), source, golden, golden)
 
 
-def test_a_target_that_changes_under_the_export_is_noticed(
+def test_stitched_export_bytes_written_elsewhere_fail_parity(
     mimo: tuple[Native, Opened, Golden], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from drafttrain.export import stitch
@@ -191,7 +193,7 @@ def test_a_target_that_changes_under_the_export_is_noticed(
         pytest.param("glm4_moe", 2, marks=pytest.mark.grid),
     ],
 )
-def test_transformers_itself_accepts_as_many_drafts(
+def test_stitched_target_acceptance_equals_transformers_use_mtp(
     kind: str, modules: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own `generate(use_mtp=True)` on the stitched directory, text by text."""

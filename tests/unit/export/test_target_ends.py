@@ -77,7 +77,7 @@ def reasons(folder: Path, case: str, target: LoadedTarget, apart: tuple[str, ...
         ("granite", "multiplies its logits by 0.125"),
     ],
 )
-def test_scores_are_not_added_to_logits_without_their_factor(kind: str, does: str, tmp_path: Path) -> None:
+def test_export_logit_scale_refuses_families_that_add_to_logits(kind: str, does: str, tmp_path: Path) -> None:
     """Drafters of these families draft other tokens then, and a stack would accept few of them without a message."""
     target = target_of(kind)
     for case in ADDING:
@@ -87,7 +87,7 @@ def test_scores_are_not_added_to_logits_without_their_factor(kind: str, does: st
     written(found, golden, "vllm", tmp_path / "out")
 
 
-def test_a_factor_of_the_embedding_is_a_reason_and_no_failed_check(tmp_path: Path) -> None:
+def test_export_embedding_scale_refuses_families_without_input_norm(tmp_path: Path) -> None:
     target = target_of("gemma3_text")
     for case in READING:
         apart = ("vllm", "official") if case == "dflash2" else ()
@@ -98,7 +98,7 @@ def test_a_factor_of_the_embedding_is_a_reason_and_no_failed_check(tmp_path: Pat
 
 
 @pytest.mark.parametrize("stack", ["vllm", "speculators"])
-def test_a_small_embedding_with_a_factor_is_written(stack: str, tmp_path: Path) -> None:
+def test_export_eagle3_small_scaled_embedding_is_written(stack: str, tmp_path: Path) -> None:
     """The eps of the drafter's norm is noticed then: the files have the embedding as the target embeds, and come back."""
     target = target_of("gemma3_text")
     target.target.model.get_input_embeddings().weight.data.mul_(0.1)
@@ -109,7 +109,7 @@ def test_a_small_embedding_with_a_factor_is_written(stack: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dflash2_has_fields_for_the_targets_ends(kind: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_export_dflash2_writes_embedding_and_logit_scale_fields(kind: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """vLLM and the authors' model multiply embeddings by theirs, SGLang does not. The files come back for this target alone."""
     target, expected = target_of(kind), ENDS[kind]
     found, golden = opened(tmp_path, "dflash2", target)
@@ -142,14 +142,14 @@ def test_dflash2_has_fields_for_the_targets_ends(kind: str, tmp_path: Path, subt
             taken(recognised(Foreign(bare)), Foreign(bare), target)
 
 
-def test_a_factor_and_a_cap_together_are_a_reason(tmp_path: Path) -> None:
+def test_export_dflash2_logit_scale_with_softcap_is_refused(tmp_path: Path) -> None:
     """The authors' model multiplies before it caps; other stacks need not."""
     target = target_of("cohere")
     target.target.model.config.final_logit_softcapping = 3.0
     assert all("the target multiplies its logits by 0.1, which " in why for why in reasons(tmp_path, "dflash2", target))
 
 
-def test_a_cap_of_the_logits(tmp_path: Path) -> None:
+def test_export_llamacpp_softcap_refuses_dspark_and_accepts_dflash2(tmp_path: Path) -> None:
     """llama.cpp caps them before DFlash2's selector, and not before DSpark's bias."""
     target = target_of("gemma2")
     target.target.model.config.model_type = "gemma4_text"  # whose states it gives
@@ -160,7 +160,7 @@ def test_a_cap_of_the_logits(tmp_path: Path) -> None:
         assert str(why).startswith(expected)
 
 
-def test_a_bias_of_the_head(tmp_path: Path) -> None:
+def test_export_target_head_bias_is_accepted_by_transformers_only(tmp_path: Path) -> None:
     model: Any = tiny_model("phi")
     torch.nn.init.normal_(model.lm_head.bias)
     target = LoadedTarget(unprobed(model), loaded().tokenizer, "phi", loaded().description)

@@ -381,7 +381,7 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for (case, _), _, _ in TRAPS))
-def test_a_wrong_export_is_stopped_by_name(
+def test_parity_check_names_wrong_field_or_tensor(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """Wrong layers show in the drafts, too, whatever the files say of themselves: neighbours' states give other logits."""
@@ -403,7 +403,7 @@ def test_a_wrong_export_is_stopped_by_name(
                         parity.check(wrong, to.read, files, source, golden, golden)
 
 
-def test_files_that_cannot_be_read(exported: Callable[[str, str], Made], tmp_path: Path) -> None:
+def test_parity_check_unreadable_file_is_named(exported: Callable[[str, str], Made], tmp_path: Path) -> None:
     found, golden, right = exported(*E3)
     for number, (file, name) in enumerate((("model.safetensors", "tensors"), ("config.json", "config"))):
         wrong = tmp_path / str(number)
@@ -422,7 +422,7 @@ def test_files_that_cannot_be_read(exported: Callable[[str, str], Made], tmp_pat
         ("jetspec", "official", ("is_causal",)),
     ],
 )
-def test_a_key_that_another_loader_reads_may_be_missing(
+def test_parity_check_ignores_causal_key_of_other_loader(
     case: str, stack: str, keys: tuple[str, ...], exported: Callable[[str, str], Made], tmp_path: Path
 ) -> None:
     """vLLM finds either of two keys, and the authors' code a third one."""
@@ -431,7 +431,7 @@ def test_a_key_that_another_loader_reads_may_be_missing(
 
 
 @pytest.mark.parametrize("harm", ["other", "absent", "damaged"])
-def test_a_tokenizer_that_is_not_the_targets(harm: str, exported: Callable[[str, str], Made], tmp_path: Path) -> None:
+def test_parity_check_wrong_tokenizer_is_detected(harm: str, exported: Callable[[str, str], Made], tmp_path: Path) -> None:
     found, golden, right = exported(*LM)
     shutil.copytree(right, tmp_path / "wrong")
     file = tmp_path / "wrong" / "tokenizer.json"
@@ -447,7 +447,7 @@ def test_a_tokenizer_that_is_not_the_targets(harm: str, exported: Callable[[str,
         gate(found, golden, "vllm", tmp_path / "wrong")
 
 
-def test_a_directory_that_fails_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_failed_parity_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, golden = opened(tmp_path / "run", "eagle3")
     right = exporter.write
 
@@ -462,7 +462,7 @@ def test_a_directory_that_fails_is_not_left(tmp_path: Path, monkeypatch: pytest.
         assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_choice_is_the_golden_one_or_as_good(tmp_path: Path) -> None:
+def test_parity_draft_token_within_tolerance_is_accepted(tmp_path: Path) -> None:
     """Beyond the recorded logits, too."""
     _, golden = opened(tmp_path, "medusa")
     logits = torch.full((2, 3, 64), -9.0).scatter(-1, golden.token_PKR, golden.logit_PKR)
@@ -477,7 +477,7 @@ def test_a_choice_is_the_golden_one_or_as_good(tmp_path: Path) -> None:
             parity.check_tokens(logits, few)
 
 
-def test_golden_drafts_of_another_checkpoint_fail(tmp_path: Path) -> None:
+def test_export_golden_drafts_of_other_checkpoint_fail_parity(tmp_path: Path) -> None:
     found, _ = opened(tmp_path / "one", "eagle3")
     _, other = opened(tmp_path / "two", "eagle3", draft_vocab=39)
     with pytest.raises(ParityError, match="Parity: d2t"):

@@ -60,7 +60,7 @@ def written(folder: Path, target: HFTarget, format: str = "float32", top: int = 
 
 
 @pytest.mark.parametrize(("format", "error"), [("float32", 0.0), ("bfloat16", 2**-8), ("float8", 2**-4)])
-def test_formats_keep_a_state_within_their_digits(format: str, error: float) -> None:
+def test_feature_format_rounding_error_stays_within_bound(format: str, error: float) -> None:
     state_NH = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 50)[:, None]
     state_NH[7] = 0.0
     state_NH[8, 0] = 1e4  # one outlier must not cost the others their digits
@@ -78,7 +78,7 @@ def test_formats_keep_a_state_within_their_digits(format: str, error: float) -> 
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30), seed=st.integers(0, 99), bytes=st.sampled_from([1, 2**24])
 )
-def test_a_layout_holds_every_text_once_in_whatever_order_they_come(lengths: list[int], seed: int, bytes: int) -> None:
+def test_feature_layout_holds_each_text_once_in_any_order(lengths: list[int], seed: int, bytes: int) -> None:
     generator = np.random.default_rng(seed)
     some = [generator.integers(0, 5, n).astype(np.int32) for n in lengths]
     layout, other = Layout.of(some, bytes), Layout.of(some[::-1] + some[:1], bytes)
@@ -98,7 +98,7 @@ def test_a_layout_holds_every_text_once_in_whatever_order_they_come(lengths: lis
         assert all(len(p) * max(map(len, p)) <= 40 for p in passes)
 
 
-def test_another_text_or_form_or_target_has_another_folder(tmp_path: Path) -> None:
+def test_feature_store_folder_depends_on_texts_format_and_target(tmp_path: Path) -> None:
     form, some = FeatureFormat(KEYS, "float32", 32), texts()
     layout = Layout.of(some, form.bytes)
     folders = {
@@ -113,7 +113,7 @@ def test_another_text_or_form_or_target_has_another_folder(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_cached_states_are_the_targets(processes: int, target: HFTarget, tmp_path: Path) -> None:
+def test_cached_states_written_by_processes_equal_online_states(processes: int, target: HFTarget, tmp_path: Path) -> None:
     form = FeatureFormat(KEYS, "float32", target.shape.hidden_size)
     store = Store(tmp_path, Layout.of(texts(), form.bytes), form, {})
     store.folder.mkdir()
@@ -138,7 +138,7 @@ def test_cached_states_are_the_targets(processes: int, target: HFTarget, tmp_pat
         assert not found.hidden[key][~real_BT].any()
 
 
-def test_packed_documents_are_found_one_by_one(target: HFTarget, tmp_path: Path) -> None:
+def test_cached_states_of_packed_row_equal_single_documents(target: HFTarget, tmp_path: Path) -> None:
     store, (a, b, c) = written(tmp_path, target), texts()[:3]
     packed = TrainBatch(
         torch.from_numpy(np.concatenate([a, b, c]).astype(np.int64))[None],
@@ -156,7 +156,7 @@ def test_packed_documents_are_found_one_by_one(target: HFTarget, tmp_path: Path)
     assert torch.equal(found[-len(c) :], alone)
 
 
-def test_damage_is_found(target: HFTarget, tmp_path: Path) -> None:
+def test_feature_store_fault_detects_damaged_or_missing_shard(target: HFTarget, tmp_path: Path) -> None:
     store = written(tmp_path, target)
     assert [store.fault(n, verify=True) for n in store.numbers] == [None] * len(store.numbers)
     whole = store.file(1).read_bytes()
@@ -177,7 +177,9 @@ def test_damage_is_found(target: HFTarget, tmp_path: Path) -> None:
     assert store.fault(3, verify=True) == "no record of it"
 
 
-def test_a_full_disk_keeps_what_is_complete(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feature_writer_disk_full_keeps_complete_shards(
+    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     form = FeatureFormat(KEYS, "float32", target.shape.hidden_size)
     store = Store(tmp_path, Layout.of(texts(), form.bytes), form, {})
     store.folder.mkdir()
@@ -196,7 +198,7 @@ def test_a_full_disk_keeps_what_is_complete(target: HFTarget, tmp_path: Path, mo
     assert not [p for p in store.folder.iterdir() if "tmp" in p.name]
 
 
-def test_two_runs_do_not_write_at_once(target: HFTarget, tmp_path: Path) -> None:
+def test_feature_store_second_writer_is_refused(target: HFTarget, tmp_path: Path) -> None:
     store = written(tmp_path, target)
     leftover = store.folder / "shard-00009.safetensors.tmp-1"
     leftover.touch()
@@ -216,7 +218,7 @@ def coarse(name: str, logits: torch.Tensor, p: torch.Tensor, kept: torch.Tensor)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "ce"])
-def test_the_law_by_its_top_tokens_is_the_ghost_token(name: str) -> None:
+def test_top_k_distribution_divergence_equals_merged_tail_token(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     law = torch.randn(6, 20, generator=generator) * 2
     draft = torch.randn(6, 20, generator=generator).requires_grad_()
@@ -238,7 +240,7 @@ def test_the_law_by_its_top_tokens_is_the_ghost_token(name: str) -> None:
     torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
 
-def test_a_drafter_without_any_other_token_gets_the_rest_evenly() -> None:
+def test_top_k_distribution_without_other_draft_tokens_spreads_tail_evenly() -> None:
     top = Top(torch.tensor([[[3, 1]]]), torch.tensor([[[0.5, 0.3]]]).log(), torch.tensor([[0.2]]).log())
     prediction = Prediction(0, torch.zeros(1), torch.zeros(1), torch.zeros(1, 2), lambda x: x, vocab_D=torch.tensor([1, 3]))
     found = TopKDistribution(top, 6).logits(torch.zeros(1, dtype=torch.long), prediction, torch.zeros(1, 2)).exp()
@@ -254,7 +256,7 @@ def columns_of(store: Store) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_changed_byte_of_a_shard_is_a_fault_or_changes_nothing(verify: bool, target: HFTarget, tmp_path: Path) -> None:
+def test_feature_shard_changed_byte_is_fault_or_changes_nothing(verify: bool, target: HFTarget, tmp_path: Path) -> None:
     """Without verify so are those of its header and its record."""
     store = written(tmp_path, target, "bfloat16")
     file = store.file(1)
@@ -272,7 +274,7 @@ def test_a_changed_byte_of_a_shard_is_a_fault_or_changes_nothing(verify: bool, t
     assert store.fault(1, verify) is None
 
 
-def test_a_shard_that_was_changed_since_it_was_checked_is_one_line(target: HFTarget, tmp_path: Path) -> None:
+def test_feature_shard_damaged_after_check_raises_user_error_on_read(target: HFTarget, tmp_path: Path) -> None:
     store = written(tmp_path, target)
     file = store.file(1)
     whole = file.read_bytes()
@@ -288,7 +290,7 @@ def test_a_shard_that_was_changed_since_it_was_checked_is_one_line(target: HFTar
         columns_of(store)
 
 
-def test_nothing_is_read_of_the_index(target: HFTarget, tmp_path: Path) -> None:
+def test_feature_store_ignores_damaged_index_file(target: HFTarget, tmp_path: Path) -> None:
     store = written(tmp_path, target)
     wanted = columns_of(store)
     (store.folder / "index.json").write_text("[")

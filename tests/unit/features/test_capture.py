@@ -88,7 +88,7 @@ def states_of(target: HFTarget, standin: StandIn, memory: Any, folder: Path, tap
 
 
 @pytest.mark.parametrize("taps", [TAPS, Taps()], ids=["taps", "none"])
-def test_states_are_those_of_the_target(taps: Taps, target: HFTarget, tmp_path: Path) -> None:
+def test_capture_source_states_equal_target_states(taps: Taps, target: HFTarget, tmp_path: Path) -> None:
     memory = Memory()
     standin = StandIn(computed(target), Patched(spec_capture_aux_layer_ids=[2, 0] if taps.blocks else None), put=memory.put)
     with states_of(target, standin, memory, tmp_path, taps) as states:
@@ -107,7 +107,7 @@ def test_states_are_those_of_the_target(taps: Taps, target: HFTarget, tmp_path: 
 
 
 @pytest.mark.parametrize("fault", ["status", "drop", "abort", "lost", "nan", "another"])
-def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path) -> None:
+def test_capture_source_failed_requests_are_repeated(fault: str, target: HFTarget, tmp_path: Path) -> None:
     memory = Memory()
     arguments = Patched(spec_capture_aux_layer_ids=[0, 2])
     standin = StandIn(computed(target), arguments, {2: fault, 3: fault}, put=memory.put)
@@ -120,7 +120,9 @@ def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path) -> No
     assert not memory.objects
 
 
-def test_late_objects_of_failed_requests_are_removed(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_source_late_objects_of_failed_requests_are_removed(
+    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Again and again while the run goes on, and at the next start where they come after its end."""
     memory, clock = Memory(), [1000.0]
     monkeypatch.setattr(servers, "monotonic", lambda: clock[0])
@@ -142,7 +144,7 @@ def test_late_objects_of_failed_requests_are_removed(target: HFTarget, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_store_ends_the_run(target: HFTarget, tmp_path: Path) -> None:
+def test_capture_source_full_store_raises_user_error(target: HFTarget, tmp_path: Path) -> None:
     def full(key: str, tensor: Tensor) -> None:
         raise RuntimeError(f"spec-capture put_from failed (status -200) for {key}")
 
@@ -163,7 +165,7 @@ def test_a_full_store_ends_the_run(target: HFTarget, tmp_path: Path) -> None:
         ({"spec_capture_aux_layer_ids": [0, 2], "context_length": 40}, "takes prompts of fewer than 34 tokens"),
     ],
 )
-def test_a_server_that_cannot_give_the_states_is_refused(
+def test_capture_source_server_with_wrong_settings_is_refused(
     arguments: dict[str, Any], line: str, target: HFTarget, tmp_path: Path
 ) -> None:
     memory = Memory()
@@ -172,7 +174,9 @@ def test_a_server_that_cannot_give_the_states_is_refused(
         states.servers.check()
 
 
-def test_a_part_of_the_states_is_refused(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_source_states_cut_by_prefix_cache_are_refused(
+    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that ignores extra_key, and finds the sequence in its cache."""
     memory = Memory()
     standin = StandIn(computed(target), Patched(spec_capture_aux_layer_ids=[0, 2]), put=memory.put)

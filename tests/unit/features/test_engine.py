@@ -99,7 +99,7 @@ def source(
         states.close()
 
 
-def test_states_are_those_of_the_target(target: HFTarget, tmp_path: Path) -> None:
+def test_engine_states_equal_target_states(target: HFTarget, tmp_path: Path) -> None:
     standin = StandIn(computed(target), tmp_path)
     with serving(standin) as url, source(target, url) as states:
         states.servers.check()
@@ -120,7 +120,7 @@ def test_states_are_those_of_the_target(target: HFTarget, tmp_path: Path) -> Non
     assert request["prompt"] == texts(1)[0].tolist() and request["max_tokens"] == 1 and request["model"] == "target"
 
 
-def test_packed_conversations_are_requests_of_their_own(target: HFTarget, tmp_path: Path) -> None:
+def test_engine_states_packed_conversations_equal_separate_requests(target: HFTarget, tmp_path: Path) -> None:
     a, b = texts(2)
     packed = TrainBatch(
         torch.from_numpy(np.concatenate([a, b]).astype(np.int64))[None],
@@ -135,7 +135,7 @@ def test_packed_conversations_are_requests_of_their_own(target: HFTarget, tmp_pa
 
 
 @pytest.mark.parametrize("fault", ["status", "drop", "half", "missing", "late", "nan", "ids", "another"])
-def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path) -> None:
+def test_engine_states_failed_requests_are_repeated(fault: str, target: HFTarget, tmp_path: Path) -> None:
     with (
         serving(StandIn(computed(target), tmp_path, {2: fault, 3: fault})) as url,
         source(target, url, timeout=0.3 if fault == "late" else 5.0) as states,
@@ -152,7 +152,7 @@ def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "given", ["{}\0.safetensors", "\0/{}.safetensors", "\ud800{}.safetensors", f"{'y' * 300}/{{}}.safetensors"]
 )
-def test_a_file_name_that_cannot_be_is_a_wrong_answer(given: str, tmp_path: Path) -> None:
+def test_state_files_impossible_file_name_raises_wrong_error(given: str, tmp_path: Path) -> None:
     files = StateFiles()
     path = f"{tmp_path}/{given.format(name := files.names.next())}"
     with pytest.raises(WrongError, match="a file name that cannot be"):
@@ -169,7 +169,9 @@ def test_a_file_name_that_cannot_be_is_a_wrong_answer(given: str, tmp_path: Path
         ("ids", 60.0, r"states of \d+ token ids that are not the \d+ of the request, 5 times; start it well"),
     ],
 )
-def test_a_fault_that_stays_ends_in_one_line(fault: str, patience: float, line: str, target: HFTarget, tmp_path: Path) -> None:
+def test_engine_states_persistent_fault_raises_user_error(
+    fault: str, patience: float, line: str, target: HFTarget, tmp_path: Path
+) -> None:
     faults = dict.fromkeys(range(2, 200), fault)
     with serving(StandIn(computed(target), tmp_path, faults)) as url, source(target, url) as states:
         object.__setattr__(states.servers.settings, "patience", patience)
@@ -179,7 +181,7 @@ def test_a_fault_that_stays_ends_in_one_line(fault: str, patience: float, line: 
     assert not list(tmp_path.iterdir())
 
 
-def test_another_server_takes_over_and_a_dead_one_comes_back(target: HFTarget, tmp_path: Path) -> None:
+def test_engine_states_dead_server_is_replaced_and_rejoins(target: HFTarget, tmp_path: Path) -> None:
     said: list[str] = []
     first, second, again = (StandIn(computed(target), tmp_path) for _ in range(3))
     with serving(first) as one, serving(second) as two:
@@ -213,7 +215,9 @@ def test_another_server_takes_over_and_a_dead_one_comes_back(target: HFTarget, t
         ((1, 3, 4), 1, r"the state of layer id 1 differs from the target's by .* another model or another revision"),
     ],
 )
-def test_a_wrong_server_is_refused(layers: tuple[int, ...], seed: int, line: str, target: HFTarget, tmp_path: Path) -> None:
+def test_engine_server_with_wrong_layers_or_model_is_refused(
+    layers: tuple[int, ...], seed: int, line: str, target: HFTarget, tmp_path: Path
+) -> None:
     other = tiny_target(seed=seed)
     with (
         serving(StandIn(computed(other, layers), tmp_path)) as url,
@@ -224,7 +228,7 @@ def test_a_wrong_server_is_refused(layers: tuple[int, ...], seed: int, line: str
     assert not list(tmp_path.iterdir())
 
 
-def test_in_bfloat16_the_nearest_block_decides() -> None:
+def test_reference_bfloat16_states_are_matched_to_nearest_block() -> None:
     """Rounding of 1 % of the norm, and blocks whose outputs differ by 2 %."""
     generator = torch.Generator().manual_seed(0)
 
@@ -239,7 +243,7 @@ def test_in_bfloat16_the_nearest_block_decides() -> None:
     assert "it is block 0" in str(reference.fault(early_TKH, "block {}".format))
 
 
-def test_a_server_started_again_with_another_model_is_refused(target: HFTarget, tmp_path: Path) -> None:
+def test_engine_server_restarted_with_other_model_is_refused(target: HFTarget, tmp_path: Path) -> None:
     with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
         port = int(url.rpartition(":")[2])
         states.fill(batch(texts(2)))
@@ -251,7 +255,7 @@ def test_a_server_started_again_with_another_model_is_refused(target: HFTarget, 
             states.fill(batch(texts(1)))
 
 
-def test_no_more_batches_are_requested_than_ahead(target: HFTarget, tmp_path: Path) -> None:
+def test_engine_states_each_conversation_is_requested_once(target: HFTarget, tmp_path: Path) -> None:
     standin = StandIn(computed(target), tmp_path)
     some = [batch(texts(3)) for _ in range(3)]
     with serving(standin) as url, source(target, url) as states:
@@ -264,7 +268,7 @@ def test_no_more_batches_are_requested_than_ahead(target: HFTarget, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_files_of_killed_processes_are_removed_and_others_stay(target: HFTarget, tmp_path: Path) -> None:
+def test_state_files_of_dead_processes_are_removed_and_others_kept(target: HFTarget, tmp_path: Path) -> None:
     dead = tmp_path / f"cmpl-drafttrain-{HOST}-{NO_PROCESS}-1f-3--0-ab.safetensors"
     earlier = tmp_path / f"cmpl-drafttrain-{HOST}-{os.getpid()}-1f-3--0-ab.safetensors.lock"  # this number, before a restart
     alive = tmp_path / f"cmpl-drafttrain-{HOST}-{os.getppid()}-1f-3--0-ab.safetensors"
@@ -278,7 +282,7 @@ def test_files_of_killed_processes_are_removed_and_others_stay(target: HFTarget,
 
 
 @pytest.mark.parametrize(("host", "direct"), [("127.0.0.1", False), ("127.0.0.2", True)])
-def test_no_proxy_is_asked_for_this_machine_or_for_servers_of_the_run(
+def test_engine_servers_local_or_started_by_run_bypass_http_proxy(
     host: str, direct: bool, target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("no_proxy", "NO_PROXY", "ALL_PROXY", "all_proxy"):
@@ -293,7 +297,7 @@ def test_no_proxy_is_asked_for_this_machine_or_for_servers_of_the_run(
                 states.servers.check()
 
 
-def test_all_threads_share_a_comparison_that_fails() -> None:
+def test_engine_server_failed_comparison_is_shared_by_waiting_threads() -> None:
     """A server that hangs must not keep them for a `timeout` each, one after the other."""
 
     class Counting:
@@ -349,7 +353,7 @@ def test_all_threads_share_a_comparison_that_fails() -> None:
     assert len(faults) == THREADS and all("no answer in features.timeout=120 s, for" in fault for fault in faults)
 
 
-def test_no_conversation_waits_for_a_server_that_hangs_while_another_answers() -> None:
+def test_engine_servers_hanging_server_does_not_delay_requests() -> None:
     """It is compared in a thread of its own, and used again when it answers."""
     ids, released, compared, served = [1, 2], threading.Event(), list[bool](), list[str]()
 
@@ -396,7 +400,7 @@ def test_no_conversation_waits_for_a_server_that_hangs_while_another_answers() -
     asked.close()
 
 
-def test_a_file_that_is_written_while_the_run_ends_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_file_written_while_run_ends_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_files, "ENDING", 60.0, raising=False)
     path, closed, looks, ended = tmp_path / "cmpl-1.safetensors", threading.Event(), list[int](), list[int]()
     closed.set()
@@ -422,7 +426,9 @@ def test_a_file_that_is_written_while_the_run_ends_is_removed(tmp_path: Path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_a_mount_without_locks_is_one_line(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_files_on_mount_without_locks_raise_user_error(
+    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lustre without its option flock."""
     with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
         states.servers.check()
@@ -435,7 +441,7 @@ def test_a_mount_without_locks_is_one_line(target: HFTarget, tmp_path: Path, mon
             states.fill(batch(texts(1)))
 
 
-def test_files_that_the_server_owns_are_one_line_and_those_of_other_users_none(
+def test_state_files_that_cannot_be_removed_raise_user_error(
     target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that runs as another user, in a folder where only that user may remove files."""
@@ -451,7 +457,7 @@ def test_files_that_the_server_owns_are_one_line_and_those_of_other_users_none(
             states.servers.check()
 
 
-def test_files_are_found_where_this_machine_sees_them(target: HFTarget, tmp_path: Path) -> None:
+def test_state_files_are_read_from_features_dir(target: HFTarget, tmp_path: Path) -> None:
     (tmp_path / "here").symlink_to(tmp_path / "there")
     with serving(StandIn(computed(target), tmp_path / "there")) as url:
         with source(target, url, folder=tmp_path / "here") as states:
@@ -462,7 +468,7 @@ def test_files_are_found_where_this_machine_sees_them(target: HFTarget, tmp_path
                 states.servers.check()
 
 
-def test_a_server_with_too_little_room_is_refused(target: HFTarget, tmp_path: Path) -> None:
+def test_engine_server_with_short_max_model_len_is_refused(target: HFTarget, tmp_path: Path) -> None:
     with (
         serving(StandIn(computed(target), tmp_path, longest=64)) as url,
         source(target, url) as states,
@@ -482,7 +488,7 @@ def test_a_server_with_too_little_room_is_refused(target: HFTarget, tmp_path: Pa
         ({"servers": ["http://a:1"], "python": "p"}, "leave one of them out"),
     ],
 )
-def test_options_are_checked(options: dict[str, object], line: str) -> None:
+def test_engine_feature_options_invalid_values_are_refused(options: dict[str, object], line: str) -> None:
     with pytest.raises(UserError, match=line):
         FeatureOptions("engine", **options).check(64)  # type: ignore[arg-type]
 
@@ -491,13 +497,13 @@ def test_options_are_checked(options: dict[str, object], line: str) -> None:
     {"servers": ["http://a:1"]}, {"gpus": 2}, {"arguments": ["--x"]}, {"transport": "mooncake"}, {"engine": "sglang"},
     {"nodes": 1}, {"tensor_parallel": 2}, {"mooncake": MooncakeOptions(master="a:1")},
 ])  # fmt: skip
-def test_servers_are_not_ignored_without_an_engine(option: dict[str, Any]) -> None:
+def test_engine_feature_options_are_refused_when_features_is_online(option: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"features.{next(iter(option))} is for features=engine, but features is online"):
         FeatureOptions(**option).check(64)
 
 
 @pytest.mark.parametrize("url", ["http://[::1:8000", "http://user:secret@a:8000", "a:8000"])
-def test_addresses_are_checked_before_anything_is_started(url: str) -> None:
+def test_final_servers_malformed_url_is_refused_hiding_password(url: str) -> None:
     drafter: Any = SimpleNamespace(trained=True, adapts=None, taps=TAPS)
     with pytest.raises(UserError, match=r"^features\.final_servers ") as fault:
         check_features(

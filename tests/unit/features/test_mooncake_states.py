@@ -38,7 +38,7 @@ def manifest() -> tuple[bytes, dict[str, Any]]:
     return packed(HANDLE, TENSORS)
 
 
-def test_a_manifest_is_read() -> None:
+def test_mooncake_manifest_gives_tensors_of_object() -> None:
     content, params = manifest()
     found = Manifest.of(params, NAME, 5)
     content_N = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -97,7 +97,7 @@ STATES, IDS = ("tensors", "hidden_states"), ("tensors", "token_ids")
         changed(*IDS, "dtype", to="torch.int32"),
     ],
 )
-def test_a_damaged_manifest_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
+def test_mooncake_damaged_manifest_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
     params = copy.deepcopy(manifest()[1])
     change(params)
     with pytest.raises(WrongError):
@@ -108,7 +108,7 @@ def test_a_damaged_manifest_is_refused(change: Callable[[dict[str, Any]], None])
     ("params", "line"),
     [(None, "without"), ([], "without"), ({}, "without"), ({"hidden_states_path": "/a"}, "features.transport is mooncake")],
 )
-def test_an_answer_without_a_manifest(params: Any, line: str) -> None:
+def test_mooncake_answer_without_manifest_is_refused(params: Any, line: str) -> None:
     with pytest.raises(NoStatesError, match=line):
         Manifest.of(params, NAME, 5)
 
@@ -121,7 +121,7 @@ def test_an_answer_without_a_manifest(params: Any, line: str) -> None:
         ({"transport": "mooncake", "mooncake": MooncakeOptions(buffer=1)}, "features.mooncake.buffer is 1"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], line: str) -> None:
+def test_mooncake_feature_options_invalid_values_are_refused(options: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         FeatureOptions("engine", **options).check(64)
 
@@ -137,7 +137,9 @@ def source(target: HFTarget, url: str, transport: MooncakeStates, timeout: float
 @needs_mooncake
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["status", "drop", "missing", "error", "nan", "ids", "another", "half", "damaged", ""])
-def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mooncake_states_failed_requests_are_repeated(
+    fault: str, target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servers, "FIRST_WAIT", 0.01)
     master = Master(f"127.0.0.1:{free_port()}").start()
     try:
@@ -162,7 +164,7 @@ def test_a_fault_is_repeated(fault: str, target: HFTarget, tmp_path: Path, monke
 
 @needs_mooncake
 @pytest.mark.slow
-def test_objects_of_killed_processes_are_removed_and_others_stay(tmp_path: Path) -> None:
+def test_mooncake_objects_of_dead_processes_are_removed_and_others_kept(tmp_path: Path) -> None:
     master = Master(f"127.0.0.1:{free_port()}").start()
     producer = Producer(master.address)
     try:

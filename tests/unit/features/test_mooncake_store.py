@@ -41,7 +41,7 @@ def store(master: Master) -> Iterator[MooncakeStore]:
 
 @needs_mooncake
 @pytest.mark.slow
-def test_objects_are_read_and_removed(store: MooncakeStore, producer: Producer) -> None:
+def test_mooncake_store_reads_and_removes_objects(store: MooncakeStore, producer: Producer) -> None:
     for i in range(12):
         assert producer.put(f"run-{i}", MIB + i, i) == 0
     assert store.exists("run-0", "other") == [True, False]
@@ -63,7 +63,9 @@ def test_objects_are_read_and_removed(store: MooncakeStore, producer: Producer) 
 
 @needs_mooncake
 @pytest.mark.slow
-def test_waits_end(store: MooncakeStore, producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mooncake_store_wait_ends_by_object_timeout_or_close(
+    store: MooncakeStore, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(MissingError, match="in time"):
         store.wait(["never"], time.monotonic() + 0.05, threading.Event())
     with ThreadPoolExecutor() as threads:
@@ -77,7 +79,7 @@ def test_waits_end(store: MooncakeStore, producer: Producer, monkeypatch: pytest
         store.wait(["never"], time.monotonic() + 60, closed)
 
 
-def test_an_object_that_is_put_while_the_run_ends_is_found() -> None:
+def test_mooncake_store_wait_finds_object_put_after_close() -> None:
     """Else it would stay: its request was answered, and nothing asks for it again."""
 
     class Slow(MooncakeStore):
@@ -97,7 +99,9 @@ def test_an_object_that_is_put_while_the_run_ends_is_found() -> None:
 
 @needs_mooncake
 @pytest.mark.slow
-def test_killed_processes_raise_and_new_ones_serve(store: MooncakeStore, producer: Producer, master: Master) -> None:
+def test_mooncake_store_recovers_after_producer_and_master_are_killed(
+    store: MooncakeStore, producer: Producer, master: Master
+) -> None:
     producer.put("one", MIB)
     assert store.size("one") == MIB
     producer.kill()
@@ -128,7 +132,7 @@ def test_killed_processes_raise_and_new_ones_serve(store: MooncakeStore, produce
 
 @needs_mooncake
 @pytest.mark.slow
-def test_a_master_that_is_away() -> None:
+def test_mooncake_store_unreachable_master_raises_error() -> None:
     store = MooncakeStore(StoreSettings(f"127.0.0.1:{free_port()}"))
     with pytest.raises(StoreError, match="no mooncake_master answers"):
         store.exists("one")
@@ -138,7 +142,7 @@ def test_a_master_that_is_away() -> None:
         store.exists("one")
 
 
-def test_settings_that_cannot_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mooncake_store_invalid_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for master in ("localhost", "localhost:", ":50051", "http://localhost:50051", "localhost:0", "localhost:99999", ""):
         with pytest.raises(UserError, match="HOST:PORT"):
             StoreSettings(master).check()
@@ -152,7 +156,7 @@ def test_settings_that_cannot_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
         StoreSettings("a:1", protocol="rdma").check()
 
 
-def test_parts_of_the_buffer() -> None:
+def test_mooncake_buffer_parts_are_aligned_and_suspects_return_later() -> None:
     now = [0.0]
     buffer = Buffer(256, lambda: now[0])
     with buffer.part(100) as first_N, buffer.part(100) as second_N:

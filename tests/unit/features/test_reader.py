@@ -100,7 +100,7 @@ class Copies(HostBuffers):
 
 
 @pytest.mark.parametrize("buffered", [False, True])
-def test_what_is_read_ahead_is_what_is_read_in_turn(store: Store, buffered: bool) -> None:
+def test_read_ahead_states_equal_serial_states(store: Store, buffered: bool) -> None:
     serial, ours, some = Cached(store, CPU, torch.float32), Cached(store, CPU, torch.float32), batches()
     copies = Copies()
     if buffered:
@@ -121,7 +121,7 @@ def test_what_is_read_ahead_is_what_is_read_in_turn(store: Store, buffered: bool
     assert not reading()
 
 
-def test_a_mistake_is_raised_for_its_own_batch(store: Store) -> None:
+def test_read_ahead_error_is_raised_for_its_batch_only(store: Store) -> None:
     ours, (first, second, *_) = Cached(store, CPU, torch.float32), batches()
     unknown = batch([np.array([9, 9, 9, 9], np.int32)])
     ours.begin(unknown)
@@ -136,7 +136,7 @@ def test_a_mistake_is_raised_for_its_own_batch(store: Store) -> None:
     assert not reading()
 
 
-def test_one_call_ahead_and_never_two_at_a_time() -> None:
+def test_read_ahead_runs_calls_one_by_one() -> None:
     gate, entered, running, most = threading.Event(), threading.Event(), [0], [0]
 
     def make(number: int) -> int:
@@ -158,7 +158,7 @@ def test_one_call_ahead_and_never_two_at_a_time() -> None:
     assert not reading()
 
 
-def test_a_thread_for_a_gpu_works_on_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_thread_sets_its_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     set_to: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: set_to.append((threading.current_thread().name, device)))
     ahead: ReadAhead[int, int] = ReadAhead(lambda number: number, torch.device("cuda", 3))
@@ -168,7 +168,7 @@ def test_a_thread_for_a_gpu_works_on_that_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert [(name.split("_")[0], device.index) for name, device in set_to] == [("features", 3)]
 
 
-def test_a_buffer_waits_for_its_copy_and_is_used_again() -> None:
+def test_host_buffer_is_reused_after_its_copy() -> None:
     copies, taken = Copies(), []
     for size in (100, 200, 150, 90, 400, 60):
         taken.append(copies.take(size))

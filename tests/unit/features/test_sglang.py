@@ -93,7 +93,7 @@ def states_of(
     ],
     ids=["final", "older flag", "two servers", "last block", "last block tapped"],
 )
-def test_states_are_those_of_the_target(
+def test_sglang_source_states_equal_target_states(
     taps: Taps, arguments: dict[str, Any], final: dict[str, Any] | None, last: bool, target: HFTarget
 ) -> None:
     standin = StandIn(computed(target), Arguments(**arguments), last=last)
@@ -113,7 +113,7 @@ def test_states_are_those_of_the_target(
 
 
 @pytest.mark.parametrize("fault", ["status", "busy", "drop", "abort", "nan", "ids", "another"])
-def test_a_fault_is_repeated(fault: str, target: HFTarget) -> None:
+def test_sglang_source_failed_requests_are_repeated(fault: str, target: HFTarget) -> None:
     standin = StandIn(computed(target), Arguments(**FULL), {2: fault, 3: fault})
     with states_of(target, standin, Taps()) as states:
         object.__setattr__(states.servers.settings, "patience", 60.0)  # the waits after two faults, on a busy machine too
@@ -146,7 +146,7 @@ def test_a_fault_is_repeated(fault: str, target: HFTarget) -> None:
         (FULL | {"context_length": 70}, Taps(), 64, "prompts of fewer than 64 tokens, .* up to 64; .* --context-length 71"),
     ],
 )
-def test_a_server_that_cannot_give_the_states_is_refused(
+def test_sglang_server_with_wrong_settings_is_refused(
     arguments: dict[str, Any], taps: Taps, longest: int, line: str, target: HFTarget
 ) -> None:
     standin = StandIn(computed(target), Arguments(**arguments))
@@ -163,7 +163,9 @@ def test_a_server_that_cannot_give_the_states_is_refused(
     ],
     ids=["early", "the last block is not captured"],
 )
-def test_wrong_states_are_refused(last: bool, faults: dict[int, str], line: str, target: HFTarget) -> None:
+def test_sglang_server_with_early_or_missing_block_states_is_refused(
+    last: bool, faults: dict[int, str], line: str, target: HFTarget
+) -> None:
     """SGLang ends at the first request when a model cannot give a block's output."""
     arguments = Arguments(**(FULL if faults else aux(0, 2, 3)))
     taps = Taps() if faults else Taps((0, 2))
@@ -174,7 +176,7 @@ def test_wrong_states_are_refused(last: bool, faults: dict[int, str], line: str,
         states.servers.check()
 
 
-def test_states_before_the_last_norm_are_refused(target: HFTarget) -> None:
+def test_sglang_states_before_final_norm_are_refused(target: HFTarget) -> None:
     def before_norm(ids: list[int]) -> Mapping[int, Tensor]:
         found = dict(computed(target)(ids))
         return found | {FINAL: found[3]}
@@ -186,7 +188,7 @@ def test_states_before_the_last_norm_are_refused(target: HFTarget) -> None:
         states.servers.check()
 
 
-def test_blocks_off_by_one_are_refused(target: HFTarget) -> None:
+def test_sglang_layer_ids_off_by_one_are_refused(target: HFTarget) -> None:
     """As with the convention EAGLE3 on some architectures, which takes ids as they are."""
 
     def early(ids: list[int]) -> Mapping[int, Tensor]:
@@ -208,7 +210,7 @@ def test_blocks_off_by_one_are_refused(target: HFTarget) -> None:
         ({"chunked_prefill_size": 8}, False, r"the states of \d of \d+ tokens, since it computes prompts in chunks"),
     ],
 )
-def test_states_of_a_part_are_refused(
+def test_sglang_states_of_partial_prompt_are_refused(
     arguments: dict[str, Any], ignored: bool, line: str, target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that knows no extra_key, and one that hides how it computes."""
@@ -227,7 +229,7 @@ def standin_layers() -> Any:
     return SglangLayers((), True)
 
 
-def test_numbers_keep_the_servers_dtype() -> None:
+def test_sglang_numbers_keep_server_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         state_TW = torch.randn(5, 16).to(dtype)
         assert torch.equal(found := narrowed(numbers(state_TW.tolist())), state_TW) and found.dtype == dtype
@@ -236,7 +238,7 @@ def test_numbers_keep_the_servers_dtype() -> None:
         numbers([[1.0], [1.0, 2.0]])
 
 
-def test_answers_are_of_their_request() -> None:
+def test_sglang_answer_aborted_or_of_other_request_is_refused() -> None:
     with pytest.raises(AbsentError, match="it has ended the request"):
         meta_info("u", {"meta_info": {"id": "a", "finish_reason": {"type": "abort", "message": "m"}}}, "a")
     with pytest.raises(WrongError, match="another request, b"):

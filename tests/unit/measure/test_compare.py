@@ -51,7 +51,7 @@ def by_hand(a_PC: np.ndarray, b_PC: np.ndarray) -> float:
     return sum(gap >= gaps[0] - 1e-12 for gap in gaps) / len(gaps)
 
 
-def test_a_p_value_is_the_share_of_exchanges_as_extreme() -> None:
+def test_permutation_p_equals_exact_enumeration() -> None:
     random = np.random.default_rng(1)
     for _ in range(5):
         a_PC, b_PC = (random.integers(5, 60, (7, 2)).astype(float) for _ in range(2))
@@ -59,7 +59,7 @@ def test_a_p_value_is_the_share_of_exchanges_as_extreme() -> None:
     assert permutation_p(a_PC, a_PC, tau, 100, 0) == 1.0
 
 
-def test_p_values_without_a_difference_are_uniform_and_with_one_are_small() -> None:
+def test_permutation_p_is_uniform_under_null_and_small_otherwise() -> None:
     random, found = np.random.default_rng(2), []
     for trial in range(300):
         verifications_P = random.integers(15, 40, 30).astype(float)
@@ -71,14 +71,14 @@ def test_p_values_without_a_difference_are_uniform_and_with_one_are_small() -> N
     assert permutation_p(a_PC, b_PC, tau, 2000, 0) == pytest.approx(1 / 2001)
 
 
-def test_holm_corrects_for_the_number_of_pairs_and_keeps_the_order() -> None:
+def test_holm_corrects_p_values_and_keeps_order() -> None:
     given = [0.01, 0.04, 0.03, None]
     pairs = holm([Pair(0, i + 1, "tau", 9, p=p) for i, p in enumerate(given)])
     assert [p.corrected for p in pairs] == [pytest.approx(0.03), pytest.approx(0.06), pytest.approx(0.06), None]
     assert holm([Pair(0, 1, "tau", 9, p=0.7), Pair(0, 2, "tau", 9, p=0.8)])[1].corrected == 1.0
 
 
-def test_the_interval_covers_the_mean_it_was_drawn_around() -> None:
+def test_interval_covers_true_tau_at_nominal_rate() -> None:
     inside = 0
     for seed in range(60):
         (row,) = rows_of([RunReport("x", report(tau=2.2, count=40, seed=seed))], "best")
@@ -88,7 +88,7 @@ def test_the_interval_covers_the_mean_it_was_drawn_around() -> None:
     assert 50 <= inside <= 60
 
 
-def test_the_frontier_is_what_nothing_dominates() -> None:
+def test_frontier_contains_exactly_undominated_points() -> None:
     random = np.random.default_rng(3)
     points = [(i, float(random.integers(0, 6)), float(random.integers(0, 6))) for i in range(40)]
     for i, cost, speed in points:
@@ -97,7 +97,7 @@ def test_the_frontier_is_what_nothing_dominates() -> None:
     assert frontier([]) == frozenset()
 
 
-def test_words_say_who_is_ahead_and_what_is_chance() -> None:
+def test_compare_verdicts_state_order_and_significance() -> None:
     found = compared(report(2.0, 1.2, seed=1), report(2.0, 1.21, seed=2), report(3.0, 2.0, seed=3), sort="tau")
     assert found.rows[0].label == "runs/2"
     assert re.fullmatch(r"behind \(p = 0\.00\d+\)", found.against_first(1)) or found.against_first(1) == "behind (p < 0.001)"
@@ -109,7 +109,7 @@ def test_words_say_who_is_ahead_and_what_is_chance() -> None:
     assert turned.tested == "speedup" and turned.against_first(1).startswith("ahead")
 
 
-def test_speed_is_compared_with_each_run_s_own_baseline() -> None:
+def test_compare_speedup_is_relative_to_baseline_of_same_run() -> None:
     """Twice as slow a machine on both sides changes nothing."""
     fast, slow = report(2.0, 1.5, seed=1), report(2.0, 1.5, seed=1)
     for prompt in slow["checkpoints"][0]["per_prompt"]:
@@ -140,7 +140,7 @@ def test_ranking_of_different_conditions_is_refused_unless_mixed(subtests: pytes
             assert len(mixed.rows) == 2 and any(named in note for note in mixed.notes)
 
 
-def test_same_names_do_not_hide_other_prompts() -> None:
+def test_compare_different_prompts_are_refused_despite_equal_names() -> None:
     other = report()
     for prompt in other["checkpoints"][0]["per_prompt"]:
         prompt["prompt"] = "e" * 16
@@ -150,7 +150,7 @@ def test_same_names_do_not_hide_other_prompts() -> None:
     assert {pair.verdict(0.05) for pair in pairs} == {"too few prompts in common (0)"}
 
 
-def test_older_reports_compare_without_tests() -> None:
+def test_compare_version_1_reports_have_no_significance_tests() -> None:
     found = compared(version_1(report(2.0)), version_1(report(3.0, 1.9)))
     assert [row.entry["speedup"] for row in found.rows] == [1.9, 1.5]
     assert found.against_first(1) == "no figures by prompt"
@@ -159,7 +159,7 @@ def test_older_reports_compare_without_tests() -> None:
     assert found.points() == []
 
 
-def test_costs_are_of_the_checkpoint_or_of_its_whole_run() -> None:
+def test_compare_cost_is_of_checkpoint_or_of_whole_run() -> None:
     made = report()
     rows = rows_of([RunReport("a", made), RunReport("b", version_1(made) | {"training": {"tokens": 7}})], "best")
     assert rows[0].cost("hours") == pytest.approx(120 / 3600)
@@ -168,7 +168,7 @@ def test_costs_are_of_the_checkpoint_or_of_its_whole_run() -> None:
     assert ranked([rows[0]], FAST).cost == "hours"
 
 
-def test_engines_stand_beside_the_run_that_was_measured_with_them() -> None:
+def test_compare_engine_results_add_columns_to_measured_run() -> None:
     engines = [engine_of("openvino", "OpenVINO GenAI"), engine_of("vllm", "vLLM", error="it did not start")]
     without, measured = report(2.0), report(2.4, 1.9) | {"engines": engines}
     comparison = compared(without, measured)
@@ -179,7 +179,7 @@ def test_engines_stand_beside_the_run_that_was_measured_with_them() -> None:
     assert header(compared(without, report(2.4, 1.9)))[-1] != "engines"
 
 
-def test_sorting() -> None:
+def test_compare_sort_option_orders_rows() -> None:
     made = [
         report(2.0, 1.9, entry__parameters=5),
         report(3.0, 1.2, seed=1, entry__parameters=3),
@@ -214,7 +214,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_command_writes_a_table_a_page_and_figures(command: Command, tmp_path: Path, capsys: Any) -> None:
+def test_compare_command_writes_csv_markdown_and_html(command: Command, tmp_path: Path, capsys: Any) -> None:
     for name, (tau_, rate) in {"lr=0.1, x": (2.0, 0.001), "b <i>": (2.6, 0.0003)}.items():
         write(tmp_path / "runs" / name, report(tau_, tau_ / 1.5), f"train: {{lr: {rate}}}\noutput: {name!r}\n")
     (tmp_path / "runs" / "unmeasured").mkdir()
@@ -326,7 +326,9 @@ class Weights:
         (Path(root) / "report.json").write_text(json.dumps(self.made), encoding="utf-8")
 
 
-def test_a_run_at_wandb(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_compare_command_reads_wandb_run_and_reports_missing_ones(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     write(tmp_path / "here", report(2.0, 1.2), "train: {lr: 0.1}\n")
     monkeypatch.setattr(wandb, "Api", lambda: Weights(report(3.0, 2.0, seed=1)))
     assert command("compare", "here", "me/drafttrain/abc123", "compare.samples=500", "out=out") == 0
@@ -342,7 +344,7 @@ def test_a_run_at_wandb(command: Command, tmp_path: Path, monkeypatch: pytest.Mo
     assert "W&B run me/drafttrain/abc123 has no report" in capfd.readouterr().err
 
 
-def test_the_comparison_as_a_report_at_wandb(
+def test_compare_command_saves_wandb_report_and_names_errors(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     write(tmp_path / "here", report(2.0, 1.2), "train: {lr: 0.1}\n")

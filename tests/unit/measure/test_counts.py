@@ -18,7 +18,7 @@ def result(emitted: int, verifications: int, offered: list[int], accepted: list[
     return Result(0, 4, [0] * (emitted + 1), verifications, emitted, offered, accepted, nodes)
 
 
-def test_counts_are_pooled_and_not_averaged() -> None:
+def test_acceptance_counts_are_pooled_not_averaged() -> None:
     counts = pooled([result(9, 3, [3, 3], [3, 3], 6), result(1, 1, [1], [], 2)])
     assert counts.tau == 10 / 4
     assert (counts.offered, counts.accepted) == ((4, 3), (3, 3))
@@ -27,12 +27,12 @@ def test_counts_are_pooled_and_not_averaged() -> None:
     assert counts.rejection_overhead == pytest.approx(1 - 6 / 8)
 
 
-def test_plain_decoding_has_tau_one_and_no_alpha() -> None:
+def test_acceptance_of_plain_decoding_has_tau_one_and_no_alpha() -> None:
     counts = pooled([result(5, 5, [], [], 0)])
     assert (counts.tau, counts.alpha, counts.rejection_overhead, counts.alpha_by_position) == (1.0, None, None, [])
 
 
-def test_nothing_verified_has_no_tau() -> None:
+def test_acceptance_without_verifications_has_no_tau() -> None:
     assert pooled([]).tau is None
 
 
@@ -42,7 +42,7 @@ def test_wilson_interval_equals_published_values() -> None:
         assert wilson(hits, trials) == pytest.approx((hits / trials, low, high), abs=1e-4)
 
 
-def test_wilson_refuses_more_hits_than_trials() -> None:
+def test_wilson_more_successes_than_trials_is_refused() -> None:
     with pytest.raises(ValueError, match="5 hits in 3 trials"):
         wilson(5, 3)
 
@@ -55,20 +55,20 @@ def hits(ranks: list[list[int]], mass: float = 0.5) -> Hits:
 CHAIN, TREE = [(0,), (0, 0)], [(0,), (1,), (0, 0)]
 
 
-def test_expected_tau_over_all_positions_is_one_plus_the_path_hits() -> None:
+def test_expected_tau_over_all_positions_is_one_plus_accepted_paths() -> None:
     rows = [hits([[0, 0], [0, 5], [1, 0], [9, 9]])]
     assert expected_tau(rows, CHAIN, sampled=False, visited=False) == 1 + 2 / 4 + 1 / 4
     assert expected_tau(rows, TREE, sampled=False, visited=False) == 1 + 2 / 4 + 1 / 4 + 1 / 4
 
 
-def test_expected_tau_counts_only_where_decoding_stands() -> None:
+def test_expected_tau_counts_visited_positions_only() -> None:
     easy, hard = [[0, 0]] * 6, [[9, 9]] * 6
     rows = [hits(easy + hard)]
     assert expected_tau(rows, CHAIN, sampled=False, visited=False) == 2.0
     assert expected_tau(rows, CHAIN, sampled=False) == pytest.approx(12 / 8)  # 2 leaps of 3 tokens, 6 steps of 1
 
 
-def test_expected_tau_of_a_sampled_chain_follows_the_mass() -> None:
+def test_expected_tau_of_sampled_chain_follows_overlap() -> None:
     rows = [hits([[9, 9]] * 400, mass=0.5)]
     assert expected_tau(rows, CHAIN, sampled=True) == pytest.approx(1 + 0.5 + 0.25)
 
@@ -79,7 +79,7 @@ def test_expected_tau_without_samples_is_none() -> None:
     assert gap(2.2, 2.0) == pytest.approx(0.1)
 
 
-def test_forced_batch_supervises_the_output() -> None:
+def test_forced_batch_supervises_output_tokens_only() -> None:
     batch = forced_batch([5, 6], [7, 8, 9])
     assert batch.token_BT.tolist() == [[5, 6, 7, 8, 9]]
     assert batch.mask_BT.tolist() == [[False, False, True, True, True]]

@@ -28,7 +28,7 @@ def write(file: Path, *lines: dict[str, Any]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_figures_belong_to_their_own_step(tmp_path: Path) -> None:
+def test_engine_steps_figures_are_assigned_to_measured_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     late = {"step": 25, "loss": 1.0, "expected_tau": 2.0} | logged(20, 2.1)
     write(file, {"step": 20, "loss": 1.5, "expected_tau": 1.9, "measured_tau": 2.4}, late, {"step": 25} | logged(25, 2.2))
@@ -42,7 +42,7 @@ def test_figures_belong_to_their_own_step(tmp_path: Path) -> None:
     assert during_training({"training": None}) == during_training({"training": {}}) == ""
 
 
-def test_figures_of_kept_steps_survive_a_resumed_run(tmp_path: Path) -> None:
+def test_logger_resume_keeps_engine_figures_of_kept_steps(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     write(
         file,
@@ -55,7 +55,7 @@ def test_figures_of_kept_steps_survive_a_resumed_run(tmp_path: Path) -> None:
     assert lines == [{"step": 20, "loss": 1.5}, {"step": 22} | logged(20, 2.1)]
 
 
-def test_the_engine_chooses_among_the_checkpoints_that_it_has_measured(tmp_path: Path) -> None:
+def test_best_checkpoint_by_engine_uses_tau_measured_by_engine(tmp_path: Path) -> None:
     for step, measured in ((10, 2.0), (20, 2.2), (30, 2.1)):
         (tmp_path / checkpoint_name(step)).mkdir()
         atomic_write_json(tmp_path / checkpoint_name(step) / PROGRESS, {"step": step, "measured_tau": measured})

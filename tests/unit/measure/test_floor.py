@@ -15,7 +15,7 @@ from drafttrain.targets.fast import FastTarget
 from tests.helpers import tiny_model
 
 
-def test_step_floor_is_the_weights_that_were_read_and_half_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_roofline_is_weight_and_kv_bytes_over_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     target = FastTarget(tiny_model())
     results = [SimpleNamespace(prompt_tokens=10, tokens=[1] * 4), SimpleNamespace(prompt_tokens=7, tokens=[1] * 6)]
     wave: Any = SimpleNamespace(results=results, costs=SimpleNamespace(weight_bytes=3 * 500, steps=3))
@@ -29,6 +29,6 @@ def test_step_floor_is_the_weights_that_were_read_and_half_of_the_output(monkeyp
     assert floor.step_floor(cache, wave, torch.device("cpu")) is None
 
 
-def test_step_floor_is_unknown_for_steps_that_no_graph_holds() -> None:
+def test_step_roofline_without_cuda_graph_is_none() -> None:
     wave: Any = SimpleNamespace(results=[], costs=SimpleNamespace(weight_bytes=0, steps=3))
     assert floor.step_floor(FastTarget(tiny_model()).cache_bytes(), wave, torch.device("cuda")) is None

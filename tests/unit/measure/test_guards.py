@@ -54,7 +54,7 @@ RECORDS = [{"category": "ab"[i % 2], "turns": ["x" * (9 - i)], "format": "json"}
 RECORDS += [{"category": "c", "turns": ["zz"]}]
 
 
-def test_guards_that_fell_back_are_counted_by_category_beside_the_outputs_without(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_measure_run_guard_fallbacks_are_counted_by_category(loaded: LoadedTarget, tmp_path: Path) -> None:
     blank = LoadedTarget(loaded.target, Blanks(), "nowhere", loaded.description)  # type: ignore[arg-type]
     guard = GuardOptions(json="plain")
     report, _ = run(blank, tmp_path, RECORDS, policy="threshold", threshold=1e-3, temperature=1.0, guard=guard)
@@ -74,7 +74,7 @@ def test_guards_that_fell_back_are_counted_by_category_beside_the_outputs_withou
 
 
 @pytest.mark.parametrize("action", ["stop", "plain"])
-def test_a_lossless_policy_stays_exact_and_says_what_it_cannot_do(loaded: LoadedTarget, tmp_path: Path, action: str) -> None:
+def test_measure_run_guard_with_lossless_policy_keeps_exact_outputs(loaded: LoadedTarget, tmp_path: Path, action: str) -> None:
     blank = LoadedTarget(loaded.target, Blanks(), "nowhere", loaded.description)  # type: ignore[arg-type]
     report, said = run(blank, tmp_path, RECORDS, transformers=True, guard=GuardOptions(json=action, loop="off"))
     (entry,) = report["checkpoints"]
@@ -85,7 +85,7 @@ def test_a_lossless_policy_stays_exact_and_says_what_it_cannot_do(loaded: Loaded
     assert ("decode.guard.json=plain has no effect: policy greedy is lossless" in said) == (action == "plain")
 
 
-def test_every_turn_of_a_dialogue_follows_the_targets_own_replies(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_measure_run_dialogue_turns_follow_target_replies(loaded: LoadedTarget, tmp_path: Path) -> None:
     records = [{"question_id": i, "category": "ab"[i % 2], "turns": ["x" * (5 - i), "more"]} for i in range(2)]
     report, _ = run(loaded, tmp_path, records)
     (entry,) = report["checkpoints"]
@@ -105,12 +105,12 @@ def test_every_turn_of_a_dialogue_follows_the_targets_own_replies(loaded: Loaded
     assert follow_ups([Case("0", "a", [1], ("a", "b"))], [[1]], tokenizer, 99, 1) == ([], 0)
 
 
-def test_timed_cases_alternate_between_turns() -> None:
+def test_interleaved_turns_alternates_dialogue_turns() -> None:
     cases = [Case(str(i), "a", [1], replies=replies) for i, replies in enumerate([(), (), (), ("a",), ("b",)])]
     assert interleaved_turns(cases) == [0, 3, 1, 4, 2] and interleaved_turns(cases[:3]) == [0, 1, 2]
 
 
-def test_published_figures_stand_beside_those_of_the_same_set_and_family(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_measure_run_published_tau_is_shown_for_same_set_and_family(loaded: LoadedTarget, tmp_path: Path) -> None:
     records = [{"question_id": i, "category": "qa", "turns": ["xyz"[i]], "reference": ["r"]} for i in range(3)]
     file = tmp_path / "asked.jsonl"
     report, said = run(loaded, tmp_path, records, prompts=[f"spec_bench:{file}"])
@@ -126,7 +126,7 @@ def test_published_figures_stand_beside_those_of_the_same_set_and_family(loaded:
     assert {k["family"] for k in known} <= set(families()) and all(k["source"] and k["tau"] > 1 for k in known)
 
 
-def test_several_sets_have_slices_of_their_own(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_measure_run_several_prompt_sets_have_separate_slices(loaded: LoadedTarget, tmp_path: Path) -> None:
     (tmp_path / "g.jsonl").write_text('{"question": "ab", "answer": "1"}\n', encoding="utf-8")
     files = [f"gsm8k:{tmp_path / 'g.jsonl'}", f"spec_bench:{tmp_path / 'asked.jsonl'}"]
     report, _ = run(loaded, tmp_path, [{"question_id": 1, "category": "qa", "turns": ["abc"]}], prompts=files)
@@ -152,7 +152,7 @@ def test_json_of_output_is_valid_whole_and_with_its_keys(subtests: pytest.Subtes
             assert valid_json(text, required) is valid
 
 
-def test_a_difference_in_valid_json_is_flagged_where_chance_is_no_cause() -> None:
+def test_flags_report_fewer_valid_json_outputs_of_lossy_policy() -> None:
     entry = entry_of(1, 2.0, 1.3)
     part = {"category": "code", "json_prompts": 8, "json_valid": 3, "baseline_json_valid": 6}
     entry["monitors"]["categories"] = [part, part | {"category": "same", "json_valid": 6}]
@@ -163,7 +163,7 @@ def test_a_difference_in_valid_json_is_flagged_where_chance_is_no_cause() -> Non
     assert not [f for f in flags(entry | {"policy": "lossless"}) if "JSON" in f]
 
 
-def test_guards_without_anything_to_fall_back_to() -> None:
+def test_idle_guards_names_fallbacks_without_effect() -> None:
     assert idle_guards(DecodeOptions()) is None
     assert idle_guards(DecodeOptions(policy="typical", guard=GuardOptions(loop="plain"))) is None
     assert idle_guards(DecodeOptions(guard=GuardOptions(loop="stop"))) is None

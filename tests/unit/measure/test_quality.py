@@ -53,26 +53,26 @@ class RoutedTarget(FixedTarget):
         return TargetOut(logits_V.expand(*logit_row_BR.shape, -1))
 
 
-def test_repetition_is_measured_in_tokens() -> None:
+def test_longest_repeat_counts_repeated_tokens() -> None:
     assert longest_repeat([1, 2, 1, 2, 1, 2, 9]) == 6
     assert longest_repeat([1, 2, 1, 2, 9]) == 0
     assert longest_repeat([]) == 0
 
 
-def test_a_loop_is_a_long_repeated_tail() -> None:
+def test_ends_in_loop_requires_long_repeated_tail() -> None:
     assert ends_in_loop([9, 8] + [1, 2, 3] * 6)
     assert not ends_in_loop([1, 2, 3] * 6 + [9])
     assert not ends_in_loop([5] * 10)  # too short to call a loop
     assert not ends_in_loop([5] * 40 + [0], STOP)
 
 
-def test_stop_misses_and_counts() -> None:
+def test_monitors_count_loops_and_missed_stop_tokens() -> None:
     assert missed_stop([1, 2], STOP)
     assert not missed_stop([1, 0], STOP)
     assert counted([[1] * 20, [1, 2, 0]], STOP) == {"loops": 1, "stop_misses": 1, "longest_repeat": 20}
 
 
-def test_first_difference_sees_an_early_end() -> None:
+def test_first_difference_finds_mismatch_and_early_end() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 9, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2
@@ -109,25 +109,25 @@ def draws(law: list[float], count: int, seed: int) -> list[int]:
     return torch.multinomial(torch.tensor(law), count, True, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_two_samples_of_one_law_pass_and_of_two_laws_fail() -> None:
+def test_two_sample_test_separates_equal_and_different_distributions() -> None:
     law = [0.5, 0.3, 0.15, 0.05]
     assert two_sample(draws(law, 400, 1), draws(law, 400, 2)) > 0.01
     assert two_sample(draws(law, 400, 1), draws([0.3, 0.5, 0.15, 0.05], 400, 2)) < 1e-4
 
 
-def test_p_values_are_calibrated() -> None:
+def test_two_sample_p_values_are_calibrated() -> None:
     law = [0.4, 0.3, 0.2, 0.1]
     small = sum(two_sample(draws(law, 300, 2 * i), draws(law, 300, 2 * i + 1)) < 0.1 for i in range(200))
     assert 5 <= small <= 40  # 20 are expected; another stream of random numbers stays within four standard deviations
 
 
-def test_an_early_end_counts_as_an_outcome() -> None:
+def test_p_value_treats_early_end_as_outcome() -> None:
     long, short = [[1, 2, 3, 4]] * 200, [[1, 2]] * 200
     assert p_value(long, long) == 1.0
     assert p_value(long, short) < 1e-6
 
 
-def test_log_likelihood_is_per_output_token() -> None:
+def test_mean_log_likelihood_is_per_output_token() -> None:
     target = FixedTarget([math.log(0.5), math.log(0.3), math.log(0.2)])
     wanted = (math.log(0.5) + math.log(0.2) + math.log(0.3)) / 3
     assert mean_log_likelihood(target, [[0, 1], [2]], [[0, 2], [1]]) == pytest.approx(wanted)

@@ -17,7 +17,7 @@ from tests.reports import engine_of, evidence_of, report_of_figures
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 
 
-def test_the_page_holds_the_figures_and_asks_nothing_of_a_network(tmp_path: Path) -> None:
+def test_report_page_embeds_figures_and_needs_no_network(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "loss": 2.0, "agreement": [0.5]}\n{"step": 2, "loss": 1.0, "agreement": [0.6]}\n')
     report = report_of_figures()
@@ -31,7 +31,7 @@ def test_the_page_holds_the_figures_and_asks_nothing_of_a_network(tmp_path: Path
     assert set(outside) <= {"http://www.w3.org/2000/svg"}, "a name, not an address"
 
 
-def test_text_of_prompts_cannot_become_part_of_the_page() -> None:
+def test_report_page_escapes_prompt_text() -> None:
     report, mean = report_of_figures(), "</script><script>alert(1)</script><!--<b>&amp;"
     report["checkpoints"][0]["samples"][0]["prompt"] = mean
     report["measure"]["notes"] = [mean]
@@ -41,7 +41,7 @@ def test_text_of_prompts_cannot_become_part_of_the_page() -> None:
     assert json.loads(DATA.findall(text)[0])["checkpoints"][0]["samples"][0]["prompt"] == mean
 
 
-def test_samples_are_the_outputs_in_runs() -> None:
+def test_samples_runs_join_to_output_with_whole_characters() -> None:
     class Bytes:
         """A character of several tokens is whole with the last of them."""
 
@@ -71,14 +71,14 @@ def test_flag_of_predicted_speedup_names_cause_of_gap(subtests: pytest.Subtests)
             assert flag.startswith("predicted speedup 1.92x is 20% above the measured 1.60x: ") and cause in flag
 
 
-def test_a_gap_of_expected_tau_is_explained() -> None:
+def test_flags_explain_gap_of_expected_tau() -> None:
     entry = report_of_figures()["checkpoints"][1] | {"expected_gap_flagged": True, "expected_gap": 0.2}
     assert "is 20% above the measured 2.40: check for target states" in flags(entry)[0]
     assert "may be much easier" in flags(entry | {"expected_gap": -0.2})[0]
     assert "50 verifications are too few" in flags(entry | {"verifications": 50})[0]
 
 
-def test_a_speedup_above_tau_is_a_fault_of_the_timing() -> None:
+def test_flags_report_speedup_above_tau_as_timing_fault() -> None:
     """A verification takes a plain step or more; drafts cost something too."""
     entry = report_of_figures()["checkpoints"][1] | {"tau": 2.2, "expected_gap_flagged": False}
     assert not [flag for flag in flags(entry | {"speedup": 2.3}) if "cannot be" in flag]
@@ -99,7 +99,7 @@ def test_broken_guarantees_name_outputs_of_lossless_policy_that_differ() -> None
     assert "its samples differ from plain sampling (p = 1e-09)" in line
 
 
-def test_engines_are_drawn_listed_and_flagged() -> None:
+def test_report_page_lists_engines_with_flags_and_errors() -> None:
     report = report_of_figures()
     report["engines"][0]["flags"] = ["OpenVINO GenAI counts another tau"]
     report["engines"].append(engine_of("vllm", "vLLM", error="it did not start"))

@@ -131,7 +131,7 @@ def check(value: Any, schema: dict[str, Any], at: str = "report") -> None:
             check(part, schema.get("items", {"type": list(kinds)}), f"{at}[{i}]")
 
 
-def test_a_report_is_whole_and_greedy_output_is_exact(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_measure_run_writes_complete_report_with_exact_greedy_outputs(loaded: LoadedTarget, tmp_path: Path) -> None:
     refs = [checkpoint(tmp_path, loaded, step) for step in (1, 2)]
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "loss": 2.0, "agreement": [0.5, 0.2], "expected_tau": 1.6}\n', encoding="utf-8")
@@ -167,7 +167,7 @@ def test_a_report_is_whole_and_greedy_output_is_exact(loaded: LoadedTarget, tmp_
     assert "step-00002" in (tmp_path / "console.txt").read_text(encoding="utf-8")
 
 
-def test_other_temperatures_and_contexts_are_slices(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_measure_run_extra_temperatures_and_contexts_are_slices(loaded: LoadedTarget, tmp_path: Path) -> None:
     (tmp_path / "long").mkdir()
     for i in range(5):
         (tmp_path / "long" / f"{i}.txt").write_text("word " * (40 if i else 10))
@@ -187,7 +187,7 @@ def test_other_temperatures_and_contexts_are_slices(loaded: LoadedTarget, tmp_pa
         measure_run(loaded, [checkpoint(tmp_path, loaded, 2)], asked, tmp_path / "out", Console(quiet=True))
 
 
-def test_prompts_from_documents_have_the_length_that_was_asked_for(tmp_path: Path) -> None:
+def test_long_prompts_from_documents_have_requested_length(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("".join(chr(97 + i % 26) for i in range(900)))
     documents, letters = read_documents(str(tmp_path / "one.txt")), Letters()
     found = long_prompts(letters, documents, 200, 4)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def test_prompts_from_documents_have_the_length_that_was_asked_for(tmp_path: Pat
         pytest.param("threshold", "quality_delta", marks=pytest.mark.slow),
     ],
 )
-def test_sampling_reports_what_its_policy_promises(
+def test_measure_run_sampling_reports_metric_of_policy(
     loaded: LoadedTarget, tmp_path: Path, policy: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drafttrain.measure.distribution.SAMPLES", 64)
@@ -225,7 +225,7 @@ def test_sampling_reports_what_its_policy_promises(
     ],
     ids=str,
 )
-def test_settings_apply_to_plain_decoding_and_to_transformers_too(
+def test_measure_run_decode_options_apply_to_baselines_too(
     loaded: LoadedTarget, tmp_path: Path, decode: dict[str, Any]
 ) -> None:
     entry = measured(loaded, tmp_path, options(tmp_path, **decode))["checkpoints"][0]
@@ -234,9 +234,7 @@ def test_settings_apply_to_plain_decoding_and_to_transformers_too(
     assert len(entry["alpha_by_position"]) <= 1
 
 
-def test_a_drafter_for_whole_weights_is_measured_on_quantised_ones_and_the_report_says_so(
-    loaded: LoadedTarget, tmp_path: Path
-) -> None:
+def test_measure_run_quantised_target_notes_drafter_of_whole_weights(loaded: LoadedTarget, tmp_path: Path) -> None:
     """Against the quantised target's own text."""
     target = QuantisedTarget(copy.deepcopy(loaded.target.model), "int8", torch.device("cpu"), frozenset({0}))
     report = measured(loaded, tmp_path, options(tmp_path), dataclasses.replace(loaded, target=target))
@@ -246,7 +244,7 @@ def test_a_drafter_for_whole_weights_is_measured_on_quantised_ones_and_the_repor
     assert (entry["exact_matches"], entry["transformers_exact_matches"]) == (3, 3)
 
 
-def test_prompts_that_do_not_fit_are_left_out_and_said_so(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_measure_run_too_long_prompts_are_left_out_with_note(loaded: LoadedTarget, tmp_path: Path) -> None:
     run = options(tmp_path)
     run.prompts = str(prompts(tmp_path, longest=501))  # 501, 500 and 499 tokens; 512 - 12 = 500 fit
     run.measure.transformers = False
@@ -279,14 +277,14 @@ def test_measurement_bad_settings_are_refused_and_nothing_is_written(
             assert not (tmp_path / "out").exists()
 
 
-def test_measure_needs_a_checkpoint(tmp_path: Path) -> None:
+def test_measure_without_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint is not set"):
         measure(RunOptions(output=str(tmp_path)), {})
     with pytest.raises(UserError, match=r"drafter\.json"):
         measure(RunOptions(output=str(tmp_path), checkpoint=str(tmp_path)), {})
 
 
-def test_best_is_the_fastest_only_when_it_stands_clear() -> None:
+def test_best_checkpoint_is_fastest_only_if_clearly_ahead() -> None:
     def entry(name: str, tau: float, speed: float | None, spread: float = 0.1) -> dict[str, Any]:
         low, high = (None, None) if speed is None else (speed - spread, speed + spread)
         return {"name": name, "tau": tau, "speedup": speed, "speedup_min": low, "speedup_max": high}
@@ -296,6 +294,6 @@ def test_best_is_the_fastest_only_when_it_stands_clear() -> None:
     assert best([entry("a", 2.0, None), entry("b", 2.2, None)]) == "b"
 
 
-def test_figures_are_cut_to_six_digits() -> None:
+def test_rounded_report_values_have_six_digits() -> None:
     assert rounded({"a": [1.23456789, 3], "b": None, "c": True}) == {"a": [1.23457, 3], "b": None, "c": True}
     assert rounded(SimpleNamespace) is SimpleNamespace

@@ -45,7 +45,7 @@ def test_expected_tokens_of_chain_equal_published_values() -> None:
         assert expected_tokens([alpha] * K) == pytest.approx(tokens, abs=0.006)
 
 
-def test_the_theorems() -> None:
+def test_simulate_formulas_equal_leviathan_theorems() -> None:
     """Leviathan et al., arXiv 2211.17192: 3.8, 3.11, and table 1's row alpha 0.8, gamma 5."""
     alpha, K, c = 0.8, 5, 0.05
     tokens = expected_tokens([alpha] * K)
@@ -55,7 +55,7 @@ def test_the_theorems() -> None:
     assert expected_tokens([1.0] * 4) == 5.0 and expected_tokens([]) == 1.0 and expected_tokens([0.0]) == 1.0
 
 
-def test_a_gain_is_there_where_alpha_exceeds_the_draft_s_cost() -> None:
+def test_scenario_speedup_exceeds_one_only_if_alpha_exceeds_draft_cost() -> None:
     """Their corollary 3.9: with one draft (1 + alpha) / (1 + c)."""
     for alpha, c in ((0.3, 0.2), (0.2, 0.3)):
         shape = Scenario((alpha,), [], StepCosts(c, 0.0)).best_chain()
@@ -64,7 +64,7 @@ def test_a_gain_is_there_where_alpha_exceeds_the_draft_s_cost() -> None:
     assert Scenario((0.3,), [], StepCosts(0.1, 0.0)).break_even_alpha() == pytest.approx(0.1, abs=1e-5)
 
 
-def test_trees() -> None:
+def test_tree_tokens_and_best_tree_equal_enumeration() -> None:
     ranks = [[0.5, 0.2, 0.1], [0.6, 0.1], [0.9]]
     assert full_tree(2, 2) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
     assert tree_tokens(ranks, full_tree(1, 3)) == pytest.approx(expected_tokens([0.5, 0.6, 0.9]))
@@ -77,7 +77,7 @@ def test_trees() -> None:
     assert len(best_tree(ranks, 99)) == len(every) and best_tree([], 3) == []
 
 
-def test_a_tree_s_formula_is_what_counting_drawn_ranks_gives() -> None:
+def test_tree_tokens_formula_equals_monte_carlo_estimate() -> None:
     ranks, random = [[0.5, 0.3], [0.4, 0.2]], np.random.default_rng(0)
     table = np.stack([random.choice(3, 40_000, p=[*row, 1 - sum(row)]) for row in ranks], 1)
     paths = [(0,), (1,), (0, 0), (1, 1)]
@@ -94,7 +94,7 @@ def test_sampled_chain_through_verifier_gives_expected_tokens(subtests: pytest.S
 
 
 @pytest.mark.parametrize("policy", ["greedy", "lossless", "coupled"])
-def test_trees_through_every_exact_policy_give_the_formula(policy: str) -> None:
+def test_tree_trial_exact_policies_agree_with_formula(policy: str) -> None:
     ranks = [[0.5, 0.2, 0.1], [0.6, 0.1], [0.7]]
     trial = tree_trial(policy, ranks, best_tree(ranks, 8), 20_000, seed=5)
     assert trial.agrees and 0 < trial.error <= 0.02
@@ -102,7 +102,7 @@ def test_trees_through_every_exact_policy_give_the_formula(policy: str) -> None:
     assert trial.shape == "tree of 8" and TreeShape.of(best_tree(ranks, 8)).max_depth == 3
 
 
-def test_verifying_costs_more_in_a_batch() -> None:
+def test_step_costs_verification_grows_with_batch_size() -> None:
     costs = StepCosts(0.0, 0.01)
     assert costs.verify(1, 7) == 1.0 and costs.verify(6) == pytest.approx(1.05)
     assert costs.verify(6, 100_000) == pytest.approx(6.0, abs=0.01)
@@ -116,7 +116,7 @@ def test_distinct_experts_of_known_models_equal_published_values() -> None:
         assert tuple(round(distinct_experts(tokens, experts, chosen)) for tokens in (1, 4, 8, 16)) == found
 
 
-def test_a_verification_reads_distinct_experts() -> None:
+def test_step_costs_with_experts_follow_distinct_expert_count() -> None:
     experts = Experts(128, 8, 0.8)
     costs = StepCosts(draft=0.05, token=0.0, experts=experts)
     assert experts.pass_cost(1) == pytest.approx(1.0) and experts.pass_cost(10**6) == pytest.approx(0.2 + 0.8 * 16)
@@ -127,7 +127,7 @@ def test_a_verification_reads_distinct_experts() -> None:
     assert dense.verify(5) == 1.0
 
 
-def test_with_experts_the_break_even_batch_is_the_last_crossing() -> None:
+def test_break_even_batch_with_experts_is_last_crossing() -> None:
     """Chains may pay at large batches and not at small ones; from the break-even on they never do."""
     scenario = Scenario((0.5,), [[0.5]] * 10, StepCosts(0.1, 0.008, experts=Experts(128, 4, 0.9)))
     found = scenario.break_even_batch()
@@ -135,7 +135,7 @@ def test_with_experts_the_break_even_batch_is_the_last_crossing() -> None:
     assert all(scenario.best_chain(batch).speedup < 1.0 for batch in range(found, MOST_BATCH, 100))
 
 
-def test_tokens_that_choose_by_themselves_read_as_many_experts_as_the_formula_says() -> None:
+def test_distinct_experts_formula_agrees_with_random_router() -> None:
     """A tiny mixture of experts with a random router and random states."""
     from tests.architectures import model_of
 
@@ -151,7 +151,7 @@ def test_tokens_that_choose_by_themselves_read_as_many_experts_as_the_formula_sa
         assert sum(counted) / len(counted) == pytest.approx(distinct_experts(tokens, 32, 4), rel=0.15)
 
 
-def test_break_even_points_are_where_the_best_chain_crosses_one() -> None:
+def test_break_even_points_are_where_best_chain_speedup_is_one() -> None:
     scenario = Scenario((0.7,), [], StepCosts(0.05, 0.01, 0.02))
     batch, draft, alpha = scenario.break_even_batch(), scenario.break_even_draft_cost(), scenario.break_even_alpha()
     assert batch and draft and alpha
@@ -172,7 +172,7 @@ def measured(**changes: Any) -> Measured:
     return Measured.of("run", entry)
 
 
-def test_a_report_s_figures_come_back_at_its_own_settings() -> None:
+def test_measured_report_reproduces_speedup_and_applies_changes() -> None:
     found = measured()
     assert found.alpha_K == (0.7, 0.6)  # 42 of the 70 that got so far, though only 60 of them were offered more
     tau, speed = found.expected()
@@ -187,7 +187,7 @@ def test_a_report_s_figures_come_back_at_its_own_settings() -> None:
     assert fixed.requested_alpha_K == (0.9, 0.9) and fixed.change is None and fixed.scenario.costs.draft == 0.0
 
 
-def test_a_chain_is_not_credited_with_a_tree_s_branches() -> None:
+def test_measured_tree_report_chain_alpha_excludes_branches() -> None:
     tree = measured(entry__verify_nodes=7.0)
     assert tree.chain_K == (0.6, 0.5) and measured().chain_K == (0.7, 0.6)
     assert run_simulation(SimulateOptions(trials=1000), tree).chains[1].tokens == pytest.approx(1 + 0.6 + 0.3)
@@ -195,7 +195,7 @@ def test_a_chain_is_not_credited_with_a_tree_s_branches() -> None:
     assert old.alpha_K == (0.7, 0.6) == old.chain_K and old.ranks is None
 
 
-def test_the_cost_of_a_token_is_the_slope_over_all_batch_sizes() -> None:
+def test_token_cost_is_slope_over_batch_sizes() -> None:
     def part(batch: int) -> dict[str, Any]:
         line = {"batch_size": batch, "verify_nodes": 5.0, "by": "batch_size"}
         return line | {"plain_step_ms": 10 + 0.2 * (batch - 1), "verify_ms": 10 + 0.2 * (5 * batch - 1)}
@@ -205,12 +205,12 @@ def test_the_cost_of_a_token_is_the_slope_over_all_batch_sizes() -> None:
     assert token_cost(part(1) | {"slices": [], "verify_ms": 8.0}) == 0.0
 
 
-def test_changes_of_alpha_are_told_from_values() -> None:
+def test_alpha_of_distinguishes_changes_from_values() -> None:
     found = [alpha_of(text) for text in (None, "0.8", "1", "+0.05", "-.1")]
     assert found == [(None, False), (0.8, False), (1.0, False), (0.05, True), (-0.1, True)]
 
 
-def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
+def test_simulate_command_prints_result_and_writes_plot_and_json(command: Command, tmp_path: Path, capsys: Any) -> None:
     made = report()
     verified = made["checkpoints"][0]["verifications"]
     made["checkpoints"][0]["accepted_by_position"] = [int(0.7 * verified), int(0.42 * verified)]
@@ -267,7 +267,7 @@ def test_simulate_mistakes_are_named_in_one_line(
             assert not (tmp_path / "outputs").exists()
 
 
-def test_the_notebook_prints_what_is_kept_in_it(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulate_notebook_outputs_equal_stored_outputs(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = runpy.run_path(str(root / "scripts/run_notebook.py"))
     notebook = json.loads((root / "docs/simulate.ipynb").read_text(encoding="utf-8"))

@@ -25,14 +25,14 @@ def test_tpot_pools_tokens_and_ttft_averages_requests() -> None:
     assert ttft(laps) == pytest.approx(0.75)
 
 
-def test_throughput_of_a_wave_is_over_its_own_wall_time() -> None:
+def test_throughput_divides_wave_tokens_by_wall_time() -> None:
     wave = [lap((11, 0.0, 1.0, 3.0), (6, 0.0, 1.0, 2.0))]
     assert throughput(wave) == pytest.approx(15 / 2)
     assert throughput(wave, prefill=True) == pytest.approx(17 / 3)
     assert throughput([lap((1, 0.0, 1.0, 1.0))]) is None
 
 
-def test_speedup_compares_each_repeat_with_its_own_baseline() -> None:
+def test_speedup_compares_each_repeat_with_its_baseline() -> None:
     baseline = [[lap((11, 0, 0, 2.0))], [lap((11, 0, 0, 4.0))], [lap((11, 0, 0, 3.0))]]
     ours = [[lap((11, 0, 0, 1.0))], [lap((11, 0, 0, 1.0))], [lap((11, 0, 0, 1.0))]]
     ratio = speedup(baseline, ours)
@@ -40,7 +40,7 @@ def test_speedup_compares_each_repeat_with_its_own_baseline() -> None:
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((3.0, 2.0, 4.0))
 
 
-def test_contenders_take_turns_on_every_wave() -> None:
+def test_contenders_alternate_on_every_wave() -> None:
     order: list[tuple[str, int]] = []
 
     def contender(name: str):  # type: ignore[no-untyped-def]
@@ -52,14 +52,14 @@ def test_contenders_take_turns_on_every_wave() -> None:
     assert [len(laps[n]) for n in ("plain", "ours", "other")] == [2, 2, 1]
 
 
-def test_a_slice_takes_the_waves_that_hold_nothing_else() -> None:
+def test_timed_slice_uses_only_waves_within_slice() -> None:
     timed = Race(2, [[0, 1], [2, 3]], {"plain": [[lap((2, 0, 0, 1)), lap((2, 0, 0, 3))]]})
     assert timed.of("plain", {2, 3, 9})[0][0].results[0].ended == 3
     assert timed.of("plain", {1, 2}) == []
     assert timed.of("absent") == []
 
 
-def test_costs_add_up() -> None:
+def test_costs_of_repeats_are_summed() -> None:
     total = costs([[Decoded([], Costs(1, 2, 3, 4, 5))], [Decoded([], Costs(1, 1, 1, 1, 1))]])
     assert total == Costs(2, 3, 4, 5, 6)
 
@@ -76,7 +76,7 @@ def test_budget_never_stops_before_forty_prompts() -> None:
     assert not budget.enough(400, 0.1, passes=3)
 
 
-def test_every_prefix_of_the_cases_is_spread_over_the_categories() -> None:
+def test_alternate_categories_spreads_every_prefix() -> None:
     cases = [Case(str(i), c, [1]) for i, c in enumerate("aaabbc")]
     assert [c.category for c in alternate_categories(cases)] == list("abcaba")
     assert [c.question_id for c in alternate_categories(cases)] == list("035142")

@@ -12,7 +12,7 @@ from drafttrain.measure.transformers_baseline import generate
 from tests.helpers import prompts, tiny_target
 
 
-def test_a_target_without_stop_tokens_decodes_to_the_limit_without_a_warning(
+def test_transformers_baseline_without_stop_tokens_decodes_to_limit_silently(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call said that `eos_token_id` should be positive."""

@@ -68,7 +68,7 @@ def ranks(seed: int) -> torch.Tensor:
     return torch.randint(0, 4, (60, 3), generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_tree_that_can_be_chosen_is_tried_at_every_depth_and_size() -> None:
+def test_shapes_of_searchable_tree_vary_depth_and_size() -> None:
     texts, target = [ranks(0), ranks(1)], tiny_target()
     found = shapes_of(built("medusa", target, heads=3), texts, trees=True)
     assert {shape.depth for shape in found} == {1, 2, 3} and len({shape.nodes for shape in found}) > 5
@@ -79,13 +79,13 @@ def test_a_tree_that_can_be_chosen_is_tried_at_every_depth_and_size() -> None:
 
 
 @pytest.mark.parametrize("options", [{"tree": "chain"}, {"paths": [[0], [1], [0, 0], [0, 0, 0]]}])
-def test_of_a_proposal_that_is_given_the_depth_alone_is_chosen(options: dict[str, Any]) -> None:
+def test_shapes_of_fixed_proposal_vary_draft_length_only(options: dict[str, Any]) -> None:
     found = shapes_of(built("medusa", tiny_target(), heads=3, **options), [ranks(0)], trees=True)
     assert [shape.settings for shape in found] == [{"draft_length": 1}, {"draft_length": 2}, {"draft_length": 3}]
     assert [shape.nodes for shape in found] == ([1, 2, 3] if "tree" in options else [2, 3, 4])
 
 
-def test_what_wins_on_the_other_prompts_is_kept_and_decoded_with(
+def test_tune_command_faster_settings_are_stored_and_decoded_with(
     command: Callable[..., int],
     loaded: LoadedTarget,
     tmp_path: Path,
@@ -108,7 +108,7 @@ def test_what_wins_on_the_other_prompts_is_kept_and_decoded_with(
     assert "1.25x the speed of as trained on the other prompts" in capsys.readouterr().out
 
 
-def test_what_is_not_faster_there_is_not_kept(
+def test_tune_command_slower_settings_are_not_stored(
     command: Callable[..., int],
     loaded: LoadedTarget,
     tmp_path: Path,
@@ -122,7 +122,9 @@ def test_what_is_not_faster_there_is_not_kept(
     assert "is not faster on the other prompts (0.97x): nothing is written" in capsys.readouterr().out
 
 
-def test_really_raced_a_drafter_that_trains_nothing(command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_tune_command_times_untrained_drafter_at_every_draft_length(
+    command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path
+) -> None:
     path = saved(tmp_path, loaded, "prompt_lookup", draft_length=2)
     assert command("tune", f"checkpoint={path}", *QUICK, "tune.batch_size=2", "tune.objective=throughput") == 0
     (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
@@ -132,7 +134,7 @@ def test_really_raced_a_drafter_that_trains_nothing(command: Callable[..., int],
     assert bool(tuned_settings(path)) is found["chosen"]["better"]
 
 
-def test_a_drafter_that_samples_gets_a_temperature(
+def test_tuned_draft_temperature_applies_at_its_temperature_unless_set(
     command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path, loaded, "draft_model", blocks=11, draft_length=2)
@@ -154,7 +156,7 @@ def test_a_drafter_that_samples_gets_a_temperature(
     assert depth_limit(DecodeOptions(draft_length=5), drafter) == 5
 
 
-def test_a_file_that_tune_did_not_write_is_named(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_load_drafter_foreign_decode_json_is_refused(loaded: LoadedTarget, tmp_path: Path) -> None:
     path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
     (path / "decode.json").write_text("[]")
     with pytest.raises(UserError, match=r"decode\.json: expected what drafttrain tune writes.*delete it"):

@@ -16,7 +16,7 @@ def batch_of(documents: list[list[int]], mask: list[list[bool]]) -> TrainBatch:
     return TrainBatch(token, torch.arange(document.shape[1]).expand_as(document), document, torch.tensor(mask))
 
 
-def test_worked_example() -> None:
+def test_train_batch_small_example_gives_expected_pairs_and_anchors() -> None:
     batch = batch_of([[0, 0, 0, 0, 0]], [[True] * 5])
     pairs = batch.future(2)
     assert pairs.source_M.tolist() == [0, 1, 2] and pairs.label_M.tolist() == [2, 3, 4]
@@ -30,7 +30,7 @@ def test_worked_example() -> None:
     assert batch.context(anchors).seen(5).int().tolist() == [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
 
 
-def test_a_sequence_with_few_places_gives_no_others() -> None:
+def test_train_batch_drawn_anchors_are_limited_to_supervised_positions() -> None:
     """Beside one whose places are drawn from: what is not supervised is no anchor, and the share is of what is."""
     batch = batch_of([[0] * 9, [0] * 9], [[True] * 9, [False] * 6 + [True] * 3])
     every, drawn = batch.anchors(), batch.anchors(4)
@@ -41,7 +41,7 @@ def test_a_sequence_with_few_places_gives_no_others() -> None:
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 10), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None, derandomize=True)  # the same in each run
-def test_future_stays_in_its_document_and_mask(rows: int, width: int, k: int, random: object) -> None:
+def test_train_batch_future_pairs_stay_in_document_and_mask(rows: int, width: int, k: int, random: object) -> None:
     documents = [sorted(random.choice([0, 1, 2]) for _ in range(width)) for _ in range(rows)]
     for row in documents:
         for i in range(random.randint(0, width // 2)):
@@ -67,7 +67,7 @@ def packed_batch() -> TrainBatch:
     return TrainBatch(token_BT, torch.arange(12).expand(2, 12), document_BT, mask_BT)
 
 
-def test_what_follows_from_the_tokens_waits_for_no_device() -> None:
+def test_train_batch_on_device_needs_no_device_reads() -> None:
     host, there = packed_batch(), packed_batch().to(DEVICE)
     for k in (1, 2, 5):
         pairs, moved = host.future(k), there.future(k)
@@ -89,7 +89,7 @@ def test_what_follows_from_the_tokens_waits_for_no_device() -> None:
     assert there.to(torch.device("meta")).host is there.host
 
 
-def test_an_expanded_tensor_is_copied_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_expanded_tensor_is_copied_before_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.11 pins memory: a tensor with two elements in one place is refused."""
 
     def pin(x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_an_expanded_tensor_is_copied_before_it_is_pinned(monkeypatch: pytest.Mo
     assert torch.equal(moved(position_BT, torch.device("cuda")), position_BT)
 
 
-def test_chunks_of_predictions_wait_for_no_device() -> None:
+def test_chunks_on_device_need_no_device_reads() -> None:
     host, there = packed_batch(), packed_batch().to(DEVICE)
     places = [there.teacher_index(there.on_host(there.future(k).label_M)) for k in (2, 3)]
     wanted = list(chunks([host.teacher_index(host.future(k).label_M) for k in (2, 3)], ["a", "a"], 4))
@@ -115,7 +115,7 @@ def test_chunks_of_predictions_wait_for_no_device() -> None:
     ]
 
 
-def test_what_a_batch_placed_on_its_device_is_among_its_tensors() -> None:
+def test_prefetch_tensors_include_indices_placed_on_device() -> None:
     """Another stream keeps their memory (`features.prefetch`)."""
     there = packed_batch().to(DEVICE)
     pairs = there.future(2)

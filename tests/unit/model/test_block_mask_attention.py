@@ -28,7 +28,7 @@ def context() -> Context:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_mask_is_the_dense_one_and_tiles_cover_it(rule: Rule) -> None:
+def test_block_mask_equals_dense_mask_and_is_covered_by_tiles(rule: Rule) -> None:
     queries, keys = BLOCKS * SLOTS, COLUMNS + BLOCKS * SLOTS
     dense_BQK = blockwise._mask(context(), BLOCKS, SLOTS, COLUMNS, rule)
     seen = mask_of(context(), SLOTS, COLUMNS, rule.chained, rule.window)
@@ -43,7 +43,7 @@ def test_mask_is_the_dense_one_and_tiles_cover_it(rule: Rule) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_result_is_that_of_the_tiles(rule: Rule, kv_heads: int) -> None:
+def test_block_mask_attention_equals_tiled_attention(rule: Rule, kv_heads: int) -> None:
     torch.manual_seed(0)
     seen = Context(context().first_BA[:, ::2], context().last_BA[:, ::2])
     queries = (2, 4, BLOCKS // 2, SLOTS, 16)
@@ -54,7 +54,7 @@ def test_result_is_that_of_the_tiles(rule: Rule, kv_heads: int) -> None:
         torch.testing.assert_close(found, blockwise_attention(*inputs, seen, rule), atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_whose_operations_are_counted_uses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blockwise_attention_uses_tiles_while_flops_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is decided then: the next step uses the kernel."""
     asked = list[torch.device]()
     monkeypatch.setattr(blockwise, "_has_kernel", lambda device, *_: asked.append(device) or True)
@@ -66,7 +66,7 @@ def test_a_step_whose_operations_are_counted_uses_tiles(monkeypatch: pytest.Monk
     assert blockwise._by_kernel(queries)
 
 
-def test_failure_is_a_warning_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blockwise_attention_flex_failure_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("no compiler\nhere")
 
@@ -77,7 +77,7 @@ def test_failure_is_a_warning_and_no_more(monkeypatch: pytest.MonkeyPatch) -> No
     blockwise._has_kernel.cache_clear()
 
 
-def test_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blockwise_attention_wrong_flex_result_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*inputs: torch.Tensor) -> torch.Tensor:
         return 2.0 * blockwise._tiled(*inputs)  # type: ignore[arg-type]
 

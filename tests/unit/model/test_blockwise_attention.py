@@ -55,7 +55,7 @@ def dense(rule: Rule) -> Tensor:
 
 # least: slots of a tile: 1 or 2 blocks, the last tile short, or all
 @pytest.mark.parametrize(("dtype", "rule", "kv_heads", "least"), with_grid(FEW, CLOSE, RULES, (4, 2, 1), (3, 6, 64)))
-def test_tiles_are_the_dense_mask(
+def test_blockwise_attention_tiles_equal_dense_mask(
     dtype: torch.dtype, rule: Rule, kv_heads: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blockwise, "LEAST_TILE", least)
@@ -79,7 +79,7 @@ def test_tiles_are_the_dense_mask(
         torch.testing.assert_close(ours, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
-def test_blocks_that_see_no_context() -> None:
+def test_blockwise_attention_without_context_equals_sdpa() -> None:
     q, k, v = (torch.randn(1, 2, 2, 3, 8) for _ in range(3))
     none_12 = torch.zeros(1, 2, dtype=torch.long)
     out = blockwise_attention(q, k, v, torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), Context(none_12, none_12 - 1))

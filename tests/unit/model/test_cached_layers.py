@@ -49,7 +49,7 @@ def decoded(fused: FusedLayers, x_BTH: Tensor, parts: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(("count", "qk_norm", "whole_call"), with_grid(FEW, (1, 3), (False, True), (True, False)))
-def test_they_compute_what_the_modules_compute(
+def test_fused_layers_decoding_equals_decoder_layers(
     count: int, qk_norm: bool, whole_call: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not whole_call:
@@ -60,7 +60,7 @@ def test_they_compute_what_the_modules_compute(
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_session_takes_the_weights_of_its_beginning(trained: bool) -> None:
+def test_fused_layers_new_session_uses_changed_weights(trained: bool) -> None:
     made, x = layers(2), torch.randn(1, 5, 32)
     for layer in made:
         layer.requires_grad_(trained)
@@ -73,7 +73,7 @@ def test_a_session_takes_the_weights_of_its_beginning(trained: bool) -> None:
                 parameter.data.mul_(1.1)
 
 
-def test_a_copy_has_its_own_weights_and_decoded_layers_can_be_trained() -> None:
+def test_fused_layers_copy_is_independent_and_layers_stay_trainable() -> None:
     made, x = layers(1), torch.randn(1, 5, 32)
     fused = FusedLayers(made)
     with torch.inference_mode():

@@ -15,7 +15,7 @@ FEW = [(1, None, SINKS), (20_000, 1, CAP), (20_000, None, BOTH), (2**24, 5, CAP)
 
 
 @pytest.mark.parametrize(("scores", "window", "capped"), with_grid(FEW, (1, 20_000, 2**24), (None, 1, 5, 70), CAPS))
-def test_it_equals_the_formula(
+def test_capped_attention_equals_formula(
     scores: int, window: int | None, capped: tuple[float | None, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cap, sinks = capped

@@ -19,7 +19,7 @@ FEW += [(dtype, DOCUMENTS, (5, 4)) for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("dtype", "documents", "span"), with_grid(FEW, CLOSE, (None, DOCUMENTS), (*SPANS, (1, 512), (5, 512))))
-def test_as_all_scores_at_once(
+def test_causal_attention_equals_reference(
     dtype: torch.dtype, documents: Documents | None, span: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window, rows = span

@@ -52,7 +52,7 @@ def expected(name: str | None, runner: str) -> tuple[HFTarget, Drafter | None, l
 @pytest.mark.parametrize("every", [None, 2], ids=["each step read at once", "static shapes"])
 @pytest.mark.parametrize("runner", ["fast", "transformers"])
 @pytest.mark.parametrize("name", [None, "medusa", "eagle3", "draft_model"])
-def test_it_decodes_the_tokens_of_the_paged_cache(
+def test_contiguous_cache_decodes_same_tokens_as_paged_cache(
     name: str | None, runner: str, every: int | None, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter, wanted = expected(name, runner)
@@ -63,7 +63,7 @@ def test_it_decodes_the_tokens_of_the_paged_cache(
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_forks_and_paths_are_those_of_the_paged_cache(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contiguous_cache_keep_and_fork_equal_paged_cache(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def used() -> list[torch.Tensor]:
         kv = KVCache(2, 3, 20)
         new = torch.arange(2 * 2 * 2 * 3 * 4.0).view(2, 2, 2, 3, 4)  # [k or v, B, h, N, D]

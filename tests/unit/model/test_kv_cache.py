@@ -12,7 +12,7 @@ def numbered(rows: int, nodes: int, start: int) -> torch.Tensor:
     return (start + torch.arange(rows * nodes).float()).view(rows, 1, nodes, 1).expand(rows, 2, nodes, 3).contiguous()
 
 
-def test_keep_moves_an_accepted_path_behind_each_rows_prefix() -> None:
+def test_kv_cache_keep_moves_accepted_path_after_prefix() -> None:
     kv = KVCache(1, slots=3, max_len=12)
     kv.append(0, numbered(3, 5, 0), numbered(3, 5, 100))
     kv.keep(torch.arange(5).expand(3, 5), torch.tensor([5, 3, 1]))
@@ -29,7 +29,7 @@ def test_keep_moves_an_accepted_path_behind_each_rows_prefix() -> None:
     assert values[0, 1, 5:8, 2].tolist() == [150, 151, 153]
 
 
-def test_keep_reads_before_it_writes() -> None:
+def test_kv_cache_keep_reads_before_it_writes() -> None:
     kv = KVCache(1, 1, 8)
     kv.append(0, numbered(1, 4, 0), numbered(1, 4, 0))
     kv.keep(torch.tensor([[0, 2, 3]]), torch.tensor([3]))
@@ -38,7 +38,7 @@ def test_keep_reads_before_it_writes() -> None:
     assert keys[0, 0, :, 0].tolist() == [0, 2, 3, 9]
 
 
-def test_crop_and_reset_shorten() -> None:
+def test_kv_cache_crop_and_reset_shorten_rows() -> None:
     kv = KVCache(1, 2, 8)
     kv.append(0, numbered(2, 4, 0), numbered(2, 4, 0))
     kv.keep(torch.arange(4).expand(2, 4), torch.tensor([4, 4]))
@@ -48,13 +48,13 @@ def test_crop_and_reset_shorten() -> None:
     assert kv.lengths(torch.arange(2)).tolist() == [2, 0]
 
 
-def test_room_says_what_does_not_fit() -> None:
+def test_kv_cache_ensure_room_beyond_capacity_is_refused() -> None:
     kv = KVCache(1, 1, 4)
     with pytest.raises(ValueError, match="exceed the cache's 4"):
         kv.ensure_room(5)
 
 
-def test_visible_is_prefix_plus_ancestors() -> None:
+def test_visible_keys_are_prefix_and_ancestors() -> None:
     ancestor = ancestors(torch.tensor([[-1, 0, 0, 1], [-1, 0, 0, 1]]))
     seen = visible(torch.tensor([5, 2]), 5, ancestor)
     assert seen.shape == (2, 4, 9)
@@ -63,7 +63,7 @@ def test_visible_is_prefix_plus_ancestors() -> None:
     assert seen[1, 0].nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
-def test_a_slot_of_a_bounded_cache_goes_back_no_further_than_it_keeps() -> None:
+def test_kv_cache_bounded_slot_cropped_too_far_is_refused() -> None:
     kv = KVCache(1, 2, 4096, kept=600, back=512)
     kv.allocate(1, 4, torch.float32)
     kv.rows(torch.tensor([0]))

@@ -41,7 +41,9 @@ def verified(target: FastTarget, chunks: tuple[int, ...]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("chunks", [(9, 6), (LONG, LONG + 10)])
 @pytest.mark.parametrize("limit", [1, 2**25])
-def test_both_forms_agree(target: FastTarget, chunks: tuple[int, ...], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_absorbed_equals_expanded(
+    target: FastTarget, chunks: tuple[int, ...], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """limit: of the numbers in memory, so that one head is expanded at a time, and absorbed scores are computed in parts."""
     monkeypatch.setattr(module, "EXPANDED", limit)
     monkeypatch.setattr(module, "SCORES", limit)
@@ -58,19 +60,19 @@ def _queries(q_BNhD: torch.Tensor, q_BNhE: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.cat([q_BNhD, q_BNhE], -1).transpose(1, 2), q_BNhD  # vectors of new positions are read from the cache
 
 
-def test_half_precision_expands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_in_bfloat16_uses_expanded_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the model rounds: the absorbed form changes more tokens than near-ties explain."""
     monkeypatch.setattr(LatentAttention, "_absorbed", None)
     target = FastTarget(model_of("DeepSeek-V3", num_hidden_layers=2).bfloat16())
     assert target.trees and len(verified(target, (9, 6))) == 3
 
 
-def test_a_position_takes_a_latent_and_one_rotated_key(target: FastTarget) -> None:
+def test_latent_attention_cache_bytes_are_latent_and_one_rotary_key(target: FastTarget) -> None:
     """32 + 8 numbers a layer, instead of four heads' keys of 24 and values of 12."""
     assert target.cache_bytes().position == 2 * (32 + 8) * 4
 
 
-def test_the_form_with_fewer_multiplications_is_chosen(target: FastTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_chooses_form_with_fewer_multiplications(target: FastTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """At DeepSeek-V3's sizes a chunk is expanded when it has more than 171 positions, less where its prefix is short."""
     latent = target._chain[0].latent
     for width, size in (("latent", 512), ("rotated", 64), ("plain", 128), ("value", 128)):
@@ -79,7 +81,7 @@ def test_the_form_with_fewer_multiplications_is_chosen(target: FastTarget, monke
     assert not latent.expands(4096, 16) and latent.expands(30, 70)
 
 
-def test_maps_of_which_one_has_a_bias_are_joined() -> None:
+def test_latent_attention_joined_maps_with_one_bias_equal_transformers() -> None:
     """Queries without a latent have no bias where the latents' map has one."""
     model = model_of("DeepSeek-V2", num_hidden_layers=2, q_lora_rank=None, attention_bias=True)
     torch.nn.init.normal_(model.model.layers[0].self_attn.kv_a_proj_with_mqa.bias)

@@ -21,7 +21,7 @@ from tests.helpers import tiny_target
 
 
 @pytest.mark.parametrize("scaling", [LINEAR, LLAMA3], ids=lambda scaling: scaling["rope_type"])
-def test_positions_are_scaled_as_by_transformers(scaling: dict[str, Any]) -> None:
+def test_rotary_scaling_equals_transformers(scaling: dict[str, Any]) -> None:
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=2, rope_theta=500.0, rope_scaling=dict(scaling), max_position_embeddings=512
     )
@@ -35,7 +35,7 @@ def test_positions_are_scaled_as_by_transformers(scaling: dict[str, Any]) -> Non
     assert not torch.allclose(cos_BND, plain_BND, atol=1e-2)
 
 
-def test_only_what_differs_from_the_target_is_an_option() -> None:
+def test_layer_options_between_keeps_only_differences_from_target() -> None:
     of = tiny_target().shape
     own = LayerOptions(kv_heads=4, rope_theta=5.0, rope_scaling=LINEAR)
     assert LayerOptions.between(own.shape(of), of) == own == LayerOptions.of(asdict(own))
@@ -43,7 +43,7 @@ def test_only_what_differs_from_the_target_is_an_option() -> None:
     assert LayerOptions.between(LayerOptions(heads=of.heads).shape(of), of) == LayerOptions.between(None, of) == LayerOptions()
 
 
-def test_a_target_whose_attention_is_latent_has_as_many_kv_heads_as_heads() -> None:
+def test_layer_options_for_mla_target_kv_heads_default_to_heads() -> None:
     """Its configuration has a number of KV heads that nothing reads: 128, unless it is given."""
     latent = {"num_attention_heads": 4, "qk_rope_head_dim": 4}
     for kv_heads, wanted in ((None, 4), (3, 4), (2, 2)):
@@ -72,7 +72,7 @@ def test_layer_options_that_cannot_be_are_refused_in_one_line(subtests: pytest.S
             assert "\n" not in str(caught.value)
 
 
-def test_it_is_typed_as_the_command_says() -> None:
+def test_layer_options_overrides_set_rope_theta_and_scaling() -> None:
     register()
     typed = ["drafter=eagle3", "drafter.layer.rope_theta=500", "drafter.layer.rope_scaling={rope_type:linear,factor:2.0}"]
     with initialize_config_module("drafttrain.conf", version_base="1.3"):

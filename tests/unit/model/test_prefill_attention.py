@@ -67,7 +67,7 @@ def masked(q_BNhD: Tensor, kv: KVCache, window: int | None) -> Tensor:
 
 @pytest.mark.parametrize(("lengths", "nodes", "window"), with_grid(FEW, LENGTHS, (65, 131), (None, 5, 200)))
 @torch.inference_mode()
-def test_a_chunk_equals_masked_attention(lengths: tuple[int, ...], nodes: int, window: int | None) -> None:
+def test_chunk_attention_equals_masked_attention(lengths: tuple[int, ...], nodes: int, window: int | None) -> None:
     torch.manual_seed(0)
     kv = filled(lengths, nodes)
     q_BNhD = torch.randn(len(lengths), nodes, HEADS, WIDTH)
@@ -76,7 +76,7 @@ def test_a_chunk_equals_masked_attention(lengths: tuple[int, ...], nodes: int, w
 
 
 @torch.inference_mode()
-def test_scores_have_their_scale_and_low_precision_its_own() -> None:
+def test_chunk_attention_scale_and_bfloat16_equal_masked_attention() -> None:
     torch.manual_seed(0)
     kv = filled([70], 65)
     q_BNhD = torch.randn(1, 65, HEADS, WIDTH)
@@ -89,7 +89,7 @@ def test_scores_have_their_scale_and_low_precision_its_own() -> None:
 
 @pytest.mark.parametrize("pool", [1, 0, -1])
 @torch.inference_mode()
-def test_pages_of_a_pool_may_lie_anywhere(pool: int) -> None:
+def test_chunk_attention_over_scattered_pages_equals_masked_attention(pool: int) -> None:
     torch.manual_seed(0)
     kv = filled([70, 9, 40], 65, pool)
     q_BNhD = torch.randn(3, 65, HEADS, WIDTH)
@@ -97,7 +97,7 @@ def test_pages_of_a_pool_may_lie_anywhere(pool: int) -> None:
 
 
 @pytest.mark.parametrize(("pool", "view"), [(None, True), (1, True), (-1, False)])
-def test_a_row_in_one_piece_is_a_view(pool: int | None, view: bool) -> None:
+def test_kv_cache_read_row_of_contiguous_pages_is_view(pool: int | None, view: bool) -> None:
     kv = filled([70, 9], 65, pool)
     store = kv.storage.stores[0].untyped_storage().data_ptr()  # type: ignore[attr-defined]
     every = kv.read(0, 65)
@@ -107,7 +107,7 @@ def test_a_row_in_one_piece_is_a_view(pool: int | None, view: bool) -> None:
             assert (own.untyped_storage().data_ptr() == store) == view
 
 
-def test_extend_commits_what_keep_commits() -> None:
+def test_kv_cache_extend_equals_keep() -> None:
     kept, extended = (filled([4, 7], 66) for _ in range(2))
     kept.keep(torch.arange(66).expand(2, 66), torch.tensor([66, 3]))
     extended.extend([66, 3])
@@ -118,7 +118,7 @@ def test_extend_commits_what_keep_commits() -> None:
 @pytest.mark.sampled(name=["llama", "mistral-sliding"])  # norms of queries and keys are no other attention
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3"])
 @torch.inference_mode()
-def test_a_long_prompt_needs_no_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_target_prefill_in_chunks_needs_no_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks after a prefix give the logits of one pass without a cache."""
     from drafttrain.model.target import Taps
 

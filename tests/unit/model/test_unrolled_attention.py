@@ -32,7 +32,7 @@ FEW = [
     ("dtype", "steps", "window", "documents", "rows", "kv_heads"),
     with_grid(FEW, CLOSE, (1, 2, 4), (None, 4, 9), (None, DOCUMENTS), (None, 4, 256), (4, 2, 1)),
 )
-def test_as_all_scores_at_once(
+def test_unrolled_attention_equals_reference(
     dtype: torch.dtype,
     steps: int,
     window: int | None,
@@ -59,13 +59,13 @@ def test_as_all_scores_at_once(
 
 
 @pytest.mark.parametrize("documents", [None, SHORT])
-def test_gradients_hold_numerically(documents: Documents | None) -> None:
+def test_unrolled_attention_passes_gradcheck(documents: Documents | None) -> None:
     torch.manual_seed(1)
     tensors = [torch.randn(2, 1, 6, 3, dtype=torch.float64, requires_grad=True) for _ in range(5)]
     assert torch.autograd.gradcheck(lambda q, *both: op.unrolled(q, both[:2], both[2:], documents), tensors)
 
 
-def test_what_is_kept_for_the_backward_pass_grows_with_the_text_not_its_square() -> None:
+def test_unrolled_attention_saved_tensors_grow_linearly() -> None:
     def kept(length: int) -> int:
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
@@ -77,7 +77,7 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_text_not_its_square()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_fused_kernels_of_a_gpu_as_all_scores_at_once(subtests: pytest.Subtests) -> None:
+def test_unrolled_attention_gpu_kernels_equal_reference(subtests: pytest.Subtests) -> None:
     there, close = Documents(DOCUMENTS.number_BT.cuda()), {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
     for dtype, documents, kv_heads in product(close, (None, there), (4, 2)):
         with subtests.test(dtype=dtype, documents=documents is not None, kv_heads=kv_heads):

@@ -81,7 +81,7 @@ CASES += [("hydra", {"prefix_layer": True}), ("dflash", {"block_size": 4, "taps"
 @pytest.mark.sampled(name=(*FAST, *SLOW))
 @pytest.mark.parametrize("documents", [1, 2])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_a_familys_memory_grows_with_the_text(name: str, options: dict[str, Any], documents: int) -> None:
+def test_objective_memory_grows_linearly_with_sequence_length(name: str, options: dict[str, Any], documents: int) -> None:
     target, family = tiny_target(), families()[name]
     few = {"anchors": ANCHORS} if "anchors" in family.options.__dataclass_fields__ else {}
     drafter = family.build(family.options(**options, **few), target)
@@ -106,7 +106,7 @@ def test_a_familys_memory_grows_with_the_text(name: str, options: dict[str, Any]
 @pytest.mark.sampled
 @pytest.mark.parametrize("documents", [1, 2])
 @pytest.mark.parametrize(("name", "runner"), SERVED)
-def test_the_targets_memory_grows_with_the_text(name: str, runner: type[HFTarget], documents: int) -> None:
+def test_target_memory_grows_linearly_with_sequence_length(name: str, runner: type[HFTarget], documents: int) -> None:
     model = tiny_model(name)
     model.config.max_position_embeddings = 2 * TARGET_LENGTH
     target = runner(model)

@@ -48,7 +48,7 @@ def drafter_of(name: str, target: HFTarget, **options: int) -> Drafter:
     return drafter
 
 
-def test_divergences() -> None:
+def test_divergence_values_equal_torch_formulas() -> None:
     q = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     p = torch.randn(50, 9, generator=torch.Generator().manual_seed(1))
     label = torch.arange(50) % 9
@@ -83,7 +83,7 @@ def test_scores_some_rows_at_once_are_those_of_all_rows(monkeypatch: pytest.Monk
             torch.testing.assert_close(q, whole.slope_CV, **close)
 
 
-def test_a_chunk_has_a_bound() -> None:
+def test_loss_options_chunk_is_bounded_by_vocabulary() -> None:
     options = LossOptions(chunk=1024)
     assert [options.at_once(vocab) for vocab in (2048, 131_072, 262_144, 1 << 30)] == [1024, 1024, 512, 1]
     assert LossOptions(chunk=7).at_once(262_144) == 7
@@ -93,7 +93,7 @@ def test_a_chunk_has_a_bound() -> None:
 @pytest.mark.parametrize("chunk", [7, 4096])  # recomputed in the backward pass, or whole
 @pytest.mark.parametrize("loss", ["ce", "kl", "rkl", "jsd", "tvd", "lk"])
 @pytest.mark.parametrize("name", sorted(families()))
-def test_chunks_change_neither_loss_nor_gradient(name: str, loss: str, chunk: int) -> None:
+def test_objective_chunked_loss_and_gradients_equal_naive(name: str, loss: str, chunk: int) -> None:
     target = tiny_target()
     drafter = drafter_of(name, target).train()
     if not drafter.trained:
@@ -150,7 +150,7 @@ def doubt(prediction: Prediction, q_MV: torch.Tensor, p_MV: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("chunk", [7, 4096])
 @pytest.mark.parametrize("name", ["medusa", "dflash2"])
-def test_a_mix_is_the_sum_of_its_parts(name: str, chunk: int) -> None:
+def test_objective_mix_equals_weighted_sum_of_losses(name: str, chunk: int) -> None:
     target, mix = tiny_target(), {"ce": 0.1, "tvd": 1.8, "kl": 0.5}
     drafter = drafter_of(name, target).train()
     filled = Online(target, drafter.taps).fill(padded_batch())
@@ -176,7 +176,7 @@ def test_loss_options_that_name_no_loss_are_refused(subtests: pytest.Subtests) -
 @pytest.mark.sampled(name=OBJECTIVE)
 @pytest.mark.parametrize("chunk", [7, 4096])
 @pytest.mark.parametrize("name", sorted(families()))
-def test_the_end_to_end_loss_is_the_drafts_that_are_not_accepted(name: str, chunk: int) -> None:
+def test_objective_e2e_tv_loss_and_gradients_equal_naive(name: str, chunk: int) -> None:
     """Against a loop over sources and depths, with the laws computed whole."""
     target = tiny_target()
     drafter = drafter_of(name, target).train()
@@ -196,7 +196,7 @@ def test_the_end_to_end_loss_is_the_drafts_that_are_not_accepted(name: str, chun
 
 
 @pytest.mark.parametrize("chunk", [7, 4096])
-def test_the_end_to_end_loss_of_a_part_of_the_vocabulary_is_of_the_whole_one(chunk: int) -> None:
+def test_objective_e2e_tv_draft_vocabulary_equals_whole_vocabulary_loss(chunk: int) -> None:
     """What the drafter has no token for counts as not accepted: nothing is renormalised, nothing left out."""
     target = tiny_target()
     drafter = drafter_of("eagle3", target, draft_vocab=20).train()
@@ -241,7 +241,7 @@ def naive_end_to_end(drafter: Drafter, target: HFTarget, filled: TrainBatch) -> 
 @pytest.mark.sampled(name=PACKED)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", sorted(families()))
-def test_packed_documents_do_not_leak(name: str, architecture: str) -> None:
+def test_objective_packed_documents_have_losses_of_separate_ones(name: str, architecture: str) -> None:
     """A document's losses are the same alone and behind another one; so are the target's states."""
     target = tiny_target(architecture)
     if name == "mtp_native" and architecture != "llama":
@@ -280,7 +280,7 @@ def one_document(token: torch.Tensor) -> TrainBatch:
     )
 
 
-def test_teacher_forced_counts_only_whole_supervised_futures() -> None:
+def test_teacher_forced_counts_only_sources_with_all_labels() -> None:
     target = tiny_target()
     drafter = drafter_of("medusa", target).eval()
     batch = Online(target, drafter.taps).fill(padded_batch())

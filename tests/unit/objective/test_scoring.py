@@ -57,7 +57,9 @@ def counted(function: Callable[[Tensor], Tensor], rows: list[int]) -> Callable[[
     ("name", "options"),
     [("eagle3", {"steps": 7}), ("eagle3", {"steps": 7, "draft_vocab": 20}), ("medusa", {}), ("redrafter", {}), ("peagle", {})],
 )
-def test_heads_run_once(name: str, options: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objective_runs_each_head_once_per_prediction(
+    name: str, options: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The target's for each position whose next token is a label; the drafter's for each prediction, backward included."""
     target, of_target, of_drafter = tiny_target(), list[int](), list[int]()
     drafter = made(name, target, **options)
@@ -74,7 +76,7 @@ def test_heads_run_once(name: str, options: dict[str, Any], chunk: int, monkeypa
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
-def test_the_targets_head_runs_once_in_evaluation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teacher_forced_runs_target_head_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, rows = tiny_target(), list[int]()
     drafter = made(name, target).eval()
     filled = Online(target, drafter.taps).fill(padded_batch())
@@ -84,7 +86,7 @@ def test_the_targets_head_runs_once_in_evaluation(name: str, monkeypatch: pytest
     assert sum(rows) == len(labels.unique())
 
 
-def test_the_end_to_end_loss_runs_heads_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objective_e2e_tv_runs_target_head_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     target, rows = tiny_target(), list[int]()
     drafter = made("eagle3", target, steps=7)
     filled = Online(target, drafter.taps).fill(padded_batch())
@@ -102,7 +104,7 @@ def gradients(loss: Tensor, drafter: Drafter) -> list[Tensor]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("loss", [*LOSSES, "mix"])
-def test_a_part_of_the_vocabulary_as_a_plain_loss(loss: str, chunk: int) -> None:
+def test_objective_draft_vocabulary_loss_and_gradients_equal_naive(loss: str, chunk: int) -> None:
     """Over the drafter's own tokens alone, renormalised; 0 where what is to be learnt is not among them."""
     target = tiny_target()
     drafter = made("eagle3", target, steps=3, draft_vocab=20)
@@ -126,7 +128,7 @@ def test_a_part_of_the_vocabulary_as_a_plain_loss(loss: str, chunk: int) -> None
     ("name", "options"),
     [("eagle3", {"draft_vocab": 20}), ("dspark", {}), ("dflash2", {"candidates": 4}), ("xpress", {}), ("dfly", {})],
 )
-def test_of_the_likeliest_tokens_alone_chunks_change_nothing(name: str, options: dict[str, Any], loss: str) -> None:
+def test_objective_top_k_teacher_chunk_size_changes_nothing(name: str, options: dict[str, Any], loss: str) -> None:
     """The target's tail then depends on the drafter's logits, step by step."""
     target = tiny_target()
     drafter = made(name, target, **options)
@@ -143,7 +145,7 @@ def test_of_the_likeliest_tokens_alone_chunks_change_nothing(name: str, options:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
-def test_in_bfloat16_gradients_are_as_close_as_those_of_a_plain_loss(name: str) -> None:
+def test_objective_bfloat16_gradients_are_as_close_as_naive_loss(name: str) -> None:
     """Both compared with float32: chunks add no more than rounding to the gradient's own dtype."""
     target = tiny_target()
     drafter = made(name, target)
@@ -167,7 +169,7 @@ def test_in_bfloat16_gradients_are_as_close_as_those_of_a_plain_loss(name: str) 
     assert all(g.dtype == torch.bfloat16 for g in ours)
 
 
-def test_gradients_are_scaled_with_the_loss_and_given_once() -> None:
+def test_objective_gradients_scale_with_loss_and_second_backward_is_refused() -> None:
     target = tiny_target()
     drafter = made("medusa", target)
     filled = Online(target, drafter.taps).fill(padded_batch())
@@ -181,7 +183,7 @@ def test_gradients_are_scaled_with_the_loss_and_given_once() -> None:
         loss.backward()
 
 
-def test_without_gradients_the_loss_is_the_same() -> None:
+def test_objective_without_gradients_gives_same_loss() -> None:
     target = tiny_target()
     for name, loss in (("eagle3", "kl"), ("dspark", "e2e_tv")):
         drafter = made(name, target)
@@ -194,7 +196,7 @@ def test_without_gradients_the_loss_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", ["medusa", "xpress"])
-def test_a_batch_without_labels_gives_zero_gradients(name: str) -> None:
+def test_objective_batch_without_labels_gives_zero_gradients(name: str) -> None:
     target = tiny_target()
     drafter, batch = made(name, target), padded_batch()
     filled = Online(target, drafter.taps).fill(replace(batch, mask_BT=torch.zeros_like(batch.mask_BT)))
@@ -268,7 +270,7 @@ def test_shared_head_pieces_of_any_size_have_whole_rows(subtests: pytest.Subtest
             assert found == wanted
 
 
-def test_a_run_of_positions_is_not_copied() -> None:
+def test_chunks_contiguous_positions_become_slices() -> None:
     (chunk,) = chunks([torch.arange(3, 9), torch.tensor([4, 5, 6])], ["a", "b"], 100)
     assert [(p.row_C, p.place_C) for piece in chunk.pieces for p in piece] == [
         (slice(0, 6), slice(0, 6)),
@@ -280,7 +282,7 @@ def test_a_run_of_positions_is_not_copied() -> None:
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("loss", ["kl", "e2e_tv"])
 @pytest.mark.parametrize("name", ["eagle3", "dspark", "peagle", "dflash2", "xpress", "dflare", "dfly"])
-def test_divided_parameters_get_the_same_gradients(name: str, loss: str, chunk: int) -> None:
+def test_objective_with_zero3_parameters_gives_same_gradients(name: str, loss: str, chunk: int) -> None:
     """By torch's own graph, with each piece computed again in the backward pass."""
     target = tiny_target()
     drafter = made(name, target)
@@ -297,7 +299,7 @@ def test_divided_parameters_get_the_same_gradients(name: str, loss: str, chunk: 
 
 
 @pytest.mark.parametrize("name", ["dspark", "xpress"])
-def test_pieces_without_predictions_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objective_with_zero3_empty_pieces_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes with fewer chunks than others, and fewer pieces in them, call their heads as often."""
     target, rows = tiny_target(), list[int]()
     drafter = made(name, target)
@@ -316,7 +318,7 @@ def test_pieces_without_predictions_change_nothing(name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("way", ["weighted", "differentiable"])
-def test_steps_that_read_the_same_states_add_up_their_gradients(way: str) -> None:
+def test_scoring_steps_with_same_states_add_gradients(way: str) -> None:
     target = tiny_target()
     drafter = made("medusa", target)
     filled = Online(target, drafter.taps).fill(padded_batch())
@@ -337,7 +339,7 @@ def test_steps_that_read_the_same_states_add_up_their_gradients(way: str) -> Non
     torch.testing.assert_close(gradient(1.0, 0.5), 1.5 * gradient(1.0))
 
 
-def test_predictions_of_a_shared_head_are_scored_beside_others() -> None:
+def test_scoring_shared_head_in_mixed_order_equals_separate_scoring() -> None:
     target = tiny_target()
     drafters = [made(name, target) for name in ("medusa", "xpress", "dflash")]
     filled = Online(target, Taps(tuple({block for d in drafters for block in d.taps.blocks}), True)).fill(padded_batch())

@@ -10,7 +10,7 @@ import torch
 from drafttrain.ops import build, library
 
 
-def test_kernels_are_tried_on_the_gpu_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_state_tries_kernels_on_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two: a tensor that names no number would open a context on whichever device is the current one."""
     tried: list[str] = []
     monkeypatch.delenv(library.SWITCH, raising=False)

@@ -18,7 +18,7 @@ def random(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("N", [1, LONG])
-def test_the_delta_rule(N: int) -> None:
+def test_delta_state_equals_step_by_step_recurrence(N: int) -> None:
     B, k_heads, heads, K, V = 2, 2, 4, 6, 5
     state, key, value = random(B, heads, K, V), F.normalize(random(B, N, k_heads, K), dim=-1), random(B, N, heads, V)
     decay, beta = -F.softplus(random(B, N, heads)), random(B, N, heads).sigmoid()
@@ -30,7 +30,7 @@ def test_the_delta_rule(N: int) -> None:
     torch.testing.assert_close(found, state, **TOLERANCE)
 
 
-def test_state_spaces() -> None:
+def test_state_space_state_equals_step_by_step_recurrence() -> None:
     N, B, groups, heads, V, S = LONG, 2, 2, 4, 6, 5
     state, x, b = random(B, heads, V, S), random(B, N, heads, V), random(B, N, groups, S)
     step, rate = steps(random(B, N, heads), random(heads), True), -random(heads).exp()
@@ -42,7 +42,7 @@ def test_state_spaces() -> None:
     torch.testing.assert_close(found, state, **TOLERANCE)
 
 
-def test_selective_scans() -> None:
+def test_selective_state_equals_step_by_step_recurrence() -> None:
     N, B, C, S = LONG, 2, 6, 5
     state, x, b = random(B, C, S), random(B, C, N), random(B, S, N)
     step, rate = steps(random(B, C, N), random(C, 1), True), -random(C, S).exp()
@@ -52,7 +52,7 @@ def test_selective_scans() -> None:
     torch.testing.assert_close(found, state, **TOLERANCE)
 
 
-def test_positions_that_do_not_count_change_nothing() -> None:
+def test_recurrence_identity_positions_change_no_state() -> None:
     state, key, value = random(1, 2, 4, 3), F.normalize(random(1, 6, 2, 4), dim=-1), random(1, 6, 2, 3)
     decay, beta = -F.softplus(random(1, 6, 2)), random(1, 6, 2).sigmoid()
     decay[:, 3:], beta[:, 3:] = 0.0, 0.0
@@ -65,7 +65,7 @@ def test_positions_that_do_not_count_change_nothing() -> None:
     torch.testing.assert_close(state_space_state(state, x, step, rate, b), shorter)
 
 
-def test_steps_have_limits() -> None:
+def test_recurrence_steps_are_clamped_to_limits() -> None:
     raw = torch.tensor([-20.0, 0.0, 20.0])
     assert steps(raw, None, True, (0.001, 0.1)).tolist() == pytest.approx([0.001, 0.1, 0.1])
     assert steps(raw, torch.tensor([0.0, 1.0, 0.0]), False, (-50.0, 50.0)).tolist() == [-20.0, 1.0, 20.0]

@@ -19,7 +19,7 @@ def plain_norm(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return (wide_H * torch.rsqrt(wide_H.pow(2).mean(-1, keepdim=True) + eps)).to(x_H.dtype) * weight_H
 
 
-def test_gradients_by_differences() -> None:
+def test_gate_and_trained_norm_pass_gradcheck() -> None:
     torch.manual_seed(0)
     x, y = (torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
@@ -27,7 +27,7 @@ def test_gradients_by_differences() -> None:
     assert torch.autograd.gradcheck(lambda x, weight: trained_norm(x, weight, 1e-2), (x, weight))
 
 
-def test_rotary_by_differences() -> None:
+def test_rotate_passes_gradcheck_and_equals_formula() -> None:
     torch.manual_seed(0)
     x_BhND = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
     cos_BND, sin_BND = torch.randn(2, 2, 5, 6, dtype=torch.float64)
@@ -47,7 +47,7 @@ def test_rotary_by_differences() -> None:
 
 @pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_results_are_those_of_the_operators(dtype: torch.dtype, contiguous: bool) -> None:
+def test_gate_and_trained_norm_equal_plain_operators(dtype: torch.dtype, contiguous: bool) -> None:
     torch.manual_seed(0)
     x, y, grad = (torch.randn(4, 7, 33, dtype=dtype) for _ in range(3))
     if not contiguous:
@@ -63,7 +63,7 @@ def test_results_are_those_of_the_operators(dtype: torch.dtype, contiguous: bool
             torch.testing.assert_close(found, wanted, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
-def test_gate_keeps_its_inputs_alone() -> None:
+def test_gate_saves_only_its_inputs_for_backward() -> None:
     """Autograd's own graph keeps a third tensor, SiLU of the gate."""
     gate_I, up_I = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
     kept = list[int]()

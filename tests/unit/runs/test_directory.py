@@ -35,7 +35,7 @@ def ended_process() -> int:
     return child
 
 
-def test_a_run_goes_on_without_what_a_killed_process_left(tmp_path: Path) -> None:
+def test_run_directory_resume_removes_files_of_killed_process(tmp_path: Path) -> None:
     """Killed while it removed an old checkpoint, after its last step: nothing is saved and pruned any more."""
     run, left = opened(tmp_path), f"tmp-{HOST}-{ended_process()}"
     (run.path / "checkpoints" / f"step-00002.{left}").mkdir()
@@ -45,7 +45,7 @@ def test_a_run_goes_on_without_what_a_killed_process_left(tmp_path: Path) -> Non
     assert not list(again.path.rglob("*.tmp-*"))
 
 
-def test_a_run_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_directory_failed_creation_leaves_no_partial_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its run.json nothing could go on with it."""
     with monkeypatch.context() as patched:
         patched.setattr(rundir, "environment", lambda device: [][1])

@@ -41,7 +41,7 @@ def record(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-def test_a_record_tells_the_targets_own_words_from_others(tmp_path: Path) -> None:
+def test_foreign_distinguishes_replies_of_target_from_others(tmp_path: Path) -> None:
     assert foreign(record(tmp_path), TARGET, "t") is None
     assert foreign(str(tmp_path / "part-00000.jsonl"), TARGET, "t") is None
     assert foreign("embedded", TARGET, "t") == "the embedded replies are the embedded target's"
@@ -58,7 +58,7 @@ def test_a_record_tells_the_targets_own_words_from_others(tmp_path: Path) -> Non
         foreign(str(tmp_path), TARGET, "t")
 
 
-def test_the_targets_own_replies_are_likelier_than_scrambled_ones(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_origin_of_target_replies_are_likelier_than_scrambled(loaded: LoadedTarget, tmp_path: Path) -> None:
     own = load_dataset(DataOptions(limit=60, held_out=6), loaded.tokenizer)
     found = origin_of(RunOptions(), loaded, own, shared=False)
     assert found.foreign is None and found.replies == 6 and found.likely is not None and found.own is not None
@@ -84,7 +84,7 @@ def test_the_targets_own_replies_are_likelier_than_scrambled_ones(loaded: Loaded
     assert origin_of(options, loaded, load_dataset(options.data, loaded.tokenizer), shared=True).likely is None
 
 
-def test_packed_rows_and_replies_at_the_contexts_end(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_origin_of_scores_packed_rows_and_replies_at_context_limit(loaded: LoadedTarget, tmp_path: Path) -> None:
     packed = load_dataset(DataOptions(limit=20, held_out=0, pack=True), loaded.tokenizer)
     alone = load_dataset(DataOptions(limit=20, held_out=0), loaded.tokenizer)
     first = {tuple(row.documents[0].tolist()) for row in packed.train}
@@ -110,7 +110,7 @@ def own(command: Callable[..., int], *settings: str) -> Path:
     return Path("own").absolute()
 
 
-def test_what_prepare_writes_is_known_to_be_its_targets(command: Callable[..., int], loaded: LoadedTarget) -> None:
+def test_prepare_output_is_recognized_as_replies_of_target(command: Callable[..., int], loaded: LoadedTarget) -> None:
     prepared = own(command, "data.limit=2", "prepare.max_new_tokens=1", "prepare.drop=[]")
     template = loaded.tokenizer.chat_template
     assert foreign(str(prepared), loaded.description, template) is None
@@ -118,7 +118,9 @@ def test_what_prepare_writes_is_known_to_be_its_targets(command: Callable[..., i
 
 
 @pytest.mark.slow
-def test_fit_notes_it_in_its_report(command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_report_has_origin_and_contamination_of_data(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepared = own(command, "prepare.max_new_tokens=24", "prepare.drop=[empty]", "data.limit=12")
     (tmp_path / "copy.jsonl").write_bytes((prepared / "part-00000.jsonl").read_bytes())
     quick = [

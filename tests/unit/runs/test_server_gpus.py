@@ -34,7 +34,7 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 
 
-def test_servers_have_the_last_gpus() -> None:
+def test_servers_next_to_trainers_get_last_gpus() -> None:
     divided = servers_next_to_trainers(engine(gpus=4, tensor_parallel=2), EIGHT, 4)
     assert divided.of_servers == (("4", "5"), ("6", "7"))
     assert str(divided) == "2 servers, on the GPUs 4, 5 and on the GPUs 6, 7"
@@ -42,7 +42,7 @@ def test_servers_have_the_last_gpus() -> None:
     assert servers_next_to_trainers(engine(count=3), [], 0).of_servers == ((), (), ())
 
 
-def test_a_machine_that_does_not_train_gives_its_servers_all_gpus() -> None:
+def test_servers_alone_get_all_or_last_requested_gpus() -> None:
     assert servers_alone(engine(tensor_parallel=4), EIGHT).of_servers == (("0", "1", "2", "3"), ("4", "5", "6", "7"))
     assert servers_alone(engine(tensor_parallel=3), EIGHT).of_servers == (("2", "3", "4"), ("5", "6", "7"))
     assert servers_alone(engine(gpus=2), EIGHT).of_servers == (("6",), ("7",))
@@ -50,14 +50,14 @@ def test_a_machine_that_does_not_train_gives_its_servers_all_gpus() -> None:
     assert servers_alone(engine(count=2), []).of_servers == ((), ())
 
 
-def test_gpus_are_named_as_this_process_sees_them(eight: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpus_follow_cuda_visible_devices(eight: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_gpus() == EIGHT
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert visible_gpus() == ["3", "5"]
 
 
-def test_nproc_auto_counts_the_gpus_that_no_server_has(eight: None) -> None:
+def test_processes_of_nproc_auto_excludes_gpus_of_servers(eight: None) -> None:
     assert processes_of(run(engine(gpus=2), nproc="auto")) == 6
     assert processes_of(run(engine(gpus=2, nodes=1), nproc="auto", nodes=2)) == 8, "servers have a machine of their own"
     assert processes_of(run(FeatureOptions(gpus=2), nproc="auto")) == 8
@@ -65,7 +65,7 @@ def test_nproc_auto_counts_the_gpus_that_no_server_has(eight: None) -> None:
         processes_of(run(engine(gpus=8), nproc="auto"))
 
 
-def test_more_processes_and_servers_than_gpus_are_refused() -> None:
+def test_server_gpus_more_than_available_are_refused() -> None:
     with pytest.raises(UserError, match=r"features.gpus=2 and 7 training processes need 9 GPUs, but this machine has 8"):
         servers_next_to_trainers(engine(gpus=2), EIGHT, 7)
     with pytest.raises(UserError, match=r"the servers need 4 GPUs by .*tensor_parallel=4, but their machine has 2; set fewer"):
@@ -101,13 +101,13 @@ def test_launch_conflicting_server_options_are_refused(subtests: pytest.Subtests
             launch(lambda *_: None, run(features, **launcher), {})
 
 
-def test_torchrun_starts_no_machines_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_launcher_server_nodes_under_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match=r"features.nodes is 1 under torchrun, which starts training processes alone"):
         check_launcher(run(engine(nodes=1, dir="x"), nodes=2))
 
 
-def test_an_engine_gets_its_gpus_and_nothing_of_the_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_process_gets_its_gpus_without_torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
     served = Served("vllm", "target", (3, 4), 64, "/states", "bfloat16", arguments=("--seed=1",))
@@ -117,7 +117,7 @@ def test_an_engine_gets_its_gpus_and_nothing_of_the_trainers_group(monkeypatch: 
     assert "CpuHiddenStatesConnector" in " ".join(server_process(served, [], 1, on_cpu=True)[0])
 
 
-def test_servers_of_a_store_name_their_own_machine_in_it() -> None:
+def test_server_process_mooncake_config_names_host_of_server() -> None:
     """What they must know travels to their machines as JSON."""
     store = {"master": "a:50051", "protocol": "tcp", "device": "", "segment": 2**28}
     served = Served("vllm", "target", (3, 4), 64, "/logs", "bfloat16", mooncake=store)
@@ -131,7 +131,7 @@ def test_servers_of_a_store_name_their_own_machine_in_it() -> None:
         assert (settings["local_hostname"], settings["master_server_address"]) == ("10.0.0.4", "a:50051")
 
 
-def test_mooncake_is_told_of_addresses_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_process_mooncake_ipv6_address_needs_mc_use_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise trainers cannot read what such a server puts, and wait for `features.patience` seconds."""
     store = {"master": "a:50051", "protocol": "tcp", "device": "", "segment": 2**28}
     served = Served("vllm", "target", (3, 4), 64, "/logs", "bfloat16", mooncake=store)
@@ -141,7 +141,7 @@ def test_mooncake_is_told_of_addresses_of_ipv6(monkeypatch: pytest.MonkeyPatch) 
     assert server_process(served, [], 1, False, "fd00::4")[1]["MC_USE_IPV6"] == "1"
 
 
-def test_slurm_gives_the_last_nodes_to_servers() -> None:
+def test_slurm_parameters_give_last_nodes_to_servers() -> None:
     launcher = {"nodes": 4, "nproc": 8, "slurm": SlurmOptions(folder="/shared")}
     asked = parameters("fit", request_of([], run(engine(nodes=1, dir="x"), **launcher)), array=False)
     assert asked["nodes"] == 4 and asked["gpus_per_node"] == 8

@@ -18,7 +18,7 @@ from drafttrain.runs.server_machines import Machine, Wanted, answer, earlier_ans
 SERVED = Served("vllm", "target", (1, 4), 64, "/states", "float32")
 
 
-def test_trainers_are_not_lost_while_the_servers_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_machine_trainers_are_not_lost_while_servers_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large target loads for longer than the silence after which trainers count as lost."""
     now = 0.0
     monkeypatch.setattr(serve_trainers, "monotonic", lambda: now)
@@ -41,7 +41,7 @@ def test_trainers_are_not_lost_while_the_servers_load(tmp_path: Path, monkeypatc
         machine._look(replace(first, beat=1))
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_answer_stale_file_handle_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS: what was opened is gone on the server (ESTALE)."""
     said = Machine("a", ("http://a:1",))
     answer(tmp_path, said)

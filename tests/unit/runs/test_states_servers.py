@@ -11,7 +11,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.runs import states_servers
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_features_dir_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     options = compose_run("medusa", ["data.path=x", "features=engine", f"features.dir={tmp_path / 'file' / 'states'}"]).options
     with pytest.raises(UserError, match=r"file/states for the servers' states cannot be made .*; set features.dir"):

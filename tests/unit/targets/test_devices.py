@@ -78,7 +78,7 @@ def test_device_of_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, subte
             assert "\n" not in str(caught.value)
 
 
-def test_only_a_gpu_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bind_sets_cuda_device_and_ignores_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     bind(torch.device("cpu"))
@@ -122,7 +122,7 @@ def test_check_order_of_all_to_all_compares_sent_with_expected(tmp_path: Path, s
                     devices.check_order(tmp_path, 3)
 
 
-def test_a_collective_that_not_all_processes_call_is_found(tmp_path: Path) -> None:
+def test_check_order_collective_missing_on_one_rank_is_reported(tmp_path: Path) -> None:
     for process, called in enumerate((2, 2, 1)):
         (tmp_path / f"rank-{process}.jsonl").write_text(f"{json.dumps(REDUCED)}\n" * called)
     with pytest.raises(AssertionError, match=r"collective 1: .*all_reduce.* on 0, \[\] on 2"):

@@ -98,7 +98,7 @@ def tokens(rows: int, length: int) -> torch.Tensor:
     return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_taps_and_fingerprint_are_transformers(pair: tuple[HFTarget, FastTarget]) -> None:
+def test_fast_target_logits_hidden_states_and_fingerprint_equal_transformers(pair: tuple[HFTarget, FastTarget]) -> None:
     theirs, ours = pair
     assert ours.trees and ours.fingerprint == theirs.fingerprint
     token, position = tokens(3, 40), torch.arange(40).expand(3, 40)
@@ -110,7 +110,7 @@ def test_logits_taps_and_fingerprint_are_transformers(pair: tuple[HFTarget, Fast
 
 
 @pytest.mark.sampled(pair=KINDS)
-def test_ragged_decoding_equals_generate(pair: tuple[HFTarget, FastTarget]) -> None:
+def test_fast_target_greedy_decoding_of_ragged_batch_equals_generate(pair: tuple[HFTarget, FastTarget]) -> None:
     _, ours = pair
     asked = prompts(3, seed=2)
     results = Decoder(ours, None, "greedy", Sampling(), frozenset(), 16, prefill_chunk=5).run(asked, batch_size=3).results
@@ -122,7 +122,7 @@ def test_ragged_decoding_equals_generate(pair: tuple[HFTarget, FastTarget]) -> N
 
 
 @pytest.mark.sampled(pair=KINDS)
-def test_long_chunks_of_a_prompt_and_packed_documents(pair: tuple[HFTarget, FastTarget]) -> None:
+def test_fast_target_chunked_prefill_and_packed_documents_equal_whole_pass(pair: tuple[HFTarget, FastTarget]) -> None:
     """Chunks of more positions than the operators for few take; a row that holds two documents."""
     _, ours = pair
     token, position = tokens(2, 150), torch.arange(150).expand(2, 150)
@@ -142,7 +142,7 @@ def test_long_chunks_of_a_prompt_and_packed_documents(pair: tuple[HFTarget, Fast
 
 
 @pytest.mark.sampled(pair=("llama", "gemma3", "deepseek-v3"))
-def test_the_first_blocks_alone(pair: tuple[HFTarget, FastTarget]) -> None:
+def test_fast_target_shallow_hidden_states_equal_transformers(pair: tuple[HFTarget, FastTarget]) -> None:
     theirs, ours = (target.shallow(2) for target in pair)
     token, position = tokens(2, 12), torch.arange(12).expand(2, 12)
     wanted, found = (t(token, None, None, position, Taps((1,), final=True)) for t in (theirs, ours))
@@ -151,7 +151,7 @@ def test_the_first_blocks_alone(pair: tuple[HFTarget, FastTarget]) -> None:
 
 
 @pytest.mark.sampled(pair=("llama", "gemma3", "cohere2", "deepseek-v3"))  # the probe asks for trees of every kind
-def test_drafts_change_no_token(pair: tuple[HFTarget, FastTarget]) -> None:
+def test_fast_target_speculative_tokens_equal_plain_decoding(pair: tuple[HFTarget, FastTarget]) -> None:
     """Trees of Medusa, chains of a pruned copy, whose own blocks decode on the same runner."""
     _, ours = pair
     asked = prompts(3, seed=5)
@@ -163,7 +163,7 @@ def test_drafts_change_no_token(pair: tuple[HFTarget, FastTarget]) -> None:
 
 
 @pytest.mark.sampled(pair=KINDS)
-def test_a_pruned_copy_trains_like_transformers(pair: tuple[HFTarget, FastTarget]) -> None:
+def test_fast_target_pruned_copy_gradients_equal_transformers(pair: tuple[HFTarget, FastTarget]) -> None:
     token, position = tokens(2, 12), torch.arange(12).expand(2, 12)
     gradients = []
     for target in pair:
@@ -178,7 +178,7 @@ def test_a_pruned_copy_trains_like_transformers(pair: tuple[HFTarget, FastTarget
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-4)
 
 
-def test_joined_weights_are_shared_and_follow_training() -> None:
+def test_fast_target_joined_weights_share_memory_and_follow_training() -> None:
     target = FastTarget(tiny_model())
     block, attention = target._chain[0], target.model.model.layers[0].self_attn
     assert attention.q_proj.weight.data_ptr() == block.qkv.weight.data_ptr()
@@ -194,7 +194,7 @@ def test_joined_weights_are_shared_and_follow_training() -> None:
                 parameter.mul_(0.9)
 
 
-def test_the_head_passes_gradients_on() -> None:
+def test_fast_target_head_gradients_equal_output_embeddings() -> None:
     """A drafter may train through the target's own head, on as few rows as a verification has."""
     target, gradients = FastTarget(tiny_model()), []
     for head in (target.head, target.model.get_output_embeddings()):
@@ -204,7 +204,7 @@ def test_the_head_passes_gradients_on() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_without_logits_blocks_past_the_last_tap_are_left_out() -> None:
+def test_fast_target_without_logits_skips_blocks_after_last_target_layer() -> None:
     target, ran = FastTarget(tiny_model()), []
     for number, block in enumerate(target._chain):
         original = block.forward
@@ -214,7 +214,7 @@ def test_without_logits_blocks_past_the_last_tap_are_left_out() -> None:
     assert ran == [0, 1] and out.logits_BRV is None and set(out.hidden) == {1}
 
 
-def test_what_it_cannot_run_is_named(tmp_path) -> None:
+def test_fast_runner_unsupported_model_is_refused_and_option_selects_runner(tmp_path) -> None:
     assert "GPT2LMHeadModel is not one of" in why_not(tiny_model("gpt2"))
     assert why_whole(tiny_model()) is None
     model = tiny_model()
@@ -232,7 +232,7 @@ def test_what_it_cannot_run_is_named(tmp_path) -> None:
         load_target(TargetOptions(runner="vllm"))
 
 
-def test_a_runner_that_its_probe_refuses_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_target_fast_runner_failing_probe_falls_back_to_hf(monkeypatch: pytest.MonkeyPatch) -> None:
     make = FastTarget._make_table
 
     def wrong(*given):
@@ -251,6 +251,6 @@ def test_a_runner_that_its_probe_refuses_gives_way(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "reason"), [("mixtral", "its experts are not split"), ("phi3", "Phi3ForCausalLM are not split")]
 )
-def test_blocks_that_cannot_be_split_are_named(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_whole_blocks_that_cannot_be_split_give_reason(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARCHITECTURES, name, CONFIGS[name])
     assert reason in why_whole(tiny_model(name))

@@ -14,19 +14,19 @@ def model(seed: int = 0, scale: float = 1.0) -> nn.Module:
     return net
 
 
-def test_it_is_stable_and_follows_the_weights() -> None:
+def test_fingerprint_equal_weights_agree_and_changed_weights_differ() -> None:
     assert fingerprint_of(model()) == fingerprint_of(model())
     assert len(fingerprint_of(model())) == 64
     assert len({fingerprint_of(m) for m in (model(), model(1), model(scale=1.1))}) == 3
 
 
-def test_names_and_shapes_count() -> None:
+def test_fingerprint_depends_on_parameter_names_and_shapes() -> None:
     named = [("a", (2, 3)), ("a", (3, 2)), ("b", (2, 3))]
     zeros = [nn.ParameterDict({name: nn.Parameter(torch.zeros(shape))}) for name, shape in named]
     assert len({fingerprint_of(z) for z in zeros}) == 3
 
 
-def test_float32_and_bfloat16_loads_agree() -> None:
+def test_fingerprint_float32_and_bfloat16_loads_agree() -> None:
     # 2**-14 less a little rounds up to the threshold under which samples count as zero
     full = model(scale=1e-3)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_fingerprint_of_bfloat16_weights_is_alike_in_every_dtype() -> None:
         assert len({fingerprint_of(load) for load in loads}) == 1
 
 
-def test_it_reads_quantised_and_strided_parameters() -> None:
+def test_fingerprint_reads_quantised_and_strided_parameters() -> None:
     weight = torch.arange(200, dtype=torch.uint8).reshape(10, 20)
     net = nn.ParameterDict({"q": nn.Parameter(weight, requires_grad=False), "t": nn.Parameter(torch.rand(4, 5).t())})
     before = fingerprint_of(net)

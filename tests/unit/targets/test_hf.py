@@ -17,7 +17,7 @@ from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
 
 @pytest.mark.sampled(name=("mistral-sliding", "gpt2", "opt"))  # a window, and learned positions
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_plain_decoding_equals_generate(name: str) -> None:
+def test_hf_target_plain_greedy_decoding_equals_generate(name: str) -> None:
     from drafttrain.core.sampling import Sampling
     from drafttrain.decoding.decoder import Decoder
 
@@ -30,7 +30,7 @@ def test_plain_decoding_equals_generate(name: str) -> None:
         assert result.tokens == wanted[0, len(prompt) :].tolist()
 
 
-def test_taps_are_block_outputs_by_number() -> None:
+def test_hf_target_hidden_states_by_layer_equal_transformers() -> None:
     target = tiny_target()
     token, position = torch.tensor([prompts(1, longest=12)[0] + [1, 2]]), None
     position = torch.arange(token.shape[1])[None]
@@ -60,7 +60,7 @@ SCALED: dict[str, dict[str, Any]] = {  # by model type: one divides by `logits_s
 
 
 @pytest.mark.parametrize("kind", SCALED)
-def test_a_factor_of_the_logits_is_the_models(kind: str) -> None:
+def test_hf_target_scaled_logits_equal_transformers(kind: str) -> None:
     config = transformers.AutoConfig.for_model(kind, **SCALED[kind])
     of = transformers.AutoModelForImageTextToText if kind == "muse_glimmer" else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_a_factor_of_the_logits_is_the_models(kind: str) -> None:
     torch.testing.assert_close(found, model(token).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_pruned_copy_is_the_first_blocks_and_trainable() -> None:
+def test_hf_target_pruned_copy_equals_first_blocks_and_is_trainable() -> None:
     target = tiny_target()
     copy = target.pruned(2)
     token = torch.tensor([[3, 1, 4, 1, 5]])
@@ -83,12 +83,12 @@ def test_a_pruned_copy_is_the_first_blocks_and_trainable() -> None:
         target.pruned(5)
 
 
-def test_taps_outside_the_target_are_refused() -> None:
+def test_target_layer_ids_outside_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"exceed the target's 4 blocks"):
         Taps((1, 4)).check(4)
 
 
-def test_an_architecture_that_cannot_be_decoded_exactly_is_refused_in_one_line() -> None:
+def test_hf_target_inexact_architecture_is_refused_in_one_line() -> None:
     from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
 
     bloom = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
@@ -99,7 +99,7 @@ def test_an_architecture_that_cannot_be_decoded_exactly_is_refused_in_one_line()
         assert "\n" not in str(refused.value) and "choose another target" in str(refused.value)
 
 
-def test_an_architecture_that_ignores_the_mask_decodes_chains_only() -> None:
+def test_hf_target_model_ignoring_mask_decodes_chains_only() -> None:
     from transformers import AutoModelForCausalLM, MptConfig
 
     from drafttrain.core.sampling import Sampling
@@ -118,7 +118,7 @@ def test_an_architecture_that_ignores_the_mask_decodes_chains_only() -> None:
     assert ours == plain
 
 
-def test_load_target_says_what_is_missing(tmp_path) -> None:
+def test_load_target_missing_files_and_bad_options_are_refused(tmp_path) -> None:
     with pytest.raises(UserError, match=r"needs target\.path"):
         load_target(TargetOptions(name="hf"))
     with pytest.raises(UserError, match="does not exist"):

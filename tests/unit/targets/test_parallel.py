@@ -70,7 +70,7 @@ def entries(chains: Chains, row: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("rate", [1.0, 0.6])
-def test_what_is_seen_is_the_definitions_mask(
+def test_mask_chains_visibility_equals_definition_and_dense_attention(
     root: bool, rate: float, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Depth 0 up to the anchor, or the same anchor and no greater depth; of one document; in tiles of a few slots."""
@@ -102,7 +102,7 @@ def real(group: Any) -> Tensor:
     return group.anchors.real_BA[..., None].expand(-1, -1, group.size)
 
 
-def test_the_drop_keeps_nested_sets_and_what_the_law_says() -> None:
+def test_retention_anchor_sets_are_nested_and_have_requested_shares() -> None:
     target = tiny_target()
     batch = packed(target, built("pard", target))
     shares = Retention(0.7, 0.3).shares(4)
@@ -149,7 +149,7 @@ def logits_of(drafter: Any, target: HFTarget, batch: TrainBatch, row: int, sourc
 @pytest.mark.sampled
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_prediction_is_what_decoding_drafts_there(name: str, training: bool) -> None:
+def test_parallel_drafter_training_logits_equal_decoding_logits(name: str, training: bool) -> None:
     """Of packed rows with padding, dropped or not: a slot knows nothing but its own document up to its anchor."""
     target = FastTarget(tiny_model())
     drafter = built(name, target, retention=0.6).train(training)
@@ -173,7 +173,7 @@ def test_every_prediction_is_what_decoding_drafts_there(name: str, training: boo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recomputing_and_dense_masks_change_no_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_drafter_recompute_and_dense_mask_keep_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, gradients = tiny_target(), []
     for way in ("plain", "recomputed", "dense"):
         drafter = built(name, target).train()
@@ -191,7 +191,7 @@ def test_recomputing_and_dense_masks_change_no_gradient(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_goes_down_with_anchors_dropped(name: str) -> None:
+def test_parallel_drafter_with_dropped_anchors_loss_decreases(name: str) -> None:
     target = tiny_target()
     drafter = built(name, target, retention=0.5).train()
     objective, batch = Objective(drafter, target, LossOptions("ce")), packed(target, drafter)
@@ -207,7 +207,7 @@ def test_the_loss_goes_down_with_anchors_dropped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_to_predict_gives_no_loss_and_no_error(name: str) -> None:
+def test_parallel_drafter_without_supervised_tokens_gives_zero_loss(name: str) -> None:
     target = tiny_target()
     drafter = built(name, target).train()
     batch = packed(target, drafter)
@@ -221,7 +221,7 @@ def test_nothing_to_predict_gives_no_loss_and_no_error(name: str) -> None:
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("tree", [{}, {"tree": "static", "paths": [[0], [1], [0, 0]]}, {"tree": "dynamic", "nodes": 9}])
 @pytest.mark.parametrize("name", NAMES)
-def test_rounds_run_ahead_of_the_host_give_plain_text(
+def test_parallel_drafter_decode_steps_ahead_of_host_equal_plain_decoding(
     name: str, tree: dict[str, Any], every: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With cache lengths bounded, where what was accepted and the masks behind it go through the layers at once."""
@@ -241,7 +241,7 @@ def test_rounds_run_ahead_of_the_host_give_plain_text(
     assert [r.accepted for r in ours.results] == [r.accepted for r in host.results]
 
 
-def test_a_draft_vocabulary_is_spoken_in_the_targets_ids() -> None:
+def test_peagle_draft_vocab_gives_narrow_logits_and_plain_tokens() -> None:
     target, asked = tiny_target(), prompts(3, seed=5)
     drafter = built("peagle", target, draft_vocab=20)
     drafter.prepare(lambda: torch.arange(64) % 7)
@@ -253,7 +253,7 @@ def test_a_draft_vocabulary_is_spoken_in_the_targets_ids() -> None:
     assert all(p.vocab_D is not None and p.head(p.hidden_MH).shape[1] == 20 for p in drafter.predict(batch))
 
 
-def test_the_official_names() -> None:
+def test_parallel_drafter_state_dict_names_and_options_match_published() -> None:
     drafter = built("peagle", tiny_target())
     names = set(drafter.state_dict())
     assert {"fc.weight", "mask.hidden", "embed_tokens.weight", "norm.weight", "lm_head.weight"} <= names
@@ -279,7 +279,7 @@ def test_parallel_drafter_options_out_of_range_are_refused(subtests: pytest.Subt
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_draft_needs_no_mask(name: str) -> None:
+def test_parallel_drafter_single_draft_token_equals_plain_decoding(name: str) -> None:
     target, asked = tiny_target(), prompts(3, seed=5)
     drafter = built(name, target, draft_length=1)
     assert len(list(drafter.predict(packed(target, drafter)))) == 1

@@ -44,6 +44,7 @@ from tests.contract.test_families import NAMES, build
 from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
 
 CPU = torch.device("cpu")
+AGAIN = ("medusa", "eagle3", "dflash", "draft_model")  # heads, recurrent, block, a model: each recomputes in its own way
 
 
 def bare(name: str = "llama") -> Outline:
@@ -74,22 +75,20 @@ def test_outline_drafter_on_meta_device_has_all_parameters(subtests: pytest.Subt
             assert all(p.is_meta for p in drafter.parameters())
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
-def test_the_estimate_of_a_target_is_its_size(name: str, kind: str | None) -> None:
-    if kind is not None and name == "gpt2":  # its maps are transposed, and no nn.Linear
-        with pytest.raises(UserError, match="has none in its blocks"):
-            QuantisedTarget(tiny_model(name), kind, CPU)
-        return
-    model = tiny_model(name)
-    target = QuantisedTarget(model, kind, CPU) if kind else tiny_target(name)
-    real = sum(p.numel() * p.element_size() for p in target.model.parameters())
-    estimate = need_of(bare(name), kind, drafter=0, activations=0)
-    assert estimate.target == real
+def test_target_estimate_equals_bytes_of_its_parameters(subtests: pytest.Subtests) -> None:
+    for name, kind in product(("llama", "gpt2", "qwen2"), (None, "int8", "int4")):
+        model = tiny_model(name)
+        with subtests.test(name=name, kind=kind):
+            if kind is not None and name == "gpt2":  # its maps are transposed, and no nn.Linear
+                with pytest.raises(UserError, match="has none in its blocks"):
+                    QuantisedTarget(model, kind, CPU)
+                continue
+            target = QuantisedTarget(model, kind, CPU) if kind else tiny_target(name)
+            real = sum(p.numel() * p.element_size() for p in target.model.parameters())
+            assert need_of(bare(name), kind, drafter=0, activations=0).target == real
 
 
-def test_sharing_divides_the_blocks_alone() -> None:
+def test_need_placements_divide_block_bytes_and_choose_by_memory() -> None:
     need = Need(target=100, blocks=80, live=10, drafter=7, activations=3, experts=60)
     assert [need.of_target(p, 4) for p in estimate.PLACEMENTS] == [100, 20 + 20 + 10, 20 + 20, 40 + 15]
     assert need.total("zero3", 4) == 60
@@ -101,7 +100,7 @@ def test_sharing_divides_the_blocks_alone() -> None:
         choose(need, free=109, processes=1)
 
 
-def test_lora_s_training_state_is_what_its_optimiser_really_holds() -> None:
+def test_state_bytes_lora_equals_optimizer_memory() -> None:
     target, options = tiny_target(), TrainOptions(lora=LoraOptions(rank=2))
     drafter, vocab = build("eagle3", target), target.shape.vocab_size
     trained, frozen = trained_and_frozen(drafter, options.lora, vocab)
@@ -118,7 +117,7 @@ def test_lora_s_training_state_is_what_its_optimiser_really_holds() -> None:
     assert state_bytes(trained, options, DeepSpeedOptions(), 1, frozen) == sum(t.numel() * t.element_size() for t in kept)
 
 
-def test_the_training_state_is_what_an_optimiser_really_holds() -> None:
+def test_state_bytes_equals_optimizer_memory_and_zero_stage_shares() -> None:
     drafter = build("eagle3", tiny_target())
     options = TrainOptions()
     optimizer = make_optimizer(Objective(drafter, tiny_target(), LossOptions()), options)
@@ -139,7 +138,7 @@ def test_the_training_state_is_what_an_optimiser_really_holds() -> None:
 
 
 @pytest.mark.parametrize(("kind", "step"), [("int8", 127), ("int4", 7)])
-def test_a_quantised_weight_is_within_half_a_step(kind: str, step: int) -> None:
+def test_quantised_linear_error_is_within_half_step(kind: str, step: int) -> None:
     linear = torch.nn.Linear(64, 24, bias=True)
     made = QuantisedLinear(linear, {"int8": 8, "int4": 4}[kind], CPU)
     widest = linear.weight.abs().amax(1, keepdim=True) if kind == "int8" else linear.weight.abs().max()
@@ -151,7 +150,7 @@ def test_a_quantised_weight_is_within_half_a_step(kind: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_what_decodes_beside_a_quantised_target_writes_its_own_text(kind: str) -> None:
+def test_quantised_target_speculative_tokens_equal_plain_decoding(kind: str) -> None:
     target = QuantisedTarget(tiny_model(), kind, CPU)
     assert target.trees
     plain, ours = (
@@ -172,7 +171,7 @@ def test_quantised_target_unknown_kind_or_fast_runner_is_refused() -> None:
         load_target(TargetOptions(weights="int8", runner="fast"))
 
 
-def test_a_quantised_target_is_loaded_by_its_name() -> None:
+def test_load_target_int8_weights_reports_runner_and_parameters() -> None:
     loaded = load_target(TargetOptions(weights="int8"))
     assert loaded.description["weights"] == "int8" and loaded.description["runner_reason"] == "its weights are int8"
     assert loaded.description["parameters"] == load_target(TargetOptions()).description["parameters"]
@@ -216,21 +215,16 @@ def gradients(name: str, target: Any, again: bool) -> tuple[int, list[torch.Tens
     return kept, [loss.detach(), *(p.grad for p in drafter.parameters() if p.grad is not None)]
 
 
-# what is computed again is one function in each of these families; block drafters share theirs, EAGLE's and MTP's theirs
-AGAIN = ("medusa", "eagle3", "dflash", "draft_model")
-AGAIN_SLOW = ("peagle", "hydra", "redrafter", "mlp_speculator", "mtp_native", "early_exit", "lilicorr", "uno")
-
-
-@pytest.mark.sampled(name=AGAIN + AGAIN_SLOW)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        pytest.param(name, target, marks=[pytest.mark.slow] if name in AGAIN_SLOW else [])
+        pytest.param(name, target, marks=[] if name in AGAIN else [pytest.mark.slow])
         for name, target in product(NAMES, ("llama", "gpt2"))
         if (name, target) != ("mtp_native", "gpt2")  # which it refuses: no rotary positions
     ],
 )
-def test_layers_that_are_computed_again_give_the_same_gradients_from_less_memory(name: str, target: str) -> None:
+def test_drafter_recompute_keeps_gradients_and_lowers_memory(name: str, target: str) -> None:
     frozen = tiny_target(target)
     drafter = build(name, frozen)
     if not drafter.trained:
@@ -251,7 +245,7 @@ def test_mtp_native_on_target_without_rotary_positions_is_refused() -> None:
 
 
 @pytest.mark.parametrize("asked", [[0, 1, 2], [0, 2, 1]])
-def test_states_that_were_begun_early_are_those_of_their_batch(asked: list[int]) -> None:
+def test_prefetch_started_batch_gives_same_hidden_states(asked: list[int]) -> None:
     """Whether or not the batch that is asked for is the one that was begun."""
     source = Online(tiny_target(), Taps((1, 2)))
     batches = [replace(packed_batch(), token_BT=packed_batch().token_BT.roll(shift)) for shift in range(3)]
@@ -265,7 +259,7 @@ def test_states_that_were_begun_early_are_those_of_their_batch(asked: list[int])
     assert len(filled) == (4 if asked == [0, 1, 2] else 6)
 
 
-def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
+def test_make_optimizer_muon_updates_hidden_matrices_and_adamw_rest() -> None:
     target = tiny_target()
     objective = Objective(build("eagle3", target), target, LossOptions())
     named = dict(objective.named_parameters())
@@ -330,7 +324,7 @@ def placed(monkeypatch: pytest.MonkeyPatch, free: int, *more: str) -> tuple[plac
     return placing.place(options, Two(0, 2), lines.append), lines[0]
 
 
-def test_a_placement_is_chosen_from_what_is_free_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_place_chooses_placement_by_free_memory_and_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:
     roomy, line = placed(monkeypatch, 10**9)
     assert (roomy.placement, roomy.sharing, roomy.shared) == ("replicated", 1, False)
     assert line.startswith("placement: replicated, about ") and line.endswith("of 1.0 GB free in each process")
@@ -362,7 +356,7 @@ def test_shared_target_unsupported_settings_are_refused(monkeypatch: pytest.Monk
             placed(monkeypatch, 10**9, *more)
 
 
-def test_a_control_group_limits_what_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_free_bytes_respects_cgroup_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(estimate, "CGROUP", tmp_path)
     unlimited = estimate.free_bytes(CPU, 1)
     assert unlimited > 10**7
@@ -374,7 +368,7 @@ def test_a_control_group_limits_what_is_free(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_block_of_a_sharded_target_is_gathered_at_once_if_it_fits(
+def test_sharded_target_block_is_gathered_at_once_if_it_fits(
     monkeypatch: pytest.MonkeyPatch, deepspeed_world: World, fits: bool
 ) -> None:
     shards, gathers = ZeroShards(torch.float32), list[int]()

@@ -108,7 +108,9 @@ def without_branches(model: Any) -> None:
 )
 @DTYPES
 @pytest.mark.sampled
-def test_a_refusal_names_the_property(fault: Callable[[Any], None], name: str, property: str, dtype: torch.dtype) -> None:
+def test_probe_faulty_model_is_refused_naming_property(
+    fault: Callable[[Any], None], name: str, property: str, dtype: torch.dtype
+) -> None:
     model = model_of(name).to(dtype)
     fault(model)
     with pytest.raises(UserError, match=rf"^LlamaForCausalLM cannot be decoded exactly: [^\n]*{property}; choose another"):
@@ -117,7 +119,7 @@ def test_a_refusal_names_the_property(fault: Callable[[Any], None], name: str, p
 
 @HALF
 @DTYPES
-def test_an_expert_that_rounding_chose_refuses_no_model(dtype: torch.dtype) -> None:
+def test_probe_flipped_expert_is_refused_in_float32_only(dtype: torch.dtype) -> None:
     """Two experts were level for the first tokens that are drawn: a pass over many rows takes the other one of them.
 
     Qwen3-Next in float16 met this on one kind of processor.
@@ -143,7 +145,7 @@ def test_an_expert_that_rounding_chose_refuses_no_model(dtype: torch.dtype) -> N
 
 @HALF
 @DTYPES
-def test_a_model_that_ignores_branches_gets_chains(dtype: torch.dtype) -> None:
+def test_probe_model_ignoring_tree_mask_gets_chains_only(dtype: torch.dtype) -> None:
     model = model_of("Llama").to(dtype)
     without_branches(model)
     target = HFTarget(model)
@@ -151,7 +153,7 @@ def test_a_model_that_ignores_branches_gets_chains(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [("MPT", "takes no positions"), ("Qwen3-Next", "recurrent state")])
-def test_chains_have_their_reason(name: str, reason: str) -> None:
+def test_probe_chains_only_model_states_reason(name: str, reason: str) -> None:
     target = HFTarget(model_of(name))
     assert not target.trees and reason in str(target.chains_reason)
 
@@ -159,7 +161,9 @@ def test_chains_have_their_reason(name: str, reason: str) -> None:
 @HALF
 @DTYPES
 @pytest.mark.parametrize("runner", [HFTarget, FastTarget])
-def test_windows_are_reached(runner: type[HFTarget], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_long_prompt_detects_wrong_sliding_window(
+    runner: type[HFTarget], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mask without the window is right for short texts alone."""
     model = model_of("Mistral", sliding_window=WIDE).to(dtype)
     assert long_prompt(model, WIDE) == (WIDE + 5,) and long_prompt(model, 0) == () and long_prompt(model, 10**9) == ()
@@ -179,7 +183,7 @@ class Doubled(HFTarget):
         return own if number != 1 else lambda module, args, output: own(module, args, output * 2)
 
 
-def test_a_wrong_tap_is_refused_when_it_is_read() -> None:
+def test_hf_target_wrong_hidden_state_is_refused_when_read() -> None:
     target, position_1T = Doubled(model_of("Llama")), torch.arange(5)[None]
     assert target.trees and target.wrong_tap == 1 and HFTarget(model_of("Llama")).wrong_tap is None
     with pytest.raises(UserError, match=r"block 1 of LlamaForCausalLM is no hidden state of it \(taps\)"):
@@ -187,7 +191,7 @@ def test_a_wrong_tap_is_refused_when_it_is_read() -> None:
     target(TOKENS, None, None, position_1T, Taps(final=True))
 
 
-def test_so_is_a_wrong_tap_of_the_fast_runner() -> None:
+def test_fast_target_wrong_hidden_state_is_refused_when_read() -> None:
     """Its probe compares it with the model's own hidden states: here those of other weights."""
     target, position_1T = FastTarget(model_of("Llama")), torch.arange(5)[None]
     assert target.wrong_tap is None
@@ -198,14 +202,14 @@ def test_so_is_a_wrong_tap_of_the_fast_runner() -> None:
         target(TOKENS, None, None, position_1T, Taps((1,)))
 
 
-def test_prompts_of_the_probe_fit_small_vocabularies() -> None:
+def test_probe_prompts_fit_small_vocabulary() -> None:
     assert HFTarget(model_of("Llama", vocab_size=5)).trees
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(name=("Llama", "Gemma-4 (text)", "DeepSeek-V3", "gpt-oss", "Llama-4 (text)", "Qwen3-Next", "Jamba", "MPT"))
 @pytest.mark.parametrize("name", [a for a in ARCHITECTURES if a not in REFUSED])
-def test_half_precision_changes_no_verdict(name: str) -> None:
+def test_probe_half_precision_keeps_verdict(name: str) -> None:
     """Where rounding moves logits by four hundredths, as in Gemma-4, and where branches without positions move them by five."""
     found = [HFTarget(model_of(name).to(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     assert len({(target.trees, target.chains_reason) for target in found}) == 1

@@ -76,7 +76,7 @@ def check(target: Any, reference: Any) -> None:
     assert [r.tokens for r in plain] == [r.tokens for r in drafted]
 
 
-def test_fp8_in_blocks(tmp_path: Path) -> None:
+def test_fp8_block_checkpoint_equals_dequantised_model(tmp_path: Path) -> None:
     model = model_of("Llama")
     weights = saved(tmp_path, model, FP8)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_fp8_in_blocks(tmp_path: Path) -> None:
     check(loaded(tmp_path).target, model)
 
 
-def test_mxfp4_experts(tmp_path: Path) -> None:
+def test_mxfp4_expert_checkpoint_equals_dequantised_model(tmp_path: Path) -> None:
     model = model_of("gpt-oss")
     weights = saved(tmp_path, model, MXFP4)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_quantised_checkpoint_missing_package_is_named(tmp_path: Path, subtests:
                 loaded(tmp_path)
 
 
-def test_weights_of_an_unknown_method_are_not_replaced_by_random_ones(tmp_path: Path) -> None:
+def test_quantised_checkpoint_of_unknown_method_is_refused(tmp_path: Path) -> None:
     weights = saved(tmp_path, model_of("Llama"), {"quant_method": "unheard-of"})
     packed = {f"{name}_packed" if "q_proj" in name else name: tensor for name, tensor in weights.items()}
     save_file(packed, tmp_path / "model.safetensors", {"format": "pt"})

@@ -76,7 +76,7 @@ def assert_same(found: States, row: int, wanted: States) -> None:
 
 @pytest.mark.sampled(name=KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_committed_states_are_those_of_a_pass_over_the_accepted_tokens(name: str) -> None:
+def test_recurrent_target_committed_states_equal_pass_over_accepted_tokens(name: str) -> None:
     """Rows accept different counts, 0 and all included; slots are not in the order of the rows."""
     target, generator = target_of(name), torch.Generator().manual_seed(5)
     kv, order = target.new_cache(4, 128), torch.tensor([2, 0, 3])
@@ -104,7 +104,7 @@ def _first(kv: KVCache) -> int:
 
 @pytest.mark.sampled(name=KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cache_goes_back_to_a_mark(name: str) -> None:
+def test_recurrent_kv_cache_back_to_mark_restores_states(name: str) -> None:
     target, kv = target_of(name), target_of(name).new_cache(2, 64)
     token_BN = torch.randint(0, 60, (2, 6), generator=torch.Generator().manual_seed(1))
     run(target, kv, token_BN)
@@ -128,7 +128,7 @@ def greedy(target: HFTarget, asked: list[list[int]], new: int) -> list[list[int]
 @pytest.mark.sampled(name=KINDS)
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_partly_accepted_chains_give_the_greedy_text(name: str, every: int | None) -> None:
+def test_recurrent_target_partly_accepted_chains_give_greedy_tokens(name: str, every: int | None) -> None:
     """Each third token of the drafter is wrong, so that counts differ between rows and steps."""
     target, asked = target_of(name), prompts(4, vocab=60, seed=8, longest=14)
     texts = greedy(target, asked, 14)
@@ -147,7 +147,7 @@ def test_partly_accepted_chains_give_the_greedy_text(name: str, every: int | Non
 @pytest.mark.sampled
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("name", (DELTA, MAMBA2, "LFM2"))
-def test_samples_of_one_prompt_equal_requests_of_their_own(name: str, pooled: bool) -> None:
+def test_recurrent_target_parallel_samples_equal_separate_requests(name: str, pooled: bool) -> None:
     target, prompt = target_of(name), prompts(1, vocab=60, seed=2, longest=19)[0] * 3
     decoder = Decoder(target, Scripted(random_guess(1), CHAIN), "coupled", Sampling(0.9, seed=3), max_new_tokens=16)
     alone = [decoder.run([prompt], 1, first_request=key).results[0].tokens for key in range(3)]
@@ -161,7 +161,7 @@ def test_samples_of_one_prompt_equal_requests_of_their_own(name: str, pooled: bo
 @pytest.mark.sampled(every=(None, 3))
 @pytest.mark.parametrize("every", [None, 1, 3])
 @pytest.mark.parametrize("name", (DELTA, MAMBA2))
-def test_a_text_that_falls_back_goes_on_as_the_targets_own(name: str, every: int | None) -> None:
+def test_recurrent_target_guard_fallback_continues_as_plain_decoding(name: str, every: int | None) -> None:
     """Its states are behind its end, so the text is computed again."""
     target, asked, sampling = target_of(name), prompts(4, vocab=60, seed=4), Sampling(0.9, seed=6)
     chain, new = [[0] * d for d in range(1, 21)], 44
@@ -181,7 +181,7 @@ def test_a_text_that_falls_back_goes_on_as_the_targets_own(name: str, every: int
         assert result.tokens[len(kept) :] == plain.run([asked[key] + kept], 1, first_request=key).results[0].tokens
 
 
-def test_memory_is_flat_over_many_requests() -> None:
+def test_recurrent_session_memory_is_flat_over_many_requests() -> None:
     target = target_of(DELTA)
     decoder = Decoder(target, Scripted(random_guess(2), CHAIN), "greedy", Sampling(), max_new_tokens=6)
     session = Session(decoder, 4, 64, pages=16)
@@ -197,7 +197,7 @@ def test_memory_is_flat_over_many_requests() -> None:
 
 @pytest.mark.sampled(name=(DELTA,))  # the states of the others are compared above
 @pytest.mark.parametrize("name", (DELTA, MAMBA2))
-def test_sampling_is_lossless_over_two_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_target_two_step_sampling_preserves_target_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By enumeration: after each outcome of the first step, the second one starts from the states that it left."""
     target = HFTarget(model_of(name, vocab_size=5, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     sampling, prompt, length, recorder = Sampling(1.0), [3, 1, 4, 0, 2], 4, Recorder(monkeypatch)
@@ -236,7 +236,7 @@ def test_sampling_is_lossless_over_two_steps(name: str, monkeypatch: pytest.Monk
     assert total_variation(found, target_law(logits_of, sampling, length)) < 1e-4
 
 
-def test_other_models_of_the_process_notice_nothing(tmp_path: Path) -> None:
+def test_recurrent_recording_leaves_other_models_unchanged(tmp_path: Path) -> None:
     """A hybrid target, a hybrid draft model of another kind, and a model that nobody serves."""
     bare = model_of(DELTA, seed=4)
     asked, given = torch.tensor([[3, 1, 4, 1, 5]]), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -250,7 +250,7 @@ def test_other_models_of_the_process_notice_nothing(tmp_path: Path) -> None:
     assert copy.deepcopy(bare).generate(asked, **given).tolist() == before
 
 
-def test_what_needs_trees_or_whole_rows_is_refused() -> None:
+def test_recurrent_target_trees_packing_and_sequence_parallel_are_refused() -> None:
     target, drafter = target_of(DELTA), build("medusa", target_of(DELTA), paths=[[0], [0, 0]])
     with pytest.raises(UserError, match="exact for chains only"):
         Decoder(target, build("medusa", target), "greedy", Sampling())
@@ -263,7 +263,7 @@ def test_what_needs_trees_or_whole_rows_is_refused() -> None:
         check_sequence_parallel(options, LossOptions(), target, drafter, None)
 
 
-def test_a_scan_that_was_not_recorded_is_no_silent_fault() -> None:
+def test_recurrent_states_unrecorded_scan_is_refused() -> None:
     states = RecurrentStates(2, torch.device("cpu"))
     states.begin()
     states.convolution_inputs(0, torch.ones(2, 3, 5), 4)

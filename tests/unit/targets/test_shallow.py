@@ -20,7 +20,7 @@ FEW = ("mistral-sliding", "gpt2", "opt")  # a window, and norms that have other 
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_norm_of_the_last_blocks_output_is_what_the_head_reads(name: str) -> None:
+def test_target_norm_of_last_block_output_equals_final_hidden_state(name: str) -> None:
     target = tiny_target(name)
     with torch.inference_mode():
         hidden = target(TEXT, None, None, AT, Taps((3,), final=True)).hidden
@@ -29,7 +29,7 @@ def test_the_norm_of_the_last_blocks_output_is_what_the_head_reads(name: str) ->
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_first_blocks_end_where_the_whole_model_passes(name: str) -> None:
+def test_shallow_target_hidden_states_and_logits_equal_whole_target(name: str) -> None:
     target = tiny_target(name)
     view = target.shallow(2)
     with torch.inference_mode():
@@ -40,7 +40,7 @@ def test_the_first_blocks_end_where_the_whole_model_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_with_a_cache_too_over_the_same_memory(fast: bool) -> None:
+def test_shallow_target_with_kv_cache_shares_weights_and_equals_whole(fast: bool) -> None:
     target = FastTarget(tiny_model()) if fast else HFTarget(tiny_model())
     view = target.shallow(3)
     assert view.shape.blocks == 3 and view.new_cache(1, 8).layers == 3
@@ -58,7 +58,7 @@ def test_with_a_cache_too_over_the_same_memory(fast: bool) -> None:
         assert target(TEXT, None, None, AT, Taps()).logits_BRV is not None and target.shape.blocks == 4
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_shallow_target_bad_block_count_or_quantised_is_refused() -> None:
     for blocks in (0, 4):
         with pytest.raises(UserError, match=r"choose 1\.\.3"):
             tiny_target().shallow(blocks)
@@ -66,7 +66,7 @@ def test_what_cannot_be_is_refused() -> None:
         QuantisedTarget(tiny_model(), "int8", torch.device("cpu")).shallow(2)
 
 
-def test_on_meta_it_has_shapes_alone() -> None:
+def test_shallow_outline_on_meta_device_has_block_count() -> None:
     with torch.device("meta"):
         assert Outline(tiny_model_on_meta()).shallow(1).shape.blocks == 1
 

@@ -32,7 +32,7 @@ def state_of(target: HFTarget) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", [8, 4, "adapter"])
-def test_later_weights_are_written_to_the_same_memory(way: Any) -> None:
+def test_substituted_weights_follow_parameters_at_same_address(way: Any) -> None:
     target = HFTarget(tiny_model(), frozen=False).eval()
     if way == "adapter":
         target.adapt(2, 4)

@@ -62,13 +62,13 @@ def generated(target: VisionTarget, prompt: list[int]) -> list[int]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("chunk", [512, 7, 4])
-def test_greedy_text_is_that_of_generate(asked: Asked, chunk: int) -> None:
+def test_vision_target_greedy_tokens_equal_generate(asked: Asked, chunk: int) -> None:
     for rows in (1, 4):
         decoder = Decoder(asked.target, None, "greedy", Sampling(), frozenset(), NEW, prefill_chunk=chunk)
         assert [r.tokens for r in decoder.run(asked.prompts, rows).results] == asked.wanted
 
 
-def test_the_image_decides_the_text(asked: Asked, tmp_path: Path) -> None:
+def test_vision_target_other_image_changes_generated_tokens(asked: Asked, tmp_path: Path) -> None:
     other = sequence(asked.target, [picture(tmp_path / "other.png", 77)], 1)
     assert with_placeholders(other, 120) == with_placeholders(asked.prompts[0], 120)
     assert generated(asked.target, other) != asked.wanted[0]
@@ -76,7 +76,7 @@ def test_the_image_decides_the_text(asked: Asked, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(asked=KINDS, family=FAMILIES)
 @pytest.mark.parametrize("family", FAMILIES + OTHERS)
-def test_drafters_leave_the_text_as_it_is(asked: Asked, family: str) -> None:
+def test_vision_target_speculative_tokens_equal_generate(asked: Asked, family: str) -> None:
     for rows, chunk in ((1, 512), (4, 6)):
         drafter = build(family, asked.target, noise=0.5)
         decoder = Decoder(asked.target, drafter, "greedy", Sampling(), frozenset(), NEW, prefill_chunk=chunk)
@@ -87,7 +87,7 @@ def test_drafters_leave_the_text_as_it_is(asked: Asked, family: str) -> None:
 
 @pytest.mark.sampled(asked=KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_are_those_of_training(asked: Asked, family: str) -> None:
+def test_vision_drafter_first_drafts_equal_training_predictions(asked: Asked, family: str) -> None:
     """The first draft of every decode step is the likeliest token that training predicts from the same position."""
     prompt, text = asked.prompts[1], asked.wanted[1]
     drafter = build(family, asked.target, noise=0.5)
@@ -109,7 +109,7 @@ def test_drafts_are_those_of_training(asked: Asked, family: str) -> None:
     assert compared > 3
 
 
-def test_states_in_chunks_and_packed_are_those_of_the_whole(asked: Asked) -> None:
+def test_vision_target_packed_and_padded_states_equal_single_document(asked: Asked) -> None:
     """A pass over several documents, and a prefill in chunks, give each image the states of its own document alone."""
     target, rows = asked.target, [encoded(prompt) for prompt in asked.prompts[:3]]
     wanted = [states(target, [row])[0] for row in rows]
@@ -125,7 +125,7 @@ def states(target: VisionTarget, rows: list[Encoded]) -> torch.Tensor:
     return filled.hidden[FINAL]
 
 
-def test_rotary_positions_are_the_models(asked: Asked) -> None:
+def test_vision_target_rotary_positions_equal_transformers(asked: Asked) -> None:
     target, prompt = asked.target, torch.tensor([asked.prompts[1]])
     image = prompt >= FIRST
     index = torch.arange(prompt.shape[1])[None]
@@ -145,7 +145,7 @@ def test_rotary_positions_are_the_models(asked: Asked) -> None:
     assert kv.shift_B.tolist() == [0, int(delta)]
 
 
-def test_what_drafters_read_at_an_image(asked: Asked) -> None:
+def test_vision_target_drafter_inputs_select_image_embeddings(asked: Asked) -> None:
     prompt = torch.tensor(asked.prompts[0])
     image, target = prompt >= FIRST, asked.target
     fused = target.embed(prompt)
@@ -158,7 +158,7 @@ def test_what_drafters_read_at_an_image(asked: Asked) -> None:
     assert torch.equal(fused[~image], target.embed(prompt[~image]))
 
 
-def test_features_of_an_image_are_computed_once(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vision_target_image_features_are_computed_once(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     target, computed = asked.target, []
     own = target._computed
     monkeypatch.setattr(target, "_computed", lambda base: computed.append(base) or own(base))  # type: ignore[func-returns-value]
@@ -167,7 +167,7 @@ def test_features_of_an_image_are_computed_once(asked: Asked, monkeypatch: pytes
     assert len(computed) == len(set(computed)) == 3
 
 
-def test_samples_share_the_positions_after_an_image(asked: Asked) -> None:
+def test_vision_target_parallel_samples_equal_generate(asked: Asked) -> None:
     decoder = Decoder(asked.target, None, "greedy", Sampling(), frozenset(), NEW)
     from drafttrain.decoding.scheduler import Session
 
@@ -180,7 +180,7 @@ def test_samples_share_the_positions_after_an_image(asked: Asked) -> None:
 
 
 @pytest.mark.sampled(asked=("qwen3_vl",))
-def test_a_repetition_penalty_counts_the_placeholder(asked: Asked) -> None:
+def test_vision_target_repetition_penalty_equals_generate(asked: Asked) -> None:
     decoder = Decoder(asked.target, None, "greedy", Sampling(repetition_penalty=1.5), frozenset(), NEW)
     inputs = asked.target.generation_inputs(torch.tensor([asked.prompts[0]]))
     out = asked.target.model.generate(
@@ -190,13 +190,13 @@ def test_a_repetition_penalty_counts_the_placeholder(asked: Asked) -> None:
 
 
 @pytest.mark.sampled(asked=("gemma3",))
-def test_a_drafter_of_text_alone_is_refused(asked: Asked) -> None:
+def test_decoder_text_only_drafter_with_image_prompt_is_refused(asked: Asked) -> None:
     decoder = Decoder(asked.target, build("prompt_lookup", asked.target), "greedy", Sampling(), frozenset(), NEW)
     with pytest.raises(ValueError, match="reads text alone"):
         decoder.run(asked.prompts[:1])
 
 
-def test_chunks_of_whole_images() -> None:
+def test_chunk_ends_keep_whole_images_together() -> None:
     image = [FIRST, FIRST + 1, FIRST + 2]
     prompt = [1, 2, *image, 3, *image, *image, 4]
     assert spans(prompt) == [(2, 5), (6, 9), (9, 12)]

@@ -65,7 +65,7 @@ def refused(directory: Path, said: str) -> None:
     assert "\n" not in str(error.value) and len(str(error.value)) < 600 and str(directory) in str(error.value)
 
 
-def test_a_path_is_used_though_the_kind_is_left_out(whole: Path) -> None:
+def test_load_target_path_without_name_loads_hf_target(whole: Path) -> None:
     loaded = load_target(TargetOptions(path=str(whole)))
     assert loaded.path == str(whole) and loaded.description["name"] == "hf" and loaded.target.shape.blocks == 4
     assert TargetOptions().name == "embedded"
@@ -87,7 +87,7 @@ def test_weights_that_do_not_fill_architecture_are_named(whole: Path, directory:
             refused(directory, said)
 
 
-def test_what_checkpoints_have_beside_is_known(directory: Path) -> None:
+def test_load_target_known_extra_weights_are_accepted(directory: Path) -> None:
     """Buffers that were saved, and modules that draft: numbered behind the last layer."""
     config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(config))
@@ -140,13 +140,13 @@ def test_target_tokenizer_that_is_damaged_is_refused(directory: Path, subtests: 
             load_tokenizer(options(directory))
 
 
-def test_a_draft_model_is_looked_at_too(directory: Path) -> None:
+def test_companion_incomplete_draft_model_is_refused(directory: Path) -> None:
     rewritten(directory, lambda tensors: without(tensors, "layers.2."))
     with pytest.raises(UserError, match=r"drafter\.path .* they lack model\.layers\.2"):
         companion(tiny_target(), str(directory), None)
 
 
-def test_a_draft_models_damaged_tokenizer_is_not_taken_for_none(directory: Path) -> None:
+def test_companion_damaged_draft_tokenizer_is_refused(directory: Path) -> None:
     file = directory / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"drafter\.path .* has a tokenizer\.json that cannot be read"):
@@ -166,7 +166,7 @@ def indexed(directory: Path, spelled: Callable[[str], str]) -> Path:
     return directory
 
 
-def test_an_index_may_name_files_beside_it(directory: Path) -> None:
+def test_safetensors_index_naming_files_in_same_directory_is_loaded(directory: Path) -> None:
     load_target(options(indexed(directory, str)))
 
 
@@ -184,7 +184,7 @@ def test_weights_index_that_names_files_elsewhere_is_refused(whole: Path, tmp_pa
             refused(directory, "index.json names .*; only files next to it are read")
 
 
-def test_the_hubs_cache_is_made_of_links(directory: Path, tmp_path: Path) -> None:
+def test_load_target_hub_cache_of_symlinks_is_loaded(directory: Path, tmp_path: Path) -> None:
     indexed(directory, str)
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True), snapshot.mkdir(parents=True)

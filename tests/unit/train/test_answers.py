@@ -38,7 +38,7 @@ def requests(*rows: Encoded, first: int = 0, seed: int = 0, writing: Writing = W
     return Answers(states, seed, lambda rows: collate(rows, 0)).requests(rows, first)
 
 
-def test_the_prompt_ends_before_the_last_reply_and_the_seed_follows_from_its_place() -> None:
+def test_answers_requests_end_before_last_reply_with_seed_by_row_index() -> None:
     a, b = requests(row(5, 3, before=1), row(12, 2))
     assert (a.prompt, a.room) == (list(range(5)), 8) and (b.prompt, b.room) == (list(range(12)), 4)
     (again,) = requests(row(12, 2), first=1)
@@ -47,13 +47,13 @@ def test_the_prompt_ends_before_the_last_reply_and_the_seed_follows_from_its_pla
     assert len({one.seed for one in (a, b, *others)}) == 4 and all(0 <= one.seed < 2**31 for one in others)
 
 
-def test_only_the_answer_is_supervised() -> None:
+def test_answered_conversation_supervises_answer_tokens_only() -> None:
     found = answered([5, 6, 7], [8, 9])
     assert found.token_ids.tolist() == [5, 6, 7, 8, 9] and found.mask.tolist() == [False] * 3 + [True] * 2
     assert collate([answered([5, 6], [7])], 0).supervised() == 1, "an answer of its end token alone"
 
 
-def test_a_request_says_all_that_decides_the_answer() -> None:
+def test_answer_request_fields_set_sampling_stop_and_transfer_parameters() -> None:
     (one,) = requests(row(12, 2))
     fields = one.fields()
     assert fields["max_tokens"] == 4 and fields["temperature"] == 1.0 and fields["seed"] == one.seed
@@ -75,7 +75,7 @@ def test_answer_request_read_accepts_complete_and_refuses_incomplete_answer(subt
             one.read({"choices": [{"token_ids": ids, "finish_reason": finish}]})
 
 
-def test_tokens_are_compared_with_what_the_target_samples() -> None:
+def test_unlikely_accepts_tokens_sampled_by_target_and_reports_others() -> None:
     generator = torch.Generator().manual_seed(0)
     logits_AV = 3 * torch.randn(64, 50, generator=generator)
     near_AV = logits_AV + 0.05 * torch.randn(64, 50, generator=generator)
@@ -90,7 +90,7 @@ def test_tokens_are_compared_with_what_the_target_samples() -> None:
     assert "its log-likelihood under the target is" in str(unlikely(logits_AV, repeated_A, 1.0))
 
 
-def test_what_cannot_be_answered_is_refused() -> None:
+def test_answers_plain_text_full_prompt_or_packed_rows_are_refused() -> None:
     with pytest.raises(UserError, match=r"the data has plain text without replies"):
         requests(row(1, 9))
     with pytest.raises(UserError, match=r"a prompt has 16 tokens, which leave .*; lower data.max_length"):
@@ -109,14 +109,14 @@ def test_feature_options_answers_invalid_value_is_refused() -> None:
             features.check(64)
 
 
-def test_answers_have_more_time_than_given_texts() -> None:
+def test_feature_options_answers_default_request_timeout_is_longer() -> None:
     assert FeatureOptions("engine").request_timeout == 120 and FeatureOptions("engine", answers=True).request_timeout == 600
     assert FeatureOptions("engine", answers=True, timeout=7.0).request_timeout == 7
 
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("prompt_lookup", "suffix")])  # these are not trained
-def test_no_family_reads_the_state_of_an_answers_last_token(name: str) -> None:
+def test_objective_state_of_last_answer_token_changes_no_loss_or_gradient(name: str) -> None:
     """Whatever stands there, the loss and every gradient have the same bits."""
     target = tiny_target()
     drafter = build(name, target)

@@ -64,7 +64,7 @@ def gradients(name: str, backend: Any) -> tuple[float, dict[str, torch.Tensor], 
         pytest.param("xpress", "aot_eager", marks=pytest.mark.grid),  # the layers of dflash
     ],
 )
-def test_losses_and_gradients_are_equal(name: str, backend: str) -> None:
+def test_compile_layers_loss_and_gradients_equal_eager(name: str, backend: str) -> None:
     (loss, wanted), (found, compiled_, said) = plain(name), gradients(name, backend)
     assert said == []
     assert found == pytest.approx(loss, rel=1e-5)
@@ -73,7 +73,7 @@ def test_losses_and_gradients_are_equal(name: str, backend: str) -> None:
         torch.testing.assert_close(gradient, wanted[key], rtol=1e-3, atol=1e-5, msg=key)
 
 
-def test_failure_says_so_in_one_line() -> None:
+def test_compile_layers_backend_failure_runs_eager_with_one_message() -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no C++ compiler\nfound here")
 
@@ -83,7 +83,7 @@ def test_failure_says_so_in_one_line() -> None:
     torch.testing.assert_close(fallen, plain("eagle3")[1])
 
 
-def test_failure_of_the_backward_pass_alone_falls_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_layers_backward_compile_failure_runs_eager_with_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilers make it at the first call, so that a failure does not come out of `backward`."""
     monkeypatch.setattr(compiled, "PARTS", {DecoderLayer: ("leave",)})  # one graph of gradients instead of three
 
@@ -97,7 +97,7 @@ def test_failure_of_the_backward_pass_alone_falls_back_too(monkeypatch: pytest.M
     torch.testing.assert_close(fallen, plain("eagle3")[1])
 
 
-def test_family_without_layers_is_told() -> None:
+def test_compile_layers_family_without_layers_returns_zero_with_message() -> None:
     said = list[str]()
     drafter = families()["medusa"].build(families()["medusa"].options(), tiny_target())
     assert compiled.compile_layers(drafter, said.append) == 0

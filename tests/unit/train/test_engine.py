@@ -31,7 +31,7 @@ class Product(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_micro_batches_of_a_bfloat16_drafter_are_added_in_float32(stage: int, deepspeed_world: World) -> None:
+def test_training_engine_bfloat16_micro_batch_gradients_sum_in_float32(stage: int, deepspeed_world: World) -> None:
     options = TrainOptions(global_batch=8, micro_batch=1, precision="bfloat16", clip=0.0)
     engine = TrainingEngine(Product(), options, DeepSpeedOptions(zero_stage=stage), deepspeed_world)  # type: ignore[arg-type]
     found: list[Tensor] = []
@@ -67,7 +67,7 @@ def test_divided_indivisible_or_zero_batch_is_refused(subtests: pytest.Subtests)
             divided(TrainOptions(global_batch=batch, micro_batch=micro), World(0, processes))
 
 
-def test_processes_that_hold_sequences_together_share_a_batch_as_one() -> None:
+def test_divided_sequence_parallel_group_shares_batch_as_one_process() -> None:
     options, world = TrainOptions(global_batch=6, micro_batch=4, sequence_parallel=2), World(0, 4)
     fitted = divided(options, world)
     assert fitted.micro_batch == 3 and accumulation(fitted, world) == 1
@@ -93,7 +93,7 @@ def test_end_at_exit_destroys_group_only_in_process_that_formed_it(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_forked_child_leaves_the_group_of_its_parent_alone() -> None:
+def test_join_world_forked_child_exits_without_ending_parent_group() -> None:
     """gloo's threads are not in the child, which would end with signal 11."""
     script = (
         "import atexit, os, torch\n"

@@ -61,7 +61,7 @@ def keep(folder: Path, *steps: int) -> None:
             (folder / checkpoint_name(step) / name).touch()
 
 
-def test_a_busy_engine_skips_steps_and_this_is_said_once(tmp_path: Path) -> None:
+def test_engine_measurement_busy_engine_skips_steps_with_one_message(tmp_path: Path) -> None:
     engine = Counted()
     found, said = measurement(engine, tmp_path)
     for step in (10, 20, 30):
@@ -72,7 +72,7 @@ def test_a_busy_engine_skips_steps_and_this_is_said_once(tmp_path: Path) -> None
     assert found.collected() == {"engine/step": 10, "engine/tau": 2.0} and not found.busy
 
 
-def test_one_that_has_just_ended_is_collected_before_the_next(tmp_path: Path) -> None:
+def test_engine_measurement_ended_measurement_is_collected_before_next_start(tmp_path: Path) -> None:
     engine = Counted()
     found, said = measurement(engine, tmp_path)
     found.start(10, print)
@@ -83,7 +83,9 @@ def test_one_that_has_just_ended_is_collected_before_the_next(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("by_engine", "late"), [(False, [30]), (True, [10, 20, 30])])
-def test_kept_checkpoints_are_measured_at_the_end(by_engine: bool, late: list[int], tmp_path: Path) -> None:
+def test_engine_measurement_finish_measures_last_or_all_kept_checkpoints(
+    by_engine: bool, late: list[int], tmp_path: Path
+) -> None:
     keep(tmp_path, 10, 20, 30)
     engine = Counted(at_once=True, fails=(20,))
     found, said = measurement(engine, tmp_path, by_engine)
@@ -93,7 +95,7 @@ def test_kept_checkpoints_are_measured_at_the_end(by_engine: bool, late: list[in
     assert measured == [step for step in late if step != 20]
 
 
-def test_an_interruption_ends_the_waiting(tmp_path: Path) -> None:
+def test_engine_measurement_finish_requested_interrupt_raises_interrupted(tmp_path: Path) -> None:
     keep(tmp_path, 10)
     found, _ = measurement(Counted(), tmp_path)
     interrupt = Interrupt()

@@ -25,7 +25,7 @@ def taken(loss: float) -> StepResult:
     return StepResult(sums, supervised=4, rate=1e-3, tokens=9, stop=False)
 
 
-def test_figures_wait_for_a_flush_and_keep_their_step() -> None:
+def test_late_log_flush_writes_each_step_once_under_its_number() -> None:
     progress, lines = Progress(), Lines()
     log = LateLog(progress, lines, Bar(None, 2, 0), every=1)  # type: ignore[arg-type]
     log.flush()

@@ -28,7 +28,7 @@ def hear(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_it_ends_what_is_not_held(number: signal.Signals) -> None:
+def test_interrupt_signal_outside_deferred_raises_and_restores_handler(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(Interrupted, match=f"by {number.name}"), Interrupt():
         hear(number)
@@ -36,7 +36,7 @@ def test_it_ends_what_is_not_held(number: signal.Signals) -> None:
     assert signal.getsignal(number) == before
 
 
-def test_what_is_held_goes_on_and_can_look() -> None:
+def test_interrupt_signals_in_deferred_set_requested_and_check_raises() -> None:
     with Interrupt() as interrupt:
         with interrupt.deferred():
             hear(signal.SIGTERM)
@@ -48,7 +48,7 @@ def test_what_is_held_goes_on_and_can_look() -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("soon")
-def test_one_that_a_finaliser_swallows_comes_again_and_is_not_printed() -> None:
+def test_interrupt_signal_swallowed_by_finaliser_is_sent_again() -> None:
     class Swallows:
         def __del__(self) -> None:
             hear(signal.SIGTERM)
@@ -61,7 +61,7 @@ def test_one_that_a_finaliser_swallows_comes_again_and_is_not_printed() -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("soon")
-def test_so_does_the_second_ctrl_c() -> None:
+def test_interrupt_second_ctrl_c_swallowed_by_finaliser_is_sent_again() -> None:
     class Swallows:
         def __del__(self) -> None:
             hear(signal.SIGINT)
@@ -74,7 +74,7 @@ def test_so_does_the_second_ctrl_c() -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_second_one_does_not_disturb_the_way_out() -> None:
+def test_interrupt_second_sigterm_during_cleanup_is_ignored() -> None:
     cleaned = False
     with pytest.raises(Interrupted), Interrupt():
         try:
@@ -86,7 +86,7 @@ def test_a_second_one_does_not_disturb_the_way_out() -> None:
     assert cleaned
 
 
-def test_what_fails_because_others_ended_is_an_interruption() -> None:
+def test_interrupt_exception_after_signal_becomes_interrupted() -> None:
     with pytest.raises(Interrupted, match="while it was starting"), Interrupt() as interrupt, interrupt.deferred():
         hear(signal.SIGTERM)
         raise RuntimeError("connection closed by peer")
@@ -94,7 +94,7 @@ def test_what_fails_because_others_ended_is_an_interruption() -> None:
         raise RuntimeError("a bug")
 
 
-def test_the_first_ctrl_c_lets_a_step_end_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_ctrl_c_in_deferred_prints_message_and_second_raises(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt, interrupt.deferred():
         hear(signal.SIGINT)
         assert interrupt.requested
@@ -105,7 +105,7 @@ def test_the_first_ctrl_c_lets_a_step_end_and_says_so(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_second_ctrl_c_ends_the_way_out() -> None:
+def test_interrupt_second_ctrl_c_during_cleanup_raises_keyboard_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt), Interrupt():
         try:
             hear(signal.SIGINT)
@@ -114,7 +114,7 @@ def test_a_second_ctrl_c_ends_the_way_out() -> None:
             hear(signal.SIGINT)
 
 
-def test_where_ctrl_c_is_ignored_it_stays_so() -> None:
+def test_interrupt_ignored_sigint_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Interrupt() as interrupt:

@@ -97,7 +97,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return logged(tmp_path_factory.mktemp("run"), artifacts="reference")
 
 
-def test_an_offline_run_has_group_summary_table_pictures_and_lineage(run: Path) -> None:
+def test_logger_offline_run_records_summary_table_images_and_artifacts(run: Path) -> None:
     by_kind = found(run)
     told = by_kind["run"][0]
     assert (told.run_group, told.job_type, told.project) == ("medusa on Some-8B", "fit", "drafttrain")
@@ -138,7 +138,7 @@ def test_logger_follows_chdir_and_logs_checkpoint_only_on_request(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_wandb_sync_finds_the_runs_that_are_here(tmp_path: Path) -> None:
+def test_wandb_sync_dry_run_finds_training_and_export_runs(tmp_path: Path) -> None:
     """Of a training and of an export, in the run's directory. It is asked what it would send, and sends nothing."""
     run = logged(tmp_path)
     best, out = run / "checkpoints" / "step-00400", tmp_path / "out"
@@ -153,7 +153,7 @@ def test_wandb_sync_finds_the_runs_that_are_here(tmp_path: Path) -> None:
     assert len(folders) == 2 and all(folder.name in said for folder in folders)
 
 
-def test_an_export_is_a_run_that_used_the_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_log_export_logs_run_that_uses_checkpoint_artifact(run: Path, tmp_path: Path) -> None:
     best, out = run / "checkpoints" / "step-00400", tmp_path / "out"
     out.mkdir()
     log_export(LoggerOptions(artifacts="none"), CONFIG, best, {"vllm": out})
@@ -186,7 +186,7 @@ class Online:
 
 
 @pytest.mark.parametrize(("known", "used"), [(True, "me/p/xyz-step-1:latest"), (False, "xyz-step-1")])
-def test_online_an_export_uses_the_artifact_that_is_there(known: bool, used: str, tmp_path: Path) -> None:
+def test_lineage_online_export_uses_existing_or_new_checkpoint_artifact(known: bool, used: str, tmp_path: Path) -> None:
     run = Online(known)
     lineage = Lineage(run, "reference")
     lineage.uses_checkpoint(checkpoint(tmp_path, "step-1"), {"entity": "me", "project": "p", "id": "xyz"})
@@ -195,7 +195,7 @@ def test_online_an_export_uses_the_artifact_that_is_there(known: bool, used: str
     assert run.used[0] == used and run.used[1].startswith("data-") and run.made == ["xyz-step-1-vllm"]
 
 
-def test_names_and_figures() -> None:
+def test_lineage_summary_omits_missing_exactness_and_rows_fit_columns() -> None:
     assert group_of({"name": "x", "target": {"name": "embedded", "path": None}}) == "x on embedded"
     made = report(entry__exact_matches=None)
     assert "exact" not in summary_of(made) and summary_of(made)["policy"] == "greedy"
@@ -212,7 +212,7 @@ def test_check_logger_unknown_option_value_is_refused() -> None:
             check_logger(options)
 
 
-def test_a_run_goes_on_behind_damaged_lines(tmp_path: Path) -> None:
+def test_logger_resume_drops_damaged_and_later_lines_of_metrics_jsonl(tmp_path: Path) -> None:
     """They are left out, as those of steps that are to be made again."""
     good = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 3)]
     bad = [b'{"step": 2, "lo\xff\x00', b'["step"]', b"3", b'{"step": "two"}', b"[" * 9000, b""]

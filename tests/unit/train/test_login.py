@@ -29,7 +29,7 @@ def test_logged_in_netrc_entry_of_either_wandb_host_counts(home: Path) -> None:
         assert logged_in(), host
 
 
-def test_a_server_of_ones_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logged_in_counts_only_login_of_server_in_use(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A login for it counts only while it is in use, and one for W&B's service does not count for it."""
     login(home / ".netrc", "wandb.example.org:8080")
     assert not logged_in()

@@ -36,7 +36,7 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimiser_goes_on_from_a_file(name: str, tmp_path: Path) -> None:
+def test_optimizer_state_saved_and_loaded_continues_with_same_weights(name: str, tmp_path: Path) -> None:
     module, optimizer = trained(OPTIMIZERS[name], 3)
     save_state(tmp_path / "state.safetensors", optimizer.state_dict())
     again, other = trained(OPTIMIZERS[name], 0)
@@ -47,13 +47,13 @@ def test_an_optimiser_goes_on_from_a_file(name: str, tmp_path: Path) -> None:
     assert torch.equal(module.weight, again.weight)
 
 
-def test_what_is_no_plain_data_is_refused(tmp_path: Path) -> None:
+def test_save_state_unsupported_value_is_refused_without_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds a PosixPath, but only tensors, numbers and texts"):
         save_state(tmp_path / "state.safetensors", {"state": {0: tmp_path}})
     assert not (tmp_path / "state.safetensors").exists()
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_load_state_damaged_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "state.safetensors"
     file.write_bytes(b"\0" * 20)
     with pytest.raises(UserError, match=r"state\.safetensors is damaged"):

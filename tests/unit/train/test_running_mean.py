@@ -16,7 +16,7 @@ def figures(tau: float) -> dict[str, Any]:
     return {"loss": 2 * tau, "expected_tau": tau, "agreement": [0.5], "lr": 1e-3, **shares}
 
 
-def test_the_mean_covers_the_last_steps() -> None:
+def test_running_means_cover_last_window_of_steps() -> None:
     running = RunningMeans()
     means = [running.step(figures(tau)) for tau in (1.34, 3.81, 2.28)]
     assert [m[f"expected_tau_mean{WINDOW}"] for m in means] == pytest.approx([1.34, 2.575, 7.43 / 3])
@@ -26,7 +26,7 @@ def test_the_mean_covers_the_last_steps() -> None:
     assert last[f"expected_tau_mean{WINDOW}"] == 2.0, "earlier steps are forgotten"
 
 
-def test_the_console_names_it() -> None:
+def test_console_bar_prints_running_means_of_loss_and_tau() -> None:
     text = io.StringIO()
     running = RunningMeans()
     with Console(RichConsole(file=text, width=200)).bar(2, 0) as bar:

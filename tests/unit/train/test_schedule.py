@@ -7,7 +7,7 @@ from drafttrain.train import TrainOptions
 from drafttrain.train.schedule import learning_rate
 
 
-def test_cosine_and_wsd() -> None:
+def test_learning_rate_of_cosine_wsd_and_constant_equals_formula() -> None:
     cosine = TrainOptions(steps=100, lr=2.0, warmup=0.1, schedule="cosine", min_lr=0.1)
     assert learning_rate(cosine, 0) == pytest.approx(0.2)
     assert learning_rate(cosine, 9) == pytest.approx(2.0)
@@ -18,6 +18,6 @@ def test_cosine_and_wsd() -> None:
     assert learning_rate(TrainOptions(steps=100, lr=2.0, schedule="constant"), 99) == 2.0
 
 
-def test_an_unknown_schedule_is_refused() -> None:
+def test_learning_rate_unknown_schedule_is_refused() -> None:
     with pytest.raises(UserError, match="choose one of cosine, wsd, constant"):
         learning_rate(TrainOptions(schedule="linear"), 0)

@@ -32,7 +32,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_the_newest_whole_one_is_taken_and_the_others_step_aside(tmp_path: Path) -> None:
+def test_newest_valid_skips_and_renames_damaged_checkpoints(tmp_path: Path) -> None:
     said: list[str] = []
     assert newest_valid(tmp_path, said.append) is None
     steps = [write(tmp_path / f"step-0000{step}") for step in (1, 2, 3, 4)]
@@ -47,7 +47,7 @@ def test_the_newest_whole_one_is_taken_and_the_others_step_aside(tmp_path: Path)
     assert newest_valid(tmp_path, said.append) == steps[1] and len(said) == 2
 
 
-def test_any_changed_byte_of_any_file_is_seen_or_changes_nothing(tmp_path: Path) -> None:
+def test_checkpoint_changed_byte_of_any_file_is_refused_or_without_effect(tmp_path: Path) -> None:
     directory = write(tmp_path / "step-00001")
     listed = (directory / SUMS).read_bytes()
 
@@ -82,7 +82,7 @@ def test_checksums_json_edited_names_or_values_are_detected(tmp_path: Path, subt
             assert damage(directory) is not None
 
 
-def test_pieces_that_nobody_saved_are_damage_and_later_files_are_not(tmp_path: Path) -> None:
+def test_checkpoint_unlisted_optimizer_shard_is_damage_and_later_files_are_not(tmp_path: Path) -> None:
     directory = write(tmp_path / "step-00001")
     for name in ("decode.json", "golden.safetensors", "notes.txt"):
         (directory / name).write_text("{}")
@@ -91,7 +91,7 @@ def test_pieces_that_nobody_saved_are_damage_and_later_files_are_not(tmp_path: P
     assert damage(directory) == f"optimizer-00001.safetensors is not in {SUMS}"
 
 
-def test_any_changed_byte_of_where_training_stood_is_seen_or_changes_nothing(tmp_path: Path) -> None:
+def test_trainer_json_changed_byte_is_refused_or_without_effect(tmp_path: Path) -> None:
     content = {"step": 1200, "tokens": 345678, "seconds": 12.5, "device": "cpu", "loss": 1.25, "measured_tau": 2.5}
     write_sealed_json(tmp_path / PROGRESS, content)
 
@@ -105,7 +105,7 @@ def test_any_changed_byte_of_where_training_stood_is_seen_or_changes_nothing(tmp
     assert training_cost(tmp_path) is None  # a drafter of other people
 
 
-def test_whoever_changes_a_file_on_purpose_removes_its_entry(tmp_path: Path) -> None:
+def test_checkpoint_edited_file_without_checksum_entry_is_accepted(tmp_path: Path) -> None:
     directory = write(tmp_path / "step-00001")
     (directory / "trainer.json").write_text("{}")
     assert "trainer.json is damaged" in (damage(directory) or "")

@@ -63,7 +63,7 @@ def test_train_batch_parts_yield_same_predictions_as_whole_batch(subtests: pytes
 
 
 @pytest.mark.parametrize("limit", [None, 3])
-def test_anchors_of_the_parts_are_those_of_the_whole(limit: int | None) -> None:
+def test_train_batch_parts_draw_same_anchors_as_whole_batch(limit: int | None) -> None:
     whole = packed(16)
     drawn = whole.anchors(limit)
     context = whole.context(drawn)
@@ -104,7 +104,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "train", "loss", "model", "message"), REFUSED)
-def test_what_cannot_be_held_together_is_refused(
+def test_sequence_parallel_unsupported_target_or_option_is_refused(
     name: str, train: dict[str, Any], loss: dict[str, Any], model: str, message: str
 ) -> None:
     target = HFTarget(tiny_model(model))

@@ -21,7 +21,9 @@ KNOWN = KnownStates([1, 2], {0: torch.ones(2, 4)}, torch.zeros(2, 4), "fingerpri
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_states_that_cannot_be_kept_are_used(full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_states_unwritable_cache_still_returns_states(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A home that is read-only or full must not cost the run what took long to compute."""
     (tmp_path / "home").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" if not full else tmp_path))

@@ -31,7 +31,7 @@ def batch(B: int, T: int) -> TrainBatch:
     return TrainBatch(grid_BT, torch.arange(T).expand(B, T), grid_BT, torch.ones(B, T, dtype=torch.bool))
 
 
-def test_products_count_twice_again_for_a_trained_matrix_and_once_for_a_frozen_one() -> None:
+def test_flops_linear_counts_two_gradient_products_if_trained_one_if_frozen() -> None:
     B, T, H, V, flops = 2, 5, 8, 11, Flops()
     trained, frozen = nn.Linear(H, H, bias=False), nn.Linear(H, V, bias=False).requires_grad_(False)
     with flops.counting(batch(B, T)):
@@ -54,11 +54,11 @@ def assert_recomputation_is_free() -> None:
     assert counts[0] == counts[1] == 2 * 3 * 2 * 10 * 64
 
 
-def test_what_is_computed_again_to_save_memory_does_not_count() -> None:
+def test_flops_activation_checkpointing_recompute_is_not_counted() -> None:
     assert_recomputation_is_free()
 
 
-def test_what_is_computed_again_inside_a_function_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_recompute_inside_autograd_function_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-3 makes a `Function` of every linear map, in whose forward pass gradients are off."""
     plain = torch.nn.functional.linear
 
@@ -77,7 +77,7 @@ def test_what_is_computed_again_inside_a_function_does_not_count(monkeypatch: py
     assert_recomputation_is_free()
 
 
-def test_attention_grows_with_the_square_of_the_length() -> None:
+def test_flops_attention_grows_with_square_of_length() -> None:
     flops, q_BhTD = Flops(), torch.randn(2, 3, 16, 8)
     with flops.counting(batch(2, 16)), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         torch.nn.functional.scaled_dot_product_attention(q_BhTD, q_BhTD, q_BhTD)
@@ -120,7 +120,7 @@ def test_named_peak_returns_flops_of_device_by_name() -> None:
     assert {name: named_peak(name) for name in peaks} == peaks
 
 
-def test_shares_of_a_step_add_up() -> None:
+def test_meter_step_shares_sum_to_one_and_restart() -> None:
     meter = Meter(torch.device("cpu"))
     with meter.data():
         torch.randn(100, 100)
@@ -158,7 +158,7 @@ def test_profile_window_invalid_option_is_refused(subtests: pytest.Subtests) -> 
             window(option, 0, 10)
 
 
-def test_a_trace_of_the_window_can_be_opened(tmp_path: Path) -> None:
+def test_profile_writes_trace_of_window_steps(tmp_path: Path) -> None:
     said: list[str] = []
     with Profile(range(2, 4), tmp_path / "trace-rank0.json.gz", said.append) as trace:
         for step in (1, 2, 3, 4):
@@ -169,7 +169,7 @@ def test_a_trace_of_the_window_can_be_opened(tmp_path: Path) -> None:
     assert len(said) == 1 and "perfetto" in said[0]
 
 
-def test_a_hanging_step_leaves_its_stacks(tmp_path: Path) -> None:
+def test_watchdog_hanging_step_writes_stacks(tmp_path: Path) -> None:
     said: SimpleQueue[str] = SimpleQueue()
 
     def waits_for_a_rank_that_never_comes() -> tuple[Path, str]:
@@ -198,14 +198,14 @@ with watchdog.Watchdog(Path(sys.argv[1]), 3, 0.1, print, ends=True):
 """
 
 
-def test_a_hanging_process_of_several_ends(tmp_path: Path) -> None:
+def test_watchdog_ends_hanging_process_with_exit_code_1(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert "waits_for_a_rank_that_never_comes" in (tmp_path / "rank-3.stack").read_text()
     assert done.returncode == 1 and not done.stdout and done.stderr.count("\n") == 1
     assert done.stderr.startswith("drafttrain: no step has ended for 0.1 seconds; every process's stacks are in ")
 
 
-def test_a_run_that_does_not_hang_leaves_nothing(tmp_path: Path) -> None:
+def test_watchdog_without_hang_leaves_no_files(tmp_path: Path) -> None:
     for seconds in (60.0, 0.0):
         with Watchdog(tmp_path / "logs", 3, seconds, print) as watchdog:
             watchdog.alive()
