@@ -135,8 +135,10 @@ def start(
     environment: Mapping[str, str] | None = None,
     constants: Mapping[str, float] | None = None,
 ) -> Forked:
-    """Start `[python, "-m", "drafttrain", ...]`; stdout and stderr are one file. Without them, this process's folder and
-    environment. constants: other values of the package's, by `module.NAME`, so that a test need not wait.
+    """Start `[python, "-m", "drafttrain", ...]`; stdout and stderr are one file.
+
+    folder, environment: this process's unless they are given. constants: other values of the package's, by `module.NAME`, so
+    that a test need not wait.
     """
     assert command[1:3] == ["-m", "drafttrain"]
     STARTED.append(_fork(folder, environment, argv=command[3:], constants=constants or {}))

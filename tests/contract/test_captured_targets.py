@@ -25,7 +25,7 @@ CAPTURED = [name for name in EXACT if ARCHITECTURES[name].captured]
 TRIED = ("GPT-NeoX", "Bamba", "Falcon")  # of keys and values alone, with recurrent layers, and one that no graph can hold
 FAMILIES = (None, "medusa", "draft_model", "eagle3", "mtp_native")
 FEW = [("GPT-NeoX", None), ("Bamba", "medusa")]
-SLOW = [  # of each kind of attention or recurrence; each architecture with one family: `test_target_greedy_output_equals_transformers_generate`
+SLOW = [  # of each kind of attention or recurrence; all: `test_target_greedy_output_equals_transformers_generate`
     ("Llama", "mtp_native"),
     ("Gemma-4 (text)", "eagle3"),
     ("DeepSeek-V3", "draft_model"),

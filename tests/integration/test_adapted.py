@@ -65,6 +65,7 @@ def trained(folder: Path, work: TrainingJob) -> dict[str, torch.Tensor]:
 
 
 # test_resharding.py has states of every stage
+@pytest.mark.slow
 @pytest.mark.sampled(stage=[1], optimizer=["muon"])
 @pytest.mark.parametrize(("stage", "precision"), [(0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16")])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -84,6 +85,7 @@ def test_adapted_target_resumed_run_equals_uninterrupted_run(
     assert len(changed) == 28 and all(changed), "every B has left zero"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(optimizer=["adamw"])  # test_muon.py has every stage
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_adapted_target_zero_stages_equal_stage_0_and_heads_train_first(optimizer: str, tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ RESETS: dict[str, set[str]] = {
 }
 
 
+@pytest.mark.slow
 def test_gpu_source_digest_changes_only_for_affected_cases(checkout: Path, subtests: pytest.Subtests) -> None:
     cases = {op: (f"drafttrain.ops.{op}",) for op in ("rms_norm", "tree_links", "tree_attention", "divergence")}
     cases |= {name: (*sources.DECODER, *sources.of_family(name)) for name in ("medusa", "eagle3")}

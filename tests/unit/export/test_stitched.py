@@ -185,16 +185,16 @@ def test_stitched_export_bytes_written_elsewhere_fail_parity(
 
 
 @pytest.mark.parametrize(
-    ("kind", "modules"),
+    ("kind", "modules", "texts", "tokens"),
     [
-        ("deepseek_v3", 2),
-        pytest.param("glm4_moe", 1, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", 1, marks=pytest.mark.grid),
-        pytest.param("glm4_moe", 2, marks=pytest.mark.grid),
+        ("deepseek_v3", 2, 3, 12),
+        pytest.param("glm4_moe", 1, 3, 12, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 1, 6, 24, marks=pytest.mark.grid),
+        pytest.param("glm4_moe", 2, 6, 24, marks=pytest.mark.grid),
     ],
 )
 def test_stitched_target_acceptance_equals_transformers_use_mtp(
-    kind: str, modules: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, modules: int, texts: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own `generate(use_mtp=True)` on the stitched directory, text by text."""
     from drafttrain.engines.process import EngineResult
@@ -207,7 +207,7 @@ def test_stitched_target_acceptance_equals_transformers_use_mtp(
     written(found, golden, "stitched", tmp_path / "out")
     # transformers knows the number of the module's block for the published sizes alone
     monkeypatch.setattr(type(made.whole), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*", r"model\.layers\.4.*"])
-    asked, ending = prompts(3, seed=3), Ending(frozenset(), 12)
+    asked, ending = prompts(texts, seed=3), Ending(frozenset(), tokens)
     job = {
         "target": "",
         "drafter": str(tmp_path / "out"),
@@ -215,11 +215,11 @@ def test_stitched_target_acceptance_equals_transformers_use_mtp(
         "layout": "stitched",
         "draft_length": modules,
     }
-    job |= {"max_new_tokens": 12, "stop_ids": [], "prompts": asked, "facts": {}, "timed": None}
+    job |= {"max_new_tokens": tokens, "stop_ids": [], "prompts": asked, "facts": {}, "timed": None}
     outcome = EngineResult.of(engine(job))
     target, drafter = found.loaded.target, chain_drafter(found, modules, "float32")
     ours = [decoded(target, drafter, prompt, ending, modules, outcome.begins) for prompt in asked]
-    check = engine_check(outcome, [str(i) for i in range(3)], plain(target, asked, ending), ours, ending, modules)
+    check = engine_check(outcome, [str(i) for i in range(texts)], plain(target, asked, ending), ours, ending, modules)
     check.check()
     assert check.ours > 0
     with pytest.raises(ValueError, match=f"{modules} module"):
