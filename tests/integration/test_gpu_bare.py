@@ -24,7 +24,7 @@ from benchmarks.gpu.real import Folder
 from benchmarks.gpu.results import PASSED, SKIPPED
 from benchmarks.gpu.wheels import HEAVY, SOURCES, WHEELS, Request, WheelError, normal
 from drafttrain.drafters import families
-from tests.integration.test_gpu_suites import GPU, check_distilled, contents
+from tests.integration.test_gpu_suites import GPU, check_distilled, contents, copied
 
 ROOT = Path(__file__).parents[2]
 GIVEN = ("torch", "transformers", "triton", "setuptools")
@@ -105,8 +105,7 @@ def packed(folder: Path) -> list[str]:
 @pytest.mark.grid  # minutes: every case of every suite; test_gpu_suites rehearses each kind
 def test_make_gpu_rehearsal_in_bare_python_environment_passes(tmp_path: Path) -> None:
     checkout, results, packages = tmp_path / "checkout", tmp_path / "results", tmp_path / "packages"
-    for name in ("drafttrain", "kernels", "docs", "benchmarks", "conf", "recipes"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copied(checkout, "drafttrain", "kernels", "docs", "benchmarks", "conf", "recipes")
     shutil.copy(ROOT / "Makefile", checkout)
     packages.mkdir()
     base, python = getattr(sys, "_base_executable", sys.executable), tmp_path / "venv" / "bin" / "python"

@@ -63,6 +63,15 @@ runpy.run_module("benchmarks.gpu." + sys.argv[0], run_name="__main__")
 """
 
 
+def copied(checkout: Path, *folders: str) -> None:
+    """These folders, and what the suites build their tiny models with: it may need no package of the tests."""
+    for name in folders:
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / "tests").mkdir()
+    for name in ("__init__.py", "architectures.py", "tiny.py"):
+        shutil.copy(ROOT / "tests" / name, checkout / "tests")
+
+
 def run(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", BARE, *arguments]
@@ -93,8 +102,7 @@ def test_gpu_real_target_and_drafter_rehearsal_runs_uninstalled(tmp_path: Path) 
     """Where drafttrain is not installed; the first command without what it does not need. `test_gpu_bare` distils every
     drafter."""
     checkout, real, results = tmp_path / "checkout", tmp_path / "real", tmp_path / "results"
-    for name in ("drafttrain", "kernels", "docs", "benchmarks", "conf", "recipes"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copied(checkout, "drafttrain", "kernels", "docs", "benchmarks", "conf", "recipes")
     before, given = contents(checkout), ("--rehearse", "--real", str(real))
     early = uninstalled(checkout, "real_2", *given)
     assert early.returncode == 1 and "run make gpu-real-1 first" in early.stderr and len(early.stderr.splitlines()) == 1
@@ -192,8 +200,7 @@ def test_gpu_corpus_prompts_cut_at_lines_and_target_has_300m_parameters() -> Non
 def test_gpu_check_bench_and_train_rehearsals_leave_checkout_unchanged(tmp_path: Path) -> None:
     """In a copy of the checkout, which they leave as it was. `test_gpu_bare` rehearses all cases."""
     checkout, kept = tmp_path / "checkout", tmp_path / "kept"
-    for name in ("drafttrain", "kernels", "benchmarks", "docs"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copied(checkout, "drafttrain", "kernels", "benchmarks", "docs")
     before, folder = contents(checkout), ("--rehearse", "--results", str(kept))
     few = {"check": "gated", "bench": "gated", "train": "loss kl"}
     for name, only in few.items():
