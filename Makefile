@@ -65,7 +65,7 @@ test-slow: install  ## the slow tests alone; complete grids are left out (SHARD=
 	SHARD=$(SHARD) RESUME=$(RESUME) $(PYTEST) -m "slow and not grid"
 
 test-all: install  ## all tests, complete grids too: hours on two CPU cores (SHARD=1/4: the first of four parts; RESUME=FILE: goes on)
-	SHARD=$(SHARD) RESUME=$(RESUME) $(PYTEST) -m "not engines and not slurm"
+	SHARD=$(SHARD) RESUME=$(RESUME) $(PYTEST) -m "not engines and (not slurm or grid)"
 
 test-engines: install  ## serving engines run what is exported here: installs them (6 GB), then some minutes for each family and engine
 	$(BIN)/python -m tests.engines.install
@@ -74,7 +74,7 @@ test-engines: install  ## serving engines run what is exported here: installs th
 
 test-slurm: install  ## a Slurm cluster of two nodes, two machines with a cable, Mooncake: installs them, needs root on Linux
 	$(BIN)/python -m tests.slurm.install
-	$(PYTEST) -m slurm tests/slurm
+	$(PYTEST) -m "slurm and not grid" tests/slurm
 	$(PYTEST) -m "not grid" -k mooncake tests/unit/features tests/unit/engines tests/integration
 
 test-faults: install  ## random kills, damaged files, malformed data, hostile input, request storms (MINUTES=30 SEED=0 KINDS=...)

@@ -18,6 +18,7 @@ from pyarrow import parquet
 from tests.helpers import share_compiled
 from tests.standin.hub import Hub
 
+ROOT = Path(__file__).parents[1]
 # huggingface_hub and datasets wait for seconds before they try again; how often they try stays their own
 IMPATIENT = """
 import time
@@ -27,6 +28,9 @@ time.sleep = lambda seconds: rest(min(seconds, 0.005))
 COMMANDS = """
 import json, os, sys
 from drafttrain.cli import main
+from tests import composing
+for owner, name, quicker in composing.PATCHES:
+    setattr(owner, name, quicker)
 for token, words in json.loads(sys.argv[1]):
     os.environ.pop("HF_TOKEN", None)
     if token:
@@ -91,7 +95,8 @@ def _process(
 ) -> subprocess.CompletedProcess[str]:
     share_compiled(home / "cache")
     own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    environment = own | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"} | hub.environment(home, token, **more)
+    fixed = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    environment = own | fixed | hub.environment(home, token, **more)
     call = [sys.executable, "-c", IMPATIENT + program, json.dumps(words)]
     return subprocess.run(call, env=environment, cwd=home, capture_output=True, text=True)
 

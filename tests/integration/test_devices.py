@@ -115,10 +115,11 @@ def on_the_cpu(material: Path) -> dict[str, list[float]]:
     ("recipe", "more"),
     [
         ("medusa", ("deepspeed=zero3", "target.placement=zero3")),
-        ("eagle3", ("deepspeed=zero2", "target.placement=tensor_parallel")),
-        (
+        pytest.param("eagle3", ("deepspeed=zero2", "target.placement=tensor_parallel"), marks=pytest.mark.grid),
+        pytest.param(
             "medusa",
             ("deepspeed=zero1", "features=cached", "features.format=float32", "target.prefetch=true", "train.per_rank=true"),
+            marks=pytest.mark.grid,
         ),
         ("eagle3", ("train.sequence_parallel=2", "deepspeed=zero3")),
         ("medusa", ("target.device=cuda", "measure.every=1", "measure.every_prompts=1")),
@@ -135,6 +136,7 @@ def test_fit_on_two_gpus_losses_equal_cpu_run(
 
 
 @pytest.mark.slow
+@pytest.mark.grid  # fresh processes, as DeepSpeed chooses its device once
 @pytest.mark.usefixtures("gpus")
 def test_fit_device_cpu_on_gpu_machine_losses_equal_cpu_run(
     material: Path, tmp_path: Path, on_the_cpu: dict[str, list[float]]

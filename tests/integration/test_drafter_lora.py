@@ -81,7 +81,7 @@ def test_drafter_lora_invalid_settings_are_refused_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.sampled(stage=[0, 3], processes=[2], recipe=["medusa", "eagle3"])
 @pytest.mark.parametrize(("stage", "processes"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
 def test_drafter_lora_zero_stages_and_processes_equal_one_process(

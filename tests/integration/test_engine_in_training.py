@@ -222,6 +222,7 @@ def test_measure_engine_not_installed_error_names_install_command(
 
 
 @pytest.mark.slow
+@pytest.mark.grid  # unit/engines/test_measurement.py counts the same without a training
 def test_measure_engine_transformers_tau_matches_decoder_tau(material: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"word {i} of many"]}) + "\n" for i in range(3)))

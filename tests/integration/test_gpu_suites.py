@@ -222,10 +222,16 @@ def test_gpu_check_bench_and_train_rehearsals_leave_checkout_unchanged(tmp_path:
     assert contents(checkout) == before
 
 
-def test_gpu_check_without_gpu_is_refused_in_one_line() -> None:
-    done = run(ROOT, "check")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("gpu-check: no GPU") and len(done.stderr.splitlines()) == 1
+def test_gpu_check_without_gpu_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        check.main()
+    said = capfd.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert said.err.startswith("gpu-check: no GPU") and len(said.err.splitlines()) == 1
 
 
 def test_make_gpu_targets_use_named_python_and_options() -> None:

@@ -43,7 +43,7 @@ def checkpoints(output: Path) -> list[str]:
     [
         (signal.SIGTERM, ()),
         (signal.SIGUSR1, ("launcher.nproc=2",)),
-        (signal.SIGINT, ("launcher.nproc=2",)),
+        pytest.param(signal.SIGINT, ("launcher.nproc=2",), marks=pytest.mark.grid),  # a test below has two of them
         pytest.param(signal.SIGTERM, ("launcher.nproc=2", "deepspeed=zero3"), marks=pytest.mark.grid),
         pytest.param(signal.SIGINT, (), marks=pytest.mark.grid),
     ],

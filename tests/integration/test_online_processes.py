@@ -4,56 +4,52 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-SCRIPT = """
-import json, os, sys, torch
-import drafttrain as dt
+from drafttrain.runs.options import LauncherOptions, RunOptions
+from tests.forked import launch
 from tests.helpers import tiny_model
 from tests.unit.api.test_online import follower, tokens
 
-rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-if size > 1:
-    torch.distributed.init_process_group("gloo")
-torch.manual_seed(rank)  # nothing may follow from it
-model = tiny_model()
-drafter = follower(model, "eagle3", f"train.seed={rank}" if size > 1 else "train.seed=0")
-wrapped = torch.nn.parallel.DistributedDataParallel(model) if size > 1 else model
-optimizer, figures = torch.optim.SGD(wrapped.parameters(), lr=0.1), []
-for step in range(3):
-    token_BT = tokens(4, 12, step)
-    mask_BT = torch.ones(4, 12)
-    mask_BT[1:3, :7] = 0  # the processes have unlike numbers of supervised tokens
-    rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
-    wrapped(input_ids=token_BT[rows], labels=token_BT[rows]).loss.backward()
-    optimizer.step(), optimizer.zero_grad()
-    found = drafter.step(token_BT[rows], mask=mask_BT[rows])
-    figures.append([found.loss, found.expected_tau, found.grad_norm, found.supervised])
-empty = drafter.step(tokens(2, 12, 9) if rank == 0 else None)
-figures.append([empty.loss, empty.expected_tau, empty.grad_norm, empty.supervised])
-total = sum(float(x.double().abs().sum()) for x in drafter.module.state_dict().values())
-json.dump([figures, total], open(f"{sys.argv[1]}-{rank}.json", "w"))
-if size > 1:  # gloo's threads may abort a process that exits while it has a group
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-"""
+
+def loop(options: RunOptions, resolved: dict[str, Any]) -> None:
+    """Three steps and one without a batch in all but the first process; figures of each step and the sum of all weights."""
+    rank, size = int(os.environ.get("RANK", 0)), options.launcher.nproc
+    if size > 1:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(rank)  # nothing may follow from it
+    model = tiny_model()
+    drafter = follower(model, "eagle3", f"train.seed={rank}")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if size > 1 else model
+    optimizer, figures = torch.optim.SGD(wrapped.parameters(), lr=0.1), []
+    for step in range(3):
+        token_BT = tokens(4, 12, step)
+        mask_BT = torch.ones(4, 12)
+        mask_BT[1:3, :7] = 0  # the processes have unlike numbers of supervised tokens
+        rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
+        wrapped(input_ids=token_BT[rows], labels=token_BT[rows]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = drafter.step(token_BT[rows], mask=mask_BT[rows])
+        figures.append([found.loss, found.expected_tau, found.grad_norm, found.supervised])
+    empty = drafter.step(tokens(2, 12, 9) if rank == 0 else None)
+    figures.append([empty.loss, empty.expected_tau, empty.grad_norm, empty.supervised])
+    total = sum(float(x.double().abs().sum()) for x in drafter.module.state_dict().values())
+    Path(resolved["folder"], f"{size}-{rank}.json").write_text(json.dumps([figures, total]))
+    if size > 1:  # gloo's threads may abort a process that exits while it has a group
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_online_drafter_two_process_steps_equal_one_process(tmp_path: Path, root: Path) -> None:
-    (tmp_path / "run.py").write_text(SCRIPT, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    for words, name in ((torchrun, "two"), ([sys.executable], "one")):
-        done = subprocess.run(
-            [*words, str(tmp_path / "run.py"), str(tmp_path / name)], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-    one, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one-0", "two-0", "two-1"))
+def test_online_drafter_two_process_steps_equal_one_process(tmp_path: Path) -> None:
+    for size in (1, 2):
+        launch(loop, RunOptions(launcher=LauncherOptions(nproc=size)), {"folder": str(tmp_path)})
+    one, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("1-0", "2-0", "2-1"))
     assert first == second
     for ours, alone in zip(first[0], one[0], strict=True):
         assert ours == pytest.approx(alone, rel=2e-4)

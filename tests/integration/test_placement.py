@@ -258,7 +258,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         pytest.param("zero3", 10**9, 1, marks=pytest.mark.grid),
         ("zero3", 10**7, 2),
-        ("tensor_parallel", 10**9, 1),
+        pytest.param("tensor_parallel", 10**9, 1, marks=pytest.mark.grid),
     ],
 )
 def test_fit_sharded_target_is_measured_whole_if_memory_allows(
@@ -272,8 +272,7 @@ def test_fit_sharded_target_is_measured_whole_if_memory_allows(
 STEPS = (*runs.by_adamw("eagle3"), "train.steps=12", "train.checkpoint_every=4", "launcher.nproc=2", "train.log_every=4")
 
 
-STATES = [  # in make test-slow: everything on the host by both optimisers, and everything sharded
-    ("deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
+STATES = [  # in make test-slow: everything on the host, and everything sharded
     ("train.optimizer=muon", "deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
     ("train.activation_checkpointing=true", "target.prefetch=true", "deepspeed=zero3", "target.placement=zero3"),
 ]
@@ -287,6 +286,7 @@ STATES = [  # in make test-slow: everything on the host by both optimisers, and 
         ("deepspeed=zero2", "deepspeed.offload_optimizer=true"),
         ("train.optimizer=muon",),
         ("train.optimizer=muon", "train.precision=bfloat16", "deepspeed=zero2"),
+        ("deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
         *STATES,
     ],
     ids=lambda more: f"{more[0]}-{more[-1]}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -11,12 +11,6 @@ import pytest
 from tests import forked
 from tests.integration.test_training import last_weights
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
-
 
 @pytest.mark.slow
 def test_plot_step_script_draws_png_of_checkpoint(tmp_path: Path) -> None:
@@ -24,10 +18,12 @@ def test_plot_step_script_draws_png_of_checkpoint(tmp_path: Path) -> None:
     forked.run([sys.executable, "-m", "drafttrain", "fit", *settings])
     (made,) = (tmp_path / "runs").glob("*/*")
     picture = tmp_path / "step.png"
-    drawn = run("scripts/plot_step.py", f"checkpoint={last_weights(made).parent}", f"out={picture}")
-    assert drawn.returncode == 0 and picture.read_bytes().startswith(b"\x89PNG"), drawn.stderr
+    with forked.module("scripts.plot_step", f"checkpoint={last_weights(made).parent}", f"out={picture}") as drawn:
+        assert drawn.wait() == 0 and picture.read_bytes().startswith(b"\x89PNG"), drawn.said()
 
 
-def test_plot_step_script_help_prints_usage() -> None:
-    said = run("scripts/plot_step.py", "--help")
-    assert said.returncode == 1 and said.stderr == "usage: python scripts/plot_step.py checkpoint=DIR [out=FILE]\n"
+def test_plot_step_script_help_prints_usage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["plot_step.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(root / "scripts" / "plot_step.py"), run_name="__main__")
+    assert ended.value.code == "usage: python scripts/plot_step.py checkpoint=DIR [out=FILE]"

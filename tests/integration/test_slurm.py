@@ -52,6 +52,7 @@ def finished(output: Path) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.grid  # tests/slurm has the same with Slurm's own daemons
 def test_slurm_launcher_job_saves_on_usr1_and_is_requeued(cluster: Path, material: Path, tmp_path: Path) -> None:
     output, port = tmp_path / "outputs", free_port()
     asked = ("launcher=slurm", "launcher.nproc=1", "launcher.nodes=2", "launcher.slurm.partition=long")

@@ -16,7 +16,10 @@ from drafttrain.decoding.acceptance import POLICIES, AcceptedPath, Policy, greed
 from drafttrain.train import trainer
 
 Command = Callable[..., int]
-SMALL = ("measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=24")
+SMALL = (
+    *("measure.limit=3", "measure.minutes=0.01", "measure.transformers=false", "measure.batch_sizes=[2]"),
+    *("measure.timed_prompts=1", "decode.max_new_tokens=24"),
+)
 
 
 @pytest.mark.slow
@@ -28,7 +31,7 @@ def test_fit_drafter_without_parameters_skips_training_and_measures(
 
     monkeypatch.setattr(trainer, "TrainingEngine", refuse)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert command("fit", "recipe=prompt_lookup", "drafter.draft_length=4", "measure.batch_sizes=[2]", *SMALL) == 0
+    assert command("fit", "recipe=prompt_lookup", "drafter.draft_length=4", *SMALL) == 0
     (run,) = Path("outputs/prompt_lookup").iterdir()
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert checkpoint.name == "step-00000" and load_file(checkpoint / "drafter.safetensors") == {}

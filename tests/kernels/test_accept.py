@@ -131,7 +131,7 @@ def sizes(machine: str, rounds: int) -> Iterator[tuple[int, int, int, int, torch
     if machine == "cpu":
         for seed in range(rounds):
             yield seed, BATCH, 1 + seed % 17, (2, 5, 16, 23)[seed % 4], torch.float32
-    rows = 4 if machine == "cpu" else 3
+    rows = 4 if machine == "cpu" else 2
     for seed, (N, V) in enumerate(
         [(9, 5), (6, 17), (12, 4096), (5, 4099), (7, 8200), (4, 12296), (64, 33), (1, 4100), (90, 3), (256, 9)]
     ):

@@ -108,9 +108,7 @@ class Cluster:
     def lose(self, node: int) -> None:
         """End all processes of a node at once. The controller learns it now, not `SlurmdTimeout` later."""
         machine = self.network.machines[node]
-        for process in machine.processes():
-            if process.pid != machine.pid:
-                process.kill()
+        machines.kill(process for process in machine.processes() if process.pid != machine.pid)
         self.run("scontrol", "update", f"NodeName={machine.name}", "State=DOWN", "Reason=lost")
 
     def find(self, node: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.test_interrupt import lines_of
 from tests.integration.test_training import arguments, digest, losses, once
 from tests.slurm.cluster import wait_for
-from tests.slurm.machines import Machine, Network
+from tests.slurm.machines import Machine, Network, kill
 
 pytestmark = pytest.mark.slurm
 STEPS = ("recipe=medusa", "train.steps=60", "train.checkpoint_every=20", "train.hang_timeout=10")
@@ -89,6 +89,7 @@ def test_two_nodes_end_when_network_is_cut_and_run_resumes(two_machines: Network
     resumed(two_machines, material, output)
 
 
+@pytest.mark.sampled(killed=[0])
 @pytest.mark.parametrize("killed", [0, 1])
 def test_two_nodes_remaining_node_ends_when_other_is_killed(
     killed: int, two_machines: Network, material: Path, tmp_path: Path
@@ -96,8 +97,7 @@ def test_two_nodes_remaining_node_ends_when_other_is_killed(
     output = tmp_path / "outputs"
     run = Run(two_machines, material, output, "first")
     begun(run, two_machines, output)
-    for process in of_run(two_machines.machines[killed]):
-        process.kill()
+    kill(of_run(two_machines.machines[killed]))
     other = 1 - killed
     resume(run, two_machines, other)
     assert run.wait(other) == [1], run.said()

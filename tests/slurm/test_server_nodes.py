@@ -12,6 +12,7 @@ from tests.integration.test_interrupt import lines_of
 from tests.integration.test_started_servers import started
 from tests.integration.test_training import digest, losses, once
 from tests.slurm.cluster import Cluster, wait_for
+from tests.slurm.machines import kill
 from tests.slurm.test_slurm import ended, preempt, processes, restarted, run_of, said, submitted
 
 pytestmark = pytest.mark.slurm
@@ -43,8 +44,7 @@ def test_slurm_killed_server_and_step_restart_and_nodes_are_freed(cluster: Clust
     server.kill()
     wait_for(lambda: "it starts again" in said(tmp_path), lambda: said(tmp_path))
     wait_for(lambda: bool(on(cluster, 1, "tests.standin.vllm", tmp_path)), lambda: said(tmp_path))
-    for process in on(cluster, 1, "launcher.role=server", tmp_path):
-        process.kill()
+    kill(on(cluster, 1, "launcher.role=server", tmp_path))
     assert lines_of(tmp_path) < 100, "the run has ended before the kill"
     assert ended(cluster, job, tmp_path) == "COMPLETED", said(tmp_path)
     assert said(tmp_path).count("features: this machine runs servers at 10.0.0.3") == 2, said(tmp_path)
@@ -54,7 +54,7 @@ def test_slurm_killed_server_and_step_restart_and_nodes_are_freed(cluster: Clust
     assert "Traceback" not in said(tmp_path), said(tmp_path)
 
 
-@pytest.mark.parametrize("way", ["preempted", "before the time limit"])
+@pytest.mark.parametrize("way", ["preempted", pytest.param("before the time limit", marks=pytest.mark.grid)])
 def test_slurm_servers_run_until_interrupted_trainers_have_saved(
     way: str, cluster: Cluster, material: Path, tmp_path: Path
 ) -> None:
@@ -71,6 +71,7 @@ def test_slurm_servers_run_until_interrupted_trainers_have_saved(
     as_on_one_machine(material, tmp_path, tmp_path / "one")
 
 
+@pytest.mark.sampled(node=[1])
 @pytest.mark.parametrize("node", [0, 1], ids=["of trainers", "of servers"])
 def test_slurm_job_with_server_node_requeues_and_resumes_after_node_loss(
     node: int, cluster: Cluster, material: Path, tmp_path: Path

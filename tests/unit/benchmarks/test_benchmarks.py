@@ -175,6 +175,7 @@ def test_block_attention_peak_memory_is_linear_in_length(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_projection_check_returns_table_and_raises_on_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"REPEATS": 1, "STEPS": 4, "SUMS": 2}.items():
         monkeypatch.setattr(projection_check, name, value)
@@ -204,6 +205,7 @@ def test_quality_table_has_column_per_target_and_budget() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_quality_trains_each_setting_once_and_retries_failures(tmp_path: Path) -> None:
     """A small budget of a recipe as it is and with a rate that is none; the second call tries the mistake alone again."""
     asked = ["--recipes", "medusa", "--steps", "2", "--vary", "", "train.lr=nonsense", "--out", str(tmp_path)]

@@ -24,10 +24,10 @@ HOSTILE = {
     "range": ("{% for i in range(10 ** 9) %}{{ i }}{% endfor %}", "OverflowError"),
     "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 seconds"),
     "power": ("{{ 10 ** (10 ** 8) }}", "more than 0.1 seconds|MemoryError"),
-    "string": ("{{ 'a' * 10 ** 10 }}", "more than 0.1 seconds|MemoryError"),
+    "string": ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
     "doubling": (
         "{% set n = namespace(s='abcdefgh') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-        "more than 0.1 seconds|MemoryError",
+        "MemoryError",
     ),
     "field": ("{{ messages[0].content.nothing.there }}", "UndefinedError|has no attribute"),
     "syntax": ("{% for %}", "Expected"),
@@ -42,16 +42,19 @@ def embedded() -> Any:
 
 @pytest.fixture
 def tokenizer(embedded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """With short bounds. A slow machine may meet either of them first."""
-    monkeypatch.setattr(bounds, "SECONDS", 0.1)
+    """With little memory for its template, which is put back."""
     monkeypatch.setattr(bounds, "SIZE", 64 << 20)
-    monkeypatch.setattr(embedded, "chat_template", embedded.chat_template)  # tests change it
+    monkeypatch.setattr(embedded, "chat_template", embedded.chat_template)
     return embedded
 
 
-def test_template_hostile_code_is_refused_in_one_line(tokenizer: Any, subtests: pytest.Subtests) -> None:
+def test_template_hostile_code_is_refused_in_one_line(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
     for name, (template, said) in HOSTILE.items():
         tokenizer.chat_template = template
+        # only what ends by its time gets little: on a slow machine another fault must come first
+        monkeypatch.setattr(bounds, "SECONDS", 0.1 if "seconds" in said else 60.0)
         ways = [lambda: encode_messages(tokenizer, [dict(TALK.messages[0])]), lambda: Encoder(tokenizer, 64)(TALK)]
         if name == "division":  # the user's own template is bounded by the same call
             ways.insert(0, lambda template=template: Encoder(tokenizer, 64, TemplateOptions(template))(TALK))

@@ -163,7 +163,7 @@ def test_draft_cut_sampled_drafts_follow_target_distribution(family: str) -> Non
     sampling, count = Sampling(1.0, top_k=4, seed=11), 800
     prompt = prompts(1, seed=4, longest=9)[0]
     expected = pair_law(TARGET, prompt, sampling)
-    results, seen = decoded(sampling, "lossless", [prompt] * count, 8, 4, family)
+    results, seen = decoded(sampling, "lossless", [prompt] * count, 16, 4, family)
     assert len(set(seen)) >= 3
     drawn = Counter(tuple(r.tokens[1:3]) for r in results)
     assert set(drawn) <= set(expected)

@@ -14,7 +14,8 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.draft_length import Fallback
 from drafttrain.decoding.settings import Controls
-from tests.helpers import Scripted, never, oracle, prompts, random_guess, tiny_target
+from drafttrain.targets.fast import FastTarget
+from tests.helpers import Scripted, never, oracle, prompts, random_guess, tiny_model, tiny_target
 
 
 def simulate(
@@ -101,7 +102,7 @@ class Priced(Fallback):
 
 @pytest.mark.parametrize("kind", [oracle, never])
 def test_decoder_with_fallback_tokens_equal_plain_decoding(kind: Callable[..., Any]) -> None:
-    target, asked = tiny_target(), prompts(4, seed=3)
+    target, asked = FastTarget(tiny_model()), prompts(4, seed=3)
     plain = [r.tokens for r in Decoder(target, None, "greedy", Sampling(), max_new_tokens=60).run(asked, 1).results]
     drafter = Scripted(kind([p + t for p, t in zip(asked, plain, strict=True)]), [[0] * d for d in range(1, 5)])
     decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=60, controls=Controls(fallback=True))

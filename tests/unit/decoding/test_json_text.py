@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.decoding.guards.json_text import JsonText
@@ -33,6 +33,7 @@ def read(text: str, fence: bool = True) -> tuple[int | None, bool]:
     return checker.feed(text), checker.complete
 
 
+@settings(max_examples=50)
 @given(VALUES, st.sampled_from([None, 1]), st.booleans(), st.data())
 def test_json_text_accepts_every_prefix_of_valid_json(
     value: object, indent: int | None, ascii_only: bool, data: st.DataObject

@@ -144,7 +144,7 @@ def test_large_tree_coupled_tokens_equal_plain_sampling(nodes: int) -> None:
     assert sum(r.verifications for r in results) < 0.5 * sum(r.emitted for r in results)
 
 
-V, ROWS = 6, 40_000
+V, ROWS = 6, 20_000
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["given", "drawn"])

@@ -6,7 +6,7 @@ import pytest
 
 from drafttrain.targets.fast import FastTarget
 from tests.faults.storm import storm
-from tests.helpers import FEW, tiny_model
+from tests.helpers import tiny_model
 from tests.tiny import NAMES, build
 
 TARGET = FastTarget(tiny_model())
@@ -19,7 +19,7 @@ def test_session_random_requests_with_scarce_pages_equal_plain_decoding(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(name=(None, *FEW))
+@pytest.mark.sampled(name=(None, "medusa", "draft_model", "cascade"))
 @pytest.mark.parametrize(("seed", "every"), [(1, None), (2, 2)])
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_session_many_random_requests_equal_plain_decoding(name: str | None, seed: int, every: int | None) -> None:

@@ -32,7 +32,7 @@ TARGETS = {"hf": HF, "fast": FAST}
 
 
 def plain_texts(asked: list[list[int]]) -> list[list[int]]:
-    results = Decoder(HF, None, "greedy", Sampling(), max_new_tokens=NEW + 8).run(asked, 1).results
+    results = Decoder(HF, None, "greedy", Sampling(), max_new_tokens=NEW + 8).run(asked, len(asked)).results
     return [prompt + r.tokens for prompt, r in zip(asked, results, strict=True)]
 
 
@@ -71,7 +71,7 @@ ANY = {
 }
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(**ANY)
 def test_session_greedy_tokens_equal_plain_decoding(
     runner: str, kind: str, paths: list[list[int]], count: int, slots: int, pooled: bool, chunk: int, seed: int

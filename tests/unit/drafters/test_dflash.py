@@ -27,8 +27,9 @@ from drafttrain.model.layers import rotary
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.ops.rotary import rotate
+from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
-from tests.helpers import prompts, tiny_target
+from tests.helpers import prompts, tiny_model, tiny_target
 
 LENGTHS = [[7, 9], [12], [3, 2, 8]]  # of the documents of each row
 SMALL: dict[str, Any] = {"block_size": 4, "layers": 2, "taps": [0, 2], "mask_token": 9}
@@ -268,7 +269,7 @@ def test_dflash_proposal_equals_reference_block(slots: str, bound: int | None) -
 
 @pytest.mark.parametrize("every", [None, 2])
 def test_dflash_shifted_slots_greedy_output_equals_plain_decoding(every: int | None) -> None:
-    target, asked = tiny_target(), prompts(5, seed=3)
+    target, asked = FastTarget(tiny_model()), prompts(5, seed=3)
     drafter = built(target, slots="shifted").eval()
     plain = Decoder(target, None, "greedy", Sampling(), max_new_tokens=30).run(asked, 1).results
     ours = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=30, controls=Controls(read_every=every)).run(asked, 3)

@@ -13,13 +13,13 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from drafttrain.model.drafter import Commit
-from drafttrain.targets.hf import HFTarget
-from tests.helpers import prompts, tiny_target
+from drafttrain.targets.fast import FastTarget
+from tests.helpers import prompts, tiny_model
 
 
 @pytest.fixture(scope="module")
-def target() -> HFTarget:
-    return tiny_target()
+def target() -> FastTarget:
+    return FastTarget(tiny_model())
 
 
 def naive(text: list[int], most: int | None, least: int, length: int) -> list[int]:
@@ -53,7 +53,7 @@ def brought(drafter: PromptLookup, texts: list[list[int]], pieces: int) -> Any:
 @pytest.mark.parametrize("vocab", [1, 2, 4, 30])
 @pytest.mark.parametrize(("most", "least"), [(3, 1), (2, 2), (1, 1), (None, 1), (None, 4)])
 def test_prompt_lookup_drafts_equal_search_for_longest_latest_match(
-    most: int | None, least: int, vocab: int, target: HFTarget
+    most: int | None, least: int, vocab: int, target: FastTarget
 ) -> None:
     drafter = PromptLookup(PromptLookupOptions(max_ngram=most, min_ngram=least, draft_length=6), target)
     chance = random.Random(5)
@@ -68,7 +68,7 @@ def test_prompt_lookup_drafts_equal_search_for_longest_latest_match(
 
 
 @pytest.mark.parametrize("most", [3, None])
-def test_prompt_lookup_verifications_equal_naive_search(most: int | None, target: HFTarget) -> None:
+def test_prompt_lookup_verifications_equal_naive_search(most: int | None, target: FastTarget) -> None:
     asked = [p * 2 for p in prompts(4, seed=3)]
     drafter = PromptLookup(PromptLookupOptions(max_ngram=most, draft_length=5), target)
     decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=40)
@@ -87,13 +87,13 @@ def test_prompt_lookup_verifications_equal_naive_search(most: int | None, target
     assert saved > 0
 
 
-def test_prompt_lookup_without_match_decodes_plainly(target: HFTarget) -> None:
+def test_prompt_lookup_without_match_decodes_plainly(target: FastTarget) -> None:
     drafter = PromptLookup(PromptLookupOptions(min_ngram=30, max_ngram=30), target)
     result = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=20).run([[1, 2, 3]]).results[0]
     assert result.verifications == 19 and result.offered == [] and result.nodes == 0
 
 
-def test_prompt_lookup_invalid_lengths_are_refused(target: HFTarget) -> None:
+def test_prompt_lookup_invalid_lengths_are_refused(target: FastTarget) -> None:
     for wrong in ({"min_ngram": 0}, {"max_ngram": 1, "min_ngram": 2}, {"draft_length": 0}):
         with pytest.raises(UserError, match="set each to 1 or more"):
             PromptLookup(PromptLookupOptions(**wrong), target)

@@ -13,7 +13,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.suffix import END, Node, Suffix, SuffixOptions, SuffixTree
-from tests.helpers import prompts, tiny_target
+from drafttrain.targets.fast import FastTarget
+from tests.helpers import prompts, tiny_model, tiny_target
 
 DEPTH = 5
 
@@ -107,7 +108,7 @@ def test_suffix_tree_draft_follows_most_frequent_token_above_min_probability() -
 
 
 def decoded(options: SuffixOptions, asked: list[list[int]], batch: int) -> list[Any]:
-    target = tiny_target()
+    target = FastTarget(tiny_model())
     return Decoder(target, Suffix(options, target), "greedy", Sampling(), max_new_tokens=40).run(asked, batch).results
 
 

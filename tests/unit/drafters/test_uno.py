@@ -111,7 +111,7 @@ def test_uno_text_positions_equal_target_and_target_weights_stay() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.9, seed=4)])
 def test_uno_first_draft_is_always_accepted(sampling: Sampling) -> None:
     """It has the target's own distribution, so every verification gives two tokens and more."""
-    target = tiny_target()
+    target = FastTarget(tiny_model())
     decoder = Decoder(target, build("uno", target, 0.3), "greedy" if sampling.greedy else "lossless", sampling, frozenset(), 25)
     for result in decoder.run(prompts(4, seed=5), 2).results:
         assert result.lengths and min(result.lengths[:-1], default=2) >= 2

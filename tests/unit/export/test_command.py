@@ -119,11 +119,13 @@ def test_export_command_mistake_is_refused_in_one_line(
             assert not Path("x").exists()
 
 
-@pytest.mark.slow
 def test_export_command_with_two_processes_is_refused_in_one_line(
-    command: Command, run: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("export", f"checkpoint={run}", "out=x", "format=vllm", "launcher.nproc=2") == 2
+    """This process is the first of two that torchrun or `launcher.nproc` has started."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert command("export", f"checkpoint={run}", "out=x", "format=vllm") == 2
     error = capsys.readouterr().err
     assert "export runs in one process, but 2 were started" in error and error.count("\n") == 1
     assert not Path("x").exists()

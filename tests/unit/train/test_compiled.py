@@ -60,7 +60,7 @@ def gradients(name: str, backend: Any) -> tuple[float, dict[str, torch.Tensor], 
         ("dflash", "eager"),
         pytest.param("xpress", "eager", marks=pytest.mark.slow),
         pytest.param("eagle3", "aot_eager", marks=pytest.mark.slow),
-        pytest.param("dflash", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("dflash", "aot_eager", marks=pytest.mark.grid),
         pytest.param("xpress", "aot_eager", marks=pytest.mark.grid),  # the layers of dflash
     ],
 )
