@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from drafttrain.core.errors import UserError, check_at_least
-from drafttrain.core.files import atomic_write_json
+from drafttrain.core.files import atomic_write_json, new_directory
 from drafttrain.decoding.decoder import Decoded
 from drafttrain.drafters.checkpoint import load_checkpoint, read_meta
 from drafttrain.drafters.tuned_settings import TUNED, keep_tuned
@@ -108,13 +109,16 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
         found |= {"checkpoint": str(directory), "prompts": len(cases), "environment": environment(loaded.target.device)}
         found |= {"batch_size": options.tune.batch_size, "objective": options.tune.objective, "decode": asdict(options.decode)}
         if part.first:
-            folder.mkdir(parents=True, exist_ok=True)
-            tuning_plot(found["surface"], found["chosen"], folder / "surface.png")
-            atomic_write_json(folder / "tune.json", rounded(found))
+            folder = new_directory(folder, partial(_write, found))
             _print_finalists(found, console)
             _write_choice(directory, found, options.tune.write, console)
             print_line(console, f"surface: {folder / 'surface.png'}")
     return folder
+
+
+def _write(found: dict[str, Any], folder: Path) -> None:
+    tuning_plot(found["surface"], found["chosen"], folder / "surface.png")
+    atomic_write_json(folder / "tune.json", rounded(found))
 
 
 def _search(tuner: Tuner, cases: list[Case]) -> dict[str, Any]:

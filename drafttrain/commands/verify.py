@@ -12,7 +12,7 @@ from rich.table import Table
 
 from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_write_json
+from drafttrain.core.files import atomic_write_json, new_directory
 from drafttrain.data.prompts import encode_prompt
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
@@ -66,10 +66,9 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
         with console.status("our own decoder"):
             sequences: list[DecodedSequence] = [decoded(own, drafter, prompt, ending, length, outcome.begins) for prompt in ids]
             found = engine_check(outcome, names, plain(own, ids, ending), sequences, ending, length)
-    folder = dated_path(options.output, "verify")
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {key: export.record[key] for key in RECORDED}
-    atomic_write_json(folder / "verification.json", about | found.as_json())
+    about = {key: export.record[key] for key in RECORDED} | found.as_json()
+    base = dated_path(options.output, "verify")
+    folder = new_directory(base, lambda aside: atomic_write_json(aside / "verification.json", about))
     print_verification(console, found, outcome, folder)
     found.check()
     return folder

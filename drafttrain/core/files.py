@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,14 +20,16 @@ from drafttrain.core.errors import UserError
 CHECKSUM = "checksum"  # key of the checksum of all other keys of a JSON object
 HOST = socket.gethostname()  # machines may share folders
 FULL = (errno.ENOSPC, errno.EDQUOT)
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename to the name of a directory with files, or of a file
+Move = Callable[[Path, Path], None]  # from, to
 
 
 @contextmanager
-def atomic_directory(final: Path, full: str | None = None) -> Iterator[Path]:
+def atomic_directory(final: Path, full: str | None = None, move: Move | None = None) -> Iterator[Path]:
     """Yield an empty directory next to `final`; at the end fsync it and rename it to `final`, replacing what was there.
 
     After an exception inside, `final` is unchanged and the temporary directory is gone. Raises UserError on a full disk;
-    full: as for `atomic_write_bytes`.
+    full: as for `atomic_write_bytes`. move: renames it in another way.
     """
     aside = temporary_name(final)
     with _full_disk(final, full):
@@ -37,10 +40,35 @@ def atomic_directory(final: Path, full: str | None = None) -> Iterator[Path]:
             for path in aside.rglob("*"):
                 _fsync(path)
             _fsync(aside)
-            _replace_directory(aside, final)
+            (move or _replace_directory)(aside, final)
             _fsync(final.parent)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def new_directory(base: Path, fill: Callable[[Path], object]) -> Path:
+    """Make a directory with what `fill` writes into it, whole, and return its path: `base`, or `base-2` and so on where that is
+    taken. `fill` must write something.
+
+    No two processes get the same directory, also on machines that share the file system: a directory with files in it cannot
+    be replaced by a rename, which looks and moves in one step. Raises UserError on a full disk.
+    """
+    made: list[Path] = []
+
+    def first_free(aside: Path, base: Path) -> None:
+        for number in itertools.count(1):
+            path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+            try:
+                aside.rename(path)
+            except OSError as error:
+                if error.errno not in TAKEN:
+                    raise
+            else:
+                return made.append(path)
+
+    with atomic_directory(base, move=first_free) as aside:
+        fill(aside)
+    return made[0]
 
 
 @contextmanager

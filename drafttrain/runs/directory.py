@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_directory, atomic_write_json, atomic_write_text, remove_abandoned
+from drafttrain.core.files import atomic_write_json, atomic_write_text, new_directory, remove_abandoned
 from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
@@ -112,19 +112,17 @@ def _state(path: Path) -> dict[str, Any] | None:
 
 def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """Make a new directory with the resolved configuration, the environment and the git revision."""
-    base = dated_path(options.output, options.name)
-    path, copy = base, 1
-    while path.exists():
-        copy += 1
-        path = base.with_name(f"{base.name}-{copy}")
-    remove_abandoned(path.parent)
-    with atomic_directory(path) as aside:  # atomic, because a run without run.json cannot be resumed
+
+    def fill(aside: Path) -> None:  # at once, because a run without run.json cannot be resumed
         (aside / "checkpoints").mkdir()
         atomic_write_text(aside / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
         about = environment(torch.device("cpu")) | {"command": sys.argv, "git": _git_revision()}
         atomic_write_json(aside / "environment.json", about)
         atomic_write_json(aside / "run.json", {"config_hash": config_hash(resolved), "finished": False})
-    return path
+
+    base = dated_path(options.output, options.name)
+    remove_abandoned(base.parent)
+    return new_directory(base, fill)
 
 
 def _git_revision() -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +29,8 @@ from drafttrain.train.shards import ParameterShard
 # Gradients that are reduced at once while the backward pass goes on, in elements. Large enough for full bandwidth, and a small
 # part of a drafter; DeepSpeed's default of 5e8 holds all of most drafters, so that nothing would overlap, and takes 1 to 2 GB.
 BUCKET = 5 * 10**7
+# torchrun's variables for a process that is alone. Port 0: any free one, which no other process can take before.
+LONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
     bind(device)
     os.environ["DS_ACCELERATOR"] = device.type  # read when DeepSpeed is imported; without it DeepSpeed prefers a GPU
     formed = torch.distributed.is_initialized()
-    lone = {} if formed or "RANK" in os.environ else _lone_environment()
+    lone = {} if formed or "RANK" in os.environ else LONE
     os.environ |= lone
     number_by_gpu(device)
     if not formed:
@@ -89,13 +90,6 @@ def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
         for name in lone.keys() - {"LOCAL_RANK"}:  # child processes must not join this group
             del os.environ[name]
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
-
-
-def _lone_environment() -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def leave_world(world: World) -> None:

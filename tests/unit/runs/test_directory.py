@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from drafttrain.core.files import HOST
 from drafttrain.runs import directory as rundir
@@ -56,3 +58,26 @@ def test_run_directory_failed_creation_leaves_no_partial_run(tmp_path: Path, mon
     run = opened(tmp_path)
     assert [path.name for path in (tmp_path / "medusa").iterdir()] == [run.path.name]
     assert json.loads((run.path / "run.json").read_text())["finished"] is False
+
+
+def test_run_directories_of_same_second_are_one_for_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tasks of a sweep begin, on machines that share a file system."""
+    monkeypatch.setattr(rundir, "dated_path", lambda output, name: Path(output) / name / "now")
+    monkeypatch.setattr(rundir, "environment", lambda device: {})
+    processes = multiprocessing.get_context("fork")
+    together, found = processes.Barrier(16), processes.Queue()
+
+    def begin(number: int) -> None:
+        options = RunOptions(output=str(tmp_path), name="medusa")
+        together.wait()
+        found.put((number, RunDirectory.open(options, {"train": {"lr": number}}, Alone(), print).path))  # type: ignore[arg-type]
+
+    started = [processes.Process(target=begin, args=(number,)) for number in range(16)]
+    for process in started:
+        process.start()
+    paths = dict(found.get() for _ in started)
+    for process in started:
+        process.join()
+    assert len(set(paths.values())) == 16 == len(list((tmp_path / "medusa").iterdir()))
+    for number, path in paths.items():
+        assert yaml.safe_load((path / "config.yaml").read_text())["train"]["lr"] == number
