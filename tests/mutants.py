@@ -1,9 +1,9 @@
 """Planted faults: `python -m tests.mutants --out outputs/mutants --count 300` says which of them the tests find.
 
 Cosmic Ray changes one operator, comparison, number, condition, loop or decorator of the package at a time. Only lines that some
-test runs are changed, so many in each folder as the folder has lines. Each fault is tried on the tests that run its line, in a
-process forked for it: the cheapest first, those of the line's own folder before others. First those that CI runs; then, if no
-test failed, the complete grids of the same tests. The command goes on where it was stopped.
+fast test runs are changed, so many in each folder as the folder has lines. Each fault is tried on the tests that run its line,
+in a process forked for it: the cheapest first, those of the line's own folder before others. First the fast cases, and then,
+while no test fails, the slow cases and the complete grids of the same tests. The command goes on where it was stopped.
 
 It needs `pip install -e '.[mutants]'`. A line that tests run only in other processes is not changed: no test is known for it.
 """
@@ -31,8 +31,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "decoding", "model", "objective", "drafters", "data", "export", "train", "targets")
-CI = "not grid and not engines and not slurm"  # what .ci/run runs
-GRIDS = "grid and not engines and not slurm"
+FAST, SLOW, GRIDS = (
+    f"{marks} and not engines and not slurm" for marks in ("not slow and not grid", "slow and not grid", "grid")
+)
 OPERATORS = re.compile(  # not each of two operators in each one's place: a random other one
     r"(ReplaceBinaryOperator|ReplaceComparisonOperator|ReplaceUnaryOperator|AddNot|ReplaceTrue|ReplaceFalse|ReplaceAnd|ReplaceOr|"
     r"ReplaceBreak|ReplaceContinue|NumberReplacer|RemoveDecorator|ZeroIteration|ExceptionReplacer)"
@@ -68,11 +69,11 @@ class Durations:
 
 
 def cover(out: Path, tests: Sequence[str]) -> None:
-    """Run what CI runs once, and keep which test runs which line."""
+    """Run the fast tests once, and keep which test runs which line."""
     (out / "coveragerc").write_text(
         f"[run]\nsource = drafttrain\ndata_file = {out / 'lines.coverage'}\nrelative_files = true\n"
     )
-    arguments = ["-n", str(os.cpu_count()), "--dist", "worksteal", "-m", CI, *tests]
+    arguments = ["-n", str(os.cpu_count()), "--dist", "worksteal", "-m", FAST, *tests]
     arguments += ["--cov", "--cov-context=test", "--cov-report=", f"--cov-config={out / 'coveragerc'}"]
     pytest.main(arguments, plugins=[Durations(out / "seconds.json")])
 
@@ -128,15 +129,17 @@ class Checkout:
         subprocess.run(["git", "-C", str(folder), "checkout", "--quiet", "."], check=True)
 
     def result(self, mutant: Mutant, tests: Sequence[str], limit: float) -> dict[str, Any]:
-        """Which tests find the fault: those of CI or, if none of them does, the complete grids of the same tests."""
+        """Which tests find the fault: those of CI, the fast ones first, or, if none of them does, their complete grids."""
         from cosmic_ray.mutating import use_mutation
         from cosmic_ray.plugins import get_operator
 
         with use_mutation(self.folder / mutant.path, get_operator(mutant.operator)(), mutant.occurrence) as (_, changed):
             assert changed is not None, mutant.key
-            found: dict[str, Any] = {"fault": mutant.key, "tests": len(tests), "ci": self.run(tests, CI, limit)}
-            if found["ci"]["outcome"] != KILLED:
-                found["grids"] = self.run(list(dict.fromkeys(name.split("[")[0] for name in tests)), GRIDS, limit)
+            found: dict[str, Any] = {"fault": mutant.key, "tests": len(tests), "ci": self.run(tests, FAST, limit)}
+            whole = list(dict.fromkeys(name.split("[")[0] for name in tests))
+            for kind, marked in (("ci", SLOW), ("grids", GRIDS)):
+                if found["ci"]["outcome"] != KILLED:
+                    found[kind] = self.run(whole, marked, limit)
         return found
 
     def run(self, tests: Sequence[str], marked: str, limit: float) -> dict[str, Any]:
@@ -203,7 +206,7 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 
 def report(out: Path) -> str:
-    """Killed by CI over killed by everything, in each folder and in all, and what CI alone does not find."""
+    """Killed by CI (fast or slow cases) over killed by everything, in each folder and in all, and what CI does not find."""
     rows, missed = defaultdict[str, Counter[str]](Counter), []
     for found in results(out):
         ci, grids = found["ci"]["outcome"], found.get("grids", {}).get("outcome", "")
