@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from tests import devices, forked
 from tests.integration.test_training import SETTINGS, arguments, losses, once
 from tests.standin.mooncake import free_port
 
-Command = Callable[..., int]
 TWO = "launcher.nproc=2"
 
 
@@ -66,18 +64,6 @@ def run_of(output: Path) -> Path:
     return state.parent
 
 
-@pytest.mark.slow
-def test_fit_on_two_gpus_binds_device_before_collectives(
-    command: Command, gpus: Path, material: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = command("fit", *paths(material, tmp_path / "out"), *SETTINGS, "recipe=medusa", "train.steps=2", TWO)
-    assert code == 0, capfd.readouterr().err
-    lines = devices.check_order(gpus, 2)
-    assert lines[0][1:] == ["all_gather", [[1]], "torch.int64"], "what each process has free, as bytes on its GPU"
-    (trained,) = run_of(tmp_path / "out").glob("checkpoints/step-00002/trainer.json")
-    assert json.loads(trained.read_text())["device"] == "cuda"
-
-
 def untrained(folder: Path) -> Path:
     """A checkpoint of the embedded target."""
     target, family = load_target(TargetOptions(device="cpu")).target, families()["medusa"]
@@ -92,11 +78,9 @@ def untrained(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_measure_tensor_parallel_target_on_two_gpus_all_reduces(
-    command: Command, gpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_measure_tensor_parallel_target_on_two_gpus_all_reduces(gpus: Path, tmp_path: Path) -> None:
     given = (f"checkpoint={untrained(tmp_path / 'step-00001')}", f"output={tmp_path}", *short(tmp_path))
-    assert command("measure", *given, "target.tensor_parallel=2", TWO) == 0, capfd.readouterr().err
+    forked.run([sys.executable, "-m", "drafttrain", "measure", *given, "target.tensor_parallel=2", TWO])
     lines = devices.check_order(gpus, 2)
     assert any(line[1] == "all_reduce" for line in lines)
     (report,) = tmp_path.glob("measure/*/report.json")
@@ -132,7 +116,9 @@ def test_fit_on_two_gpus_losses_equal_cpu_run(
     """The process that starts the others is under the stand-in too, and touches no GPU."""
     run = fit(material, tmp_path / "out", f"recipe={recipe}", "train.steps=2", "train.micro_batch=1", TWO, *more)
     assert losses(run) == pytest.approx(on_the_cpu[recipe], rel=1e-5)
-    devices.check_order(gpus, 2)
+    lines = devices.check_order(gpus, 2)
+    assert lines[0][1:] == ["all_gather", [[1]], "torch.int64"], "what each process has free, as bytes on its GPU"
+    assert json.loads((run / "checkpoints" / "step-00002" / "trainer.json").read_text())["device"] == "cuda"
 
 
 @pytest.mark.slow
