@@ -25,6 +25,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.parallel import Part
 from tests.helpers import tiny_model, tiny_target
 from tests.native import Native
 
@@ -257,6 +258,12 @@ def loaded(name: str = "llama", seed: int = 0) -> LoadedTarget:
 def embedded() -> LoadedTarget:
     """The embedded target, loaded once."""
     return load_target(TargetOptions())
+
+
+def loaded_before(options: TargetOptions, part: Part | None = None) -> LoadedTarget:
+    """For `load_target`, in a module whose commands ask for the embedded target and leave it as it is."""
+    assert options.name == "embedded"
+    return embedded()
 
 
 def unprobed(model: Any) -> HFTarget:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import ssl
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,10 @@ from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.ops import build
+from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 
+certificates = cache(ssl.create_default_context)  # which each client of httpx reads anew otherwise
 VERDICTS: dict[tuple[str, int], tuple[str | None, int | None]] = {}  # of the probe, by model and seed: `tiny_target`
 # a family of each kind: heads, recurrent, block, a model of its own, composed of others, nothing to learn
 FEW = ("medusa", "eagle3", "dspark", "draft_model", "cascade", "prompt_lookup")
@@ -94,6 +98,12 @@ def tiny_target(name: str = "llama", seed: int = 0, stop: frozenset[int] = froze
         patch.setattr("drafttrain.targets.hf.probe", lambda target: chains_reason)
         patch.setattr("drafttrain.targets.hf.wrong_tap", lambda target: wrong_tap)
         return HFTarget(tiny_model(name, seed), stop)
+
+
+@cache
+def fast_target() -> FastTarget:
+    """A target for tests that leave its weights and its code as they are: these share one in a process."""
+    return FastTarget(tiny_model())
 
 
 def prompts(count: int, vocab: int = 64, seed: int = 0, longest: int = 20) -> list[list[int]]:

@@ -11,9 +11,7 @@ from typing import Any
 
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
-from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import load_target
-from tests.exports import record_of
+from tests.exports import embedded, record_of
 
 SMALL = (
     *("measure.limit=2", "decode.max_new_tokens=10", "measure.batch_sizes=[1]", "measure.repeats=2"),
@@ -23,7 +21,7 @@ SMALL = (
 
 def untrained(directory: Path) -> Path:
     """A draft model of the embedded target: all its blocks but two, untrained, with three drafts."""
-    family, target = families()["draft_model"], load_target(TargetOptions())
+    family, target = families()["draft_model"], embedded()
     options = family.options(blocks=10, draft_length=3)
     directory.mkdir()
     meta = CheckpointMeta("draft_model", dataclasses.asdict(options), {}, record_of(target), step=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from drafttrain.model import cached_layers
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.kv_cache import KVCache
 from tests.cases import slow_but, with_grid
-from tests.helpers import drafted_and_predicted, prompts, tiny_target
+from tests.helpers import drafted_and_predicted, fast_target, prompts
 from tests.tiny import SHAPES, build
 
 WINDOW = {"sliding_window": 9}
@@ -43,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 # windows of a recurrent layer, in chains and trees; of PEagle's own mask; of blocks
 FEW = ("eagle3, dynamic", "peagle, mixed", "dflash, mixed")
 MORE = ("eagle3", "dflash, not causal", "dflash2, mixed and causal")
+ASKED, SETTINGS = prompts(4, seed=3, longest=40), ("greedy", Sampling(), frozenset[int](), 30)
 CHANGED = [name for name, (_, options) in CASES.items() if options["layer"] == WINDOW]
 
 
@@ -50,7 +52,7 @@ CHANGED = [name for name, (_, options) in CASES.items() if options["layer"] == W
 @pytest.mark.parametrize("case", CASES)
 def test_sliding_window_training_predictions_equal_draft_tokens(case: str) -> None:
     name, options = CASES[case]
-    target, prompt = tiny_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
+    target, prompt = fast_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
     drafts, predicted = drafted_and_predicted(target, build(name, target, 0.5, **options), prompt)
     assert predicted == drafts
 
@@ -60,11 +62,14 @@ def test_sliding_window_training_predictions_equal_draft_tokens(case: str) -> No
 @pytest.mark.parametrize("case", slow_but(FEW, CASES))
 def test_sliding_window_greedy_output_equals_plain_decoding(case: str, batch: int) -> None:
     name, options = CASES[case]
-    target, asked = tiny_target(), prompts(4, seed=3, longest=40)
-    settings = ("greedy", Sampling(), frozenset[int](), 40)
-    plain = Decoder(target, None, *settings).run(asked, 1).results
-    drafted = Decoder(target, build(name, target, 0.5, **options), *settings, prefill_chunk=6).run(asked, batch).results
-    assert [r.tokens for r in drafted] == [r.tokens for r in plain]
+    drafter = build(name, fast_target(), 0.5, **options)
+    drafted = Decoder(fast_target(), drafter, *SETTINGS, prefill_chunk=6).run(ASKED, batch).results
+    assert [r.tokens for r in drafted] == plain()
+
+
+@cache
+def plain() -> list[list[int]]:
+    return [r.tokens for r in Decoder(fast_target(), None, *SETTINGS).run(ASKED, 1).results]
 
 
 @pytest.mark.parametrize(
@@ -79,13 +84,13 @@ def test_sliding_window_greedy_output_equals_plain_decoding(case: str, batch: in
 def test_sliding_window_bounded_cache_drafts_same_tokens(case: str, every: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and outputs of several times the memory, ragged, in chunks, over fewer slots."""
     name, options = CASES[case]
-    target, caches = tiny_target(), list[KVCache]()
+    target, caches = fast_target(), list[KVCache]()
     asked = [(prompts(1, seed=n, longest=9)[0] * 150)[: 110 + 20 * n] for n in range(3)]
     drafter = build(name, target, 0.5, **options)
 
     def decoded() -> list[tuple[list[int], int, list[int]]]:
         decoder = Decoder(
-            target, drafter, "greedy", Sampling(), max_new_tokens=50, prefill_chunk=90, controls=Controls(read_every=every)
+            target, drafter, "greedy", Sampling(), max_new_tokens=36, prefill_chunk=90, controls=Controls(read_every=every)
         )
         return [(r.tokens, r.verifications, r.accepted) for r in decoder.run(asked, 2).results]
 
@@ -110,7 +115,7 @@ def test_sliding_window_bounded_cache_drafts_same_tokens(case: str, every: int |
 def test_sliding_window_ignores_text_before_window(case: str) -> None:
     """A change of the first state reaches predictions as far as the windows of all layers do, and not beyond."""
     name, options = CASES[case]
-    target, text = tiny_target(), torch.tensor([prompts(1, seed=8, longest=30)[0][:20] + [5, 9, 2, 8] * 5])
+    target, text = fast_target(), torch.tensor([prompts(1, seed=8, longest=30)[0][:20] + [5, 9, 2, 8] * 5])
     ones = torch.ones_like(text, dtype=torch.bool)
     batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), ones)
     far = {True: 0, False: 0}
@@ -131,7 +136,7 @@ def test_sliding_window_ignores_text_before_window(case: str) -> None:
 
 
 def test_sliding_window_invalid_options_are_refused(subtests: pytest.Subtests) -> None:
-    target, cut = tiny_target(), "drafter.layer.sliding_window is"
+    target, cut = fast_target(), "drafter.layer.sliding_window is"
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("dflash", {"sliding_window": 5}, f"{cut} 5; 4 drafts or training steps and the token before"),
         ("dflash", MIXED | {"full_attention_layers": [2]}, "full_attention_layers is [2]; the drafter has layers 0"),
@@ -145,7 +150,7 @@ def test_sliding_window_invalid_options_are_refused(subtests: pytest.Subtests) -
 
 def test_sliding_window_shorter_than_training_steps_is_refused(subtests: pytest.Subtests) -> None:
     """A step more would see positions of its own index that its window leaves out."""
-    target = tiny_target()
+    target = fast_target()
     for name in ("eagle", "eagle3", "mtp"):
         with subtests.test(name=name):
             with pytest.raises(UserError, match=r"sliding_window is 8; 7 drafts or training steps and .* set it above 8"):

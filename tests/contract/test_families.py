@@ -30,7 +30,7 @@ from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.cases import slow_but
-from tests.helpers import EACH, FEW, drafted_and_predicted, prompts, tiny_model, tiny_target, watch_proposals
+from tests.helpers import EACH, FEW, drafted_and_predicted, fast_target, prompts, tiny_model, tiny_target, watch_proposals
 from tests.tiny import NAMES, SHAPES, build
 
 PLAIN: dict[str, list[Any]] = {}  # results without a drafter, which are the same for all families
@@ -59,7 +59,7 @@ def decoded(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], b
 @pytest.mark.parametrize("name", EACH)
 def test_drafter_gradients_are_ready_in_one_order_for_any_mask(name: str) -> None:
     """ZeRO 1 and 2 reduce gradients as they are ready: processes with other orders would add different parameters."""
-    target = tiny_target()
+    target = fast_target()
     drafter = build(name, target, 0.3).train()
     objective, online = Objective(drafter, target, LossOptions()), Online(target, drafter.taps)
     trained = [(number, p) for number, p in enumerate(objective.parameters()) if p.requires_grad]
@@ -82,7 +82,7 @@ def test_drafter_gradients_are_ready_in_one_order_for_any_mask(name: str) -> Non
 @pytest.mark.parametrize("name", EACH)
 def test_drafter_greedy_output_equals_plain_decoding(name: str, noise: float, batch: int) -> None:
     """Ragged prompts, rows that stop at different times, prompts longer than a prefill chunk."""
-    target, asked = tiny_target(), prompts(6, seed=3)
+    target, asked = fast_target(), prompts(6, seed=3)
     stop = frozenset({7, 11})
     plain = decode(target, None, asked, 1, stop=stop, tokens=20)
     speculative = decode(target, build(name, target, noise), asked, batch, stop=stop, tokens=20, prefill_chunk=6)
@@ -96,7 +96,7 @@ def test_drafter_greedy_output_equals_plain_decoding(name: str, noise: float, ba
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), GROWN))
 def test_drafter_dynamic_tree_output_equals_plain_decoding(name: str, temperature: float) -> None:
     """At a temperature `coupled` gives plain sampling's own tokens."""
-    target, asked, family = tiny_target(), prompts(5, seed=3), families()[name]
+    target, asked, family = fast_target(), prompts(5, seed=3), families()[name]
     torch.manual_seed(1)
     options = family.options(
         **{k: v for k, v in SHAPES[name].items() if k != "paths"} | {"tree": "dynamic", "width": 3, "nodes": 9}
@@ -114,7 +114,7 @@ def test_drafter_dynamic_tree_output_equals_plain_decoding(name: str, temperatur
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), GROWN))
 def test_drafter_small_tree_at_page_end_output_equals_plain_decoding(name: str, tree: dict[str, Any]) -> None:
     """Whatever a family computes beside its nodes; the text and its tree end where a page of the cache does."""
-    target, asked, family = tiny_target(), prompts(1, seed=3), families()[name]
+    target, asked, family = fast_target(), prompts(1, seed=3), families()[name]
     torch.manual_seed(1)
     settings = {k: v for k, v in SHAPES[name].items() if k not in ("paths", "tree")}
     drafter = family.build(family.options(**settings | tree), target).eval()
@@ -126,7 +126,7 @@ def test_drafter_small_tree_at_page_end_output_equals_plain_decoding(name: str, 
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_drafter_long_prompts_in_batch_output_equals_plain_decoding(name: str) -> None:
     """The cache holds the longest request and no more, whoever shares a step with it."""
-    target = tiny_target()
+    target = fast_target()
     asked = [[3 + i, 5, 9] * length for i, length in enumerate((2, 60, 40, 55, 1))]
     plain = [r.tokens for r in decode(target, None, asked, 1, tokens=24)]
     drafter = build(name, target, 0.3)  # some of its drafts are accepted
@@ -138,7 +138,7 @@ def test_drafter_long_prompts_in_batch_output_equals_plain_decoding(name: str) -
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_drafter_stop_token_inside_accepted_draft_ends_text_there(name: str) -> None:
-    target, asked = tiny_target(), prompts(4, seed=5)
+    target, asked = fast_target(), prompts(4, seed=5)
     free = decode(target, None, asked, 1, tokens=40)
     stop = frozenset({free[0].tokens[9]})
     for result, whole in zip(decode(target, build(name, target), asked, 2, tokens=40, stop=stop), free, strict=True):
@@ -149,7 +149,7 @@ def test_drafter_stop_token_inside_accepted_draft_ends_text_there(name: str) -> 
 @pytest.mark.parametrize("name", EACH)
 def test_drafter_proposal_has_distribution_only_if_sampled(name: str) -> None:
     """The verifier's rule, and what is expected of acceptance, depend on it."""
-    target = tiny_target()
+    target = fast_target()
     for sampling in (Sampling(), Sampling(0.8, seed=3)):
         drafter = build(name, target, noise=0.5)
         seen = watch_proposals(drafter)
@@ -162,7 +162,7 @@ def test_drafter_proposal_has_distribution_only_if_sampled(name: str) -> None:
 @pytest.mark.parametrize("name", EACH)
 def test_drafter_training_predictions_equal_draft_tokens(name: str) -> None:
     """`predict` at the last committed position, given the drafts as text, names exactly the tokens `propose` drafted."""
-    target = tiny_target()
+    target = fast_target()
     drafter, prompt = build(name, target, noise=0.5), prompts(1, seed=8, longest=30)[0] + [5, 9, 2]
     if not drafter.trained:
         pytest.skip("trains nothing: there is no prediction to compare with")
@@ -174,7 +174,7 @@ def test_drafter_training_predictions_equal_draft_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_drafter_coupled_output_equals_plain_sampling(name: str) -> None:
     """With the verifier's noise for its own samples too, so that it draws what the verifier will."""
-    target, asked = tiny_target(), prompts(5, seed=3)
+    target, asked = fast_target(), prompts(5, seed=3)
     for sampling, batch in ((Sampling(0.7, top_p=0.95, seed=2), 1), (Sampling(1.5, seed=2), 3)):
         plain = decode(target, None, asked, 2, sampling=sampling)
         ours = decode(target, build(name, target, 0.1), asked, batch, policy="coupled", sampling=sampling)
@@ -186,7 +186,7 @@ def test_drafter_coupled_output_equals_plain_sampling(name: str) -> None:
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_drafter_fallback_to_plain_decoding_continues_as_target(name: str, every: int | None) -> None:
     """Under a lossy policy, cut back at different times in one batch; later requests take their slots."""
-    target, asked, sampling = tiny_target(), prompts(6, seed=8), Sampling(1.0, repetition_penalty=1.1, seed=3)
+    target, asked, sampling = fast_target(), prompts(6, seed=8), Sampling(1.0, repetition_penalty=1.1, seed=3)
     guard = Guard(json="plain", decode=lambda ids: "".join("x" if i % 7 == 5 else " " for i in ids))
     controls = Controls(threshold=1e-4, read_every=every)
     decoder = Decoder(
@@ -204,7 +204,7 @@ def test_drafter_fallback_to_plain_decoding_continues_as_target(name: str, every
 @pytest.mark.sampled(name=STATES)
 @pytest.mark.parametrize("name", EACH)
 def test_drafter_depth_limit_cuts_same_draft_tree(name: str) -> None:
-    target, asked = tiny_target(), prompts(3, seed=7)
+    target, asked = fast_target(), prompts(3, seed=7)
     drafter = build(name, target, 0.2)
     seen: dict[int | None, Any] = {}
     for limit in (None, 1, 2, 99):
@@ -232,7 +232,7 @@ def nodes(tree: DraftTree) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("name", EACH)
 def test_drafter_restored_state_proposes_same_tokens(name: str) -> None:
     """After `restore` a proposal is that of a twin which observed nothing after the snapshot."""
-    target = tiny_target()
+    target = tiny_target()  # another's packed weights cannot be copied
     drafter = build(name, target, 0.3)
     session = Session(Decoder(target, drafter, "greedy", Sampling()), 3, 200)
     for i, prompt in enumerate(prompts(3, seed=7)):
@@ -258,7 +258,7 @@ def test_drafter_restored_state_proposes_same_tokens(name: str) -> None:
 @pytest.mark.sampled(name=("eagle3", "dflash", "lilicorr", "early_exit"))
 @pytest.mark.parametrize("name", NAMES)
 def test_drafter_predictions_ignore_states_of_other_target_layers(name: str) -> None:
-    target = tiny_target()
+    target = fast_target()
     drafter, every = build(name, target), Taps(tuple(range(target.shape.blocks)), final=True)
     text = torch.tensor([prompts(1, seed=1, longest=25)[0] + [1, 2, 3, 4, 5, 6]])
     batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool))
@@ -274,7 +274,7 @@ def test_drafter_predictions_ignore_states_of_other_target_layers(name: str) -> 
 @pytest.mark.parametrize("name", slow_but(("eagle3", "dspark"), NAMES))  # of those that draw their drafts
 def test_drafter_sampling_follows_target_distribution(name: str) -> None:
     """Chi-square of pairs of tokens against plain sampling's exact law, top-k and top-p applied."""
-    target = tiny_target()
+    target = fast_target()
     sampling = Sampling(1.0, top_k=6, top_p=0.9, seed=11)
     prompt, count = prompts(1, seed=4, longest=9)[0], 1500
     expected = pair_law(target, prompt, sampling)
@@ -311,7 +311,7 @@ def pair_law(target: HFTarget, prompt: list[int], sampling: Sampling) -> dict[tu
 
 @pytest.mark.parametrize("name", EACH)
 def test_drafter_reloaded_checkpoint_drafts_same_tokens(name: str, tmp_path: Path) -> None:
-    target = tiny_target()
+    target = fast_target()
     drafter = build(name, target, 0.5)
     again = reloaded(name, drafter, target, tmp_path)
     asked = prompts(2, seed=6)
@@ -346,7 +346,7 @@ def reloaded(name: str, drafter: Drafter, target: HFTarget, tmp_path: Path) -> D
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", slow_but(("medusa", "eagle3"), NAMES))
 def test_drafter_overfitted_on_one_text_is_accepted_in_full(name: str) -> None:
-    target, prompt = tiny_target(), prompts(1, seed=9)[0]
+    target, prompt = fast_target(), prompts(1, seed=9)[0]
     reply = decode(target, None, [prompt], 1, tokens=24)[0].tokens
     text = torch.tensor([prompt + reply])
     batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool))

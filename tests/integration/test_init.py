@@ -26,7 +26,7 @@ def checkpoint(material: Path) -> Path:
 
 @pytest.mark.sampled(more=[OWN])
 @pytest.mark.parametrize("more", [("recipe=medusa",), OWN], ids=["medusa", "own vocabulary"])
-def test_train_init_keeps_weights_and_vocabulary_for_other_target(
+def test_train_init_keeps_weights_and_vocabulary_for_other_target_and_is_recorded(
     more: tuple[str, ...], command: Command, material: Path, tmp_path: Path
 ) -> None:
     """The vocabulary chosen from the first data is kept, though the second has other frequencies and the target is another."""
@@ -39,10 +39,12 @@ def test_train_init_keeps_weights_and_vocabulary_for_other_target(
         (tuned / file.name).write_text(file.read_text())
     tiny_model(seed=5).save_pretrained(tuned)
     data = (f"train.init={checkpoint}", f"data.path={tmp_path / 'z.jsonl'}", f"target.path={tuned}", *STILL)
-    second = load_file(trained(command, material, *more, *data, "name=second") / "drafter.safetensors")
+    again = trained(command, material, *more, *data, "name=second")
+    second, run = load_file(again / "drafter.safetensors"), again.parents[1]
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(second[name], tensor), name
+    assert str(checkpoint) in (run / "config.yaml").read_text() and json.loads((run / "run.json").read_text())["finished"]
 
 
 def test_train_init_from_unfit_checkpoint_is_refused_in_one_line(
@@ -58,9 +60,3 @@ def test_train_init_from_unfit_checkpoint_is_refused_in_one_line(
             lines = capsys.readouterr().err.strip().splitlines()
             assert len(lines) == 1 and words in lines[0], lines
             assert not Path("outputs").exists()
-
-
-def test_train_init_path_is_recorded_in_run_configuration(checkpoint: Path, command: Command, material: Path) -> None:
-    second = trained(command, material, f"train.init={checkpoint}").parents[1]
-    assert str(checkpoint) in (second / "config.yaml").read_text()
-    assert json.loads((second / "run.json").read_text())["finished"]

@@ -57,7 +57,7 @@ def test_readme_command_composes(
 ) -> None:
     (tmp_path / "my" / "recipes").mkdir(parents=True)
     (tmp_path / "my" / "recipes" / "wide.yaml").write_text("name: wide\n")
-    for line in commands():
+    for line in sorted(commands(), key=lambda line: "--config-dir" in line):  # after a folder's recipes all is registered again
         with subtests.test(line=line):
             for shown, given in PLACEHOLDERS.items():
                 line = line.replace(shown, given)

@@ -18,6 +18,7 @@ import torch
 
 import drafttrain as dt
 from drafttrain.data.files import ASSETS
+from drafttrain.measure import report
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +38,16 @@ def test_train_drafter_equals_fit_command_bitwise(
     """The same losses and weights, bit by bit."""
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in conversations), encoding="utf-8")
-    shared = ("train.steps=3", "train.global_batch=4", "data.held_out=3", "logger=none", "measure=off", "decode.tree_nodes=6")
+    shared = ("train.steps=2", "train.global_batch=4", "data.held_out=3", "logger=none", "measure=off", "decode.tree_nodes=6")
     assert command("fit", "recipe=medusa", "drafter.heads=2", f"data.path={file}", "output=typed", *shared) == 0
     drafter = dt.build_drafter("medusa", target, heads=2)
     before = {name: tensor.clone() for name, tensor in drafter.module.state_dict().items()}
-    asked: dict[str, Any] = {"steps": 3, "batch": 4, "settings": {"decode.tree_nodes": 6}}
+    asked: dict[str, Any] = {"steps": 2, "batch": 4, "settings": {"decode.tree_nodes": 6}}
     run = dt.train_drafter(drafter, conversations, out="called", quiet=True, **asked)
     (typed,) = (tmp_path / "typed").glob("medusa/*")
     lines = (typed / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert run.losses == [json.loads(line)["loss"] for line in lines] and len(run.losses) == 3
-    ours, theirs = (dt.load_drafter(path, target).module for path in (run.checkpoint, typed / "checkpoints/step-00003"))
+    assert run.losses == [json.loads(line)["loss"] for line in lines] and len(run.losses) == 2
+    ours, theirs = (dt.load_drafter(path, target).module for path in (run.checkpoint, typed / "checkpoints/step-00002"))
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
     assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.module.state_dict().items())
     assert run.expected_tau is not None and run.checkpoint in run.checkpoints
@@ -121,7 +122,7 @@ def test_train_drafter_two_processes_have_losses_of_one(conversations: list[dict
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_with_drafter_equals_plain_decoding(target: dt.LoadedTarget, temperature: float) -> None:
     drafter = dt.build_drafter("prompt_lookup", target)
-    asked: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature, "policy": "coupled" if temperature else None}
+    asked: dict[str, Any] = {"max_new_tokens": 14, "temperature": temperature, "policy": "coupled" if temperature else None}
     prompts = ["def area(side):", [{"role": "user", "content": "def area(side):"}], [300, 301, 302]]
     ours = dt.generate(target, drafter, prompts, batch_size=2, **asked)
     plain = dt.generate(target, None, prompts, batch_size=2, **asked)  # sampled choices are equal up to rounding of the logits
@@ -132,8 +133,9 @@ def test_generate_with_drafter_equals_plain_decoding(target: dt.LoadedTarget, te
 
 
 def test_suffix_drafter_without_training_is_saved_and_measured(
-    target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path
+    target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(report, "_figures", lambda *asked: [])  # nobody looks at the pictures
     drafter = dt.build_drafter("suffix", target)
     run = dt.train_drafter(drafter, conversations, out=tmp_path, quiet=True)
     assert run.losses == [] and run.expected_tau is None and run.checkpoint.name == "step-00000"

@@ -6,6 +6,7 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import torch
 from torch import Tensor
 
 import drafttrain as dt
+from drafttrain.api import following_options
+from drafttrain.cli.config import Run, compose_run
 from drafttrain.features.online import Online
 from drafttrain.features.padded import batch_of
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.runs.placement import built
-from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import EMBEDDED
 from drafttrain.targets.shallow import weight_sharing_copy
+from tests.exports import unprobed
 from tests.helpers import tiny_model
 
 FOLLOWERS: dict[str, list[str]] = {
@@ -32,6 +35,17 @@ FOLLOWERS: dict[str, list[str]] = {
     "mtp": ["drafter.draft_length=2", "drafter.steps=2"],
 }
 PLAIN = ["train.optimizer=adamw", "train.lr=1e-3", "train.clip=1e9"]
+
+
+@cache
+def composed(recipe: str | None, words: tuple[str, ...]) -> Run:
+    return compose_run(recipe, words)
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most drafters here have one of a few configurations, and to compose it takes longer than a step of training."""
+    monkeypatch.setattr(following_options, "compose_run", lambda recipe, words: copy.deepcopy(composed(recipe, tuple(words))))
 
 
 def tokens(rows: int = 3, columns: int = 14, seed: int = 0) -> Tensor:
@@ -57,7 +71,7 @@ def test_online_drafter_loss_equals_objective_on_current_target_weights(recipe: 
     online = follower(model, recipe)
     for step in range(2):
         moved(model, step)
-        frozen = HFTarget(weight_sharing_copy(model))  # type: ignore[arg-type]
+        frozen = unprobed(weight_sharing_copy(model))
         module = built(online.options, frozen)
         module.load_state_dict(online.module.state_dict())
         batch = Online(frozen, module.taps).fill(batch_of(token_BT, None, None))
@@ -155,7 +169,7 @@ def test_online_drafter_other_architecture_equals_frozen_target(name: str) -> No
     model = tiny_model(name).eval()
     online, ends = follower(model, "mtp"), follower(model.config, "mtp")
     moved(model)
-    frozen = HFTarget(weight_sharing_copy(model))  # type: ignore[arg-type]
+    frozen = unprobed(weight_sharing_copy(model))
     state_BTH, token_BT = torch.randn(2, 5, 32), tokens(2, 5)
     ends.set_ends(model.state_dict())
     for target in (online.target, ends.target):

@@ -1,18 +1,23 @@
-"""Every choice of every group of conf/, composed with choices of the other groups: as many compositions as drafters."""
+"""Every choice of every group of conf/: by itself, and composed with choices of the other groups."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.drafters import schemas
+from drafttrain.runs.options import RunOptions
 from tests.composing import compose
 
+CONF = Path(__file__).parents[3] / "conf"
 CHOICES: dict[str, list[str]] = {}  # of each group
-for file in sorted((Path(__file__).parents[3] / "conf").glob("*/*.yaml")):
+for file in sorted(CONF.glob("*/*.yaml")):
     CHOICES.setdefault(file.parent.name, []).append(file.stem)
 COUNT = max(map(len, CHOICES.values()))
+SEVERAL = max(len(names) for group, names in CHOICES.items() if group != "drafter")  # are enough for all groups but drafters
 
 
 def words(number: int) -> list[str]:
@@ -25,6 +30,16 @@ def composed(number: int) -> DictConfig:
     return compose([*words(number), "data.path=x.jsonl"])
 
 
-def choice(group: str, name: str) -> DictConfig:
-    """What this choice writes. Groups know nothing of each other."""
-    return composed(CHOICES[group].index(name))[group]
+@cache
+def choice(group: str, name: str) -> Any:
+    """A group of a configuration with this choice: its file over its schema. `test_config.py` compares it with Hydra's."""
+    written: Any = OmegaConf.load(CONF / group / f"{name}.yaml")
+    if len(written.pop("defaults", ())) > 1:  # of other drafters
+        return compose([f"{group}={name}"])[group]
+    return OmegaConf.merge(OmegaConf.structured(schemas()[name]) if group == "drafter" else _declared()[group], written)
+
+
+@cache
+def _declared() -> DictConfig:
+    """All groups, as their option dataclasses declare them."""
+    return OmegaConf.structured(RunOptions)

@@ -20,18 +20,28 @@ from drafttrain.cli.config import compose_run, known_keys
 from drafttrain.drafters import families
 from drafttrain.runs.options import RunOptions
 from tests.composing import HYDRAS_OWN, compose
-from tests.syntax import FILES, parsed
-from tests.unit.cli.choices import CHOICES, COUNT, composed, words
+from tests.syntax import FILES, statements
+from tests.unit.cli.choices import CHOICES, COUNT, SEVERAL, choice, composed, words
 
 
-def test_config_each_choice_composes_into_run_options(subtests: pytest.Subtests) -> None:
-    assert set(families()) == set(CHOICES["drafter"])
-    for number in range(COUNT):
+@pytest.mark.parametrize("count", [SEVERAL, pytest.param(COUNT, marks=pytest.mark.slow)], ids=["but drafters", "every"])
+def test_config_each_choice_composes_into_run_options(count: int, subtests: pytest.Subtests) -> None:
+    for number in range(count):
         with subtests.test(words=words(number)):
             options = OmegaConf.to_object(composed(number))
             assert isinstance(options, RunOptions)
             family = options.drafter.family
             assert f"drafter={family}" in words(number) and isinstance(options.drafter, families()[family].options)
+            for group, name in (word.split("=") for word in words(number)):
+                assert group == "data" or composed(number)[group] == choice(group, name)  # whose path was given
+
+
+def test_config_each_drafter_has_options_of_its_family(subtests: pytest.Subtests) -> None:
+    assert set(families()) == set(CHOICES["drafter"])
+    for name, family in families().items():
+        with subtests.test(name=name):
+            options = OmegaConf.to_object(choice("drafter", name))
+            assert isinstance(options, family.options) and options.family == name
 
 
 def test_config_group_unknown_key_is_refused(subtests: pytest.Subtests) -> None:
@@ -100,7 +110,7 @@ def test_pyproject_declares_every_imported_package(root: Path) -> None:
     names = [re.split(r"[<>=; \[]", requirement)[0] for requirement in declared]
     there = {IMPORTED_AS.get(name, name) for name in names} | ENGINES | sys.stdlib_module_names | {"drafttrain"}
     for path in FILES:
-        for node in ast.walk(parsed(path)):
+        for node in statements(path):
             modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 modules = [str(node.module)]

@@ -9,14 +9,17 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.runs.options import RunOptions
+from tests import helpers
 from tests.composing import compose
 from tests.unit.cli.choices import CHOICES, choice
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+FEW = [path for path in RECIPES if path.stem in (*helpers.FEW, "eagle3_llama31_8b")]  # the last asks for data
 
 
-def test_recipe_composes_into_run_options(subtests: pytest.Subtests) -> None:
-    for path in RECIPES:
+@pytest.mark.parametrize("paths", [FEW, pytest.param(RECIPES, marks=pytest.mark.slow)], ids=["few", "every"])
+def test_recipe_composes_into_run_options(paths: list[Path], subtests: pytest.Subtests) -> None:
+    for path in paths:
         with subtests.test(recipe=path.stem):
             options = OmegaConf.to_object(compose([f"recipe={path.stem}", *_given(path)]))
             assert isinstance(options, RunOptions)
@@ -35,6 +38,7 @@ def test_recipe_states_purpose_command_and_hardware(subtests: pytest.Subtests) -
 
 
 def test_recipe_repeats_no_default_of_config(subtests: pytest.Subtests) -> None:
+    """And names only keys that there are, with values of their types."""
     for path in RECIPES:
         with subtests.test(recipe=path.stem):
             body = OmegaConf.create(path.read_text())
@@ -42,6 +46,8 @@ def test_recipe_repeats_no_default_of_config(subtests: pytest.Subtests) -> None:
             plain = _plain(chosen)
             repeated = [key for key, value in _leaves(body) if _select(plain, key) == value]
             assert not repeated, f"the recipe repeats what conf/ says: {repeated}"
+            for key, value in body.items():
+                OmegaConf.merge({key: plain[key]}, {key: value})
 
 
 def _plain(chosen: dict[str, str]) -> dict[str, object]:

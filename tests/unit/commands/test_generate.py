@@ -23,12 +23,13 @@ from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.runs.options import LauncherOptions
 from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.load import LoadedTarget
+from tests.exports import embedded, loaded_before
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedTarget:
-    return load_target(TargetOptions())
+    return embedded()
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +60,22 @@ def difference(loaded: LoadedTarget, said: list[int], expected: str, found: str)
 
 
 @pytest.fixture
-def loaded_once(monkeypatch: pytest.MonkeyPatch, loaded: LoadedTarget) -> None:
-    """Commands without a checkpoint find the embedded target loaded."""
-    monkeypatch.setattr(generate, "load_target", lambda options, part=None: loaded)
+def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "load_target", loaded_before)
 
 
+@pytest.mark.usefixtures("loaded_once")
 def test_generate_with_drafter_prints_plain_decoding_output(
     command: Any, loaded: LoadedTarget, checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = "f(path='x') = ~1, $HOME ${a} {b: [1]}"
     ids = encode_prompt(loaded.tokenizer, [said])
-    expected = wanted(loaded, ids, max_new_tokens=30)
-    assert command("generate", f"checkpoint={checkpoint}", f"prompt={said}", "decode.max_new_tokens=30") == 0
+    expected = wanted(loaded, ids, max_new_tokens=16)
+    assert command("generate", f"checkpoint={checkpoint}", f"prompt={said}", "decode.max_new_tokens=16") == 0
     out, err = capfd.readouterr()
     assert out == expected + "\n", difference(loaded, ids, expected, out)
-    assert "30 tokens" in err and "tau" in err and "tokens/s" in err
-    assert command("generate", f"prompt={said}", "decode.max_new_tokens=30") == 0
+    assert "16 tokens" in err and "tau" in err and "tokens/s" in err
+    assert command("generate", f"prompt={said}", "decode.max_new_tokens=16") == 0
     out, err = capfd.readouterr()
     assert out == expected + "\n", difference(loaded, ids, expected, out)
     assert "no checkpoint: plain decoding" in err and "tau" not in err

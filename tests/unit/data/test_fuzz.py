@@ -118,7 +118,7 @@ def test_data_file_mutated_bytes_load_or_are_refused_in_one_line(
 
 CARDS: dict[str, str] = {
     "unclosed": "---\ndataset_info: [[[[\n---\n",
-    "deep": f"---\nconfigs:\n- data_files: {'[' * 3000}{']' * 3000}\n---\n",
+    "deep": f"---\nconfigs:\n- data_files: {'[' * 1000}{']' * 1000}\n---\n",
     "number": "---\nconfigs: 7\n---\n",
     "files": "---\nconfigs:\n- config_name: default\n  data_files: {train: [1]}\n---\n",
     "range": "---\nconfigs:\n- config_name: default\n  data_files: 'a{1..99999999999}.jsonl'\n---\n",

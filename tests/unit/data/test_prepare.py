@@ -103,7 +103,7 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
 def test_local_generator_greedy_replies_equal_transformers_generate() -> None:
     """Every turn, asked with the regenerated replies before it."""
     model = tiny_model().double()
-    found, stopped = written(list(jobs_of(asks(12).scripts, PrepareOptions())), 5), 0
+    found, stopped = written(list(jobs_of(asks(7).scripts, PrepareOptions())), 4), 0
     for record in found.values():
         context: list[dict[str, str]] = []
         for message in record["messages"]:
@@ -123,7 +123,7 @@ def test_local_generator_greedy_replies_equal_transformers_generate() -> None:
 
 def test_local_generator_samples_are_independent_of_batch_size_and_order() -> None:
     options = PrepareOptions(samples=3, temperatures=[0.0, 0.7, 1.3])
-    jobs = list(jobs_of(asks(5).scripts, options))
+    jobs = list(jobs_of(asks(4).scripts, options))
     alone = written(jobs, 1)
     assert alone == written(jobs[::-1], 4) == written(jobs, 32)
     shares = [written(jobs[rank::3], 2) for rank in range(3)]
@@ -198,14 +198,15 @@ def test_read_scripts_reads_prompts_of_every_form(tmp_path: Path, subtests: pyte
 
 
 Command = Callable[..., int]
-SHORT = ["prepare.max_new_tokens=12", "prepare.temperatures=[0,0.9]", "prepare.drop=[empty]", "prepare.batch_size=4"]
+COUNT = 5  # prompts
+SHORT = ["prepare.max_new_tokens=10", "prepare.temperatures=[0,0.9]", "prepare.drop=[empty]", "prepare.batch_size=4"]
 
 
 @pytest.fixture(scope="module")
 def prepared(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with prompts, what `prepare` makes of them (`whole`), and its journal. Not to be changed."""
     folder = tmp_path_factory.mktemp("prepared")
-    lines = [json.dumps({"turns": [f"Complete this code.\n\ndef f{i}("]}) + "\n" for i in range(8)]
+    lines = [json.dumps({"turns": [f"Complete this code.\n\ndef f{i}("]}) + "\n" for i in range(COUNT)]
     (folder / "prompts.jsonl").write_text("".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["drafttrain"])
@@ -224,7 +225,7 @@ def test_prepare_resumed_from_torn_journal_writes_identical_files(
     command: Command, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, path = files(prepared / "whole"), f"data.path={prepared / 'prompts.jsonl'}"
-    assert json.loads(whole["summary.json"])["kept"] == 8
+    assert json.loads(whole["summary.json"])["kept"] == COUNT
     journal = (prepared / "whole.journal" / "rank-00000.jsonl").read_bytes()
     for left in (len(journal) // 2, len(journal) - 1):  # as kills leave it
         torn = tmp_path / "torn.journal" / "rank-00000.jsonl"
@@ -234,16 +235,16 @@ def test_prepare_resumed_from_torn_journal_writes_identical_files(
         assert command("prepare", path, "out=torn", *SHORT) == 0
         assert files(tmp_path / "torn") == whole
         ids = [json.loads(line)["id"] for line in torn.read_text().splitlines()]
-        assert len(ids) == len(set(ids)) == 8
+        assert len(ids) == len(set(ids)) == COUNT
         assert not list(tmp_path.glob("torn.tmp-*"))
     capsys.readouterr()
     # other rules, and another shape of files, need no text again; more samples need only those
     assert command("prepare", path, "out=torn", *SHORT[:2], "prepare.drop=[truncated]") == 2
-    assert "none of 8 texts is kept (8 truncated)" in capsys.readouterr().err
+    assert f"none of {COUNT} texts is kept ({COUNT} truncated)" in capsys.readouterr().err
     assert files(tmp_path / "torn") == whole
     more = ["prepare.format=parquet", "prepare.shard=3", "prepare.samples=2"]
     assert command("prepare", path, "out=torn", *SHORT, *more) == 0
-    assert "8 of them answered before" in capsys.readouterr().out
+    assert f"{COUNT} of them answered before" in capsys.readouterr().out
     assert len(list((tmp_path / "torn").glob("part-*.parquet"))) > 2
     again = read_conversations(DataOptions(path=str(tmp_path / "torn")))
     before = read_conversations(DataOptions(path=str(prepared / "whole")))
@@ -261,7 +262,7 @@ def test_prepare_damaged_journal_lines_are_named_and_answered_again(
     journal.write_bytes(b"".join(lines))
     assert command("prepare", f"data.path={prepared / 'prompts.jsonl'}", "out=x", *SHORT) == 0
     shown = capsys.readouterr().out
-    assert "7 of them answered before" in shown
+    assert f"{COUNT - 1} of them answered before" in shown
     assert "1 damaged lines are ignored and their texts written again: x.journal/rank-00000.jsonl:2" in shown
     assert files(tmp_path / "x") == files(prepared / "whole")
 

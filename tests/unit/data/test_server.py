@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ import pytest
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import server as server_file
+from tests.helpers import certificates
 
 Command = Callable[..., int]
 KEY = "sk-very-secret"
@@ -130,6 +132,7 @@ def serve() -> Iterator[Callable[..., Fake]]:
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_file, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(ssl, "create_default_context", certificates)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 

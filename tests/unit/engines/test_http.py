@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,17 @@ from typing import Any
 import httpx
 import pytest
 
+from drafttrain.commands import measure as measure_file
 from drafttrain.core.errors import UserError
 from drafttrain.engines import counters as counters_file
 from drafttrain.engines import http as endpoint_file
 from drafttrain.engines.answers import EngineInfo
 from drafttrain.engines.counters import counted, of_answers, prometheus, prometheus_by_position, read
 from drafttrain.engines.http import EndpointOptions, endpoint
+from drafttrain.measure import report as report_file
 from drafttrain.measure.engine_report import section
+from tests.exports import loaded_before
+from tests.helpers import certificates
 from tests.served import SMALL, Fake, untrained
 from tests.unit.engines.test_measurement import report_in
 
@@ -31,6 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fake]]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(ssl, "create_default_context", certificates)
     monkeypatch.setattr(counters_file, "PAUSE", 0.0)
     fakes: list[Fake] = []
 
@@ -42,6 +49,26 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fake]]:
     for fake in fakes:
         fake.http.shutdown()
         fake.http.server_close()
+
+
+@pytest.fixture(scope="module")
+def figures() -> list[dict[str, Any]]:
+    """The drafter's own, once they are measured."""
+    return []
+
+
+@pytest.fixture
+def measured_once(monkeypatch: pytest.MonkeyPatch, figures: list[dict[str, Any]]) -> None:
+    """All commands here measure one drafter of a target that is loaded already, and nobody looks at the pictures."""
+    measure_checkpoints = measure_file.measure_checkpoints
+
+    def known(*asked: Any) -> dict[str, Any]:
+        figures[:] = figures or [measure_checkpoints(*asked)]
+        return copy.deepcopy(figures[0])
+
+    monkeypatch.setattr(measure_file, "measure_checkpoints", known)
+    monkeypatch.setattr(measure_file, "load_target", loaded_before)
+    monkeypatch.setattr(report_file, "_figures", lambda *asked: [])
 
 
 @pytest.mark.parametrize(
@@ -136,6 +163,7 @@ def test_prometheus_counters_are_summed_over_labels(monkeypatch: pytest.MonkeyPa
     assert endpoint_file._looked_up(client, "metrics") is None
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_measure_http_engine_with_two_servers_reports_and_hides_key(
     command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +181,7 @@ def test_measure_http_engine_with_two_servers_reports_and_hides_key(
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_measure_http_engine_failure_keeps_report(
     command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake], capsys: Any
 ) -> None:

@@ -89,6 +89,8 @@ LATER = (
     *("eagle3-whole", "eagle3-two", "eagle3-windows", "peagle-windows", "pard-lora", "dflash-unlike", "dflash-windows"),
     *("dflash-causal-windows", "jetspec-windows", "domino-causal", "dspark-open-windows", "dspark-causal", "dflash2-windows"),
     *("dflash2-causal", "lilicorr-wide", "xpress-unlike", "xpress-windows", "uno-few"),
+    # that test_traps.py, test_gguf.py or test_importers.py export too
+    *("eagle3-normed", "peagle-normed", "medusa-deep", "mtp-qwen3", "domino-shifted", "dflash2-unlike"),
 )
 # weights are cast in one place for all: a case of each layout is enough in CI, and of each stack in the third dtype
 ROUNDED = {
@@ -139,7 +141,7 @@ def check_decoder_drafts(found: Opened, golden: Golden) -> None:
     """Golden drafts are what the decoder verifies first."""
     drafter = found.drafter.eval()
     trees = watch_proposals(drafter)
-    Decoder(found.loaded.target, drafter, "greedy", Sampling(), frozenset(), 6).run(TEXTS, len(TEXTS))
+    Decoder(found.loaded.target, drafter, "greedy", Sampling(), frozenset(), 2).run(TEXTS, len(TEXTS))
     assert trees[0].token_BN.tolist() == torch.cat([golden.root_P[:, None], golden.draft_PK], 1).tolist()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +35,11 @@ from drafttrain.features.transport import AbsentError, RequestNames, WrongError
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.caching import check_features
-from tests.helpers import prompts, tiny_target
+from tests.helpers import certificates, fast_target, prompts, tiny_model
 from tests.standin.states_server import StandIn, serving
 
 TAPS = Taps((0, 2))
@@ -48,12 +50,19 @@ NO_PROCESS = 2**22 + 1  # above every process number
 
 @pytest.fixture(scope="module")
 def target() -> HFTarget:
-    return tiny_target()
+    return fast_target()
+
+
+@pytest.fixture(scope="module")
+def another() -> HFTarget:
+    """Of the same shape, with other weights."""
+    return FastTarget(tiny_model(seed=1))
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(ssl, "create_default_context", certificates)
     monkeypatch.setattr(servers, "LONGEST_WAIT", 0.05)
 
 
@@ -216,11 +225,10 @@ def test_engine_states_dead_server_is_replaced_and_rejoins(target: HFTarget, tmp
     ],
 )
 def test_engine_server_with_wrong_layers_or_model_is_refused(
-    layers: tuple[int, ...], seed: int, line: str, target: HFTarget, tmp_path: Path
+    layers: tuple[int, ...], seed: int, line: str, target: HFTarget, another: HFTarget, tmp_path: Path
 ) -> None:
-    other = tiny_target(seed=seed)
     with (
-        serving(StandIn(computed(other, layers), tmp_path)) as url,
+        serving(StandIn(computed(another if seed else target, layers), tmp_path)) as url,
         source(target, url) as states,
         pytest.raises(UserError, match=line),
     ):
@@ -243,11 +251,11 @@ def test_reference_bfloat16_states_are_matched_to_nearest_block() -> None:
     assert "it is block 0" in str(reference.fault(early_TKH, "block {}".format))
 
 
-def test_engine_server_restarted_with_other_model_is_refused(target: HFTarget, tmp_path: Path) -> None:
+def test_engine_server_restarted_with_other_model_is_refused(target: HFTarget, another: HFTarget, tmp_path: Path) -> None:
     with serving(StandIn(computed(target), tmp_path)) as url, source(target, url) as states:
         port = int(url.rpartition(":")[2])
         states.fill(batch(texts(2)))
-    other = StandIn(computed(tiny_target(seed=1)), tmp_path, {0: "status"})
+    other = StandIn(computed(another), tmp_path, {0: "status"})
     with serving(other, port) as url, source(target, url) as states:
         states.servers.servers[0].heard_at = time.monotonic()  # as if its requests had just been answered
         states.servers.servers[0].description = Description("vllm", "0.32.0", "target")

@@ -23,17 +23,26 @@ from drafttrain.measure.tuning import shapes_of
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Preferred
 from drafttrain.runs.options import RunOptions
-from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import LoadedTarget, load_target
-from tests.exports import record_of
-from tests.helpers import tiny_target
+from drafttrain.targets.load import LoadedTarget
+from tests.exports import embedded, loaded_before, record_of
+from tests.helpers import fast_target
 
-QUICK = ("measure.limit=4", "decode.max_new_tokens=16", "tune.minutes=0.02", "tune.repeats=1", "tune.finalists=2", "output=out")
+QUICK = ("measure.limit=4", "decode.max_new_tokens=8", "tune.minutes=0.02", "tune.repeats=1", "tune.finalists=2", "output=out")
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedTarget:
-    return load_target(TargetOptions())
+    return embedded()
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_file, "load_target", loaded_before)
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_file, "tuning_plot", lambda *drawn: None)
 
 
 def built(family: str, target: Any, **options: Any) -> Drafter:
@@ -50,9 +59,8 @@ def saved(folder: Path, loaded: LoadedTarget, family: str, **options: Any) -> Pa
     return path
 
 
-def decide(monkeypatch: pytest.MonkeyPatch, loaded: LoadedTarget, gained: float) -> list[dict[str, Any]]:
-    """The first finalist wins the first race, and the last one by `gained`; the settings of each race. The target is shared."""
-    monkeypatch.setattr(tune_file, "load_target", lambda *_: loaded)
+def decide(monkeypatch: pytest.MonkeyPatch, gained: float) -> list[dict[str, Any]]:
+    """The first finalist wins the first race, and the last one by `gained`; the settings of each race."""
     seen: list[dict[str, Any]] = []
 
     def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, float]:
@@ -69,7 +77,7 @@ def ranks(seed: int) -> torch.Tensor:
 
 
 def test_shapes_of_searchable_tree_vary_depth_and_size() -> None:
-    texts, target = [ranks(0), ranks(1)], tiny_target()
+    texts, target = [ranks(0), ranks(1)], fast_target()
     found = shapes_of(built("medusa", target, heads=3), texts, trees=True)
     assert {shape.depth for shape in found} == {1, 2, 3} and len({shape.nodes for shape in found}) > 5
     assert all(max(map(len, shape.paths)) == shape.depth and len(shape.paths) == shape.nodes for shape in found)
@@ -80,7 +88,7 @@ def test_shapes_of_searchable_tree_vary_depth_and_size() -> None:
 
 @pytest.mark.parametrize("options", [{"tree": "chain"}, {"paths": [[0], [1], [0, 0], [0, 0, 0]]}])
 def test_shapes_of_fixed_proposal_vary_draft_length_only(options: dict[str, Any]) -> None:
-    found = shapes_of(built("medusa", tiny_target(), heads=3, **options), [ranks(0)], trees=True)
+    found = shapes_of(built("medusa", fast_target(), heads=3, **options), [ranks(0)], trees=True)
     assert [shape.settings for shape in found] == [{"draft_length": 1}, {"draft_length": 2}, {"draft_length": 3}]
     assert [shape.nodes for shape in found] == ([1, 2, 3] if "tree" in options else [2, 3, 4])
 
@@ -92,8 +100,8 @@ def test_tune_command_faster_settings_are_stored_and_decoded_with(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path, races = saved(tmp_path, loaded, "medusa", heads=3), decide(monkeypatch, loaded, 1.25)
-    assert command("tune", f"checkpoint={path}", *QUICK) == 0
+    path, races = saved(tmp_path, loaded, "medusa", heads=3), decide(monkeypatch, 1.25)
+    assert command("tune", f"checkpoint={path}", *QUICK, "decode.max_new_tokens=16") == 0
     first, last = races
     assert not set(first["questions"]) & set(last["questions"]), "some prompts choose, others decide"
     settings = last["settings"]["chosen"]
@@ -108,6 +116,7 @@ def test_tune_command_faster_settings_are_stored_and_decoded_with(
     assert "1.25x the speed of as trained on the other prompts" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_tune_command_slower_settings_are_not_stored(
     command: Callable[..., int],
     loaded: LoadedTarget,
@@ -116,12 +125,13 @@ def test_tune_command_slower_settings_are_not_stored(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = saved(tmp_path, loaded, "draft_model", blocks=1, draft_length=3)
-    decide(monkeypatch, loaded, 0.97)
-    assert command("tune", f"checkpoint={path}", *QUICK) == 0
+    decide(monkeypatch, 0.97)
+    assert command("tune", f"checkpoint={path}", *QUICK, "measure.limit=2") == 0
     assert tuned_settings(path) == {}
     assert "is not faster on the other prompts (0.97x): nothing is written" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_tune_command_times_untrained_drafter_at_every_draft_length(
     command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path
 ) -> None:
@@ -134,12 +144,13 @@ def test_tune_command_times_untrained_drafter_at_every_draft_length(
     assert bool(tuned_settings(path)) is found["chosen"]["better"]
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_tuned_draft_temperature_applies_at_its_temperature_unless_set(
     command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path, loaded, "draft_model", blocks=11, draft_length=2)
-    decide(monkeypatch, loaded, 1.5)
-    assert command("tune", f"checkpoint={path}", *QUICK, "decode=sampling", "decode.temperature=0.8") == 0
+    decide(monkeypatch, 1.5)
+    assert command("tune", f"checkpoint={path}", *QUICK, "measure.limit=2", "decode=sampling", "decode.temperature=0.8") == 0
     settings = tuned_settings(path)
     drafter, _ = load_drafter(path, loaded.target)
     assert drafter.proposal.preferred == Preferred(

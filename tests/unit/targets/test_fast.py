@@ -1,5 +1,7 @@
 """Our runner of the Llama family: transformers' logits, its trees, its gradients, and weights that are joined in place."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import (
@@ -29,6 +31,8 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
+from tests.cases import slow_but
+from tests.exports import embedded, unprobed
 from tests.helpers import ARCHITECTURES, GATED, prompts, tiny_model
 from tests.tiny import build
 
@@ -76,9 +80,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 # one of each kind of block: Llama's; joined projections that rotate in part; norms around attention; norms after it; attention
 # beside the MLP; latent attention; attention sinks; experts
 KINDS = ("llama", "phi3-partial", "gemma3", "olmo3", "cohere2", "deepseek-v3", "gpt-oss", "qwen3-moe")
+# of which each has what no other has: biases, rope types, tied matrices, windows without layer types, other latent attention
+OWN = (
+    *("llama-biases", "llama3-rope", "qwen3-yarn", "qwen2-tied-sliding"),
+    *("mixtral-sliding", "deepseek-v2", "deepseek-v3-halves"),
+)
 
 
-@pytest.fixture(params=CONFIGS, scope="module")
+@pytest.fixture(params=slow_but((*KINDS, *OWN), CONFIGS), scope="module")
 def pair(request: pytest.FixtureRequest) -> tuple[HFTarget, FastTarget]:
     """The same random weights under both runners; the second's projections are joined in place. No test changes them."""
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +100,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[HFTarget, FastTarget]:
                 parameter.data = torch.randn(parameter.shape, generator=generator).mul_(0.5).add_("norm" in name)
             elif parameter.ndim == 3:
                 parameter.data = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
-    return HFTarget(models[0]), FastTarget(models[1])
+    return unprobed(models[0]), FastTarget(models[1])
 
 
 def tokens(rows: int, length: int) -> torch.Tensor:
@@ -113,10 +122,10 @@ def test_fast_target_logits_hidden_states_and_fingerprint_equal_transformers(pai
 def test_fast_target_greedy_decoding_of_ragged_batch_equals_generate(pair: tuple[HFTarget, FastTarget]) -> None:
     _, ours = pair
     asked = prompts(3, seed=2)
-    results = Decoder(ours, None, "greedy", Sampling(), frozenset(), 16, prefill_chunk=5).run(asked, batch_size=3).results
+    results = Decoder(ours, None, "greedy", Sampling(), frozenset(), 10, prefill_chunk=5).run(asked, batch_size=3).results
     for prompt, result in zip(asked, results, strict=True):
         wanted = ours.model.generate(
-            torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert result.tokens == wanted[0, len(prompt) :].tolist()
 
@@ -155,10 +164,10 @@ def test_fast_target_speculative_tokens_equal_plain_decoding(pair: tuple[HFTarge
     """Trees of Medusa, chains of a pruned copy, whose own blocks decode on the same runner."""
     _, ours = pair
     asked = prompts(3, seed=5)
-    plain = Decoder(ours, None, "greedy", Sampling(), frozenset(), 20).run(asked, 3).results
+    plain = Decoder(ours, None, "greedy", Sampling(), frozenset(), 12).run(asked, 3).results
     for name in ("medusa", "draft_model"):
         drafter = build(name, ours, noise=1.0)
-        found = Decoder(ours, drafter, "greedy", Sampling(), frozenset(), 20, prefill_chunk=6).run(asked, 3).results
+        found = Decoder(ours, drafter, "greedy", Sampling(), frozenset(), 12, prefill_chunk=6).run(asked, 3).results
         assert [r.tokens for r in found] == [r.tokens for r in plain]
 
 
@@ -214,18 +223,20 @@ def test_fast_target_without_logits_skips_blocks_after_last_target_layer() -> No
     assert ran == [0, 1] and out.logits_BRV is None and set(out.hidden) == {1}
 
 
-def test_fast_runner_unsupported_model_is_refused_and_option_selects_runner(tmp_path) -> None:
+def test_fast_runner_unsupported_model_is_refused_and_option_selects_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafttrain.targets.hf.probe", lambda target: None)  # which takes longest, and chooses no runner here
     assert "GPT2LMHeadModel is not one of" in why_not(tiny_model("gpt2"))
     assert why_whole(tiny_model()) is None
     model = tiny_model()
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     assert "changes with the length" in why_not(model)
     assert type(load_target(TargetOptions(runner="hf")).target) is HFTarget
-    loaded = load_target(TargetOptions())
-    assert type(loaded.target) is FastTarget
+    assert type(embedded().target) is FastTarget
     assert load_target(TargetOptions(runner="fast")).description["runner"] == "fast"
     tiny_model("gpt2").save_pretrained(tmp_path)
-    loaded.tokenizer.save_pretrained(tmp_path)
+    embedded().tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"runner=fast cannot run this model: GPT2LMHeadModel"):
         load_target(TargetOptions(name="hf", path=str(tmp_path), runner="fast"))
     with pytest.raises(UserError, match="choose hf, fast or auto"):

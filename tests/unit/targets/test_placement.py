@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -12,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
@@ -40,8 +39,10 @@ from drafttrain.train.engine import World, settings
 from drafttrain.train.memory import state_bytes
 from drafttrain.train.optimizer import hidden_matrices, make_optimizer
 from drafttrain.train.sharding import ZeroShards
-from tests.contract.test_families import NAMES, build
-from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
+from tests import composing
+from tests.exports import embedded
+from tests.helpers import ARCHITECTURES, FEW, prompts, tiny_model, tiny_target
+from tests.tiny import NAMES, build
 
 CPU = torch.device("cpu")
 AGAIN = ("medusa", "eagle3", "dflash", "draft_model")  # heads, recurrent, block, a model: each recomputes in its own way
@@ -63,11 +64,12 @@ def packed_batch() -> TrainBatch:
     return TrainBatch(token_BT, position_BT, document_BT, torch.ones(2, 48, dtype=torch.bool))
 
 
-def test_outline_drafter_on_meta_device_has_all_parameters(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "every"])
+def test_outline_drafter_on_meta_device_has_all_parameters(names: Sequence[str], subtests: pytest.Subtests) -> None:
     target = tiny_target()
     with torch.device("meta"):
         shapes = bare()
-    for name in NAMES:
+    for name in names:
         with subtests.test(name=name):
             with torch.device("meta"):
                 drafter = build(name, shapes)
@@ -75,7 +77,9 @@ def test_outline_drafter_on_meta_device_has_all_parameters(subtests: pytest.Subt
             assert all(p.is_meta for p in drafter.parameters())
 
 
-def test_target_estimate_equals_bytes_of_its_parameters(subtests: pytest.Subtests) -> None:
+def test_target_estimate_equals_bytes_of_its_parameters(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafttrain.targets.hf.probe", lambda target: None)  # it changes no weight, and takes long
+    monkeypatch.setattr("drafttrain.targets.hf.wrong_tap", lambda target: None)
     for name, kind in product(("llama", "gpt2", "qwen2"), (None, "int8", "int4")):
         model = tiny_model(name)
         with subtests.test(name=name, kind=kind):
@@ -83,8 +87,8 @@ def test_target_estimate_equals_bytes_of_its_parameters(subtests: pytest.Subtest
                 with pytest.raises(UserError, match="has none in its blocks"):
                     QuantisedTarget(model, kind, CPU)
                 continue
-            target = QuantisedTarget(model, kind, CPU) if kind else tiny_target(name)
-            real = sum(p.numel() * p.element_size() for p in target.model.parameters())
+            made = QuantisedTarget(model, kind, CPU).model if kind else model
+            real = sum(p.numel() * p.element_size() for p in made.parameters())
             assert need_of(bare(name), kind, drafter=0, activations=0).target == real
 
 
@@ -154,7 +158,7 @@ def test_quantised_target_speculative_tokens_equal_plain_decoding(kind: str) -> 
     target = QuantisedTarget(tiny_model(), kind, CPU)
     assert target.trees
     plain, ours = (
-        [r.tokens for r in Decoder(target, drafter, "greedy", Sampling(), frozenset(), 20).run(prompts(3, seed=3), 2).results]
+        [r.tokens for r in Decoder(target, drafter, "greedy", Sampling(), frozenset(), 12).run(prompts(3, seed=3), 2).results]
         for drafter in (None, build("medusa", target))
     )
     assert ours == plain
@@ -174,7 +178,7 @@ def test_quantised_target_unknown_kind_or_fast_runner_is_refused() -> None:
 def test_load_target_int8_weights_reports_runner_and_parameters() -> None:
     loaded = load_target(TargetOptions(weights="int8"))
     assert loaded.description["weights"] == "int8" and loaded.description["runner_reason"] == "its weights are int8"
-    assert loaded.description["parameters"] == load_target(TargetOptions()).description["parameters"]
+    assert loaded.description["parameters"] == embedded().description["parameters"]
     assert outline(TargetOptions()).shape == loaded.target.shape
 
 
@@ -309,9 +313,9 @@ class Two(World):
 @cache
 def heads() -> Any:
     """The configuration of heads on the embedded target."""
-    register()
-    with initialize_config_module("drafttrain.conf", version_base="1.3"):
-        return compose("config", ["recipe=medusa", "decode.tree_nodes=4"])
+    with pytest.MonkeyPatch.context() as patch:
+        composing.compose_quickly(patch)
+        return composing.compose(["recipe=medusa", "decode.tree_nodes=4"])
 
 
 def placed(monkeypatch: pytest.MonkeyPatch, free: int, *more: str) -> tuple[placing.Placement, str]:
@@ -329,7 +333,7 @@ def test_place_chooses_placement_by_free_memory_and_prints_it(monkeypatch: pytes
     assert (roomy.placement, roomy.sharing, roomy.shared) == ("replicated", 1, False)
     assert line.startswith("placement: replicated, about ") and line.endswith("of 1.0 GB free in each process")
     blocks, whole = roomy.need.blocks, roomy.need.total("replicated", 2)
-    assert blocks == 4 * sum(p.numel() for p in load_target(TargetOptions()).target.backbone.module.layers.parameters())
+    assert blocks == 4 * sum(p.numel() for p in embedded().target.backbone.module.layers.parameters())
     assert placed(monkeypatch, whole - 1)[0].placement == "zero3", "two of its blocks are whole at a time"
     with pytest.raises(UserError, match=r"lower train\.micro_batch"):
         placed(monkeypatch, whole - blocks)
