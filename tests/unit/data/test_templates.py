@@ -6,6 +6,7 @@ from __future__ import annotations
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.forms import Conversation
+from drafttrain.data.statistics import template_rows
 from drafttrain.data.templates import Template, TemplateOptions, read_template
 from tests.unit.data.templates import CHATML, STYLES
 
@@ -241,3 +243,12 @@ def test_encoder_published_tokenizer_edges_equal_whole_text_tokens(model: str) -
             assert edge.size == len(shown(rendered.text[:at], add_special_tokens=False)["input_ids"])
         assert ids == shown(rendered.text, add_special_tokens=False)["input_ids"]
         assert len(runs(encoder(said), shown)) == len(said.messages) // 2
+
+
+def test_template_rows_say_where_masks_come_from() -> None:
+    found = tokenizer(next(iter(STYLES)))
+    marked = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    ways = [dict(template_rows(found, "here", given))["masks from"] for given in (None, marked)]
+    assert ways == ["rendered prefixes", "its own generation marks"]
+    without = SimpleNamespace(chat_template=None)
+    assert template_rows(without, "here")[1] == ("chat template", "none: `text` records only")  # type: ignore[arg-type]
