@@ -138,7 +138,7 @@ class Checkout:
             found: dict[str, Any] = {"fault": mutant.key, "tests": len(tests), "ci": self.run(tests, FAST, limit)}
             whole = list(dict.fromkeys(name.split("[")[0] for name in tests))
             for kind, marked in (("ci", SLOW), ("grids", GRIDS)):
-                if found["ci"]["outcome"] != KILLED:
+                if found["ci"]["outcome"] == SURVIVED:
                     found[kind] = self.run(whole, marked, limit)
         return found
 
@@ -220,7 +220,7 @@ def report(out: Path) -> str:
         row = rows[name]
         ci, more = row[f"ci {KILLED}"], row[f"grids {KILLED}"]
         score = f"{ci / (ci + more):.3f}" if ci + more else ""
-        limits = row[f"grids {LIMIT}"]
+        limits = row[f"ci {LIMIT}"] + row[f"grids {LIMIT}"]
         text.append(f"| {name} | {row['faults']} | {ci} | {more} | {score} | {row['faults'] - ci - more - limits} | {limits} |")
     return "\n".join([*text, "", *(f"- {line}" for line in missed)])
 
