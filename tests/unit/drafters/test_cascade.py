@@ -28,6 +28,7 @@ from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget
+from tests.cases import with_grid
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_model
 from tests.recorder import Graph, cpu_graphs
@@ -83,11 +84,21 @@ def test_cascade_greedy_draft_tokens_equal_middle_drafter(inner: dict[str, Any],
     assert counts(cascade, every) == counts(middle)
 
 
-@pytest.mark.sampled(inner=OFTEN)
-@pytest.mark.parametrize(("policy", "temperature"), [("lossless", 0.8), ("greedy", 0.0), ("coupled", 0.9)])
-@pytest.mark.parametrize("inner", [LOOKUP, *(pytest.param(inner, marks=pytest.mark.slow) for inner in INNERS[1:])], ids=names)
+TEMPERATURES = {"lossless": 0.8, "greedy": 0.0, "coupled": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("inner", "policy"),
+    with_grid(
+        [(LOOKUP, "lossless")],
+        INNERS,
+        TEMPERATURES,
+        slow=[(INNERS[3], "greedy"), (INNERS[4], "lossless"), (INNERS[6], "coupled")],  # drafts of unlike lengths: lossless
+    ),
+    ids=lambda given: given if isinstance(given, str) else names[INNERS.index(given)],
+)
 def test_cascade_captured_steps_equal_eager_steps(
-    inner: dict[str, Any], policy: str, temperature: float, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
+    inner: dict[str, Any], policy: str, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A captured step runs as many inner steps as a draft can take."""
     monkeypatch.setattr(library, "has_product", lambda: False)
@@ -97,7 +108,7 @@ def test_cascade_captured_steps_equal_eager_steps(
     found = []
     for captures in (False, True):
         controls = Controls(read_every=2 if captures else None)
-        decoder = Decoder(fast, cascade, policy, Sampling(temperature, seed=3), frozenset({7}), 12, 16, controls)
+        decoder = Decoder(fast, cascade, policy, Sampling(TEMPERATURES[policy], seed=3), frozenset({7}), 12, 16, controls)
         decoder.captures = captures
         found.append([(r.tokens, r.verifications, r.offered, r.accepted) for r in decoder.run(prompts(3, seed=3), 2).results])
     assert found[0] == found[1] and Graph.made >= 1
