@@ -28,6 +28,7 @@ from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
 from tests.helpers import tiny_model, tiny_target
 from tests.native import Native
+from tests.tiny import shake
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -296,8 +297,7 @@ def drafter_of(family: str, options: Any, target: LoadedTarget) -> Drafter:
     torch.manual_seed(1)
     drafter = families()[family].build(options, target.target)
     drafter.prepare(lambda: torch.arange(64) * 37 % 64)
-    for parameter in (p for p in drafter.parameters() if p.requires_grad):
-        parameter.data.add_(torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.1))
+    shake((p for p in drafter.parameters() if p.requires_grad), 1.0, least=0.1)
     return drafter
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -81,6 +82,12 @@ def build(name: str, target: HFTarget, noise: float = 0.0, **options: Any) -> Dr
     family = families()[name]
     torch.manual_seed(1)
     drafter = family.build(family.options(**shaped(name, options)), target)
-    for parameter in drafter.parameters():
-        parameter.data.add_(noise * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.02))
+    shake(drafter.parameters(), noise, least=0.02)
     return drafter.eval()
+
+
+def shake(parameters: Iterable[torch.nn.Parameter], noise: float, least: float = 0.0) -> None:
+    """Add noise in proportion to each parameter's spread, which counts as `least` or more."""
+    for parameter in parameters:
+        spread = parameter.data.std() if parameter.numel() > 1 else parameter.data.new_zeros(())
+        parameter.data.add_(noise * torch.randn_like(parameter) * spread.clamp_min(least))

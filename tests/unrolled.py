@@ -10,6 +10,7 @@ from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL
 from drafttrain.targets.hf import HFTarget
+from tests.tiny import shake
 
 
 def states(drafter: Recurrent, batch: TrainBatch, steps: int, detach: bool) -> dict[tuple[int, int, int], Tensor]:
@@ -70,6 +71,5 @@ def packed_batch(drafter: Recurrent, target: HFTarget) -> TrainBatch:
 
 def shaken(drafter: Recurrent, amount: float = 0.3) -> Recurrent:
     torch.manual_seed(2)
-    for parameter in drafter.parameters():
-        parameter.data.add_(amount * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.05))
+    shake(drafter.parameters(), amount, least=0.05)
     return drafter

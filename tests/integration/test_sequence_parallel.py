@@ -28,6 +28,7 @@ from tests.contract.test_families import NAMES, SHAPES
 from tests.forked import launch
 from tests.helpers import chosen, tiny_model
 from tests.integration.test_training import arguments, by_adamw, fit, kill_after, last_weights, losses, once
+from tests.tiny import shake
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, SHAPES.get(name, {})) for name in NAMES}
 CASES |= {
@@ -82,8 +83,7 @@ def differences(case: str, runner: str, world: World) -> dict[str, float]:
     if not drafter.trained or not drafter.splits:
         return {}
     adapter = None if drafter.adapts is None else Adapter(target, drafter.adapts)
-    for parameter in [*drafter.parameters(), *(() if adapter is None else adapter.parameters())]:
-        parameter.data.add_(0.3 * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.02))
+    shake([*drafter.parameters(), *(() if adapter is None else adapter.parameters())], 0.3, least=0.02)
     check_sequence_parallel(train, LossOptions(), target, drafter, adapter)
     group, options, found = sequence_group(train, world), LossOptions(chunk=16), {}
     assert group is not None

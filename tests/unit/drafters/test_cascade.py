@@ -32,6 +32,7 @@ from tests.cases import with_grid
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_model
 from tests.recorder import Graph, cpu_graphs
+from tests.tiny import shake
 from tests.unit.objective.test_losses import one_document
 
 __all__ = ["cpu_graphs"]
@@ -58,8 +59,7 @@ def target() -> FastTarget:
 
 def shaken(drafter: Drafter) -> Any:
     torch.manual_seed(1)
-    for parameter in drafter.parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0))
+    shake(drafter.parameters(), 0.2)
     return drafter.eval()
 
 

@@ -26,6 +26,7 @@ from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.targets.fast import FastTarget
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_model, watch_proposals
+from tests.tiny import shake
 from tests.unit.objective.test_losses import one_document
 
 LOOKUP = {"family": "prompt_lookup", "draft_length": 9}
@@ -56,8 +57,7 @@ def merged(middle: dict[str, Any], inner: dict[str, Any], noise: float = 0.2) ->
     torch.manual_seed(1)
     drafter = FAMILY.build(CascadeOptions(middle=middle, inner=inner, join="merge"), target())
     assert isinstance(drafter, Merged)
-    for parameter in drafter.parameters():
-        parameter.data.add_(noise * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0))
+    shake(drafter.parameters(), noise)
     return drafter.eval()
 
 
