@@ -180,7 +180,6 @@ def test_hub_interrupted_download_resumes_or_fails_in_one_line(reset: bool, hub:
     fit = ("fit", "recipe=medusa", *TARGET, "data.path=me/chats", *SHORT, "measure.enabled=false")
     done = run(hub, tmp_path, fit)
     first = done.codes[0]
-    print("FIRST", first, reset)
     assert first in (0, 2) and "Traceback" not in done.errors[0], done.errors
     size = len(hub.repositories["model", "me/tiny"].files["model.safetensors"])
     if first == 0:  # the library continues where it was cut
@@ -207,7 +206,6 @@ def test_hub_limited_data_is_read_from_cache_when_hub_is_unreachable(hub: Hub, t
     limited = ("inspect", "data.path=me/chats", "data.limit=60")
     hub.faults = [Fault("train-*.parquet", 50, 1)]
     done = run(hub, tmp_path, limited)
-    print("LIMITED", done.codes)
     assert done.codes[0] in (0, 2) and "Traceback" not in done.errors[0], done.errors
     hub.faults = []
     assert run(hub, tmp_path, limited).codes == [0]
