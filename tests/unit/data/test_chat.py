@@ -135,6 +135,13 @@ def test_encoder_plain_text_is_supervised_after_first_token() -> None:
     assert encoded.supervised == len(encoded.token_ids) - 1
 
 
+def test_encoder_plain_text_begins_with_tokenizers_own_first_token() -> None:
+    tokenizer = byte_tokenizer(None)
+    first = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = first
+    assert Encoder(tokenizer, 100)(Conversation("x:1", text="hi yes")).token_ids[0] == tokenizer.bos_token_id
+
+
 def test_encoder_truncation_cuts_token_ids_and_loss_mask() -> None:
     tokenizer = byte_tokenizer(CHATML)
     whole, cut = (Encoder(tokenizer, n)(chat("hi", "yes and more")) for n in (1000, 20))

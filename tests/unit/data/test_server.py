@@ -315,6 +315,44 @@ def test_server_reply_timeout_is_the_configured_one() -> None:
     assert server_file.client_of(server_file.ServerOptions("http://x/v1", timeout=0.2)).timeout.read == 0.2
 
 
+@pytest.mark.parametrize(
+    ("answer", "busy"),
+    [
+        (500, False),
+        (503, True),
+        (400, None),
+        (499, None),
+        (httpx.ReadTimeout("slow"), False),
+        (httpx.ConnectError("down"), True),
+    ],
+    ids=str,
+)
+def test_server_failure_is_retried_as_busy_or_as_a_try_or_refused(answer: int | Exception, busy: bool | None) -> None:
+    """busy: the request is sent again for as long as patience lasts; None: it is refused at once."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if isinstance(answer, Exception):
+            raise answer
+        return httpx.Response(answer, text="why")
+
+    async def once() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://x") as client:
+            await server_file._Sender(client, server_file.ServerOptions("http://x/v1"))._once("GET", "models", None, str)
+
+    with pytest.raises(server_file._RefusedError if busy is None else server_file._RetryError) as raised:
+        asyncio.run(once())
+    assert getattr(raised.value, "busy", None) is busy
+
+
+def test_prepare_server_that_lists_no_models_asks_for_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*request: Any) -> None:
+        raise server_file._RefusedError("status 418")
+
+    monkeypatch.setattr(server_file._Sender, "_once", refused)
+    with pytest.raises(UserError, match=r"does not list its models \(status 418\); set prepare.model$"):
+        server_file.model_of(server_file.ServerOptions("http://x/v1"))
+
+
 @pytest.mark.parametrize("status", [401, 404])
 def test_prepare_server_unauthorized_or_not_found_ends_command(
     command: Command, serve: Any, prompts: Path, status: int, capfd: pytest.CaptureFixture[str]

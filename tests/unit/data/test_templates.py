@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.forms import Conversation
 from drafttrain.data.statistics import template_rows
-from drafttrain.data.templates import Template, TemplateOptions, read_template
+from drafttrain.data.templates import Template, TemplateOptions, read_template, special_tokens
 from tests.unit.data.templates import CHATML, STYLES
 
 MODELS = Path(__file__).parents[4] / "shared" / "data" / "models"
@@ -252,3 +252,11 @@ def test_template_rows_say_where_masks_come_from() -> None:
     assert ways == ["rendered prefixes", "its own generation marks"]
     without = SimpleNamespace(chat_template=None)
     assert template_rows(without, "here")[1] == ("chat template", "none: `text` records only")  # type: ignore[arg-type]
+
+
+def test_special_tokens_pattern_leaves_out_normalized_and_ordinary_added_tokens() -> None:
+    added = tokenizer.__wrapped__("chatml")
+    added.add_tokens([AddedToken("<ordinary>", normalized=False), AddedToken("<normal>", special=True, normalized=True)])
+    pattern = special_tokens(added)
+    assert pattern is not None
+    assert pattern.findall("<ordinary> <normal> <|im_end|>") == ["<|im_end|>"]

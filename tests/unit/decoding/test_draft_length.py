@@ -82,6 +82,13 @@ def test_fallback_resumes_drafting_when_acceptance_returns() -> None:
     assert sum(d == 4 for d in depths[2500:]) > 1300
 
 
+def test_fallback_unaffordable_first_draft_gives_plain_step() -> None:
+    fallback = Fallback(60)  # estimated to cost 7.5 plain steps
+    for _ in range(3):
+        fallback.record(1, 0, 1e-3, 1, [0])
+    assert fallback.depth(1) == 0
+
+
 def test_fallback_decides_separately_by_batch_size() -> None:
     fallback, drafted = Fallback(4), {1: 0, 32: 0}
     for _ in range(300):

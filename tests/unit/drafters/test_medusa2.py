@@ -25,6 +25,7 @@ from drafttrain.drafters.checkpoint import (
     load_checkpoint,
     load_drafter,
     save_drafter,
+    start_weights,
 )
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
 from drafttrain.features.online import Online
@@ -273,6 +274,21 @@ def test_target_adapter_invalid_options_are_refused_in_one_line(subtests: pytest
             with pytest.raises(UserError, match=message) as raised:
                 Adapter(target, replace(SPEC, **change))
             assert "\n" not in str(raised.value)
+
+
+def test_start_weights_take_adapter_only_where_both_have_one(tmp_path: Path) -> None:
+    target, options = tiny_target(), {"family": "medusa", "heads": 2, "paths": TREE, "adapter": asdict(SPEC)}
+    drafter, adapter = built(target)
+    matrices = {name: tensor.clone() for name, tensor in shaken(adapter).state_dict().items()}
+    record = TargetRecord("hf", "x", None, "float32", 64, target.shape.hidden_size, target.shape.blocks, target.fingerprint)
+    for name, spec in (("plain", None), ("adapted", asdict(SPEC))):
+        (tmp_path / name).mkdir()
+        state = drafter.state_dict() | adapter_state(None if spec is None else adapter)
+        save_drafter(tmp_path / name, state, CheckpointMeta("medusa", options, {}, record, 3, spec))
+        fresh = built(target)[1]
+        assert start_weights(tmp_path / name, drafter, fresh).keys() == drafter.state_dict().keys()
+        expected = Adapter(target, SPEC).state_dict() if spec is None else matrices
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in fresh.state_dict().items() if "lora_B" in key)
 
 
 def test_target_adapter_in_cascade_or_tensor_parallel_is_refused() -> None:
