@@ -11,9 +11,9 @@ from typing import Any
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.sources import ROOT, digest
-from drafttrain.core.files import atomic_write_json
+from drafttrain.core.files import atomic_write_text
 
-FOLDER = ROOT / "kernels" / "bench" / "results"
+FOLDER = ROOT / "benchmarks" / "results"
 PASSED, FAILED, SKIPPED, BLOCKED = "passed", "failed", "skipped", "blocked"
 CHECK = "check"  # the section that others depend on
 
@@ -65,7 +65,16 @@ class Results:
 
     def write(self) -> None:
         if self.path is not None:
-            atomic_write_json(self.path, self.known)
+            atomic_write_text(self.path, written(self.known))
+
+
+def written(known: dict[str, Any]) -> str:
+    """A machine's results as JSON with a case a line, so that a diff shows the cases of a run."""
+    sections = []
+    for name, section in known.items():
+        cases = [f"{json.dumps(case)}: {json.dumps(entry, allow_nan=False)}" for case, entry in section.items()]
+        sections.append(json.dumps(name) + ": {\n" + ",\n".join(cases) + "\n}")
+    return "{\n" + ",\n".join(sections) + "\n}\n"
 
 
 def red(needs: Sequence[str], heeds: Sequence[str], checks: Section) -> str | None:
