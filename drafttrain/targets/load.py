@@ -311,9 +311,17 @@ def keep_freed_memory() -> None:
 
 
 def stop_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer."""
+    """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer.
+
+    Raises UserError for what is no token id.
+    """
     found: set[int] = set()
     for owner in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
-        ids = getattr(owner, "eos_token_id", None)  # a configuration of text and images may have none itself
-        found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
+        given = getattr(owner, "eos_token_id", None)  # a configuration of text and images may have none itself
+        ids = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        if not all(type(i) is int for i in ids):
+            raise UserError(
+                f"eos_token_id in the target's {type(owner).__name__} is {given!r:.60}; give a token id or a list of them"
+            )
+        found |= set(ids)
     return frozenset(found)

@@ -1,4 +1,5 @@
-"""Hostile input: templates, indexes, pickles, archives, HTML, terminal escapes, and code that comes with a model."""
+"""Hostile input: templates, indexes, pickles, archives, HTML, terminal escapes, code that comes with a model, and values
+that nobody expects in weights, settings and the environment."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from tests.faults.attack import Attack
 from tests.faults.campaign import TryResult
 from tests.faults.hostile_templates import hostile_template
 from tests.faults.hostile_text import hostile_archive, hostile_escapes, hostile_page
+from tests.faults.hostile_values import hostile_environment, hostile_generation, hostile_keys, hostile_numbers
 from tests.faults.hostile_weights import foreign_code, hostile_index, hostile_pickle, hostile_safetensors
 from tests.faults.material import TRAINING
 
@@ -25,6 +27,11 @@ ATTACKS: tuple[Attack, ...] = (
     hostile_escapes,
     hostile_escapes,
     foreign_code,
+    hostile_numbers,
+    hostile_keys,
+    hostile_keys,
+    hostile_generation,
+    hostile_environment,
 )
 
 

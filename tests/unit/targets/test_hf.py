@@ -1,5 +1,6 @@
 """transformers models as targets: exact for ragged batches and trees, or refused in one line."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.load import load_target
+from drafttrain.targets.load import load_target, stop_ids_of
 from tests.architectures import SCALE, WIDE
 from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
 
@@ -132,3 +133,14 @@ def test_load_target_missing_files_and_bad_options_are_refused(tmp_path) -> None
         load_target(TargetOptions(name="tiny"))
     with pytest.raises(UserError, match=r"target\.dtype is 'int8'"):
         load_target(TargetOptions(dtype="int8"))
+
+
+@pytest.mark.parametrize("given", [{}, "2", [1, None], 1.5, True], ids=str)
+def test_stop_ids_of_value_that_is_no_token_id_are_refused(given: Any) -> None:
+    model, tokenizer = tiny_model(), SimpleNamespace(eos_token_id=[3, 5])
+    assert {3, 5} <= stop_ids_of(model, tokenizer)  # type: ignore[arg-type]
+    model.generation_config.eos_token_id = given
+    with pytest.raises(
+        UserError, match=r"^eos_token_id in the target's GenerationConfig is .*; give a token id or a list of them$"
+    ):
+        stop_ids_of(model, tokenizer)  # type: ignore[arg-type]
