@@ -144,6 +144,8 @@ def check_scaling(scaling: Mapping[str, Any] | None, head_dim: int | None = None
     """Raise UserError for a scaling of positions that these layers do not have. head_dim: None where it is not known."""
     if scaling is None:
         return
+    if not isinstance(scaling, Mapping):
+        raise UserError(f"rope_scaling is {scaling!r}; an object is needed, such as {{rope_type: linear, factor: 2}}")
     kind = str(scaling.get("rope_type", "default"))
     if kind not in SCALINGS:
         raise UserError(f"rope_scaling is of the type {kind!r}; layers of drafters know {', '.join(SCALINGS)}")

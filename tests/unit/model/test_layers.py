@@ -84,6 +84,7 @@ def test_layer_options_that_cannot_be_are_refused_in_one_line(subtests: pytest.S
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lacks original_max_position_embeddings; add numbers"),
         ({"rope_scaling": YARN | {"attn_factor": 1.0}}, "rope_scaling of the type yarn has no attn_factor; it has factor, "),
         ({"rope_scaling": YARN | {"beta_fast": "x"}}, "rope_scaling's beta_fast is 'x'; numbers above 0 are needed"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; an object is needed"),
         ({"rope_scaling": LONGROPE}, "long_factor has 16 numbers; heads of width 8 need 4"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of the type linear lacks factor; add numbers"),
     ):
