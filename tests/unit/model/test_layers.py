@@ -17,7 +17,8 @@ from drafttrain.model.layers import rotary
 from drafttrain.model.shapes import LayerOptions
 from drafttrain.targets.structure import shape_of
 from tests.exports import LINEAR, LLAMA3
-from tests.helpers import tiny_target
+from tests.helpers import drafted_and_predicted, fast_target, prompts, tiny_target
+from tests.tiny import build
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}
@@ -100,3 +101,13 @@ def test_layer_options_overrides_set_rope_theta_and_scaling() -> None:
     with initialize_config_module("drafttrain.conf", version_base="1.3"):
         layer = compose("config", typed).drafter.layer
     assert layer.rope_theta == 500.0 and dict(layer.rope_scaling) == LINEAR
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_scaled_positions_training_predictions_equal_draft_tokens(name: str) -> None:
+    """A size of rotated queries and keys is in the decoder's tables too."""
+    yarn = YARN | {"attention_factor": 2.0, "original_max_position_embeddings": 8}
+    target, prompt = fast_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
+    drafted, predicted = drafted_and_predicted(target, build(name, target, 0.5, layer={"rope_scaling": yarn}), prompt)
+    plain, _ = drafted_and_predicted(target, build(name, target, 0.5), prompt)
+    assert predicted == drafted != plain
