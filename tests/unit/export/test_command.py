@@ -62,7 +62,7 @@ def test_export_command_all_stacks_uses_stored_golden_drafts(
     for line in ("vllm: out/vllm (18", sglang, "how to serve it: out/vllm/README.md"):
         assert line in said
     record = json.loads(Path("out/drafttrain.json").read_text())
-    assert record["written"] == ["vllm", "tgi", "official"] and len(record["refused"]) == 8
+    assert record["written"] == ["vllm", "tgi"] and len(record["refused"]) == 9
 
 
 def test_export_command_parity_failure_exits_with_code_3(

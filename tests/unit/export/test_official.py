@@ -69,7 +69,7 @@ READERS = {  # of layouts whose directories have all that a stack's reader asks 
     "pard": causal_lm.parallel,
     "eagle": eagle.reader("sglang"),
     "medusa, vllm": medusa.vllm,
-    "medusa": medusa.official("official"),
+    "medusa": medusa.official,
     "hydra": hydra.read,
     "redrafter": redrafter.read,
     "mlp_speculator": mlp_speculator.read,
