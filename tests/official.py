@@ -273,7 +273,7 @@ def dflash_deepspec() -> Made:
 def dspark() -> Made:
     config, tensors, file = dflash_deepspec()
     config |= {"markov_rank": 8, "markov_head_type": "vanilla", "sample_from_anchor": True}
-    config |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    config |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 512}
     w = Weights(seed=4)
     tensors |= {"markov_head.markov_w1.weight": w(V, 8), "markov_head.markov_w2.weight": w(V, 8)}
     tensors |= {"confidence_head.proj.weight": w(1, H + 8), "confidence_head.proj.bias": w(1)}

@@ -56,7 +56,9 @@ class DSpark(BlockDrafter):
         width = target.shape.hidden_size
         if options.rank < 1:
             raise UserError(f"drafter.rank is {options.rank}; set it to 1 or more")
-        self.width = width
+        if options.gaps not in ("stop", "skip"):
+            raise UserError(f"drafter.gaps is {options.gaps!r}; choose stop or skip")
+        self.width, self.unbroken = width, options.gaps == "stop"
         self.markov_head = MarkovHead(target.shape.vocab_size, options.rank)
         self.confidence_head = ConfidenceHead(width + options.rank)
         if options.confidence is not None:

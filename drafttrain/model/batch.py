@@ -254,13 +254,17 @@ class TrainBatch:
         parts = [anchors.source_BA.gather(1, place_BA) for place_BA in order]
         return Anchors(source_BA, real_BA, of(anchors.token_BA), of(anchors.position_BA), anchors.share, parts)
 
-    def future_of(self, anchors: Anchors, k: int) -> tuple[Tensor, Pairs]:
-        """(place_M, pairs): `future(k)` of these sources alone; place_M: each one's index in the flattened anchors."""
+    def future_of(self, anchors: Anchors, k: int, unbroken: bool = False) -> tuple[Tensor, Pairs]:
+        """(place_M, pairs): `future(k)` of these sources alone; place_M: each one's index in the flattened anchors.
+
+        unbroken: only where every token from the root to the label is supervised.
+        """
         if self.host is not None and anchors.host is not None:
-            place_M, pairs = self.host.future_of(anchors.host, k)
+            place_M, pairs = self.host.future_of(anchors.host, k, unbroken)
             return self.place(place_M), Pairs(self.place(pairs.source_M), self.place(pairs.label_M))
-        T = self.token_BT.shape[1]
-        has_BA = anchors.real_BA & self.labelled(k).gather(1, anchors.source_BA)
+        T, has_BA = self.token_BT.shape[1], anchors.real_BA
+        for offset in range(1 if unbroken else k, k + 1):
+            has_BA = has_BA & self.labelled(offset).gather(1, anchors.source_BA)
         place_M = has_BA.flatten().nonzero()[:, 0]
         row_B1 = torch.arange(len(has_BA), device=has_BA.device)[:, None]
         source_M = (row_B1 * T + anchors.source_BA).flatten()[place_M]

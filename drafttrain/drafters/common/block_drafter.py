@@ -143,6 +143,7 @@ class BlockDrafter(Drafter):
 
     proposal: TreeProposal
     layer_shape: TargetShape
+    unbroken = False  # in training a block ends before its first token that is not supervised
     revertible = True
     images = True
 
@@ -247,18 +248,19 @@ class BlockDrafter(Drafter):
     def _paced(self, batch: TrainBatch, anchors: Anchors, inputs: Inputs, alpha: float) -> Tensor:
         """[B * A, K] D-PACE's weights (arXiv 2605.18810): draft j weighs its part of the expected accepted length.
 
-        Sum over m >= j of the product over i <= m of (1 - alpha) q_i + alpha, q_i the probability of the true token.
+        Sum over m >= j of the product over i <= m of (1 - alpha) q_i + alpha, q_i the probability of the true token. A draft
+        without a label is in neither the sum nor the products.
         """
         token_P = batch.token_BT.flatten()
-        confidence_PK = torch.zeros(anchors.real_BA.numel(), self.draft_length, device=token_P.device)
-        has_PK = torch.zeros_like(confidence_PK)
+        factor_PK = torch.ones(anchors.real_BA.numel(), self.draft_length, device=token_P.device)
+        has_PK = torch.zeros_like(factor_PK)
         for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
             label_M, input_MX = token_P[pairs.label_M], inputs(step, place_M, pairs)
             for at in pieces(self, len(place_M), CHUNK, token_P.device):
                 q_CV = self.head(input_MX[at]).float().softmax(-1)
-                confidence_PK[place_M[at], step] = q_CV.gather(1, label_M[at, None])[:, 0]
+                factor_PK[place_M[at], step] = (1.0 - alpha) * q_CV.gather(1, label_M[at, None])[:, 0] + alpha
             has_PK[place_M, step] = 1.0
-        reached_PK = ((1.0 - alpha) * confidence_PK + alpha).cumprod(1) * has_PK
+        reached_PK = factor_PK.cumprod(1) * has_PK
         return reached_PK.flip(1).cumsum(1).flip(1)
 
     def states(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
@@ -278,7 +280,7 @@ class BlockDrafter(Drafter):
     def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[Tensor, Pairs]]:
         """(place_M, pairs) of each draft in order: its anchors and its labels."""
         for step in range(self.draft_length):
-            yield batch.future_of(anchors, 2 + step)
+            yield batch.future_of(anchors, 2 + step, self.unbroken)
 
     def drafting(self, state_BSH: Tensor, drafts: int) -> Tensor:
         """[B, K, H] the states of the slots that make the first drafts."""

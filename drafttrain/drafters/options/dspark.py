@@ -13,6 +13,7 @@ class DSparkOptions(BlockOptions):
     block_size: int = 7
     slots: str = "shifted"
     rank: int = 256  # of the bias that the token before gives
+    gaps: str = "stop"  # stop: a block ends before its first unsupervised token. skip: later labels count, as in speculators
 
 
 OPTIONS = DSparkOptions

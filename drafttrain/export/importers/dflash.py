@@ -120,7 +120,7 @@ def zlab_options(found: Foreign, target: Target, shifted: bool = False) -> dict[
     return options | causal | {"slots": slots}
 
 
-def _windowed(found: Foreign) -> tuple[dict[str, Any], bool]:
+def _windowed(found: Foreign) -> tuple[Mapping[str, Any], bool]:
     """(the layers' fields, whether `use_swa` alone gives them windows) with the keys of `dflash_config` that vLLM reads.
 
     `swa_window_size` counts before `sliding_window`. With `use_swa` all layers have windows where `layer_types` names none, and
@@ -133,7 +133,7 @@ def _windowed(found: Foreign) -> tuple[dict[str, Any], bool]:
         own = {"layer_types": ["sliding_attention"] * found.number("num_hidden_layers"), "use_sliding_window": True}
     if inner.get("swa_window_size") is not None:
         own["sliding_window"] = inner["swa_window_size"]
-    return found.config | own, forced
+    return found.config.having(own), forced
 
 
 def _deepspec_options(found: Foreign, target: Target) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _transformers_options(found: Foreign, target: Target) -> dict[str, Any]:
     window, layers = found.config.get("sliding_window", 2048), found.number("num_hidden_layers")
     kinds = found.config.get("layer_types") or ["sliding_attention"] * layers
     more = {"sliding_window": window + 1 if isinstance(window, int) else window, "layer_types": kinds}
-    options = _options(found, {**found.config, **more}, target)
+    options = _options(found, found.config.having(more), target)
     windows = {} if options["layer"]["sliding_window"] is None else {"causal_windows": False}
     return options | {"causal": False, "slots": "in_place"} | windows
 

@@ -20,4 +20,8 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     return draft_model.options(found, target) | {"mask_token": found.number(MASK)}
 
 
-ROWS = [Importer("transformers", "pard", _knows, _options, RENAMES, complete=draft_model.complete, places=draft_model.PLACES)]
+ROWS = [
+    Importer(
+        "transformers", "pard", _knows, _options, RENAMES, complete=draft_model.complete, places=draft_model.PLACES, usual=None
+    )
+]

@@ -20,7 +20,7 @@ TRANSFORMERS = Renames(
 
 def refuse(source: Source, scaled: tuple[str, ...] = ()) -> str | None:
     """Why this stack cannot load this drafter; None where it can. scaled: as in `refuse_embedding`."""
-    return refuse_shifted(source) or refuse_sorted(source) or refuse_last(source, scaled=scaled)
+    return refuse_shifted(source) or refuse_sorted(source) or refuse_last(source, scaled=scaled, keyed=("official",))
 
 
 def refuse_sorted(source: Source) -> str | None:
@@ -37,12 +37,15 @@ def refuse_shifted(source: Source) -> str | None:
     return "its slots are shifted, but loaders of this family read them in place; train with drafter.slots=in_place"
 
 
-def refuse_last(source: Source, per_layer: bool = False, scaled: tuple[str, ...] = ()) -> str | None:
+def refuse_last(
+    source: Source, per_layer: bool = False, scaled: tuple[str, ...] = (), keyed: tuple[str, ...] = ()
+) -> str | None:
     """Why a stack that accepts shifted slots cannot load this drafter; None where it can.
 
-    per_layer: as in `refuse_causal`. scaled: as in `refuse_embedding`.
+    per_layer: as in `refuse_causal`. scaled: as in `refuse_embedding`. keyed: further stacks that read windows and `is_causal`.
     """
-    taps = refuse_last_block(source, LAST) or refuse_windows(source, SERVED) or refuse_causal(source, per_layer)
+    windowed = refuse_windows(source, SERVED + keyed)
+    taps = refuse_last_block(source, LAST) or windowed or refuse_causal(source, per_layer, keyed)
     return taps or refuse_embedding(source, scaled) or refuse_bias(source)
 
 

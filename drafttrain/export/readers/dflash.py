@@ -5,7 +5,8 @@ Shapes: c tokens of a text, S slots of a block, H hidden.
 The layer ids are k - 1, except in speculators: state `id + 1` of `output_hidden_states`. The first of a block's S slots holds
 the root and drafts nothing.
 
-Whether slots see later slots: vLLM takes `is_causal` for all layers, else `dflash_config.causal`; SGLang only `is_causal`.
+Whether slots see later slots: vLLM takes `is_causal` for all layers, else `dflash_config.causal`; SGLang and the authors' code
+only `is_causal`.
 Without these, layers with a window are causal, and the others not. Other stacks are not known to read such a key.
 """
 
@@ -63,7 +64,7 @@ def of_zlab(directory: Path, architecture: str, target: TargetParts, stack: str)
     check_raw(config, architecture, target)
     if config.values.get("sample_from_anchor"):
         raise MismatchError("config", "sample_from_anchor is true, which loaders of this layout refuse or ignore")
-    return config, own, raw_block(config, own, causal_of(config, own, stack))
+    return config, own, raw_block(config, own, causal_of(config, own, "sglang" if stack == "official" else stack))
 
 
 def check_raw(config: Config, architecture: str, target: TargetParts) -> None:

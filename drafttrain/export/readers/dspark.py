@@ -37,9 +37,13 @@ def deepspec(stack: str) -> Reader:
         config, tensors = Config.of(directory), Tensors(directory)
         check_raw(config, "Qwen3DSparkModel", target)
         block = raw_block(config, config, causal_of(config, Config({}), stack), first_slot(config))
+        if stack == "vllm":
+            own = config.inside("dflash_config", "layer ids")  # without it as many blocks as layers would be tapped
+            own.expect("target_layer_ids", config.get("target_layer_ids", "layer ids"), "layer ids")
         if stack == "official":
             if not config.get("sample_from_anchor", "config"):
                 raise MismatchError("config", "sample_from_anchor is false, which the authors' code does not have")
+            config.get("num_anchors", "config")  # the class is not built without it
             embed, head = (tensors.take(name, *target.embed.shape) for name in COPIES)
             target = replace(target, embed=embed, head=head)
         for name in COPIES:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.export.readers.parts import Config, MismatchError, Tensors
 
@@ -155,24 +157,39 @@ def rms(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def rotated(x_NhD: Tensor, position_N: Tensor, shape: Shape) -> Tensor:
     """Rotate the two halves of a head, as Llama does, or its neighbouring values."""
-    angle_NF = position_N[:, None].float() * _frequencies(shape)
-    cos_N1F, sin_N1F = angle_NF.cos()[:, None], angle_NF.sin()[:, None]
+    frequency_F, size = _frequencies(shape)
+    angle_NF = position_N[:, None].float() * frequency_F
+    cos_N1F, sin_N1F = size * angle_NF.cos()[:, None], size * angle_NF.sin()[:, None]
     first, second = x_NhD.unflatten(-1, (-1, 2)).unbind(-1) if shape.paired else x_NhD.chunk(2, -1)
     rotated_pair = first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F
     return torch.stack(rotated_pair, -1).flatten(-2) if shape.paired else torch.cat(rotated_pair, -1)
 
 
-def _frequencies(shape: Shape) -> Tensor:
+def _frequencies(shape: Shape) -> tuple[Tensor, float]:
     plain_F = shape.theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
     if "factors" in shape.scaling:
-        return plain_F / shape.scaling["factors"]
+        return plain_F / shape.scaling["factors"], 1.0
     if shape.kind == "default":
-        return plain_F
+        return plain_F, 1.0
     if shape.kind == "linear":
-        return plain_F / float(shape.scaling["factor"])
+        return plain_F / float(shape.scaling["factor"]), 1.0
     if shape.kind == "llama3":
-        return _llama3(plain_F, shape.scaling)
-    raise MismatchError("rope scaling", f"the reader does not support rotary scaling of kind {shape.kind!r}")
+        return _llama3(plain_F, shape.scaling), 1.0
+    if shape.kind not in ROPE_INIT_FUNCTIONS:
+        raise MismatchError("rope scaling", f"the reader does not support rotary scaling of kind {shape.kind!r}")
+    return _by_transformers(shape)
+
+
+def _by_transformers(shape: Shape) -> tuple[Tensor, float]:
+    """Frequencies and the size of cosines and sines in the whole context, by transformers' own functions."""
+    config = LlamaConfig(
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        rope_parameters={"rope_theta": shape.theta, **shape.scaling, "rope_type": shape.kind},
+    )
+    return ROPE_INIT_FUNCTIONS[shape.kind](config, torch.device("cpu"), seq_len=shape.max_positions)
 
 
 def _llama3(plain_F: Tensor, scaling: dict[str, Any]) -> Tensor:

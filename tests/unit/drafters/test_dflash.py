@@ -151,7 +151,7 @@ def naive(
             for step in range(K):
                 has.append(supervised(row, source, step + 2))
                 if not has[-1]:
-                    losses.append(torch.zeros(())), sure.append(options.alpha)
+                    losses.append(torch.zeros(())), sure.append(1.0)
                     continue
                 label = source + step + 2
                 state_H = corrected(states[first + step], int(batch.token_BT[row, label - 1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,27 @@ def test_dspark_training_predictions_use_true_previous_token() -> None:
         torch.testing.assert_close(prediction.head(hidden_1X)[0], logits_V, rtol=1e-4, atol=1e-4)
         assert prediction.confidence is not None
         torch.testing.assert_close(prediction.confidence(hidden_1X)[0], confidence, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gaps", ["stop", "skip"])
+def test_dspark_block_across_a_gap_trains_drafts_by_its_option(gaps: str) -> None:
+    """Two replies, of tokens 1 to 4 and 6 to 11. Blocks of four drafts, by the token after which they begin."""
+    target = tiny_target()
+    drafter = built(target, gaps=gaps)
+    batch = read(target, drafter)
+    batch = replace(batch, mask_BT=(torch.arange(12) != 0)[None] & (torch.arange(12) != 5)[None])
+    labels = {source: set[int]() for source in range(12)}
+    for prediction in drafter.predict(batch):
+        for source, label in zip(prediction.source_M.tolist(), prediction.label_M.tolist(), strict=True):
+            labels[source].add(label)
+    assert labels[0] == {2, 3, 4} and labels[6] == {8, 9, 10, 11}
+    assert labels[2] == ({4} if gaps == "stop" else {4, 6, 7})
+    assert labels[3] == labels[4] == set()
+
+
+def test_dspark_unknown_gaps_are_refused() -> None:
+    with pytest.raises(UserError, match=r"drafter\.gaps is 'keep'; choose stop or skip"):
+        built(tiny_target(), gaps="keep")
 
 
 def test_dspark_rank_below_one_is_refused() -> None:

@@ -189,7 +189,7 @@ def same_weights(first: Any, second: Any) -> bool:
 
 def test_export_medusa_sharing_target_head_keeps_its_dtype(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "medusa-shared")
-    assert list(written(found, golden, "all", tmp_path / "out").written) == ["vllm", "tgi", "official"]
+    assert list(written(found, golden, "all", tmp_path / "out").written) == ["vllm", "tgi"]
     with pytest.raises(UserError, match="share the target's output matrix, which is float32; export with dtype=float32"):
         written(found, golden, "vllm", tmp_path / "narrow", "bfloat16")
 
@@ -297,7 +297,6 @@ REFUSED = {  # by case and stack: what the message says
     "eagle3-two": {"openvino": "taps 2 blocks, but openvino takes exactly three"},
     "eagle3": {"lmdeploy": "its taps are not the official ones"},
     "eagle-bias": {"vllm": "fc has a trained bias, which vllm cannot load; train with drafter.bias=false; sglang load"},
-    "medusa-deep": {"official": "its heads have 2 blocks, but the authors' code repeats one"},
     "hydra-deep": {
         "official": "its heads have 3 blocks, .*; train with drafter.layers=2; no other stack loads it",
         "all": "no stack loads this hydra drafter: official: its heads have 3 blocks",
@@ -313,8 +312,8 @@ REFUSED = {  # by case and stack: what the message says
         "speculators": "speculators has a flag only for layers with windows",
         "trtllm": "which trtllm is not known to read; train with drafter.causal=false",
     },
-    "dflash2-causal": {"official": "which official is not known to read"},
     "dspark-causal": {
+        "official": "which official is not known to read",
         "speculators": "speculators has a flag only for layers with windows",
         "trtllm": "which trtllm is not known to read; train with drafter.causal=false",
     },
@@ -343,7 +342,7 @@ def test_export_drafter_unsupported_by_stack_is_refused(tmp_path: Path, subtests
 
 def test_stacks_for_unsupported_pair_names_supported_stacks() -> None:
     with pytest.raises(
-        UserError, match="medusa cannot be exported to sglang: it has no loader for this family; vllm, tgi, official load"
+        UserError, match="medusa cannot be exported to sglang: it has no loader for this family; vllm, tgi load"
     ):
         stacks_for("medusa", "sglang")
     with pytest.raises(
