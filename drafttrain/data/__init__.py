@@ -12,7 +12,7 @@ class SourceOptions:
     path: str = "embedded"  # embedded: replies of the embedded target. Else a file, pattern, folder, hub id or named set
     split: str = "train"  # of a folder or hub data set
     config: str | None = None  # of a hub data set with several configurations
-    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | input | turns | text
+    form: str = "auto"  # of its records: auto, or a name of the table of forms in docs/data.md
     limit: int | None = None  # at most so many of its records, the first
     revision: str | None = None  # of a hub data set: a branch, tag or commit; null: the newest
     files: str | None = None  # of a hub data set: a pattern of its files, instead of a split
@@ -26,7 +26,7 @@ class DataOptions:
     path: str = "embedded"  # embedded: replies of the embedded target. Else a file, pattern, folder, hub id or named set
     split: str = "train"  # of a folder or hub data set
     config: str | None = None  # of a hub data set with several configurations
-    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | input | turns | text
+    form: str = "auto"  # of its records: auto, or a name of the table of forms in docs/data.md
     limit: int | None = None  # at most so many of its records, the first
     revision: str | None = None  # of a hub data set: a branch, tag or commit; null: the newest
     files: str | None = None  # of a hub data set: a pattern of its files, instead of a split
@@ -68,7 +68,7 @@ class PrepareOptions:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    max_new_tokens: int = 1024  # of one reply
+    max_new_tokens: int | None = None  # of one reply; null: 1024, or half of what a conversation has room for if that is less
     max_length: int = 4096  # tokens of a conversation; a turn that leaves no room for max_new_tokens is not answered
     batch_size: int = 32  # texts decoded together, in each process
     drop: list[str] = field(default_factory=lambda: ["empty", "truncated", "loop"])  # of data/rules.py: also refusal

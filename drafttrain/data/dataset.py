@@ -96,16 +96,18 @@ def load_dataset(
     leads: bool = True,
     records: Records | None = None,
     images: Images = TEXT_ONLY,
+    vocab_size: int | None = None,
 ) -> Dataset:
     """Read, tokenise and split the data. Raises UserError for unusable records, and when too few are left to train on.
 
     Of large data it waits only for the beginning of the first epoch. The rest is prepared while training runs, until `close`.
     Packing needs all of it. leads: this process prepares the data, and the others of its machine read it.
-    records: conversations in memory, used instead of those that the options name. images: of the target.
+    records: conversations in memory, used instead of those that the options name. images: of the target. vocab_size: tokens
+    that the target has; a conversation with another one is unusable.
     """
     _check_options(options)
     sources = open_sources(options) if records is None else [Source(options.path, records, options.form, None)]
-    encoder = encoder_of(options, tokenizer, images)
+    encoder = encoder_of(options, tokenizer, images, vocab_size)
     conversations = Conversations(sources, encoder, _workers(options, sources, leads), Faults.of(options, sources))
     try:
         return _dataset(options, conversations, progress)
@@ -114,10 +116,12 @@ def load_dataset(
         raise
 
 
-def encoder_of(options: DataOptions, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY) -> Encoder:
+def encoder_of(
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY, vocab_size: int | None = None
+) -> Encoder:
     """Converts conversations to rows, with the template that the options name."""
     template = TemplateOptions(read_template(options.template), options.thinking, options.date)
-    return Encoder(tokenizer, options.max_length, template, images)
+    return Encoder(tokenizer, options.max_length, template, images, vocab_size)
 
 
 def _dataset(options: DataOptions, conversations: Conversations, progress: bool) -> Dataset:

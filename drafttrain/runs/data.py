@@ -36,6 +36,7 @@ def training_data(
         leads=world.first or first_of_machine(),
         records=records,
         images=loaded.images,
+        vocab_size=loaded.target.shape.vocab_size,
     )
     print_counts(data.summary, options, say)
     if packing := data.summary.get("packing"):

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoder
+from drafttrain.data.forms import conversation
 from drafttrain.data.sources import Conversation
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -110,6 +111,19 @@ def test_encoder_end_of_text_quoted_in_reply_does_not_end_supervision() -> None:
 def test_encoder_leading_assistant_turn_is_not_supervised() -> None:
     messages = [{"role": "assistant", "content": "hello"}, *chat("hi", "yes").messages]
     assert spans(Conversation("x:1", tuple(messages)), byte_tokenizer(CHATML)) == ["yes<|im_end|>"]
+
+
+def test_encoder_reply_not_to_be_learnt_is_not_supervised() -> None:
+    """With generation marks and without; it stays in the text."""
+    turns = [{"role": role, "content": said} for role, said in (("user", "hi"), ("assistant", "no"), ("user", "a"))]
+    record = {"messages": [*turns[:1], turns[1] | {"weight": 0}, *turns[2:], {"role": "assistant", "content": "yes"}]}
+    for template in (MARKED, MARKED_CONTENT_ONLY, CHATML):
+        tokenizer, found = byte_tokenizer(template), conversation("x:1", record)
+        assert spans(found, tokenizer) == ["yes<|im_end|>"]
+        assert "assistant\nno<|im_end|>" in tokenizer.decode(Encoder(tokenizer, 1000)(found).token_ids)
+    twice = MARKED.replace("{% generation %}", "{% generation %}{{ '' }}{% endgeneration %}{% generation %}")
+    with pytest.raises(UserError, match="the template marks 4 parts of 2 replies"):
+        Encoder(byte_tokenizer(twice), 1000)(found)
 
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=30)

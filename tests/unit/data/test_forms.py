@@ -121,7 +121,8 @@ def test_record_with_several_forms_follows_named_form() -> None:
     record = {"messages": [HI, YES], "text": "hi yes"}
     assert conversation("x:1", record).messages == (HI, YES)
     assert conversation("x:1", record, "text").text == "hi yes"
-    assert list(FORMS) == ["messages", "conversations", "prompt", "alpaca", "input", "turns", "text", "question"]
+    order = ["messages", "conversations", "prompt", "alpaca", "input", "query", "turns", "input_ids", "text", "question"]
+    assert list(FORMS) == order
 
 
 def test_record_deeply_nested_tools_and_calls_are_refused(subtests: pytest.Subtests) -> None:
@@ -141,3 +142,48 @@ def test_record_unpaired_surrogate_is_refused(subtests: pytest.Subtests) -> None
     ):
         with subtests.test(keys=list(record)), pytest.raises(UserError, match=r"x:1: expected Unicode text in .*unpaired"):
             conversation("x:1", record)
+
+
+LEFT_OUT: list[dict[str, Any]] = [
+    {"weight": 0},  # OpenAI
+    {"loss": False},  # ms-swift, XTuner
+    {"train": False},  # axolotl
+    {"train": False, "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": True}]},
+    {"train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]},
+    {"loss_mask": 0},
+    {"masked": True},  # torchtune
+]
+LEARNT: list[dict[str, Any]] = [{"weight": 1}, {"loss": True}, {"train": 1.0}, {"masked": False}, {"weight": None}]
+
+
+def test_record_turn_not_to_be_learnt_is_told_apart(subtests: pytest.Subtests) -> None:
+    for fields in (*LEFT_OUT, *LEARNT):
+        for record in (
+            {"messages": [HI, YES | fields, HI | {"weight": 0}, YES]},
+            {"conversations": [HI, {"from": "gpt", "value": "yes"} | fields, HI, YES]},
+        ):
+            with subtests.test(record=record):
+                found = conversation("x:1", record)
+                assert [found.learnt(turn) for turn in (1, 3)] == [fields in LEARNT, True]
+                assert found.messages[3] == YES
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [HI, YES | {"weight": 0}]}, "expected an assistant turn to learn from, got none but those to be left out"),
+    ({"messages": [HI, YES | {"weight": 0.5}]}, r"expected 0 or 1, true or false in messages\[1\].weight, got 0.5"),
+    ({"messages": [HI, YES | {"loss": "no"}]}, r"expected 0 or 1, true or false in messages\[1\].loss, got 'no'"),
+    ({"messages": [HI | {"train": True}, YES]}, r"messages\[0\] asks to learn a turn of user"),
+    ({"messages": [HI, YES | {"mask": 1}]}, "`mask` in .* may mean learnt or left out"),
+    ({"messages": [HI, YES | {"train_detail": [{"train": True}]}]}, "train_detail selects parts of a reply"),
+    ({"messages": [HI, YES], "roles_to_train": ["human", "gpt"]}, r'expected \["assistant"\] in roles_to_train'),
+    ({"messages": [HI, YES], "roles_to_train": []}, r'expected \["assistant"\] in roles_to_train'),
+    ({"prompt": "hi", "completion": "yes", "label": False}, "`label` is false"),
+    ({"conversations": [HI, YES], "kto_tag": False}, "`kto_tag` is false"),
+]
+
+
+def test_record_asking_to_learn_what_cannot_be_is_refused(subtests: pytest.Subtests) -> None:
+    for record, says in REFUSED:
+        with subtests.test(record=record), pytest.raises(UserError, match=rf"^x:1: .*{says}") as caught:
+            conversation("x:1", record)
+        assert "\n" not in str(caught.value)
