@@ -128,7 +128,7 @@ class TokenTurn:
 
 
 def packed_turns(turns: Sequence[TokenTurn]) -> list[list[Any]]:
-    """[number of first ids as in the turn before, the prompt's others, reply] of each turn, since prompts grow from turn to turn."""
+    """[number of first ids as in the turn before, the prompt's others, reply] of each turn: prompts grow from turn to turn."""
     packed, before = list[list[Any]](), list[int]()
     for turn in turns:
         pairs = enumerate(zip(before, turn.prompt, strict=False))

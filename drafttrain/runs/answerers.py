@@ -68,8 +68,8 @@ def with_new_tokens(prepare: PrepareOptions, longest: int | None = None) -> Prep
     """
     new = prepare.max_new_tokens
     if new is None:
-        fits = longest is None or longest > NEW_TOKENS
-        return replace(prepare, max_new_tokens=NEW_TOKENS if fits else max(1, longest // 2))
+        room = NEW_TOKENS if longest is None or longest > NEW_TOKENS else max(1, longest // 2)
+        return replace(prepare, max_new_tokens=room)
     if longest is not None and new >= longest:
         raise UserError(
             f"prepare.max_new_tokens is {new}, but a conversation has room for {longest} tokens (prepare.max_length, and the "
