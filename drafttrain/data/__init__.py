@@ -38,7 +38,7 @@ class DataOptions:
     date: str = "2026-01-01"  # for templates that print today's date, so that a resumed run has the same tokens on another day
     max_length: int = 1024  # tokens; of longer conversations the turns are kept that fit
     bad_records: int = 0  # up to this many unusable records are left out and listed in rejected.txt; more are an error
-    held_out: int = 64  # conversations held out for tuning the draft's shape and for expected tau
+    held_out: int | None = None  # conversations held out for the draft's shape and expected tau; null: an eighth, 64 at most
     seed: int = 0
     group_by_length: bool = True  # batches of similar lengths, which need little padding; false: in random order
     pack: bool = False  # rows of max_length tokens hold several separate conversations; train.*_batch count rows
