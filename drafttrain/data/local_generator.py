@@ -68,10 +68,10 @@ class _ActiveDialogues:
         if messages is not None:
             try:
                 tokens = encode_messages(self.tokenizer, messages, self.images)
+                request = self.session.decoder.request(tokens, dialogue.job.seed)
             except UserError as error:  # some templates refuse system turns; other prompts may pass
                 dialogue.fail(str(error))
             else:
-                request = self.session.decoder.request(tokens, dialogue.job.seed)
                 if len(tokens) + request.max_new_tokens <= self.max_length:
                     # positions continue from turn to turn, so that no noise is used twice
                     (result,) = self.session.submit(request)

@@ -95,10 +95,7 @@ def load_target(
         target = runner(model.to(device), stop_ids)
     if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
         images = NoImages("target.weights, and targets that processes share, run on text alone")
-    if len(tokenizer) > target.shape.vocab_size:
-        raise UserError(
-            f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
-        )
+    check_pair(path, tokenizer, target.shape.vocab_size)
     target.tokenizer = tokenizer
     return LoadedTarget(target, tokenizer, path, _description(options, target, parameters, failed), images)
 
@@ -310,10 +307,21 @@ def keep_freed_memory() -> None:
             mallopt(number, size)
 
 
+def check_pair(path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise UserError for a tokenizer of another model.
+
+    A few tokens more than the model has are borne, as CodeLlama-34b's and Gemma-3-1B's: a text that needs one is refused then.
+    """
+    if len(tokenizer) > vocab_size + max(16, vocab_size // 1000):
+        raise UserError(f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {vocab_size}; give a matching pair")
+
+
 def stop_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer."""
+    """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer, as far as the model
+    has them.
+    """
     found: set[int] = set()
     for owner in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
         ids = getattr(owner, "eos_token_id", None)  # a configuration of text and images may have none itself
         found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
-    return frozenset(found)
+    return frozenset(i for i in found if i < model.config.get_text_config().vocab_size)

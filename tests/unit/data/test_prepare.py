@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafttrain.cli import main as cli
 from drafttrain.core.errors import UserError
@@ -41,6 +41,7 @@ from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from tests.composing import compose_quickly
 from tests.helpers import read_conversations, tiny_model, tiny_target
+from tests.tokenizers import tokenizer_of
 from tests.unit.data.conftest import load_once
 
 STOP = 7
@@ -290,6 +291,38 @@ def test_prepare_resumed_from_torn_journal_writes_identical_files(
     again = read_conversations(DataOptions(path=str(tmp_path / "torn")))
     before = read_conversations(DataOptions(path=str(prepared / "whole")))
     assert {c.messages for c in map(frozen, before)} <= {c.messages for c in map(frozen, again)}
+
+
+def base_model(folder: Path) -> PreTrainedTokenizerFast:
+    """A model with a context of 64, and without a chat template."""
+    own = tokenizer_of("llama")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": len(own)}
+    torch.manual_seed(1)
+    config = LlamaConfig(hidden_size=16, intermediate_size=32, eos_token_id=own.eos_token_id, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    own.save_pretrained(folder)
+    return own
+
+
+def test_prepare_of_base_model_continues_prompts_as_plain_text(
+    command: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a chat template, and with a limit of new tokens that fits into a short context."""
+    own, path = base_model(tmp_path / "base"), tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a boy"}\n{"prompt": "hi"}\n')
+    target = ("target=hf", f"target.path={tmp_path / 'base'}", f"data.path={path}", "prepare.drop=[]")
+    assert command("prepare", *target, "out=out") == 0
+    assert json.loads((tmp_path / "out" / "provenance.json").read_text())["sampling"]["max_new_tokens"] == 32
+    data = load_dataset(DataOptions(path=str(tmp_path / "out"), held_out=0), own, progress=False)
+    for prompt, row in zip(("a boy", "hi"), sorted(data.train, key=lambda row: -len(row.token_ids)), strict=True):
+        ids = list(own(prompt)["input_ids"])
+        assert row.token_ids[: len(ids)].tolist() == ids and row.supervised == len(row.token_ids) - len(ids) > 0
+    capfd.readouterr()
+    assert command("prepare", *target, "out=other", "prepare.max_new_tokens=64") == 2
+    assert "prepare.max_new_tokens is 64, but a conversation has room for 64 tokens" in capfd.readouterr().err
+    path.write_text('{"turns": ["a", "b"]}\n')
+    assert command("prepare", *target, "out=other") == 2
+    assert "prompts.jsonl:1: conversations need a chat template" in capfd.readouterr().err
 
 
 def test_prepared_data_trains_on_tokens_of_the_journal(prepared: Path, loaded: LoadedTarget, tmp_path: Path) -> None:
