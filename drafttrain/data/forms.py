@@ -102,9 +102,12 @@ def check_form(form: str) -> None:
 
 
 def _recognised(origin: str, filled: dict[str, Any]) -> str:
-    for name, form in FORMS.items():
-        if form.fits(filled):
-            return name
+    fitting = [name for name, form in FORMS.items() if form.fits(filled)]
+    if "input_ids" in fitting[1:]:
+        named = f"data.form={fitting[0]} or data.form=input_ids"
+        raise UserError(f"{origin}: got {fitting[0]} and token ids with a mask of their own; set {named}")
+    if fitting:
+        return fitting[0]
     known = ", ".join(map(str, FORMS.values()))
     raise UserError(f"{origin}: expected {known}, got {keys_of(filled)}; rename the fields to one of these forms")
 

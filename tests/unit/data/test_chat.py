@@ -126,6 +126,16 @@ def test_encoder_reply_not_to_be_learnt_is_not_supervised() -> None:
         Encoder(byte_tokenizer(twice), 1000)(found)
 
 
+def test_encoder_token_ids_are_rows_as_they_are() -> None:
+    found = conversation("x:1", {"input_ids": [9, 5, 6, 7, 8], "loss_mask": [1, 0, 1, 0, 1]})
+    row, cut = (Encoder(byte_tokenizer(None), length, vocab_size=10)(found) for length in (5, 4))
+    assert row.token_ids.tolist() == [9, 5, 6, 7, 8]
+    assert row.mask.tolist() == [False, False, True, False, True]  # never the first, which nothing precedes
+    assert (cut.token_ids.tolist(), cut.truncated) == ([9, 5, 6], True)
+    with pytest.raises(UserError, match=r"^x:1: token 9 .* is none of the target's 9; remove it"):
+        Encoder(byte_tokenizer(None), 5, vocab_size=9)(found)
+
+
 text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=30)
 
 

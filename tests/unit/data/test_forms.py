@@ -58,6 +58,41 @@ READ: list[tuple[dict[str, Any], str, tuple[dict[str, Any], ...]]] = [
         ),
     ),
 ]
+NO, MORE = {"role": "assistant", "content": "no"}, {"role": "user", "content": "more"}
+LEGACY = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": [1]}'}}
+FIELDS: list[tuple[dict[str, Any], str, tuple[dict[str, Any], ...]]] = [
+    # LMSYS-Chat-1M and WildChat
+    ({"conversation": [HI, YES], "model": "m", "turn": 1, "redacted": False}, "conversations", (HI, YES)),
+    ({"conversation": [{"human": "hi", "assistant": "yes"}]}, "conversations", (HI, YES)),
+    # TRL's prompt and completion: a reply in the prompt is not learnt
+    ({"prompt": [HI], "completion": [YES]}, "prompt", (HI, YES)),
+    ({"prompt": [HI, NO, MORE], "completion": [YES]}, "prompt", (HI, NO | {"learn": False}, MORE, YES)),
+    ({"prompt": [HI], "completion": "yes"}, "prompt", (HI, YES)),
+    # ms-swift and LLaMA-Factory
+    ({"query": "more", "response": "yes", "history": [["hi", "no"]]}, "query", (HI, NO, MORE, YES)),
+    ({"instruction": "more", "output": "yes", "history": [["hi", "no"]]}, "alpaca", (HI, NO, MORE, YES)),
+    ({"instruction": "hi", "response": "yes"}, "alpaca", (HI, YES)),
+    ({"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "yes"}]}, "messages", (HI, YES)),
+    ({"messages": [{"from": "human", "value": "hi"}, {"from": "Assistant", "value": "yes"}]}, "messages", (HI, YES)),
+    # OpenAI before tool_calls
+    (
+        {"messages": [HI, LEGACY, {"role": "function", "name": "f", "content": "2"}, YES]},
+        "messages",
+        (
+            HI,
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLED["function"]}]},
+            {"role": "tool", "name": "f", "content": "2"},
+            YES,
+        ),
+    ),
+    # a reply of reasoning alone
+    (
+        {"messages": [HI, {"role": "assistant", "content": None, "reasoning_content": "hm"}]},
+        "messages",
+        (HI, {"role": "assistant", "content": "", "reasoning_content": "hm"}),
+    ),
+]
+READ += FIELDS
 
 
 def test_record_form_is_detected_and_converted_to_messages(subtests: pytest.Subtests) -> None:
@@ -66,6 +101,33 @@ def test_record_form_is_detected_and_converted_to_messages(subtests: pytest.Subt
             found = conversation("x:1", record)
             assert (found, found.form) == (Conversation("x:1", messages), form)
             assert conversation("x:1", record, form) == found
+
+
+def test_record_tool_call_without_arguments_has_an_empty_object(subtests: pytest.Subtests) -> None:
+    for arguments in ({"arguments": text} for text in ("null", "", " ", None, "{}", {})):
+        call = {"type": "function", "function": {"name": "f", **arguments}}
+        with subtests.test(arguments=arguments):
+            found = conversation("x:1", {"messages": [HI, {"role": "assistant", "tool_calls": [call]}]})
+            assert found.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert "tool_calls" not in conversation("x:1", {"messages": [HI, YES | {"tool_calls": "[]"}]}).messages[1]
+
+
+IDS: list[tuple[dict[str, Any], tuple[int, ...], list[int]]] = [
+    ({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, (5, 6, 7), [0, 1, 1]),
+    ({"input_ids": [[5, 6, 7]], "loss_mask": [[0, 0, 1]]}, (5, 6, 7), [0, 0, 1]),  # as speculators and SpecForge save it
+    ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, (5, 6, 7), [0, 1, 1]),
+    ({"input_ids": [5, 6, 7], "assistant_masks": [0, 1, 1], "completion_mask": [0, 0, 1]}, (5, 6, 7), [0, 0, 1]),  # TRL
+    ({"input_ids": [5, 6, 0, 0], "labels": [-100, 6, -100, -100], "attention_mask": [1, 1, 0, 0]}, (5, 6), [0, 1]),
+    ({"input_ids": [5, 6], "loss_mask": [False, True], "text": "a b"}, (5, 6), [0, 1]),
+]
+
+
+def test_record_of_token_ids_keeps_them_and_their_mask(subtests: pytest.Subtests) -> None:
+    for record, ids, mask in IDS:
+        with subtests.test(record=record):
+            found = conversation("x:1", record)
+            (text,) = found.tokens
+            assert (text.ids, list(text.mask), found.form) == (ids, [bool(value) for value in mask], "input_ids")
 
 
 def test_record_tools_become_function_schemas(subtests: pytest.Subtests) -> None:
@@ -78,6 +140,8 @@ ASKING: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"question_id": 1, "turns": ["hi", "more"]}, "turns", ["hi", "more"]),
     ({"question": "2 + 2?", "answer": "#### 4"}, "question", ["2 + 2?"]),
     ({"prompt": "2 + 2?", "test": "assert"}, "question", ["2 + 2?"]),
+    ({"prompt": [HI]}, "question", ["hi"]),
+    ({"turns": [HI]}, "turns", ["hi"]),
 ]
 
 
@@ -100,6 +164,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "expected a path or base64 in the image of .*, got nothing",
     ),
     ({"messages": [HI | {"content": [{"type": "audio"}]}, YES]}, "auto", "expected text and image parts in .*, got audio"),
+    ({"input_ids": [1, 2]}, "auto", "expected .*`input_ids` with `loss_mask` or .*, got input_ids"),
+    ({"input_ids": [1, 2], "loss_mask": [1]}, "auto", "expected 2 values in `loss_mask`, one for each token, got 1"),
+    ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "auto", "expected supervised tokens, got a mask that selects none"),
+    ({"input_ids": [1, 2], "labels": [2, -100]}, "auto", "expected -100 or the token's own id in `labels`.*do not shift them"),
+    ({"input_ids": [1, -2], "loss_mask": [0, 1]}, "auto", "expected a list of whole numbers from 0 on in `input_ids`"),
+    ({"query": "hi", "response": "yes", "history": ["a"]}, "auto", r"expected \[question, reply\] entries in `history`"),
     ({"messages": [HI, YES], "tools": "f"}, "auto", "expected a list of JSON schemas in `tools`, got 'f'"),
     (
         {"messages": [HI, {"role": "assistant", "tool_calls": [{"x": 1}]}]},
@@ -121,6 +191,10 @@ def test_record_with_several_forms_follows_named_form() -> None:
     record = {"messages": [HI, YES], "text": "hi yes"}
     assert conversation("x:1", record).messages == (HI, YES)
     assert conversation("x:1", record, "text").text == "hi yes"
+    both = {"messages": [HI, YES], "input_ids": [1, 2], "loss_mask": [0, 1]}
+    with pytest.raises(UserError, match=r"got messages and token ids .*; set data\.form=messages or data\.form=input_ids"):
+        conversation("x:1", both)
+    assert conversation("x:1", both, "messages").messages and conversation("x:1", both, "input_ids").tokens
     order = ["messages", "conversations", "prompt", "alpaca", "input", "query", "turns", "input_ids", "text", "question"]
     assert list(FORMS) == order
 
