@@ -9,7 +9,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.files import keys_of
-from drafttrain.data.pictures import located
+from drafttrain.data.pictures import located, with_images
 from drafttrain.data.turns import ASSISTANT, LEARN, ROLES, message, pair, string, turns, unlearnt, unpacked
 
 __all__ = ["ASSISTANT", "FORMS", "UNANSWERED", "Conversation", "TokenText", "check_form", "conversation"]
@@ -82,7 +82,7 @@ def conversation(
         return Conversation(origin, text=parsed, form=name)
     if isinstance(parsed, TokenText):
         return Conversation(origin, form=name, tokens=(parsed,))
-    for turn in parsed:
+    for turn in with_images(origin, parsed, filled):
         turn["content"] = located(origin, turn, folder)
     roles = [turn["role"] for turn in parsed]
     if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
