@@ -113,6 +113,8 @@ class Encoder:
         return row
 
     def _row_of(self, conversation: Conversation) -> Encoded:
+        if conversation.text is not None and conversation.spans:
+            return self._document(Rendered(conversation.text, list(conversation.spans)), True, conversation.origin)
         if conversation.text is not None:
             (ids,) = self._ids([conversation.text], special=True)
             return _masked(ids, [(0, len(ids))], self.max_length)

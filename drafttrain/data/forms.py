@@ -35,6 +35,7 @@ class Conversation:
     # {role, content} each, and if present tool_calls, tool_call_id, name, reasoning_content and learn
     messages: tuple[dict[str, Any], ...] = ()
     text: str | None = None  # plain text instead of messages
+    spans: tuple[tuple[int, int], ...] = ()  # [start, end) characters of the text that are supervised; none: all of it
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas for the template
     form: str = field(default="", compare=False)  # the record's form, a name of `FORMS`
     tokens: tuple[TokenText, ...] = ()  # instead of messages; or the same conversation as the target read and wrote it
@@ -45,7 +46,15 @@ class Conversation:
         return self.messages[turn].get(LEARN, True) is True
 
 
-Parsed = list[dict[str, Any]] | str | TokenText
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A text of which parts are supervised."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+Parsed = list[dict[str, Any]] | str | MarkedText | TokenText
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,8 @@ def conversation(
     parsed = FORMS[name].read(origin, filled)
     if isinstance(parsed, str):
         return Conversation(origin, text=parsed, form=name)
+    if isinstance(parsed, MarkedText):
+        return Conversation(origin, text=parsed.text, spans=parsed.spans, form=name)
     if isinstance(parsed, TokenText):
         return Conversation(origin, form=name, tokens=(parsed,))
     for turn in with_images(origin, parsed, filled):
@@ -92,7 +103,8 @@ def conversation(
     tools = _tools(origin, filled.get("tools") or filled.get("functions"))
     tokenizer = filled.get(TOKENIZER) if DOCUMENTS in filled else None
     tokens = _documents(origin, filled[DOCUMENTS]) if isinstance(tokenizer, str) else ()
-    return Conversation(origin, tuple(parsed), None, tools, name, tokens, tokenizer if tokens else None)
+    known = tokenizer if tokens else None
+    return Conversation(origin, tuple(parsed), tools=tools, form=name, tokens=tokens, tokenizer=known)
 
 
 def check_form(form: str) -> None:
@@ -203,6 +215,21 @@ def _text(origin: str, filled: dict[str, Any]) -> str:
     return string(origin, "text", filled["text"])
 
 
+def _segments(origin: str, filled: dict[str, Any]) -> MarkedText:
+    """axolotl's text without a template, in parts that are learnt or not."""
+    parts, text, spans = filled["segments"], "", list[tuple[int, int]]()
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("label"), bool) for p in parts):
+        raise UserError(f"{origin}: expected objects with text and label, true or false, in `segments`, got {parts!r:.60}")
+    for number, part in enumerate(parts):
+        more = string(origin, f"segments[{number}].text", part.get("text"))
+        if part["label"] and more:
+            spans.append((len(text), len(text) + len(more)))
+        text += more
+    if not spans:
+        raise UserError(f"{origin}: expected a part to learn in `segments`, got none; remove the record")
+    return MarkedText(text, tuple(spans))
+
+
 def _tokens(origin: str, filled: dict[str, Any]) -> TokenText:
     """Token ids with one or more masks, or with `labels`."""
     ids = _numbers(origin, "input_ids", filled["input_ids"], 0)
@@ -252,6 +279,7 @@ FORMS = {  # in the order in which they are tried
     "query": Form((("query", "response"),), _swift),
     "turns": Form((("turns",),), _mt_bench),
     "input_ids": Form(tuple(("input_ids", name) for name in (*MASKS, "labels")), _tokens),
+    "segments": Form((("segments",),), _segments),
     "text": Form((("text",),), _text),
     "question": Form((("question",), ("prompt",)), _question),
 }

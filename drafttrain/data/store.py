@@ -162,6 +162,8 @@ def _encoded(source: Source, encoder: Encoder, number: int) -> dict[str, Any]:
 def _digest(conversation: Conversation) -> bytes:
     """Hash of the text only, so that the same record has the same hash in every file and form."""
     text: Any = conversation.text if conversation.text is not None else conversation.messages
+    if conversation.spans:
+        text = [text, conversation.spans]
     if not text:
         text = [[tokens.ids, tokens.mask] for tokens in conversation.tokens]
     content = json.dumps([text, conversation.tools] if conversation.tools else text, sort_keys=True)

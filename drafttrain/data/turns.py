@@ -42,6 +42,7 @@ def turns(origin: str, name: str, value: Any, strict: bool = False) -> list[dict
 
     Raises UserError for a malformed turn, and for one that is to be learnt in a way that training cannot follow.
     """
+    value = unpacked(value)
     if not isinstance(value, list):
         raise UserError(f"{origin}: expected a list in `{name}`, got {type(value).__name__}; write one object per turn")
     found: list[dict[str, Any]] = []

@@ -126,6 +126,13 @@ def test_encoder_reply_not_to_be_learnt_is_not_supervised() -> None:
         Encoder(byte_tokenizer(twice), 1000)(found)
 
 
+def test_encoder_segments_of_text_are_supervised_by_label() -> None:
+    parts = [("<s>hi", False), (" yes</s>", True), ("hi", False), (" hi", True)]
+    found = conversation("x:1", {"segments": [{"text": text, "label": label} for text, label in parts]})
+    assert spans(found, byte_tokenizer(None)) == [" yes</s>", " hi"]
+    assert byte_tokenizer(None).decode(Encoder(byte_tokenizer(None), 100)(found).token_ids) == "<s>hi yes</s>hi hi"
+
+
 def test_encoder_token_ids_are_rows_as_they_are() -> None:
     found = conversation("x:1", {"input_ids": [9, 5, 6, 7, 8], "loss_mask": [1, 0, 1, 0, 1]})
     row, cut = (Encoder(byte_tokenizer(None), length, vocab_size=10)(found) for length in (5, 4))

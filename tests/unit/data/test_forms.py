@@ -74,6 +74,7 @@ FIELDS: list[tuple[dict[str, Any], str, tuple[dict[str, Any], ...]]] = [
     ({"instruction": "hi", "response": "yes"}, "alpaca", (HI, YES)),
     ({"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "yes"}]}, "messages", (HI, YES)),
     ({"messages": [{"from": "human", "value": "hi"}, {"from": "Assistant", "value": "yes"}]}, "messages", (HI, YES)),
+    ({"messages": '[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]'}, "messages", (HI, YES)),
     # OpenAI before tool_calls
     (
         {"messages": [HI, LEGACY, {"role": "function", "name": "f", "content": "2"}, YES]},
@@ -164,6 +165,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "expected a path or base64 in the image of .*, got nothing",
     ),
     ({"messages": [HI | {"content": [{"type": "audio"}]}, YES]}, "auto", "expected text and image parts in .*, got audio"),
+    ({"segments": [{"text": "a", "label": False}]}, "auto", "expected a part to learn in `segments`, got none"),
+    ({"segments": [{"text": "a"}]}, "auto", "expected objects with text and label, true or false, in `segments`"),
     ({"input_ids": [1, 2]}, "auto", "expected .*`input_ids` with `loss_mask` or .*, got input_ids"),
     ({"input_ids": [1, 2], "loss_mask": [1]}, "auto", "expected 2 values in `loss_mask`, one for each token, got 1"),
     ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "auto", "expected supervised tokens, got a mask that selects none"),
@@ -195,7 +198,8 @@ def test_record_with_several_forms_follows_named_form() -> None:
     with pytest.raises(UserError, match=r"got messages and token ids .*; set data\.form=messages or data\.form=input_ids"):
         conversation("x:1", both)
     assert conversation("x:1", both, "messages").messages and conversation("x:1", both, "input_ids").tokens
-    order = ["messages", "conversations", "prompt", "alpaca", "input", "query", "turns", "input_ids", "text", "question"]
+    order = ["messages", "conversations", "prompt", "alpaca", "input", "query", "turns"]
+    order += ["input_ids", "segments", "text", "question"]
     assert list(FORMS) == order
 
 
