@@ -64,7 +64,14 @@ def batches(
     options = for_recipe(drafter.recipe, drafter.settings, target).options.data
     length = min(max_length or options.max_length, target.target.shape.max_positions)
     options = replace(options, path=NAME, mix=[], max_length=length, held_out=0, seed=seed)
-    data = load_dataset(options, target.tokenizer, progress=False, records=listed(conversations), images=target.images)
+    data = load_dataset(
+        options,
+        target.tokenizer,
+        progress=False,
+        records=listed(conversations),
+        images=target.images,
+        vocab_size=target.target.shape.vocab_size,
+    )
     if not drafter.prepared:
         drafter.module.prepare(lambda: token_counts(data.train, target.target.shape.vocab_size))
         drafter.prepared = True

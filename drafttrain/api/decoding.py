@@ -10,7 +10,8 @@ from drafttrain.api.drafter import LoadedDrafter
 from drafttrain.api.settings import with_options
 from drafttrain.core.errors import UserError
 from drafttrain.data.forms import conversation
-from drafttrain.data.prompts import encode_messages, encode_prompt
+from drafttrain.data.prompts import encode_messages
+from drafttrain.data.reply_text import Continuation
 from drafttrain.decoding.request import Result
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
@@ -23,7 +24,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 class Generation:
     """The text that follows one prompt."""
 
-    text: str  # without special tokens
+    text: str  # without special tokens; with the space before its first word, if the prompt ends without one
     tokens: list[int]  # new token ids, the stop token included
     accepted: list[int]  # accepted draft tokens of each decode step; empty without a drafter
     tau: float  # tokens per decode step, the bonus token included; NaN without a decode step
@@ -71,29 +72,46 @@ def generate(
     loaded = target if drafter is None else drafter.target
     decoder = decoder_of(loaded, decode, None if drafter is None else drafter.for_decoding())
     try:
-        results = decoder.run([tokens_of(loaded, prompt, chat) for prompt in prompts], batch_size).results
+        ids = [tokens_of(loaded, prompt, chat) for prompt in prompts]
+        results = decoder.run(ids, batch_size).results
     except ValueError as error:  # an empty prompt, or one that leaves no room
         raise UserError(str(error)) from error
-    return [_generation(loaded, result, drafter is not None) for result in results]
+    following = [_continuation(loaded, *asked, chat) for asked in zip(prompts, ids, strict=True)]
+    return [_generation(loaded, *found, drafter is not None) for found in zip(results, following, strict=True)]
 
 
 def tokens_of(loaded: LoadedTarget, prompt: Prompt, chat: bool) -> list[int]:
     """The token ids of a prompt. Raises UserError for an empty text."""
     tokenizer = loaded.tokenizer
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise UserError("a prompt is empty; give text")
-        chats = chat and bool(tokenizer.chat_template)
-        return encode_prompt(tokenizer, [prompt]) if chats else list(tokenizer(prompt, verbose=False)["input_ids"])
-    if prompt and isinstance(prompt[0], Mapping):
-        messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
-        if any(isinstance(message.get("content"), list) for message in messages):
-            messages = list(conversation("a prompt", {"messages": messages}, "messages", replies=False).messages)
+    if (messages := _messages(loaded, prompt, chat)) is not None:
         return encode_messages(tokenizer, messages, loaded.images)
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt, verbose=False)["input_ids"])
     return list(cast(Sequence[int], prompt))
 
 
-def _generation(loaded: LoadedTarget, result: Result, drafts: bool) -> Generation:
-    kept = [token for token in result.tokens if token not in loaded.target.stop_ids]
-    text = str(loaded.tokenizer.decode(kept, skip_special_tokens=True))
+def _messages(loaded: LoadedTarget, prompt: Prompt, chat: bool) -> list[dict[str, Any]] | None:
+    """The prompt as a conversation; None if it is plain text or token ids. Raises UserError for an empty text."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise UserError("a prompt is empty; give text")
+        return [{"role": "user", "content": prompt}] if chat and loaded.tokenizer.chat_template else None
+    if not prompt or not isinstance(prompt[0], Mapping):
+        return None
+    messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
+    if any(isinstance(message.get("content"), list) for message in messages):
+        messages = list(conversation("a prompt", {"messages": messages}, "messages", replies=False).messages)
+    return messages
+
+
+def _continuation(loaded: LoadedTarget, prompt: Prompt, ids: list[int], chat: bool) -> Continuation:
+    """What follows the prompt with these ids."""
+    messages = _messages(loaded, prompt, chat)
+    if messages is None:
+        return Continuation.of_ids(loaded.tokenizer, ids)
+    return Continuation.of_messages(loaded.tokenizer, ids, messages, loaded.images)
+
+
+def _generation(loaded: LoadedTarget, result: Result, following: Continuation, drafts: bool) -> Generation:
+    text = following.text([token for token in result.tokens if token not in loaded.target.stop_ids])
     return Generation(text, result.tokens, result.runs if drafts else [], result.tau, result.ended_by or "length")

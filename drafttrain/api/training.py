@@ -25,8 +25,6 @@ from drafttrain.runs.placement import built
 from drafttrain.runs.ready import Ready
 from drafttrain.targets.load import LoadedTarget
 
-HELD_OUT, SHARE = 64, 8  # conversations that are held out: one of SHARE, HELD_OUT at most
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
@@ -95,7 +93,7 @@ def _named(records: Listed | None, conversations: Any) -> dict[str, Any]:
     """Settings of the data. Its name has its content, so that another list never continues this one's run."""
     if records is None:
         return {"data.path": str(conversations)}
-    return {"data.path": f"memory:{records.digest[:12]}", "data.held_out": min(HELD_OUT, max(1, len(records) // SHARE))}
+    return {"data.path": f"memory:{records.digest[:12]}"}
 
 
 def _trained(options: Any, resolved: dict[str, Any], ready: Ready) -> TrainingRun:

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.prompts import encode_prompt
+from drafttrain.data.prompts import dialogue, encode_messages
+from drafttrain.data.reply_text import UNFINISHED, Continuation, text_alone
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Chunk, Result
 from drafttrain.decoding.scheduler import Session
@@ -27,7 +28,6 @@ from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
 
 DRAFTED, STATUS = "green", "dim"
-UNFINISHED = "\ufffd"  # a tokenizer decodes an incomplete character to this
 
 
 def generate(options: RunOptions, resolved: dict[str, Any]) -> None:
@@ -95,17 +95,21 @@ class Writer:
         if not prompt.strip():
             raise UserError("the prompt is empty; give prompt=TEXT, or text on standard input")
         turns = [*self.turns, prompt]
+        tokenizer = self.loaded.tokenizer
         if self.chat:
-            tokens = encode_prompt(self.loaded.tokenizer, turns, self.replies)
+            messages = dialogue(turns, self.replies)
+            tokens = encode_messages(tokenizer, messages)
+            following = Continuation.of_messages(tokenizer, tokens, messages)
         else:
-            tokens = list(self.loaded.tokenizer(prompt, verbose=False)["input_ids"])
+            tokens = list(tokenizer(prompt, verbose=False)["input_ids"])
+            following = Continuation.of_ids(tokenizer, tokens)
         request = self.decoder.request(tokens, key=len(self.replies), as_json=True)
         try:
             session = Session(self.decoder, 1, self.decoder.positions(request))
         except ValueError as error:
             raise UserError(str(error)) from error
         (result,) = session.submit(request)
-        stream = Stream(self.loaded)
+        stream = Stream(self.loaded, following)
         with self._screen() as show:
             for chunk in session:
                 show(stream.styled(chunk), result)
@@ -135,12 +139,14 @@ class Writer:
 
 
 class Stream:
-    """Decodes tokens to text piece by piece. An incomplete character waits for its next tokens."""
+    """Decodes the tokens that follow a prompt to text piece by piece. An incomplete character waits for its next tokens."""
 
-    def __init__(self, loaded: LoadedTarget) -> None:
-        self._tokenizer, self._stop = loaded.tokenizer, loaded.target.stop_ids
+    def __init__(self, loaded: LoadedTarget, following: Continuation | None = None) -> None:
+        """following: the prompt; None: there is none."""
+        self._tokenizer, self._stop, self._following = loaded.tokenizer, loaded.target.stop_ids, following
         self._tokens: list[int] = []
-        self._shown = ""  # text of self._tokens that was already returned
+        self._context: list[int] = []  # tokens that are decoded before them
+        self._shown = ""  # text of both that was already returned
         self.text = ""
 
     def styled(self, chunk: Chunk) -> Text:
@@ -154,16 +160,24 @@ class Stream:
         if token in self._stop:
             return ""
         self._tokens.append(token)
-        now = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        if not self.text:
+            self._begin([] if self._following is None else self._following.context(self._tokens))
+        now = self._decoded([*self._context, *self._tokens])
         if now.endswith(UNFINISHED):
             return ""
         piece, self._shown = now[len(self._shown) :], now
         self.text += piece
         if now.endswith("\n") and len(self._tokens) > 64:  # start again at a new line, so that cost does not grow with length
             # keep the last token: some tokenizers drop a space at the beginning of a text
-            self._tokens = self._tokens[-1:]
-            self._shown = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+            self._begin(self._tokens[-1:])
+            self._tokens = []
         return piece
+
+    def _begin(self, context: list[int]) -> None:
+        self._context, self._shown = context, self._decoded(context) if context else ""
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return text_alone(self._tokenizer, tokens)
 
 
 def status(result: Result, drafts: bool) -> str:

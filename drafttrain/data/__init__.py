@@ -12,7 +12,7 @@ class SourceOptions:
     path: str = "embedded"  # embedded: replies of the embedded target. Else a file, pattern, folder, hub id or named set
     split: str = "train"  # of a folder or hub data set
     config: str | None = None  # of a hub data set with several configurations
-    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | input | turns | text
+    form: str = "auto"  # of its records: auto, or a name of the table of forms in docs/data.md
     limit: int | None = None  # at most so many of its records, the first
     revision: str | None = None  # of a hub data set: a branch, tag or commit; null: the newest
     files: str | None = None  # of a hub data set: a pattern of its files, instead of a split
@@ -26,7 +26,7 @@ class DataOptions:
     path: str = "embedded"  # embedded: replies of the embedded target. Else a file, pattern, folder, hub id or named set
     split: str = "train"  # of a folder or hub data set
     config: str | None = None  # of a hub data set with several configurations
-    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | input | turns | text
+    form: str = "auto"  # of its records: auto, or a name of the table of forms in docs/data.md
     limit: int | None = None  # at most so many of its records, the first
     revision: str | None = None  # of a hub data set: a branch, tag or commit; null: the newest
     files: str | None = None  # of a hub data set: a pattern of its files, instead of a split
@@ -38,7 +38,7 @@ class DataOptions:
     date: str = "2026-01-01"  # for templates that print today's date, so that a resumed run has the same tokens on another day
     max_length: int = 1024  # tokens; of longer conversations the turns are kept that fit
     bad_records: int = 0  # up to this many unusable records are left out and listed in rejected.txt; more are an error
-    held_out: int = 64  # conversations held out for tuning the draft's shape and for expected tau
+    held_out: int | None = None  # conversations held out for the draft's shape and expected tau; null: an eighth, 64 at most
     seed: int = 0
     group_by_length: bool = True  # batches of similar lengths, which need little padding; false: in random order
     pack: bool = False  # rows of max_length tokens hold several separate conversations; train.*_batch count rows
@@ -68,7 +68,7 @@ class PrepareOptions:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    max_new_tokens: int = 1024  # of one reply
+    max_new_tokens: int | None = None  # of one reply; null: 1024, or half of what a conversation has room for if that is less
     max_length: int = 4096  # tokens of a conversation; a turn that leaves no room for max_new_tokens is not answered
     batch_size: int = 32  # texts decoded together, in each process
     drop: list[str] = field(default_factory=lambda: ["empty", "truncated", "loop"])  # of data/rules.py: also refusal

@@ -13,13 +13,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.forms import Conversation
+from drafttrain.data.provenance import tokenizer_hash
 from drafttrain.data.templates import Rendered, Template, TemplateOptions, special_tokens
 from drafttrain.model.images import FIRST
 from drafttrain.targets.images import TEXT_ONLY, ImageRef, Images
@@ -83,8 +86,10 @@ class Encoder:
         max_length: int,
         options: TemplateOptions | None = None,
         images: Images = TEXT_ONLY,
+        vocab_size: int | None = None,
     ) -> None:
-        self.tokenizer, self.max_length, self.images = tokenizer, max_length, images
+        """vocab_size: tokens that the target has; None: not known."""
+        self.tokenizer, self.max_length, self.images, self.vocab_size = tokenizer, max_length, images, vocab_size
         self.template = Template(tokenizer, options or TemplateOptions(), images)
         added = tokenizer.added_tokens_decoder
         self.special = {i for i, token in added.items() if token.special}
@@ -96,13 +101,28 @@ class Encoder:
 
         Turns are kept whole: a conversation that does not fit is cut before a turn. Only a first reply that is too long by
         itself is cut inside, as plain text is. Raises UserError when the template is missing, refuses the conversation or hides
-        its replies.
+        its replies, and for a token that the target does not have.
         """
+        row = self._row_of(conversation)
+        known = row.token_ids[row.token_ids < FIRST]
+        if self.vocab_size is not None and known.size and (highest := int(known.max())) >= self.vocab_size:
+            raise UserError(
+                f"{conversation.origin}: token {highest} ({self.tokenizer.decode([highest])!r:.40}) is none of the target's "
+                f"{self.vocab_size}; remove it from the text, or the record"
+            )
+        return row
+
+    def _row_of(self, conversation: Conversation) -> Encoded:
+        if conversation.text is not None and conversation.spans:
+            return self._document(Rendered(conversation.text, list(conversation.spans)), True, conversation.origin)
         if conversation.text is not None:
             (ids,) = self._ids([conversation.text], special=True)
             return _masked(ids, [(0, len(ids))], self.max_length)
-        texts = self.template.render(conversation)
-        documents = [self._document(text, i == 0, conversation.origin) for i, text in enumerate(texts)]
+        if self._takes_tokens(conversation):
+            documents = [self._row(text.ids, _runs(text.mask), i == 0) for i, text in enumerate(conversation.tokens)]
+        else:
+            texts = self.template.render(conversation)
+            documents = [self._document(text, i == 0, conversation.origin) for i, text in enumerate(texts)]
         kept = [document for document in documents if document.supervised]
         row = join(kept or documents[:1])
         return replace(row, truncated=any(document.truncated for document in documents))
@@ -114,12 +134,26 @@ class Encoder:
             (start := self._reply_start(ids, begin), self._end_of_turn(ids, start, end.common))
             for begin, end in zip(edges[::2], edges[1::2], strict=True)
         ]
-        whole = [end for _, end in replies if end <= self.max_length]
         found = self.images.ids(ids, rendered.images, origin)
+        return replace(self._row(found, replies, first), images=rendered.images)
+
+    def _row(self, ids: Sequence[int] | NDArray[Any], replies: Sequence[tuple[int, int]], first: bool) -> Encoded:
+        whole = [end for _, end in replies if end <= self.max_length]
         if len(ids) <= self.max_length or (not whole and first):
-            return replace(_masked(found, replies, self.max_length), images=rendered.images)
-        row = _masked(found, replies, max(whole, default=1))
-        return replace(row, truncated=len(whole) < len(replies), images=rendered.images)
+            return _masked(ids, replies, self.max_length)
+        row = _masked(ids, replies, max(whole, default=1))
+        return replace(row, truncated=len(whole) < len(replies))
+
+    def _takes_tokens(self, conversation: Conversation) -> bool:
+        """Whether the conversation's own tokens are used: they are this tokenizer's, with the template that is asked for."""
+        if not conversation.tokens or conversation.tokenizer is None:
+            return bool(conversation.tokens)
+        return self.template.options.thinking == "keep" and conversation.tokenizer == self.fingerprint
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the tokenizer and the template."""
+        return tokenizer_hash(self.tokenizer, self.template.options.text or self.tokenizer.chat_template)
 
     def _edges(self, rendered: Rendered) -> tuple[list[int], list[Boundary]]:
         """The text's ids, and the boundaries of its replies: start and end in turn.
@@ -190,6 +224,12 @@ def _masked(ids: Sequence[int] | NDArray[Any], replies: Sequence[tuple[int, int]
     if ids.dtype == np.int64:
         mask &= ids < FIRST
     return Encoded(ids[:length], mask[:length], truncated=len(ids) > length)
+
+
+def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
+    """[start, end) of each run of supervised tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _common(prefix: Sequence[int], ids: Sequence[int]) -> int:

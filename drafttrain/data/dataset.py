@@ -35,6 +35,7 @@ __all__ = ["Dataset", "Encoded", "check_supervised", "collate", "encoder_of", "l
 T = TypeVar("T")
 LARGE = 8192  # records; larger data is prepared by several processes while training runs
 FIRST = 2048  # records that training waits for, in addition to the held-out ones
+HELD_OUT, SHARE = 64, 8  # without data.held_out one conversation of SHARE is held out, HELD_OUT at most
 COUNTED = 1024  # rows whose tokens are counted in one call
 
 
@@ -96,16 +97,18 @@ def load_dataset(
     leads: bool = True,
     records: Records | None = None,
     images: Images = TEXT_ONLY,
+    vocab_size: int | None = None,
 ) -> Dataset:
     """Read, tokenise and split the data. Raises UserError for unusable records, and when too few are left to train on.
 
     Of large data it waits only for the beginning of the first epoch. The rest is prepared while training runs, until `close`.
     Packing needs all of it. leads: this process prepares the data, and the others of its machine read it.
-    records: conversations in memory, used instead of those that the options name. images: of the target.
+    records: conversations in memory, used instead of those that the options name. images: of the target. vocab_size: tokens
+    that the target has; a conversation with another one is unusable.
     """
     _check_options(options)
     sources = open_sources(options) if records is None else [Source(options.path, records, options.form, None)]
-    encoder = encoder_of(options, tokenizer, images)
+    encoder = encoder_of(options, tokenizer, images, vocab_size)
     conversations = Conversations(sources, encoder, _workers(options, sources, leads), Faults.of(options, sources))
     try:
         return _dataset(options, conversations, progress)
@@ -114,32 +117,33 @@ def load_dataset(
         raise
 
 
-def encoder_of(options: DataOptions, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY) -> Encoder:
+def encoder_of(
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY, vocab_size: int | None = None
+) -> Encoder:
     """Converts conversations to rows, with the template that the options name."""
     template = TemplateOptions(read_template(options.template), options.thinking, options.date)
-    return Encoder(tokenizer, options.max_length, template, images)
+    return Encoder(tokenizer, options.max_length, template, images, vocab_size)
 
 
 def _dataset(options: DataOptions, conversations: Conversations, progress: bool) -> Dataset:
     count, waits = conversations.count, options.pack or conversations.workers.folder is None
-    if not waits and count <= options.held_out:
-        raise _none_left(conversations, count, options.held_out)
-    with bar(
-        "tokenising", conversations.missing if waits else min(conversations.missing, options.held_out + FIRST), progress
-    ) as advance:
+    apart = min(HELD_OUT, max(1, count // SHARE), count - 1) if options.held_out is None else options.held_out
+    if not waits and count <= apart:
+        raise _none_left(conversations, count, apart)
+    with bar("tokenising", conversations.missing if waits else min(conversations.missing, apart + FIRST), progress) as advance:
         if waits:
             conversations.wait(np.arange(count), advance)
-        held_out_numbers = _held_out_numbers(options, conversations, advance)
+        held_out_numbers = _held_out_numbers(options, conversations, apart, advance)
         rows = Rows(conversations, np.setdiff1d(np.arange(count), held_out_numbers))
-        mixture = _mixture(options, conversations, rows.numbers)
+        mixture = _mixture(options, conversations, rows.numbers, apart)
         first = rows.numbers[mixture.epoch(0)[generator(options.seed, 1).permutation(rows.size)]]
         conversations.request(first)
         conversations.wait(first[:FIRST], advance)
         conversations.request(rows.numbers)
     if conversations.complete:
-        _check_enough(options, conversations, len(rows))
+        _check_enough(options, conversations, len(rows), apart)
     held_out = [row for number in held_out_numbers.tolist() for row in conversations.rows(number)]
-    summary = summarise(conversations)
+    summary = summarise(conversations) | {"held_out": len(held_out_numbers)}
     if not options.pack:
         return Dataset(rows, held_out, summary, options.seed, options.group_by_length, conversations, mixture)
     packed = pack(rows, options.max_length, [row for number in mixture.epoch(0).tolist() for row in rows.rows(number)])
@@ -147,15 +151,17 @@ def _dataset(options: DataOptions, conversations: Conversations, progress: bool)
     return Dataset(packed, held_out, summary, options.seed, options.group_by_length, conversations)
 
 
-def _held_out_numbers(options: DataOptions, conversations: Conversations, advance: Callable[[int], None]) -> NDArray[np.int64]:
-    """The held-out conversations, ascending: the first usable ones in a shuffle of all, or of each source by weight."""
+def _held_out_numbers(
+    options: DataOptions, conversations: Conversations, count: int, advance: Callable[[int], None]
+) -> NDArray[np.int64]:
+    """`count` held-out conversations, ascending: the first usable ones in a shuffle of all, or of each source by weight."""
     shuffled = generator(options.seed, 0).permutation(conversations.count)
-    mixture = _mixture(options, conversations, np.arange(conversations.count))
+    mixture = _mixture(options, conversations, np.arange(conversations.count), count)
     if mixture.weights is None:
-        parts = [(shuffled, options.held_out)]
+        parts = [(shuffled, count)]
     else:
         source_of = np.searchsorted(conversations.first, shuffled, side="right") - 1
-        parts = [(shuffled[source_of == source], share) for source, share in enumerate(mixture.shares(options.held_out))]
+        parts = [(shuffled[source_of == source], share) for source, share in enumerate(mixture.shares(count))]
     held_out: list[int] = []
     for numbers, share in parts:
         start, taken = 0, len(held_out)
@@ -168,13 +174,13 @@ def _held_out_numbers(options: DataOptions, conversations: Conversations, advanc
     return np.array(sorted(held_out), np.int64)
 
 
-def _mixture(options: DataOptions, conversations: Conversations, numbers: NDArray[np.int64]) -> Mixture:
+def _mixture(options: DataOptions, conversations: Conversations, numbers: NDArray[np.int64], held_out: int) -> Mixture:
     """The mixture of these conversations. Raises UserError if a source has none left."""
     sizes = np.diff(np.searchsorted(numbers, conversations.first)).tolist()
     weights = tuple(source.weight for source in conversations.sources if source.weight is not None)
     if weights and 0 in sizes:
         name = conversations.sources[sizes.index(0)].name
-        raise UserError(f"data.held_out={options.held_out} takes all of {name}; lower it, or leave the source out")
+        raise UserError(f"data.held_out={held_out} takes all of {name}; lower it, or leave the source out")
     return Mixture(tuple(sizes), weights or None, options.seed)
 
 
@@ -184,7 +190,7 @@ def _workers(options: DataOptions, sources: Sequence[Source], leads: bool) -> Wo
     return Workers(cache_folder(options), options.workers or spare_cores(), leads)
 
 
-def _check_enough(options: DataOptions, conversations: Conversations, rows: int) -> None:
+def _check_enough(options: DataOptions, conversations: Conversations, rows: int, held_out: int) -> None:
     usable = int((conversations.documents_C > 0).sum())
     if not usable:
         raise UserError(
@@ -192,7 +198,7 @@ def _check_enough(options: DataOptions, conversations: Conversations, rows: int)
             f"data.max_length={options.max_length}; raise data.max_length, or check that the replies are not empty"
         )
     if not rows:
-        raise _none_left(conversations, usable, options.held_out)
+        raise _none_left(conversations, usable, held_out)
 
 
 def _none_left(conversations: Conversations, usable: int, held_out: int) -> UserError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,30 +9,52 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.files import keys_of
-from drafttrain.data.pictures import IMAGE_KEYS, image_part, located
+from drafttrain.data.pictures import located, with_images
+from drafttrain.data.turns import ASSISTANT, LEARN, ROLES, message, pair, string, turns, unlearnt, unpacked
 
-ASSISTANT = "assistant"
-ROLES = {  # role names of published ShareGPT-style sets
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), ASSISTANT),
-    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "function_call"),
-    "system": "system",
-}
-COPIED_FIELDS = ("name", "tool_call_id")  # fields of a turn that are kept unchanged
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # alternative names of one field
+__all__ = ["ASSISTANT", "FORMS", "UNANSWERED", "Conversation", "TokenText", "check_form", "conversation"]
+
+MASKS = ("loss_mask", "assistant_masks", "completion_mask")  # of `input_ids`: 1 on supervised tokens
+UNLABELLED = -100  # in `labels`: the token is not supervised
+DOCUMENTS, TOKENIZER = "documents", "tokenizer"  # of a record of `prepare`: its texts as tokens, and whose tokens they are
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A text as token ids."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]  # True on supervised tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One record: messages for the chat template, or plain text that is supervised as a whole."""
+    """One record: messages for the chat template, plain text that is supervised as a whole, or tokens."""
 
     origin: str  # file and line, for error messages
-    # {role, content} each, and if present tool_calls, tool_call_id, name and reasoning_content
+    # {role, content} each, and if present tool_calls, tool_call_id, name, reasoning_content and learn
     messages: tuple[dict[str, Any], ...] = ()
     text: str | None = None  # plain text instead of messages
+    spans: tuple[tuple[int, int], ...] = ()  # [start, end) characters of the text that are supervised; none: all of it
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas for the template
     form: str = field(default="", compare=False)  # the record's form, a name of `FORMS`
+    tokens: tuple[TokenText, ...] = ()  # instead of messages; or the same conversation as the target read and wrote it
+    tokenizer: str | None = None  # fingerprint of the tokenizer of `tokens`; None: the user vouches for it
+
+    def learnt(self, turn: int) -> bool:
+        """Whether the data lets this message be learnt."""
+        return self.messages[turn].get(LEARN, True) is True
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A text of which parts are supervised."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+Parsed = list[dict[str, Any]] | str | MarkedText | TokenText
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +62,8 @@ class Form:
     """A record form."""
 
     fields: tuple[tuple[str, ...], ...]  # alternative sets of fields; a record of this form has all fields of one set
-    # (origin, the record's non-null fields) -> messages, or a text
-    read: Callable[[str, dict[str, Any]], list[dict[str, Any]] | str]
+    # (origin, the record's non-null fields) -> messages, a text or tokens
+    read: Callable[[str, dict[str, Any]], Parsed]
 
     def fits(self, filled: dict[str, Any]) -> bool:
         """Whether these fields are those of this form."""
@@ -68,16 +89,22 @@ def conversation(
     parsed = FORMS[name].read(origin, filled)
     if isinstance(parsed, str):
         return Conversation(origin, text=parsed, form=name)
-    for message in parsed:
-        message["content"] = located(origin, message, folder)
-    roles = [message["role"] for message in parsed]
+    if isinstance(parsed, MarkedText):
+        return Conversation(origin, text=parsed.text, spans=parsed.spans, form=name)
+    if isinstance(parsed, TokenText):
+        return Conversation(origin, form=name, tokens=(parsed,))
+    for turn in with_images(origin, parsed, filled):
+        turn["content"] = located(origin, turn, folder)
+    roles = [turn["role"] for turn in parsed]
     if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
-        parsed.insert(0, {"role": "system", "content": _string(origin, "system", filled["system"])})
-    if replies and ASSISTANT not in roles:
-        got = " ".join(", ".join(roles)[:60].split()) or "no turn"
-        way_out = "write them with drafttrain prepare" if name in UNANSWERED else "add the reply, or remove the record"
-        raise UserError(f"{origin}: expected an assistant turn to learn from, got {got}; {way_out}")
-    return Conversation(origin, tuple(parsed), tools=_tools(origin, filled.get("tools")), form=name)
+        parsed.insert(0, message("system", string(origin, "system", filled["system"])))
+    if replies:
+        _check_replies(origin, filled, name, parsed)
+    tools = _tools(origin, filled.get("tools") or filled.get("functions"))
+    tokenizer = filled.get(TOKENIZER) if DOCUMENTS in filled else None
+    tokens = _documents(origin, filled[DOCUMENTS]) if isinstance(tokenizer, str) else ()
+    known = tokenizer if tokens else None
+    return Conversation(origin, tuple(parsed), tools=tools, form=name, tokens=tokens, tokenizer=known)
 
 
 def check_form(form: str) -> None:
@@ -87,176 +114,183 @@ def check_form(form: str) -> None:
 
 
 def _recognised(origin: str, filled: dict[str, Any]) -> str:
-    for name, form in FORMS.items():
-        if form.fits(filled):
-            return name
+    fitting = [name for name, form in FORMS.items() if form.fits(filled)]
+    if "input_ids" in fitting[1:]:
+        named = f"data.form={fitting[0]} or data.form=input_ids"
+        raise UserError(f"{origin}: got {fitting[0]} and token ids with a mask of their own; set {named}")
+    if fitting:
+        return fitting[0]
     known = ", ".join(map(str, FORMS.values()))
     raise UserError(f"{origin}: expected {known}, got {keys_of(filled)}; rename the fields to one of these forms")
 
 
+def _check_replies(origin: str, filled: dict[str, Any], form: str, messages: list[dict[str, Any]]) -> None:
+    """Raise UserError unless there is a reply to learn."""
+    replies = [turn for turn in messages if turn["role"] == ASSISTANT]
+    if not replies:
+        got = " ".join(", ".join(turn["role"] for turn in messages)[:60].split()) or "no turn"
+        way_out = "write them with drafttrain prepare" if form in UNANSWERED else "add the reply, or remove the record"
+        raise UserError(f"{origin}: expected an assistant turn to learn from, got {got}; {way_out}")
+    if not any(turn.get(LEARN, True) for turn in replies):
+        raise UserError(
+            f"{origin}: expected an assistant turn to learn from, got none but those to be left out; remove the record"
+        )
+    if (tag := next((name for name in ("kto_tag", "label") if filled.get(name) is False), None)) is not None:
+        raise UserError(f"{origin}: `{tag}` is false, so the reply is one not to learn; remove the record")
+    roles = filled.get("roles_to_train", [ASSISTANT])
+    if not isinstance(roles, list) or {ROLES.get(str(role).lower()) for role in roles} != {ASSISTANT}:
+        raise UserError(f'{origin}: expected ["assistant"] in roles_to_train, got {roles!r:.60}; no other turns can be learnt')
+
+
 def _openai(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
-    return _turns(origin, "messages", filled["messages"])
+    return turns(origin, "messages", filled["messages"])
 
 
 def _sharegpt(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
-    turns = _turns(origin, "conversations", filled["conversations"], ("from", "role"), ("value", "content"))
-    for turn in turns:
-        if turn["role"] not in ROLES:
-            raise UserError(f"{origin}: expected a speaker among {', '.join(ROLES)}, got {turn['role']!r:.60}; rename it")
-        turn["role"] = ROLES[turn["role"]]
-        if turn["role"] == "function_call":
-            turn |= {"role": ASSISTANT, "content": "", "tool_calls": _calls(origin, "conversations", turn["content"])}
-    return turns
+    """ShareGPT's conversations, and LMSYS-Chat's and WildChat's conversation."""
+    name = "conversations" if "conversations" in filled else "conversation"
+    return turns(origin, name, filled[name], strict=True)
 
 
 def _prompted(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    """A prompt and a reply, each a text or a list of turns, as TRL has them. Replies inside the prompt are not learnt."""
     reply = "response" if "response" in filled else "completion"
-    return _pair(_string(origin, "prompt", filled["prompt"]), _string(origin, reply, filled[reply]))
+    asked = [*_history(origin, filled), *unlearnt(_asked(origin, "prompt", filled["prompt"]))]
+    if _are_turns(filled[reply]):
+        return [*asked, *turns(origin, reply, filled[reply])]
+    return [*asked, message(ASSISTANT, string(origin, reply, filled[reply]))]
+
+
+def _asked(origin: str, name: str, prompt: Any) -> list[dict[str, Any]]:
+    if _are_turns(prompt):
+        return turns(origin, name, prompt)
+    return [message("user", string(origin, name, prompt))]
+
+
+def _are_turns(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(turn, dict) for turn in value)
+
+
+def _history(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    """Earlier questions and replies, as LLaMA-Factory and ms-swift have them: [[question, reply], ...]."""
+    history = filled.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(entry, list) and len(entry) == 2 for entry in history):
+        raise UserError(f"{origin}: expected [question, reply] entries in `history`, got {history!r:.60}; correct it")
+    return [turn for i, entry in enumerate(history) for turn in pair(*(string(origin, f"history[{i}]", x) for x in entry))]
 
 
 def _alpaca(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
     """The instruction, a blank line, and its input."""
-    parts = [_string(origin, name, filled.get(name, "")) for name in ("instruction", "input")]
-    return _pair("\n\n".join(part for part in parts if part.strip()), _string(origin, "output", filled["output"]))
+    parts = [string(origin, name, filled.get(name, "")) for name in ("instruction", "input")]
+    asked, reply = "\n\n".join(part for part in parts if part.strip()), "output" if "output" in filled else "response"
+    return [*_history(origin, filled), *pair(asked, string(origin, reply, filled[reply]))]
 
 
 def _nvidia(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
     """NVIDIA's sets: the reply to a text, or to the turns before it."""
-    asked, reply = filled["input"], {"role": ASSISTANT, "content": _string(origin, "output", filled["output"])}
-    if isinstance(asked, str):
-        return [{"role": "user", "content": asked}, reply]
-    return [*_turns(origin, "input", asked), reply]
+    return [*_asked(origin, "input", filled["input"]), message(ASSISTANT, string(origin, "output", filled["output"]))]
+
+
+def _swift(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    """ms-swift's query and response."""
+    asked, reply = (string(origin, name, filled[name]) for name in ("query", "response"))
+    return [*_history(origin, filled), *pair(asked, reply)]
 
 
 def _mt_bench(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
     """MT-bench: the user's turns."""
-    turns = filled["turns"]
-    if not isinstance(turns, list):
-        raise UserError(f"{origin}: expected a list in `turns`, got {type(turns).__name__}; write one string per turn")
-    return [{"role": "user", "content": _content(origin, f"turns[{i}]", turn)} for i, turn in enumerate(turns)]
+    asked = filled["turns"]
+    if not isinstance(asked, list):
+        raise UserError(f"{origin}: expected a list in `turns`, got {type(asked).__name__}; write one string per turn")
+    return turns(origin, "turns", [turn if isinstance(turn, dict) else message("user", turn) for turn in asked])
 
 
 def _question(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
     """HumanEval, GSM8K and other sets of questions. Their answers were not written by the target, so they are dropped."""
     name = "question" if "question" in filled else "prompt"
-    return [{"role": "user", "content": _string(origin, name, filled[name])}]
+    return _asked(origin, name, filled[name])
 
 
 def _text(origin: str, filled: dict[str, Any]) -> str:
-    return _string(origin, "text", filled["text"])
+    return string(origin, "text", filled["text"])
+
+
+def _segments(origin: str, filled: dict[str, Any]) -> MarkedText:
+    """axolotl's text without a template, in parts that are learnt or not."""
+    parts, text, spans = filled["segments"], "", list[tuple[int, int]]()
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("label"), bool) for p in parts):
+        raise UserError(f"{origin}: expected objects with text and label, true or false, in `segments`, got {parts!r:.60}")
+    for number, part in enumerate(parts):
+        more = string(origin, f"segments[{number}].text", part.get("text"))
+        if part["label"] and more:
+            spans.append((len(text), len(text) + len(more)))
+        text += more
+    if not spans:
+        raise UserError(f"{origin}: expected a part to learn in `segments`, got none; remove the record")
+    return MarkedText(text, tuple(spans))
+
+
+def _tokens(origin: str, filled: dict[str, Any]) -> TokenText:
+    """Token ids with one or more masks, or with `labels`."""
+    ids = _numbers(origin, "input_ids", filled["input_ids"], 0)
+    columns = {name: _numbers(origin, name, filled[name], 0) for name in MASKS if name in filled}
+    if "labels" in filled:
+        labels = _numbers(origin, "labels", filled["labels"], UNLABELLED)
+        if len(labels) == len(ids) and any(label not in (UNLABELLED, i) for label, i in zip(labels, ids, strict=True)):
+            raise UserError(f"{origin}: expected {UNLABELLED} or the token's own id in `labels`, got others; do not shift them")
+        columns["labels"] = [label != UNLABELLED for label in labels]
+    real = _numbers(origin, "attention_mask", filled.get("attention_mask", [1] * len(ids)), 0)
+    for name, values in (columns | {"attention_mask": real}).items():
+        if len(values) != len(ids):
+            raise UserError(
+                f"{origin}: expected {len(ids)} values in `{name}`, one for each token, got {len(values)}; correct it"
+            )
+    kept = [i for i, value in enumerate(real) if value]  # the others are padding
+    supervised = [all(values[i] for values in columns.values()) for i in kept]
+    if not any(supervised):
+        raise UserError(f"{origin}: expected supervised tokens, got a mask that selects none; remove the record")
+    return TokenText(tuple(ids[i] for i in kept), tuple(supervised))
+
+
+def _numbers(origin: str, name: str, value: Any, least: int) -> list[int]:
+    """Whole numbers of one row; [[...]], as saved tensors are, is one row too."""
+    row = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list) else value
+    if not isinstance(row, list) or not all(isinstance(number, int) and number >= least for number in row):
+        raise UserError(
+            f"{origin}: expected a list of whole numbers from {least} on in `{name}`, got {value!r:.60}; correct it"
+        )
+    return row
+
+
+def _documents(origin: str, value: Any) -> tuple[TokenText, ...]:
+    if not isinstance(value, list) or not all(isinstance(entry, dict) and "input_ids" in entry for entry in value):
+        raise UserError(
+            f"{origin}: expected objects with input_ids in `{DOCUMENTS}`, got {value!r:.60}; prepare the data again"
+        )
+    return tuple(_tokens(origin, entry) for entry in value)
 
 
 FORMS = {  # in the order in which they are tried
     "messages": Form((("messages",),), _openai),
-    "conversations": Form((("conversations",),), _sharegpt),
+    "conversations": Form((("conversations",), ("conversation",)), _sharegpt),
     "prompt": Form((("prompt", "response"), ("prompt", "completion")), _prompted),
-    "alpaca": Form((("instruction", "output"),), _alpaca),
+    "alpaca": Form((("instruction", "output"), ("instruction", "response")), _alpaca),
     "input": Form((("input", "output"),), _nvidia),
+    "query": Form((("query", "response"),), _swift),
     "turns": Form((("turns",),), _mt_bench),
+    "input_ids": Form(tuple(("input_ids", name) for name in (*MASKS, "labels")), _tokens),
+    "segments": Form((("segments",),), _segments),
     "text": Form((("text",),), _text),
     "question": Form((("question",), ("prompt",)), _question),
 }
 UNANSWERED = ("turns", "question")
 
 
-def _pair(prompt: str, reply: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": reply}]
-
-
-def _turns(
-    origin: str, name: str, turns: Any, role_keys: tuple[str, ...] = ("role",), content_keys: tuple[str, ...] = ("content",)
-) -> list[dict[str, Any]]:
-    """Messages from a list of turns. role_keys, content_keys: alternative field names, the usual one first."""
-    if not isinstance(turns, list):
-        raise UserError(f"{origin}: expected a list in `{name}`, got {type(turns).__name__}; write one object per turn")
-    found = []
-    for number, turn in enumerate(turns):
-        place = f"{name}[{number}]"
-        if not isinstance(turn, dict):
-            got = type(turn).__name__
-            raise UserError(f"{origin}: expected an object in {place}, got {got}; write {role_keys[0]} and {content_keys[0]}")
-        role, content = (next((k for k in keys if turn.get(k) is not None), keys[0]) for keys in (role_keys, content_keys))
-        found.append(
-            {"role": _string(origin, f"{place}.{role}", turn.get(role))}
-            | _message_content(origin, f"{place}.{content}", turn, content)
-        )
-    return found
-
-
-def _message_content(origin: str, place: str, turn: dict[str, Any], content: str) -> dict[str, Any]:
-    """A message's fields except its role."""
-    calls = turn.get("tool_calls")
-    parsed: dict[str, Any] = {
-        "content": "" if calls and turn.get(content) is None else _content(origin, place, turn.get(content))
-    }
-    if calls:
-        parsed["tool_calls"] = _calls(origin, place.rpartition(".")[0], calls)
-    thought = next((turn[key] for key in REASONING_FIELDS if turn.get(key)), None)
-    if thought is not None:
-        parsed["reasoning_content"] = _string(origin, place.replace(content, REASONING_FIELDS[0]), thought)
-    return parsed | {key: turn[key] for key in COPIED_FIELDS if turn.get(key) is not None}
-
-
-def _content(origin: str, place: str, value: Any) -> str | list[dict[str, str]]:
-    """A string, or a list of parts, which is joined where all are text."""
-    if not isinstance(value, list):
-        return _string(origin, place, value)
-    parts: list[dict[str, str]] = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind in IMAGE_KEYS:
-            parts.append(image_part(origin, place, part))
-            continue
-        if kind != "text":
-            raise UserError(
-                f"{origin}: expected text and image parts in {place}, got {kind}; write its text, or remove the record"
-            )
-        parts.append({"type": "text", "text": _string(origin, f"{place}.text", part.get("text"))})
-    return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)
-
-
-def _calls(origin: str, place: str, value: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, as templates expect them. OpenAI stores arguments as JSON strings."""
-    value = _unpacked(value)
-    calls = value if isinstance(value, list) else [value]
-    found = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UserError(f"{origin}: expected tool calls with a function's name in {place}, got {call!r:.60}; correct them")
-        function = function | {"arguments": _unpacked(function.get("arguments", {}))}
-        found.append({"type": "function"} | (call if "function" in call else {}) | {"function": function})
-    return found
-
-
 def _tools(origin: str, value: Any) -> tuple[dict[str, Any], ...]:
     """JSON schemas of the tools."""
-    tools = _unpacked(value)
+    tools = unpacked(value)
     if not tools:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{origin}: expected a list of JSON schemas in `tools`, got {value!r:.60}; correct it")
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
-
-
-def _unpacked(value: Any) -> Any:
-    """The value of a JSON string: tables and OpenAI store values without a fixed shape as JSON strings."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):  # not JSON, or nested too deeply to be used
-        return value
-
-
-def _string(origin: str, name: str, value: Any) -> str:
-    """The value. Raises UserError unless it is a string of valid Unicode."""
-    if not isinstance(value, str):
-        got = "nothing" if value is None else type(value).__name__
-        raise UserError(f"{origin}: expected a string in {name}, got {got}; write its text, or remove the record")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        got = f"an unpaired surrogate at character {error.start}"
-        raise UserError(f"{origin}: expected Unicode text in {name}, got {got}; remove it") from error
-    return value

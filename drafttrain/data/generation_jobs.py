@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import PrepareOptions
-from drafttrain.data.pictures import Content, text_of
+from drafttrain.data.pictures import Content, sources_of, text_of
 from drafttrain.data.rules import Reply
 from drafttrain.data.sources import ASSISTANT, Conversation
 
@@ -119,6 +119,41 @@ def jobs_of(scripts: Iterable[PromptScript], options: PrepareOptions) -> Iterato
             greedy = greedy or temperature == 0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTurn:
+    """A prompt as the target read it, and its reply as it wrote it, the end-of-turn token included."""
+
+    prompt: list[int]
+    reply: list[int]
+
+
+def packed_turns(turns: Sequence[TokenTurn]) -> list[list[Any]]:
+    """[number of first ids as in the turn before, the prompt's others, reply] of each turn: prompts grow from turn to turn."""
+    packed, before = list[list[Any]](), list[int]()
+    for turn in turns:
+        pairs = enumerate(zip(before, turn.prompt, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(turn.prompt)))
+        packed.append([same, turn.prompt[same:], turn.reply])
+        before = [*turn.prompt, *turn.reply]
+    return packed
+
+
+def documents_of(packed: Sequence[Sequence[Any]]) -> list[dict[str, list[int]]]:
+    """The fewest texts that contain every reply after its own prompt, as `input_ids` and `loss_mask`.
+
+    A turn that continues all ids of the one before stays in its text. Others, such as after a template that changes earlier
+    turns, begin one of their own.
+    """
+    found = list[dict[str, list[int]]]()
+    for same, more, reply in packed:
+        ids = found[-1]["input_ids"] if found else []
+        if not found or same < len(ids):
+            found.append({"input_ids": ids[:same], "loss_mask": [0] * same})
+        found[-1]["input_ids"] += [*more, *reply]
+        found[-1]["loss_mask"] += [0] * len(more) + [1] * len(reply)
+    return found
+
+
 @dataclass(slots=True)
 class Dialogue:
     """A running job. Its user turns are sent one by one, each with the earlier turns and replies."""
@@ -127,6 +162,7 @@ class Dialogue:
     messages: list[Message] = field(default_factory=list)  # turns and replies so far
     finish: list[str] = field(default_factory=list)  # finish reason of each reply
     tokens: list[int] = field(default_factory=list)  # number of tokens of each reply
+    turns: list[TokenTurn | None] = field(default_factory=list)  # of each reply; None where its tokens are not known
     failed: str | None = None  # why the dialogue failed, if it did
     _at: int = 0  # position in the script
 
@@ -142,8 +178,9 @@ class Dialogue:
                 return list(prompt)
         return None
 
-    def add_reply(self, reply: Reply, tokens: int) -> None:
+    def add_reply(self, reply: Reply, tokens: int, turn: TokenTurn | None = None) -> None:
         """Append the target's reply to the last prompt."""
+        self.turns.append(turn)
         self.messages.append({"role": ASSISTANT, "content": reply.text})
         self.finish.append(reply.finish)
         self.tokens.append(tokens)
@@ -162,4 +199,7 @@ class Dialogue:
             return about
         last = max(i for i, m in enumerate(self.messages) if m["role"] == ASSISTANT)
         about |= {"temperature": job.temperature, "seed": job.seed, "messages": self.messages[: last + 1]}
-        return about | {"finish": self.finish, "tokens": self.tokens}
+        about |= {"finish": self.finish, "tokens": self.tokens}
+        known = [turn for turn in self.turns if turn is not None]
+        without = len(known) < len(self.turns) or sources_of(self.messages)  # ids of images are this process's own
+        return about if without else about | {"turns": packed_turns(known)}

@@ -141,7 +141,7 @@ def check_settings(folder: Path, settings: dict[str, Any], write: bool) -> None:
         return
     before = _flat(read_sealed_json(path, "the settings of a journal", "name another out=, or remove the folder"))
     now = _flat(settings)
-    for name in sorted({*before, *now}):
+    for name in sorted(before):  # those of an earlier version may be fewer
         if before.get(name) != now.get(name):
             raise UserError(
                 f"{folder} was begun with {name} {json.dumps(before.get(name))}, now it is {json.dumps(now.get(name))} "

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, GenerationJob
+from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, GenerationJob, TokenTurn
 from drafttrain.data.prompts import encode_messages
+from drafttrain.data.reply_text import Continuation
 from drafttrain.data.rules import Reply
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Result
@@ -53,7 +54,7 @@ class _ActiveDialogues:
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, session: Session, images: Images = TEXT_ONLY
     ) -> None:
         self.tokenizer, self.max_length, self.session, self.images = tokenizer, max_length, session, images
-        self.open: dict[int, tuple[Dialogue, Result]] = {}
+        self.open: dict[int, tuple[Dialogue, Result, list[int]]] = {}  # with the ids of the prompt
 
     def fill(self, jobs: Iterator[GenerationJob], most: int, finished: Finished) -> bool:
         """Start jobs until `most` are open. Returns whether any is. More than the slots are opened, so that no slot waits."""
@@ -67,24 +68,24 @@ class _ActiveDialogues:
         if messages is not None:
             try:
                 tokens = encode_messages(self.tokenizer, messages, self.images)
+                request = self.session.decoder.request(tokens, dialogue.job.seed)
             except UserError as error:  # some templates refuse system turns; other prompts may pass
                 dialogue.fail(str(error))
             else:
-                request = self.session.decoder.request(tokens, dialogue.job.seed)
                 if len(tokens) + request.max_new_tokens <= self.max_length:
                     # positions continue from turn to turn, so that no noise is used twice
                     (result,) = self.session.submit(request)
-                    self.open[id(result)] = (dialogue, result)
+                    self.open[id(result)] = (dialogue, result, tokens)
                     return
                 dialogue.fail(TOO_LONG)
         finished(dialogue)
 
     def end(self, result: Result, finished: Finished) -> None:
         """Take a reply. Several chunks of one step may belong to it; only the first counts."""
-        dialogue, _ = self.open.pop(id(result), (None, None))
+        dialogue, _, prompt = self.open.pop(id(result), (None, None, []))
         if dialogue is None:
             return
         ids = result.tokens[:-1] if result.ended_by == "stop" else result.tokens
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        dialogue.add_reply(Reply(text, str(result.ended_by)), len(result.tokens))
+        text = Continuation.of_messages(self.tokenizer, prompt, dialogue.messages, self.images).text(ids)
+        dialogue.add_reply(Reply(text, str(result.ended_by)), len(result.tokens), TokenTurn(prompt, result.tokens))
         self.submit(dialogue, finished)

@@ -11,6 +11,7 @@ from typing import Any
 from drafttrain.core.errors import UserError
 
 IMAGE_KEYS = ("image", "image_url")  # types of a part
+PLACE = "<image>"  # in the text of LLaMA-Factory's, ms-swift's and LLaVA's records, for the next of the record's `images`
 SOURCES = ("image", "path", "url", "base64", "image_url")  # fields that hold the image
 INLINE = "data:"
 REMOTE = ("http://", "https://", "ftp://", "s3://", "gs://")
@@ -31,6 +32,32 @@ def image_part(origin: str, place: str, part: dict[str, Any]) -> dict[str, str]:
     if name == "base64" and not source.startswith(INLINE):
         source = f"{INLINE}image;base64,{source}"
     return {"type": "image", "image": source}
+
+
+def with_images(origin: str, messages: list[dict[str, Any]], filled: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages with the record's `images` in the places of `<image>`; without a place, before the first user turn's text.
+
+    Raises UserError for another number of places than images, and for a record with sound or video.
+    """
+    if other := next((name for name in ("videos", "audios") if filled.get(name)), None):
+        raise UserError(f"{origin}: expected text and images, got `{other}`; remove the record")
+    places = sum(text_of(message["content"]).count(PLACE) for message in messages)
+    images = filled.get("images") or ([filled["image"]] if places and "image" in filled else [])
+    users = [message for message in messages if message["role"] == "user"]
+    if not images or not users or sources_of(messages):
+        return messages
+    if not isinstance(images, list) or places not in (0, len(images)):
+        got = f"{len(images)} images" if isinstance(images, list) else type(images).__name__
+        raise UserError(f"{origin}: expected an image for each of {places} {PLACE}, got {got}; correct `images` or the text")
+    left = iter([image_part(origin, "images", {"type": "image", "image": image}) for image in images])
+    if not places:
+        users[0]["content"] = [*left, {"type": "text", "text": users[0]["content"]}]
+    for message in messages if places else ():
+        first, *others = text_of(message["content"]).split(PLACE)
+        parts = [first, *(part for text in others for part in (next(left), text))]
+        kept = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts if part]
+        message["content"] = kept if others else message["content"]
+    return messages
 
 
 def located(origin: str, message: dict[str, Any], folder: Path | None) -> Content:

@@ -130,17 +130,24 @@ def encode_prompt(
 
     A chat template is applied with its generation prompt. Without one, turns are plain text with blank lines between them.
     """
+    return encode_messages(tokenizer, dialogue(turns, replies), images)
+
+
+def dialogue(turns: Sequence[Content], replies: Sequence[str]) -> list[dict[str, Any]]:
+    """The first turns with the replies between them, one turn more than replies."""
     contents = [part for pair in zip(turns, replies, strict=False) for part in pair] + [turns[len(replies)]]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    return encode_messages(tokenizer, messages, images)
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
 def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], images: Images = TEXT_ONLY
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    images: Images = TEXT_ONLY,
+    reply: str | None = None,
 ) -> list[int]:
     """Token ids of a conversation that ends in a user turn. Templates are applied as in `encode_prompt`.
 
-    images: of the target, for contents with images.
+    images: of the target, for contents with images. reply: follows the conversation.
     """
     sources = sources_of(messages)
     if not tokenizer.chat_template:
@@ -148,10 +155,11 @@ def encode_messages(
             raise UserError(
                 f"{sources[0][:80]}: images need a chat template, and the tokenizer has none; choose another target"
             )
-        return list(tokenizer("\n\n".join(m["content"] for m in messages), verbose=False)["input_ids"])
+        return list(tokenizer("\n\n".join(m["content"] for m in messages) + (reply or ""), verbose=False)["input_ids"])
+    answered = [dict(m) for m in messages] + ([] if reply is None else [{"role": "assistant", "content": reply}])
     refused = f"the chat template refuses the prompt {text_of(messages[0]['content'])[:40]!r}"
     with template_errors(refused, template_origin(tokenizer), "use a template that takes user turns"):
-        text = str(tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, tokenize=False))
+        text = str(tokenizer.apply_chat_template(answered, add_generation_prompt=reply is None, tokenize=False))
     if not sources:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     origin = f"the prompt {text_of(messages[0]['content'])[:40]!r}"

@@ -8,6 +8,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from drafttrain.core.checksums import LISTED, changed, check_listed, first_fault, listed
 from drafttrain.core.errors import UserError
 
@@ -21,6 +23,14 @@ AGAIN = "prepare the data again"
 def template_hash(template: str | None) -> str | None:
     """sha256 of a chat template's text."""
     return None if template is None else hashlib.sha256(template.encode()).hexdigest()
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase, template: Any) -> str:
+    """sha256 of a tokenizer's vocabulary and rules, and of the chat template that is used with it."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    rules = fast.to_str() if fast is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    parts = [rules, template, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def find_provenance(data: str) -> dict[str, Any] | None:

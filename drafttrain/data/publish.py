@@ -18,7 +18,8 @@ from typing import Any
 from drafttrain.core.checksums import list_files
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, atomic_write_json
-from drafttrain.data.generation_jobs import TOO_LONG, GenerationJob
+from drafttrain.data.forms import DOCUMENTS, TOKENIZER
+from drafttrain.data.generation_jobs import TOO_LONG, GenerationJob, documents_of
 from drafttrain.data.journal import read, record_of
 from drafttrain.data.provenance import FILE
 from drafttrain.data.rules import RULES, Reply, judge
@@ -60,7 +61,8 @@ def publish(
     for left in out.parent.glob(f"{out.name}.tmp-*"):  # left by a killed call
         shutil.rmtree(left)
     with atomic_directory(out) as aside, (aside / REJECTS).open("w", encoding="utf-8") as rejects:
-        kept = _kept(journal, jobs, drop, counts, rejects)
+        tokenizer = provenance.get(TOKENIZER)
+        kept = (_published(record, tokenizer) for record in _kept(journal, jobs, drop, counts, rejects))
         number = 0
         while records := list(islice(kept, shard)):
             _write(aside / f"part-{number:05}.{form}", records)
@@ -103,6 +105,12 @@ def _kept(
             yield judged
 
 
+def _published(record: dict[str, Any], tokenizer: str | None) -> dict[str, Any]:
+    """The record with its texts as tokens, if they and their tokenizer are known."""
+    turns = record.pop("turns")
+    return record | ({DOCUMENTS: documents_of(turns), TOKENIZER: tokenizer} if turns and tokenizer else {})
+
+
 def _at(path: Path, offset: int) -> dict[str, Any]:
     with path.open("rb") as file:
         file.seek(offset)
@@ -130,7 +138,8 @@ def _judged(record: dict[str, Any], drop: list[str], counts: Counts) -> dict[str
     counts.shortened += judged.kept < len(places) or "failed" in record
     about = {name: record[name] for name in ("id", "prompt_id", "sample", "temperature", "seed")}
     messages = record["messages"][: places[judged.kept - 1] + 1]
-    return {"messages": messages, **about, "finish": record["finish"][: judged.kept]}
+    turns = record.get("turns", [])[: judged.kept]
+    return {"messages": messages, **about, "finish": record["finish"][: judged.kept], "turns": turns}
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> None:
@@ -140,4 +149,5 @@ def _write(path: Path, records: list[dict[str, Any]]) -> None:
     import pyarrow  # slow to import
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    columns = dict.fromkeys(name for record in records for name in record)  # some may lack tokens
+    parquet.write_table(pyarrow.Table.from_pylist([{name: r.get(name) for name in columns} for r in records]), path)

@@ -21,7 +21,7 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.generation_jobs import Dialogue, GenerationJob, Message
+from drafttrain.data.generation_jobs import Dialogue, GenerationJob, Message, TokenTurn
 from drafttrain.data.local_generator import Finished, Tick
 from drafttrain.data.pictures import INLINE
 from drafttrain.data.rules import Reply
@@ -29,15 +29,24 @@ from drafttrain.targets.images import content_of
 
 if TYPE_CHECKING:
     import httpx
+    from transformers import PreTrainedTokenizerBase
 
 BUSY = (408, 425, 429, 502, 503, 504)
 FATAL = (401, 403, 404, 405)
+IDS: dict[str, dict[str, Any]] = {  # fields of a request that ask an engine for the token ids of prompt and reply
+    "vllm": {"return_token_ids": True},
+    "sglang": {"return_prompt_token_ids": True, "return_meta_info": True, "logprobs": True},
+}
 TRIES = 3  # attempts for a request that the server accepts and does not answer
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; doubled after every attempt
 
 
 class _RefusedError(Exception):
     """This text failed. Others may succeed."""
+
+
+class _FatalError(UserError):
+    """All requests of this kind would fail in the same way."""
 
 
 class _RetryError(Exception):
@@ -92,22 +101,30 @@ def client_of(options: ServerOptions) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=httpx.Timeout(options.timeout, connect=30))
 
 
-def model_of(options: ServerOptions) -> str:
-    """The name of the model that answers. Raises UserError if the server has several and none was chosen."""
-    if options.model is not None:
-        return options.model
+def model_of(options: ServerOptions) -> tuple[str, str | None]:
+    """(the name of the model that answers, the engine that runs it if the server says so).
 
-    async def listed() -> Any:
+    Raises UserError if the server has several models and none was chosen.
+    """
+
+    async def listed() -> dict[str, str | None]:
         async with client_of(options) as client:
-            return await _Sender(client, options).send("GET", "models", None, lambda body: [m["id"] for m in body["data"]])
+            return await _Sender(client, options).send("GET", "models", None, _read_models)
 
     try:
-        names = asyncio.run(listed())
-    except _RefusedError as error:
+        models = asyncio.run(listed())
+    except (_RefusedError, _FatalError) as error:
+        if options.model is not None:
+            return options.model, None
         raise UserError(f"{options.url} does not list its models ({error}); set prepare.model") from error
-    if len(names) != 1:
-        raise UserError(f"{options.url} has the models {', '.join(names) or 'none'}; set prepare.model")
-    return str(names[0])
+    if options.model is None and len(models) != 1:
+        raise UserError(f"{options.url} has the models {', '.join(models) or 'none'}; set prepare.model")
+    name = options.model or next(iter(models))
+    return name, models.get(name)
+
+
+def _read_models(body: Any) -> dict[str, str | None]:
+    return {str(model["id"]): model.get("owned_by") for model in body["data"]}
 
 
 @dataclass(frozen=True)
@@ -115,6 +132,8 @@ class Server:
     """Generates texts by an OpenAI-compatible server. options.model must be set (`model_of`)."""
 
     options: ServerOptions
+    engine: str | None = None  # a name of `IDS`
+    tokenizer: PreTrainedTokenizerBase | None = None  # the target's; None: not known, so no token ids are kept
 
     def answer(self, jobs: Sequence[GenerationJob], finished: Finished, tick: Tick) -> None:
         """Generate every job's text. Raises UserError if the server is away for `patience` seconds or refuses every request."""
@@ -137,9 +156,9 @@ class Server:
             try:
                 while (messages := dialogue.next_prompt()) is not None:
                     body = self._body(job, messages)
-                    reply, tokens = await sender.send("POST", "chat/completions", body, _read_reply)
-                    dialogue.add_reply(reply, tokens)
-                    tick(tokens)
+                    answer = await sender.send("POST", "chat/completions", body, _read_reply)
+                    dialogue.add_reply(answer.reply, answer.tokens, self._turn(answer))
+                    tick(answer.tokens)
             except _RefusedError as error:
                 dialogue.fail(str(error))
             finished(dialogue)
@@ -149,7 +168,18 @@ class Server:
         body: dict[str, Any] = {"model": options.model, "messages": [_served(m) for m in messages]}
         body["max_tokens"] = options.max_new_tokens
         body |= {"temperature": job.temperature, "top_p": options.top_p, "seed": job.seed}
+        body |= IDS.get(self.engine or "", {}) if self.tokenizer is not None else {}
         return body | ({"top_k": options.top_k} if options.top_k else {})  # vLLM and SGLang support it, OpenAI does not
+
+    def _turn(self, answer: _Answer) -> TokenTurn | None:
+        """The tokens of prompt and reply, if the target's tokenizer reads the reply in them.
+
+        A parser of the server may have taken thoughts and calls out of the text, not out of the tokens.
+        """
+        if self.tokenizer is None or answer.turn is None or not answer.turn.reply:
+            return None
+        said = self.tokenizer.decode(answer.turn.reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return answer.turn if answer.reply.text.strip() in str(said) else None
 
 
 def _served(message: Message) -> Message:
@@ -169,14 +199,34 @@ def _served(message: Message) -> Message:
     return message | {"content": parts}
 
 
-def _read_reply(body: Any) -> tuple[Reply, int]:
-    """(reply, number of its tokens). Raises KeyError, TypeError, IndexError or ValueError for a malformed response."""
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A response's content."""
+
+    reply: Reply
+    tokens: int  # of the reply
+    turn: TokenTurn | None  # the token ids, if they are in the response
+
+
+def _read_reply(body: Any) -> _Answer:
+    """Raises KeyError, TypeError, IndexError or ValueError for a malformed response."""
     choice = body["choices"][0]
     text, finish = choice["message"]["content"], choice["finish_reason"]
     if not isinstance(text, str) or not isinstance(finish, str):
         raise ValueError("no text in it")
     text.encode()  # an unpaired surrogate could not be written to the journal
-    return Reply(text, finish), int((body.get("usage") or {}).get("completion_tokens") or 0)
+    tokens = int((body.get("usage") or {}).get("completion_tokens") or 0)
+    return _Answer(Reply(text, finish), tokens, _read_turn(body, choice))
+
+
+def _read_turn(body: dict[str, Any], choice: dict[str, Any]) -> TokenTurn | None:
+    """The token ids of prompt and reply, as vLLM or SGLang write them; None if they are not all there."""
+    prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    reply = choice.get("token_ids")
+    if reply is None:  # SGLang: (log-probability, id, text) of each token
+        reply = [entry[1] for entry in (choice.get("meta_info") or {}).get("output_token_logprobs") or ()]
+    both = [*(prompt or ()), *reply]
+    return TokenTurn(list(prompt), list(reply)) if prompt and reply and all(isinstance(i, int) for i in both) else None
 
 
 class _Sender:
@@ -227,7 +277,7 @@ class _Sender:
         if status in BUSY:
             raise _RetryError(f"it is busy (status {status})", _seconds(response.headers.get("Retry-After")))
         if status in FATAL:
-            raise UserError(
+            raise _FatalError(
                 f"{self.options.url} refuses {path} with status {status}: {error_text(response)}; check prepare.server, "
                 "prepare.model and the key in prepare.key_env"
             )

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.chat import Encoded
 from drafttrain.data.provenance import template_hash
+from drafttrain.data.reply_text import text_following
 from drafttrain.data.sources import Conversation
 from drafttrain.data.templates import MARKED
 from drafttrain.model.images import without_images
@@ -98,7 +99,7 @@ def sample_of(conversation: Conversation, encoded: Encoded, tokenizer: PreTraine
     ids, mask = encoded.token_ids.tolist(), encoded.mask
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
     pieces = [
-        Piece(str(tokenizer.decode(without_images(ids[start:end]), clean_up_tokenization_spaces=False)), bool(mask[start]))
+        Piece(text_following(tokenizer, ids[:start], without_images(ids[start:end]), special=True), bool(mask[start]))
         for start, end in pairwise(edges)
         if end > start
     ]

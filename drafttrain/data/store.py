@@ -21,12 +21,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import ipc
-from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_file
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.forms import Conversation
+from drafttrain.data.provenance import tokenizer_hash
 from drafttrain.data.records import NO_ROOM
 from drafttrain.data.sources import Source
 from drafttrain.model.images import FIRST, bases, rows, spans
@@ -35,7 +35,7 @@ from drafttrain.targets.images import ImageRef
 MAGIC, OLD_MAGIC = b"drafttrain block", b"ARROW1"  # first bytes of a file; of a file of earlier versions
 HEADER = 64  # bytes before the Arrow file, a multiple of its alignment
 IMAGES = "images"  # a column that only blocks with images have
-VERSION = 1  # version of a block's content; every version has its own folder
+VERSION = 2  # version of a block's content; every version has its own folder
 SCHEMA = pa.schema(
     {
         "record": pa.int64(),
@@ -162,6 +162,10 @@ def _encoded(source: Source, encoder: Encoder, number: int) -> dict[str, Any]:
 def _digest(conversation: Conversation) -> bytes:
     """Hash of the text only, so that the same record has the same hash in every file and form."""
     text: Any = conversation.text if conversation.text is not None else conversation.messages
+    if conversation.spans:
+        text = [text, conversation.spans]
+    if not text:
+        text = [[tokens.ids, tokens.mask] for tokens in conversation.tokens]
     content = json.dumps([text, conversation.tools] if conversation.tools else text, sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
@@ -219,17 +223,9 @@ def _checked(whole: Any) -> Any | None:
 def key_of(source: Source, encoder: Encoder) -> str:
     """A hash of everything that decides the result of preparing a source."""
     parts = [VERSION, source.records.digest, source.form, encoder.max_length, asdict(encoder.template.options)]
-    parts += [tokenizer_digest(encoder.tokenizer)]
+    parts += [tokenizer_hash(encoder.tokenizer, encoder.tokenizer.chat_template), encoder.vocab_size]
     parts += [encoder.images.digest] if encoder.images.digest else []
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the tokenizer's vocabulary, rules and template."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    rules = fast.to_str() if fast is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    parts = [rules, tokenizer.chat_template, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def blocks_in(store: Store, names: Iterable[str]) -> dict[str, Block]:

@@ -30,6 +30,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.bounds import TooLongError, bounded
 from drafttrain.data.forms import ASSISTANT, Conversation
 from drafttrain.data.pictures import sources_of
+from drafttrain.data.turns import LEARN
 from drafttrain.targets.images import TEXT_ONLY, ImageRef, Images
 
 Messages = Sequence[dict[str, Any]]
@@ -90,9 +91,21 @@ class Template:
         if MARKED.search(template):
             # transformers' own token mask is wrong at trimmed spaces, so this uses the marked characters instead
             text, marked, pictures = self._run(conversation, messages, marks=True)
-            return [Rendered(text, marked, pictures)]
+            return [Rendered(text, self._learnt_marks(conversation, marked), pictures)]
         whole, _, pictures = self._run(conversation, messages)
         return _rendered_texts(whole, self._replies(conversation, messages, whole), pictures)
+
+    def _learnt_marks(self, conversation: Conversation, marked: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The marks of the replies that the data lets be learnt."""
+        learnt = [conversation.learnt(i) for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+        if all(learnt):
+            return marked
+        if len(marked) != len(learnt):
+            raise UserError(
+                f"{conversation.origin}: some replies are not to be learnt, and the template marks {len(marked)} parts of "
+                f"{len(learnt)} replies; give data.template=FILE without generation marks, or remove the record"
+            )
+        return [mark for mark, wanted in zip(marked, learnt, strict=True) if wanted]
 
     def _text(self, conversation: Conversation) -> str:
         """The template's text. The tokenizer may have another one for conversations with tools."""
@@ -105,7 +118,8 @@ class Template:
     def _messages(self, conversation: Conversation, template: str) -> list[dict[str, Any]]:
         """The messages with reasoning in the form that the template reads, or without any."""
         takes, messages = TAKES_THOUGHTS.search(template), []
-        for message in conversation.messages:
+        for written in conversation.messages:
+            message = {key: value for key, value in written.items() if key != LEARN}
             thought = message.get("reasoning_content")
             if message["role"] != ASSISTANT or (self.options.thinking == "keep" and (thought is None or takes)):
                 messages.append(message if thought is None else message | {"thinking": thought})
@@ -121,7 +135,8 @@ class Template:
     def _replies(self, conversation: Conversation, messages: Messages, whole: str) -> list[_Reply]:
         found = []
         for turn, message in enumerate(messages):
-            if message["role"] != ASSISTANT or turn == 0:  # a reply to nothing has no prompt to be drafted from
+            # a reply to nothing has no prompt to be drafted from
+            if message["role"] != ASSISTANT or turn == 0 or not conversation.learnt(turn):
                 continue
             before = self._run(conversation, messages[:turn], add_generation_prompt=True)[0]
             after = whole if turn + 1 == len(messages) else self._run(conversation, messages[: turn + 1])[0]

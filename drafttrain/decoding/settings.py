@@ -14,7 +14,7 @@ from drafttrain.decoding.graph_runner import RING, capturable
 from drafttrain.decoding.guards.guard import Guard
 from drafttrain.decoding.request import Request, StopText
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.images import has_images
+from drafttrain.model.images import FIRST, has_images
 from drafttrain.model.target import Target
 
 
@@ -97,8 +97,11 @@ class DecoderSettings:
     def request(self, prompt: Sequence[int], key: int = 0, as_json: bool = False) -> Request:
         """A request with the decoder's own limits. as_json: its text is meant to be JSON.
 
-        Raises ValueError for a prompt with images that the target or the drafter cannot read.
+        Raises ValueError for a prompt with images that the target or the drafter cannot read, UserError for one with a token
+        that the target does not have: some tokenizers have a few more tokens than their model.
         """
+        if (highest := max((i for i in prompt if i < FIRST), default=0)) >= (count := self.target.shape.vocab_size):
+            raise UserError(f"a prompt has token {highest}, which is none of the target's {count}; remove it from the text")
         if has_images(prompt) and (self.target.placeholder is None or (self.drafter is not None and not self.drafter.images)):
             raise ValueError("a prompt has an image, but the target or the drafter reads text alone; leave the image out")
         return Request(prompt, key, **self._text, guard=self.guard.of(as_json))

@@ -7,18 +7,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.data import PrepareOptions
-from drafttrain.data.generation_jobs import Dialogue, GenerationJob
+from drafttrain.data.forms import TOKENIZER
+from drafttrain.data.generation_jobs import Dialogue, GenerationJob, PromptScripts
 from drafttrain.data.local_generator import LocalGenerator
-from drafttrain.data.provenance import template_hash
+from drafttrain.data.provenance import template_hash, tokenizer_hash
 from drafttrain.data.server import Server, ServerOptions, model_of
 from drafttrain.data.templates import chat_template, read_template
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target, load_tokenizer
 from drafttrain.targets.parallel import Part
+
+NEW_TOKENS = 1024  # of one reply, if nothing is given
 
 
 class Answerer(Protocol):
@@ -32,58 +37,85 @@ def sampling_at(prepare: PrepareOptions, temperature: float) -> Sampling:
     return Sampling(temperature, prepare.top_k, prepare.top_p, prepare.seed)
 
 
-def decoder_answerer(options: RunOptions, part: Part | None) -> tuple[Answerer, dict[str, Any]]:
+def decoder_answerer(options: RunOptions, scripts: PromptScripts, part: Part | None) -> tuple[Answerer, dict[str, Any]]:
     """(our decoder, the settings that determine its replies). part: of a shared target."""
     loaded = load_target(options.target) if part is None else load_target(options.target, part)
     if options.data.template is not None:
         loaded.tokenizer.chat_template = read_template(options.data.template)
-    template = chat_template(loaded.tokenizer, f"data.path={options.data.path}")
-    prepare = options.prepare
-    longest = min(prepare.max_length, loaded.target.shape.max_positions)
-    if prepare.max_new_tokens >= longest:
-        raise UserError(
-            f"prepare.max_new_tokens is {prepare.max_new_tokens}, but a conversation has room for {longest} tokens "
-            "(prepare.max_length, and the target's context); set it lower"
-        )
+    template = _template(loaded.tokenizer, scripts)
+    longest = min(options.prepare.max_length, loaded.target.shape.max_positions)
+    prepare = with_new_tokens(options.prepare, longest)
     engine = LocalGenerator(
         lambda t: _decoder(loaded, prepare, t), loaded.tokenizer, longest, prepare.batch_size, loaded.images
     )
     names = ("name", "path", "revision", "dtype", "weights", "architecture", "fingerprint")
     target = {name: loaded.description[name] for name in names}
-    return engine, _record(target, None, template, prepare, longest)
+    return engine, _record(target, None, template, prepare, longest, loaded.tokenizer)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, scripts: PromptScripts) -> str | None:
+    """The chat template. Without one a single prompt is plain text; raises UserError for conversations."""
+    conversations = [script for script in scripts.scripts if len(script.messages) > 1]
+    if not tokenizer.chat_template and not conversations:
+        return None
+    return chat_template(tokenizer, (conversations or scripts.scripts)[0].origin)
+
+
+def with_new_tokens(prepare: PrepareOptions, longest: int | None = None) -> PrepareOptions:
+    """The options with a limit of new tokens. longest: tokens of a conversation; half of them where the default has no room.
+
+    Raises UserError for a given limit that leaves no room for a prompt.
+    """
+    new = prepare.max_new_tokens
+    if new is None:
+        room = NEW_TOKENS if longest is None or longest > NEW_TOKENS else max(1, longest // 2)
+        return replace(prepare, max_new_tokens=room)
+    if longest is not None and new >= longest:
+        raise UserError(
+            f"prepare.max_new_tokens is {new}, but a conversation has room for {longest} tokens (prepare.max_length, and the "
+            "target's context); set it lower"
+        )
+    return prepare
 
 
 def _decoder(loaded: LoadedTarget, prepare: PrepareOptions, temperature: float) -> Decoder:
     policy = "coupled" if temperature else "greedy"  # noise is keyed by request, so a reply does not depend on its batch
     sampling = sampling_at(prepare, temperature)
-    return Decoder(loaded.target, None, policy, sampling, loaded.target.stop_ids, prepare.max_new_tokens)
+    return Decoder(loaded.target, None, policy, sampling, loaded.target.stop_ids, prepare.max_new_tokens or NEW_TOKENS)
 
 
 def server_answerer(options: RunOptions) -> tuple[Answerer, dict[str, Any]]:
     """(the server, the known settings that determine its replies). Its weights and template are not known."""
-    prepare, target = options.prepare, options.target
-    assert prepare.server is not None
+    prepare, target = with_new_tokens(options.prepare), options.target
+    assert prepare.server is not None and prepare.max_new_tokens is not None
     key = os.environ.get(prepare.key_env) or None
     server = ServerOptions(
         prepare.server, prepare.model, key, prepare.concurrency, prepare.timeout, prepare.patience,
         prepare.max_new_tokens, prepare.top_p, prepare.top_k,
     )  # fmt: skip
-    model = model_of(server)
-    named = target.name != "embedded"
-    template = chat_template(load_tokenizer(target), f"data.path={options.data.path}") if named else None
+    model, engine = model_of(server)
+    tokenizer = load_tokenizer(target) if target.name != "embedded" else None
+    template = None if tokenizer is None else chat_template(tokenizer, f"data.path={options.data.path}")
     target_served = {
         "name": "served",
-        "path": target.path if named else model,
+        "path": model if tokenizer is None else target.path,
         "revision": target.revision,
         "fingerprint": None,
     }
-    return Server(replace(server, model=model)), _record(target_served, model, template, prepare, None)
+    record = _record(target_served, model, template, prepare, None, tokenizer)
+    return Server(replace(server, model=model), engine, tokenizer), record
 
 
 def _record(
-    target: dict[str, Any], served_as: str | None, template: str | None, prepare: PrepareOptions, longest: int | None
+    target: dict[str, Any],
+    served_as: str | None,
+    template: str | None,
+    prepare: PrepareOptions,
+    longest: int | None,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[str, Any]:
     """The part of the provenance record that determines the replies. It must be equal for runs that share a journal."""
     names = ("temperatures", "weights", "top_p", "top_k", "seed", "max_new_tokens")
     sampling = {name: getattr(prepare, name) for name in names} | {"max_length": longest}
-    return {"target": target, "served_as": served_as, "template": template_hash(template), "sampling": sampling}
+    about = {"target": target, "served_as": served_as, "template": template_hash(template), "sampling": sampling}
+    return about if tokenizer is None else about | {TOKENIZER: tokenizer_hash(tokenizer, tokenizer.chat_template)}

@@ -36,6 +36,7 @@ def training_data(
         leads=world.first or first_of_machine(),
         records=records,
         images=loaded.images,
+        vocab_size=loaded.target.shape.vocab_size,
     )
     print_counts(data.summary, options, say)
     if packing := data.summary.get("packing"):
@@ -52,11 +53,14 @@ def print_counts(summary: dict[str, Any], options: DataOptions, say: Say) -> Non
     """Print the size of the data, and for the user's data what was recognised in each source."""
     sources = summary["sources"]
     names = sources[0]["path"] if len(sources) == 1 else f"{len(sources)} sources"
+    held_out = f"{summary['held_out']:,} held out"
     if summary["prepared"] < summary["records"]:
-        some = f"{summary['prepared']:,} prepared, the others during training"
+        some = f"{summary['prepared']:,} prepared, the others during training; {held_out}"
         say(f"data: {summary['records']:,} records ({names}), {some}")
     else:
-        say(f"data: {summary['conversations']:,} conversations, {summary['supervised_tokens']:,} supervised tokens ({names})")
+        split = f"{summary['conversations'] - summary['held_out']:,} trained on, {held_out}"
+        tokens = f"{summary['supervised_tokens']:,} supervised tokens"
+        say(f"data: {summary['conversations']:,} conversations, {split}; {tokens} ({names})")
     if names == "embedded":
         return
     for source in sources:

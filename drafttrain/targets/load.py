@@ -95,10 +95,7 @@ def load_target(
         target = runner(model.to(device), stop_ids)
     if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
         images = NoImages("target.weights, and targets that processes share, run on text alone")
-    if len(tokenizer) > target.shape.vocab_size:
-        raise UserError(
-            f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
-        )
+    check_pair(path, tokenizer, target.shape.vocab_size)
     target.tokenizer = tokenizer
     return LoadedTarget(target, tokenizer, path, _description(options, target, parameters, failed), images)
 
@@ -310,10 +307,18 @@ def keep_freed_memory() -> None:
             mallopt(number, size)
 
 
-def stop_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer.
+def check_pair(path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise UserError for a tokenizer of another model.
 
-    Raises UserError for what is no token id.
+    A few tokens more than the model has are borne, as CodeLlama-34b's and Gemma-3-1B's: a text that needs one is refused then.
+    """
+    if len(tokenizer) > vocab_size + max(16, vocab_size // 1000):
+        raise UserError(f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {vocab_size}; give a matching pair")
+
+
+def stop_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer, as far as the model
+    has them. Raises UserError for what is no token id.
     """
     found: set[int] = set()
     for owner in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
@@ -324,4 +329,4 @@ def stop_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int
                 f"eos_token_id in the target's {type(owner).__name__} is {given!r:.60}; give a token id or a list of them"
             )
         found |= set(ids)
-    return frozenset(found)
+    return frozenset(i for i in found if i < model.config.get_text_config().vocab_size)

@@ -18,6 +18,7 @@ from drafttrain.targets.load import (
     DTYPES,
     LoadedTarget,
     check_options,
+    check_pair,
     compared,
     keep_freed_memory,
     path_of,
@@ -66,10 +67,7 @@ def load_ends(options: TargetOptions, first: bool = True, share: Share = lambda 
     if not isinstance(found, Probed):
         raise UserError(str(found))
     target = (FastEnds if found.fast else FrozenEnds)(model, stop_ids, found, WholeSize(pieces.parameters, pieces.bytes))
-    if len(tokenizer) > target.shape.vocab_size:
-        raise UserError(
-            f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
-        )
+    check_pair(path, tokenizer, target.shape.vocab_size)
     target.tokenizer = tokenizer
     return LoadedEnds(LoadedTarget(target, tokenizer, path, _description(options, target, found)), target, pieces)
 

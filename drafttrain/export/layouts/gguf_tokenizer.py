@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from drafttrain.core.errors import UserError
+
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + SPACES
@@ -54,6 +56,11 @@ def fields(tokenizer: Any, vocab: int, stop_ids: frozenset[int]) -> dict[str, An
     """
     parts = _parts(tokenizer)
     assert not isinstance(parts, str), "`refuse` was called before"
+    if len(tokenizer) > vocab:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the target {vocab}, and llama.cpp needs a row for each; "
+            "remove the tokens that the target does not have from the tokenizer"
+        )
     tokens, kinds = [f"[PAD{i}]" for i in range(vocab)], [UNUSED] * vocab
     for piece, i in parts.model["vocab"].items():
         tokens[i], kinds[i] = piece, NORMAL

@@ -136,7 +136,7 @@ def test_generate_stream_colours_drafted_tokens_and_keeps_characters_whole(loade
 
 
 def test_generate_stream_long_text_keeps_leading_spaces() -> None:
-    def decode(ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(ids: list[int], **how: Any) -> str:
         return "".join(words[i] for i in ids).removeprefix(" ")
 
     words = ["\n", " indented", " and", " more"]

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoder
+from drafttrain.data.forms import conversation
 from drafttrain.data.sources import Conversation
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -110,6 +111,36 @@ def test_encoder_end_of_text_quoted_in_reply_does_not_end_supervision() -> None:
 def test_encoder_leading_assistant_turn_is_not_supervised() -> None:
     messages = [{"role": "assistant", "content": "hello"}, *chat("hi", "yes").messages]
     assert spans(Conversation("x:1", tuple(messages)), byte_tokenizer(CHATML)) == ["yes<|im_end|>"]
+
+
+def test_encoder_reply_not_to_be_learnt_is_not_supervised() -> None:
+    """With generation marks and without; it stays in the text."""
+    turns = [{"role": role, "content": said} for role, said in (("user", "hi"), ("assistant", "no"), ("user", "a"))]
+    record = {"messages": [*turns[:1], turns[1] | {"weight": 0}, *turns[2:], {"role": "assistant", "content": "yes"}]}
+    for template in (MARKED, MARKED_CONTENT_ONLY, CHATML):
+        tokenizer, found = byte_tokenizer(template), conversation("x:1", record)
+        assert spans(found, tokenizer) == ["yes<|im_end|>"]
+        assert "assistant\nno<|im_end|>" in tokenizer.decode(Encoder(tokenizer, 1000)(found).token_ids)
+    twice = MARKED.replace("{% generation %}", "{% generation %}{{ '' }}{% endgeneration %}{% generation %}")
+    with pytest.raises(UserError, match="the template marks 4 parts of 2 replies"):
+        Encoder(byte_tokenizer(twice), 1000)(found)
+
+
+def test_encoder_segments_of_text_are_supervised_by_label() -> None:
+    parts = [("<s>hi", False), (" yes</s>", True), ("hi", False), (" hi", True)]
+    found = conversation("x:1", {"segments": [{"text": text, "label": label} for text, label in parts]})
+    assert spans(found, byte_tokenizer(None)) == [" yes</s>", " hi"]
+    assert byte_tokenizer(None).decode(Encoder(byte_tokenizer(None), 100)(found).token_ids) == "<s>hi yes</s>hi hi"
+
+
+def test_encoder_token_ids_are_rows_as_they_are() -> None:
+    found = conversation("x:1", {"input_ids": [9, 5, 6, 7, 8], "loss_mask": [1, 0, 1, 0, 1]})
+    row, cut = (Encoder(byte_tokenizer(None), length, vocab_size=10)(found) for length in (5, 4))
+    assert row.token_ids.tolist() == [9, 5, 6, 7, 8]
+    assert row.mask.tolist() == [False, False, True, False, True]  # never the first, which nothing precedes
+    assert (cut.token_ids.tolist(), cut.truncated) == ([9, 5, 6], True)
+    with pytest.raises(UserError, match=r"^x:1: token 9 .* is none of the target's 9; remove it"):
+        Encoder(byte_tokenizer(None), 5, vocab_size=9)(found)
 
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=30)

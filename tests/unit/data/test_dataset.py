@@ -70,6 +70,7 @@ def test_load_dataset_splits_held_out_rows_and_reports_counts(tmp_path: Path) ->
         "supervised_fraction": 30 / 70,
         "mean_length": 7.0,
         "lengths": [[32, 10], [64, 0], [128, 0], [256, 0], [512, 0], [1024, 0]],
+        "held_out": 3,
         "sources": [
             {
                 "path": path,
@@ -98,6 +99,14 @@ def test_load_dataset_held_out_rows_depend_on_seed(tmp_path: Path) -> None:
         for s in (0, 0, 1)
     ]
     assert apart[0] == apart[1] != apart[2]
+
+
+def test_load_dataset_holds_out_an_eighth_and_64_at_most(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for count, apart in ((1, 0), (2, 1), (15, 1), (94, 11), (511, 63), (700, 64)):
+        with subtests.test(count=count):
+            loaded = load_dataset(DataOptions(path=write(tmp_path / "a.jsonl", count)), word_tokenizer(), progress=False)
+            assert (len(loaded.held_out), len(loaded.train)) == (apart, count - apart)
+            assert loaded.summary["held_out"] == apart
 
 
 def test_load_dataset_conversation_truncated_before_reply_is_dropped(tmp_path: Path) -> None:

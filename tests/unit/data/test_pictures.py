@@ -17,6 +17,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.data import DataOptions, PrepareOptions
 from drafttrain.data.chat import Encoder
 from drafttrain.data.dataset import load_dataset
+from drafttrain.data.forms import conversation
 from drafttrain.data.generation_jobs import Dialogue, jobs_of, read_scripts
 from drafttrain.data.local_generator import LocalGenerator
 from drafttrain.data.pictures import sources_of
@@ -49,8 +50,36 @@ def options_of(folder: Path, *records: dict[str, Any]) -> DataOptions:
     return DataOptions(path=str(file), held_out=0, cache=str(folder / "cache"))
 
 
+def said(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
 def asking(part: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": [part, {"type": "text", "text": "what"}]}, YES]}
+
+
+def test_images_of_record_take_their_places_in_text(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """As LLaMA-Factory, ms-swift, TRL and LLaVA write them."""
+    a, b = (str(picture(tmp_path / f"{name}.png")) for name in "ab")
+    first, second = ({"type": "image", "image": file} for file in (a, b))
+
+    def text(said: str) -> dict[str, str]:
+        return {"type": "text", "text": said}
+
+    for record, content in (
+        ({"images": ["a.png", "b.png"], "messages": [said("x<image>y<image>"), YES]}, [text("x"), first, text("y"), second]),
+        ({"images": ["a.png"], "messages": [said("what"), YES]}, [first, text("what")]),
+        ({"image": "b.png", "conversations": [{"from": "human", "value": "<image>what"}, YES]}, [second, text("what")]),
+        ({"images": [], "image": "none.png", "messages": [said("what"), YES]}, "what"),
+    ):
+        with subtests.test(record=record):
+            assert conversation("x:1", record, folder=tmp_path).messages == (said(content), YES)
+    for record, says in (
+        ({"images": ["a.png"], "messages": [said("<image><image>"), YES]}, "an image for each of 2 <image>, got 1 images"),
+        ({"videos": ["a.mp4"], "messages": [said("<video>"), YES]}, "expected text and images, got `videos`"),
+    ):
+        with subtests.test(record=record), pytest.raises(UserError, match=f"^x:1: .*{says}"):
+            conversation("x:1", record, folder=tmp_path)
 
 
 def test_image_part_in_any_form_is_read_as_same_image(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafttrain.cli import main as cli
 from drafttrain.core.errors import UserError
@@ -22,7 +23,16 @@ from drafttrain.core.files import HOST
 from drafttrain.core.sampling import Sampling
 from drafttrain.data import DataOptions, PrepareOptions
 from drafttrain.data import journal as journal_module
-from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, GenerationJob, PromptScripts, jobs_of, read_scripts
+from drafttrain.data.dataset import load_dataset
+from drafttrain.data.generation_jobs import (
+    TOO_LONG,
+    Dialogue,
+    GenerationJob,
+    PromptScripts,
+    documents_of,
+    jobs_of,
+    read_scripts,
+)
 from drafttrain.data.journal import Journal, check_settings, read, scan
 from drafttrain.data.local_generator import LocalGenerator
 from drafttrain.data.sources import Conversation
@@ -31,6 +41,7 @@ from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from tests.composing import compose_quickly
 from tests.helpers import read_conversations, tiny_model, tiny_target
+from tests.tokenizers import tokenizer_of
 from tests.unit.data.conftest import load_once
 
 STOP = 7
@@ -71,12 +82,12 @@ def target() -> HFTarget:
     return tiny_target(stop=frozenset({STOP})).double()
 
 
-def engine(batch_size: int, longest: int = LONGEST) -> LocalGenerator:
+def engine(batch_size: int, longest: int = LONGEST, tokenizer: Any = None) -> LocalGenerator:
     def decoder(temperature: float) -> Decoder:
         sampling = Sampling(temperature, top_p=0.9, seed=5)
         return Decoder(target(), None, "coupled" if temperature else "greedy", sampling, target().stop_ids, NEW)
 
-    return LocalGenerator(decoder, Numbers(), longest, batch_size)  # type: ignore[arg-type]
+    return LocalGenerator(decoder, tokenizer or Numbers(), longest, batch_size)
 
 
 def written(jobs: list[GenerationJob], batch_size: int, **how: Any) -> dict[str, dict[str, Any]]:
@@ -133,6 +144,37 @@ def test_local_generator_samples_are_independent_of_batch_size_and_order() -> No
     assert {record["temperature"] for record in alone.values()} == {0.0, 0.7, 1.3}
     others = written(list(jobs_of(asks(2).scripts, replace(options, seed=1))), 4)
     assert others != {job: alone.get(job) for job in others}
+
+
+def test_local_generator_keeps_tokens_that_target_read_and_wrote() -> None:
+    """Each prompt as it was given, and each reply as it was decoded. Without a template the prompt is plain text."""
+    model = tiny_model().double()
+    for record in written(list(jobs_of(asks(5).scripts, PrepareOptions())), 4).values():
+        texts = documents_of(record["turns"])
+        for number in range(len(record["finish"])):
+            prompt = Numbers()(Numbers().apply_chat_template(record["messages"][: 2 * number + 1]))["input_ids"]
+            reply = generated(model, prompt)
+            assert any(prompt + reply == text["input_ids"][: len(prompt) + len(reply)] for text in texts)
+        assert sum(sum(text["loss_mask"]) for text in texts) == sum(record["tokens"])
+
+
+def test_local_generator_reply_after_word_mark_keeps_its_space(subtests: pytest.Subtests) -> None:
+    """The prompt is plain text, since there is no template."""
+    pieces = ["\u2581", *(f"\u2581{c}" for c in "abcdefghijklmnopqrstuvwxyz"), *"abcdefghijklmnopqrstuvwxyz0123456789"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    own, done = PreTrainedTokenizerFast(tokenizer_object=tokenizer), list[Dialogue]()
+    prompts = read_scripts(conversation(text) for text in ("hello", "a boy", "it is", "so"))
+    engine(4, tokenizer=own).answer(list(jobs_of(prompts.scripts, PrepareOptions())), done.append, lambda tokens: None)
+    replies = [dialogue.messages[-1]["content"] for dialogue in done]
+    assert any(reply.startswith(" ") for reply in replies)
+    for dialogue, reply in zip(done, replies, strict=True):
+        with subtests.test(reply=reply):
+            (turn,) = dialogue.turns
+            assert turn is not None and own(dialogue.messages[0]["content"])["input_ids"] == turn.prompt
+            ids = [i for i in turn.reply if i != STOP]
+            assert dialogue.messages[0]["content"] + reply == own.decode(turn.prompt + ids)
 
 
 def test_jobs_of_temperatures_follow_weights_without_greedy_repeats() -> None:
@@ -249,6 +291,55 @@ def test_prepare_resumed_from_torn_journal_writes_identical_files(
     again = read_conversations(DataOptions(path=str(tmp_path / "torn")))
     before = read_conversations(DataOptions(path=str(prepared / "whole")))
     assert {c.messages for c in map(frozen, before)} <= {c.messages for c in map(frozen, again)}
+
+
+def base_model(folder: Path) -> PreTrainedTokenizerFast:
+    """A model with a context of 64, and without a chat template."""
+    own = tokenizer_of("llama")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": len(own)}
+    torch.manual_seed(1)
+    config = LlamaConfig(hidden_size=16, intermediate_size=32, eos_token_id=own.eos_token_id, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    own.save_pretrained(folder)
+    return own
+
+
+def test_prepare_of_base_model_continues_prompts_as_plain_text(
+    command: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a chat template, and with a limit of new tokens that fits into a short context."""
+    own, path = base_model(tmp_path / "base"), tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a boy"}\n{"prompt": "hi"}\n')
+    target = ("target=hf", f"target.path={tmp_path / 'base'}", f"data.path={path}", "prepare.drop=[]")
+    assert command("prepare", *target, "out=out") == 0
+    assert json.loads((tmp_path / "out" / "provenance.json").read_text())["sampling"]["max_new_tokens"] == 32
+    data = load_dataset(DataOptions(path=str(tmp_path / "out"), held_out=0), own, progress=False)
+    for prompt, row in zip(("a boy", "hi"), sorted(data.train, key=lambda row: -len(row.token_ids)), strict=True):
+        ids = list(own(prompt)["input_ids"])
+        assert row.token_ids[: len(ids)].tolist() == ids and row.supervised == len(row.token_ids) - len(ids) > 0
+    capfd.readouterr()
+    assert command("prepare", *target, "out=other", "prepare.max_new_tokens=64") == 2
+    assert "prepare.max_new_tokens is 64, but a conversation has room for 64 tokens" in capfd.readouterr().err
+    path.write_text('{"turns": ["a", "b"]}\n')
+    assert command("prepare", *target, "out=other") == 2
+    assert "prompts.jsonl:1: conversations need a chat template" in capfd.readouterr().err
+
+
+def test_prepared_data_trains_on_tokens_of_the_journal(prepared: Path, loaded: LoadedTarget, tmp_path: Path) -> None:
+    """From JSON lines, and as text where the template is another one."""
+    records = [json.loads(line) for line in (prepared / "whole" / "part-00000.jsonl").read_text().splitlines()]
+    texts = [text for record in records for text in record["documents"]]
+    for record in records:
+        record["messages"][-1]["content"] = "changed"
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def rows(**options: Any) -> list[list[int]]:
+        data = load_dataset(DataOptions(path=str(path), held_out=0, **options), loaded.tokenizer, progress=False)
+        return sorted(row.token_ids.tolist() for row in data.train)
+
+    assert rows() == sorted(text["input_ids"] for text in texts)
+    assert all("changed" in loaded.tokenizer.decode(ids) for ids in rows(thinking="drop"))
 
 
 @pytest.mark.usefixtures("loaded_once")

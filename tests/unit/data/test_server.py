@@ -23,6 +23,8 @@ import pytest
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import server as server_file
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import EMBEDDED, load_tokenizer
 from tests.helpers import certificates
 
 Command = Callable[..., int]
@@ -45,6 +47,8 @@ class Fake:
         self.answered: Counter[str] = Counter()
         self.keys: set[str | None] = set()
         self.at_once = self.most_at_once = 0
+        self.engine: str | None = None  # of which it is a server
+        self.ids: Callable[[str], list[int]] = lambda text: []  # the tokens of a text
         self.lock = threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
@@ -59,7 +63,8 @@ class Fake:
 
             def do_GET(self) -> None:
                 fake.keys.add(self.headers.get("Authorization"))
-                self.give(200, {"data": [{"id": "tiny-model"}]} if self.path == "/v1/models" else {})
+                models = [{"id": "tiny-model"} | ({"owned_by": fake.engine} if fake.engine else {})]
+                self.give(200, {"data": models} if self.path == "/v1/models" else {})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -80,6 +85,13 @@ class Fake:
                     "choices": [{"message": {"content": said(body)}, "finish_reason": value if kind == "finish" else "stop"}]
                 }
                 answer["usage"] = {"completion_tokens": 5}  # type: ignore[assignment]
+                prompt, reply = fake.ids(body["messages"][-1]["content"]), fake.ids(said(body))
+                if body.get("return_token_ids"):  # vLLM
+                    answer["prompt_token_ids"] = prompt  # type: ignore[assignment]
+                    answer["choices"][0]["token_ids"] = reply
+                if body.get("return_prompt_token_ids") and body.get("return_meta_info") and body.get("logprobs"):  # SGLang
+                    told = {"output_token_logprobs": [[-0.5, token, "x"] for token in reply]}
+                    answer["choices"][0] |= {"prompt_token_ids": prompt, "meta_info": told}
                 if kind == "drop":
                     self.close_connection = True
                 elif kind == "half":
@@ -179,6 +191,38 @@ def test_prepare_server_requests_every_turn_with_bounded_concurrency(
     assert (summary["kept"], summary["replies"], summary["tokens"]) == (12, 24, 120)
     provenance = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert provenance["served_as"] == provenance["target"]["path"] == "tiny-model"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_prepare_server_token_ids_are_kept_where_engine_returns_them(
+    command: Command, serve: Any, prompts: Path, tmp_path: Path, engine: str
+) -> None:
+    tokenizer = load_tokenizer(TargetOptions())
+    fake, target = serve(), ("target=hf", f"target.path={EMBEDDED}")
+    fake.engine, fake.ids = engine, lambda text: list(tokenizer(text)["input_ids"])
+    assert prepare(command, fake, prompts, *target) == 0
+    check_whole(tmp_path)
+    for record in records(tmp_path):
+        assert record["tokenizer"] == json.loads((tmp_path / "out" / "provenance.json").read_text())["tokenizer"]
+        texts = [turn["content"] for turn in record["messages"]]
+        wanted = [fake.ids(prompt) + fake.ids(reply) for prompt, reply in zip(texts[::2], texts[1::2], strict=True)]
+        assert [document["input_ids"] for document in record["documents"]] == wanted
+        assert [sum(document["loss_mask"]) for document in record["documents"]] == [len(fake.ids(t)) for t in texts[1::2]]
+
+
+def test_prepare_server_token_ids_that_are_not_the_texts_are_dropped(
+    command: Command, serve: Any, prompts: Path, tmp_path: Path
+) -> None:
+    """A server of another tokenizer, and one that is asked for no ids, since no target is named or its engine is unknown."""
+    fake, target = serve(), ("target=hf", f"target.path={EMBEDDED}")
+    fake.engine, fake.ids = "vllm", lambda text: [5, 6]
+    for out, more in (("out=a", target), ("out=b", ())):
+        assert prepare(command, fake, prompts, *more, out) == 0
+        assert ("return_token_ids" in fake.requests[-1]) is bool(more)
+    fake.engine = "other"
+    assert prepare(command, fake, prompts, *target, "out=c") == 0
+    assert "return_token_ids" not in fake.requests[-1]
+    assert not any("documents" in path.read_text() for path in tmp_path.glob("?/part-*"))
 
 
 def test_prepare_server_transient_faults_are_retried_without_loss(

@@ -51,7 +51,7 @@ def test_run_data_report_states_sources_and_vocabulary_coverage(tmp_path: Path) 
     data, said = load_dataset(options, word_tokenizer()), []
     print_counts(data.summary, options, said.append)
     assert said == [
-        "data: 15 conversations, 45 supervised tokens (2 sources)",
+        "data: 15 conversations, 15 trained on, 0 held out; 45 supervised tokens (2 sources)",
         f"  {first}: 10 records, prompt, 25.0% of an epoch, each 0.40 times",
         f"  {second}: 6 records, prompt, 75.0% of an epoch, each 2.00 times",
         "  42.9% of tokens supervised; 1 rejected",

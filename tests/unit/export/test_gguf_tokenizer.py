@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 from transformers import PreTrainedTokenizerFast
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import load_prompts
 from drafttrain.export.layouts import gguf_tokenizer as layout
 from drafttrain.export.parity import TEXT, UNMARKED
@@ -110,6 +111,11 @@ def test_gguf_tokenizer_of_embedded_target_gives_same_tokens() -> None:
     assert found["tokenizer.ggml.eot_token_id"] == 0 and found["tokenizer.chat_template"] == tokenizer.chat_template
     assert [found["tokenizer.ggml.token_type"][i] for i in range(8)] == [3] * 6 + [1] * 2
     check_tokenizer(Config(found), engine(tokenizer))
+
+
+def test_gguf_tokenizer_with_more_tokens_than_target_is_refused() -> None:
+    with pytest.raises(UserError, match=r"llama\.cpp needs a row for each"):
+        fields(trained("qwen2"), len(trained("qwen2")) - 1)
 
 
 def harmed(change: Callable[[dict[str, Any]], Any], name: str = "qwen2") -> None:

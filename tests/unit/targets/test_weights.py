@@ -14,7 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafttrain.api.decoding import generate
 from drafttrain.core.errors import UserError
+from drafttrain.data import DataOptions
+from drafttrain.data.dataset import load_dataset
+from drafttrain.data.records import Listed
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.companion import companion
 from drafttrain.targets.estimate import outline
@@ -36,6 +40,27 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in EMBEDDED.glob("tokenizer*"):
         shutil.copy(path, folder)
     return folder
+
+
+def test_tokenizer_larger_than_embedding_refuses_texts_with_its_further_tokens_alone(directory: Path) -> None:
+    tokenizer: Any = load_tokenizer(options(directory))
+    tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+    tokenizer.save_pretrained(directory)
+    loaded = load_target(options(directory))
+    size = loaded.target.shape.vocab_size
+    assert len(loaded.tokenizer) == size + 1 and max(loaded.target.stop_ids) < size
+    assert len(generate(loaded, None, ["hi"], max_new_tokens=2)[0].tokens) == 2
+    with pytest.raises(UserError, match=f"token {size}, which is none of the target's {size}"):
+        generate(loaded, None, ["a <image_soft_token>"], max_new_tokens=2)
+    rows = Listed("x", [{"text": text} for text in ("hi you", "hi <image_soft_token>", "a boy", "b c")])
+    given: dict[str, Any] = {"progress": False, "records": rows, "vocab_size": size}
+    with pytest.raises(UserError, match=rf"^x:row 2: token {size} \('<image_soft_token>'\) is none of the target's {size}"):
+        load_dataset(DataOptions(held_out=0), loaded.tokenizer, **given)
+    assert len(load_dataset(DataOptions(held_out=0, bad_records=1), loaded.tokenizer, **given).train) == 3
+    tokenizer.add_tokens([f"<{i}>" for i in range(40)])
+    tokenizer.save_pretrained(directory)
+    with pytest.raises(UserError, match="give a matching pair"):
+        load_target(options(directory))
 
 
 @pytest.fixture
