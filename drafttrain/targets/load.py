@@ -311,9 +311,18 @@ def keep_freed_memory() -> None:
 
 
 def stop_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer."""
+    """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer.
+
+    Raises UserError for an id that is no integer.
+    """
     found: set[int] = set()
     for owner in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
         ids = getattr(owner, "eos_token_id", None)  # a configuration of text and images may have none itself
-        found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
+        named = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        if wrong := [one for one in named if type(one) is not int]:
+            raise UserError(
+                f"eos_token_id of the target's {type(owner).__name__} names {wrong[0]!r}, which is no token id; correct "
+                "its files"
+            )
+        found |= set(named)
     return frozenset(found)

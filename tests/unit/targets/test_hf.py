@@ -1,5 +1,7 @@
 """transformers models as targets: exact for ragged batches and trees, or refused in one line."""
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.load import load_target
+from drafttrain.targets.load import load_target, stop_ids_of
 from tests.architectures import SCALE, WIDE
 from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
 
@@ -132,3 +134,14 @@ def test_load_target_missing_files_and_bad_options_are_refused(tmp_path) -> None
         load_target(TargetOptions(name="tiny"))
     with pytest.raises(UserError, match=r"target\.dtype is 'int8'"):
         load_target(TargetOptions(dtype="int8"))
+
+
+def test_stop_ids_of_no_integer_are_refused() -> None:
+    model, tokenizer = copy.copy(tiny_target().model), SimpleNamespace(eos_token_id=7)
+    model.generation_config = copy.copy(model.generation_config)
+    model.generation_config.eos_token_id = [3, 4]
+    assert stop_ids_of(model, tokenizer) >= {3, 4, 7}  # type: ignore[arg-type]
+    for wrong in ("x", [2, [3]], 2.5):
+        model.generation_config.eos_token_id = wrong
+        with pytest.raises(UserError, match=r"GenerationConfig names .*, which is no token id; correct its files"):
+            stop_ids_of(model, tokenizer)  # type: ignore[arg-type]
