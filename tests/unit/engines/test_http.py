@@ -13,6 +13,7 @@ import pytest
 
 from drafttrain.commands import measure as measure_file
 from drafttrain.core.errors import UserError
+from drafttrain.data.prompts import encode_prompt, load_prompts
 from drafttrain.engines import counters as counters_file
 from drafttrain.engines import http as endpoint_file
 from drafttrain.engines.answers import EngineInfo
@@ -20,7 +21,7 @@ from drafttrain.engines.counters import counted, of_answers, prometheus, prometh
 from drafttrain.engines.http import EndpointOptions, endpoint
 from drafttrain.measure import report as report_file
 from drafttrain.measure.engine_report import section
-from tests.exports import loaded_before
+from tests.exports import embedded, loaded_before
 from tests.helpers import certificates
 from tests.served import SMALL, Fake, untrained
 from tests.unit.engines.test_measurement import report_in
@@ -97,7 +98,8 @@ def test_http_engine_reports_counts_of_server_metrics(
     assert sorted(body["prompt"] for body in fake.bodies) == [[1, 2], [1, 2], [3]]
     wanted = {"model": "tiny", "max_tokens": 8, "temperature": 0, "stream": True, "path": "/v1/completions"}
     assert all(body.items() >= wanted.items() for body in fake.bodies)
-    assert all(("return_spec_tokens_details" in body) == (counts == "answers") for body in fake.bodies)
+    for key in ("return_spec_tokens_details", "repetition_penalty"):
+        assert all((key in body) == (counts == "answers") for body in fake.bodies)
 
 
 def test_http_engine_counters_of_restarted_server_are_not_used(serve: Callable[..., Fake]) -> None:
@@ -179,6 +181,21 @@ def test_measure_http_engine_with_two_servers_reports_and_hides_key(
     assert entry["url"] == f"{fast.url} {slow.url}" and entry["versions"] == {"fake": "7"}
     assert fast.keys == {f"Bearer {KEY}"} and len(fast.bodies) == len(slow.bodies) == 2 + 2 * 2
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_measure_http_engine_prompt_beyond_server_context_is_left_out_by_name(
+    command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake]
+) -> None:
+    lengths = sorted(len(encode_prompt(embedded().tokenizer, prompt.turns)) for prompt in load_prompts("embedded", 2))
+    fake = serve("vllm", 0, 0, lengths[0] + 10)
+    assert command("measure", f"checkpoint={checkpoint}", "engine=http", f"engine_url={fake.url}", *SMALL) == 0
+    (entry,) = report_in(tmp_path)["engines"]
+    assert entry["prompts"] == 1 and {len(body["prompt"]) for body in fake.bodies} == {lengths[0]}
+    said = f"1 of 2 timed prompts have more than the {lengths[0]} tokens that fit, and were left out: "
+    assert any(note.startswith(said) for note in entry["notes"])
+    fake.context = 10
+    assert command("measure", f"checkpoint={checkpoint}", "engine=http", f"engine_url={fake.url}", *SMALL) == 2
 
 
 @pytest.mark.usefixtures("measured_once")
