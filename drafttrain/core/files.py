@@ -10,8 +10,11 @@ import os
 import re
 import shutil
 import socket
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +25,35 @@ HOST = socket.gethostname()  # machines may share folders
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename to the name of a directory with files, or of a file
 Move = Callable[[Path, Path], None]  # from, to
+
+
+def cache_home(needed: str = "") -> Path:
+    """The folder of files that can be made again: `drafttrain` under XDG_CACHE_HOME or ~/.cache. Where nothing can be written
+    there, as in many containers, it is in the temporary folder, unless `needed`, a path in it, is there already.
+    """
+    named = os.environ.get("XDG_CACHE_HOME")
+    with suppress(RuntimeError):  # a user without a home
+        folder = Path(named or Path.home() / ".cache") / "drafttrain"
+        if writable(folder) or (needed and (folder / needed).exists()):
+            return folder
+    return temporary_home()
+
+
+def writable(path: Path) -> bool:
+    """Whether files can be written in this folder, which need not exist yet."""
+    there = next((one for one in (path, *path.parents) if one.exists()), path)
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+@cache
+def temporary_home() -> Path:
+    """This user's folder in the temporary folder, the same in all processes. No other user can have made it."""
+    user = os.getuid()
+    folder = Path(tempfile.gettempdir()) / f"drafttrain-{user}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    return folder if stat.S_ISDIR(about.st_mode) and about.st_uid == user else Path(tempfile.mkdtemp(prefix="drafttrain-"))
 
 
 @contextmanager
