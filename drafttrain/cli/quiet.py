@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import getpass
+import io
 import logging
 import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -20,6 +23,20 @@ SETTINGS = {
     "TRANSFORMERS_VERBOSITY": "error",
     "WANDB_SILENT": "true",
 }
+DRAWN = {
+    "█": "#",
+    "▏": "|",
+    "│": "|",
+    "–": "-",
+    "—": "-",
+    "─": "-",
+    "━": "-",
+    "╸": "-",
+    "╺": "-",
+    "…": "...",
+    "×": "x",
+    "±": "+-",
+}
 ACCELERATORS = ("nvidia0", "nvidiactl", "dxg", "kfd", "accel0", "davinci0")  # device files of CUDA, WSL, ROCm, Habana, Ascend
 NOISY = ("torch", "deepspeed", "transformers", "datasets", "hydra", "wandb", "multiprocessing", "_distutils_hack")
 
@@ -27,6 +44,7 @@ NOISY = ("torch", "deepspeed", "transformers", "datasets", "hydra", "wandb", "mu
 def quiet() -> None:
     """Set the environment variables that the libraries read at import. Variables that the user has set stay."""
     settle_home()
+    settle_streams()
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if not any(Path("/dev", name).exists() for name in ACCELERATORS):
@@ -34,6 +52,23 @@ def quiet() -> None:
     logging.getLogger("DeepSpeed").addFilter(_errors_only)  # DeepSpeed resets its level at import, but keeps filters
     for library in NOISY:
         warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
+
+
+def settle_streams() -> None:
+    """Let text of any kind be printed where the terminal or the pipe is not UTF-8, and be read where it is ASCII."""
+    codecs.register_error("drafttrain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="drafttrain")
+    if isinstance(sys.stdin, io.TextIOWrapper) and codecs.lookup(sys.stdin.encoding).name == "ascii":
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Characters that the stream's encoding lacks: drawn ones as similar ones of ASCII, others as escapes."""
+    assert isinstance(error, UnicodeEncodeError)
+    found = error.object[error.start : error.end]
+    return "".join(DRAWN.get(one) or one.encode("ascii", "backslashreplace").decode() for one in found), error.end
 
 
 def settle_home() -> None:

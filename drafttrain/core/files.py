@@ -122,8 +122,8 @@ def atomic_file(final: Path, full: str) -> Iterator[BinaryIO]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace a file's contents with this text in UTF-8. Raises UserError on a full disk."""
-    atomic_write_bytes(path, text.encode())
+    """Replace a file's contents with this text in UTF-8, lone surrogates as escapes. Raises UserError on a full disk."""
+    atomic_write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def atomic_write_bytes(path: Path, content: bytes, full: str | None = None) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import getpass
+import io
 import os
 import pwd
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drafttrain.cli.quiet import settle_home
+from drafttrain.cli.main import quote
+from drafttrain.cli.quiet import settle_home, settle_streams
 from drafttrain.core.files import cache_home, temporary_home
 from drafttrain.data import DataOptions
 from drafttrain.data.sources import cache_folder
@@ -81,3 +84,23 @@ def test_settle_home_read_only_cache_with_files_stays_readable(temporary: Path, 
 def test_temporary_home_of_another_user_is_not_used(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (temporary / f"drafttrain-{os.getuid()}").symlink_to(temporary)
     assert temporary_home().parent == temporary and temporary_home().name != f"drafttrain-{os.getuid()}"
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"## - na\xefve \u6f22 \udcc3"), ("utf-8", r"██ – naïve 漢 \udcc3")])
+def test_settle_streams_of_other_encodings_print_readable_text(
+    encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone surrogate stands for a byte of a name or an argument that is not of the locale's encoding."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve".encode()), encoding))
+    settle_streams()
+    for stream in (sys.stdout, sys.stderr):
+        print("██ – naïve 漢 \udcc3", file=stream, flush=True)
+        assert stream.buffer.getvalue().decode(encoding).strip() == shown  # type: ignore[attr-defined]
+    assert sys.stdin.read() == "naïve"
+
+
+def test_quote_text_of_ascii_locale_has_its_characters() -> None:
+    escaped = "naïve".encode().decode("ascii", "surrogateescape")
+    assert quote(f"prompt={escaped}") == quote("prompt=naïve") == "prompt='naïve'"

@@ -98,3 +98,9 @@ def test_remove_abandoned_deletes_temporary_files_of_ended_processes(tmp_path: P
         (tmp_path / name).mkdir()
     remove_abandoned(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_atomic_write_text_lone_surrogate_is_escaped(tmp_path: Path) -> None:
+    """A path or an argument has them where the locale is not UTF-8."""
+    atomic_write_text(tmp_path / "a", "é\udcc3")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == r"é\udcc3"

@@ -248,7 +248,7 @@ def test_measure_run_batch_larger_than_prompts_is_noted(loaded: LoadedTarget, tm
     run = options(tmp_path)
     run.measure.batch_sizes, run.measure.repeats, run.measure.transformers = [4], 1, False
     notes = measured(loaded, tmp_path, run)["measure"]["notes"]
-    assert "timing at batch 4: 3 prompts were decoded together, because there are no more" in notes
+    assert "timing at batch 4: 3 of 4 requests at a time, because there are no more prompts" in notes
 
 
 def test_measure_run_too_long_prompts_are_left_out_with_note(loaded: LoadedTarget, tmp_path: Path) -> None:
