@@ -88,8 +88,7 @@ def new_directory(base: Path, fill: Callable[[Path], object]) -> Path:
     made: list[Path] = []
 
     def first_free(aside: Path, base: Path) -> None:
-        for number in itertools.count(1):
-            path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        for path in _numbered(base, base.name, ""):
             try:
                 aside.rename(path)
             except OSError as error:
@@ -101,6 +100,44 @@ def new_directory(base: Path, fill: Callable[[Path], object]) -> Path:
     with atomic_directory(base, move=first_free) as aside:
         fill(aside)
     return made[0]
+
+
+def new_file(base: Path, content: bytes) -> Path:
+    """Make a file with this content, whole, and return its path: `base`, or `NAME-2.SUFFIX` and so on where that is taken.
+
+    No two processes get the same file, as for `new_directory`. Raises UserError on a full disk.
+    """
+    aside = temporary_name(base)
+    with _full_disk(base):
+        try:
+            base.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_bytes(content)
+            _fsync(aside)
+            for path in _numbered(base, base.stem, base.suffix):
+                with suppress(FileExistsError):
+                    _claim(aside, path)
+                    _fsync(path.parent)
+                    return path
+        finally:
+            aside.unlink(missing_ok=True)
+    raise AssertionError("there is always a further number")
+
+
+def _numbered(base: Path, stem: str, suffix: str) -> Iterator[Path]:
+    yield base
+    for number in itertools.count(2):
+        yield base.with_name(f"{stem}-{number}{suffix}")
+
+
+def _claim(aside: Path, path: Path) -> None:
+    """Give the file this name. Raises FileExistsError where it is taken."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        aside.replace(path)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,6 +182,20 @@ def test_measure_http_engine_with_two_servers_reports_and_hides_key(
     assert entry["url"] == f"{fast.url} {slow.url}" and entry["versions"] == {"fake": "7"}
     assert fast.keys == {f"Bearer {KEY}"} and len(fast.bodies) == len(slow.bodies) == 2 + 2 * 2
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_measure_twice_in_one_second_writes_two_reports_and_draws_each_once(
+    command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(measure_file, "dated_path", lambda output, kind: Path(output) / kind / "now")
+    monkeypatch.setattr(report_file, "_figures", lambda *asked: drawn.append(asked) or [])
+    engine = ("engine=http", f"engine_url={serve('vllm').url}")
+    assert command("measure", f"checkpoint={checkpoint}", *engine, *SMALL) == 0
+    assert command("measure", f"checkpoint={checkpoint}", *SMALL) == 0
+    reports = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("outputs/measure/*/report.json")}
+    assert len(reports) == len(drawn) == 2 and reports["now"]["engines"] and not reports["now-2"]["engines"]
 
 
 @pytest.mark.usefixtures("measured_once")
