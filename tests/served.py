@@ -33,10 +33,12 @@ class Fake:
     """An OpenAI-compatible server of four tokens a text, three of them from two verifications of three drafts.
 
     counts: as `vllm`, as an `older` vLLM without positions, as `sglang`, as SGLang `answers` it, or None: not at all. others:
-    tokens that it generates for somebody else meanwhile. lost: texts that its counters forget, as after a restart.
+    tokens that it generates for somebody else meanwhile. context: its tokens, where it tells them. lost: texts that its
+    counters forget, as after a restart.
     """
 
-    def __init__(self, counts: str | None = None, others: int = 0, refuse: int = 0) -> None:
+    def __init__(self, counts: str | None = None, others: int = 0, refuse: int = 0, context: int | None = None) -> None:
+        self.context = context
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.texts, self.counts, self.others, self.refuse, self.lost = 0, counts, others, refuse, 0
@@ -79,7 +81,7 @@ class Fake:
                 fake.keys.add(self.headers.get("Authorization"))
                 maker = "sglang" if fake.counts == "answers" else "fake"
                 known = {
-                    "/v1/models": json.dumps({"data": [{"id": "tiny", "owned_by": maker}]}),
+                    "/v1/models": json.dumps({"data": [{"id": "tiny", "owned_by": maker, "max_model_len": fake.context}]}),
                     "/version": '{"version": "7"}',
                 }
                 if fake.counts not in (None, "answers"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,12 @@ from rich.console import Console
 from drafttrain.api.drafter import LoadedDrafter, for_recipe, save_drafter
 from drafttrain.api.settings import given
 from drafttrain.cli.main import user_errors
-from drafttrain.core.files import atomic_write_text
+from drafttrain.core.files import atomic_write_text, new_directory
 from drafttrain.measure.runner import CheckpointRef
+from drafttrain.runs.paths import dated_path
 from drafttrain.targets.load import LoadedTarget
 
-PROMPTS = "prompts.jsonl"
+PROMPTS, DRAFTER = "prompts.jsonl", "drafter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,27 @@ def measure_drafter(
     Raises:
         UserError: The prompts cannot be read, a setting is unknown, or the drafter is of another target.
     """
-    from drafttrain.commands.measure import measure_run  # it imports DeepSpeed's callers
+    from drafttrain.commands.measure import measure_run, measured, print_report, write_anew  # it imports DeepSpeed's callers
 
     drafter.check(target)
-    folder = Path(out) if out is not None else Path("outputs") / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
     asked = given({"decode.max_new_tokens": max_new_tokens, "measure.minutes": minutes})
     options = for_recipe(drafter.recipe, {**drafter.settings, **asked, **(settings or {})}, target).options
-    options.prompts = _file(prompts, folder)
-    path = drafter.checkpoint or save_drafter(drafter, folder / "drafter")
+    named, base, console = isinstance(prompts, str | Path), dated_path("outputs", "measure"), Console(quiet=quiet)
+    folder = Path(out) if out is not None else None
+    if folder is not None:
+        _keep(folder, prompts, drafter)
+    elif not named or drafter.checkpoint is None:
+        folder = new_directory(base, lambda aside: _keep(aside, prompts, drafter))
+    options.prompts = str(prompts if named or folder is None else folder / PROMPTS)
+    path = drafter.checkpoint or (folder or base) / DRAFTER
+    refs = [CheckpointRef(path.name, path, None)]
     with user_errors():
-        report = measure_run(target, [CheckpointRef(path.name, path, None)], options, folder, Console(quiet=quiet))
+        if folder is not None:
+            report = measure_run(target, refs, options, folder, console)
+        else:
+            report = measured(target, refs, options, console)
+            folder = write_anew(base, report, target)
+            print_report(report, folder, console)
     entry = report["checkpoints"][0]
     return Measurement(
         tau=entry["tau"],
@@ -94,12 +105,13 @@ def measure_drafter(
     )
 
 
-def _file(prompts: str | Path | Sequence[str | Sequence[str]], folder: Path) -> str:
-    """The name or file of the prompts; texts are written next to the report, which names that file."""
+def _keep(folder: Path, prompts: str | Path | Sequence[str | Sequence[str]], drafter: LoadedDrafter) -> None:
+    """Write what has no file yet next to the report, which names it: prompts given as texts, and the drafter."""
+    if drafter.checkpoint is None:
+        save_drafter(drafter, folder / DRAFTER)
     if isinstance(prompts, str | Path):
-        return str(prompts)
+        return
     turns = [[prompt] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     lines = [json.dumps({"question_id": i, "category": "own", "turns": turn}) for i, turn in enumerate(turns, start=1)]
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write_text(folder / PROMPTS, "\n".join(lines) + "\n")
-    return str(folder / PROMPTS)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from drafttrain import __version__
 from drafttrain.cli.error_messages import explain, nearest
 from drafttrain.cli.help import COMMANDS, command_help, general_help
-from drafttrain.cli.quiet import quiet
+from drafttrain.cli.quiet import quiet, settle_streams
 from drafttrain.core.errors import Interrupted, OutputError, ParityError, UserError, WorkerError, one_line
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def main() -> NoReturn:
     4 the output of a lossless policy is not that of the target; 75 interrupted, to be resumed; 130 Ctrl-C.
     A Ctrl-C while Python shuts down ends the process by the signal, which shells also show as 130.
     """
+    settle_streams()
     try:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # while the final message was printed
@@ -157,7 +158,8 @@ def quote(override: str, sweep: bool = False) -> str:
     """
     key, equals, value = override.partition("=")
     if equals and key in TEXT_KEYS and not sweep:
-        return f"{key}={_quoted(value)}".replace("${", "\\${")  # texts have no interpolation
+        text = os.fsencode(value).decode("utf-8", "replace")  # where the locale is not UTF-8, Python escapes its bytes
+        return f"{key}={_quoted(text)}".replace("${", "\\${")  # texts have no interpolation
     if not equals or key.lstrip("+") not in PATH_KEYS or value[:1] in ("'", '"') or "${" in value:
         return override
     return f"{key}=" + ",".join(map(_quote_path, value.split(",") if sweep else [value]))

@@ -16,7 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import dialogue, encode_messages
 from drafttrain.data.reply_text import UNFINISHED, Continuation, text_alone
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.decoding.request import Chunk, Result
+from drafttrain.decoding.request import Chunk, Request, Result
 from drafttrain.decoding.scheduler import Session
 from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.measure.decoding import decoder_of, idle_guards
@@ -94,16 +94,8 @@ class Writer:
         """Stream the reply to a prompt, then print a line of counts to stderr."""
         if not prompt.strip():
             raise UserError("the prompt is empty; give prompt=TEXT, or text on standard input")
-        turns = [*self.turns, prompt]
-        tokenizer = self.loaded.tokenizer
-        if self.chat:
-            messages = dialogue(turns, self.replies)
-            tokens = encode_messages(tokenizer, messages)
-            following = Continuation.of_messages(tokenizer, tokens, messages)
-        else:
-            tokens = list(tokenizer(prompt, verbose=False)["input_ids"])
-            following = Continuation.of_ids(tokenizer, tokens)
-        request = self.decoder.request(tokens, key=len(self.replies), as_json=True)
+        self.turns.append(prompt)
+        request, following = self._request()
         try:
             session = Session(self.decoder, 1, self.decoder.positions(request))
         except ValueError as error:
@@ -113,9 +105,28 @@ class Writer:
         with self._screen() as show:
             for chunk in session:
                 show(stream.styled(chunk), result)
-        self.turns, self.replies = turns, [*self.replies, stream.text]
+        self.replies.append(stream.text)
         self.note(status(result, self.decoder.drafter is not None))
         return result
+
+    def _request(self) -> tuple[Request, Continuation]:
+        """The last turn's request, and what its reply continues. A chat that has grown beyond the target's context loses its oldest turns."""
+        tokenizer, before = self.loaded.tokenizer, len(self.replies)
+        while True:
+            if self.chat:
+                messages = dialogue(self.turns, self.replies)
+                tokens = encode_messages(tokenizer, messages)
+                following = Continuation.of_messages(tokenizer, tokens, messages)
+            else:
+                tokens = list(tokenizer(self.turns[-1], verbose=False)["input_ids"])
+                following = Continuation.of_ids(tokenizer, tokens)
+            request = self.decoder.request(tokens, key=before, as_json=True)
+            if not self.chat or not self.replies or self.decoder.fits(request):
+                break
+            del self.turns[0], self.replies[0]
+        if left_out := before - len(self.replies):
+            self.note(f"the target's context is full: the oldest {left_out} of {before + 1} turns were left out")
+        return request, following
 
     @contextmanager
     def _screen(self) -> Iterator[Any]:

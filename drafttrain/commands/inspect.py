@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 import drafttrain
 from drafttrain.core.errors import UserError, printable
-from drafttrain.core.files import atomic_write_text
+from drafttrain.core.files import atomic_write_text, new_file
 from drafttrain.data import InspectOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.contamination import Copy, copies
@@ -58,7 +58,7 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Of the target, only the tokenizer is loaded. Raises UserError for bad options, and for data, prompts or a tokenizer that
     cannot be read.
     """
-    page, settings = _checked(options), options.inspect
+    named, settings = _checked(options), options.inspect
     prompt_file = options.prompts or options.measure.prompts
     prompts = load_prompts(prompt_file)
     prompt_file = named_prompts(prompt_file)
@@ -83,12 +83,18 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
     found = Inspection(rows, statistics.histogram(), copied, len(prompts), prompt_file, samples)
     console = Console()
     _print(console, found, settings)
-    atomic_write_text(page, _page(found, settings))
+    text = _page(found, settings)
+    if named is None:
+        page = new_file(dated_path(options.output, "inspect", ".html"), text.encode("utf-8", "backslashreplace"))
+    else:
+        page = named
+        atomic_write_text(page, text)
     print_line(console, f"page: {page}")
     return page
 
 
-def _checked(options: RunOptions) -> Path:
+def _checked(options: RunOptions) -> Path | None:
+    """The page that the user names, if any. Raises UserError for bad options."""
     settings = options.inspect
     if settings.samples < 0 or settings.page_samples < 0 or settings.ngram < 1 or not 0.0 < settings.overlap <= 1.0:
         raise UserError(
@@ -98,7 +104,7 @@ def _checked(options: RunOptions) -> Path:
     if options.data.max_length < 2:
         raise UserError(f"data.max_length is {options.data.max_length}; set it to 2 or more")
     if options.out is None:
-        return dated_path(options.output, "inspect", ".html")
+        return None
     page = Path(options.out).expanduser()
     if page.suffix != ".html" or page.is_dir():
         raise UserError(f"out is {options.out!r}; name the page with out=FILE.html")

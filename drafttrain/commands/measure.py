@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from drafttrain.core.errors import OutputError, UserError
-from drafttrain.core.files import remove_abandoned
+from drafttrain.core.files import new_directory, remove_abandoned
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import named_prompts
 from drafttrain.drafters.checkpoint import read_meta
@@ -44,13 +44,15 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
         )
     source, console = CheckpointSource.of(options.checkpoint), Console()
     engines = EngineChoice.of(options, source.family)
-    folder = dated_path(options.output, "measure")
+    base = dated_path(options.output, "measure")
     with shared_target(options, "measure") as part:
         loaded = load_target(source.target(options.target), part)
         directory = source.checkpoint(loaded, line_printer(console))
         ref = CheckpointRef(source.directory.name, directory, source.step)
         with exports(engines, directory, loaded) as ready:
-            report = measure_run(loaded, [ref], options, folder, console)
+            report = measured(loaded, [ref], options, console)
+            folder = write_anew(base, report, loaded, draw=not engines)
+            print_report(report, folder, console)
             if engines:
                 _add_engines(report, engines, ready, ref, loaded, options, folder, console)
     if failed := [entry["error"] for entry in report["engines"] if entry["error"] is not None]:
@@ -73,8 +75,29 @@ def measure_run(
 ) -> Report:
     """Measure checkpoints of one target, write the report to `folder`, print the table, and return the report.
 
-    training: the report's `training`. metrics: the run's metrics.jsonl, for the training curves. held_out: conversations for
-    the perplexity of adapted targets. chosen: as for `report_of`.
+    metrics: the run's metrics.jsonl, for the training curves. The others are as for `measured`.
+    """
+    report = measured(loaded, checkpoints, options, console, training, held_out, chosen)
+    if loaded.target.part.first:
+        remove_abandoned(folder.parent, "*/*.tmp-*")
+        write_report(folder, report, metrics)
+    print_report(report, folder, console)
+    return report
+
+
+def measured(
+    loaded: LoadedTarget,
+    checkpoints: Sequence[CheckpointRef],
+    options: RunOptions,
+    console: Console,
+    training: dict[str, Any] | None = None,
+    held_out: Sequence[Encoded] = (),
+    chosen: str | None = None,
+) -> Report:
+    """Measure checkpoints of one target; the report.
+
+    training: the report's `training`. held_out: conversations for the perplexity of adapted targets. chosen: as for
+    `report_of`.
     """
     prompts = measurement_prompts(options)
     with progress_bars(console) as watch:
@@ -86,16 +109,26 @@ def measure_run(
     body["measure"]["prompts"] = named_prompts(options.prompts or options.measure.prompts)
     report = report_of(body, loaded.description, drafter, environment(loaded.target.device), training, chosen)
     report["published"] = published_for(report, {prompt.origin for prompt in prompts})
-    if loaded.target.part.first:
-        remove_abandoned(folder.parent, "*/*.tmp-*")
-        write_report(folder, report, metrics)
+    return report
+
+
+def write_anew(base: Path, report: Report, loaded: LoadedTarget, draw: bool = True) -> Path:
+    """Write the report to a new folder, `base` where that is not taken, and return it. draw: as for `write_report`."""
+    if not loaded.target.part.first:
+        return base
+    for pattern in ("*.tmp-*", "*/*.tmp-*"):
+        remove_abandoned(base.parent, pattern)
+    return new_directory(base, lambda aside: write_report(aside, report, draw=draw))
+
+
+def print_report(report: Report, folder: Path, console: Console) -> None:
+    """Print the table, the notes and the place of the report."""
     console.print(console_table(report))
     for line in published_lines(report):
         print_line(console, line)
     for note in report["measure"]["notes"]:
         print_note(console, note)
     print_line(console, f"report: {folder / 'report.html'}")
-    return report
 
 
 def _add_engines(
@@ -103,9 +136,11 @@ def _add_engines(
     options: RunOptions, folder: Path, console: Console,
 ) -> None:  # fmt: skip
     """Measure the engines, and write the report again with their figures."""
-    report["engines"] = measure_engines(engines, ready, report, ref.path, loaded, options, console)
-    report["measure"]["notes"] += engines.notes
-    write_report(folder, report)
+    try:
+        report["engines"] = measure_engines(engines, ready, report, ref.path, loaded, options, console)
+        report["measure"]["notes"] += engines.notes
+    finally:
+        write_report(folder, report)
     console.print(engines_table(report))
     for note in (*engines.notes, *(note for entry in report["engines"] for note in entry["notes"])):
         print_note(console, note)

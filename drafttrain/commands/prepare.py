@@ -29,7 +29,7 @@ from drafttrain.runs.console import print_line
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.runs.progress import progress_bars
-from drafttrain.targets.parallel import Part, end_at_exit
+from drafttrain.targets.parallel import Part, end_at_exit, meeting
 from drafttrain.train.interrupt import Interrupt
 
 FOREVER = timedelta(days=365)  # timeout of processes that wait for the slowest one, which may take days longer
@@ -144,7 +144,8 @@ def _own_share() -> Iterator[Share]:
     if size == 1:
         yield Share(0, 1)
         return
-    distributed.init_process_group("gloo", timeout=FOREVER)
+    with meeting():
+        distributed.init_process_group("gloo", timeout=FOREVER)
     end_at_exit()
     yield Share(int(os.environ["RANK"]), size)
     distributed.barrier()

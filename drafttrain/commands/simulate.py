@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_write_json
+from drafttrain.core.files import atomic_write_json, new_file
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
 from drafttrain.measure.report import rounded
@@ -34,9 +35,14 @@ def simulate(options: RunOptions, resolved: dict[str, Any]) -> Path:
     console.print(shape_table(simulation))
     for line in findings(simulation):
         console.print(line, soft_wrap=True)
-    picture.parent.mkdir(parents=True, exist_ok=True)
+    figures = rounded(simulation.plain())
+    if picture is None:
+        content = json.dumps(figures, indent=2, allow_nan=False) + "\n"
+        picture = new_file(dated_path(options.output, "simulate", ".json"), content.encode()).with_suffix(".png")
+    else:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(picture.with_suffix(".json"), figures)
     simulation_plot(simulation, wanted.alphas, picture)
-    atomic_write_json(picture.with_suffix(".json"), rounded(simulation.plain()))
     console.print(f"picture: {picture}", soft_wrap=True)
     return picture
 
@@ -54,9 +60,10 @@ def _measured(options: RunOptions) -> Measured | None:
     return Measured.of(f"{rows[0].label} {rows[0].entry['name']}", rows[0].entry)
 
 
-def _picture(options: RunOptions) -> Path:
+def _picture(options: RunOptions) -> Path | None:
+    """The picture that the user names, if any. Raises UserError for another kind of file."""
     if options.out is None:
-        return dated_path(options.output, "simulate", ".png")
+        return None
     path = Path(options.out).expanduser()
     if path.suffix != ".png" or path.is_dir():
         raise UserError(f"out is {options.out!r}; name the picture with out=FILE.png")

@@ -22,7 +22,7 @@ from drafttrain.drafters.tuned_settings import TUNED, keep_tuned
 from drafttrain.measure import MeasureOptions, TuneOptions, cells
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.bench import Bench
-from drafttrain.measure.cases import Case, encode_cases, waves
+from drafttrain.measure.cases import Case, encode_cases, left_out_notes, waves
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.expected import forced_hits
 from drafttrain.measure.plan import Budget
@@ -32,7 +32,7 @@ from drafttrain.measure.speed import Contender, throughput, tpot
 from drafttrain.measure.tuning import OBJECTIVES, Predicted, Shape, shapes_of, surface, temperatures
 from drafttrain.model.drafter import Drafter
 from drafttrain.runs.checkpoint_source import CheckpointSource
-from drafttrain.runs.console import line_printer, print_line
+from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
@@ -100,7 +100,9 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
         directory = source.checkpoint(loaded, line_printer(console))
         record, restored = read_meta(directory), load_checkpoint(directory, loaded)
         room = loaded.target.shape.max_positions - options.decode.max_new_tokens
-        cases, _ = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
+        cases, left_out = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
+        for note in left_out_notes(left_out, len(prompts), room):
+            print_note(console, note)
         _check_prompts(len(cases), options.tune.batch_size)
         with progress_bars(console) as watch:
             measure = MeasureOptions(minutes=options.tune.minutes, repeats=options.tune.repeats)

@@ -13,7 +13,6 @@ from rich.table import Table
 from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, new_directory
-from drafttrain.data.prompts import encode_prompt
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
 from drafttrain.export.chain import DecodedSequence, Ending, chain_drafter, decoded, plain
@@ -21,13 +20,14 @@ from drafttrain.export.drafter_adapter import check_merged
 from drafttrain.export.engine_check import EngineCheck, engine_check
 from drafttrain.export.exporter import RECORD
 from drafttrain.export.opened import Opened
+from drafttrain.measure.cases import Case, encode_cases, left_out_notes
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
-from drafttrain.runs.serving_engines import target_place
+from drafttrain.runs.serving_engines import chain_room, target_place
 from drafttrain.targets.load import LoadedTarget, load_target
 
 RECORDED = ("family", "stack", "layout", "dtype", "checkpoint")  # keys of the record that `export` writes
@@ -56,17 +56,18 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
     with shared_target(options, "verify"):
         target = replace(CheckpointSource(export.checkpoint, meta).target(options.target), dtype="float32")
         opened = Opened.of(export.checkpoint, load_target(target))
-        ids, names = prompts_of(options, opened.loaded)
         ending = Ending(opened.loaded.target.stop_ids, options.decode.max_new_tokens)
         length = options.decode.draft_length or opened.drafter.draft_length
         drafter = chain_drafter(opened, length, export.record["dtype"])
+        cases, left_out = cases_of(options, opened.loaded, length, console)
+        ids, names = [case.tokens for case in cases], [case.question_id for case in cases]
         with console.status(f"{ENGINES[export.engine].label}: {len(ids)} prompts, chains of {length}"):
             outcome = run(export.engine, export.python, job_of(export, opened, ids, ending, length))
         own = opened.loaded.target
         with console.status("our own decoder"):
             sequences: list[DecodedSequence] = [decoded(own, drafter, prompt, ending, length, outcome.begins) for prompt in ids]
             found = engine_check(outcome, names, plain(own, ids, ending), sequences, ending, length)
-    about = {key: export.record[key] for key in RECORDED} | found.as_json()
+    about = {key: export.record[key] for key in RECORDED} | found.as_json() | {"left_out": left_out}
     base = dated_path(options.output, "verify")
     folder = new_directory(base, lambda aside: atomic_write_json(aside / "verification.json", about))
     print_verification(console, found, outcome, folder)
@@ -113,11 +114,16 @@ def record_of(out: Path) -> dict[str, Any]:
     return record
 
 
-def prompts_of(options: RunOptions, loaded: LoadedTarget) -> tuple[list[list[int]], list[str]]:
-    """Token ids of every prompt's first turn, and the prompts' names."""
-    prompts = measurement_prompts(options)
-    ids = [encode_prompt(loaded.tokenizer, prompt.turns[:1]) for prompt in prompts]
-    return ids, [str(prompt.question_id) for prompt in prompts]
+def cases_of(options: RunOptions, loaded: LoadedTarget, length: int, console: Console) -> tuple[list[Case], list[str]]:
+    """Every prompt's first turn, and the names of those that leave no room for an answer and a chain of `length` after it.
+
+    A note on these is printed. Raises UserError when none is left.
+    """
+    prompts, room = measurement_prompts(options), chain_room(loaded, options.decode.max_new_tokens, length)
+    cases, left_out = encode_cases(prompts, loaded.tokenizer, room)
+    for note in left_out_notes(left_out, len(prompts), room):
+        print_note(console, note)
+    return cases, left_out
 
 
 def job_of(export: ExportUnderTest, opened: Opened, prompts: list[list[int]], ending: Ending, length: int) -> EngineJob:

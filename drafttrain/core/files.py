@@ -10,8 +10,11 @@ import os
 import re
 import shutil
 import socket
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +25,35 @@ HOST = socket.gethostname()  # machines may share folders
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename to the name of a directory with files, or of a file
 Move = Callable[[Path, Path], None]  # from, to
+
+
+def cache_home(needed: str = "") -> Path:
+    """The folder of files that can be made again: `drafttrain` under XDG_CACHE_HOME or ~/.cache. Where nothing can be written
+    there, as in many containers, it is in the temporary folder, unless `needed`, a path in it, is there already.
+    """
+    named = os.environ.get("XDG_CACHE_HOME")
+    with suppress(RuntimeError):  # a user without a home
+        folder = Path(named or Path.home() / ".cache") / "drafttrain"
+        if writable(folder) or (needed and (folder / needed).exists()):
+            return folder
+    return temporary_home()
+
+
+def writable(path: Path) -> bool:
+    """Whether files can be written in this folder, which need not exist yet."""
+    there = next((one for one in (path, *path.parents) if one.exists()), path)
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+@cache
+def temporary_home() -> Path:
+    """This user's folder in the temporary folder, the same in all processes. No other user can have made it."""
+    user = os.getuid()
+    folder = Path(tempfile.gettempdir()) / f"drafttrain-{user}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    return folder if stat.S_ISDIR(about.st_mode) and about.st_uid == user else Path(tempfile.mkdtemp(prefix="drafttrain-"))
 
 
 @contextmanager
@@ -56,8 +88,7 @@ def new_directory(base: Path, fill: Callable[[Path], object]) -> Path:
     made: list[Path] = []
 
     def first_free(aside: Path, base: Path) -> None:
-        for number in itertools.count(1):
-            path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        for path in _numbered(base, base.name, ""):
             try:
                 aside.rename(path)
             except OSError as error:
@@ -69,6 +100,44 @@ def new_directory(base: Path, fill: Callable[[Path], object]) -> Path:
     with atomic_directory(base, move=first_free) as aside:
         fill(aside)
     return made[0]
+
+
+def new_file(base: Path, content: bytes) -> Path:
+    """Make a file with this content, whole, and return its path: `base`, or `NAME-2.SUFFIX` and so on where that is taken.
+
+    No two processes get the same file, as for `new_directory`. Raises UserError on a full disk.
+    """
+    aside = temporary_name(base)
+    with _full_disk(base):
+        try:
+            base.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_bytes(content)
+            _fsync(aside)
+            for path in _numbered(base, base.stem, base.suffix):
+                with suppress(FileExistsError):
+                    _claim(aside, path)
+                    _fsync(path.parent)
+                    return path
+        finally:
+            aside.unlink(missing_ok=True)
+    raise AssertionError("there is always a further number")
+
+
+def _numbered(base: Path, stem: str, suffix: str) -> Iterator[Path]:
+    yield base
+    for number in itertools.count(2):
+        yield base.with_name(f"{stem}-{number}{suffix}")
+
+
+def _claim(aside: Path, path: Path) -> None:
+    """Give the file this name. Raises FileExistsError where it is taken."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        aside.replace(path)
 
 
 @contextmanager
@@ -90,8 +159,8 @@ def atomic_file(final: Path, full: str) -> Iterator[BinaryIO]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace a file's contents with this text in UTF-8. Raises UserError on a full disk."""
-    atomic_write_bytes(path, text.encode())
+    """Replace a file's contents with this text in UTF-8, lone surrogates as escapes. Raises UserError on a full disk."""
+    atomic_write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def atomic_write_bytes(path: Path, content: bytes, full: str | None = None) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import glob
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import cache_home
 from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, path_of, reason_of
 from drafttrain.data.forms import ASSISTANT, Conversation, check_form, conversation
@@ -97,7 +97,7 @@ def cache_folder(options: DataOptions) -> Path:
     """The folder of prepared data."""
     if options.cache is not None:
         return Path(options.cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafttrain" / "data"
+    return cache_home() / "data"
 
 
 def _chosen(options: DataOptions) -> list[SourceOptions]:

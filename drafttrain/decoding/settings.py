@@ -66,6 +66,8 @@ class DecoderSettings:
         self.sampling = replace(sampling, shared_noise=self.policy.keyed)
         if drafter is not None and not target.trees and any(set(path) != {0} for path in drafter.proposal.paths):
             raise UserError("the drafter proposes trees; this target's architecture is exact for chains only: draft a chain")
+        if drafter is not None:
+            _check_depth(controls, drafter.draft_length)
         self.prefill_chunk = prefill_chunk
         self._text: dict[str, Any] = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
         self._text |= {"min_new_tokens": min_new_tokens, "stop_text": stop_text}
@@ -87,12 +89,16 @@ class DecoderSettings:
     def positions(self, request: Request) -> int:
         """Cache positions that one text of this request may need. Raises ValueError for one that the target cannot hold."""
         text, limit = len(request.prompt) + request.max_new_tokens, self.target.shape.max_positions
-        if text > limit:
+        if not self.fits(request):
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens} exceed the target's "
                 f"{limit}; shorten the prompt or lower decode.max_new_tokens"
             )
         return text + self.scratch
+
+    def fits(self, request: Request) -> bool:
+        """Whether the target has positions for the prompt and an answer of full length."""
+        return len(request.prompt) + request.max_new_tokens <= self.target.shape.max_positions
 
     def request(self, prompt: Sequence[int], key: int = 0, as_json: bool = False) -> Request:
         """A request with the decoder's own limits. as_json: its text is meant to be JSON.
@@ -105,3 +111,14 @@ class DecoderSettings:
         if has_images(prompt) and (self.target.placeholder is None or (self.drafter is not None and not self.drafter.images)):
             raise ValueError("a prompt has an image, but the target or the drafter reads text alone; leave the image out")
         return Request(prompt, key, **self._text, guard=self.guard.of(as_json))
+
+
+def _check_depth(controls: Controls, deepest: int) -> None:
+    """Raise ValueError for limits beyond the drafter's deepest proposal: a report would name what no draft reaches."""
+    for name in ("draft_length", "window"):
+        asked = getattr(controls, name)
+        if asked is not None and asked > deepest:
+            raise ValueError(
+                f"decode.{name} is {asked}, but this drafter drafts {deepest} tokens ahead at most; set it to {deepest} or "
+                "less, or leave it out"
+            )

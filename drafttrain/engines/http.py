@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 TOKENS, CHAT = "tokens", "chat"
 TIMEOUT, CONNECT = 600.0, 30.0  # seconds for an answer, and for a connection
 SGLANG = "sglang"  # the maker that its list of models names
+# What a request leaves out, these makers' servers take from the model's generation_config.json. Others may refuse the fields.
+GREEDY = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+MAKERS = ("vllm", SGLANG)
 
 Messages = list[dict[str, str]]
 
@@ -64,6 +67,7 @@ class Endpoint:
         content: dict[str, Any] = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
         body = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": 0, "stream": True}
         body |= content | {"stream_options": {"include_usage": True}} | (ASK_DETAILS if SGLANG in self.about.versions else {})
+        body |= GREEDY if any(maker in self.about.versions for maker in MAKERS) else {}
         path = "completions" if self.where.api == TOKENS else "chat/completions"
         first, text, count, details = None, "", None, None
         with _explained(self.where), self.client.stream("POST", path, json=body) as response:
@@ -86,22 +90,32 @@ def endpoint(
     where: EndpointOptions, prompts: Sequence[list[int]] | Sequence[Messages], max_new_tokens: int, batch: int
 ) -> Iterator[Endpoint]:
     """A connected server. batch: upper bound of parallel requests. Raises UserError for a missing server or model."""
+    with _client(where, batch) as client, ThreadPoolExecutor(batch) as pool:
+        model, listed = _model(client, where)
+        maker = listed.get("owned_by")
+        about = EngineInfo({} if not maker else {str(maker): _version(client)}, ids=False)
+        yield Endpoint(where, client, pool, prompts, max_new_tokens, model, about)
+
+
+def context_of(where: EndpointOptions) -> int | None:
+    """Tokens of the server's context, where it tells them, as vLLM and SGLang do. Raises UserError as `endpoint` does."""
+    with _client(where, 1) as client:
+        length = _model(client, where)[1].get("max_model_len")
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _client(where: EndpointOptions, batch: int) -> httpx.Client:
     base = base_of(where.url, where.name, "engine_key_env")
     import httpx
 
     headers = {"Authorization": f"Bearer {where.key}"} if where.key else {}
     patience = httpx.Timeout(TIMEOUT, connect=CONNECT)
     limits = httpx.Limits(max_connections=batch, max_keepalive_connections=batch)
-    with (
-        httpx.Client(base_url=base, headers=headers, timeout=patience, limits=limits) as client,
-        ThreadPoolExecutor(batch) as pool,
-    ):
-        model, about = _known(client, where)
-        yield Endpoint(where, client, pool, prompts, max_new_tokens, model, about)
+    return httpx.Client(base_url=base, headers=headers, timeout=patience, limits=limits)
 
 
-def _known(client: httpx.Client, where: EndpointOptions) -> tuple[str, EngineInfo]:
-    """The model that answers, and the server's description."""
+def _model(client: httpx.Client, where: EndpointOptions) -> tuple[str, dict[str, Any]]:
+    """The model that answers, and what the server lists about it."""
     with _explained(where):
         response = client.get("models")
         _check(response, where, "models")
@@ -112,9 +126,7 @@ def _known(client: httpx.Client, where: EndpointOptions) -> tuple[str, EngineInf
     if where.model is None and len(listed) != 1:
         raise UserError(f"{where.url} has the models {', '.join(listed) or 'none'}; set engine_model")
     model = where.model or next(iter(listed))
-    maker = listed.get(model, {}).get("owned_by")
-    versions = {} if not maker else {str(maker): _version(client)}
-    return model, EngineInfo(versions, ids=False)
+    return model, dict(listed.get(model, {}))
 
 
 def _version(client: httpx.Client) -> str:

@@ -25,8 +25,9 @@ def serve_arguments(
     transfer: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_producer", **(connector or {})}
     transfer.setdefault("kv_connector_extra_config", {"shared_storage_path": folder})
     length = ["--max-model-len", str(longest + 1)]  # the answer has one token
+    # the model's own generation_config.json would limit an answer's length
     return [
-        "serve", model, *length,
+        "serve", model, *length, "--generation-config", "vllm",
         "--speculative-config", json.dumps(speculation, separators=(",", ":")),
         "--kv-transfer-config", json.dumps(transfer, separators=(",", ":")),
     ]  # fmt: skip

@@ -129,6 +129,10 @@ class Bench:
         once: dict[str, Contender] = {}
         if self.options.transformers and self.sampling.greedy and size == 1:
             once[REFERENCE] = lambda wave: self._generate([cases[i] for i in wave])
+        if len(numbers) < size:
+            self.budget.notes.append(
+                f"timing at {label}: {len(numbers)} of {size} requests at a time, because there are no more prompts"
+            )
         laps = self.timed(f"timing, {label}", contenders, wanted, repeats, seconds, once)
         timed_waves, timed_repeats = len(laps[BASELINE][0]), len(laps[BASELINE])
         if timed_waves < len(wanted) or timed_repeats < repeats:

@@ -15,6 +15,7 @@ from drafttrain.data.prompts import Prompt, encode_prompt
 from drafttrain.targets.images import TEXT_ONLY, Images
 
 Item = TypeVar("Item")
+NAMED = 8  # names in a note at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class Case:
 
 def encode_cases(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, room: int, images: Images = TEXT_ONLY
-) -> tuple[list[Case], int]:
-    """(cases of at most `room` tokens, number of longer prompts, which are left out). Raises UserError when none is left."""
+) -> tuple[list[Case], list[str]]:
+    """(cases of at most `room` tokens, names of longer prompts, which are left out). Raises UserError when none is left."""
     every = [_case(p, tokenizer, images) for p in prompts]
     kept = [c for c in every if 0 < len(c.tokens) <= room]
     if not kept:
@@ -48,7 +49,15 @@ def encode_cases(
             f"none of the {len(every)} prompts fits: the shortest has {shortest} tokens, and with decode.max_new_tokens the "
             f"target has room for {max(room, 0)}; give shorter prompts or lower decode.max_new_tokens"
         )
-    return alternate_categories(kept), len(every) - len(kept)
+    return alternate_categories(kept), [c.question_id for c in every if not 0 < len(c.tokens) <= room]
+
+
+def left_out_notes(names: Sequence[str], count: int, room: int, what: str = "prompts") -> list[str]:
+    """A note on the prompts that are left out; none where all fit. count: of all prompts. room: tokens of the longest."""
+    if not names:
+        return []
+    shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return [f"{len(names)} of {count} {what} have more than the {room} tokens that fit, and were left out: {shown}"]
 
 
 def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, images: Images) -> Case:
@@ -70,8 +79,8 @@ def follow_ups(
     room: int,
     most: int | None,
     images: Images = TEXT_ONLY,
-) -> tuple[list[Case], int]:
-    """(the next turns of these cases, number of next turns left out as longer than `room` tokens).
+) -> tuple[list[Case], list[str]]:
+    """(the next turns of these cases, names of those whose next turn is left out as longer than `room` tokens).
 
     outputs: the replies to these cases, as token ids. most: turns of a dialogue at most.
     """
@@ -81,7 +90,7 @@ def follow_ups(
             replies = (*case.replies, str(tokenizer.decode(output, skip_special_tokens=True)).strip())
             found.append(replace(case, tokens=encode_prompt(tokenizer, case.turns, replies, images), replies=replies))
     fitting = [case for case in found if len(case.tokens) <= room]
-    return fitting, len(found) - len(fitting)
+    return fitting, [case.question_id for case in found if len(case.tokens) > room]
 
 
 def interleaved_turns(cases: Sequence[Case]) -> list[int]:

@@ -45,13 +45,14 @@ def report_of(
     }
 
 
-def write_report(folder: Path, report: Report, metrics: Path | None = None) -> list[Path]:
+def write_report(folder: Path, report: Report, metrics: Path | None = None, draw: bool = True) -> list[Path]:
     """Write figures, report.html, report.md and, last, report.json into `folder`. metrics: the training run's metrics.jsonl.
+    draw: False for a report that is soon written again, because figures take most of the time.
 
     Returns the files written. Raises UserError on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    figures = _figures(folder, report, metrics)
+    figures = _figures(folder, report, metrics) if draw else []
     written = [*figures, *write_sheet(folder, report), folder / "report.html", folder / "report.md", folder / FILE]
     atomic_write_text(folder / "report.html", page(rounded(report), metrics))
     atomic_write_text(folder / "report.md", markdown(report, [path.name for path in figures]))

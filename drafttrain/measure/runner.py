@@ -17,7 +17,7 @@ from drafttrain.decoding.request import Result
 from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_meta
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench, Watch
-from drafttrain.measure.cases import Case, encode_cases, follow_ups
+from drafttrain.measure.cases import Case, encode_cases, follow_ups, left_out_notes
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys
 from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
@@ -71,7 +71,7 @@ def measure_checkpoints(
     check_measurement(loaded, None, decode, options)
     room = loaded.target.shape.max_positions - decode.max_new_tokens
     cases, left_out = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
-    notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []
+    notes = left_out_notes(left_out, len(prompts), room)
     if reason := loaded.description.get("chains_reason"):
         notes.append(f"the target verifies chains, not trees, so drafts are chains: {reason}")
     if reason := loaded.description.get("attention_reason"):
@@ -121,6 +121,8 @@ def _group(
             watch=lambda stage, *counts: watch(label + stage.removeprefix(label), *counts),  # a separate progress bar
         )
     checkpoints, drafters = _rows(checkpoints, {name: r.drafter for name, r in restored.items()})
+    for drafter in drafters.values():
+        bench.decoder(drafter)  # raises for settings that it cannot decode with, before the baseline takes its time
     first_turns = len(cases)
     cases, plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     parameters = {name: trainable(drafter) for name, drafter in drafters.items()}
@@ -207,8 +209,7 @@ def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Ca
         outputs = [r.tokens for r in replies]
         loaded = bench.loaded
         turn, left_out = follow_ups(turn, outputs, loaded.tokenizer, room, bench.options.turns, loaded.images)
-        if left_out:
-            bench.budget.notes.append(f"{left_out} further turns are too long for the target and were left out")
+        bench.budget.notes.extend(left_out_notes(left_out, len(turn) + len(left_out), room, "further turns"))
         if not turn:
             return found, plain, bench.reference(found, plain) if compared else None
         replies = bench.decode_all(f"plain decoding, turn {turn[0].turn}", None, turn, first=len(found))

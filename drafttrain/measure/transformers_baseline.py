@@ -5,7 +5,8 @@ Shapes: B prompts, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -50,12 +51,13 @@ def generate(
     pad = min(stop_ids, default=0)
     token_BT = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     seen_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    settings = _greedy(stop_ids or {model.config.get_text_config().vocab_size}, pad, decode)
     stopwatch, started = _Stopwatch(), perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), generation_config_of(model, settings):
         text_BT = model.generate(
             **({"input_ids": token_BT} if inputs is None else inputs(token_BT)),
             attention_mask=seen_BT,
-            generation_config=_greedy(stop_ids or {model.config.get_text_config().vocab_size}, pad, decode),
+            generation_config=settings,
             stopping_criteria=StoppingCriteriaList([stopwatch]),
         )
     rows = zip(text_BT[:, longest:].tolist(), guards or [None] * len(prompts), strict=True)
@@ -69,21 +71,25 @@ def generate(
     return Decoded(results, Costs())
 
 
-def _greedy(stop_ids: Collection[int], pad: int, decode: DecodeOptions) -> GenerationConfig:
-    """Sets everything that could change greedy decoding: generate() takes unset values from the model's generation config.
-
-    stop_ids: at least one, because generate() replaces none by the model's own; a number past the vocabulary stops no text.
+@contextmanager
+def generation_config_of(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Meanwhile the model has these settings alone. generate() takes what a call leaves open from those of the model's
+    generation_config.json, which may suppress tokens, ask for another cache or return something else than tokens.
     """
+    before, model.generation_config = model.generation_config, settings
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def _greedy(stop_ids: Collection[int], pad: int, decode: DecodeOptions) -> GenerationConfig:
+    """Greedy decoding. stop_ids: at least one; a number past the vocabulary stops no text."""
     return GenerationConfig(
         max_new_tokens=decode.max_new_tokens,
         min_new_tokens=decode.min_new_tokens or None,
         do_sample=False,
-        num_beams=1,
         repetition_penalty=decode.repetition_penalty,
-        no_repeat_ngram_size=0,
-        temperature=1.0,
-        top_k=50,
-        top_p=1.0,
         use_cache=True,
         eos_token_id=sorted(stop_ids),
         pad_token_id=pad,

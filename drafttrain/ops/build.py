@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from drafttrain.core.files import cache_home
+
 COMPILERS = ("g++", "c++", "clang++")
 ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 CPU_FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fPIC", "-Wno-psabi"]
@@ -26,9 +28,9 @@ CUDA_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-f
 ARCHITECTURES = ("80", "90a")  # targets of `make kernels` on a machine without a GPU
 
 
-def cache_folder() -> Path:
-    """The folder for compiled operators, under XDG_CACHE_HOME."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafttrain"
+def cache_folder(needed: str = "") -> Path:
+    """The folder for compiled operators, under XDG_CACHE_HOME. needed: as for `cache_home`."""
+    return cache_home(needed)
 
 
 def sources() -> Path:
@@ -82,7 +84,8 @@ def compiled(
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     parts = [version, _processor(), *flags, name]
     parts += [f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in sorted({*read, *units})]
-    folder = cache_folder() / "kernels" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    inside = f"kernels/{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
+    folder = cache_folder(f"{inside}/{name}") / inside
     library = folder / name
     if library.exists():
         return library

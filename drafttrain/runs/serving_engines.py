@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import Prompt, encode_prompt
 from drafttrain.data.server import base_of
 from drafttrain.engines.answers import TimedEngine
-from drafttrain.engines.http import CHAT, TOKENS, EndpointOptions, endpoint
+from drafttrain.engines.http import CHAT, TOKENS, EndpointOptions, context_of, endpoint
 from drafttrain.engines.measurement import FIGURES, SPECULATIVE, OwnDecoding, TimingOptions, measured
 from drafttrain.engines.process import ENGINES, EngineJob, python_of
 from drafttrain.engines.timed_process import serving
@@ -31,7 +31,7 @@ from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads, stacks_for
 from drafttrain.measure.bench import BASELINE, Watch
-from drafttrain.measure.cases import encode_cases
+from drafttrain.measure.cases import encode_cases, left_out_notes
 from drafttrain.measure.entry import prompt_digest
 from drafttrain.measure.flags import best_entry
 from drafttrain.measure.report import Report
@@ -155,7 +155,7 @@ def measure_engines(
     entries = []
     with progress_bars(console) as watch:
         watch("our chains", 0, 1, 0)
-        inputs = _inputs(report, directory, loaded, options)
+        inputs = _inputs(choice, report, directory, loaded, options)
         inputs.here("plain")
         watch("our chains", 1, 1, 0)
         for name in (*ready, *choice.endpoints):
@@ -256,14 +256,20 @@ def wanted_export(opened: Opened, name: str, out: Path, dtype: str) -> Wanted:
     raise errors[0]
 
 
-def _inputs(report: Report, directory: Path, loaded: LoadedTarget, options: RunOptions) -> EngineInputs:
+def chain_room(loaded: LoadedTarget, max_new_tokens: int, length: int) -> int:
+    """Tokens of the longest prompt that leaves room for an answer, and for a chain that a step drafts past its end."""
+    return loaded.target.shape.max_positions - max_new_tokens - length - 2
+
+
+def _inputs(choice: EngineChoice, report: Report, directory: Path, loaded: LoadedTarget, options: RunOptions) -> EngineInputs:
     """The inputs of every engine: the timed prompts, and our decoder's outputs for them."""
     opened = Opened.of(directory, loaded)
-    length, room = options.decode.draft_length or opened.drafter.draft_length, loaded.target.shape.max_positions
-    prompts = measurement_prompts(options)
+    length = options.decode.draft_length or opened.drafter.draft_length
+    prompts, room = measurement_prompts(options), chain_room(loaded, options.decode.max_new_tokens, length)
     by_digest = {prompt_digest(encode_prompt(loaded.tokenizer, prompt.turns)): prompt for prompt in prompts}
     timed = {line["prompt"] for line in best_entry(report)["per_prompt"] if line["decode_ms"] is not None}
-    cases, _ = encode_cases(prompts, loaded.tokenizer, room - options.decode.max_new_tokens - length - 2)
+    cases, left_out = encode_cases(prompts, loaded.tokenizer, room)
+    choice.notes.extend(left_out_notes(left_out, len(prompts), room, "prompts for engines"))
     ids = [case.tokens for case in cases if prompt_digest(case.tokens) in timed]
     if not ids:
         raise UserError("no timed prompt leaves room for a drafted chain after it; give shorter prompts")
@@ -318,7 +324,9 @@ def _in_process(inputs: EngineInputs, name: str, python: Path, export: EngineExp
 
 
 def _over_network(inputs: EngineInputs, label: str, places: dict[str, EndpointOptions], watch: Watch) -> dict[str, Any]:
-    terms, first = inputs.terms(label, True, watch), next(iter(places.values()))
+    first, longest = next(iter(places.values())), [length for where in places.values() if (length := context_of(where))]
+    inputs, notes = _within(inputs, min(longest)) if longest else (inputs, [])
+    terms = inputs.terms(label, True, watch)
     chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in inputs.prompts]
     prompts: Any = chats if first.api == CHAT else inputs.ids
     with ExitStack() as open_now:
@@ -327,4 +335,23 @@ def _over_network(inputs: EngineInputs, label: str, places: dict[str, EndpointOp
             for side, where in places.items()
         }
         found = measured(sides, inputs.here, terms)
+    found["notes"] += notes
     return {"url": " ".join(where.url for where in places.values())} | found
+
+
+def _within(inputs: EngineInputs, positions: int) -> tuple[EngineInputs, list[str]]:
+    """(the inputs without the prompts that leave no room for an answer in so many positions, a note on these)."""
+    room = positions - inputs.ending.max_new_tokens
+    kept = [i for i, ids in enumerate(inputs.ids) if len(ids) <= room]
+    left_out = [str(prompt.question_id) for i, prompt in enumerate(inputs.prompts) if i not in kept]
+    if not left_out:
+        return inputs, []
+    if not kept:
+        raise UserError(
+            f"the server's context of {positions} tokens leaves room for {max(room, 0)} with decode.max_new_tokens, and no "
+            "timed prompt fits; start it with a longer one, or lower decode.max_new_tokens"
+        )
+    ids = [inputs.ids[i] for i in kept]
+    here = own_decoding(inputs.opened, ids, inputs.ending, inputs.length, inputs.dtype)
+    fitting = replace(inputs, prompts=[inputs.prompts[i] for i in kept], ids=ids, here=here)
+    return fitting, left_out_notes(left_out, len(inputs.ids), room, "timed prompts")

@@ -30,7 +30,15 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.model.images import has_images
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.serving_engines import TIMED, check_greedy, own_decoding, stacks_of, target_place, wanted_export
+from drafttrain.runs.serving_engines import (
+    TIMED,
+    chain_room,
+    check_greedy,
+    own_decoding,
+    stacks_of,
+    target_place,
+    wanted_export,
+)
 from drafttrain.targets.frozen_ends import FrozenEnds
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import weights_of
@@ -242,7 +250,7 @@ def engine_settings(options: RunOptions, loaded: LoadedTarget, drafter: Drafter)
             "CUDA_VISIBLE_DEVICES, or cpu"
         )
     length = options.decode.draft_length or drafter.draft_length
-    room = loaded.target.shape.max_positions - options.decode.max_new_tokens - length - 2
+    room = chain_room(loaded, options.decode.max_new_tokens, length)
     cases, _ = encode_cases(measurement_prompts(options), loaded.tokenizer, room, loaded.images)
     ids = [case.tokens for case in cases[: measure.every_prompts]]
     if any(map(has_images, ids)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -30,9 +31,10 @@ from drafttrain.targets.sharded import ShardedTarget, Shards
 from drafttrain.targets.split import SplitTarget, check_divides, split_target
 from drafttrain.targets.structure import shape_of
 from drafttrain.targets.vision import ARCHITECTURES, INPUTS, VisionTarget
-from drafttrain.targets.weights import check_settings, load_model
+from drafttrain.targets.weights import INDEX, PICKLED, PICKLED_INDEX, check_settings, is_pickled, load_model
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
+ADAPTER, MODEL = "adapter_config.json", ("model.safetensors", INDEX, PICKLED, PICKLED_INDEX)  # files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -272,11 +274,27 @@ def path_of(options: TargetOptions) -> str:
         if looks_local:
             raise UserError(f"target.path {options.path!r} does not exist; set it to a model directory or a hub id")
         return options.path
+    if (path / ADAPTER).is_file() and not any((path / name).is_file() for name in MODEL):
+        raise UserError(
+            f"target.path {options.path!r} is a peft adapter of {base_of(path)!r}, no whole model; name the base, or save the "
+            "merged model (PeftModel.merge_and_unload(), save_pretrained()) and name its directory"
+        )
     if not (path / "config.json").is_file():
         raise UserError(f"target.path {options.path!r} has no config.json; set it to a transformers model directory")
-    if not any(path.glob("*.safetensors*")):  # an index counts
-        raise UserError(f"target.path {options.path!r} has no *.safetensors weights; save the model with save_pretrained()")
+    if not any(path.glob("*.safetensors*")) and not is_pickled(path):  # an index counts
+        raise UserError(
+            f"target.path {options.path!r} has no *.safetensors weights, and no {PICKLED}; save the model with "
+            "save_pretrained()"
+        )
     return str(path)
+
+
+def base_of(adapter: Path) -> str:
+    """The model that a peft adapter is for. Raises UserError for a configuration that does not name it."""
+    try:
+        return str(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{adapter / ADAPTER} names no base_model_name_or_path; name a model as target.path") from error
 
 
 def runner_of(name: str, model: Any, part: Part) -> type[HFTarget]:

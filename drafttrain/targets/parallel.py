@@ -16,6 +16,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,10 +29,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.targets.devices import bind
 
 Value = TypeVar("Value")
 
+SILENT = 10.0  # seconds that processes may take to meet before one says what it waits for
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables of a launcher
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PATIENCE = timedelta(minutes=30)  # the others wait while the first process runs the whole model's forward at load time
 
 
@@ -93,9 +103,86 @@ def join(size: int, device: torch.device) -> Part:
         return WHOLE
     if not distributed.is_initialized():
         backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        distributed.init_process_group(backend, timeout=PATIENCE, device_id=bound)
+        with meeting():
+            distributed.init_process_group(backend, timeout=PATIENCE, device_id=bound)
         end_at_exit()
     return Part(int(os.environ["RANK"]), size)
+
+
+def check_launched() -> None:
+    """Raise UserError for a launcher's variables that are not whole, or name no process of a group."""
+    known = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    several = known.get("WORLD_SIZE", "1") != "1"
+    if "RANK" not in known and not several:
+        return
+    missing = [name for name in LAUNCHED if name not in known and name != "LOCAL_RANK"]
+    fault = f"without {', '.join(missing)}" if missing else None
+    numbers = [value for name, value in known.items() if name != "MASTER_ADDR"]
+    if fault is None and not all(value.isdecimal() for value in numbers):
+        fault = "where a number is expected"
+    elif fault is None and int(known["RANK"]) >= int(known["WORLD_SIZE"]):
+        fault = "which is no rank of so many processes"
+    if fault is not None:
+        raise UserError(
+            f"the environment has {_spoken(known)}, {fault}; start with torchrun or launcher.nproc, {_unset(known)}"
+        )
+
+
+@contextmanager
+def meeting(silent: float | None = None) -> Iterator[None]:
+    """While the processes that the environment names meet. After `silent` seconds (None: `SILENT`) it says what is waited for.
+
+    A signal ends this process at once: torch waits outside of Python, where no handler runs. Raises UserError if they do not
+    meet, unless a launcher watches over them.
+    """
+    check_launched()
+    done, wake = os.pipe()
+    os.set_blocking(wake, False)
+    main = threading.current_thread() is threading.main_thread()  # Python allows it nowhere else
+    before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False) if main else -1
+    watcher = threading.Thread(target=_watch, args=(done, SILENT if silent is None else silent), daemon=True)
+    watcher.start()
+    try:
+        yield
+    except (distributed.DistNetworkError, distributed.DistStoreError) as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise
+        raise UserError(f"the processes have not met: {_waited_for()}") from error
+    finally:
+        if main:
+            signal.set_wakeup_fd(before)
+        os.write(wake, b"\0")
+        watcher.join()
+        os.close(wake)
+        os.close(done)
+
+
+def _watch(pipe: int, silent: float) -> None:
+    """Until the pipe has a zero. Its other bytes are numbers of signals."""
+    if not select.select([pipe], [], [], silent)[0]:
+        print(f"drafttrain: {_waited_for()}", file=sys.stderr, flush=True)
+    while number := os.read(pipe, 1)[0]:
+        if number in ENDING:
+            line = f"\ndrafttrain: interrupted by {signal.Signals(number).name}, while it waited for other processes\n"
+            os.write(2, line.encode())
+            os._exit(130 if number == signal.SIGINT else Interrupted.CODE)
+
+
+def _waited_for() -> str:
+    known = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    where = f"{known.get('MASTER_ADDR')}:{known.get('MASTER_PORT')}"
+    return (
+        f"waiting for {known.get('WORLD_SIZE')} processes to meet at {where}, because the environment has {_spoken(known)}; if "
+        f"no launcher has started this process, end it, {_unset(known)}"
+    )
+
+
+def _spoken(known: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in known.items())
+
+
+def _unset(known: dict[str, str]) -> str:
+    return f"or run it alone: env {' '.join(f'-u {name}' for name in known)} drafttrain ..."
 
 
 def end_at_exit() -> None:

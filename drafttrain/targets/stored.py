@@ -41,7 +41,10 @@ class StoredTensors:
         """origin: the name that messages use for it. Raises UserError for damaged files, and files outside the directory."""
         found = check_files(directory, origin)
         if not found:
-            raise UserError(f"{origin}: no safetensors files are in {directory}; give a checkpoint in this format")
+            raise UserError(
+                f"{origin}: no safetensors files are in {directory}, which are read here piece by piece; save the model again "
+                "with save_pretrained(), or load it whole (target.placement=replicated)"
+            )
         if (directory / INDEX).is_file():
             listed = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
             return StoredTensors(directory, {name: directory / file for name, file in listed.items()})

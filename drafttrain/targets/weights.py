@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +22,8 @@ from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
 
 INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = f"{PICKLED}.index.json"
 AGAIN = "get its files again"
 SHOWN = 3  # names in a message
 
@@ -33,30 +36,50 @@ IGNORED = re.compile(
 
 
 def load_model(path: str, origin: str, read: Callable[..., tuple[Any, Any]] | None = None, **settings: Any) -> Any:
-    """The causal LM at a directory or hub id, every parameter filled from its safetensors files.
+    """The causal LM at a directory or hub id, every parameter filled from its safetensors files, or from `pytorch_model.bin`
+    where there are none.
 
     origin: the name that messages use for it. read: replaces `from_pretrained`, whose arguments are `settings`. Raises
     UserError for damaged files, files outside the directory, and weights that do not fill the architecture, with their names.
     """
+    safe = not is_pickled(Path(path))
     if Path(path).is_dir():
-        check_files(Path(path), origin)
+        if safe:
+            check_files(Path(path), origin)
+        elif (index := Path(path) / PICKLED_INDEX).is_file():
+            listed_files(index, origin)
         if not int(os.environ.get("LOCAL_RANK", 0)):  # once on each machine
             check_listed(Path(path), AGAIN, is_weights)
     shared = {name: settings[name] for name in ("revision", "trust_remote_code") if name in settings}
-    return filled(read or model_class(AutoConfig.from_pretrained(path, **shared)).from_pretrained, path, origin, **settings)
+    load = read or model_class(AutoConfig.from_pretrained(path, **shared)).from_pretrained
+    try:
+        return filled(load, path, origin, safe, **settings)
+    except OSError as error:
+        if Path(path).is_dir() or "cannot be loaded with `safetensors`" not in str(error):
+            raise
+        return filled(load, path, origin, False, **settings)  # of a hub repository that has no safetensors
 
 
-def filled(load: Callable[..., tuple[Any, Any]], path: str | None, origin: str, **settings: Any) -> Any:
-    """The model that a `from_pretrained` gives, every parameter filled; otherwise as `load_model`."""
+def filled(load: Callable[..., tuple[Any, Any]], path: str | None, origin: str, safe: bool = True, **settings: Any) -> Any:
+    """The model that a `from_pretrained` gives, every parameter filled; otherwise as `load_model`.
+
+    safe: from safetensors. Otherwise from a pickle, of which torch's loader reads tensors alone: it runs no code.
+    """
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # transformers would ask the hub to convert a repository
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # `_check_filled` reports missing tensors
     logging.disable_progress_bar()  # callers have not asked for one
     try:
         model, found = load(
-            path, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **settings
+            path, use_safetensors=safe, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )  # `_check_filled` refuses mismatched shapes by name
     except SafetensorError as error:
         raise UserError(f"{origin}: its weights are damaged ({one_line(error)}); {AGAIN}") from error
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise UserError(
+            f"{origin}: its {PICKLED} is damaged, or holds more than tensors, which is never read because it could run code; "
+            f"{AGAIN}, as safetensors where there are some"
+        ) from error
     finally:
         logging.set_verbosity(level)
         if bars:
@@ -78,6 +101,12 @@ def check_settings(directory: str) -> None:
 
 def is_weights(name: str) -> bool:
     return name.endswith(".safetensors")
+
+
+def is_pickled(directory: Path) -> bool:
+    """Whether this is a directory whose only weights are pickles."""
+    there = any((directory / name).is_file() for name in (PICKLED, PICKLED_INDEX))
+    return there and not any(directory.glob("*.safetensors*"))  # an index counts
 
 
 def check_files(directory: Path, origin: str) -> list[Path]:

@@ -19,7 +19,7 @@ from drafttrain.core.divided import is_part
 from drafttrain.core.errors import UserError
 from drafttrain.objective.losses import Objective
 from drafttrain.targets.devices import bind, number_by_gpu
-from drafttrain.targets.parallel import end_at_exit
+from drafttrain.targets.parallel import end_at_exit, meeting
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
 from drafttrain.train.compiled import check
 from drafttrain.train.muon import Matrix
@@ -81,11 +81,13 @@ def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
     formed = torch.distributed.is_initialized()
     lone = {} if formed or "RANK" in os.environ else LONE
     os.environ |= lone
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed looks for MPI without it
     number_by_gpu(device)
     if not formed:
         with hushed():
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            load_deepspeed().init_distributed(backend, verbose=False, timeout=timedelta(minutes=30, seconds=hang_timeout))
+            backend, deepspeed = "nccl" if device.type == "cuda" else "gloo", load_deepspeed()
+            with contextlib.nullcontext() if lone else meeting():
+                deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(minutes=30, seconds=hang_timeout))
         end_at_exit()
         for name in lone.keys() - {"LOCAL_RANK"}:  # child processes must not join this group
             del os.environ[name]

@@ -18,6 +18,7 @@ from torch import distributed
 from drafttrain.cli.launch import launch
 from drafttrain.core.errors import UserError
 from drafttrain.runs.options import LauncherOptions, RunOptions
+from drafttrain.targets.parallel import meeting
 from drafttrain.train.interrupt import Interrupt
 from tests import forked
 from tests.standin.mooncake import free_port
@@ -194,3 +195,35 @@ def test_launch_nproc_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="under torchrun"):
         launch(sums_ranks, OPTIONS, {})
+
+
+LEFT = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}  # by another launcher
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.grid)])
+def test_fit_with_variables_of_another_launcher_names_them_and_ends_at_signal(number: signal.Signals, tmp_path: Path) -> None:
+    """torch waits outside of Python for half an hour, where no handler of a signal runs."""
+    variables = dict(os.environ) | LEFT | {"MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "drafttrain", "fit", "recipe=medusa"]
+    process = forked.start(command, tmp_path, variables, {"drafttrain.targets.parallel.SILENT": 0.1})
+    said = process.wait_for(r"waiting for 2 processes to meet at 127\.0\.0\.1:\d+, because the environment has (.*); if no")
+    assert all(f"{name}={variables[name]}" in said[1] for name in (*LEFT, "MASTER_PORT"))
+    os.kill(process.pid, number)
+    assert process.wait() == (130 if number == signal.SIGINT else 75)
+    assert f"interrupted by {number.name}, while it waited for other processes" in process.said()
+
+
+def test_meeting_with_variables_that_are_not_whole_is_refused(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for changed, says in (
+        ({"MASTER_PORT": None}, "the environment has RANK=1 .*, without MASTER_PORT; start with torchrun"),
+        ({"RANK": "first"}, "where a number is expected"),
+        ({"RANK": "2"}, "which is no rank of so many processes; .* env -u RANK -u WORLD_SIZE"),
+    ):
+        with subtests.test(changed=changed), monkeypatch.context() as patch:
+            for name, value in (LEFT | {"MASTER_PORT": "1"} | changed).items():
+                patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
+            with pytest.raises(UserError, match=says), meeting():
+                raise AssertionError("they must not wait")

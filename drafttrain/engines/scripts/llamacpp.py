@@ -170,6 +170,7 @@ def command(job: dict[str, Any], drafts: bool, threads: int) -> list[str]:
 def completion(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dict[str, Any]:
     """The server's answer for one prompt."""
     body = {"prompt": prompt, "n_predict": wanted, "temperature": 0.0, "return_tokens": True, "cache_prompt": False}
+    body["repeat_penalty"] = 1.0  # not that of the target's file
     request = Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=PATIENCE) as answer:
         found: dict[str, Any] = json.loads(answer.read())

@@ -79,6 +79,8 @@ def loaded(job: dict[str, Any], dtype: str, device: str, drafts: bool) -> tuple[
     place = job["drafter"] if family == STITCHED else job["target"]
     target: Any = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=width)
     target = target.to(device).eval()
+    pad = min(job["stop_ids"], default=0)
+    target.generation_config = transformers.GenerationConfig(pad_token_id=pad)  # the file's would change what is generated
     if not drafts:
         return target, {}
     if family == STITCHED:
@@ -89,7 +91,7 @@ def loaded(job: dict[str, Any], dtype: str, device: str, drafts: bool) -> tuple[
         raise ValueError(f"blocks of {assistant.config.block_size} always draft {assistant.config.block_size - 1} tokens")
     if family == "draft_model":
         settings = {"num_assistant_tokens": job["draft_length"], "num_assistant_tokens_schedule": "constant"}
-        assistant.generation_config.update(**settings, assistant_confidence_threshold=0.0)
+        assistant.generation_config = transformers.GenerationConfig(**settings, assistant_confidence_threshold=0.0)
     kind = {"speculation_type": "dflash"} if family == "dflash" else {}
     return target, {"assistant_model": assistant, **kind}
 

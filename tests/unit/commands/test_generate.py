@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 from itertools import takewhile
@@ -168,3 +169,15 @@ def test_generate_chat_prompt_includes_earlier_turns(loaded: LoadedTarget, monke
     second = wanted(loaded, encode_prompt(loaded.tokenizer, ["what is json?", "and csv?"], [first]), max_new_tokens=12)
     assert writer.replies == [first, second]
     assert all(line in console.file.getvalue() for line in (first.splitlines()[-1], "12 tokens"))  # type: ignore[attr-defined]
+
+
+def test_generate_chat_beyond_context_leaves_out_oldest_turns(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(loaded, decoder_of(loaded, DecodeOptions(max_new_tokens=4), None), Console(file=io.StringIO()), chat=True)
+    writer.status = Console(file=io.StringIO(), width=200)
+    writer.turns, writer.replies = ["what is json?", "and csv?"], ["a form of text", "another"]
+    room = len(encode_prompt(loaded.tokenizer, ["and csv?", "and xml?"], ["another"])) + 4
+    shape = dataclasses.replace(loaded.target.shape, max_positions=room)
+    monkeypatch.setattr(loaded.target, "shape", shape)
+    writer.answer("and xml?")
+    assert writer.turns == ["and csv?", "and xml?"] and len(writer.replies) == 2
+    assert "the oldest 1 of 3 turns were left out" in writer.status.file.getvalue()  # type: ignore[attr-defined]

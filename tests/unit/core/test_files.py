@@ -1,6 +1,7 @@
 """Directories and files appear whole or not at all."""
 
 import errno
+import multiprocessing
 import os
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ from drafttrain.core.files import (
     atomic_directory,
     atomic_write_json,
     atomic_write_text,
+    new_file,
     remove_abandoned,
     remove_leftovers,
 )
@@ -98,3 +100,36 @@ def test_remove_abandoned_deletes_temporary_files_of_ended_processes(tmp_path: P
         (tmp_path / name).mkdir()
     remove_abandoned(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_atomic_write_text_lone_surrogate_is_escaped(tmp_path: Path) -> None:
+    """A path or an argument has them where the locale is not UTF-8."""
+    atomic_write_text(tmp_path / "a", "é\udcc3")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == r"é\udcc3"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_new_files_of_same_name_are_one_for_each_process(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pictures of the same second; also on a file system without links."""
+
+    def unsupported(source: Path, final: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr("os.link", unsupported)
+    processes = multiprocessing.get_context("fork")
+    together, found = processes.Barrier(8), processes.Queue()
+
+    def make(number: int) -> None:
+        together.wait()
+        found.put((number, new_file(tmp_path / "kind" / "now.html", str(number).encode())))
+
+    started = [processes.Process(target=make, args=(number,)) for number in range(8)]
+    for process in started:
+        process.start()
+    paths = dict(found.get() for _ in started)
+    for process in started:
+        process.join()
+    assert sorted(path.name for path in paths.values()) == ["now-2.html", *(f"now-{n}.html" for n in range(3, 9)), "now.html"]
+    assert all(path.read_text() == str(number) for number, path in paths.items())
+    assert len(list((tmp_path / "kind").iterdir())) == 8

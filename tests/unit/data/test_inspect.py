@@ -147,9 +147,16 @@ def test_inspect_terminal_and_page_show_supervised_tokens_and_copies(
     assert f"{data}:10" in unescape(text) and "1 of 1 prompts" in text
 
 
-def test_inspect_histogram_counts_every_conversation(command: Callable[..., int], data: Path, tmp_path: Path) -> None:
+def test_inspect_histogram_counts_every_conversation(
+    command: Callable[..., int], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, other = (tmp_path / "outputs" / "inspect" / name for name in ("now.html", "now-2.html"))
+    monkeypatch.setattr(inspect_file, "dated_path", lambda *asked: page)
+    page.parent.mkdir(parents=True)
+    page.write_text("of another process that began in the same second")
     assert command("inspect", f"data.path={data}") == 0
-    (page,) = (tmp_path / "outputs" / "inspect").glob("*.html")
+    assert page.read_text().startswith("of another")
+    page = other
     counts = re.search(r'<div class="histogram">(.*?)</div>\s*<h2>', page.read_text(), re.DOTALL)
     assert counts is not None
     numbers = [int(n) for n in re.findall(r"</div></span><span>(\d+)</span>", counts[1].replace("\n", ""))]

@@ -142,6 +142,14 @@ def test_controls_window_and_draft_length_bound_offered_drafts() -> None:
             Controls(**bad)
 
 
+@pytest.mark.parametrize("name", ["draft_length", "window"])
+def test_decoder_limit_beyond_deepest_proposal_is_refused(name: str) -> None:
+    drafter = drafter_of("oracle", [], TREE)
+    Decoder(FAST, drafter, "greedy", Sampling(), controls=Controls(**{name: 3}))
+    with pytest.raises(ValueError, match=f"decode.{name} is 4, but this drafter drafts 3 tokens ahead at most"):
+        Decoder(FAST, drafter, "greedy", Sampling(), controls=Controls(**{name: 4}))
+
+
 def committed(session: Session, slot: int) -> list[torch.Tensor]:
     kv = session.kv
     length, row = int(kv.lengths(torch.tensor(slot))), kv.storage.table_SQ[slot]

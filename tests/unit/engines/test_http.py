@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from drafttrain.commands import measure as measure_file
 from drafttrain.core.errors import UserError
+from drafttrain.data.prompts import encode_prompt, load_prompts
 from drafttrain.engines import counters as counters_file
 from drafttrain.engines import http as endpoint_file
 from drafttrain.engines.answers import EngineInfo
@@ -20,7 +22,7 @@ from drafttrain.engines.counters import counted, of_answers, prometheus, prometh
 from drafttrain.engines.http import EndpointOptions, endpoint
 from drafttrain.measure import report as report_file
 from drafttrain.measure.engine_report import section
-from tests.exports import loaded_before
+from tests.exports import embedded, loaded_before
 from tests.helpers import certificates
 from tests.served import SMALL, Fake, untrained
 from tests.unit.engines.test_measurement import report_in
@@ -97,7 +99,8 @@ def test_http_engine_reports_counts_of_server_metrics(
     assert sorted(body["prompt"] for body in fake.bodies) == [[1, 2], [1, 2], [3]]
     wanted = {"model": "tiny", "max_tokens": 8, "temperature": 0, "stream": True, "path": "/v1/completions"}
     assert all(body.items() >= wanted.items() for body in fake.bodies)
-    assert all(("return_spec_tokens_details" in body) == (counts == "answers") for body in fake.bodies)
+    for key in ("return_spec_tokens_details", "repetition_penalty"):
+        assert all((key in body) == (counts == "answers") for body in fake.bodies)
 
 
 def test_http_engine_counters_of_restarted_server_are_not_used(serve: Callable[..., Fake]) -> None:
@@ -179,6 +182,35 @@ def test_measure_http_engine_with_two_servers_reports_and_hides_key(
     assert entry["url"] == f"{fast.url} {slow.url}" and entry["versions"] == {"fake": "7"}
     assert fast.keys == {f"Bearer {KEY}"} and len(fast.bodies) == len(slow.bodies) == 2 + 2 * 2
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_measure_twice_in_one_second_writes_two_reports_and_draws_each_once(
+    command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(measure_file, "dated_path", lambda output, kind: Path(output) / kind / "now")
+    monkeypatch.setattr(report_file, "_figures", lambda *asked: drawn.append(asked) or [])
+    engine = ("engine=http", f"engine_url={serve('vllm').url}")
+    assert command("measure", f"checkpoint={checkpoint}", *engine, *SMALL) == 0
+    assert command("measure", f"checkpoint={checkpoint}", *SMALL) == 0
+    reports = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("outputs/measure/*/report.json")}
+    assert len(reports) == len(drawn) == 2 and reports["now"]["engines"] and not reports["now-2"]["engines"]
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_measure_http_engine_prompt_beyond_server_context_is_left_out_by_name(
+    command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake]
+) -> None:
+    lengths = sorted(len(encode_prompt(embedded().tokenizer, prompt.turns)) for prompt in load_prompts("embedded", 2))
+    fake = serve("vllm", 0, 0, lengths[0] + 10)
+    assert command("measure", f"checkpoint={checkpoint}", "engine=http", f"engine_url={fake.url}", *SMALL) == 0
+    (entry,) = report_in(tmp_path)["engines"]
+    assert entry["prompts"] == 1 and {len(body["prompt"]) for body in fake.bodies} == {lengths[0]}
+    said = f"1 of 2 timed prompts have more than the {lengths[0]} tokens that fit, and were left out: "
+    assert any(note.startswith(said) for note in entry["notes"])
+    fake.context = 10
+    assert command("measure", f"checkpoint={checkpoint}", "engine=http", f"engine_url={fake.url}", *SMALL) == 2
 
 
 @pytest.mark.usefixtures("measured_once")

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from drafttrain.engines.scripts import llamacpp, vllm
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from drafttrain.engines.scripts import llamacpp, transformers, vllm
+from drafttrain.engines.vllm_command import serve_arguments
 from drafttrain.export import serve
+from tests.helpers import tiny_model
 
 
 def test_vllm_script_methods_equal_serve_commands() -> None:
@@ -19,3 +25,20 @@ def test_vllm_script_sets_parallel_drafting_only_for_parallel_families() -> None
     job = {"drafter": "exported", "draft_length": 4}
     assert vllm.speculation(job | {"family": "peagle"})["parallel_drafting"]
     assert "parallel_drafting" not in vllm.speculation(job | {"family": "jetspec"})
+
+
+def test_transformers_script_of_target_with_own_generation_settings_generates_greedily(tmp_path: Path) -> None:
+    model, job = tiny_model(), {"target": str(tmp_path), "family": "draft_model", "stop_ids": [63], "max_new_tokens": 6}
+    model.save_pretrained(tmp_path)
+
+    def text() -> list[int]:
+        return transformers.generated(transformers.loaded(job, "float32", "cpu", False)[0], [5, 6, 7], job, {})
+
+    wanted = text()
+    GenerationConfig(suppress_tokens=wanted, repetition_penalty=2.0).save_pretrained(tmp_path)
+    assert text() == wanted
+
+
+def test_states_server_command_ignores_generation_settings_of_target() -> None:
+    words = serve_arguments("model", [3], "folder", 8)
+    assert words[words.index("--generation-config") + 1] == "vllm"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from drafttrain.commands.verify import cases_of
 from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.drafters import families
@@ -19,9 +22,10 @@ from drafttrain.engines import process as engine
 from drafttrain.engines.process import ENGINES, Engine, EngineJob, EngineResult, python_of, run
 from drafttrain.export.chain import DecodedSequence, Ending
 from drafttrain.export.engine_check import EngineCheck, engine_check, first_difference
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
-from tests.exports import record_of
+from tests.exports import embedded, record_of
 
 Command = Callable[..., int]
 ENDING = Ending(frozenset({1}), 5)
@@ -126,6 +130,19 @@ def test_verify_command_export_of_other_checkpoint_or_stack_is_refused(
     assert "has no layout, dtype, checkpoint; export again" in capsys.readouterr().err
     assert command(*asked(exported, checkpoint, "engine_python=/nowhere/python")) == 2
     assert "engine_python is '/nowhere/python', which is no file" in capsys.readouterr().err
+
+
+def test_verify_prompts_that_leave_no_room_are_left_out_by_name() -> None:
+    """An engine refuses them: its error ended the command."""
+    options, loaded, said = RunOptions(), embedded(), io.StringIO()
+    positions = loaded.target.shape.max_positions
+    every, nothing = cases_of(options, loaded, 5, Console(file=said))
+    assert not nothing and not said.getvalue()
+    longest = max(len(case.tokens) for case in every)
+    options.decode.max_new_tokens = positions - longest - 5 - 2 + 1
+    kept, left_out = cases_of(options, loaded, 5, Console(file=said, width=200))
+    assert left_out == [case.question_id for case in every if len(case.tokens) == longest]
+    assert len(kept) == len(every) - len(left_out) and f"were left out: {left_out[0]}" in said.getvalue()
 
 
 def test_engine_not_installed_error_names_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -244,13 +244,21 @@ def test_measure_run_quantised_target_notes_drafter_of_whole_weights(loaded: Loa
     assert (entry["exact_matches"], entry["transformers_exact_matches"]) == (3, 3)
 
 
+def test_measure_run_batch_larger_than_prompts_is_noted(loaded: LoadedTarget, tmp_path: Path) -> None:
+    run = options(tmp_path)
+    run.measure.batch_sizes, run.measure.repeats, run.measure.transformers = [4], 1, False
+    notes = measured(loaded, tmp_path, run)["measure"]["notes"]
+    assert "timing at batch 4: 3 of 4 requests at a time, because there are no more prompts" in notes
+
+
 def test_measure_run_too_long_prompts_are_left_out_with_note(loaded: LoadedTarget, tmp_path: Path) -> None:
     run = options(tmp_path)
     run.prompts = str(prompts(tmp_path, longest=501))  # 501, 500 and 499 tokens; 512 - 12 = 500 fit
     run.measure.transformers = False
     report = measured(loaded, tmp_path, run)
     assert report["checkpoints"][0]["prompts"] == 2
-    assert "1 of 3 prompts are too long for the target and were left out" in report["measure"]["notes"]
+    notes = report["measure"]["notes"]
+    assert "1 of 3 prompts have more than the 500 tokens that fit, and were left out: 0" in notes
 
 
 def test_measurement_bad_settings_are_refused_and_nothing_is_written(
@@ -265,6 +273,8 @@ def test_measurement_bad_settings_are_refused_and_nothing_is_written(
         ("policy", "gredy", "decode.policy is 'gredy'"),
         ("temperature", -1.0, "temperature is -1.0"),
         ("max_new_tokens", 1, "decode.max_new_tokens is 1"),
+        ("draft_length", 3, "decode.draft_length is 3, but this drafter drafts 2 tokens ahead at most; set it to 2 or less"),
+        ("window", 12, "decode.window is 12, but this drafter drafts 2 tokens ahead at most"),
         ("prompts", str(long), "none of the 3 prompts fits: the shortest has 598 tokens"),
     ]
     for name, value, message in changes:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from drafttrain.commands import simulate as command_file
 from drafttrain.commands.simulate import simulate
 from drafttrain.core.errors import UserError
 from drafttrain.core.tree import TreeShape, arrivals
@@ -210,7 +211,9 @@ def test_alpha_of_distinguishes_changes_from_values() -> None:
     assert found == [(None, False), (0.8, False), (1.0, False), (0.05, True), (-0.1, True)]
 
 
-def test_simulate_command_prints_result_and_writes_plot_and_json(command: Command, tmp_path: Path, capsys: Any) -> None:
+def test_simulate_command_prints_result_and_writes_plot_and_json(
+    command: Command, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = report()
     verified = made["checkpoints"][0]["verifications"]
     made["checkpoints"][0]["accepted_by_position"] = [int(0.7 * verified), int(0.42 * verified)]
@@ -224,9 +227,14 @@ def test_simulate_command_prints_result_and_writes_plot_and_json(command: Comman
     found = json.loads((tmp_path / "a/b.json").read_text(encoding="utf-8"))
     assert found["what_if"]["then"]["tau"] > found["what_if"]["now"]["tau"]
     assert len(found["chains"]) == 10 and found["batches"]["256"]["speedup"] < found["batches"]["1"]["speedup"]
+    taken = tmp_path / "outputs/simulate/now.json"
+    monkeypatch.setattr(command_file, "dated_path", lambda *asked: taken)
+    taken.parent.mkdir(parents=True)
+    taken.write_text("of another process that began in the same second")
     assert command("simulate", "simulate.alpha=0.8", "simulate.ranks=[[0.6,0.2],[0.5]]", "simulate.trials=1000") == 0
     assert "acceptance 0.80 at every position" in capsys.readouterr().out
-    assert len(list((tmp_path / "outputs/simulate").glob("*.png"))) == 1
+    assert sorted(path.name for path in taken.parent.iterdir()) == ["now-2.json", "now-2.png", "now.json"]
+    assert taken.read_text().startswith("of another")
 
 
 def test_simulate_mistakes_are_named_in_one_line(

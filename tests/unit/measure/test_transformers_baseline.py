@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from transformers import GenerationConfig
 from transformers.utils import logging as theirs
 
 from drafttrain.measure import DecodeOptions
@@ -24,3 +25,22 @@ def test_transformers_baseline_without_stop_tokens_decodes_to_limit_silently(
         found = generate(model, prompts(3), frozenset(), DecodeOptions(max_new_tokens=12, min_new_tokens=4))
     assert [len(result.tokens) for result in found.results] == [12] * 3
     assert "eos_token_id" not in caplog.text
+
+
+def test_transformers_baseline_of_model_with_own_generation_settings_decodes_greedily(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, decode, model = prompts(3), DecodeOptions(max_new_tokens=8), tiny_target().model
+
+    def texts() -> list[list[int]]:
+        return [result.tokens for result in generate(model, asked, frozenset(), decode).results]
+
+    wanted = texts()
+    theirs_own = GenerationConfig(
+        suppress_tokens=sorted({token for text in wanted for token in text}), return_dict_in_generate=True, output_scores=True,
+        num_return_sequences=2, num_beams=2, repetition_penalty=3.0, sequence_bias=[[[wanted[0][0]], -9.0]], max_length=9,
+        cache_implementation="static", prompt_lookup_num_tokens=3, token_healing=True,
+    )  # fmt: skip
+    monkeypatch.setattr(model, "generation_config", theirs_own)
+    assert texts() == wanted
+    assert model.generation_config is theirs_own

@@ -224,3 +224,57 @@ def test_weights_index_that_is_none_is_refused(directory: Path, subtests: pytest
         (directory / f"{FILE}.index.json").write_text(text)
         with subtests.test(text=text[:60]):
             refused(directory, re.escape(f"{FILE}.index.json") + " (is no index|names 'gone.safetensors', which is not there)")
+
+
+def pickled(directory: Path, content: Any = None) -> Path:
+    """Its weights, or another content, as a pickle."""
+    file = directory / "pytorch_model.bin"
+    torch.save(load_file(directory / FILE) if content is None else content, file)
+    (directory / FILE).unlink()
+    return file
+
+
+def test_pickled_weights_are_read_as_tensors_alone(whole: Path, directory: Path) -> None:
+    file = pickled(directory)
+    found = load_target(options(directory)).target
+    assert found.fingerprint == load_target(options(whole)).target.fingerprint
+    halves = list(torch.load(file).items())
+    listed = {}
+    for number, part in enumerate((halves[:9], halves[9:]), start=1):
+        torch.save(dict(part), directory / f"part-{number}.bin")
+        listed |= {name: f"part-{number}.bin" for name, _ in part}
+    file.unlink()
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    assert load_target(options(directory)).target.fingerprint == found.fingerprint
+    listed["lm_head.weight"] = "../target.bin"
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    refused(directory, "only files next to it are read")
+
+
+class Payload:
+    """Code that a pickle would run."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("ran"),)
+
+
+def test_pickled_weights_with_code_or_damage_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = pickled(directory, {"lm_head.weight": Payload()})
+    refused(directory, "pytorch_model.bin is damaged, or holds more than tensors, which is never read")
+    file.write_bytes(b"nothing of a kind")
+    refused(directory, "pytorch_model.bin is damaged")
+    file.write_bytes(b"")
+    refused(directory, "pytorch_model.bin is damaged")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_load_target_peft_adapter_names_its_base(directory: Path) -> None:
+    (directory / FILE).unlink()
+    (directory / "adapter_model.safetensors").touch()
+    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    refused(directory, "is a peft adapter of 'org/base', no whole model; name the base, or save the merged model")
+    (directory / "adapter_config.json").write_text("{}")
+    refused(directory, "names no base_model_name_or_path")
