@@ -103,7 +103,7 @@ def _check(options: RunOptions) -> None:
     settings(options.train, options.deepspeed, 1)
     learning_rate(options.train, 0)
     options.train.lora.check()
-    check_at_least(1, "train", options.train, "steps", "checkpoint_every", "keep_last", "log_every")
+    check_at_least(1, "train", options.train, "steps", "checkpoint_every", "keep_last", "log_every", "bad_steps")
     check_logger(options.logger)
     window(options.train.profile, 0, options.train.steps)
     if options.train.hang_timeout < 0:

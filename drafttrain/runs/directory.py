@@ -28,7 +28,7 @@ NOT_HASHED = (
     *("format", "dtype", "overwrite", "max_shard_size"),
     *("deepspeed.zero_stage", "deepspeed.offload_optimizer", "deepspeed.offload_parameters"),
     *(f"train.{key}" for key in ("micro_batch", "sequence_parallel", "log_every", "checkpoint_every", "keep_last")),
-    *(f"train.{key}" for key in ("per_rank", "profile", "hang_timeout", "activation_checkpointing", "compile")),
+    *(f"train.{key}" for key in ("per_rank", "profile", "hang_timeout", "bad_steps", "activation_checkpointing", "compile")),
     *(f"data.{key}" for key in ("workers", "cache")),
     *(f"features.{key}" for key in ("dir", "engine", "target", "servers", "final_servers", "python", "arguments", "key_env")),
     *(f"features.{key}" for key in ("transport", "mooncake")),
