@@ -21,9 +21,10 @@ class Packed(Sequence[Encoded]):
         return sum(len(self.rows[i].token_ids) for members in self.members for i in members)
 
     def origin(self, row: int) -> str:
-        """The records of a row, as messages name them."""
+        """The records of a row, as messages name them: what is wrong with a row is so with one of them at least."""
         named = [self.rows.origin(i) for i in self.members[row]] if isinstance(self.rows, Rows) else []
-        return ", ".join(dict.fromkeys(named)) or f"row {row + 1}"
+        records = list(dict.fromkeys(named)) or [f"row {row + 1}"]
+        return records[0] if len(records) == 1 else f"one of {', '.join(records)}"
 
     def __len__(self) -> int:
         return len(self.members)

@@ -19,6 +19,7 @@ from drafttrain.data.dataset import collate, shard
 from drafttrain.features.cached import Cached
 from drafttrain.features.engine import EngineStates
 from drafttrain.features.online import Online
+from drafttrain.features.padded import finite_token
 from drafttrain.features.prefetch import Prefetch
 from drafttrain.model.batch import TrainBatch
 from drafttrain.train.answers import Answers, Asked
@@ -28,7 +29,6 @@ from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.telemetry import Meter
 from drafttrain.train.ulysses import sequence_group
 
-SEARCHED = 256  # tokens among which there is one whose embedding is finite
 LENGTHS = 64  # a batch's length on a GPU is a multiple: each other length is a new plan of cuDNN and a new shape to allocate
 
 
@@ -143,9 +143,7 @@ class Batches:
 
     @cached_property
     def _finite_token(self) -> int:
-        target = self.job.loaded.target
-        token_N = torch.arange(min(SEARCHED, target.shape.vocab_size), device=target.device)
-        return int(target.embed(token_N).isfinite().all(-1).to(torch.uint8).argmax())
+        return finite_token(self.job.loaded.target)
 
     def filled(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the frozen target's states, on the target's device."""
