@@ -71,7 +71,7 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
         if logger is not None:
             logged.push(lambda kind, *_: logger.close(kind is not None))
         if job.drafter.trained:
-            trainer = Trainer(job, world, run.path, run.resumed)
+            trainer = Trainer(job, world, run.path, run.resumed, run.first_steps)
             with interrupt.deferred():
                 progress = trainer.train(logger, console, interrupt)
             del trainer

@@ -88,7 +88,6 @@ class Dataset:
         """The `size` rows of this step (from 0), for all processes together. A batch may span two epochs."""
         return [self.train[self.rows.row(place, size)] for place in range(step * size, (step + 1) * size)]
 
-
     def origin(self, place: int, size: int) -> str:
         """The records of the row at this place of all epochs, in batches of `size`, as messages name them."""
         row = self.rows.row(place, size)

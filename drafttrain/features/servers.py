@@ -5,7 +5,7 @@ A request is repeated, with growing waits, by whichever server is free:
   `timeout` seconds, or no whole states where it says that they are;
 - `TRIES` times where the states are wrong: other token ids, another dtype, or values that are not finite.
 Then, and where a server refuses a request or gives states of another shape, the run ends. Only a conversation whose states are
-not finite again and again, from a server that gives the trainer's own for another one, gets states of NaN: the trainer leaves it out.
+not finite again and again, from a server that gives the trainer's own for another one, gets states of NaN: it is left out.
 
 Before a server is used its states of one sequence are compared with the trainer's own (`Reference`). They are compared again
 after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model. After a

@@ -159,7 +159,7 @@ class TrainBatch:
         return TrainBatch(*numbers, hidden, top, self.span, whole, self.progress, host)
 
     def unsound(self) -> Tensor:
-        """[B] whether the target's states of a row's documents have a value that is not finite. Nothing waits for the device."""
+        """[B] whether the target's states of a row's documents have a value that is not finite. Waits for nothing."""
         fault_BT = torch.zeros_like(self.mask_BT)
         for state_BTH in self.hidden.values():
             fault_BT = fault_BT | ~torch.linalg.vector_norm(state_BTH.detach(), torch.inf, dim=-1).isfinite()

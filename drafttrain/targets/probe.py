@@ -137,9 +137,10 @@ def probe(target: Probed) -> str | None:
     """
     draws = _Draws(target)
     if draws.unsound():
+        dtype = str(target.dtype).removeprefix("torch.")
         raise UserError(
             f"{type(target.model).__name__} gives logits that are NaN or infinite, so it has no distribution to draft for; its "
-            f"weights are damaged, or overflow in {str(target.dtype).removeprefix('torch.')}: fetch them again, or set target.dtype"
+            f"weights are damaged, or overflow in {dtype}: fetch them again, or set target.dtype"
         )
     if draws.differ(CHAIN):
         compared = [reference for reference in draws.known if not reference.unsound]

@@ -173,9 +173,7 @@ class FollowingSteps:
         self._alike = True
 
 
-def _metrics(
-    loss: float, supervised: int, counted_6K: Tensor, norm: float, stepped: bool, left_out: int
-) -> StepMetrics:
+def _metrics(loss: float, supervised: int, counted_6K: Tensor, norm: float, stepped: bool, left_out: int) -> StepMetrics:
     if not supervised:
         return StepMetrics(NAN, NAN, [], NAN, 0, False, left_out)
     counts = StepCounts.unpacked(counted_6K[:, counted_6K[1] > 0])

@@ -75,7 +75,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 class Refusal:
     """Lets steps of an optimiser change nothing, neither weights nor state, where `refused` is not 0.
 
-    On a GPU nothing waits: the flag goes to the optimiser as `found_inf`, which torch's fused kernel and Muon read on the device.
+    On a GPU nothing waits: the flag goes to the optimiser as `found_inf`, which torch's fused kernel and Muon read there.
     Elsewhere an optimiser skips parameters without gradients, so the gradients are taken away during the step.
     """
 

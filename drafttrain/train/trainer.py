@@ -52,8 +52,10 @@ NAMED = 20  # records that the console names as left out
 class Trainer:
     """Trains `job`. Checkpoints go to `<run_dir>/checkpoints`."""
 
-    def __init__(self, job: TrainingJob, world: World, run_dir: Path, resumed: Path | None = None) -> None:
-        """resumed: the checkpoint to continue from."""
+    def __init__(
+        self, job: TrainingJob, world: World, run_dir: Path, resumed: Path | None = None, first_steps: int | None = None
+    ) -> None:
+        """resumed: the checkpoint to continue from. first_steps: of a run that was lengthened, as for `learning_rate`."""
         self.job, self.world, self.run_dir = job, world, run_dir
         self.device = job.loaded.target.device
         job.drafter.to(self.device)
@@ -75,7 +77,7 @@ class Trainer:
         self.meter = Meter(self.device)
         self.batches = Batches(job, world, self.features, self.meter)
         self.progress = self.checkpoints.resume(resumed) if resumed else Progress()
-        self.resumed = resumed
+        self.resumed, self.first_steps = resumed, first_steps
 
     def train(self, logger: Logger | None, console: Console, interrupt: Interrupt | None = None) -> Progress:
         """Run the remaining steps. logger: on rank 0 only. When interrupted, saves a checkpoint and raises Interrupted."""
@@ -115,10 +117,7 @@ class Trainer:
                 log.more |= self._collected(in_engine) | self._quick_measure(step + 1, in_engine)
                 if taken.stop or self._due() or log.bad >= options.bad_steps:
                     log.flush()  # a checkpoint has the loss of its step
-                if log.bad >= options.bad_steps:
-                    self._end_bad(log.bad, say)
-                if taken.stop or self._due():
-                    self._keep(say, taken.stop)
+                    self._keep(say, taken.stop, log.bad)
                 watchdog.alive()
             if progress.left_out:
                 say(f"left out of steps: {progress.left_out:,} rows, because a value was not finite (rejected.txt)")
@@ -166,9 +165,14 @@ class Trainer:
         step, options = self.progress.step, self.job.train
         return step % options.checkpoint_every == 0 or step == options.steps
 
-    def _keep(self, say: Callable[[str], None], stop: bool) -> None:
-        """Save a checkpoint. stop: raise Interrupted, too. Raises UserError if the last one does not fit."""
+    def _keep(self, say: Callable[[str], None], stop: bool, bad: int) -> None:
+        """Save a checkpoint. stop: raise Interrupted, too. bad: steps in a row that changed nothing.
+
+        Raises UserError for too many of them, and if the last checkpoint does not fit.
+        """
         step, options = self.progress.step, self.job.train
+        if bad >= options.bad_steps:
+            self._end_bad(bad, say)
         saved = self._checkpoint(say, passing=not self._due())
         if stop:
             raise Interrupted(f"after step {step} of {options.steps}" + (", which is saved" if saved else ""), together=True)
@@ -179,7 +183,7 @@ class Trainer:
             )
 
     def _end_bad(self, bad: int, say: Callable[[str], None]) -> NoReturn:
-        """End a run whose last `bad` steps changed nothing. Their weights, those of the last good step, are saved if they are new."""
+        """End a run whose last `bad` steps changed nothing. The weights of the last good step are saved, unless they are."""
         step, folder = self.progress.step, self.checkpoints.folder
         last = self.world.share(max((step_of(path) for path in list_checkpoints(folder)), default=0))
         if step - bad > last:
@@ -263,24 +267,12 @@ class Trainer:
             check_supervised(supervised, step + 1)
         elif not supervised:
             return self._nothing_left(step, batches, meanwhile), frozenset(), frozenset()
-        total, counted, faults = torch.zeros(1, dtype=torch.float64, device=self.device), None, list[Tensor]()
-        for i, batch in enumerate(batches.micro):
-            with self.meter.micro_batch(batch):
-                filled = batch.to(self.device) if self.job.adapter else self.batches.filled(batch)  # its states need gradients
-                self.batches.begin_next(batches.micro[i + 1 :], step)
-                loss, counts = self.engine.forward(filled, progress)
-                self.engine.backward(loss, supervised)
-            total += loss.detach().double()
-            counted = counts.packed() if counted is None else counted + counts.packed()
-            faults.append(counts.unsound_2B)
-            if i + 1 < len(batches.micro):
-                self.engine.micro_done()
-        assert counted is not None
+        total, counted, fault_2B = self._gradients(step, batches, supervised)
         coming = self.batches.ahead(step + 1)
         own = torch.tensor([coming.supervised() if coming else 0, meanwhile()])
-        shared = self.world.sum(torch.cat([moved(own, self.device), self.batches.by_place(torch.cat(faults, 1)).flatten()]))
+        shared = self.world.sum(torch.cat([moved(own, self.device), self.batches.by_place(fault_2B).flatten()]))
         agreed, refused = ToHost(shared), shared[len(own) :].any()
-        rate = learning_rate(options, step)
+        rate = learning_rate(options, step, self.first_steps)
         adapter = self.job.adapter
         norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0, refused)
         sums = ToHost(self.world.sum(total), self.world.sum(counted), norm)
@@ -289,13 +281,30 @@ class Trainer:
         taken = StepResult(sums, supervised, rate, batches.tokens, stop > 0, len(batches.left_out), any(found))
         return taken, *_places(found)
 
+    def _gradients(self, step: int, batches: StepBatches, supervised: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(sum of the losses, counts [6, K], rows [2, B] with values that are not finite) of this process's micro-batches."""
+        progress, adapter = (step + 1) / self.job.train.steps, self.job.adapter
+        total, counted, faults = torch.zeros(1, dtype=torch.float64, device=self.device), list[Tensor](), list[Tensor]()
+        for i, batch in enumerate(batches.micro):
+            with self.meter.micro_batch(batch):
+                filled = batch.to(self.device) if adapter else self.batches.filled(batch)  # its states need gradients
+                self.batches.begin_next(batches.micro[i + 1 :], step)
+                loss, counts = self.engine.forward(filled, progress)
+                self.engine.backward(loss, supervised)
+            total += loss.detach().double()
+            counted.append(counts.packed() if i == 0 else counted.pop() + counts.packed())
+            faults.append(counts.unsound_2B)
+            if i + 1 < len(batches.micro):
+                self.engine.micro_done()
+        return total, counted[0], torch.cat(faults, 1)
+
     def _nothing_left(self, step: int, batches: StepBatches, meanwhile: Callable[[], bool]) -> StepResult:
         """A step whose rows are all left out. It changes nothing."""
         stop = self.world.sum(moved(torch.tensor([int(meanwhile())]), self.device))
         self._supervised = None
         counted = torch.zeros(6, self.job.drafter.proposal.predicted_depths, dtype=torch.float64)
         sums = ToHost(torch.zeros(1), counted, torch.tensor(torch.nan))
-        rate = learning_rate(self.job.train, step)
+        rate = learning_rate(self.job.train, step, self.first_steps)
         return StepResult(sums, 0, rate, batches.tokens, bool(stop), len(batches.left_out), True)
 
     def _tune(self) -> None:
