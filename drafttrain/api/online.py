@@ -20,7 +20,7 @@ from drafttrain.drafters.checkpoint import save_drafter as save_weights
 from drafttrain.engines.draft_push import Draft, DraftReceiver, receiver_of
 from drafttrain.export.current import CurrentDrafter
 from drafttrain.features.online import Online
-from drafttrain.features.padded import batch_of
+from drafttrain.features.padded import batch_of, finite_token
 from drafttrain.features.recorder import Recorded
 from drafttrain.features.replay import Replay
 from drafttrain.measure.decoding import decoder_of
@@ -365,7 +365,8 @@ class OnlineDrafter:
         if not self._prepared:
             self._prepare_from(batches)
         online = Online(self._as_target, self.taps)
-        metrics = steps.step([batch if batch.hidden else online.fill(batch) for batch in batches])
+        filled = [batch if batch.hidden else online.fill(batch) for batch in batches]
+        metrics = steps.step(filled, lambda: finite_token(self._as_target))
         self.steps += metrics.stepped
         return metrics
 

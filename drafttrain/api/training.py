@@ -108,7 +108,7 @@ def _trained(options: Any, resolved: dict[str, Any], ready: Ready) -> TrainingRu
     folder, metrics = path / "checkpoints", path / "metrics.jsonl"
     best = best_checkpoint(folder, options.measure.best == "engine")
     lines = metrics.read_text(encoding="utf-8").splitlines() if ready.drafter.trained else []
-    losses = [float(values["loss"]) for line in lines if "loss" in (values := json.loads(line))]
+    losses = [float(values["loss"]) for line in lines if (values := json.loads(line)).get("loss") is not None]
     return TrainingRun(path, best, list_checkpoints(folder), losses, Progress.of(best).expected_tau)
 
 

@@ -71,7 +71,7 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
         if logger is not None:
             logged.push(lambda kind, *_: logger.close(kind is not None))
         if job.drafter.trained:
-            trainer = Trainer(job, world, run.path, run.resumed)
+            trainer = Trainer(job, world, run.path, run.resumed, run.first_steps)
             with interrupt.deferred():
                 progress = trainer.train(logger, console, interrupt)
             del trainer
@@ -103,7 +103,7 @@ def _check(options: RunOptions) -> None:
     settings(options.train, options.deepspeed, 1)
     learning_rate(options.train, 0)
     options.train.lora.check()
-    check_at_least(1, "train", options.train, "steps", "checkpoint_every", "keep_last", "log_every")
+    check_at_least(1, "train", options.train, "steps", "checkpoint_every", "keep_last", "log_every", "bad_steps")
     check_logger(options.logger)
     window(options.train.profile, 0, options.train.steps)
     if options.train.hang_timeout < 0:

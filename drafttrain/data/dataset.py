@@ -19,7 +19,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.order import Mixture, Order, SingleRows, generator
-from drafttrain.data.packing import pack
+from drafttrain.data.packing import Packed, pack
 from drafttrain.data.pool import Conversations, Rows, Workers
 from drafttrain.data.progress import bar
 from drafttrain.data.records import Records
@@ -88,6 +88,11 @@ class Dataset:
     def global_batch(self, step: int, size: int) -> list[Encoded]:
         """The `size` rows of this step (from 0), for all processes together. A batch may span two epochs."""
         return [self.train[self.rows.row(place, size)] for place in range(step * size, (step + 1) * size)]
+
+    def origin(self, place: int, size: int) -> str:
+        """The records of the row at this place of all epochs, in batches of `size`, as messages name them."""
+        row = self.rows.row(place, size)
+        return self.train.origin(row) if isinstance(self.train, Rows | Packed) else f"row {row + 1}"
 
 
 def load_dataset(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from drafttrain.data.chat import Encoded, join
+from drafttrain.data.pool import Rows
 
 
 class Packed(Sequence[Encoded]):
@@ -18,6 +19,12 @@ class Packed(Sequence[Encoded]):
     def tokens(self) -> int:
         """Tokens of all rows, without padding."""
         return sum(len(self.rows[i].token_ids) for members in self.members for i in members)
+
+    def origin(self, row: int) -> str:
+        """The records of a row, as messages name them: what is wrong with a row is so with one of them at least."""
+        named = [self.rows.origin(i) for i in self.members[row]] if isinstance(self.rows, Rows) else []
+        records = list(dict.fromkeys(named)) or [f"row {row + 1}"]
+        return records[0] if len(records) == 1 else f"one of {', '.join(records)}"
 
     def __len__(self) -> int:
         return len(self.members)

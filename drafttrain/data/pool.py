@@ -103,6 +103,11 @@ class Conversations:
         """The documents of a prepared conversation, as one row."""
         return self.blocks[self._block_C[number]].block.row(int(self._place_C[number]))
 
+    def origin(self, number: int) -> str:
+        """The place of a conversation's record: file and line."""
+        source = int(np.searchsorted(self.first, number, side="right")) - 1
+        return self.sources[source].records[number - int(self.first[source])][0]
+
     @property
     def complete(self) -> bool:
         """Whether all conversations are prepared."""
@@ -184,6 +189,10 @@ class Rows(Sequence[Encoded]):
     def total(self, conversations: NDArray[np.int64]) -> int:
         """Number of rows of these conversations, which must be prepared."""
         return int(self.conversations.documents_C[self.numbers[conversations]].sum())
+
+    def origin(self, row: int) -> str:
+        """The place of the record of a row that has been read."""
+        return self.conversations.origin(self._number[row])
 
     def __bool__(self) -> bool:
         return bool(len(self.numbers))

@@ -97,6 +97,10 @@ class EngineStates:
         for document in documents(batch.to(torch.device("cpu"))):
             receiving.parts.append(self.submit(self._receive, receiving, document))
 
+    def forget(self, batch: TrainBatch) -> None:
+        """Drop a batch that was begun and will not be filled."""
+        self._begun.pop(id(batch), None)
+
     @torch.no_grad()
     def fill(self, batch: TrainBatch) -> TrainBatch:
         """The batch on the target's device with the states that `Online.fill` would compute. Padding holds the states of zeros.
@@ -106,8 +110,10 @@ class EngineStates:
         self.begin(batch)
         receiving = self._begun.pop(id(batch))
         self.results(receiving.parts)
-        assert receiving.hidden_BTKH is not None, "a batch has a conversation"
-        hidden_BTKH = moved(receiving.hidden_BTKH, self.target.device)
+        hidden_BTKH = receiving.hidden_BTKH
+        if hidden_BTKH is None:  # a batch of padding alone
+            hidden_BTKH = torch.zeros(*batch.token_BT.shape, len(self.layers.keys), self.target.shape.hidden_size)
+        hidden_BTKH = moved(hidden_BTKH, self.target.device)
         return replace(batch.to(self.target.device), hidden=self.layers.states(hidden_BTKH, self.target))
 
     def submit(self, work: Callable[P, R], *given: P.args, **named: P.kwargs) -> Future[R]:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import Target
+
+SEARCHED = 256  # tokens among which there is one whose embedding is finite
 
 
 def batch_of(
@@ -64,6 +67,13 @@ def rows_of(batch: TrainBatch, first: int, last: int) -> TrainBatch:
     own = slice(first, last)
     hidden = {key: state_BTH[own] for key, state_BTH in batch.hidden.items()}
     return TrainBatch(batch.token_BT[own], batch.position_BT[own], batch.document_BT[own], batch.mask_BT[own], hidden)
+
+
+@torch.no_grad()
+def finite_token(target: Target) -> int:
+    """The lowest token whose embedding is finite, for padding in the place of a row that is left out."""
+    token_N = torch.arange(min(SEARCHED, target.shape.vocab_size), device=target.device)
+    return int(target.embed(token_N).isfinite().all(-1).to(torch.uint8).argmax())
 
 
 def _check(name: str, got: torch.Size, expected: torch.Size) -> None:

@@ -25,13 +25,17 @@ class Reference:
     own: Mapping[int, Tensor]  # [T, H] in float32 by key: of `keys`, and of neighbouring blocks
     dtype: torch.dtype  # of the trainer's target
 
+    @property
+    def hidden_size(self) -> int:
+        return next(iter(self.own.values())).shape[1]
+
     def fault(self, hidden_TKH: Tensor, label: Callable[[int], str]) -> str | None:
         """Why states of this sequence are not those of the target; None where they are. label: a state's name.
 
         In half precision rounding can be as large as the difference between two blocks' outputs. So a state must also be
         nearest to the own state of its key.
         """
-        size, own = hidden_TKH.shape[2], next(iter(self.own.values())).shape[1]
+        size, own = hidden_TKH.shape[2], self.hidden_size
         if size != own:
             return f"states of {size} values, the target's have {own}: it serves another model"
         tolerance = max(TOLERANCE.get(dtype, 0.06) for dtype in (hidden_TKH.dtype, self.dtype))

@@ -4,7 +4,8 @@ A request is repeated, with growing waits, by whichever server is free:
 - for `patience` seconds where no server answers: no connection, a dropped one, status 408, 425, 429 or 5xx, no answer in
   `timeout` seconds, or no whole states where it says that they are;
 - `TRIES` times where the states are wrong: other token ids, another dtype, or values that are not finite.
-Then, and where a server refuses a request or gives states of another shape, the run ends: a conversation is never left out.
+Then, and where a server refuses a request or gives states of another shape, the run ends. Only a conversation whose states are
+not finite again and again, from a server that gives the trainer's own for another one, gets states of NaN: it is left out.
 
 Before a server is used its states of one sequence are compared with the trainer's own (`Reference`). They are compared again
 after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model. After a
@@ -32,13 +33,14 @@ from drafttrain.core.errors import UserError
 from drafttrain.features.answers import Answer, AnswerRequest
 from drafttrain.features.reference import Reference
 from drafttrain.features.source import Description, Received, Source, StatesRequest
-from drafttrain.features.transport import AbsentError, WrongError
+from drafttrain.features.transport import AbsentError, UnsoundError, WrongError
 
 if TYPE_CHECKING:
     import httpx
 
 BUSY = (408, 425, 429)  # and all from 500 on
 TRIES = 5  # answers with wrong states for one conversation
+SURE = 2  # answers with states that are not finite, after which another conversation's states decide whose fault it is
 TOLD = 3  # failures of a server, one after the other, after which a line says so
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds; doubled after every failure of a server
 LATE = (5.0, 20.0, 80.0, 320.0)  # seconds after which states that the server has written of a failed request are removed
@@ -171,6 +173,9 @@ class Servers:
             try:
                 answer = self._from(server, ids, request)
             except (AbsentError, WrongError) as error:
+                if wrong >= SURE and isinstance(error, UnsoundError) and (answer := self._unsound(server, ids, request, error)):
+                    self._succeeded(server, answer, request)
+                    return answer
                 if not isinstance(error, _SharedError):
                     self._failed(server, error)
                     with self._lock:
@@ -321,6 +326,21 @@ class Servers:
             raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
         server.dtype, server.heard_at = found.hidden_TKH.dtype, monotonic()
 
+    def _unsound(
+        self, server: _Server, ids: Sequence[int], request: AnswerRequest | None, error: UnsoundError
+    ) -> Answer | None:
+        """States of NaN, where the conversation's own are not finite: the server gives the trainer's for another one."""
+        written = error.written if request is not None else []
+        if written is None:
+            return None
+        try:
+            with server.checking:
+                self._compare(server)
+        except (AbsentError, WrongError):
+            return None
+        size = len(ids) + max(0, len(written) - 1)
+        return Answer(list(written), torch.full((size, len(self.source.keys), self.reference.hidden_size), torch.nan))
+
     def _requested(self, server: _Server, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
         """One request's states and, if it is for one, the target's answer."""
         assert server.description is not None, "a server is described before it is used"
@@ -347,7 +367,7 @@ class Servers:
         if server.dtype is not None and hidden_TKH.dtype != server.dtype:
             raise WrongError(f"states in {hidden_TKH.dtype} after others in {server.dtype}")
         if not bool(hidden_TKH.isfinite().all()):
-            raise WrongError("states that are not finite")
+            raise UnsoundError("states that are not finite", found.written)
 
     def _json(self, server: _Server, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request. Raises UserError for a refusal, which every repetition would get too."""

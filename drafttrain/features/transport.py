@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from threading import Event
@@ -29,6 +29,17 @@ class AbsentError(Exception):
 
 class WrongError(Exception):
     """A server has answered with states that cannot be used."""
+
+
+class UnsoundError(WrongError):
+    """States with values that are not finite: of a server with a fault, or the target's own, as an overflow makes them.
+
+    written: the answer that was requested with them, if it has come.
+    """
+
+    def __init__(self, reason: str, written: Sequence[int] | None = None) -> None:
+        super().__init__(reason)
+        self.written = written
 
 
 class NoStatesError(Exception):

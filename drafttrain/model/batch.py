@@ -158,6 +158,37 @@ class TrainBatch:
         numbers = (token_BT, position_BT, document_BT, mask_BT)
         return TrainBatch(*numbers, hidden, top, self.span, whole, self.progress, host)
 
+    def unsound(self) -> Tensor:
+        """[B] whether the target's states of a row's documents have a value that is not finite. Waits for nothing."""
+        fault_BT = torch.zeros_like(self.mask_BT)
+        for state_BTH in self.hidden.values():
+            fault_BT = fault_BT | ~torch.linalg.vector_norm(state_BTH.detach(), torch.inf, dim=-1).isfinite()
+        return (fault_BT & (self.document_BT >= 0)).any(1)
+
+    def without(self, rows: Sequence[int], token: int) -> TrainBatch:
+        """The batch with these rows as padding, which nothing is learnt from. token: takes the place of their tokens.
+
+        A batch keeps its shape and every process its number of micro-batches. States, if there are any, become zeros.
+        """
+        gone_B = torch.zeros(len(self.token_BT), dtype=torch.bool, device=self.token_BT.device)
+        gone_B[list(rows)] = True
+
+        def filled(x: Tensor, value: float) -> Tensor:
+            return x.masked_fill(gone_B.view(-1, *[1] * (x.ndim - 1)), value)
+
+        top = self.top and Top(filled(self.top.id_BTk, 0), filled(self.top.log_p_BTk, 0), filled(self.top.log_rest_BT, 0))
+        return replace(
+            self,
+            token_BT=filled(self.token_BT, token),
+            document_BT=filled(self.document_BT, -1),
+            mask_BT=filled(self.mask_BT, False),
+            hidden={key: filled(state_BTH, 0.0) for key, state_BTH in self.hidden.items()},
+            top=top,
+            host=self.host and self.host.without(rows, token),
+            whole=self.whole and self.whole.without(rows, token),
+            placed={},
+        )
+
     def place(self, x: Tensor) -> Tensor:
         """x, of `host`, on this batch's device."""
         found = moved(x, self.token_BT.device)

@@ -40,6 +40,7 @@ class StepCounts:
     mass: Tensor  # sum of acceptance, sum min(p, q)
     alive: Tensor  # predictions whose earlier steps all agreed
     alive_correct: Tensor  # of these, the ones that agree as well
+    unsound_2B: Tensor | None = None  # rows with a value that is not finite: in the target's states; in a loss or an acceptance
 
     @staticmethod
     def stack(rows: list[Tensor]) -> StepCounts:
@@ -119,6 +120,7 @@ class Objective(nn.Module):
         end_to_end, in_parts = self.options.name == END_TO_END, torch.is_grad_enabled() and divided(self.drafter)
         scoring = Scoring(predictions, batch, distribution, self.options.terms, self.at_once, end_to_end, in_parts)
         steps, gradients = self._scored(scoring, in_parts)
+        unsound_B = _unsound_scores(predictions, steps, batch)
         steps, total = self._weighed(predictions, steps, EndToEndLoss(batch, depths))
         total = total if gradients is None else gradients.attach(total)
         for prediction, step in zip(predictions, steps, strict=True):
@@ -126,7 +128,8 @@ class Objective(nn.Module):
                 total = total + _weighted_sum(prediction.weight, _confidence_loss(prediction, step.mass_M))
             if prediction.aux is not None:
                 total = total + prediction.aux
-        return total, StepCounts.stack(_rows(predictions, steps, token_P, depths))
+        counts = StepCounts.stack(_rows(predictions, steps, token_P, depths))
+        return total, replace(counts, unsound_2B=torch.stack([batch.unsound(), unsound_B]))
 
     def _scored(self, scoring: Scoring, in_parts: bool) -> tuple[list[StepScores], Gradients | None]:
         """Every step's scores, and the gradients of the weighted losses; None: the losses have gradients themselves.
@@ -172,6 +175,15 @@ def _rows(predictions: Sequence[Prediction], steps: Sequence[StepScores], token_
         row = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=token_P.device) for c in counts])
         rows += [row] * (depths if prediction.every_step else 1)
     return rows
+
+
+@torch.no_grad()
+def _unsound_scores(predictions: Sequence[Prediction], steps: Sequence[StepScores], batch: TrainBatch) -> Tensor:
+    """[B] whether a row has a loss or an acceptance that is not finite. The device finds it: nothing waits for it here."""
+    B, T = batch.token_BT.shape
+    row_N = torch.cat([prediction.label_M for prediction in predictions]) // T
+    fault_N = ~torch.cat([step.loss_M + step.mass_M for step in steps]).isfinite()
+    return torch.zeros(B, device=row_N.device).index_add(0, row_N, fault_N.float()) > 0
 
 
 def _confidence_loss(prediction: Prediction, mass_M: Tensor) -> Tensor:

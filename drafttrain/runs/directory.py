@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import yaml
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text, new_directory, remove_abandoned
+from drafttrain.drafters.checkpoint import step_of
 from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
 from drafttrain.train.checkpoint_checksums import newest_valid
 from drafttrain.train.engine import World
+from drafttrain.train.schedule import learning_rate
 
 NOT_HASHED = (
     *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),
@@ -28,7 +30,7 @@ NOT_HASHED = (
     *("format", "dtype", "overwrite", "max_shard_size"),
     *("deepspeed.zero_stage", "deepspeed.offload_optimizer", "deepspeed.offload_parameters"),
     *(f"train.{key}" for key in ("micro_batch", "sequence_parallel", "log_every", "checkpoint_every", "keep_last")),
-    *(f"train.{key}" for key in ("per_rank", "profile", "hang_timeout", "activation_checkpointing", "compile")),
+    *(f"train.{key}" for key in ("per_rank", "profile", "hang_timeout", "bad_steps", "activation_checkpointing", "compile")),
     *(f"data.{key}" for key in ("workers", "cache")),
     *(f"features.{key}" for key in ("dir", "engine", "target", "servers", "final_servers", "python", "arguments", "key_env")),
     *(f"features.{key}" for key in ("transport", "mooncake")),
@@ -44,6 +46,7 @@ class RunDirectory:
 
     path: Path
     resumed: Path | None  # the checkpoint to resume from
+    first_steps: int | None = None  # train.steps at the beginning of a run that was lengthened
 
     @property
     def resumed_step(self) -> int:
@@ -51,14 +54,19 @@ class RunDirectory:
 
     @staticmethod
     def open(options: RunOptions, resolved: dict[str, Any], world: World, say: Callable[[str], None]) -> RunDirectory:
-        """Make a new directory, or find the one to resume. Rank 0 decides. say: prints a line on each damaged checkpoint."""
-        path = resumed = None
+        """Make a new directory, or find the one to resume. Rank 0 decides.
+
+        say: prints what resume=auto does, whether a run is lengthened, and a line on each damaged checkpoint.
+        """
+        path = resumed = first_steps = None
         if world.first:
-            path = _find(options, config_hash(resolved)) or _make(options, resolved)
+            path = _find(options, resolved, say) or _make(options, resolved)
             for folder in (path, path / "checkpoints"):
                 remove_abandoned(folder)  # temporary directories of a killed run
             resumed = newest_valid(path / "checkpoints", say)
-        return RunDirectory(*world.share((path, resumed)))
+            done = step_of(resumed) if resumed else 0
+            first_steps = _lengthened(path, options, resolved, done, say)
+        return RunDirectory(*world.share((path, resumed, first_steps)))
 
     def finish(self) -> None:
         """Record that the run has finished."""
@@ -79,7 +87,7 @@ def _hashed(node: dict[str, Any], above: str = "") -> dict[str, Any]:
     return {key: _hashed(value, f"{above}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
 
 
-def _find(options: RunOptions, digest: str) -> Path | None:
+def _find(options: RunOptions, resolved: dict[str, Any], say: Callable[[str], None]) -> Path | None:
     if options.resume is None:
         return None
     if options.resume != "auto":
@@ -89,18 +97,66 @@ def _find(options: RunOptions, digest: str) -> Path | None:
             raise UserError(
                 f"resume is {options.resume!r}, which is not a run directory (it has no run.json); name one, or set resume=auto"
             )
-        if state["config_hash"] != digest:
+        steps = _steps(path, state)
+        if state["config_hash"] != config_hash(_of_steps(resolved, steps)):
             raise UserError(
                 f"resume is {options.resume!r}, a run of another configuration; repeat the run's settings (see its config.yaml)"
             )
+        if steps is not None and options.train.steps < steps:
+            raise UserError(
+                f"train.steps is {options.train.steps}, but {options.resume} is a run of {steps} steps, which can only become "
+                f"longer; set train.steps to {steps} or more"
+            )
         return path
+    digest, finished = config_hash(resolved), None
     runs = Path(options.output) / options.name
-    candidates = sorted((p.parent for p in runs.glob("*/run.json")), reverse=True)
-    for path in candidates:
+    for path in sorted((p.parent for p in runs.glob("*/run.json")), reverse=True):
         state = _state(path)
-        if state and not state["finished"] and state["config_hash"] == digest:
+        if not state or state["config_hash"] != config_hash(_of_steps(resolved, _steps(path, state))):
+            continue
+        if not state["finished"] and state["config_hash"] == digest:
             return path
+        finished = finished or (path if state["finished"] else None)
+    longer = f"; {finished} has finished, resume={finished} train.steps=N makes it longer" if finished else ""
+    say(f"resume=auto: {runs} has no unfinished run of these settings, so a new one begins{longer}")
     return None
+
+
+def _steps(path: Path, state: dict[str, Any]) -> int | None:
+    """train.steps of a run; None if nothing says so."""
+    if "steps" in state:  # of a run that was lengthened
+        return int(state["steps"])
+    try:
+        return int(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+
+
+def _of_steps(resolved: dict[str, Any], steps: int | None) -> dict[str, Any]:
+    """The configuration with this number of steps."""
+    return resolved if steps is None else resolved | {"train": resolved["train"] | {"steps": steps}}
+
+
+def _lengthened(path: Path, options: RunOptions, resolved: dict[str, Any], done: int, say: Callable[[str], None]) -> int | None:
+    """The number of steps that a run had at its beginning; None if it still has. Makes it longer where train.steps is more."""
+    state = _state(path) or {}
+    steps, train = _steps(path, state), options.train
+    first: int | None = state.get("first_steps")
+    if steps is None or train.steps <= steps:
+        if options.resume not in (None, "auto") and done == train.steps:
+            say(f"resume: {path} has all of its {done} steps; set train.steps to more to train it further")
+        return first
+    first = first or steps
+    change = {"config_hash": config_hash(resolved), "finished": False, "steps": train.steps, "first_steps": first}
+    atomic_write_json(path / "run.json", state | change)  # at once: what the configuration's file says comes second
+    atomic_write_text(path / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
+    ended = learning_rate(replace(train, steps=steps), max(0, done - 1), first)
+    say(
+        f"resume: {path} is lengthened from {steps} to {train.steps} steps; train.schedule={train.schedule}: the rate was "
+        f"{ended:.1e} at step {done} and goes on with {learning_rate(train, done, first):.1e}, as in a run of "
+        f"{train.steps} steps after the same warm-up"
+    )
+    return first
 
 
 def _state(path: Path) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ Shapes: B rows, N nodes, T prompt positions, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ LEAST, TIMES, MOST = 16, 10.0, 0.25
 # Draws of tokens that must all differ in other types. There rounding can also change which experts a router takes, where two of
 # them are nearly level, and then one sequence in hundreds is far off. A fault shows with any tokens.
 DRAWS = 3
+TRIED = 2 * DRAWS  # draws in which a token without finite states is avoided
 
 
 class Reference(NamedTuple):
@@ -37,6 +39,11 @@ class Reference(NamedTuple):
     logits: dict[tuple[int, ...], Tensor]  # the last logits [V] of each sequence
     rounding: float  # `_apart` of the same logits from passes of other sizes, at most; 0 in float32
     draw: int = 0  # of the tokens
+
+    @property
+    def unsound(self) -> bool:
+        """Whether a logit is NaN or infinite. Minus infinity, of tokens that never come, is a logit."""
+        return any(bool((logits_V.isnan() | (logits_V == torch.inf)).any()) for logits_V in self.logits.values())
 
 
 class Probed(Target, Protocol):
@@ -64,6 +71,8 @@ def _probed(vocab_size: int, lengths: tuple[int, ...] = PROMPTS, draw: int = 0) 
     """(prompt_BT, node_BN) of a probe whose rows have prompts of these lengths. draw: other tokens for each number."""
     generator = torch.Generator().manual_seed(draw)
     prompt_BT = torch.randint(0, vocab_size, (len(lengths), max(lengths)), generator=generator)
+    for row, length in enumerate(lengths):
+        prompt_BT[row, length:] = prompt_BT[row, 0]  # a masked token without finite states makes others NaN too: 0 times NaN
     return prompt_BT, torch.randint(0, vocab_size, (len(lengths), 4), generator=generator)
 
 
@@ -127,8 +136,15 @@ def probe(target: Probed) -> str | None:
     longer than all of them, where that costs little. What differs in half precision must differ for each of `DRAWS`.
     """
     draws = _Draws(target)
+    if draws.unsound():
+        dtype = str(target.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{type(target.model).__name__} gives logits that are NaN or infinite, so it has no distribution to draft for; its "
+            f"weights are damaged, or overflow in {dtype}: fetch them again, or set target.dtype"
+        )
     if draws.differ(CHAIN):
-        name, reason = type(target.model).__name__, _why_not_chains(target, draws.known[-1])
+        compared = [reference for reference in draws.known if not reference.unsound]
+        name, reason = type(target.model).__name__, _why_not_chains(target, compared[-1])
         raise UserError(f"{name} cannot be decoded exactly: {reason}; choose another target")
     why: str | None = None
     if target.recurrent:
@@ -159,7 +175,8 @@ def wrong_tap(target: Probed) -> int | None:
     if not states or len(states) != len(blocks) + 2:
         return None
     found = target(token_1T, None, None, position_1T, Taps(tuple(blocks)), token_1T[:, :0]).hidden
-    return next((n for n in blocks if gap(target, found[n].flatten(), states[n + 1].flatten()) > 1.0), None)
+    sound = [n for n in blocks if bool(states[n + 1].isfinite().all())]  # of these tokens
+    return next((n for n in sound if gap(target, found[n].flatten(), states[n + 1].flatten()) > 1.0), None)
 
 
 class _Draws:
@@ -172,13 +189,23 @@ class _Draws:
         """Whether the logits of these paths with a cache are others than without, for every draw."""
         return all(_worst_gap(self.target, expected, paths, lengths) > 1.0 for expected in self._references())
 
+    def unsound(self) -> bool:
+        """Whether the model gives no finite logits, whatever the tokens are."""
+        return next(self._references(), None) is None and bool(self.known)
+
     def _references(self) -> Iterator[Reference]:
-        for draw in range(1 if _exact(self.target.dtype) else DRAWS):
+        """Those of draws whose tokens all have finite logits: a single token without is no fault of the model's forward."""
+        left = 1 if _exact(self.target.dtype) else DRAWS
+        for draw in range(TRIED):
+            if not left:
+                return
             if draw == len(self.known):
                 if (reference := self.target.reference(draw)) is None:
                     return
                 self.known.append(reference)
-            yield self.known[draw]
+            if not self.known[draw].unsound:
+                left -= 1
+                yield self.known[draw]
 
 
 def _why_not_chains(target: Probed, expected: Reference) -> str:
@@ -245,6 +272,8 @@ def gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 0
 
 
 def _apart(found_V: Tensor, expected_V: Tensor) -> float:
-    """The largest difference of two rows, relative to the largest expected number, or to 1."""
-    expected_V = expected_V.to(found_V.device).float()
-    return float((found_V.float() - expected_V).abs().max() / expected_V.abs().max().clamp_min(1.0))
+    """The largest difference of two rows, relative to the largest expected number, or to 1. Equal infinities do not differ."""
+    found_V, expected_V = found_V.float(), expected_V.to(found_V.device).float()
+    apart = torch.where(found_V == expected_V, 0.0, found_V - expected_V).abs().max()
+    apart = apart / expected_V.abs().masked_fill(expected_V.isinf(), 0.0).max().clamp_min(1.0)
+    return math.inf if bool(apart.isnan()) else float(apart)  # NaN would be no more than any tolerance

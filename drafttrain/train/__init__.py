@@ -21,6 +21,7 @@ class TrainOptions:
     weight_decay: float = 0.0
     optimizer: str = "adamw"  # adamw | muon (for hidden matrices; AdamW for the other parameters)
     clip: float = 1.0  # gradient norm
+    bad_steps: int = 10  # steps in a row without a finite gradient, which change nothing, after which the run stops
     schedule: str = "cosine"  # cosine | wsd | constant
     warmup: float = 0.1  # share of the steps
     decay: float = 0.2  # wsd: share of the steps, at the end

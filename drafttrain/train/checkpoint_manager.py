@@ -47,6 +47,7 @@ class Progress:
     expected_tau: float | None = None
     expected_interval: list[float] | None = None  # 95 %, over the held-out conversations
     measured_tau: float | None = None
+    left_out: int = 0  # rows that steps left out, because a value was not finite
     passing: bool = False  # saved at an interruption: only for resuming, removed later; its proposal is not tuned
 
     @staticmethod

@@ -23,7 +23,7 @@ from drafttrain.targets.parallel import end_at_exit, meeting
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
 from drafttrain.train.compiled import check
 from drafttrain.train.muon import Matrix
-from drafttrain.train.optimizer import OPTIMIZERS, MuonWithAdamW, make_optimizer
+from drafttrain.train.optimizer import OPTIMIZERS, MuonWithAdamW, Refusal, make_optimizer
 from drafttrain.train.shards import ParameterShard
 
 # Gradients that are reduced at once while the backward pass goes on, in elements. Large enough for full bandwidth, and a small
@@ -159,6 +159,9 @@ class TrainingEngine:
         for parameter in self._summed:
             parameter.grad_dtype = torch.float32
         self._gathered = library.zero.GatheredParameters
+        self._norm_before = torch.zeros(())
+        self._refused: Tensor | None = None
+        Refusal(self._base, self._refusal)
         if isinstance(self._optimizer, MuonWithAdamW):
             self._optimizer.muon.spread(self._matrices(), world.rank, self.engine.device)
 
@@ -176,17 +179,26 @@ class TrainingEngine:
     def forward(self, batch: Any, progress: float) -> Any:
         return self.engine(batch, progress)
 
-    def step(self, lr: float, scale: float = 1.0) -> Tensor:
+    def step(self, lr: float, scale: float = 1.0, refused: Tensor | None = None) -> Tensor:
         """Run one optimiser step and return the gradient norm before clipping, maybe on the device.
 
-        scale: factor of lr for the `rescaled` part.
+        With a norm that is not finite the step changes nothing, on any process. scale: factor of lr for the `rescaled` part.
+        refused: not 0 where the step must change nothing for another reason; the same on every process, maybe on the device.
         """
         for group in self._wrapped.param_groups:
             group["lr"] = lr * scale if group["rescaled"] else lr
         before = self._norm() if self.stage == 0 else torch.zeros(())
+        self._norm_before, self._refused = before, refused
         self.engine.step()
         known = self.engine.get_global_grad_norm()
         return before if known is None else torch.as_tensor(known)
+
+    def _refusal(self) -> Tensor:
+        """Not 0 where the current step must change nothing. DeepSpeed's norm is one of all processes, known before its step."""
+        norm = getattr(self._wrapped, "_global_grad_norm", None)
+        norm = self._norm_before if norm is None else torch.as_tensor(norm)
+        fault = ~norm.isfinite() | (norm < 0)  # -1: what DeepSpeed writes for NaN
+        return fault if self._refused is None else fault.to(self._refused.device) | (self._refused != 0)
 
     def micro_done(self) -> None:
         """Between micro-batches of one global batch: DeepSpeed counts its boundary by calls of `step`."""

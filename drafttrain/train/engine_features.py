@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +42,7 @@ from drafttrain.train.progress import Console
 R = TypeVar("R")
 ANSWERS = 4  # that are compared
 COMPARED = 64  # tokens of the sequence whose states are compared
+TRIED = 16  # conversations, until one has states that are finite
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class EngineFeatures:
         if data.has_images:
             raise UserError("features=engine takes text alone, but the data has images; set features=cached or online")
         self._check_groups()
-        beginning_T = data.train[0].documents[0][:COMPARED]
-        reference, servers = self._compared(np.array(self._known, np.int32) if self._known else beginning_T)[0], None
+        beginning_T, reference = self._beginning(data)
+        servers = None
         try:
             servers = _together(world, lambda: self._servers(reference, urls, folder, way_out, store, console))
             assert servers is not None
@@ -103,6 +105,15 @@ class EngineFeatures:
             f"{self._described} in {dtypes}; training does not run the target's blocks"
         )
         return EngineStates(servers, self.layers, self.loaded.target, self.options.ahead, self.writing)
+
+    def _beginning(self, data: Dataset) -> tuple[Ids, Reference]:
+        """(the first tokens of a conversation, the states to compare): of the first conversation whose states are finite."""
+        for row in islice(data.train, TRIED):
+            beginning_T = row.documents[0][:COMPARED]
+            reference = self._compared(np.array(self._known, np.int32) if self._known else beginning_T)[0]
+            if self._known or all(bool(own_TH.isfinite().all()) for own_TH in reference.own.values()):
+                break
+        return beginning_T, reference
 
     @property
     def _described(self) -> str:

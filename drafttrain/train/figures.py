@@ -5,6 +5,7 @@ While the host reads and logs one step's figures, a GPU works on the next step. 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,12 +47,16 @@ class StepResult:
     rate: float
     tokens: int  # that it read
     stop: bool  # whether any process must stop after it
+    left_out: int = 0  # rows with a value that was not finite
+    refused: bool = False  # whether it changed nothing, whatever the gradient
 
     def values(self) -> dict[str, Any]:
         """The figures to log. Waits until they are on the host."""
         loss, counts_6K, norm = self.sums.read()
-        values = {"loss": float(loss) / self.supervised} | figures(StepCounts.unpacked(counts_6K))
-        return values | {"lr": self.rate, "grad_norm": float(norm), "supervised_tokens": self.supervised}
+        values = {"loss": float(loss) / self.supervised if self.supervised else math.nan}
+        values |= figures(StepCounts.unpacked(counts_6K))
+        values |= {"lr": self.rate, "grad_norm": float(norm), "supervised_tokens": self.supervised}
+        return values | ({"left_out": self.left_out} if self.left_out else {})
 
 
 @dataclass(slots=True)
@@ -63,6 +68,7 @@ class LateLog:
     bar: Bar
     every: int  # steps between the console's lines
     more: dict[str, Any] = field(default_factory=dict)  # further figures of the step that is not logged yet
+    bad: int = 0  # logged steps in a row that changed nothing
     _running: RunningMeans = field(default_factory=RunningMeans)
     _waiting: tuple[int, StepResult] | None = None
 
@@ -76,7 +82,8 @@ class LateLog:
             return
         (step, taken), self._waiting = self._waiting, None
         values = taken.values()
-        self.progress.loss = values["loss"]
+        self.progress.loss = values["loss"] if math.isfinite(values["loss"]) else None
+        self.bad = 0 if 0 <= values["grad_norm"] < math.inf and not taken.refused else self.bad + 1
         values |= self._running.step(values) | self.more
         if self.logger is not None:
             self.logger.step(step, values)

@@ -35,6 +35,7 @@ class StepMetrics:
     grad_norm: float  # before clipping
     supervised: int  # tokens
     stepped: bool  # False: there was nothing to learn from, or the gradient was not finite; the weights stay
+    left_out: int = 0  # rows with a state or a loss that was not finite
 
 
 @contextmanager
@@ -80,42 +81,58 @@ class FollowingSteps:
         """The drafter in float32."""
         return self.objective.drafter
 
-    def step(self, batches: Sequence[TrainBatch]) -> StepMetrics:
+    def step(self, batches: Sequence[TrainBatch], token: Callable[[], int] = lambda: 0) -> StepMetrics:
         """One optimiser step on batches of this process, with the target's states; it may have none this time.
 
-        Every process of the group calls this together.
+        Rows with a value that is not finite are left out: the step is begun again without them. Every process of the group
+        calls this together. token: gives one with a finite embedding, which takes the place of a left-out row's.
         """
         self._share_weights()
         self.drafter.train(), self.working.drafter.train()
-        loss, counted_6K = self._backward(batches)
-        own = sum(batch.supervised() for batch in batches)
-        sums = torch.cat([torch.stack([loss, loss.new_tensor(own)]), counted_6K.flatten()])
-        self._sum(sums)
-        supervised = int(sums[1])
+        left, left_out = list(batches), 0
+        while True:
+            loss, counted_6K, unsound = self._backward(left)
+            own = loss.new_tensor([sum(batch.supervised() for batch in left)])
+            sums = torch.cat([loss[None], own, torch.cat([own.new_zeros(1), *unsound]).sum()[None], counted_6K.flatten()])
+            self._sum(sums)
+            supervised, found = int(sums[1]), int(sums[2])
+            if not found:
+                break
+            left_out += found
+            rows = [x.nonzero()[:, 0].tolist() for x in unsound]
+            left = [batch.without(gone, token()) if gone else batch for batch, gone in zip(left, rows, strict=True)]
+            self._forget()
+        norm = NAN
         if supervised:
             gradients = self._gradients(supervised)
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.options.clip)) if gradients else 0.0
-        else:
-            norm = NAN
         stepped = bool(supervised) and norm == norm and norm != float("inf")
         if stepped:
             self.optimizer.step()
             self.refresh()
+        self._forget()
+        return _metrics(float(sums[0]), supervised, sums[3:].view(6, WIDEST), norm, stepped, left_out)
+
+    def _forget(self) -> None:
+        """Drop the gradients."""
         for parameter in {*self.parameters, *self._computing}:
             parameter.grad = None
-        return _metrics(float(sums[0]), supervised, sums[2:].view(6, WIDEST), norm, stepped)
 
     def refresh(self) -> None:
         """Copy the float32 weights to the drafter that computes."""
         if self.working is not self.objective:
             self.working.drafter.load_state_dict(self.drafter.state_dict())
 
-    def _backward(self, batches: Sequence[TrainBatch]) -> tuple[Tensor, Tensor]:
-        """(sum of the losses, counts [6, WIDEST]) of this process, whose gradients are added to the drafter's."""
+    def _backward(self, batches: Sequence[TrainBatch]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(sum of the losses, counts [6, WIDEST], each batch's rows [B] with a value that is not finite) of this process.
+
+        Gradients are added to the drafter's.
+        """
         device, rows = self._computing[0].device, self.options.micro_batch
         total = torch.zeros((), dtype=torch.float64, device=device)
         counted_6K = torch.zeros(6, WIDEST, dtype=torch.float64, device=device)
-        for batch in batches:
+        unsound = [torch.zeros(len(batch.token_BT), dtype=torch.float64, device=device) for batch in batches]
+        for batch, unsound_B in zip(batches, unsound, strict=True):
             for first in range(0, len(batch.token_BT), rows):
                 part = rows_of(batch, first, first + rows)
                 if part.supervised():
@@ -124,7 +141,9 @@ class FollowingSteps:
                     total += loss.detach().double()
                     found_6K = counts.packed()
                     counted_6K[:, : found_6K.shape[1]] += found_6K
-        return total, counted_6K
+                    assert counts.unsound_2B is not None, "the objective finds them"
+                    unsound_B[first : first + rows] = counts.unsound_2B.any(0).double()
+        return total, counted_6K, unsound
 
     def _gradients(self, supervised: int) -> bool:
         """Sum the gradients over all processes and divide them by the supervised tokens; False: there are none at all."""
@@ -154,10 +173,11 @@ class FollowingSteps:
         self._alike = True
 
 
-def _metrics(loss: float, supervised: int, counted_6K: Tensor, norm: float, stepped: bool) -> StepMetrics:
+def _metrics(loss: float, supervised: int, counted_6K: Tensor, norm: float, stepped: bool, left_out: int) -> StepMetrics:
     if not supervised:
-        return StepMetrics(NAN, NAN, [], NAN, 0, False)
+        return StepMetrics(NAN, NAN, [], NAN, 0, False, left_out)
     counts = StepCounts.unpacked(counted_6K[:, counted_6K[1] > 0])
     alpha_K = counts.alive_correct / counts.alive.clamp_min(1.0)
     agreement = (counts.correct / counts.total).tolist()
-    return StepMetrics(loss / supervised, 1.0 + float(alpha_K.cumprod(0).sum()), agreement, norm, supervised, stepped)
+    tau = 1.0 + float(alpha_K.cumprod(0).sum())
+    return StepMetrics(loss / supervised, tau, agreement, norm, supervised, stepped, left_out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -54,7 +55,8 @@ class Logger:
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the figures of one training step."""
-        self._lines.write(json.dumps({"step": step, **values}) + "\n")
+        values = plain_json(dict(values))
+        self._lines.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._lines.flush()
         if self.run is not None:
             self.run.log(step, _figures(values))
@@ -129,7 +131,16 @@ def _figures(values: Mapping[str, Any]) -> dict[str, Any]:
             flat |= {f"{key}/{i + 1}": v for i, v in enumerate(value)}
         else:
             flat[key] = value
-    return flat
+    return {key: value for key, value in flat.items() if value is not None}
+
+
+def plain_json(value: Any) -> Any:
+    """The value with null for numbers that JSON does not have: NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: plain_json(inner) for key, inner in value.items()}
+    return [plain_json(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _drop_after(file: Path, steps: int) -> list[dict[str, Any]]:
@@ -139,10 +150,10 @@ def _drop_after(file: Path, steps: int) -> list[dict[str, Any]]:
     """
     if not file.exists():
         return []
-    kept = []
+    kept: list[dict[str, Any]] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            values = json.loads(line)
+            values = plain_json(json.loads(line))
             if values["step"] <= steps:
                 kept.append(values)
             elif values.get("engine/step", steps + 1) <= steps:

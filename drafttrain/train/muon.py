@@ -39,6 +39,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self.found_inf: Tensor | None = None  # on the device: where it is not 0, a step changes nothing, as in torch's AdamW
         matrices = [p for group in self.param_groups for p in group["params"]]
         self.spread([Matrix(tuple(p.shape), p, 0, (range(p.numel()),)) for p in matrices], 0)
 
@@ -61,8 +62,10 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[p]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(p.grad)
-                state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
-                p.mul_(1 - group["lr"] * group["weight_decay"])
+                momentum = state["momentum_buffer"]
+                momentum.lerp_(self._unless_refused(p.grad, momentum), 1 - MOMENTUM)
+                kept = 1 - group["lr"] * group["weight_decay"]
+                p.mul_(kept if self.found_inf is None else torch.where(self.found_inf > 0, 1.0, kept))
             own = {id(p) for p in stepped}
             matrices = [m for m in self._matrices if id(m.owner) in own]
             processes = len(matrices[0].parts) if matrices else 1
@@ -82,7 +85,11 @@ class Muon(torch.optim.Optimizer):
         for matrix, update in zip(matrices, updates, strict=False):
             elements = self._own(matrix, matrix.owner)
             rate = _adjust_lr(lr, "match_rms_adamw", torch.Size(matrix.shape))
+            update = self._unless_refused(update, torch.zeros_like(update))
             elements.add_(update.to(elements.device), alpha=-rate)
+
+    def _unless_refused(self, x: Tensor, otherwise: Tensor) -> Tensor:
+        return x if self.found_inf is None else torch.where(self.found_inf > 0, otherwise, x)
 
     def _whole(self, matrices: Sequence[Matrix], mine: Matrix | None) -> Tensor:
         """The whole flattened matrix of this process's rank; empty if there is none."""

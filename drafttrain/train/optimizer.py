@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drafttrain.objective.losses import Objective
 from drafttrain.train import TrainOptions
@@ -57,6 +58,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         groups = [*([] if adamw is None else adamw.param_groups), *muon.param_groups]
         super().__init__(groups, {})
         self.param_groups = groups
+        self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -66,4 +68,34 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if part is not None:
                 part.state = self.state
                 part.param_groups = [group for group in self.param_groups if group["muon"] == (part is self.muon)]
+                part.found_inf = self.found_inf
                 part.step()
+
+
+class Refusal:
+    """Lets steps of an optimiser change nothing, neither weights nor state, where `refused` is not 0.
+
+    On a GPU nothing waits: the flag goes to the optimiser as `found_inf`, which torch's fused kernel and Muon read there.
+    Elsewhere an optimiser skips parameters without gradients, so the gradients are taken away during the step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, refused: Callable[[], Tensor]) -> None:
+        self._refused = refused
+        self._taken = list[tuple[nn.Parameter, Tensor]]()
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Any, *_: Any) -> None:
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if stepped and all(p.is_cuda for p in stepped):
+            optimizer.found_inf = self._refused().to(stepped[0].device, torch.float32)
+        elif stepped and bool(self._refused()):
+            self._taken = [(p, p.grad) for p in stepped]
+            for p in stepped:
+                p.grad = None
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        optimizer.found_inf = None
+        for p, gradient in self._taken:
+            p.grad = gradient  # DeepSpeed's own, where it keeps the optimiser on the host
+        self._taken = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from time import monotonic
 from typing import Any
 
@@ -64,7 +65,10 @@ class RunningMeans:
 
     def step(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Add a step's figures; returns the running means to log."""
-        self._last.append({name: values[name] for name in AVERAGED})
+        if all(isfinite(values[name]) for name in AVERAGED):  # others are of steps that changed nothing
+            self._last.append({name: values[name] for name in AVERAGED})
+        if not self._last:
+            return {}
         return {f"{name}_mean{WINDOW}": sum(v[name] for v in self._last) / len(self._last) for name in AVERAGED}
 
 

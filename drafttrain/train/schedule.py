@@ -10,15 +10,17 @@ from drafttrain.train import TrainOptions
 SCHEDULES = ("cosine", "wsd", "constant")
 
 
-def learning_rate(options: TrainOptions, step: int) -> float:
+def learning_rate(options: TrainOptions, step: int, first_steps: int | None = None) -> float:
     """The learning rate of `step` (from 0): linear warm-up, then cosine, wsd (warmup-stable-decay, linear) or constant.
+
+    first_steps: the number of steps at the beginning of a run that was lengthened; its warm-up is behind it and stays.
 
     Example: 100 steps, warmup 0.1, schedule wsd, decay 0.2: rises over steps 0-9, is constant to step 79, then falls.
     Raises UserError for an unknown schedule.
     """
     if options.schedule not in SCHEDULES:
         raise UserError(f"train.schedule is {options.schedule!r}; choose one of {', '.join(SCHEDULES)}")
-    warm = round(options.warmup * options.steps)
+    warm = round(options.warmup * (first_steps or options.steps))
     if step < warm:
         return options.lr * (step + 1) / warm
     if options.schedule == "constant":

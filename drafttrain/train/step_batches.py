@@ -6,17 +6,20 @@ that follow: a step's batches are made when all their answers are there, because
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate, shard
 from drafttrain.features.cached import Cached
 from drafttrain.features.engine import EngineStates
 from drafttrain.features.online import Online
+from drafttrain.features.padded import finite_token
 from drafttrain.features.prefetch import Prefetch
 from drafttrain.model.batch import TrainBatch
 from drafttrain.train.answers import Answers, Asked
@@ -35,6 +38,7 @@ class StepBatches:
 
     micro: list[TrainBatch]  # of this process; with sequence parallelism, its parts of them
     tokens: int  # that all processes read
+    left_out: frozenset[int] = frozenset()  # places of the global batch whose rows nothing is learnt from
 
     def supervised(self) -> int:
         """Supervised tokens of this process's batches, which are on the host."""
@@ -50,6 +54,7 @@ class Batches:
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
         self.prefetch = Prefetch(self._states, job.loaded.target.device)
         self._built: dict[int, StepBatches] = {}  # of later steps
+        self._unsound = set[int]()  # training rows whose states are not finite
         self._asked: dict[int, list[Asked]] = {}  # of later steps whose answers have been requested
         self.answers: Answers | None = None  # None: the given replies are trained on
         if isinstance(source, EngineStates) and source.writing is not None:
@@ -60,7 +65,10 @@ class Batches:
         if self.answers is not None:
             return self._answered(self.answers, step)
         if step in self._built:
-            return self._built.pop(step)
+            return self._sound(self._built.pop(step), step)
+        return self._sound(self._made(step), step)
+
+    def _made(self, step: int) -> StepBatches:
         options = self.job.train
         with self.meter.data():
             rows = self.job.data.global_batch(step, options.global_batch)
@@ -80,9 +88,62 @@ class Batches:
         """
         if step >= self.job.train.steps or self.answers is not None or self.job.train.on_policy:
             return None
-        if step not in self._built:
-            self._built[step] = self.of(step)
+        self._built[step] = self.of(step)
         return self._built[step]
+
+    def places(self) -> slice:
+        """The places of this process's rows in the global batch."""
+        each = self.job.train.sequence_parallel
+        return slice(self.world.rank // each, None, self.world.size // each)
+
+    def without(self, batches: StepBatches, places: Collection[int]) -> StepBatches:
+        """The batches with these places of the global batch as padding. All processes call it together."""
+        token, size = self._finite_token, self.job.train.micro_batch
+        own = [place in places for place in range(self.job.train.global_batch)][self.places()]
+        micro = list[TrainBatch]()
+        for number, batch in enumerate(batches.micro):
+            rows = [row for row in range(size) if own[number * size + row]]
+            micro.append(self._without(batch, rows, token) if rows else batch)
+        return StepBatches(micro, batches.tokens, batches.left_out | frozenset(places))
+
+    def by_place(self, fault_2B: Tensor) -> Tensor:
+        """[2, R] counts by place of the global batch, from this process's rows."""
+        found_2R = torch.zeros(2, self.job.train.global_batch, dtype=torch.long, device=fault_2B.device)
+        found_2R[:, self.places()] = fault_2B.long()
+        return found_2R
+
+    def origins(self, step: int, places: Collection[int]) -> list[str]:
+        """The records of these places of a step, as messages name them."""
+        size = self.job.train.global_batch
+        return [self.job.data.origin(step * size + place, size) for place in sorted(places)]
+
+    def remember(self, step: int, places: Collection[int]) -> None:
+        """Leave these rows, whose states are not finite, out of later steps at once, if the states stay.
+
+        They do with a frozen target and given texts.
+        """
+        size = self.job.train.global_batch
+        if self.job.adapter is None and self.answers is None and not self.job.train.on_policy:
+            self._unsound.update(self.job.data.rows.row(step * size + place, size) for place in places)
+
+    def _sound(self, batches: StepBatches, step: int) -> StepBatches:
+        """The batches without the rows that are known to have states that are not finite."""
+        if not self._unsound:
+            return batches
+        rows, size = self.job.data.rows, self.job.train.global_batch
+        places = [place for place in range(size) if rows.row(step * size + place, size) in self._unsound]
+        return self.without(batches, places) if not batches.left_out.issuperset(places) else batches
+
+    def _without(self, batch: TrainBatch, rows: Sequence[int], token: int) -> TrainBatch:
+        if isinstance(self.source, EngineStates):
+            self.source.forget(batch)
+        if batch.whole is None or self.group is None:
+            return batch.without(rows, token)
+        return batch.whole.without(rows, token).part(self.group, self.job.drafter.label_offset)
+
+    @cached_property
+    def _finite_token(self) -> int:
+        return finite_token(self.job.loaded.target)
 
     def filled(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the frozen target's states, on the target's device."""
@@ -110,7 +171,9 @@ class Batches:
             if isinstance(self.source, EngineStates):
                 for later in batches[i : i + 1 + self.source.ahead]:
                     self.source.begin(later)
-            yield self.source.fill(batch)
+            filled = self.source.fill(batch)
+            rows: Tensor = filled.unsound().nonzero()[:, 0]
+            yield filled.without(rows.tolist(), self._finite_token) if len(rows) else filled
         if isinstance(self.source, EngineStates):
             self.source.pause()
 

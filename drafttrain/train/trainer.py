@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters.checkpoint import (
     checkpoint_name,
     filled,
+    list_checkpoints,
     save_drafter,
+    step_of,
 )
 from drafttrain.drafters.common.drafter_lora import add_matrices
 from drafttrain.features.engine import EngineStates
@@ -38,19 +40,22 @@ from drafttrain.train.logger import Logger
 from drafttrain.train.profile import Profile, window
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
-from drafttrain.train.step_batches import Batches
+from drafttrain.train.step_batches import Batches, StepBatches
 from drafttrain.train.telemetry import Meter, StepCost
 from drafttrain.train.tree_tuning import tuned_sums
 from drafttrain.train.watchdog import Watchdog
 
 OUT_OF_REACH = 2**31  # a rank that no path contains
+NAMED = 20  # records that the console names as left out
 
 
 class Trainer:
     """Trains `job`. Checkpoints go to `<run_dir>/checkpoints`."""
 
-    def __init__(self, job: TrainingJob, world: World, run_dir: Path, resumed: Path | None = None) -> None:
-        """resumed: the checkpoint to continue from."""
+    def __init__(
+        self, job: TrainingJob, world: World, run_dir: Path, resumed: Path | None = None, first_steps: int | None = None
+    ) -> None:
+        """resumed: the checkpoint to continue from. first_steps: of a run that was lengthened, as for `learning_rate`."""
         self.job, self.world, self.run_dir = job, world, run_dir
         self.device = job.loaded.target.device
         job.drafter.to(self.device)
@@ -63,6 +68,7 @@ class Trainer:
             add_matrices(job.drafter, job.train.lora, job.loaded.target.shape.vocab_size)
         self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
         self._tuned: int | None = None  # the last step at which the proposal was tuned
+        self._named = set[str]()  # records that are left out of steps
         self._supervised: int | None = None  # supervised tokens of the next step in all processes; None: not counted yet
         self.engine = TrainingEngine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
         self.checkpoints = CheckpointManager(
@@ -71,7 +77,7 @@ class Trainer:
         self.meter = Meter(self.device)
         self.batches = Batches(job, world, self.features, self.meter)
         self.progress = self.checkpoints.resume(resumed) if resumed else Progress()
-        self.resumed = resumed
+        self.resumed, self.first_steps = resumed, first_steps
 
     def train(self, logger: Logger | None, console: Console, interrupt: Interrupt | None = None) -> Progress:
         """Run the remaining steps. logger: on rank 0 only. When interrupted, saves a checkpoint and raises Interrupted."""
@@ -105,14 +111,16 @@ class Trainer:
 
             for step in range(first, options.steps):
                 with trace.step(step + 1):
-                    taken = self._step(step, meanwhile)
+                    taken = self._step(step, say, meanwhile)
                 progress.step, progress.tokens = step + 1, progress.tokens + taken.tokens
                 log.add(step + 1, taken, self._cost(taken.tokens))
                 log.more |= self._collected(in_engine) | self._quick_measure(step + 1, in_engine)
-                if taken.stop or self._due():
+                if taken.stop or self._due() or log.bad >= options.bad_steps:
                     log.flush()  # a checkpoint has the loss of its step
-                    self._keep(say, taken.stop)
+                    self._keep(say, taken.stop, log.bad)
                 watchdog.alive()
+            if progress.left_out:
+                say(f"left out of steps: {progress.left_out:,} rows, because a value was not finite (rejected.txt)")
             if self.job.open_engine is not None:
                 in_engine.finish(options.steps, logger, interrupt, watchdog.alive)
         return progress
@@ -157,9 +165,14 @@ class Trainer:
         step, options = self.progress.step, self.job.train
         return step % options.checkpoint_every == 0 or step == options.steps
 
-    def _keep(self, say: Callable[[str], None], stop: bool) -> None:
-        """Save a checkpoint. stop: raise Interrupted, too. Raises UserError if the last one does not fit."""
+    def _keep(self, say: Callable[[str], None], stop: bool, bad: int) -> None:
+        """Save a checkpoint. stop: raise Interrupted, too. bad: steps in a row that changed nothing.
+
+        Raises UserError for too many of them, and if the last checkpoint does not fit.
+        """
         step, options = self.progress.step, self.job.train
+        if bad >= options.bad_steps:
+            self._end_bad(bad, say)
         saved = self._checkpoint(say, passing=not self._due())
         if stop:
             raise Interrupted(f"after step {step} of {options.steps}" + (", which is saved" if saved else ""), together=True)
@@ -168,6 +181,18 @@ class Trainer:
                 f"disk full while saving the last checkpoint to {self.checkpoints.folder}; free some space and repeat with "
                 "resume=auto, which continues from the checkpoint before"
             )
+
+    def _end_bad(self, bad: int, say: Callable[[str], None]) -> NoReturn:
+        """End a run whose last `bad` steps changed nothing. The weights of the last good step are saved, unless they are."""
+        step, folder = self.progress.step, self.checkpoints.folder
+        last = self.world.share(max((step_of(path) for path in list_checkpoints(folder)), default=0))
+        if step - bad > last:
+            self._checkpoint(say)
+        kept = f"; {folder} has the weights from before" if step > bad else ""
+        raise UserError(
+            f"steps {step - bad + 1} to {step} changed nothing, because no gradient was finite{kept}; lower train.lr, set "
+            "train.precision=float32, or look at the target and the data (train.bad_steps sets how many may follow one another)"
+        )
 
     def _cost(self, tokens: int) -> dict[str, Any]:
         cost = self.meter.step()
@@ -196,40 +221,91 @@ class Trainer:
         own = self.world.first or self.job.train.per_rank
         return self.run_dir / f"trace-rank{self.world.rank}.json.gz" if own else None
 
-    def _step(self, step: int, meanwhile: Callable[[], bool]) -> StepResult:
-        """Run one optimiser step.
+    def _step(self, step: int, say: Callable[[str], None], meanwhile: Callable[[], bool]) -> StepResult:
+        """Run one optimiser step, without the rows that have a value which is not finite.
+
+        A step with such a row changes nothing, and is tried again without it: what is sound needs no other way and no wait.
+        """
+        batches = self.batches.of(step)
+        while True:
+            taken, by_states, by_scores = self._tried(step, batches, meanwhile)
+            left = self.job.train.global_batch - len(batches.left_out | by_states)
+            if len(by_scores) == left > 1:  # no row's fault: the drafter's own states or weights have overflowed
+                by_scores = frozenset()
+            if not by_states | by_scores:
+                self.progress.left_out += taken.left_out
+                return taken
+            self.batches.remember(step, by_states)
+            self._name(self.batches.origins(step, by_states), "the target's states are not finite", say)
+            self._name(self.batches.origins(step, by_scores), "its loss is not finite", say)
+            batches, self._supervised = self.batches.without(batches, by_states | by_scores), None
+
+    def _name(self, records: list[str], why: str, say: Callable[[str], None]) -> None:
+        """Name records that are left out, each once: in rejected.txt, the first ones on the console too."""
+        rejected = self.job.data.conversations
+        for record in (record for record in records if record not in self._named):
+            self._named.add(record)
+            if rejected is not None:
+                rejected.faults.append(f"{record}: {why}")
+            if len(self._named) <= NAMED:
+                more = "; further ones are in rejected.txt at the end" if len(self._named) == NAMED else ""
+                say(f"{record}: left out, because {why}{more}")
+
+    def _tried(
+        self, step: int, batches: StepBatches, meanwhile: Callable[[], bool]
+    ) -> tuple[StepResult, frozenset[int], frozenset[int]]:
+        """(the step, places of the global batch with states that are not finite, and with losses that are not).
 
         On a GPU nothing waits for the device before the gradients are there. Until then it works alone: the next step's batches
         are made and counted, and `meanwhile` is called, which returns whether this process must stop.
         """
         options, progress = self.job.train, (step + 1) / self.job.train.steps
-        batches = self.batches.of(step)
         if self._supervised is None:
             self._supervised = int(self.world.sum(moved(torch.tensor([batches.supervised()]), self.device)))
         supervised = self._supervised
-        check_supervised(supervised, step + 1)
-        total, counted = torch.zeros(1, dtype=torch.float64, device=self.device), None
+        if not batches.left_out:
+            check_supervised(supervised, step + 1)
+        elif not supervised:
+            return self._nothing_left(step, batches, meanwhile), frozenset(), frozenset()
+        total, counted, fault_2B = self._gradients(step, batches, supervised)
+        coming = self.batches.ahead(step + 1)
+        own = torch.tensor([coming.supervised() if coming else 0, meanwhile()])
+        shared = self.world.sum(torch.cat([moved(own, self.device), self.batches.by_place(fault_2B).flatten()]))
+        agreed, refused = ToHost(shared), shared[len(own) :].any()
+        rate = learning_rate(options, step, self.first_steps)
+        adapter = self.job.adapter
+        norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0, refused)
+        sums = ToHost(self.world.sum(total), self.world.sum(counted), norm)
+        next_supervised, stop, *found = agreed.read()[0].tolist()
+        self._supervised = next_supervised if coming else None
+        taken = StepResult(sums, supervised, rate, batches.tokens, stop > 0, len(batches.left_out), any(found))
+        return taken, *_places(found)
+
+    def _gradients(self, step: int, batches: StepBatches, supervised: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(sum of the losses, counts [6, K], rows [2, B] with values that are not finite) of this process's micro-batches."""
+        progress, adapter = (step + 1) / self.job.train.steps, self.job.adapter
+        total, counted, faults = torch.zeros(1, dtype=torch.float64, device=self.device), list[Tensor](), list[Tensor]()
         for i, batch in enumerate(batches.micro):
             with self.meter.micro_batch(batch):
-                filled = batch.to(self.device) if self.job.adapter else self.batches.filled(batch)  # its states need gradients
+                filled = batch.to(self.device) if adapter else self.batches.filled(batch)  # its states need gradients
                 self.batches.begin_next(batches.micro[i + 1 :], step)
                 loss, counts = self.engine.forward(filled, progress)
                 self.engine.backward(loss, supervised)
             total += loss.detach().double()
-            counted = counts.packed() if counted is None else counted + counts.packed()
+            counted.append(counts.packed() if i == 0 else counted.pop() + counts.packed())
+            faults.append(counts.unsound_2B)
             if i + 1 < len(batches.micro):
                 self.engine.micro_done()
-        assert counted is not None
-        coming = self.batches.ahead(step + 1)
-        own = torch.tensor([coming.supervised() if coming else 0, meanwhile()])
-        agreed = ToHost(self.world.sum(moved(own, self.device)))
-        rate = learning_rate(options, step)
-        adapter = self.job.adapter
-        norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0)
-        sums = ToHost(self.world.sum(total), self.world.sum(counted), norm)
-        next_supervised, stop = agreed.read()[0].tolist()
-        self._supervised = next_supervised if coming else None
-        return StepResult(sums, supervised, rate, batches.tokens, stop > 0)
+        return total, counted[0], torch.cat(faults, 1)
+
+    def _nothing_left(self, step: int, batches: StepBatches, meanwhile: Callable[[], bool]) -> StepResult:
+        """A step whose rows are all left out. It changes nothing."""
+        stop = self.world.sum(moved(torch.tensor([int(meanwhile())]), self.device))
+        self._supervised = None
+        counted = torch.zeros(6, self.job.drafter.proposal.predicted_depths, dtype=torch.float64)
+        sums = ToHost(torch.zeros(1), counted, torch.tensor(torch.nan))
+        rate = learning_rate(self.job.train, step, self.first_steps)
+        return StepResult(sums, 0, rate, batches.tokens, bool(stop), len(batches.left_out), True)
 
     def _tune(self) -> None:
         """Tune the proposal on held-out ranks, and record its expected tau (greedy)."""
@@ -278,6 +354,13 @@ class Trainer:
             )
         self.meter.pause()
         return saved
+
+
+def _places(fault_2R: list[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """Places with states that are not finite, and others with scores that are not. fault_2R: flattened."""
+    size = len(fault_2R) // 2
+    by_states, by_scores = (frozenset(p for p in range(size) if fault_2R[first + p]) for first in (0, size))
+    return by_states, by_scores - by_states
 
 
 def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:

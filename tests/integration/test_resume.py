@@ -50,6 +50,15 @@ def test_resume_from_damaged_checkpoint_falls_back_to_previous_one(name: str, ma
 
 
 @pytest.mark.slow
+def test_resume_of_finished_run_with_more_steps_equals_long_run(material: Path, tmp_path: Path) -> None:
+    settings = ("recipe=medusa", "train.schedule=constant", "train.lr=2e-3")
+    run = fit(material, tmp_path / "short", *settings, "train.steps=8", "train.warmup=0.5")
+    assert fit(material, tmp_path / "short", *settings, "train.steps=16", "train.warmup=0.5", f"resume={run}") == run
+    whole = fit(material, tmp_path / "long", *settings, "train.steps=16", "train.warmup=0.25")
+    assert losses(run) == losses(whole) and len(losses(run)) == 16 and digest(run) == digest(whole)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -190,6 +190,24 @@ def test_engine_states_persistent_fault_raises_user_error(
     assert not list(tmp_path.iterdir())
 
 
+def test_engine_states_not_finite_of_one_conversation_alone_become_nan(target: HFTarget, tmp_path: Path) -> None:
+    some, faulty, right = texts(3), texts(3)[1].tolist(), computed(target)
+
+    def compute(ids: list[int]) -> Tensor:
+        return right(ids).index_fill(0, torch.tensor(len(ids) - 1), torch.inf) if ids == faulty else right(ids)
+
+    with serving(StandIn(compute, tmp_path)) as url, source(target, url) as states:
+        found, expected = states.fill(batch(some)), Online(target, TAPS).fill(batch(some))
+        assert found.unsound().tolist() == [False, True, False]
+        real_T = some[0] >= 0
+        torch.testing.assert_close(found.hidden[2][0, : len(real_T)], expected.hidden[2][0, : len(real_T)])
+        assert states.servers.counts.repeated == servers.SURE, "the same states again and again are the target's own"
+        states.begin(batch(some))
+        padding = batch(some).without([0, 1, 2], 3)
+        assert not states.fill(padding).hidden[0].any() and not states.fill(padding).mask_BT.any()
+    assert not list(tmp_path.iterdir())
+
+
 def test_engine_states_dead_server_is_replaced_and_rejoins(target: HFTarget, tmp_path: Path) -> None:
     said: list[str] = []
     first, second, again = (StandIn(computed(target), tmp_path) for _ in range(3))

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST
 from drafttrain.runs import directory as rundir
 from drafttrain.runs.directory import RunDirectory
 from drafttrain.runs.options import RunOptions
+from drafttrain.train import TrainOptions
 
 
 class Alone:
@@ -45,6 +47,48 @@ def test_run_directory_resume_removes_files_of_killed_process(tmp_path: Path) ->
     again = opened(tmp_path)
     assert again.path == run.path
     assert not list(again.path.rglob("*.tmp-*"))
+
+
+def asked(output: Path, resume: str, steps: int, said: list[str], lr: float = 1e-3) -> RunDirectory:
+    """The directory of a run of so many steps, at a constant rate."""
+    train = TrainOptions(steps=steps, lr=lr, schedule="constant", warmup=0.25)
+    options = RunOptions(output=str(output), name="medusa", resume=resume, train=train)
+    resolved = {"name": "medusa", "train": {"steps": steps, "lr": lr}}
+    return RunDirectory.open(options, resolved, Alone(), said.append)  # type: ignore[arg-type]
+
+
+def trained(run: RunDirectory, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the run had made its steps and had finished."""
+    monkeypatch.setattr(rundir, "newest_valid", lambda folder, say: folder / f"step-{steps:05d}")
+    run.finish()
+
+
+def test_run_directory_finished_run_becomes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    run = asked(tmp_path, "auto", 8, said)
+    assert len(said) == 1 and f"resume=auto: {tmp_path}/medusa has no unfinished run of these settings, so a new one" in said[0]
+    trained(run, 8, monkeypatch)
+    longer = asked(tmp_path, str(run.path), 16, said)
+    assert longer == RunDirectory(run.path, run.path / "checkpoints" / "step-00008", 8)
+    assert "lengthened from 8 to 16 steps; train.schedule=constant: the rate was 1.0e-03 at step 8 and goes on with" in said[1]
+    assert yaml.safe_load((run.path / "config.yaml").read_text())["train"]["steps"] == 16
+    assert asked(tmp_path, "auto", 16, said) == longer and len(said) == 2, "interrupted, it goes on as a run of 16 steps"
+    (run.path / "config.yaml").unlink()  # killed before it was written anew
+    trained(longer, 16, monkeypatch)
+    assert asked(tmp_path, str(run.path), 32, said).first_steps == 8 and "from 16 to 32" in said[2]
+
+
+def test_run_directory_resume_says_what_it_does_beside_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    run = asked(tmp_path, "auto", 8, said)
+    trained(run, 8, monkeypatch)
+    assert asked(tmp_path, "auto", 16, said).path != run.path
+    assert f"so a new one begins; {run.path} has finished, resume={run.path} train.steps=N makes it longer" in said[-1]
+    assert asked(tmp_path, str(run.path), 8, said).path == run.path and "has all of its 8 steps" in said[-1]
+    for steps, lr, why in ((4, 1e-3, "a run of 8 steps, which can only become longer"), (16, 2e-3, "of another configuration")):
+        with pytest.raises(UserError, match=why):
+            asked(tmp_path, str(run.path), steps, said, lr)
+    assert json.loads((run.path / "run.json").read_text())["finished"]
 
 
 def test_run_directory_failed_creation_leaves_no_partial_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.probe import long_prompt
 from tests.architectures import ARCHITECTURES, model_of
+from tests.helpers import tiny_model
 
 WIDE = 16  # a window that the probe's short rows do not reach
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -34,6 +36,15 @@ def with_other_logits(model: Any) -> None:
         return out
 
     model.forward = forward
+
+
+def with_never(model: Any, token: int) -> Any:
+    """A model whose output matrix gives a token the logit of minus infinity."""
+    never_V = torch.zeros(model.config.vocab_size).index_fill_(0, torch.tensor([token]), -torch.inf)
+    head = torch.nn.Linear(*model.lm_head.weight.shape[::-1])
+    head.weight.data, head.bias.data = model.lm_head.weight.data, never_V
+    model.lm_head = head
+    return model
 
 
 def with_forgotten_cache(model: Any) -> None:
@@ -181,6 +192,37 @@ class Doubled(HFTarget):
     def _hook(self, number: int) -> Any:
         own = super()._hook(number)
         return own if number != 1 else lambda module, args, output: own(module, args, output * 2)
+
+
+@pytest.mark.parametrize("where", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.sampled
+def test_probe_logits_of_nan_are_refused(value: float, where: str) -> None:
+    model = tiny_model()
+    model.get_parameter(where).data[7, 0] = value
+    for runner in (HFTarget, FastTarget):
+        with pytest.raises(UserError, match=r"LlamaForCausalLM gives logits that are NaN or infinite, .* or set target.dtype"):
+            runner(copy.deepcopy(model))
+
+
+def test_probe_token_without_finite_states_is_not_the_forward_at_fault() -> None:
+    """The first draws have it."""
+    model = tiny_model()
+    drawn = sorted(set(probing._probed(64)[0].flatten().tolist()))
+    model.get_input_embeddings().weight.data[drawn[0]] = torch.nan
+    for runner in (HFTarget, FastTarget):
+        target = runner(copy.deepcopy(model))
+        assert target.trees and target.wrong_tap is None
+
+
+def test_probe_minus_infinity_is_a_logit_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens that never come, as where a vocabulary is padded."""
+    assert HFTarget(with_never(tiny_model(), 5)).trees
+    expected_V = torch.tensor([1.0, -torch.inf, 2.0])
+    assert probing._apart(expected_V.clone(), expected_V) == 0.0
+    assert probing._apart(torch.tensor([1.0, -torch.inf, 1.0]), expected_V) == 0.5
+    for found_V in ([-torch.inf, 1.0, 2.0], [torch.nan, -torch.inf, 2.0], [torch.inf, -torch.inf, 2.0]):
+        assert probing._apart(torch.tensor(found_V), expected_V) == torch.inf
 
 
 def test_hf_target_wrong_hidden_state_is_refused_when_read() -> None:

@@ -1,6 +1,7 @@
 """How a batch is divided among processes and micro-batches."""
 
 import atexit
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import TrainingEngine, World, accumulation, divided
+from drafttrain.train.optimizer import OPTIMIZERS
 
 
 class Product(nn.Module):
@@ -46,6 +48,50 @@ def test_training_engine_bfloat16_micro_batch_gradients_sum_in_float32(stage: in
             engine.micro_done()
     engine.step(1e-3)
     torch.testing.assert_close(torch.cat(found)[:41], rows.float().sum(0), rtol=1e-6, atol=1e-6)
+
+
+class Pair(nn.Module):
+    """A matrix that Muon steps, and a vector that AdamW steps. The row's sum is the gradient of every element of both."""
+
+    vocabularies: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.vector = nn.Linear(4, 6, bias=False), nn.Parameter(torch.ones(5))
+
+    def forward(self, row: Tensor, progress: float) -> tuple[Tensor, None]:
+        return (self.map.weight * row.sum()).sum() + (self.vector * row.sum()).sum(), None
+
+
+@pytest.mark.parametrize("reason", [math.nan, math.inf, "refused"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.sampled
+def test_training_engine_step_without_finite_gradient_changes_nothing(
+    stage: int, precision: str, optimizer: str, reason: float | str, deepspeed_world: World
+) -> None:
+    options = TrainOptions(global_batch=1, micro_batch=1, precision=precision, optimizer=optimizer, weight_decay=0.1)
+    torch.manual_seed(0)
+    pair = Pair().bfloat16() if precision == "bfloat16" else Pair()
+    engine = TrainingEngine(pair, options, DeepSpeedOptions(zero_stage=stage), deepspeed_world)  # type: ignore[arg-type]
+
+    def step(value: float, refused: int = 0) -> Tensor:
+        engine.backward(engine.forward(torch.tensor([value, 1.0], dtype=pair.vector.dtype), 0.0)[0], 1.0)
+        return engine.step(1e-2, 1.0, torch.tensor(refused))
+
+    def state() -> list[Tensor]:
+        kept = [x for owner in engine._base.state.values() for x in owner.values() if torch.is_tensor(x)]
+        return [x.detach().float().clone() for x in (*engine.whole_state(["map.weight", "vector"]).values(), *kept)]
+
+    step(0.5)
+    before = state()
+    norm = step(0.5, 1) if isinstance(reason, str) else step(reason)
+    assert isinstance(reason, str) or not 0 <= float(norm) < math.inf
+    for x, y in zip(before, state(), strict=True):
+        assert torch.equal(x, y)
+    step(0.25)
+    assert not torch.equal(before[1], state()[1]), "the next step is taken again"
 
 
 def test_divided_lowers_micro_batch_to_divisor_of_process_batch(subtests: pytest.Subtests) -> None:
