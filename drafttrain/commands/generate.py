@@ -110,7 +110,10 @@ class Writer:
         return result
 
     def _request(self) -> tuple[Request, Continuation]:
-        """The last turn's request, and what its reply continues. A chat that has grown beyond the target's context loses its oldest turns."""
+        """The last turn's request, and what its reply continues.
+
+        A chat that has grown beyond the target's context loses its oldest turns.
+        """
         tokenizer, before = self.loaded.tokenizer, len(self.replies)
         while True:
             if self.chat:
