@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from drafttrain.targets.load import LoadedTarget, load_target
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families" / "README.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+SHOWN = ("recipe", "tau", "c_d", "c_v", "speedup", "parameters")  # on the page; families.md of --out has every column
 COPIED = 0.25  # from this share on a prompt counts as copying
 MINUTES = 2.0  # of timing, for every recipe
 ROWS = 4  # conversations that training FLOPs are counted on
@@ -187,18 +189,31 @@ def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    header = ["recipe", "tau", "without copying", "expected", "alpha by position", "c_d", "c_v", "nodes", "speedup"]
-    header += ["exact", "parameters", "training tokens/s", "MFLOP / token"]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for r in sorted(rows, key=lambda r: -r["tau"]):
-        cells = [r["family"], number(r["tau"]), number(r["fresh"]), number(r["expected_tau"])]
-        cells += [" ".join(number(a) for a in r["alpha"][:6])]
-        cells += [number(r["draft_cost"]), number(r["verify_cost"]), number(r["verify_nodes"], 1), number(r["speedup"])]
-        cells += [r["exact"], f"{r['parameters']:,}", number(r["tokens_per_s"], 0)]
-        cells += ["" if r["flops"] is None else number(r["flops"] / 1e6, 0)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def cells_of(row: dict[str, Any]) -> dict[str, str]:
+    """What the table says of one recipe, by column."""
+    return {
+        "recipe": row["family"],
+        "tau": number(row["tau"]),
+        "without copying": number(row["fresh"]),
+        "expected": number(row["expected_tau"]),
+        "alpha by position": " ".join(number(a) for a in row["alpha"][:6]),
+        "c_d": number(row["draft_cost"]),
+        "c_v": number(row["verify_cost"]),
+        "nodes": number(row["verify_nodes"], 1),
+        "speedup": number(row["speedup"]),
+        "exact": row["exact"],
+        "parameters": f"{row['parameters']:,}",
+        "training tokens/s": number(row["tokens_per_s"], 0),
+        "MFLOP / token": "" if row["flops"] is None else number(row["flops"] / 1e6, 0),
+    }
+
+
+def table(rows: list[dict[str, Any]], columns: Sequence[str] | None = None) -> str:
+    """One line a recipe, the greatest tau first. columns: None shows all."""
+    cells = [cells_of(row) for row in sorted(rows, key=lambda r: -r["tau"])]
+    shown = columns or list(cells[0])
+    lines = ["| " + " | ".join(shown) + " |", "|---" * len(shown) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row[name] for name in shown) + " |" for row in cells)])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -269,7 +284,8 @@ def main() -> int:
         command = f"make families STEPS={budget.steps} NODES={budget.nodes}"
         command += "" if budget.minutes == MINUTES else f' FLAGS="--minutes {budget.minutes:g}"'
         note = f"{spent}, {len(chosen)} prompts without copying, {torch.get_num_threads()} CPU threads; `{command}`"
-        write(doc, f"{note}\n\n{text}\n\n![tau and speedup by recipe](families.png)")
+        trained = [row for row in rows if "untrained" not in row["family"]]
+        write(doc, f"{note}\n\n{table(trained, SHOWN)}\n\n![tau and speedup by recipe](families.png)")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
