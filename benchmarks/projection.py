@@ -42,7 +42,7 @@ from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.memory import state_bytes
 from drafttrain.train.peaks import named_peak
 
-MFU = 0.45  # the goal of `make gpu-train`, not measured yet
+MFU = 0.45  # the goal of `make gpu-train`; docs/performance.md has what was reached
 GPU, NODE = "H100", 8
 LINK = 0.75 * 450e9  # bytes per second of a process, of NVLink 4's 450 GB/s each way
 NETWORK = 0.8 * NODE * 50e9  # between machines with one 400 Gb/s adapter per GPU; a ring through a machine uses all of them
