@@ -173,9 +173,9 @@ class Servers:
             try:
                 answer = self._from(server, ids, request)
             except (AbsentError, WrongError) as error:
-                if wrong >= SURE and isinstance(error, UnsoundError) and (answer := self._unsound(server, ids, request, error)):
-                    self._succeeded(server, answer, request)
-                    return answer
+                if wrong >= SURE and isinstance(error, UnsoundError) and (nan := self._unsound(server, ids, request, error)):
+                    self._succeeded(server, nan, request)
+                    return nan
                 if not isinstance(error, _SharedError):
                     self._failed(server, error)
                     with self._lock:

@@ -56,7 +56,8 @@ def _agreement(lines: Sequence[dict[str, Any]]) -> Series:
     series: Series = {}
     for k in range(max((len(line.get("agreement") or ()) for line in lines), default=0)):
         points = [(line["step"], line["agreement"][k]) for line in lines if len(line.get("agreement") or ()) > k]
-        series[f"position {k + 1}"] = [(float(x), float(y)) for x, y in points if y is not None]
+        if known := [(float(x), float(y)) for x, y in points if y is not None]:
+            series[f"position {k + 1}"] = known
     return series
 
 

@@ -64,7 +64,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step the current `param_groups`. DeepSpeed sets them one at a time."""
         assert closure is None, "DeepSpeed steps without one"
-        for part in (self.adamw, self.muon):
+        parts: tuple[Any, ...] = (self.adamw, self.muon)
+        for part in parts:
             if part is not None:
                 part.state = self.state
                 part.param_groups = [group for group in self.param_groups if group["muon"] == (part is self.muon)]

@@ -172,8 +172,8 @@ class Batches:
                 for later in batches[i : i + 1 + self.source.ahead]:
                     self.source.begin(later)
             filled = self.source.fill(batch)
-            rows: Tensor = filled.unsound().nonzero()[:, 0]
-            yield filled.without(rows.tolist(), self._finite_token) if len(rows) else filled
+            unsound = filled.unsound().nonzero()[:, 0].tolist()
+            yield filled.without(unsound, self._finite_token) if unsound else filled
         if isinstance(self.source, EngineStates):
             self.source.pause()
 

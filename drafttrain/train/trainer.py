@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,7 +46,7 @@ from drafttrain.train.tree_tuning import tuned_sums
 from drafttrain.train.watchdog import Watchdog
 
 OUT_OF_REACH = 2**31  # a rank that no path contains
-NAMED = 20  # records that the console names as left out
+LEFT_OUT, NAMED = "left_out.txt", 20  # records that steps left out: the file that names them, how many the console names
 
 
 class Trainer:
@@ -120,7 +120,7 @@ class Trainer:
                     self._keep(say, taken.stop, log.bad)
                 watchdog.alive()
             if progress.left_out:
-                say(f"left out of steps: {progress.left_out:,} rows, because a value was not finite (rejected.txt)")
+                say(f"left out of steps: {progress.left_out:,} rows, because a value was not finite ({LEFT_OUT})")
             if self.job.open_engine is not None:
                 in_engine.finish(options.steps, logger, interrupt, watchdog.alive)
         return progress
@@ -241,15 +241,18 @@ class Trainer:
             batches, self._supervised = self.batches.without(batches, by_states | by_scores), None
 
     def _name(self, records: list[str], why: str, say: Callable[[str], None]) -> None:
-        """Name records that are left out, each once: in rejected.txt, the first ones on the console too."""
-        rejected = self.job.data.conversations
-        for record in (record for record in records if record not in self._named):
-            self._named.add(record)
-            if rejected is not None:
-                rejected.faults.append(f"{record}: {why}")
-            if len(self._named) <= NAMED:
-                more = "; further ones are in rejected.txt at the end" if len(self._named) == NAMED else ""
-                say(f"{record}: left out, because {why}{more}")
+        """Name records that are left out, each once: in left_out.txt, the first ones on the console too."""
+        new = [record for record in records if record not in self._named]
+        self._named.update(new)
+        if not new or not self.world.first:
+            return
+        with suppress(OSError), (self.run_dir / LEFT_OUT).open("a", encoding="utf-8") as file:  # as where the disk is full
+            file.writelines(f"{record}: {why}\n" for record in new)
+        shown = NAMED - (len(self._named) - len(new))
+        for record in new[: max(0, shown)]:
+            say(f"{record}: left out, because {why}")
+        if len(new) >= shown > 0:
+            say(f"{LEFT_OUT} in {self.run_dir} names further ones")
 
     def _tried(
         self, step: int, batches: StepBatches, meanwhile: Callable[[], bool]

@@ -68,7 +68,7 @@ def test_fit_rows_without_finite_states_are_left_out_and_named_once(
     said, run = capsys.readouterr().out, run_of()
     named = re.findall(r"data\.jsonl:(\d+): left out, because the target's states are not finite", said.replace("\n", ""))
     assert sorted(map(int, named)) in ([4, 18, 31], [4, 18], [4, 31], [18, 31]), "a held-out one is not trained on"
-    assert sorted(line.split(":")[1] for line in (run / "rejected.txt").read_text().splitlines()) == sorted(named)
+    assert sorted(line.split(":")[1] for line in (run / "left_out.txt").read_text().splitlines()) == sorted(named)
     lines = lines_of(run)
     assert len(lines) == 18 and all(line["loss"] is not None and line["grad_norm"] is not None for line in lines)
     left_out = sum(line.get("left_out", 0) for line in lines)

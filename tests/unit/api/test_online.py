@@ -352,6 +352,21 @@ def test_online_drafter_unsupported_recipe_option_or_batch_is_refused() -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in online.module.parameters())
 
 
+def test_online_drafter_row_without_finite_states_is_left_out() -> None:
+    """With the states of one row NaN, a step is that of the other rows."""
+    model = tiny_model()
+    states = model(input_ids=tokens(), output_hidden_states=True).hidden_states
+    damaged = [x.detach().index_fill(0, torch.tensor([1]), torch.nan) for x in states]
+    for recipe in ("medusa", "eagle3"):
+        whole, part = follower(model, recipe), follower(model, recipe)
+        found = whole.step(tokens(), damaged)
+        expected = part.step(tokens()[[0, 2]], [x.detach()[[0, 2]] for x in states])
+        assert found.stepped and found.left_out == 1 and found.supervised == expected.supervised
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        for one, other in zip(whole.module.parameters(), part.module.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_online_drafter_override_without_effect_is_refused(subtests: pytest.Subtests) -> None:
     model = tiny_model()
     for word, why in (

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
+from drafttrain.features.padded import rows_of
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.target import FINAL
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.ops.divergence import AT_ONCE, NAMES, divergence, reference, scores
 from drafttrain.targets.hf import HFTarget
@@ -163,6 +164,32 @@ def test_objective_mix_equals_weighted_sum_of_losses(name: str, chunk: int) -> N
     parts = [found(LossOptions(part, chunk)) for part in mix]
     for whole, *apart in zip(found(LossOptions("mix", chunk, mix)), *parts, strict=True):
         torch.testing.assert_close(whole, sum(w * x for w, x in zip(mix.values(), apart, strict=True)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVE)
+def test_objective_without_rows_has_loss_and_gradients_of_the_others(name: str) -> None:
+    """A row as padding counts for nothing, whatever its states were."""
+    target = tiny_target()
+    drafter, batch = drafter_of(name, target), Online(target, Taps(tuple(range(4)), final=True)).fill(padded_batch())
+    objective = Objective(drafter, target, LossOptions())
+    for key, state_BTH in batch.hidden.items():
+        batch.hidden[key] = state_BTH.index_fill(0, torch.tensor([2]), torch.nan)
+    found = [objective(part) for part in (batch.without([2], 5), rows_of(batch, 0, 2))]
+    (loss, counts), (expected, expected_counts) = found
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5) and not bool(counts.unsound_2B.any())
+    torch.testing.assert_close(counts.packed(), expected_counts.packed())
+    loss.backward()
+    assert all(bool(p.grad.isfinite().all()) for p in drafter.parameters() if p.grad is not None)
+
+
+def test_objective_finds_rows_with_states_or_losses_that_are_not_finite() -> None:
+    target = tiny_target()
+    batch = Online(target, Taps(final=True)).fill(padded_batch())
+    objective = Objective(drafter_of("medusa", target), target, LossOptions())
+    batch.hidden[FINAL][1, 2] = torch.inf
+    assert objective(batch)[1].unsound_2B.tolist() == [[False, True, False], [False, True, False]]
+    batch.hidden[FINAL][1, 2] = 1e38  # the head's product overflows
+    assert objective(batch)[1].unsound_2B.tolist() == [[False, False, False], [False, True, False]]
 
 
 def test_loss_options_that_name_no_loss_are_refused(subtests: pytest.Subtests) -> None:

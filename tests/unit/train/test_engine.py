@@ -16,6 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import TrainingEngine, World, accumulation, divided
+from drafttrain.train.muon import Muon
 from drafttrain.train.optimizer import OPTIMIZERS
 
 
@@ -92,6 +93,21 @@ def test_training_engine_step_without_finite_gradient_changes_nothing(
         assert torch.equal(x, y)
     step(0.25)
     assert not torch.equal(before[1], state()[1]), "the next step is taken again"
+
+
+def test_muon_refused_step_on_the_device_changes_nothing() -> None:
+    """As on a GPU, where the flag is read on the device."""
+    matrix = nn.Parameter(torch.randn(4, 6))
+    muon = Muon([{"params": [matrix]}], 0.1, 0.1)
+    matrix.grad = torch.ones(4, 6)
+    muon.step()
+    before, momentum = matrix.detach().clone(), muon.state[matrix]["momentum_buffer"].clone()
+    matrix.grad, muon.found_inf = torch.full((4, 6), torch.nan), torch.ones(())
+    muon.step()
+    assert torch.equal(matrix, before) and torch.equal(muon.state[matrix]["momentum_buffer"], momentum)
+    matrix.grad, muon.found_inf = torch.ones(4, 6), torch.zeros(())
+    muon.step()
+    assert bool(matrix.isfinite().all()) and not torch.equal(matrix, before)
 
 
 def test_divided_lowers_micro_batch_to_divisor_of_process_batch(subtests: pytest.Subtests) -> None:

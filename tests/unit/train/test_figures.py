@@ -1,5 +1,6 @@
 """A step's figures are logged late, under its own number, and once."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,3 +42,19 @@ def test_late_log_flush_writes_each_step_once_under_its_number() -> None:
     first = lines.seen[0][1]
     assert (first["grad_norm"], first["measured_tau"], first["expected_tau"]) == (0.5, 3.0, pytest.approx(3.0))
     assert "measured_tau" not in lines.seen[1][1] and progress.loss == 1.0
+
+
+def test_late_log_counts_steps_in_a_row_that_changed_nothing() -> None:
+    progress, lines = Progress(), Lines()
+    log = LateLog(progress, lines, Bar(None, 5, 0), every=1)  # type: ignore[arg-type]
+    found = []
+    bad = StepResult(ToHost(torch.tensor([torch.nan]), torch.ones(6, 2), torch.tensor(torch.inf)), 4, 1e-3, 9, False)
+    for step, result in enumerate(
+        (taken(8.0), bad, replace(taken(1.0), refused=True), replace(bad, left_out=4), taken(4.0)), 1
+    ):
+        log.add(step, result, {})
+        log.flush()
+        found.append(log.bad)
+    assert found == [0, 1, 2, 3, 0] and progress.loss == 1.0
+    assert lines.seen[3][1]["left_out"] == 4 and "left_out" not in lines.seen[1][1]
+    assert lines.seen[4][1]["loss_mean50"] == pytest.approx((2.0 + 0.25 + 1.0) / 3), "without those that have no loss"

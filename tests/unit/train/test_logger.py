@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -19,6 +20,7 @@ from matplotlib.figure import Figure
 from wandb.proto import wandb_internal_pb2 as protocol
 
 from drafttrain.core.errors import UserError
+from drafttrain.measure.curves import read_curves
 from drafttrain.train import LoggerOptions
 from drafttrain.train.lineage import COLUMNS, Lineage, group_of, measurement_rows, run_of, summary_of
 from drafttrain.train.logger import Logger, check_logger, log_export
@@ -219,3 +221,15 @@ def test_logger_resume_drops_damaged_and_later_lines_of_metrics_jsonl(tmp_path: 
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good[0], *bad, good[1], good[2]]))
     Logger(LoggerOptions(name="none"), tmp_path, CONFIG, 2).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == good[0] + b"\n" + good[1] + b"\n"
+
+
+def test_logger_lines_are_json_whatever_a_step_gives(tmp_path: Path) -> None:
+    """Of a step with a loss that is not finite. A line that an earlier version wrote is mended."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
+    logger = Logger(LoggerOptions(name="none"), tmp_path, CONFIG, 1)
+    logger.step(2, {"loss": math.nan, "agreement": [0.5, math.inf], "mfu": None, "lr": 1.0})
+    logger.close()
+    first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(first) == {"step": 1, "loss": None}
+    assert second == '{"step": 2, "loss": null, "agreement": [0.5, null], "mfu": null, "lr": 1.0}'
+    assert all(curve for curve in read_curves(tmp_path / "metrics.jsonl")["agreement"].values())
