@@ -64,8 +64,8 @@ def train_drafter(
         max_length: Tokens of a conversation (`data.max_length`).
         out: Runs land in `<out>/<recipe>/<time>/`.
         settings: Any other key of the configuration, such as `{"loss.name": "lk", "train.precision": "bfloat16"}`. Groups too:
-            `{"logger": "wandb", "deepspeed": "zero1"}`. What is set nowhere is as in the recipe. Of a list of conversations one
-            of eight is held out, 64 at most, unless `data.held_out` is set.
+            `{"logger": "wandb", "deepspeed": "zero1"}`. What is set nowhere is as in the recipe. One of eight conversations is
+            held out, 64 at most, unless `data.held_out` is set.
         quiet: Print nothing.
 
     Returns:

@@ -226,7 +226,7 @@ def _masked(ids: Sequence[int] | NDArray[Any], replies: Sequence[tuple[int, int]
     return Encoded(ids[:length], mask[:length], truncated=len(ids) > length)
 
 
-def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
+def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """[start, end) of each run of supervised tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -19,7 +19,7 @@ from drafttrain.core.files import disk_full
 ASSETS = Path(drafttrain.__file__).parent / "assets"
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 TABLES = (".parquet", ".arrow", ".csv")
-TEXT_COLUMNS = ("prompt", "response", "completion", "instruction", "input", "output", "system", "text")
+TEXT_COLUMNS = ("prompt", "response", "completion", "instruction", "input", "output", "query", "system", "text")
 
 
 @contextmanager

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from drafttrain.core.errors import UserError
 from drafttrain.data.files import keys_of
 from drafttrain.data.pictures import located, with_images
@@ -19,12 +22,12 @@ UNLABELLED = -100  # in `labels`: the token is not supervised
 DOCUMENTS, TOKENIZER = "documents", "tokenizer"  # of a record of `prepare`: its texts as tokens, and whose tokens they are
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenText:
-    """A text as token ids."""
+    """A text as token ids. Arrays, because lists of numbers would take ten times the memory."""
 
-    ids: tuple[int, ...]
-    mask: tuple[bool, ...]  # True on supervised tokens
+    ids: NDArray[np.int32]  # [T]
+    mask: NDArray[np.bool_]  # [T], True on supervised tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,41 +235,41 @@ def _segments(origin: str, filled: dict[str, Any]) -> MarkedText:
 
 def _tokens(origin: str, filled: dict[str, Any]) -> TokenText:
     """Token ids with one or more masks, or with `labels`."""
-    ids = _numbers(origin, "input_ids", filled["input_ids"], 0)
-    columns = {name: _numbers(origin, name, filled[name], 0) for name in MASKS if name in filled}
+    ids = _numbers(origin, "input_ids", filled["input_ids"])
+    columns = {name: _numbers(origin, name, filled[name], most=1) for name in MASKS if name in filled}
     if "labels" in filled:
-        labels = _numbers(origin, "labels", filled["labels"], UNLABELLED)
+        labels = _numbers(origin, "labels", filled["labels"], least=UNLABELLED)
         if len(labels) == len(ids) and any(label not in (UNLABELLED, i) for label, i in zip(labels, ids, strict=True)):
             raise UserError(f"{origin}: expected {UNLABELLED} or the token's own id in `labels`, got others; do not shift them")
         columns["labels"] = [label != UNLABELLED for label in labels]
-    real = _numbers(origin, "attention_mask", filled.get("attention_mask", [1] * len(ids)), 0)
+    real = _numbers(origin, "attention_mask", filled.get("attention_mask", [1] * len(ids)), most=1)
     for name, values in (columns | {"attention_mask": real}).items():
         if len(values) != len(ids):
             raise UserError(
                 f"{origin}: expected {len(ids)} values in `{name}`, one for each token, got {len(values)}; correct it"
             )
-    kept = [i for i, value in enumerate(real) if value]  # the others are padding
-    supervised = [all(values[i] for values in columns.values()) for i in kept]
-    if not any(supervised):
+    kept = np.array(real, np.bool_)  # the others are padding
+    supervised = np.logical_and.reduce([np.array(values, np.bool_) for values in columns.values()])[kept]
+    if not supervised.any():
         raise UserError(f"{origin}: expected supervised tokens, got a mask that selects none; remove the record")
-    return TokenText(tuple(ids[i] for i in kept), tuple(supervised))
+    return TokenText(np.array(ids, np.int32)[kept], supervised)
 
 
-def _numbers(origin: str, name: str, value: Any, least: int) -> list[int]:
+def _numbers(origin: str, name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> list[int]:
     """Whole numbers of one row; [[...]], as saved tensors are, is one row too."""
     row = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list) else value
-    if not isinstance(row, list) or not all(isinstance(number, int) and number >= least for number in row):
-        raise UserError(
-            f"{origin}: expected a list of whole numbers from {least} on in `{name}`, got {value!r:.60}; correct it"
-        )
-    return row
+    sound = isinstance(row, list) and all(isinstance(x, int | float) and least <= x <= most and x == int(x) for x in row)
+    if not sound:
+        got = f"{value!r:.60}"
+        raise UserError(f"{origin}: expected a list of whole numbers from {least} to {most} in `{name}`, got {got}; correct it")
+    return [int(x) for x in row]
 
 
 def _documents(origin: str, value: Any) -> tuple[TokenText, ...]:
-    if not isinstance(value, list) or not all(isinstance(entry, dict) and "input_ids" in entry for entry in value):
-        raise UserError(
-            f"{origin}: expected objects with input_ids in `{DOCUMENTS}`, got {value!r:.60}; prepare the data again"
-        )
+    fields = {"input_ids", "loss_mask"}
+    if not isinstance(value, list) or not all(isinstance(entry, dict) and fields <= entry.keys() for entry in value):
+        got = f"{value!r:.60}"
+        raise UserError(f"{origin}: expected input_ids with loss_mask in `{DOCUMENTS}`, got {got}; prepare the data again")
     return tuple(_tokens(origin, entry) for entry in value)
 
 

@@ -165,7 +165,7 @@ def _digest(conversation: Conversation) -> bytes:
     if conversation.spans:
         text = [text, conversation.spans]
     if not text:
-        text = [[tokens.ids, tokens.mask] for tokens in conversation.tokens]
+        text = [[tokens.ids.tolist(), tokens.mask.tolist()] for tokens in conversation.tokens]
     content = json.dumps([text, conversation.tools] if conversation.tools else text, sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 

@@ -44,6 +44,16 @@ RECORDS: list[dict[str, Any]] = [
     {"question_id": 3, "category": "writing", "turns": ["hi", "and then"]},
     {"text": "all of this is text"},
     {"question": "why?", "answer": "so"},
+    {"messages": [USER, REPLY | {"weight": 0}, USER, REPLY | {"loss": True, "train_detail": []}], "roles_to_train": ["gpt"]},
+    {"messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "null"}}]},
+    {"messages": [USER, REPLY], "documents": [{"input_ids": [1, 2], "loss_mask": [0, 1]}], "tokenizer": "0"},
+    {"conversation": [{"human": "hi", "assistant": "yes"}, USER | {"masked": True}, REPLY | {"masked": True}]},
+    {"prompt": [USER], "completion": [REPLY], "label": True},
+    {"query": "hi", "response": "yes", "history": [["a", "b"]]},
+    {"messages": [{"role": "user", "content": "<image>"}, REPLY], "images": ["a.png"]},
+    {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "attention_mask": [1, 1, 0]},
+    {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]]},
+    {"segments": [{"text": "a", "label": False}, {"text": "b", "label": True}]},
 ]
 
 ODD_TEXTS = (

@@ -119,6 +119,7 @@ IDS: list[tuple[dict[str, Any], tuple[int, ...], list[int]]] = [
     ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, (5, 6, 7), [0, 1, 1]),
     ({"input_ids": [5, 6, 7], "assistant_masks": [0, 1, 1], "completion_mask": [0, 0, 1]}, (5, 6, 7), [0, 0, 1]),  # TRL
     ({"input_ids": [5, 6, 0, 0], "labels": [-100, 6, -100, -100], "attention_mask": [1, 1, 0, 0]}, (5, 6), [0, 1]),
+    ({"input_ids": [5, 6], "loss_mask": [0.0, 1.0]}, (5, 6), [0, 1]),
     ({"input_ids": [5, 6], "loss_mask": [False, True], "text": "a b"}, (5, 6), [0, 1]),
 ]
 
@@ -128,7 +129,7 @@ def test_record_of_token_ids_keeps_them_and_their_mask(subtests: pytest.Subtests
         with subtests.test(record=record):
             found = conversation("x:1", record)
             (text,) = found.tokens
-            assert (text.ids, list(text.mask), found.form) == (ids, [bool(value) for value in mask], "input_ids")
+            assert (tuple(text.ids), text.mask.tolist(), found.form) == (ids, [bool(value) for value in mask], "input_ids")
 
 
 def test_record_tools_become_function_schemas(subtests: pytest.Subtests) -> None:
@@ -171,7 +172,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input_ids": [1, 2], "loss_mask": [1]}, "auto", "expected 2 values in `loss_mask`, one for each token, got 1"),
     ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "auto", "expected supervised tokens, got a mask that selects none"),
     ({"input_ids": [1, 2], "labels": [2, -100]}, "auto", "expected -100 or the token's own id in `labels`.*do not shift them"),
-    ({"input_ids": [1, -2], "loss_mask": [0, 1]}, "auto", "expected a list of whole numbers from 0 on in `input_ids`"),
+    (
+        {"input_ids": [1, -2], "loss_mask": [0, 1]},
+        "auto",
+        "expected a list of whole numbers from 0 to 2147483647 in `input_ids`",
+    ),
     ({"query": "hi", "response": "yes", "history": ["a"]}, "auto", r"expected \[question, reply\] entries in `history`"),
     ({"messages": [HI, YES], "tools": "f"}, "auto", "expected a list of JSON schemas in `tools`, got 'f'"),
     (

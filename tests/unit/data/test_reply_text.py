@@ -8,15 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drafttrain.api import decoding
 from drafttrain.commands.generate import Stream
-from drafttrain.data.chat import Encoder
-from drafttrain.data.forms import conversation
+from drafttrain.data.chat import Encoded, Encoder
+from drafttrain.data.forms import Conversation, conversation
 from drafttrain.data.generation_jobs import TokenTurn, documents_of, packed_turns
 from drafttrain.data.prompts import encode_messages
 from drafttrain.data.reply_text import Continuation
+from drafttrain.data.statistics import sample_of
 from drafttrain.data.templates import TemplateOptions
 from drafttrain.decoding.request import Chunk, Result
 from drafttrain.targets import TargetOptions
@@ -86,6 +88,15 @@ def test_generate_stream_and_api_decode_reply_after_its_prompt(subtests: pytest.
             result = Result(0, len(before), tokens=[*reply, end], ended_by="stop")
             found = decoding._generation(loaded, result, decoding._continuation(loaded, "a boy", before, False), False)
             assert found.text == text
+
+
+def test_sample_of_conversation_shows_the_space_before_a_reply() -> None:
+    for name in KINDS:
+        own = tokenizer(name)
+        before, ids = (list(own(text)["input_ids"]) for text in ("a boy", "a boy named Tim"))
+        row = Encoded(np.array(ids, np.int32), np.arange(len(ids)) >= len(before))
+        shown = sample_of(Conversation("x:1"), row, own)
+        assert [(piece.text, piece.supervised) for piece in shown.pieces] == [("a boy", False), (" named Tim", True)]
 
 
 def record_of(own: Any, turns: list[TokenTurn]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokenizer_larger_than_embedding_refuses_texts_with_its_further_tokens_alone(directory: Path) -> None:
     tokenizer: Any = load_tokenizer(options(directory))
     tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+    tokenizer.eos_token = "<image_soft_token>"
     tokenizer.save_pretrained(directory)
     loaded = load_target(options(directory))
     size = loaded.target.shape.vocab_size
