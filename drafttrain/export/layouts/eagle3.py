@@ -30,7 +30,7 @@ def refuse(source: Source) -> str | None:
     flags = {"fc_norm": NORMED, "norm_output": NORMED, "norm_before_residual": UNNORMED, "qk_norm": ("speculators",)}
     for flag, readers in (flags | {"norm_before_fc": MORE, "own_embedding": MORE}).items():
         if options.get(flag) and stack not in readers:
-            return f"it was trained with {flag}, which {stack} is not known to read; train with drafter.{flag}=false"
+            return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
     if options.get("layers", 1) > 1 and stack not in MORE:
         return f"it has {options['layers']} layers, and {stack} is known to read one; train with drafter.layers=1"
     reason = refuse_last_block(source, ("vllm",)) or refuse_windows(source, WINDOWS)

@@ -179,9 +179,9 @@ def _frequencies(shape: Shape) -> tuple[Tensor, float]:
     if shape.kind == "longrope":
         return _longrope(plain_F, shape)
     if shape.kind == "proportional":
-        turned = int(shape.scaling.get("partial_rotary_factor", 1.0) * len(plain_F))
-        turned_F = torch.cat([plain_F[:turned], torch.zeros(len(plain_F) - turned)])
-        return turned_F / shape.scaling.get("factor", 1.0), 1.0
+        rotated_pairs = int(shape.scaling.get("partial_rotary_factor", 1.0) * len(plain_F))
+        rotated_F = torch.cat([plain_F[:rotated_pairs], torch.zeros(len(plain_F) - rotated_pairs)])
+        return rotated_F / shape.scaling.get("factor", 1.0), 1.0
     if shape.kind == "dynamic":  # in the context that the configuration names nothing is scaled
         return plain_F, 1.0
     raise MismatchError("rope scaling", f"the reader does not support rotary scaling of kind {shape.kind!r}")

@@ -302,14 +302,14 @@ def test_export_max_shard_size_splits_weights_with_index(tmp_path: Path) -> None
 
 REFUSED = {  # by case and stack: what the message says
     "eagle3-normed": {
-        "openvino": "trained with fc_norm, which openvino is not known to read; .*vllm, sglang, trtllm, speculators load it",
+        "openvino": "trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it",
     },
     "eagle3-last": {"sglang": "last block, and sglang .* train with drafter.taps below 3; vllm loads it unchanged"},
     "eagle3-two": {"openvino": "taps 2 blocks, but openvino takes exactly three"},
     "eagle3-others": {
-        "trtllm": "norm_before_fc, which trtllm is not known to read; train with .*; vllm, sglang, speculators load it",
+        "trtllm": "norm_before_fc, which trtllm does not read; train with .*; vllm, sglang, speculators load it",
     },
-    "eagle3-qwen3": {"vllm": "trained with qk_norm, which vllm is not known to read; .*; speculators loads it"},
+    "eagle3-qwen3": {"vllm": "trained with qk_norm, which vllm does not read; .*; speculators loads it"},
     "peagle-together": {"speculators": "trained with norm_before_fc, which vLLM is not known to read from these"},
     "eagle3": {"lmdeploy": "its taps are not the official ones"},
     "eagle-bias": {"vllm": "fc has a trained bias, which vllm cannot load; train with drafter.bias=false; sglang load"},
