@@ -58,6 +58,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "eagle3",
         {"taps": [2, 0, 1], "draft_length": 3, "layer": {"head_dim": 6, "rope_scaling": LLAMA3}},
     ),
+    "eagle3-others": (
+        "eagle3",
+        {"taps": [0, 1, 2], "draft_length": 3, "layers": 3, "norm_before_fc": True, "own_embedding": True, "draft_vocab": 40},
+    ),
+    "eagle3-qwen3": ("eagle3", {"taps": [0, 2], "draft_length": 3, "layers": 2, "qk_norm": True}),
+    "peagle-together": ("peagle", {"taps": [0, 1, 2], "draft_length": 3, "layers": 2, "norm_before_fc": True}),
     "peagle": ("peagle", {"taps": [0, 1, 2], "draft_length": 3, "layers": 2, "draft_vocab": 40}),
     "peagle-normed": (
         "peagle",
@@ -191,6 +197,9 @@ GOES_TO = {  # case -> the stacks that it is exported to, those apart whose targ
     "eagle3-unlike": ["vllm", "speculators", "llamacpp"],
     "eagle3-scaled": ["vllm", "sglang", "trtllm", "speculators", "openvino"],
     "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
+    "eagle3-others": ["vllm", "sglang", "speculators"],
+    "eagle3-qwen3": ["speculators"],
+    "peagle-together": ["vllm"],
     "peagle": ["vllm", "speculators"],
     "peagle-normed": ["vllm"],
     "eagle3-windows": ["vllm", "speculators"],

@@ -1,6 +1,7 @@
-"""EAGLE-3: one layer over fused low, middle and high target states, trained on its own outputs (arXiv 2503.01840).
+"""EAGLE-3: a layer, or few, over fused low, middle and high target states, trained on its own outputs (arXiv 2503.01840).
 
-With `fc_norm` and `norm_output` it is EAGLE 3.1.
+With `fc_norm` and `norm_output` it is EAGLE 3.1. `norm_before_fc`, `qk_norm`, further layers and an embedding of its own are
+those of other trainers' drafters.
 
 Shapes: B rows, N positions or nodes, H hidden, M predictions, V the target's vocabulary, D the drafter's.
 
@@ -34,8 +35,8 @@ from drafttrain.ops.rms_norm import norm
 class Eagle3Layer(DecoderLayer):
     """A decoder layer whose attention reads [norm(embedding); norm(state)] and whose residual is the state."""
 
-    def __init__(self, shape: TargetShape) -> None:
-        super().__init__(shape, in_width=2 * shape.hidden_size)
+    def __init__(self, shape: TargetShape, qk_norm: bool = False) -> None:
+        super().__init__(shape, in_width=2 * shape.hidden_size, qk_norm=qk_norm)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def enter(self, embedded_H: Tensor, state_H: Tensor, before: bool) -> tuple[Tensor, Tensor]:
@@ -54,12 +55,18 @@ class FusedDrafter(Drafter):
     t2d: Tensor | None
     _target: FrozenRef[Target]
 
-    def add_fusion(self, blocks: Sequence[int], fc_norm: bool, shape: TargetShape) -> None:
-        """Make the parts that fuse the outputs of these blocks."""
+    def add_fusion(self, blocks: Sequence[int], fc_norm: bool, shape: TargetShape, norm_before_fc: bool = False) -> None:
+        """Make the parts that fuse the outputs of these blocks. fc_norm: each is normed; norm_before_fc: all as one state."""
+        if fc_norm and norm_before_fc:
+            raise UserError(
+                "drafter.fc_norm and drafter.norm_before_fc are true: states are normed one by one or together; choose one"
+            )
         self.taps = Taps(tuple(blocks))
         self.taps.check(shape.blocks)
         self.fc_norm = nn.ModuleList(RMSNorm(shape.hidden_size, shape.norm_eps) for _ in (blocks if fc_norm else ()))
-        self.fc = Linear(len(blocks) * shape.hidden_size, shape.hidden_size, bias=False)
+        width = len(blocks) * shape.hidden_size
+        self.input_norm = RMSNorm(width, shape.norm_eps) if norm_before_fc else nn.Identity()
+        self.fc = Linear(width, shape.hidden_size, bias=False)
 
     def add_head(self, vocab: int | None) -> None:
         """Make the head. vocab: so many of the target's tokens; None: all."""
@@ -94,12 +101,12 @@ class FusedDrafter(Drafter):
     def fused(self, states: list[Tensor]) -> Tensor:
         if len(self.fc_norm):
             states = [normed(state) for normed, state in zip(self.fc_norm, states, strict=True)]
-        fused_H: Tensor = self.fc(torch.cat(states, -1))
+        fused_H: Tensor = self.fc(self.input_norm(torch.cat(states, -1)))
         return fused_H
 
 
 class Eagle3(FusedDrafter, Recurrent):
-    """Drafts with one layer, on its own outputs."""
+    """Drafts on its own outputs. Layers after the first are named by their number, as in the official code."""
 
     def __init__(self, options: Eagle3Options, target: Target) -> None:
         super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
@@ -109,15 +116,30 @@ class Eagle3(FusedDrafter, Recurrent):
         self.norm_output, self.before = options.norm_output, options.norm_before_residual
         self.layer_shape = shape
         self.decay = options.step_decay
-        self.add_fusion(taps_of(options, shape.blocks), options.fc_norm, shape)
-        shape.check_window(1, max(self.draft_length, options.steps))
-        self.midlayer = Eagle3Layer(shape)
+        if options.layers < 1:
+            raise UserError(f"drafter.layers is {options.layers}; set it to 1 or more")
+        self.add_fusion(taps_of(options, shape.blocks), options.fc_norm, shape, options.norm_before_fc)
+        shape.check_window(options.layers, max(self.draft_length, options.steps))
+        self.midlayer = Eagle3Layer(shape, options.qk_norm)
+        more = {str(i): DecoderLayer(shape, qk_norm=options.qk_norm, number=i) for i in range(1, options.layers)}
+        self.layers = nn.ModuleDict(more)
+        self.embed_tokens = own_embedding(target, shape) if options.own_embedding else None
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.add_head(options.draft_vocab)
 
     @property
     def layer(self) -> DecoderLayer:
         return self.midlayer
+
+    @property
+    def further(self) -> Sequence[DecoderLayer]:
+        return list(self.layers.values())  # type: ignore[arg-type]
+
+    def embed(self, token_BN: Tensor, like: Tensor) -> Tensor:
+        if self.embed_tokens is None:
+            return super().embed(token_BN, like)
+        embedded_BNH: Tensor = self.embed_tokens(token_BN)
+        return embedded_BNH
 
     def resolved_options(self) -> dict[str, Any]:
         own = LayerOptions.between(self.layer_shape, self._target.module.shape)
@@ -138,6 +160,13 @@ class Eagle3(FusedDrafter, Recurrent):
         for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.predicted_steps):
             weight = self.decay**step
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, weight, vocab_D=self.ids)
+
+
+def own_embedding(target: Target, shape: TargetShape) -> nn.Embedding:
+    """An embedding that is trained, and begins as the target's."""
+    embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+    embedding.weight.data.copy_(target.embed(torch.arange(shape.vocab_size, device=target.device)).detach())
+    return embedding
 
 
 class Tapped(Protocol):

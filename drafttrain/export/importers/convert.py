@@ -85,8 +85,9 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
 def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
     """The tensors under our names and in our form, without those that come from elsewhere."""
     tensors, strange, renames = dict[str, Tensor](), list[str](), row.names(found)
+    shared = row.shared.keys() - row.own(found, loaded.target)
     for name, tensor in found.tensors.items():
-        if name in row.shared:
+        if name in shared:
             continue
         if (ours := renames.ours(name)) is None:
             strange.append(name)
@@ -98,7 +99,7 @@ def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
             f"place here ({row.name}); {UNSUPPORTED}"
         )
     options = row.options(found, loaded.target)  # before the shared tensors: their sizes may be those of a draft vocabulary
-    for name in sorted(found.tensors.keys() & row.shared.keys()):
+    for name in sorted(found.tensors.keys() & shared):
         check_shared(found, name, row.shared[name], loaded.target)
     draft = Draft(found, loaded.target, options, tensors)
     row.mend(draft)

@@ -20,6 +20,7 @@ from drafttrain.export.importers.row import (
     TYPE,
     Draft,
     Importer,
+    is_shared,
     layer_options,
     same_size,
     speculators,
@@ -35,6 +36,7 @@ MODULES = (  # fields of ModelOpt's eagle_config, their usual values, and why ot
     ("parallel_draft_step", 1, "but drafters here give one draft a step"),
     ("parallel_draft_heads_num_layers", 1, "but drafters here give one draft a step"),
 )
+EMBED = "embed_tokens.weight"
 OUTPUTS = "target_layer_ids"  # blocks whose outputs are read, as DeepSpec names them
 
 
@@ -44,11 +46,19 @@ def _portable(found: Foreign) -> bool:
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
-    inner = found.object(INNER) if TYPE in found.config else found.config
-    found.wants("num_hidden_layers", inner.get("num_hidden_layers", 1), (1,), "but drafters of this family have one layer")
-    flag = "embed_requires_grad"
-    found.wants(flag, found.config.get(flag, False), (False,), "which drafters here do not have")
-    return shared_options(found, inner, target) | {"norm_output": _norm_output(found)}
+    inside = (INNER,) if TYPE in found.config else ()
+    inner = found.object(INNER) if inside else found.config
+    layers = found.number("num_hidden_layers", *inside) if "num_hidden_layers" in inner else 1
+    own = {"layers": layers, "own_embedding": bool(own_embedding(found, target))}
+    return shared_options(found, inner, target) | own | {"norm_output": norm_output(found)}
+
+
+def own_embedding(found: Foreign, target: Target) -> tuple[str, ...]:
+    """The embedding's tensor, where the drafter has one that is not the target's."""
+    given, of = found.tensors.get(EMBED), target.shape
+    if given is None or list(given.shape) != [of.vocab_size, of.hidden_size] or is_shared(given, EMBEDDING, target):
+        return ()
+    return (EMBED,)
 
 
 def _check_module(found: Foreign) -> None:
@@ -62,7 +72,7 @@ def shared_options(found: Foreign, inner: Mapping[str, Any], target: Target) -> 
     """The options that P-EAGLE has too. inner: the fields of the layers."""
     config = found.config
     same_size(found, "target_hidden_size", config.get("target_hidden_size"), target.shape.hidden_size)
-    found.wants("norm_before_fc", config.get("norm_before_fc", False), (False,), "which drafters here do not have")
+    same_size(found, "num_target_layers", config.get("num_target_layers"), target.shape.blocks)
     layers = layer_inputs(found, target.shape.blocks)
     _check_module(found)
     same_size(found, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layers))
@@ -70,8 +80,10 @@ def shared_options(found: Foreign, inner: Mapping[str, Any], target: Target) -> 
         "taps": [k - 1 for k in layers],
         "draft_vocab": draft_vocab(found, target.shape.vocab_size),
         "fc_norm": _flag(found, "fc_norm", found.has("fc_norm.0.weight")),
+        "norm_before_fc": _flag(found, "norm_before_fc", found.has("input_norm.weight")),
+        "qk_norm": any(name.endswith(".self_attn.q_norm.weight") for name in found.kinds),
         "norm_before_residual": _flag(found, "norm_before_residual"),
-        "layer": layer_options(found, inner, target),
+        "layer": layer_options(found, inner, target, "qwen3" if inner.get("model_type") == "qwen3" else "llama"),
     }
 
 
@@ -113,7 +125,8 @@ def _flag(found: Foreign, key: str, default: bool = False) -> bool:
     return default if value is None else found.flag(key, value)
 
 
-def _norm_output(found: Foreign) -> bool:
+def norm_output(found: Foreign) -> bool:
+    """Whether the normed state goes to the next step, as the two keys that there are say it."""
     given = {"norm_output": found.config.get("norm_output")}
     given["return_hidden_post_norm"] = (found.config.get("eagle_config") or {}).get("return_hidden_post_norm")
     flags = {found.flag(key, value) for key, value in given.items() if value is not None}
@@ -143,6 +156,8 @@ def draft_vocab(found: Foreign, vocab: int) -> int | None:
 def mend(draft: Draft) -> None:
     """Store d2t as offsets and t2d as bool, and make t2d where it is missing."""
     found, tensors, vocab = draft.found, draft.tensors, draft.target.shape.vocab_size
+    if draft.options.get("own_embedding"):
+        draft.notes.append(f"{EMBED} is not this target's embedding: it is the drafter's own")
     if found.config.get(TYPE) and "norm_before_residual" not in found.config:
         draft.notes.append("config.json does not say norm_before_residual: false, as speculators takes it (vLLM takes true)")
     if draft.options["draft_vocab"] is None:
@@ -186,8 +201,8 @@ def _target_ids(draft: Draft, d2t: Tensor, marked: Tensor | None) -> Tensor:
     raise UserError(f"{found.origin}: d2t gives {why} neither as offsets nor as ids, of {vocab} tokens; {TRAINED_FOR}")
 
 
-SHARED = {"embed_tokens.weight": EMBEDDING}
+SHARED = {EMBED: EMBEDDING}
 ROWS = [
-    Importer("portable", "eagle3", _portable, _options, SPECULATORS, SHARED, mend),
-    Importer("speculators", "eagle3", speculators("eagle3"), _options, SPECULATORS, SHARED, mend),
+    Importer("portable", "eagle3", _portable, _options, SPECULATORS, SHARED, mend, own=own_embedding),
+    Importer("speculators", "eagle3", speculators("eagle3"), _options, SPECULATORS, SHARED, mend, own=own_embedding),
 ]

@@ -62,6 +62,8 @@ class Importer:
     renames: Renames | Callable[[Foreign], Renames] = SAME  # their tensor names and ours
     shared: Mapping[str, str] = field(default_factory=dict)  # tensors that must equal the target's; they are not kept
     mend: Callable[[Draft], None] = nothing  # brings tensors into our form, under our names
+    # those of the shared tensors that are not the target's, but the drafter's own
+    own: Callable[[Foreign, Target], tuple[str, ...]] = lambda found, target: ()
     # adds tensors that come from elsewhere, given those of the built drafter
     complete: Callable[[Draft, Mapping[str, Tensor]], None] = as_built
     places: tuple[str, ...] = ()  # options that tell where weights are, not what they are
@@ -98,8 +100,14 @@ def check_shared(found: Foreign, name: str, what: str, target: Any) -> None:
         raise UserError(
             f"{found.origin}: {name} is {list(given.shape)}, this target's {what} is {list(own.shape)}; {TRAINED_FOR}"
         )
-    if not _alike(own, given) and not (what == EMBEDDING and _alike(_embedded(target), given)):
+    if not is_shared(given, what, target):
         raise UserError(f"{found.origin}: {name} is not this target's {what}, which drafters here use; {TRAINED_FOR}")
+
+
+def is_shared(given: Tensor, what: str, target: Any) -> bool:
+    """Whether a tensor of this shape is the target's, up to the rounding of either."""
+    own = _shared(what, target).detach().cpu()
+    return _alike(own, given) or (what == EMBEDDING and _alike(_embedded(target), given))
 
 
 def _alike(own: Tensor, given: Tensor) -> bool:

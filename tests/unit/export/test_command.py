@@ -109,7 +109,7 @@ MISTAKES = [
     ),
     (["checkpoint={run}", "out=x", "format=vllm", "dtype=int8"], "dtype is 'int8'; choose one of float32"),
     (
-        ["checkpoint={run}", "out=x", "format=vllm", "export.rope_scaling={rope_type:linear,factor:2}"],
+        ["checkpoint={run}", "out=x", "format=vllm", "export.rope_scaling={{rope_type:linear,factor:2}}"],
         "export.rope_scaling is set, but medusa drafters have no rotary layers of their own; leave it out",
     ),
     (["checkpoint={run}/..", "out=x", "format=vllm"], "expected a checkpoint, got no drafter.json there"),

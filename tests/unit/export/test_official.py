@@ -275,7 +275,7 @@ def modelopt(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     order = torch.randperm(D, generator=torch.Generator().manual_seed(7))
     tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     tensors["d2t"] = (tensors["d2t"] + torch.arange(D))[order] - torch.arange(D)
-    del config["norm_before_residual"], config[IDS]
+    del config[IDS]
     own = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
     config["eagle_config"] |= own | {"next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}
     config |= {"rope_scaling": dict(YARN), "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "use_cache": True}
@@ -287,7 +287,8 @@ def test_import_eagle3_of_modelopt_drafts_as_independent_reader(tmp_path: Path) 
     assert found.meta.options["layer"]["rope_scaling"] == YARN
     assert "note: d2t does not ascend: the rows of lm_head are sorted by the target's ids" in said
     golden = made(found, TEXTS)
-    reading = READERS["eagle3"](folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
+    read = eagle3.portable("trtllm")
+    reading = read(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
     assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
     plain, _ = imported(put(tmp_path / "plain", LAYOUTS["eagle3"]()))
     bare, _ = imported(put(tmp_path / "bare", changed("eagle3", lambda c, t: (modelopt(c, t), t.pop("t2d")))))
@@ -345,9 +346,30 @@ def test_import_eagle3_copied_target_embedding_is_dropped(tmp_path: Path) -> Non
         made = changed("eagle3", lambda _, t, d=dtype: t.update({"embed_tokens.weight": embedding.to(d)}))
         found, _ = imported(put(tmp_path / str(number), made))
         assert "embed_tokens.weight" not in found.tensors
-    other = changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding.flip(0)}))
-    with pytest.raises(UserError, match=r"embed_tokens.weight is not this target's embedding, which drafters here use"):
+    found, said = imported(
+        put(tmp_path / "own", changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding.flip(0)})))
+    )
+    assert found.meta.options["own_embedding"] and torch.equal(found.tensors["embed_tokens.weight"], embedding.flip(0))
+    assert "note: embed_tokens.weight is not this target's embedding: it is the drafter's own" in said
+    other = changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding[1:]}))
+    with pytest.raises(UserError, match=r"embed_tokens.weight is \[63, 32\], this target's embedding is \[64, 32\]"):
         imported(put(tmp_path / "other", other))
+
+
+def test_import_eagle3_of_deepspec_drafts_as_same_weights_of_speculators(tmp_path: Path) -> None:
+    config, tensors, file = LAYOUTS["eagle3, DeepSpec"]()
+    one, _ = imported(put(tmp_path / "deepspec", (config, tensors, file)))
+    other, _, _ = LAYOUTS["eagle3, speculators"]()
+    other |= {"norm_before_residual": False, "draft_vocab_size": V}
+    other["transformer_layer_config"] |= {"model_type": "qwen3"}
+    two, _ = imported(put(tmp_path / "speculators", (other, tensors, file)))
+    assert one.meta.options["qk_norm"] and one.meta.options["taps"] == [0, 1, 2]
+    assert (one.meta.options, one.meta.sha256) == (two.meta.options, two.meta.sha256)
+    golden = made(two, TEXTS)
+    reading = READERS["eagle3, speculators"](
+        tmp_path / "speculators", parity.target_parts(two, Files({}, {})), parity.points_of(golden)
+    )
+    assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
 
 
 @pytest.mark.parametrize(
@@ -534,7 +556,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "two layers": (
         "eagle3",
         lambda c, t: c.update(num_hidden_layers=2),
-        "num_hidden_layers is 2, but drafters of this family have one",
+        r"model.safetensors lacks layers\.1\.input_layernorm\.weight, ",
     ),
     "a field of a rotation": (
         "eagle3",

@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
+from drafttrain.export.readers.layer import Shape, _frequencies
 from drafttrain.model.layers import rotary
 from drafttrain.model.shapes import LayerOptions
 from drafttrain.targets.structure import shape_of
@@ -51,6 +52,9 @@ def test_rotary_scaling_equals_transformers(scaling: dict[str, Any]) -> None:
     torch.testing.assert_close(sin_BND[..., 16:], size * angle_BNF.sin(), atol=1e-4, rtol=0)
     assert torch.allclose(cos_BND, plain_BND, atol=1e-2) is (scaling["rope_type"] == "dynamic")
     LayerOptions(rope_scaling=scaling, head_dim=32).shape(tiny_target().shape)
+    read_F, read_size = _frequencies(Shape(64, 48, 2, 2, 32, 500.0, 1e-6, 512, scaling))  # of the exports' own check
+    torch.testing.assert_close(read_F, frequency_F)
+    assert read_size == pytest.approx(size)
 
 
 def test_layer_options_between_keeps_only_differences_from_target() -> None:
@@ -108,6 +112,6 @@ def test_scaled_positions_training_predictions_equal_draft_tokens(name: str) -> 
     """A size of rotated queries and keys is in the decoder's tables too."""
     yarn = YARN | {"attention_factor": 2.0, "original_max_position_embeddings": 8}
     target, prompt = fast_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
-    drafted, predicted = drafted_and_predicted(target, build(name, target, 0.5, layer={"rope_scaling": yarn}), prompt)
-    plain, _ = drafted_and_predicted(target, build(name, target, 0.5), prompt)
+    drafted, predicted = drafted_and_predicted(target, build(name, target, 1.0, layer={"rope_scaling": yarn}), prompt)
+    plain, _ = drafted_and_predicted(target, build(name, target, 1.0), prompt)
     assert predicted == drafted != plain
