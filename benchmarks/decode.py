@@ -36,7 +36,7 @@ from drafttrain.drafters.checkpoint import load_drafter
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.cases import alternate_categories, encode_cases
 from drafttrain.measure.expected import forced_hits
-from drafttrain.measure.transformers_baseline import generate
+from drafttrain.measure.transformers_baseline import generate, generation_config_of
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Taps
 from drafttrain.ops import library
@@ -79,7 +79,7 @@ class Bench:
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
         config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
-        with torch.inference_mode():
+        with torch.inference_mode(), generation_config_of(model, config):
             text = model.generate(torch.tensor([prompt]), generation_config=config, assistant_model=assistant)
         return text[0, len(prompt) :].tolist()
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, StaticCache, StoppingCriteria, Stoppi
 from benchmarks.gpu.machine import WARM, Machine, race
 from benchmarks.gpu.steps import Setting, Shared, Station, target_of
 from benchmarks.gpu.suite import Job
+from drafttrain.measure.transformers_baseline import generation_config_of
 
 NEW = 16  # tokens of one timed run
 REPEATS = 5
@@ -46,7 +47,8 @@ def generating(model: Any, prompt_1T: Tensor, machine: Machine) -> Callable[[], 
         watch = _Second(machine)
         criteria = StoppingCriteriaList([watch])
         seen_1T = torch.ones_like(prompt_1T)
-        model.generate(prompt_1T, attention_mask=seen_1T, generation_config=config, stopping_criteria=criteria)
+        with generation_config_of(model, config):  # no end token, whatever the model's own says
+            model.generate(prompt_1T, attention_mask=seen_1T, generation_config=config, stopping_criteria=criteria)
         if watch.began is None:
             return 1.0
         ended = torch.cuda.Event(enable_timing=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from omegaconf.errors import OmegaConfBaseException
 
 
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """A hint for an unknown name: `did you mean a or b?`, or all names when none is similar."""
     known = list(names)
@@ -24,12 +28,14 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for a user's mistake or a full disk; None for anything else, which is a bug and keeps its traceback."""
+    """One line for a user's mistake, a full disk or a folder without permission; None for anything else, which is a bug and
+    keeps its traceback.
+    """
     chain = list(_chain(error))
     for link in chain:
         if isinstance(link, UserError):
             return str(link)
-        if line := _disk_full(link):
+        if line := _disk_full(link) or _forbidden(link):
             return line
     line = _configuration(chain)
     return None if line is None else one_line(line)
@@ -46,6 +52,12 @@ def _disk_full(error: BaseException) -> str | None:
         return None
     where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return f"no space left on the disk{where}; free some space, or write elsewhere with output=DIR"
+
+
+def _forbidden(error: BaseException) -> str | None:
+    if not isinstance(error, OSError) or error.errno not in FORBIDDEN or not error.filename:
+        return None
+    return f"{error.filename}: {error.strerror}; allow it, or name another place, for what is written with output=DIR"
 
 
 def _configuration(chain: Sequence[BaseException]) -> str | None:

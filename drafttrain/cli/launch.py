@@ -130,8 +130,8 @@ def _launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
         return
     if "RANK" in os.environ:
         raise UserError(
-            f"launcher.nproc={launcher.nproc} under torchrun, which has already started the processes; leave out "
-            "launcher.nproc, nodes and restarts"
+            f"launcher.nproc={launcher.nproc} under torchrun, which has already started the processes, as RANK="
+            f"{os.environ['RANK']} in the environment says; leave out launcher.nproc, nodes and restarts, or unset RANK"
         )
     with tempfile.TemporaryDirectory(prefix="drafttrain-") as folder:
         _launch_here(work, options, resolved, Path(folder))

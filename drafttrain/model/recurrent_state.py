@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+
+KERNELS = ("fla", "mamba_ssm")  # packages whose scans transformers prefers to its own
+
+
+class UnknownScanError(UserError):
+    """A recurrent layer computes its state in a way that is not recorded."""
 
 
 class Tape(Protocol):
@@ -122,9 +129,12 @@ class RecurrentStates:
         if run.tape is not None:
             return columns_BCW, run.tape.after(count_B)
         if new > 1:
-            raise UserError(
-                "a recurrent layer ran a kernel of another package (fla, mamba-ssm); the inputs of its scan are not recorded, "
-                "and its state cannot be taken back after rejected drafts; uninstall the package, or choose another target"
+            found = [name for name in KERNELS if find_spec(name)]
+            what = f"a kernel of another package ({', '.join(found)}), or a scan" if found else "a scan"
+            mend = "; uninstall the package" if found else ""
+            raise UnknownScanError(
+                f"its recurrent layer {layer} runs {what} that is not recorded here, so that its state cannot be taken back "
+                f"after rejected drafts{mend}"
             )
         kept_B = (count_B > 0).view(-1, *[1] * (run.state.ndim - 1))
         return columns_BCW, torch.where(kept_B, run.state, self._scan[layer][self._slot_B])

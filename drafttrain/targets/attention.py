@@ -27,7 +27,7 @@ def attention(
     q_BhTD: Tensor,
     k_BgTD: Tensor,
     v_BgTD: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     whole: bool = False,
@@ -37,7 +37,7 @@ def attention(
     """transformers' `sdpa`, or for whole sequences our operator, which ignores the mask."""
     if not whole:
         options = {"scaling": scaling, "sliding_window": sliding_window, **more}
-        mixed_BThD, _ = sdpa_attention_forward(module, q_BhTD, k_BgTD, v_BgTD, mask, **options)
+        mixed_BThD, _ = sdpa_attention_forward(module, q_BhTD, k_BgTD, v_BgTD, attention_mask, **options)
         return mixed_BThD, None
     if any(more.get(name) is not None for name in UNSUPPORTED):
         raise ValueError(f"whole sequences are attended to without {', '.join(UNSUPPORTED)}")

@@ -21,14 +21,14 @@ from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.low_rank import LowRank
 from drafttrain.model.masks import Documents
-from drafttrain.model.recurrent_state import States
+from drafttrain.model.recurrent_state import States, UnknownScanError
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
 from drafttrain.targets.attention import install
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
-from drafttrain.targets.probe import Reference, probe, reference_of, wrong_tap
+from drafttrain.targets.probe import INSTEAD, Reference, probe, reference_of, wrong_tap
 from drafttrain.targets.recurrent import Recorder, recording
 from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed, weight_sharing_copy
@@ -110,12 +110,13 @@ class HFTarget(PrunedTarget):
                 self.chains_reason = probe(self)
                 self.trees = self.chains_reason is None
                 self.wrong_tap = wrong_tap(self) if self.part.size == 1 or self.hooked else None
+            except UnknownScanError as error:
+                raise UserError(f"{type(model).__name__} cannot decode with our KV cache ({error}); {INSTEAD}") from error
             except UserError:
                 raise
             except Exception as error:  # a model may raise anything when it does not support this cache or mask
-                reason = lacking(model) or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
                 raise UserError(
-                    f"{type(model).__name__} cannot decode with our KV cache ({reason}); choose another target"
+                    f"{type(model).__name__} cannot decode with our KV cache ({lacking(model, error)}); {INSTEAD}"
                 ) from error
 
     def _prepare(self) -> None:

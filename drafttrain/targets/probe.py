@@ -20,6 +20,8 @@ PROMPTS = (5, 3)  # prompt lengths of the probe's rows
 CHAIN, TREE = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)), ((0,), (0, 1), (0, 2), (0, 1, 3))  # paths of its four nodes
 BEYOND = 5  # positions of the long prompt behind the longest window
 BUDGET = {"cpu": 1e10, "cuda": 1e14}  # parameters times positions of the long prompt that a probe may take, by device
+SCORES = 4  # what a pair of its positions costs in each layer, as so many parameters for each number of a state
+INSTEAD = "choose another target, or let an engine run it (features=engine features.target=ends)"
 LOGITS_ARE = "its logits are not its output matrix applied to its last state"
 NO_POSITIONS = "it takes no positions, so that two branches cannot stand at the same place"
 MORE = 3  # tokens after the probe's sequences, which change their logits by rounding alone
@@ -84,7 +86,9 @@ def _sequence(inputs: tuple[Tensor, Tensor], length: int, row: int, path: tuple[
 def long_prompt(model: Any, reach: int) -> tuple[int, ...]:
     """The length of a prompt longer than the model's windows, as the only row; no row if there are none, or it costs much."""
     size = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    affordable = size * (reach + BEYOND) <= BUDGET.get(model.device.type, 0.0)
+    config, T = model.config.get_text_config(), reach + BEYOND
+    scores = SCORES * T * T * config.hidden_size * config.num_hidden_layers
+    affordable = size * T + scores <= BUDGET.get(model.device.type, 0.0)
     return (reach + BEYOND,) if reach and affordable else ()
 
 
@@ -135,6 +139,7 @@ def probe(target: Probed) -> str | None:
     forward over the row's prefix and the node's path. Models with windows verify the same nodes behind a prompt that is
     longer than all of them, where that costs little. What differs in half precision must differ for each of `DRAWS`.
     """
+    _worst_gap(target, Reference({}, 0.0), CHAIN)  # compares nothing: a model that fails with our cache does so at once
     draws = _Draws(target)
     if draws.unsound():
         dtype = str(target.dtype).removeprefix("torch.")
@@ -145,7 +150,7 @@ def probe(target: Probed) -> str | None:
     if draws.differ(CHAIN):
         compared = [reference for reference in draws.known if not reference.unsound]
         name, reason = type(target.model).__name__, _why_not_chains(target, compared[-1])
-        raise UserError(f"{name} cannot be decoded exactly: {reason}; choose another target")
+        raise UserError(f"{name} cannot be decoded exactly: {reason}; {INSTEAD}")
     why: str | None = None
     if target.recurrent:
         why = "its layers keep a recurrent state, which follows a single branch"
@@ -157,7 +162,7 @@ def probe(target: Probed) -> str | None:
     if long and draws.differ(CHAIN[-1:] if why else TREE, long):
         raise UserError(
             f"{type(target.model).__name__} cannot be decoded exactly: behind {target.longest_reach} positions its logits "
-            "with a cache are others (windows); choose another target"
+            f"with a cache are others (windows); {INSTEAD}"
         )
     return why
 
@@ -256,7 +261,7 @@ def _worst_gap(
             ids = _sequence(inputs, length, row, path)
             if ids in expected.logits:
                 gaps.append(gap(target, logits_BNV[row, path[-1]], expected.logits[ids], expected.rounding))
-    return max(gaps)
+    return max(gaps, default=0.0)
 
 
 def gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 0.0) -> float:

@@ -16,14 +16,22 @@ DIVISORS = ("logits_scaling",)  # fields that divide logits, or the state before
 MULTIPLYING = ("hyperclovax",)  # model types whose DIVISORS multiply
 
 
-def lacking(model: Any) -> str | None:
-    """The feature of a failed architecture that our cache and masks do not support; None if unknown."""
+# types of layers whose caches and masks are known here
+KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "conv", "linear_attention", "mamba", "attention", "moe"}
+
+
+def lacking(model: Any, error: Exception) -> str:
+    """What a failed architecture has that our cache and masks do not support, as far as it shows, and what it raised."""
     base, config = model.base_model, model.config.get_text_config()
     if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
+    raised = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if others := sorted(kinds - KNOWN):
+        return f"its layers of type {', '.join(others)} are not known here: {raised}"
     if is_recurrent(model):
-        return "its layers keep a recurrent state of a kind that we cannot take back after rejected drafts"
-    return None
+        return f"its recurrent layers keep their state in a way that is not known here: {raised}"
+    return raised
 
 
 def is_recurrent(model: Any) -> bool:

@@ -85,6 +85,11 @@ def test_cli_mistake_is_refused_in_one_line_with_exit_code_2(
         (UserError("no weights in /x;\nadd them"), "no weights in /x; add them"),
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "no space left on the disk at /x/y; free some"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "no space left on the disk; free some"),
+        (OSError(errno.EROFS, "Read-only file system", "/x/y"), "/x/y: Read-only file system; allow it, or name another place"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "outputs"),
+            "outputs: Permission denied; allow it, or name another",
+        ),
     ],
 )
 def test_cli_command_error_ends_single_run_and_sweep_with_code_2(

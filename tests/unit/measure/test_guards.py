@@ -98,11 +98,11 @@ def test_measure_run_dialogue_turns_follow_target_replies(loaded: LoadedTarget, 
     (second,) = plain.run([wanted]).results
     assert entry["per_prompt"][2]["tokens"] == len(second.tokens)
     (case,), left_out = follow_ups([Case("0", "a", [1], ("xxxxx", "more"))], [first.tokens], tokenizer, 999, None)
-    assert (case.tokens, case.turn, left_out) == (wanted, 2, 0)
+    assert (case.tokens, case.turn, left_out) == (wanted, 2, [])
     assert entry["samples"][2]["prompt"] == tokenizer.decode(wanted)
-    assert follow_ups([case], [[1]], tokenizer, 999, None) == ([], 0)
-    assert follow_ups([Case("0", "a", [1], ("a", "b"))], [[1]], tokenizer, 2, None) == ([], 1)
-    assert follow_ups([Case("0", "a", [1], ("a", "b"))], [[1]], tokenizer, 99, 1) == ([], 0)
+    assert follow_ups([case], [[1]], tokenizer, 999, None) == ([], [])
+    assert follow_ups([Case("0", "a", [1], ("a", "b"))], [[1]], tokenizer, 2, None) == ([], ["0"])
+    assert follow_ups([Case("0", "a", [1], ("a", "b"))], [[1]], tokenizer, 99, 1) == ([], [])
 
 
 def test_interleaved_turns_alternates_dialogue_turns() -> None:

@@ -100,6 +100,55 @@ def test_hf_target_inexact_architecture_is_refused_in_one_line() -> None:
         assert "\n" not in str(refused.value) and "choose another target" in str(refused.value)
 
 
+SMALL = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 0}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
+    ("deepseek_v4", {"num_hidden_layers": 2}, "its layers of type .*compressed.* are not known here: AttributeError: "),
+    (
+        "kimi_linear",
+        LATENT | {"linear_head_dim": 16, "linear_num_heads": 4},
+        r"recurrent layer 0 runs a scan that is not recorded",
+    ),
+    ("bailing_hybrid", LATENT | {"head_dim": 16, "n_group": 1, "topk_group": 1, "layer_group_size": 2}, "recorded here"),
+    (
+        "minimax",
+        {"num_key_value_heads": 2, "head_dim": 16},
+        "its recurrent layers keep their state in a way that is not known here",
+    ),
+    (
+        "inkling_text",
+        {"num_key_value_heads": 2, "head_dim": 16},
+        "its layers of type hybrid_sliding are not known here: KeyError: ",
+    ),
+]
+
+
+@pytest.mark.sampled(kind=["kimi_linear", "inkling_text"])
+@pytest.mark.parametrize(("kind", "more", "reason"), UNKNOWN)
+def test_hf_target_unknown_kind_of_state_is_refused_by_name_at_once(
+    kind: str, more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the references, whose long prompts took a minute."""
+    config = transformers.CONFIG_MAPPING[kind](**SMALL | EXPERTS | {"intermediate_size": 96} | more)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) < 2e7
+    model(torch.tensor([[5, 6, 7]]), use_cache=False)
+    monkeypatch.setattr(HFTarget, "reference", lambda *_: pytest.fail("it is not needed"))
+    with pytest.raises(UserError, match=reason) as refused:
+        HFTarget(model)
+    assert type(model).__name__ in str(refused.value) and "\n" not in str(refused.value)
+    assert "features=engine features.target=ends" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["afmoe", "doge"])
+def test_hf_target_attention_called_by_keywords_is_exact(kind: str) -> None:
+    more = {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[kind](**SMALL | more))
+    assert HFTarget(model).trees
+
+
 def test_hf_target_model_ignoring_mask_decodes_chains_only() -> None:
     from transformers import AutoModelForCausalLM, MptConfig
 

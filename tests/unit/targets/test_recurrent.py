@@ -270,12 +270,20 @@ def test_recurrent_target_trees_packing_and_sequence_parallel_are_refused() -> N
         check_sequence_parallel(options, LossOptions(), target, drafter, None)
 
 
-def test_recurrent_states_unrecorded_scan_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        (True, r"^its recurrent layer 0 runs a kernel of another package \(fla, mamba_ssm\)[^\n]* not recorded[^\n]*uninstall"),
+        (False, r"^its recurrent layer 0 runs a scan that is not recorded here, [^\n]* after rejected drafts$"),
+    ],
+)
+def test_recurrent_states_unrecorded_scan_is_refused(installed: bool, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafttrain.model.recurrent_state.find_spec", lambda name: installed)
     states = RecurrentStates(2, torch.device("cpu"))
     states.begin()
     states.convolution_inputs(0, torch.ones(2, 3, 5), 4)
     states.finish(0, torch.ones(2, 4))
-    with pytest.raises(UserError, match=r"^a recurrent layer [^\n]*fla[^\n]* not recorded[^\n]*uninstall[^\n]*$"):
+    with pytest.raises(UserError, match=says):
         states.commit(torch.tensor([1, 5]))
     states.commit(torch.tensor([5, 5]), [5, 5])
     assert states.take(torch.tensor([0]))[0][0].tolist() == [[[1.0] * 3] * 3]
