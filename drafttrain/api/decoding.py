@@ -72,11 +72,12 @@ def generate(
     loaded = target if drafter is None else drafter.target
     decoder = decoder_of(loaded, decode, None if drafter is None else drafter.for_decoding())
     try:
-        ids = [tokens_of(loaded, prompt, chat) for prompt in prompts]
+        given = list(prompts)
+        ids = [tokens_of(loaded, prompt, chat) for prompt in given]
         results = decoder.run(ids, batch_size).results
     except ValueError as error:  # an empty prompt, or one that leaves no room
         raise UserError(str(error)) from error
-    following = [_continuation(loaded, *asked, chat) for asked in zip(prompts, ids, strict=True)]
+    following = [_continuation(loaded, *both, chat) for both in zip(given, ids, strict=True)]
     return [_generation(loaded, *found, drafter is not None) for found in zip(results, following, strict=True)]
 
 

@@ -71,7 +71,7 @@ def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Shar
     """part: of a shared target; its processes decode everything in lock step, and the first of them writes."""
     first = share.rank == 0 and (part is None or part.first)
     console, folder = Console(quiet=not first), out.with_name(f"{out.name}.journal")
-    answerer, about = server_answerer(options) if options.prepare.server else decoder_answerer(options, scripts, part)
+    answerer, about = server_answerer(options, scripts) if options.prepare.server else decoder_answerer(options, scripts, part)
     check_settings(folder, about, write=first)
     jobs, paths = list(jobs_of(scripts.scripts, options.prepare)), ", ".join(options.data.paths)
     found = scan(folder)

@@ -38,11 +38,11 @@ class Conversation:
     # {role, content} each, and if present tool_calls, tool_call_id, name, reasoning_content and learn
     messages: tuple[dict[str, Any], ...] = ()
     text: str | None = None  # plain text instead of messages
-    spans: tuple[tuple[int, int], ...] = ()  # [start, end) characters of the text that are supervised; none: all of it
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas for the template
     form: str = field(default="", compare=False)  # the record's form, a name of `FORMS`
     tokens: tuple[TokenText, ...] = ()  # instead of messages; or the same conversation as the target read and wrote it
     tokenizer: str | None = None  # fingerprint of the tokenizer of `tokens`; None: the user vouches for it
+    spans: tuple[tuple[int, int], ...] = ()  # [start, end) characters of the text that are supervised; none: all of it
 
     def learnt(self, turn: int) -> bool:
         """Whether the data lets this message be learnt."""

@@ -116,6 +116,8 @@ def model_of(options: ServerOptions) -> tuple[str, str | None]:
     except (_RefusedError, _FatalError) as error:
         if options.model is not None:
             return options.model, None
+        if isinstance(error, _FatalError):
+            raise
         raise UserError(f"{options.url} does not list its models ({error}); set prepare.model") from error
     if options.model is None and len(models) != 1:
         raise UserError(f"{options.url} has the models {', '.join(models) or 'none'}; set prepare.model")
@@ -134,6 +136,7 @@ class Server:
     options: ServerOptions
     engine: str | None = None  # a name of `IDS`
     tokenizer: PreTrainedTokenizerBase | None = None  # the target's; None: not known, so no token ids are kept
+    plain: bool = False  # the target has no chat template: each conversation is one turn, which it continues
 
     def answer(self, jobs: Sequence[GenerationJob], finished: Finished, tick: Tick) -> None:
         """Generate every job's text. Raises UserError if the server is away for `patience` seconds or refuses every request."""
@@ -155,8 +158,8 @@ class Server:
             dialogue = Dialogue(job)
             try:
                 while (messages := dialogue.next_prompt()) is not None:
-                    body = self._body(job, messages)
-                    answer = await sender.send("POST", "chat/completions", body, _read_reply)
+                    path = "completions" if self.plain else "chat/completions"
+                    answer = await sender.send("POST", path, self._body(job, messages), _read_reply)
                     dialogue.add_reply(answer.reply, answer.tokens, self._turn(answer))
                     tick(answer.tokens)
             except _RefusedError as error:
@@ -165,8 +168,8 @@ class Server:
 
     def _body(self, job: GenerationJob, messages: list[Message]) -> dict[str, Any]:
         options = self.options
-        body: dict[str, Any] = {"model": options.model, "messages": [_served(m) for m in messages]}
-        body["max_tokens"] = options.max_new_tokens
+        asked = {"prompt": messages[0]["content"]} if self.plain else {"messages": [_served(m) for m in messages]}
+        body: dict[str, Any] = {"model": options.model, **asked, "max_tokens": options.max_new_tokens}
         body |= {"temperature": job.temperature, "top_p": options.top_p, "seed": job.seed}
         body |= IDS.get(self.engine or "", {}) if self.tokenizer is not None else {}
         return body | ({"top_k": options.top_k} if options.top_k else {})  # vLLM and SGLang support it, OpenAI does not
@@ -211,7 +214,7 @@ class _Answer:
 def _read_reply(body: Any) -> _Answer:
     """Raises KeyError, TypeError, IndexError or ValueError for a malformed response."""
     choice = body["choices"][0]
-    text, finish = choice["message"]["content"], choice["finish_reason"]
+    text, finish = choice["message"]["content"] if "message" in choice else choice["text"], choice["finish_reason"]
     if not isinstance(text, str) or not isinstance(finish, str):
         raise ValueError("no text in it")
     text.encode()  # an unpaired surrogate could not be written to the journal

@@ -84,7 +84,7 @@ def _decoder(loaded: LoadedTarget, prepare: PrepareOptions, temperature: float) 
     return Decoder(loaded.target, None, policy, sampling, loaded.target.stop_ids, prepare.max_new_tokens or NEW_TOKENS)
 
 
-def server_answerer(options: RunOptions) -> tuple[Answerer, dict[str, Any]]:
+def server_answerer(options: RunOptions, scripts: PromptScripts) -> tuple[Answerer, dict[str, Any]]:
     """(the server, the known settings that determine its replies). Its weights and template are not known."""
     prepare, target = with_new_tokens(options.prepare), options.target
     assert prepare.server is not None and prepare.max_new_tokens is not None
@@ -95,7 +95,7 @@ def server_answerer(options: RunOptions) -> tuple[Answerer, dict[str, Any]]:
     )  # fmt: skip
     model, engine = model_of(server)
     tokenizer = load_tokenizer(target) if target.name != "embedded" else None
-    template = None if tokenizer is None else chat_template(tokenizer, f"data.path={options.data.path}")
+    template = None if tokenizer is None else _template(tokenizer, scripts)
     target_served = {
         "name": "served",
         "path": model if tokenizer is None else target.path,
@@ -103,7 +103,8 @@ def server_answerer(options: RunOptions) -> tuple[Answerer, dict[str, Any]]:
         "fingerprint": None,
     }
     record = _record(target_served, model, template, prepare, None, tokenizer)
-    return Server(replace(server, model=model), engine, tokenizer), record
+    plain = tokenizer is not None and template is None
+    return Server(replace(server, model=model), engine, tokenizer, plain), record
 
 
 def _record(

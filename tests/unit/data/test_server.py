@@ -26,6 +26,7 @@ from drafttrain.data import server as server_file
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import EMBEDDED, load_tokenizer
 from tests.helpers import certificates
+from tests.tokenizers import tokenizer_of
 
 Command = Callable[..., int]
 KEY = "sk-very-secret"
@@ -49,6 +50,7 @@ class Fake:
         self.at_once = self.most_at_once = 0
         self.engine: str | None = None  # of which it is a server
         self.ids: Callable[[str], list[int]] = lambda text: []  # the tokens of a text
+        self.plain = ""  # what follows every plain text
         self.lock = threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
@@ -80,6 +82,9 @@ class Fake:
                         fake.at_once -= 1
 
             def act(self, fault: str | None, body: dict[str, Any]) -> None:
+                if self.path == "/v1/completions":
+                    self.give(200, {"choices": [{"text": fake.plain, "finish_reason": "stop"}]})
+                    return
                 kind, _, value = (fault or "").partition(" ")
                 answer = {
                     "choices": [{"message": {"content": said(body)}, "finish_reason": value if kind == "finish" else "stop"}]
@@ -223,6 +228,19 @@ def test_prepare_server_token_ids_that_are_not_the_texts_are_dropped(
     assert prepare(command, fake, prompts, *target, "out=c") == 0
     assert "return_token_ids" not in fake.requests[-1]
     assert not any("documents" in path.read_text() for path in tmp_path.glob("?/part-*"))
+
+
+def test_prepare_server_of_base_model_continues_plain_text(command: Command, serve: Any, tmp_path: Path) -> None:
+    tokenizer_of("llama").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text("{}")
+    (tmp_path / "base" / "model.safetensors").touch()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a boy"}\n')
+    fake = serve()
+    fake.plain = " named Tim"
+    target = ("target=hf", f"target.path={tmp_path / 'base'}")
+    assert prepare(command, fake, tmp_path / "prompts.jsonl", *target) == 0
+    assert [request["prompt"] for request in fake.requests] == ["a boy"] and "messages" not in fake.requests[0]
+    assert [turn["content"] for turn in records(tmp_path)[0]["messages"]] == ["a boy", " named Tim"]
 
 
 def test_prepare_server_transient_faults_are_retried_without_loss(
