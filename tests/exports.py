@@ -58,6 +58,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "eagle3",
         {"taps": [2, 0, 1], "draft_length": 3, "layer": {"head_dim": 6, "rope_scaling": LLAMA3}},
     ),
+    "dflash-part": (
+        "dflash",
+        {"block_size": 4, "layers": 2, "taps": [0, 2, 1], "mask_token": 9, "draft_vocab": 40},
+    ),
+    "dspark-part": ("dspark", {"block_size": 3, "layers": 2, "taps": [0, 2], "rank": 8, "draft_vocab": 40}),
     "eagle3-others": (
         "eagle3",
         {"taps": [0, 1, 2], "draft_length": 3, "layers": 3, "norm_before_fc": True, "own_embedding": True, "draft_vocab": 40},
@@ -197,6 +202,8 @@ GOES_TO = {  # case -> the stacks that it is exported to, those apart whose targ
     "eagle3-unlike": ["vllm", "speculators", "llamacpp"],
     "eagle3-scaled": ["vllm", "sglang", "trtllm", "speculators", "openvino"],
     "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
+    "dflash-part": ["vllm", "sglang", "speculators"],
+    "dspark-part": ["vllm", "sglang", "speculators"],
     "eagle3-others": ["vllm", "sglang", "speculators"],
     "eagle3-qwen3": ["speculators"],
     "peagle-together": ["vllm"],

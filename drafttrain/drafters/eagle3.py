@@ -11,7 +11,7 @@ x[t+1+i] and its own state of step i-1 *at the same index*, and predicts x[t+2+i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
+from drafttrain.drafters.common.draft_vocabulary import DraftVocabulary
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.drafters.options.eagle3 import Eagle3Options
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Drafter
-from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm
 from drafttrain.model.shapes import LayerOptions, TargetShape
 from drafttrain.model.target import Taps, Target
@@ -45,15 +44,8 @@ class Eagle3Layer(DecoderLayer):
         return normed_H if before else state_H, torch.cat([self.input_layernorm(embedded_H), normed_H], -1)
 
 
-class FusedDrafter(Drafter):
-    """Reads fused states of the target, and has its own head over the target's vocabulary or a part of it.
-
-    d2t, t2d: as the official code saves them: target id = i + d2t[i]; whether a target token is in the drafter's vocabulary.
-    """
-
-    d2t: Tensor | None
-    t2d: Tensor | None
-    _target: FrozenRef[Target]
+class FusedDrafter(DraftVocabulary):
+    """Reads fused states of the target, and has its own head over the target's vocabulary or a part of it."""
 
     def add_fusion(self, blocks: Sequence[int], fc_norm: bool, shape: TargetShape, norm_before_fc: bool = False) -> None:
         """Make the parts that fuse the outputs of these blocks. fc_norm: each is normed; norm_before_fc: all as one state."""
@@ -67,33 +59,6 @@ class FusedDrafter(Drafter):
         width = len(blocks) * shape.hidden_size
         self.input_norm = RMSNorm(width, shape.norm_eps) if norm_before_fc else nn.Identity()
         self.fc = Linear(width, shape.hidden_size, bias=False)
-
-    def add_head(self, vocab: int | None) -> None:
-        """Make the head. vocab: so many of the target's tokens; None: all."""
-        of = self._target.module.shape
-        if vocab is not None and not 1 <= vocab <= of.vocab_size:
-            raise UserError(f"drafter.draft_vocab is {vocab}; the target has {of.vocab_size} tokens, leave it out for all")
-        self.lm_head = Linear(of.hidden_size, vocab or of.vocab_size, bias=False)
-        self.register_buffer("d2t", None if vocab is None else torch.zeros(vocab, dtype=torch.long))
-        self.register_buffer("t2d", None if vocab is None else torch.zeros(of.vocab_size, dtype=torch.bool))
-        self._choose(torch.arange(vocab or of.vocab_size))
-
-    def _choose(self, ids_D: Tensor) -> None:
-        """Take these target tokens, ascending, for the vocabulary; the head starts from the target's rows of them."""
-        head_weight = self._target.module.head_weight.detach()
-        self.lm_head.weight.data.copy_(head_weight[ids_D.to(head_weight.device)])
-        if self.d2t is not None and self.t2d is not None:
-            ids_D = ids_D.to(self.d2t.device)
-            self.d2t.copy_(ids_D - torch.arange(len(ids_D), device=ids_D.device))
-            self.t2d.zero_().index_fill_(0, ids_D, True)
-
-    def prepare(self, counts: Callable[[], Tensor]) -> None:
-        if self.d2t is not None:
-            self._choose(counts().argsort(descending=True, stable=True)[: len(self.d2t)].sort().values)
-
-    @property
-    def ids(self) -> Tensor | None:
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
         return self.fused([hidden[b].to(self.fc.weight.dtype) for b in self.taps.blocks])

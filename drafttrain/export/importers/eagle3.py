@@ -37,6 +37,7 @@ MODULES = (  # fields of ModelOpt's eagle_config, their usual values, and why ot
     ("parallel_draft_heads_num_layers", 1, "but drafters here give one draft a step"),
 )
 EMBED = "embed_tokens.weight"
+ROWED = ("lm_head.weight", "markov_head.markov_w2.weight")  # tensors with a row for each draft token
 OUTPUTS = "target_layer_ids"  # blocks whose outputs are read, as DeepSpec names them
 
 
@@ -154,12 +155,18 @@ def draft_vocab(found: Foreign, vocab: int) -> int | None:
 
 
 def mend(draft: Draft) -> None:
-    """Store d2t as offsets and t2d as bool, and make t2d where it is missing."""
-    found, tensors, vocab = draft.found, draft.tensors, draft.target.shape.vocab_size
+    """Note what is not said, and store the vocabulary in our form."""
+    found = draft.found
     if draft.options.get("own_embedding"):
         draft.notes.append(f"{EMBED} is not this target's embedding: it is the drafter's own")
     if found.config.get(TYPE) and "norm_before_residual" not in found.config:
         draft.notes.append("config.json does not say norm_before_residual: false, as speculators takes it (vLLM takes true)")
+    store_vocabulary(draft)
+
+
+def store_vocabulary(draft: Draft) -> None:
+    """Store d2t as ascending offsets, with the head's rows in their order, and t2d as bool, also where it is missing."""
+    found, tensors, vocab = draft.found, draft.tensors, draft.target.shape.vocab_size
     if draft.options["draft_vocab"] is None:
         tensors.pop("d2t", None)
         if "t2d" in tensors and bool(tensors["t2d"].all()):
@@ -177,8 +184,9 @@ def mend(draft: Draft) -> None:
     ids_D = _target_ids(draft, d2t.long(), None if marked is None else marked.bool())
     order_D = ids_D.argsort()
     if not torch.equal(ids_D[order_D], ids_D):
-        draft.notes.append("d2t does not ascend: the rows of lm_head are sorted by the target's ids")
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][order_D].contiguous()
+        draft.notes.append("d2t does not ascend: the rows of the head are sorted by the target's ids")
+        for name in (name for name in ROWED if name in tensors):
+            tensors[name] = tensors[name][order_D].contiguous()
         ids_D = ids_D[order_D]
     tensors["d2t"] = ids_D - torch.arange(len(ids_D))
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids_D, True)

@@ -18,6 +18,8 @@ from drafttrain.export.layouts.dflash import (
     refuse_last,
     refuse_sorted,
     speculators_config,
+    vocabulary_field,
+    vocabulary_typed,
 )
 from drafttrain.export.layouts.target_ends import refuse_logits
 
@@ -50,12 +52,13 @@ def deepspec(source: Source) -> Files:
         "mask_token_id": mask_token(source),
         "target_layer_ids": outputs(source),
         "sample_from_anchor": source.options["slots"] == "shifted",
+        **vocabulary_field(source),
         **_heads(source),
     }
     if source.stack == "vllm":
         config["dflash_config"] = {key: config[key] for key in INSIDE}
     if source.stack != "official":
-        return Files(config, source.tensors, facts=facts(source))
+        return Files(config, vocabulary_typed(source), facts=facts(source))
     config["num_anchors"] = source.options["anchors"]  # a setting of training, without which the class is not built
     copies = {EMBEDDING: source.embedding, HEAD: source.opened.loaded.target.head_weight}
     return Files(config, source.tensors | copies, facts=facts(source), as_is=(EMBEDDING, HEAD))
@@ -71,7 +74,7 @@ def trtllm(source: Source) -> Files:
 def speculators(source: Source) -> Files:
     """speculators' layout."""
     config = speculators_config(source, "dspark", "DSparkSpeculator") | _heads(source)
-    return Files(config, source.tensors, facts=facts(source))
+    return Files(config, vocabulary_typed(source), facts=facts(source))
 
 
 def _heads(source: Source) -> dict[str, Any]:

@@ -91,6 +91,8 @@ LATER = (
     *("dflash2-causal", "lilicorr-wide", "xpress-unlike", "xpress-windows", "uno-few"),
     # that test_traps.py, test_gguf.py or test_importers.py export too
     *(
+        "dflash-part",
+        "dspark-part",
         "eagle3-others",
         "eagle3-qwen3",
         "peagle-together",
@@ -306,6 +308,9 @@ REFUSED = {  # by case and stack: what the message says
     },
     "eagle3-last": {"sglang": "last block, and sglang .* train with drafter.taps below 3; vllm loads it unchanged"},
     "eagle3-two": {"openvino": "taps 2 blocks, but openvino takes exactly three"},
+    "dflash-part": {
+        "official": "it drafts a part of the vocabulary, which official does not read; .*vllm, sglang, speculators"
+    },
     "eagle3-others": {
         "trtllm": "norm_before_fc, which trtllm does not read; train with .*; vllm, sglang, speculators load it",
     },

@@ -31,6 +31,7 @@ TAPPED = {"eagle3": "deep", "dflash": "qwen3"}  # the targets whose states LMDep
 # of each family the case with the most options that are not the default
 FAST = (
     *(
+        "dspark-part",
         "eagle3-others",
         "eagle3-unlike",
         "peagle-normed",

@@ -285,7 +285,7 @@ def test_import_eagle3_of_modelopt_drafts_as_independent_reader(tmp_path: Path) 
     folder = put(tmp_path / "hand", changed("eagle3", modelopt))
     found, said = imported(folder)
     assert found.meta.options["layer"]["rope_scaling"] == YARN
-    assert "note: d2t does not ascend: the rows of lm_head are sorted by the target's ids" in said
+    assert "note: d2t does not ascend: the rows of the head are sorted by the target's ids" in said
     golden = made(found, TEXTS)
     read = eagle3.portable("trtllm")
     reading = read(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
@@ -354,6 +354,31 @@ def test_import_eagle3_copied_target_embedding_is_dropped(tmp_path: Path) -> Non
     other = changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding[1:]}))
     with pytest.raises(UserError, match=r"embed_tokens.weight is \[63, 32\], this target's embedding is \[64, 32\]"):
         imported(put(tmp_path / "other", other))
+
+
+@pytest.mark.parametrize("layout", ["dflash", "dspark, speculators"])
+def test_import_block_drafter_of_part_of_vocabulary_drafts_as_independent_reader(layout: str, tmp_path: Path) -> None:
+    """In any order of its draft tokens."""
+
+    def part(config: dict[str, Any], tensors: dict[str, Tensor], order: Tensor) -> None:
+        d2t, tensors["t2d"] = offsets()
+        tensors["d2t"] = (d2t + torch.arange(D))[order] - torch.arange(D)
+        tensors["lm_head.weight"] = torch.randn(D, H, generator=torch.Generator().manual_seed(4))[order]
+        if "markov_head.markov_w2.weight" in tensors:
+            tensors["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"][:D][order]
+        config["draft_vocab_size"] = D
+
+    orders = {"ascending": torch.arange(D), "by frequency": torch.randperm(D, generator=torch.Generator().manual_seed(7))}
+    found = {}
+    for name, order in orders.items():
+        folder = put(tmp_path / name, changed(layout, lambda c, t, order=order: part(c, t, order)))
+        found[name], said = imported(folder)
+        assert any("d2t does not ascend" in line for line in said) is (name == "by frequency")
+        golden = made(found[name], TEXTS)
+        reading = READERS[layout](folder, parity.target_parts(found[name], Files({}, {})), parity.points_of(golden))
+        assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
+    assert found["ascending"].meta.options["draft_vocab"] == D
+    assert found["ascending"].meta.sha256 == found["by frequency"].meta.sha256
 
 
 def test_import_eagle3_of_deepspec_drafts_as_same_weights_of_speculators(tmp_path: Path) -> None:
@@ -602,8 +627,8 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "no block size": ("dflash", lambda c, t: c.pop("block_size"), "dflash_config does not say block_size"),
     "a draft vocabulary": (
         "dflash",
-        lambda c, t: (c.update(draft_vocab_size=D), t.update({"lm_head.weight": torch.ones(D, H), "d2t": offsets()[0]})),
-        "it drafts 40 of the target's 64 tokens, but block drafters here draft all of them; take one without",
+        lambda c, t: (c.update(draft_vocab_size=D), t.update({"d2t": offsets()[0]})),
+        "it drafts 40 of the target's 64 tokens, which here only dflash and dspark do, with an lm_head of their own; take",
     ),
     "a draft vocabulary, not said": (
         "dflash2",

@@ -132,7 +132,7 @@ NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
 BLOCKS, ONE, P = ("dflash", "speculators"), ("eagle", "lmdeploy"), ("peagle", "vllm")
 DEEP, IN_PLACE, AUTHORS = ("dspark", "vllm"), ("dspark-in-place", "sglang"), ("dspark", "official")
-DEEP_TRT = ("dspark", "trtllm")
+DEEP_TRT, PART = ("dspark", "trtllm"), ("dflash-part", "vllm")
 TWO_RAW, DOMINO, SHIFTED_DOMINO = ("dflash2", "vllm"), ("domino", "sglang"), ("domino-shifted", "sglang")
 JET, CAUSAL = ("jetspec", "vllm"), ("dflash-causal", "sglang")
 SPARK, TWO, PRESS = ("dspark", "speculators"), ("dflash2", "speculators"), ("xpress", "vllm")
@@ -233,6 +233,10 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (IN_PLACE, "slots", put("sample_from_anchor", value=True)),
     (AUTHORS, "config", put("sample_from_anchor", value=False)),
     (AUTHORS, "config", drop("num_anchors")),
+    (PART, "vocabulary", put("draft_vocab_size", value=39)),
+    (PART, "vocabulary", drop("draft_vocab_size")),
+    (PART, "d2t", lambda config, tensors: tensors["d2t"].add_(1)),
+    (PART, "tensors", lose("lm_head.weight")),
     (DEEP, "layer ids", drop("dflash_config")),
     (DEEP_TRT, "slots", put("dflash_config", "shift_label", value=False)),
     (DEEP_TRT, "config", put("dflash_config", "causal", value=True)),
