@@ -158,7 +158,7 @@ def quote(override: str, sweep: bool = False) -> str:
     """
     key, equals, value = override.partition("=")
     if equals and key in TEXT_KEYS and not sweep:
-        text = os.fsencode(value).decode("utf-8", "replace")  # where the locale is not UTF-8, Python escapes its bytes
+        text = value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # of a locale that is not UTF-8
         return f"{key}={_quoted(text)}".replace("${", "\\${")  # texts have no interpolation
     if not equals or key.lstrip("+") not in PATH_KEYS or value[:1] in ("'", '"') or "${" in value:
         return override

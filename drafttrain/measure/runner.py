@@ -123,6 +123,8 @@ def _group(
     checkpoints, drafters = _rows(checkpoints, {name: r.drafter for name, r in restored.items()})
     for drafter in drafters.values():
         bench.decoder(drafter)  # raises for settings that it cannot decode with, before the baseline takes its time
+    if bench.decode.draft_temperature is not None and not any(drafter.samples for drafter in drafters.values()):
+        bench.budget.notes.append("decode.draft_temperature has no effect: the drafts are not sampled")
     first_turns = len(cases)
     cases, plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     parameters = {name: trainable(drafter) for name, drafter in drafters.items()}

@@ -336,6 +336,9 @@ def _over_network(inputs: EngineInputs, label: str, places: dict[str, EndpointOp
         }
         found = measured(sides, inputs.here, terms)
     found["notes"] += notes
+    drafts = found["drafted"] / found["verifications"] if found["drafted"] and found["verifications"] else inputs.length
+    if abs(drafts - inputs.length) > 0.5:
+        found["notes"].append(f"{label} drafted {drafts:.1f} tokens per verification; our chains have {inputs.length}")
     return {"url": " ".join(where.url for where in places.values())} | found
 
 

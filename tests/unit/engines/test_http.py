@@ -204,8 +204,10 @@ def test_measure_http_engine_prompt_beyond_server_context_is_left_out_by_name(
 ) -> None:
     lengths = sorted(len(encode_prompt(embedded().tokenizer, prompt.turns)) for prompt in load_prompts("embedded", 2))
     fake = serve("vllm", 0, 0, lengths[0] + 10)
-    assert command("measure", f"checkpoint={checkpoint}", "engine=http", f"engine_url={fake.url}", *SMALL) == 0
+    asked = ("engine=http", f"engine_url={fake.url}", "decode.draft_length=1", *SMALL)
+    assert command("measure", f"checkpoint={checkpoint}", *asked) == 0
     (entry,) = report_in(tmp_path)["engines"]
+    assert "HTTP endpoint drafted 3.0 tokens per verification; our chains have 1" in entry["notes"]
     assert entry["prompts"] == 1 and {len(body["prompt"]) for body in fake.bodies} == {lengths[0]}
     said = f"1 of 2 timed prompts have more than the {lengths[0]} tokens that fit, and were left out: "
     assert any(note.startswith(said) for note in entry["notes"])

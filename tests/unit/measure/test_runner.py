@@ -244,11 +244,13 @@ def test_measure_run_quantised_target_notes_drafter_of_whole_weights(loaded: Loa
     assert (entry["exact_matches"], entry["transformers_exact_matches"]) == (3, 3)
 
 
-def test_measure_run_batch_larger_than_prompts_is_noted(loaded: LoadedTarget, tmp_path: Path) -> None:
+def test_measure_run_settings_without_effect_are_noted(loaded: LoadedTarget, tmp_path: Path) -> None:
     run = options(tmp_path)
     run.measure.batch_sizes, run.measure.repeats, run.measure.transformers = [4], 1, False
+    run.decode.draft_temperature = 0.5
     notes = measured(loaded, tmp_path, run)["measure"]["notes"]
     assert "timing at batch 4: 3 of 4 requests at a time, because there are no more prompts" in notes
+    assert "decode.draft_temperature has no effect: the drafts are not sampled" in notes
 
 
 def test_measure_run_too_long_prompts_are_left_out_with_note(loaded: LoadedTarget, tmp_path: Path) -> None:
