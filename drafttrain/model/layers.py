@@ -281,9 +281,10 @@ def _yarn(frequency_F: Tensor, theta: float, scaling: Mapping[str, Any]) -> tupl
     frequency_F = frequency_F / factor * slow_F + frequency_F * (1.0 - slow_F)
     if scaling.get("attention_factor") is not None:
         return frequency_F, float(scaling["attention_factor"])
-    scales = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    sizes = [0.1 * float(scale) * math.log(max(factor, 1.0)) + 1.0 for scale in (scales if all(scales) else (1.0, 0.0))]
-    return frequency_F, sizes[0] / sizes[1]
+    given = scaling.get("mscale") and scaling.get("mscale_all_dim")
+    over, under = (scaling["mscale"], scaling["mscale_all_dim"]) if given else (1.0, 0.0)
+    growth = 0.1 * math.log(max(factor, 1.0))
+    return frequency_F, (float(over) * growth + 1.0) / (float(under) * growth + 1.0)
 
 
 def _longrope(frequency_F: Tensor, scaling: Mapping[str, Any], context: int) -> tuple[Tensor, float]:

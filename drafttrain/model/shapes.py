@@ -159,7 +159,9 @@ def check_scaling(scaling: Mapping[str, Any] | None, head_dim: int | None = None
     wrong = [name for name in known if scaling.get(name) is not None and not _numeric(name, scaling[name])]
     if wrong:
         raise UserError(f"rope_scaling's {wrong[0]} is {scaling[wrong[0]]!r}; numbers above 0 are needed")
-    short = [name for name in LISTS if name in known and head_dim is not None and len(scaling[name]) != head_dim // 2]
+    if head_dim is None:
+        return
+    short = [name for name in LISTS if name in known and len(scaling[name]) != head_dim // 2]
     if short:
         raise UserError(
             f"rope_scaling's {short[0]} has {len(scaling[short[0]])} numbers; heads of width {head_dim} need {head_dim // 2}"

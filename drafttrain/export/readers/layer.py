@@ -156,7 +156,10 @@ def rms(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def rotated(x_NhD: Tensor, position_N: Tensor, shape: Shape) -> Tensor:
     """Rotate the two halves of a head, as Llama does, or its neighbouring values."""
-    frequency_F, size = _frequencies(shape)
+    try:
+        frequency_F, size = _frequencies(shape)
+    except KeyError as lacking:
+        raise MismatchError("rope scaling", f"scaling of kind {shape.kind!r} lacks {lacking}") from lacking
     angle_NF = position_N[:, None].float() * frequency_F
     cos_N1F, sin_N1F = size * angle_NF.cos()[:, None], size * angle_NF.sin()[:, None]
     first, second = x_NhD.unflatten(-1, (-1, 2)).unbind(-1) if shape.paired else x_NhD.chunk(2, -1)

@@ -762,6 +762,11 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "a new field of layers": ("dspark, speculators", inside(no_rope_layers=[1]), r"says transformer_layer_config.no_rope"),
     "another family's field": ("eagle", saying(target_layer_ids=[1]), r"says target_layer_ids \[1\], which drafters of eagle"),
     "a field of heads": ("medusa", saying(medusa_residual=False), "says medusa_residual False, which drafters of medusa do"),
+    "another kind of PARD": (
+        "pard",
+        saying(spd_type="pard2"),
+        "spd_type is 'pard2', which reads more than tokens; only 'pard'",
+    ),
     "a step of ModelOpt's": (
         "eagle3",
         lambda c, t: c["eagle_config"].update(parallel_draft_step=4),
