@@ -161,8 +161,8 @@ class TrainBatch:
     def unsound(self) -> Tensor:
         """[B] whether the target's states of a row's documents have a value that is not finite. Waits for nothing."""
         fault_BT = torch.zeros_like(self.mask_BT)
-        for state_BTH in self.hidden.values():
-            fault_BT = fault_BT | ~torch.linalg.vector_norm(state_BTH.detach(), torch.inf, dim=-1).isfinite()
+        for state_BTH in self.hidden.values():  # a sum is finite where its terms are, and costs a tenth of looking at each
+            fault_BT = fault_BT | ~state_BTH.detach().sum(-1, dtype=torch.float32).isfinite()
         return (fault_BT & (self.document_BT >= 0)).any(1)
 
     def without(self, rows: Sequence[int], token: int) -> TrainBatch:

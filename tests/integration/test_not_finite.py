@@ -100,12 +100,13 @@ def test_fit_two_processes_leave_out_rows_as_one_does(stage: str, damaged: Path,
     assert losses(two) == pytest.approx(losses(one), rel=2e-4)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_fit_bad_steps_in_a_row_end_the_run_with_its_last_good_checkpoint(
-    command: Command, material: Path, capsys: pytest.CaptureFixture[str]
+    precision: str, command: Command, material: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first step's rate takes all weights so far that the second one's loss overflows."""
     given = ("train.optimizer=adamw", "train.schedule=constant", "train.warmup=0", "train.lr=1e36", "train.bad_steps=3")
-    assert command(*arguments(material, *STEPS, *given)) == 2
+    assert command(*arguments(material, *STEPS, *given, f"train.precision={precision}")) == 2
     said = capsys.readouterr()
     (line,) = said.err.strip().splitlines()
     assert re.search(r"steps 2 to [56] changed nothing, because no gradient was finite; .*checkpoints has the weights", line)

@@ -182,13 +182,14 @@ def test_objective_without_rows_has_loss_and_gradients_of_the_others(name: str) 
     assert all(bool(p.grad.isfinite().all()) for p in drafter.parameters() if p.grad is not None)
 
 
-def test_objective_finds_rows_with_states_or_losses_that_are_not_finite() -> None:
+def test_objective_finds_rows_with_states_or_losses_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     batch = Online(target, Taps(final=True)).fill(padded_batch())
     objective = Objective(drafter_of("medusa", target), target, LossOptions())
     batch.hidden[FINAL][1, 2] = torch.inf
     assert objective(batch)[1].unsound_2B.tolist() == [[False, True, False], [False, True, False]]
-    batch.hidden[FINAL][1, 2] = 1e38  # the head's product overflows
+    batch.hidden[FINAL][1, 2] = 1e30
+    monkeypatch.setattr(HFTarget, "head", lambda self, x_UH: 1e9 * self.model.lm_head(x_UH))  # its product overflows
     assert objective(batch)[1].unsound_2B.tolist() == [[False, False, False], [False, True, False]]
 
 
