@@ -29,11 +29,12 @@ Move = Callable[[Path, Path], None]  # from, to
 
 def cache_home(needed: str = "") -> Path:
     """The folder of files that can be made again: `drafttrain` under XDG_CACHE_HOME or ~/.cache. Where nothing can be written
-    there, as in many containers, it is in the temporary folder, unless `needed`, a path in it, is there already.
+    to ~/.cache, as in many containers, it is in the temporary folder, unless `needed`, a path in it, is there already.
     """
-    named = os.environ.get("XDG_CACHE_HOME")
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "drafttrain"
     with suppress(RuntimeError):  # a user without a home
-        folder = Path(named or Path.home() / ".cache") / "drafttrain"
+        folder = Path.home() / ".cache" / "drafttrain"
         if writable(folder) or (needed and (folder / needed).exists()):
             return folder
     return temporary_home()
