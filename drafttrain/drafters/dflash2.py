@@ -62,7 +62,7 @@ class DFlash2(BlockDrafter):
                 f"candidates within 2 and {vocab}"
             )
         self.width = width
-        self.candidates = options.candidates
+        self.offered = options.candidates
         self.candidate_selector = CandidateSelector(width, vocab, options.rank)
 
     def head_input(self, state_H: Tensor, before: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class DFlash2(BlockDrafter):
     def head(self, input_X: Tensor) -> Tensor:
         """Minus infinity for all but the candidates."""
         slot_V = self.slot_logits(input_X[..., : self.width])
-        best_C, token_C = slot_V.topk(self.candidates, -1)
+        best_C, token_C = slot_V.topk(self.offered, -1)
         score_C = self.candidate_selector.scores(best_C, token_C, input_X[..., self.width :])
         return over_vocabulary(score_C, token_C, slot_V.shape[-1])
 
@@ -79,7 +79,7 @@ class DFlash2(BlockDrafter):
         """What does not depend on the token before is computed once for all slots."""
         state_BKH, selector = self.drafting(state_BSH, drafts), self.candidate_selector
         slot_BKV = self.slot_logits(state_BKH)
-        likeliest_MC = top(slot_BKV.flatten(0, 1), self.candidates)[1]
+        likeliest_MC = top(slot_BKV.flatten(0, 1), self.offered)[1]
         token_BKC = likeliest_MC.sort(-1).values.unflatten(0, slot_BKV.shape[:2])
         best_BKC, code_BKCR = slot_BKV.gather(-1, token_BKC), selector.successor_codebook(token_BKC)
         own_BKR = selector.hidden_projection(state_BKH)
@@ -95,7 +95,7 @@ class DFlash2(BlockDrafter):
         for prediction in super().predict(batch):
             state_MH = prediction.hidden_MH[:, : self.width]
             yield replace(prediction, hidden_MH=state_MH, head=self.slot_logits, counted=False)
-            yield replace(prediction, offers=self.candidates)
+            yield replace(prediction, offers=self.offered)
 
 
 FAMILY = Family("dflash2", DFlash2Options, DFlash2)

@@ -54,7 +54,7 @@ class LiLiCorr(BlockDrafter):
             options.vector_eps,
             self.norm.eps,
         )
-        self.vocab, self.candidates = target.shape.vocab_size, options.candidates
+        self.vocab, self.offered = target.shape.vocab_size, options.candidates
         self.weights = options.ce_weight, options.penalty_weight, options.divergence_weight
         self.lilicorr = LatticeNetwork(shape)
 
@@ -82,7 +82,7 @@ class LiLiCorr(BlockDrafter):
 
     def _best(self, state_RH: Tensor) -> tuple[Tensor, Tensor]:
         logits_RV = self.slot_logits(state_RH)
-        token_RC = top(logits_RV.detach(), self.candidates)[1]
+        token_RC = top(logits_RV.detach(), self.offered)[1]
         return logits_RV.gather(1, token_RC).float() - logits_RV.float().logsumexp(-1, keepdim=True), token_RC
 
     def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Walk:
@@ -113,7 +113,7 @@ class LiLiCorr(BlockDrafter):
             yield replace(own, counted=False)
             input_MX = torch.cat([score_NKC[place_M, step], lattice.token_NKC[place_M, step].float()], -1)
             of_lattice = aux if step == 0 else None
-            yield replace(own, hidden_MH=input_MX, head=self.choice, weight=weight, aux=of_lattice, offers=self.candidates)
+            yield replace(own, hidden_MH=input_MX, head=self.choice, weight=weight, aux=of_lattice, offers=self.offered)
 
     def labels(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[N, K] flat position of each draft's label; -1 for a draft without one."""

@@ -27,7 +27,7 @@ from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.drafter import Candidates, Commit, Drafter, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.layers import DecoderLayer, recomputed
+from drafttrain.model.layers import Attention, DecoderLayer, recomputed
 from drafttrain.model.target import Target
 from drafttrain.model.unrolled_attention import unrolled
 
@@ -188,7 +188,7 @@ class Recurrent(FeedsBack):
         self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False
     ) -> Iterator[tuple[int, Pairs, Tensor]]:
         layers = [self.layer, *self.further]
-        attentions = [UnrolledAttention(layer, batch) for layer in layers]
+        attentions = [UnrolledAttention(layer.self_attn, batch) for layer in layers]
         keys, values = [list[Tensor]() for _ in layers], [list[Tensor]() for _ in layers]
 
         def advance(token_BT: Tensor, state_BTH: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
@@ -279,8 +279,8 @@ class NodeScorer:
 class UnrolledAttention:
     """Attention in training on own outputs: step i at index t sees step 0 over 0..t, and only index t of steps 1..i."""
 
-    def __init__(self, layer: DecoderLayer, batch: TrainBatch) -> None:
-        self.attention, self.position_BT = layer.self_attn, batch.position_BT
+    def __init__(self, attention: Attention, batch: TrainBatch) -> None:
+        self.attention, self.position_BT = attention, batch.position_BT
         self.documents = batch.sees()
         self.span = batch.span
 
