@@ -112,6 +112,19 @@ def eagle3_speculators() -> Made:
     return config, tensors | {"embed_tokens.weight": embedding()}, file
 
 
+def eagle3_deepspec() -> Made:
+    """As DeepSpec's trainer writes: a Qwen3 block, the target's matrices, and layer ids of outputs."""
+    _, tensors, file = eagle3("layers.0")
+    w = Weights(8)
+    tensors |= {f"layers.0.self_attn.{x}_norm.weight": w.norm(8) for x in "qk"}
+    for name in ("d2t", "t2d"):
+        del tensors[name]
+    config = {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", **LLAMA, "layer_types": ["full_attention"]}
+    config |= {"target_layer_ids": [0, 1, 2], "num_target_layers": 4, "ttt_length": 7, "step_loss_decay": 0.8}
+    config |= {"draft_num_hidden_layers": 1, "target_model_name_or_path": "owner/target", "max_window_layers": 4}
+    return config, tensors | copies(), file
+
+
 def embedding() -> Tensor:
     """The target's."""
     model: Any = loaded().target.model
@@ -273,7 +286,7 @@ def dflash_deepspec() -> Made:
 def dspark() -> Made:
     config, tensors, file = dflash_deepspec()
     config |= {"markov_rank": 8, "markov_head_type": "vanilla", "sample_from_anchor": True}
-    config |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    config |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 512}
     w = Weights(seed=4)
     tensors |= {"markov_head.markov_w1.weight": w(V, 8), "markov_head.markov_w2.weight": w(V, 8)}
     tensors |= {"confidence_head.proj.weight": w(1, H + 8), "confidence_head.proj.bias": w(1)}
@@ -405,6 +418,7 @@ LAYOUTS: dict[str, Callable[[], Made]] = {
     "eagle3": eagle3,
     "eagle3, layers.0": lambda: eagle3("layers.0"),
     "eagle3, speculators": eagle3_speculators,
+    "eagle3, DeepSpec": eagle3_deepspec,
     "peagle": peagle,
     "peagle, speculators": peagle_speculators,
     "pard": pard,

@@ -15,29 +15,34 @@ from tests.tiny import shake
 
 def states(drafter: Recurrent, batch: TrainBatch, steps: int, detach: bool) -> dict[tuple[int, int, int], Tensor]:
     """By (step, row, index t): the state that comes out where the token t + 1 + step is read at rotary position t + step."""
-    attention, found = drafter.attention, {}
+    layers, found = [drafter.layer, *drafter.further], {}
     B, T = batch.token_BT.shape
     fused = drafter.fuse(batch.hidden)
     for row in range(B):
-        keys: list[list[Tensor]] = []
-        values: list[list[Tensor]] = []
+        keys: list[list[list[Tensor]]] = [[] for _ in layers]
+        values: list[list[list[Tensor]]] = [[] for _ in layers]
         before = [fused[row, t] for t in range(T)]
         for step in range(steps):
-            keys.append([])
-            values.append([])
+            for both in (*keys, *values):
+                both.append([])
             after = []
             for t in range(T):
                 token = batch.token_BT[row, t + 1 + step] if t + 1 + step < T else torch.tensor(0)
                 residual, read = drafter.enter(token[None, None], before[t][None, None])
-                q, k, v = (x[0, :, 0] for x in attention.qkv(read, batch.position_BT[row, t][None, None] + step))
-                groups = q.shape[0] // k.shape[0]
-                keys[step].append(k.repeat_interleave(groups, 0))
-                values[step].append(v.repeat_interleave(groups, 0))
                 seen = [(0, s) for s in range(t + 1) if batch.document_BT[row, s] == batch.document_BT[row, t]]
                 seen += [(i, t) for i in range(1, step + 1)]
-                scores = torch.stack([(q * keys[i][s]).sum(-1) for i, s in seen]) * q.shape[-1] ** -0.5
-                mixed = (scores.softmax(0)[..., None] * torch.stack([values[i][s] for i, s in seen])).sum(0)
-                after.append(drafter.leave(residual, attention.o_proj(mixed.flatten())[None, None])[0, 0])
+                for number, layer in enumerate(layers):
+                    attention, own_keys, own_values = layer.self_attn, keys[number], values[number]
+                    q, k, v = (x[0, :, 0] for x in attention.qkv(read, batch.position_BT[row, t][None, None] + step))
+                    groups = q.shape[0] // k.shape[0]
+                    own_keys[step].append(k.repeat_interleave(groups, 0))
+                    own_values[step].append(v.repeat_interleave(groups, 0))
+                    scores = torch.stack([(q * own_keys[i][s]).sum(-1) for i, s in seen]) * q.shape[-1] ** -0.5
+                    mixed = (scores.softmax(0)[..., None] * torch.stack([own_values[i][s] for i, s in seen])).sum(0)
+                    residual = drafter.leave(residual, attention.o_proj(mixed.flatten())[None, None], number)
+                    if number + 1 < len(layers):
+                        read = layers[number + 1].input_layernorm(residual)
+                after.append(residual[0, 0])
                 found[step, row, t] = after[-1]
             before = [x.detach() for x in after] if detach else after
     return found

@@ -52,7 +52,7 @@ def unrolled(drafter: Any, target: Any, batch: TrainBatch) -> Tensor:
     """The loss of a layer trained on its own outputs. At step i the queries see step 0's keys causally, and the keys of later
     steps at their own index, under one mask over all keys.
     """
-    found, attention, T = told(target, batch), drafter.attention, batch.token_BT.shape[1]
+    found, attention, T = told(target, batch), drafter.layer.self_attn, batch.token_BT.shape[1]
     state_BTH = drafter.fuse({block: found.states[block + 1] for block in drafter.taps.blocks})
     own_TT = torch.eye(T, dtype=torch.bool, device=state_BTH.device)
     mask_TP, total = torch.ones_like(own_TT).tril(), torch.zeros((), device=state_BTH.device)

@@ -56,11 +56,13 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
     with shared_target(options, "export"):
         loaded = loaded or load_target(source.target(options.target))
         directory = source.checkpoint(loaded, line_printer(console))
-        opened = Opened.of(directory, loaded)
+        scaling = options.export.rope_scaling
+        opened = Opened.of(directory, loaded, scaling)
         refusals(opened, wanted)  # before anything is computed
-        material = golden.stored(directory)
+        material = golden.stored(directory) if scaling is None else None
         if material is None:
-            print_line(console, "golden drafts: the checkpoint has none; they are made now from the target")
+            why = "the checkpoint has none" if scaling is None else "its positions are scaled from here on"
+            print_line(console, f"golden drafts: {why}; they are made now from the target")
             material = golden.made(opened, golden.sequences_for(loaded))
         exported = export_to(opened, material, wanted)
         _print_result(console, exported, wanted)

@@ -8,11 +8,15 @@ from __future__ import annotations
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter
 from drafttrain.drafters.options.dflash import DFlashOptions
+from drafttrain.model.target import Target
 
 
 class DFlash(BlockDrafter):
     """Drafts are deterministic at any temperature, since slots do not know each other's tokens: a chain of argmaxes, or a tree
     of their likeliest tokens."""
+
+    def __init__(self, options: DFlashOptions, target: Target) -> None:
+        super().__init__(options, target, draft_vocab=options.draft_vocab)
 
 
 FAMILY = Family("dflash", DFlashOptions, DFlash)

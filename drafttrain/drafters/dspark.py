@@ -32,9 +32,10 @@ STD = 0.01  # of W1 at the start
 class MarkovHead(nn.Module):
     """markov_w1 and markov_w2 are named as in the official code."""
 
-    def __init__(self, vocab: int, rank: int) -> None:
+    def __init__(self, vocab: int, rank: int, drafted: int) -> None:
+        """drafted: tokens that are given a bias."""
         super().__init__()
-        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), Linear(rank, vocab, bias=False)
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), Linear(rank, drafted, bias=False)
         nn.init.normal_(self.markov_w1.weight, std=STD)
 
 
@@ -52,14 +53,14 @@ class DSpark(BlockDrafter):
     calibration: PlattCalibration
 
     def __init__(self, options: DSparkOptions, target: Target) -> None:
-        super().__init__(options, target, walks=True)
+        super().__init__(options, target, walks=True, draft_vocab=options.draft_vocab)
         width = target.shape.hidden_size
         if options.rank < 1:
             raise UserError(f"drafter.rank is {options.rank}; set it to 1 or more")
         if options.gaps not in ("stop", "skip"):
             raise UserError(f"drafter.gaps is {options.gaps!r}; choose stop or skip")
         self.width, self.unbroken = width, options.gaps == "stop"
-        self.markov_head = MarkovHead(target.shape.vocab_size, options.rank)
+        self.markov_head = MarkovHead(target.shape.vocab_size, options.rank, options.draft_vocab or target.shape.vocab_size)
         self.confidence_head = ConfidenceHead(width + options.rank)
         if options.confidence is not None:
             raise UserError(

@@ -1,6 +1,7 @@
-"""EAGLE-3: one layer over fused low, middle and high target states, trained on its own outputs (arXiv 2503.01840).
+"""EAGLE-3: a layer, or few, over fused low, middle and high target states, trained on its own outputs (arXiv 2503.01840).
 
-With `fc_norm` and `norm_output` it is EAGLE 3.1.
+With `fc_norm` and `norm_output` it is EAGLE 3.1. `norm_before_fc`, `qk_norm`, further layers and an embedding of its own are
+those of other trainers' drafters.
 
 Shapes: B rows, N positions or nodes, H hidden, M predictions, V the target's vocabulary, D the drafter's.
 
@@ -10,7 +11,7 @@ x[t+1+i] and its own state of step i-1 *at the same index*, and predicts x[t+2+i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -19,12 +20,11 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
+from drafttrain.drafters.common.draft_vocabulary import DraftVocabulary
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.drafters.options.eagle3 import Eagle3Options
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Drafter
-from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm
 from drafttrain.model.shapes import LayerOptions, TargetShape
 from drafttrain.model.target import Taps, Target
@@ -34,8 +34,8 @@ from drafttrain.ops.rms_norm import norm
 class Eagle3Layer(DecoderLayer):
     """A decoder layer whose attention reads [norm(embedding); norm(state)] and whose residual is the state."""
 
-    def __init__(self, shape: TargetShape) -> None:
-        super().__init__(shape, in_width=2 * shape.hidden_size)
+    def __init__(self, shape: TargetShape, qk_norm: bool = False) -> None:
+        super().__init__(shape, in_width=2 * shape.hidden_size, qk_norm=qk_norm)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def enter(self, embedded_H: Tensor, state_H: Tensor, before: bool) -> tuple[Tensor, Tensor]:
@@ -44,49 +44,21 @@ class Eagle3Layer(DecoderLayer):
         return normed_H if before else state_H, torch.cat([self.input_layernorm(embedded_H), normed_H], -1)
 
 
-class FusedDrafter(Drafter):
-    """Reads fused states of the target, and has its own head over the target's vocabulary or a part of it.
+class FusedDrafter(DraftVocabulary):
+    """Reads fused states of the target, and has its own head over the target's vocabulary or a part of it."""
 
-    d2t, t2d: as the official code saves them: target id = i + d2t[i]; whether a target token is in the drafter's vocabulary.
-    """
-
-    d2t: Tensor | None
-    t2d: Tensor | None
-    _target: FrozenRef[Target]
-
-    def add_fusion(self, blocks: Sequence[int], fc_norm: bool, shape: TargetShape) -> None:
-        """Make the parts that fuse the outputs of these blocks."""
+    def add_fusion(self, blocks: Sequence[int], fc_norm: bool, shape: TargetShape, norm_before_fc: bool = False) -> None:
+        """Make the parts that fuse the outputs of these blocks. fc_norm: each is normed; norm_before_fc: all as one state."""
+        if fc_norm and norm_before_fc:
+            raise UserError(
+                "drafter.fc_norm and drafter.norm_before_fc are true: states are normed one by one or together; choose one"
+            )
         self.taps = Taps(tuple(blocks))
         self.taps.check(shape.blocks)
         self.fc_norm = nn.ModuleList(RMSNorm(shape.hidden_size, shape.norm_eps) for _ in (blocks if fc_norm else ()))
-        self.fc = Linear(len(blocks) * shape.hidden_size, shape.hidden_size, bias=False)
-
-    def add_head(self, vocab: int | None) -> None:
-        """Make the head. vocab: so many of the target's tokens; None: all."""
-        of = self._target.module.shape
-        if vocab is not None and not 1 <= vocab <= of.vocab_size:
-            raise UserError(f"drafter.draft_vocab is {vocab}; the target has {of.vocab_size} tokens, leave it out for all")
-        self.lm_head = Linear(of.hidden_size, vocab or of.vocab_size, bias=False)
-        self.register_buffer("d2t", None if vocab is None else torch.zeros(vocab, dtype=torch.long))
-        self.register_buffer("t2d", None if vocab is None else torch.zeros(of.vocab_size, dtype=torch.bool))
-        self._choose(torch.arange(vocab or of.vocab_size))
-
-    def _choose(self, ids_D: Tensor) -> None:
-        """Take these target tokens, ascending, for the vocabulary; the head starts from the target's rows of them."""
-        head_weight = self._target.module.head_weight.detach()
-        self.lm_head.weight.data.copy_(head_weight[ids_D.to(head_weight.device)])
-        if self.d2t is not None and self.t2d is not None:
-            ids_D = ids_D.to(self.d2t.device)
-            self.d2t.copy_(ids_D - torch.arange(len(ids_D), device=ids_D.device))
-            self.t2d.zero_().index_fill_(0, ids_D, True)
-
-    def prepare(self, counts: Callable[[], Tensor]) -> None:
-        if self.d2t is not None:
-            self._choose(counts().argsort(descending=True, stable=True)[: len(self.d2t)].sort().values)
-
-    @property
-    def ids(self) -> Tensor | None:
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        width = len(blocks) * shape.hidden_size
+        self.input_norm = RMSNorm(width, shape.norm_eps) if norm_before_fc else nn.Identity()
+        self.fc = Linear(width, shape.hidden_size, bias=False)
 
     def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
         return self.fused([hidden[b].to(self.fc.weight.dtype) for b in self.taps.blocks])
@@ -94,12 +66,12 @@ class FusedDrafter(Drafter):
     def fused(self, states: list[Tensor]) -> Tensor:
         if len(self.fc_norm):
             states = [normed(state) for normed, state in zip(self.fc_norm, states, strict=True)]
-        fused_H: Tensor = self.fc(torch.cat(states, -1))
+        fused_H: Tensor = self.fc(self.input_norm(torch.cat(states, -1)))
         return fused_H
 
 
 class Eagle3(FusedDrafter, Recurrent):
-    """Drafts with one layer, on its own outputs."""
+    """Drafts on its own outputs. Layers after the first are named by their number, as in the official code."""
 
     def __init__(self, options: Eagle3Options, target: Target) -> None:
         super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
@@ -109,15 +81,30 @@ class Eagle3(FusedDrafter, Recurrent):
         self.norm_output, self.before = options.norm_output, options.norm_before_residual
         self.layer_shape = shape
         self.decay = options.step_decay
-        self.add_fusion(taps_of(options, shape.blocks), options.fc_norm, shape)
-        shape.check_window(1, max(self.draft_length, options.steps))
-        self.midlayer = Eagle3Layer(shape)
+        if options.layers < 1:
+            raise UserError(f"drafter.layers is {options.layers}; set it to 1 or more")
+        self.add_fusion(taps_of(options, shape.blocks), options.fc_norm, shape, options.norm_before_fc)
+        shape.check_window(options.layers, max(self.draft_length, options.steps))
+        self.midlayer = Eagle3Layer(shape, options.qk_norm)
+        more = {str(i): DecoderLayer(shape, qk_norm=options.qk_norm, number=i) for i in range(1, options.layers)}
+        self.layers = nn.ModuleDict(more)
+        self.embed_tokens = own_embedding(target, shape) if options.own_embedding else None
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.add_head(options.draft_vocab)
 
     @property
     def layer(self) -> DecoderLayer:
         return self.midlayer
+
+    @property
+    def further(self) -> Sequence[DecoderLayer]:
+        return list(self.layers.values())  # type: ignore[arg-type]
+
+    def embed(self, token_BN: Tensor, like: Tensor) -> Tensor:
+        if self.embed_tokens is None:
+            return super().embed(token_BN, like)
+        embedded_BNH: Tensor = self.embed_tokens(token_BN)
+        return embedded_BNH
 
     def resolved_options(self) -> dict[str, Any]:
         own = LayerOptions.between(self.layer_shape, self._target.module.shape)
@@ -138,6 +125,13 @@ class Eagle3(FusedDrafter, Recurrent):
         for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.predicted_steps):
             weight = self.decay**step
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, weight, vocab_D=self.ids)
+
+
+def own_embedding(target: Target, shape: TargetShape) -> nn.Embedding:
+    """An embedding that is trained, and begins as the target's."""
+    embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+    embedding.weight.data.copy_(target.embed(torch.arange(shape.vocab_size, device=target.device)).detach())
+    return embedding
 
 
 class Tapped(Protocol):

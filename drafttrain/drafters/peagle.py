@@ -23,7 +23,7 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
-from drafttrain.drafters.eagle3 import Eagle3Layer, FusedDrafter, taps_of
+from drafttrain.drafters.eagle3 import Eagle3Layer, FusedDrafter, own_embedding, taps_of
 from drafttrain.drafters.options.peagle import PEagleOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
@@ -71,13 +71,12 @@ class PEagle(FusedDrafter):
                 f"0..{of.vocab_size - 1}, and has one layer at least"
             )
         self.before = options.norm_before_residual
-        self.add_fusion(taps_of(options, of.blocks), options.fc_norm, of)
+        self.add_fusion(taps_of(options, of.blocks), options.fc_norm, of, options.norm_before_fc)
         self.mask = MaskState(self.fc.in_features)
-        self.embed_tokens = nn.Embedding(of.vocab_size, of.hidden_size)
-        token_V = torch.arange(of.vocab_size, device=target.device)
-        self.embed_tokens.weight.data.copy_(target.embed(token_V).detach())
+        self.embed_tokens = own_embedding(target, of)
         of.check_window(options.layers, self.draft_length)
-        self.layers = nn.ModuleList([Eagle3Layer(of), *(DecoderLayer(of, number=i) for i in range(1, options.layers))])
+        others = (DecoderLayer(of, qk_norm=options.qk_norm, number=i) for i in range(1, options.layers))
+        self.layers = nn.ModuleList([Eagle3Layer(of, options.qk_norm), *others])
         self.fused_layers = FusedLayers(list(self.layers))  # type: ignore[arg-type]
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         self.add_head(options.draft_vocab)

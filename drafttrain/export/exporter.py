@@ -20,6 +20,7 @@ from drafttrain.export.golden import Golden
 from drafttrain.export.hub import Repository
 from drafttrain.export.layouts import gguf
 from drafttrain.export.layouts.adapter import write_alone
+from drafttrain.export.layouts.llama import refuse_scaling
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_gguf_target, check_model, rounded
 from drafttrain.export.table import TABLE, Layout, layout, load_it, loads
@@ -110,7 +111,8 @@ def _refusal(opened: Opened, stack: str, wanted: Wanted) -> str | None:
     if to is None:
         return "it takes no adapter as a drafter; leave adapter out to export it merged"
     source = Source(opened, stack, wanted.dtype)
-    return pictured.refuse(opened.meta.family, stack, source.target_architecture) or to.refuse(source)
+    general = pictured.refuse(opened.meta.family, stack, source.target_architecture) or refuse_scaling(source)
+    return general or to.refuse(source)
 
 
 def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from drafttrain.drafters.checkpoint import (
 from drafttrain.drafters.common.drafter_lora import merged
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.low_rank import LowRank
-from drafttrain.model.shapes import TargetShape
+from drafttrain.model.shapes import LayerOptions, TargetShape, check_scaling
 from drafttrain.model.target import TargetOut
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.shallow import weight_sharing_copy
@@ -88,9 +88,14 @@ class Opened:
     apart: dict[str, Tensor] = field(default_factory=dict)  # of a drafter trained by LoRA: its weights and matrices
 
     @staticmethod
-    def of(directory: Path, loaded: LoadedTarget) -> Opened:
-        """Open a checkpoint. Raises UserError as `load_checkpoint` does, and for NaN or infinite weights."""
+    def of(directory: Path, loaded: LoadedTarget, scaling: Mapping[str, Any] | None = None) -> Opened:
+        """Open a checkpoint. Raises UserError as `load_checkpoint` does, and for NaN or infinite weights.
+
+        scaling: of the rotary positions of the drafter's layers, in place of none.
+        """
         meta = read_meta(directory)
+        if scaling is not None:
+            meta = _scaled(directory, meta, scaling)
         if meta.adapter is not None:
             loaded = load_checkpoint(directory, loaded).loaded
         else:
@@ -111,3 +116,18 @@ class Opened:
         """The dimensions of the drafting model, of the drafter's own decoder layers, or else of the target."""
         model = self.drafter.language_model()
         return (self.drafter.layer_shape or self.loaded.target.shape) if model is None else model.shape
+
+
+def _scaled(directory: Path, meta: CheckpointMeta, scaling: Mapping[str, Any]) -> CheckpointMeta:
+    """The checkpoint with scaled rotary positions, for contexts longer than it was trained on."""
+    if "layer" not in meta.options:
+        raise UserError(
+            f"export.rope_scaling is set, but {meta.family} drafters have no rotary layers of their own; leave it out"
+        )
+    layer = LayerOptions.of(meta.options["layer"])
+    if layer.rope_scaling is not None:
+        raise UserError(
+            f"export.rope_scaling is set, but {directory} was trained with {dict(layer.rope_scaling)}; leave it out"
+        )
+    check_scaling(scaling)
+    return replace(meta, options=meta.options | {"layer": asdict(replace(layer, rope_scaling=dict(scaling)))})

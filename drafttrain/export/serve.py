@@ -50,7 +50,6 @@ OFFICIAL = {
     "hydra": "weights = safetensors.torch.load_file({safe!r})\n"
     "torch.save(weights, {pickle!r})\n"
     "HydraModel.from_pretrained({directory!r}, base_model={target!r})",
-    "medusa": "MedusaModel.from_pretrained({directory!r}, base_model={target!r})",
     "redrafter": "recurrent_drafting.modeling_drafter.Drafter.from_pretrained({directory!r})",
     "mtp": "cp {source} {into}  # num_nextn_predict_layers: into config.json",
     "mlp_speculator": "fms_extras.models.hf.modeling_mlp_speculator.MLPSpeculatorPreTrainedModel"

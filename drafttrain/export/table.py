@@ -146,10 +146,6 @@ def _eagle(stack: str) -> Layout:
     return Layout("EAGLE-1", eagle.files, read_eagle.reader(stack), eagle.refuse)
 
 
-def _heads(stack: str) -> Layout:
-    return Layout("medusa_lm_head", medusa.official, read_medusa.official(stack), medusa.refuse)
-
-
 def _stages() -> Layout:
     return Layout("MLPSpeculator", mlp_speculator.files, read_mlp_speculator.read)
 
@@ -182,8 +178,8 @@ TABLE: dict[str, dict[str, Row]] = {
     "medusa": _row(
         vllm=Layout("MedusaModel", medusa.vllm, read_medusa.vllm, medusa.refuse),
         trtllm=ENGINE_ENDED,
-        tgi=_heads("tgi"),
-        official=_heads("official"),
+        tgi=Layout("medusa_lm_head", medusa.official, read_medusa.official, medusa.refuse),
+        official="its code reads a pickle alone, builds five heads whatever the files say, and drops output matrices",
     ),
     "hydra": _row(official=Layout("hydra_lm_head", hydra.files, read_hydra.read, hydra.refuse)),
     "redrafter": _row(
@@ -218,6 +214,7 @@ TABLE: dict[str, dict[str, Row]] = {
     ),
     "domino": _row(
         sglang=Layout("Domino", domino.files, read_domino.sglang, domino.refuse),
+        trtllm="its main branch has a loader (speculative/domino.py), which these files were not checked with",
         official="SGLang serves it; format=sglang writes it",
     ),
     "xpress": _row(

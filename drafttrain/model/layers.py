@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafttrain.model.shapes import SCALINGS, LayerShape, TargetShape
+from drafttrain.model.shapes import CONTEXT, SCALINGS, LayerShape, TargetShape
 from drafttrain.ops.gated import gate
 from drafttrain.ops.linear import PACKS, linear
 from drafttrain.ops.rms_norm import rms_norm, trained_norm
@@ -91,6 +91,7 @@ class AttentionShape:
     rope_theta: float
     qk_eps: float | None = None  # of an RMS norm of each query and key before rotation (Henry et al. 2020); None: no norm
     rope_scaling: Mapping[str, Any] | None = None  # as `LayerShape.rope_scaling`
+    context: int = 0  # positions that there are, by which longrope chooses
     window: int | None = None  # positions that a query sees at most, its own included; None: all
 
     @staticmethod
@@ -106,6 +107,7 @@ class AttentionShape:
             shape.rope_theta,
             shape.norm_eps if qk_norm else None,
             None if own is None else own.rope_scaling,
+            shape.max_positions,
             None if own is None else own.window(number),
         )
 
@@ -155,7 +157,8 @@ class Attention(nn.Module):
         return rotate(self.k_norm(self._heads(self.k_proj(x_BNI))), *angles), self._heads(self.v_proj(x_BNI))
 
     def _angles(self, position_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return rotary(position_BN, self.shape.head_dim, self.shape.rope_theta, dtype, self.shape.rope_scaling)
+        of = self.shape
+        return rotary(position_BN, of.head_dim, of.rope_theta, dtype, of.rope_scaling, of.context)
 
     def _heads(self, x_BNI: Tensor) -> Tensor:
         return x_BNI.view(*x_BNI.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
@@ -217,25 +220,81 @@ def recomputed(again: bool, function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def rotary(
-    position_BN: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: Mapping[str, Any] | None = None
+    position_BN: Tensor,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: Mapping[str, Any] | None = None,
+    context: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, N, D], the two halves of a head paired as in transformers."""
+    """Cosines and sines [B, N, D], the two halves of a head paired as in transformers. context: positions that there are."""
     power_F = torch.arange(0, head_dim, 2, device=position_BN.device, dtype=torch.float32) / head_dim
-    angle_BND = position_BN[..., None].float() * scaled_frequencies(theta**-power_F, scaling)
+    frequency_F, size = scaled_frequencies(theta**-power_F, theta, scaling, context)
+    angle_BND = position_BN[..., None].float() * frequency_F
     angle_BND = torch.cat([angle_BND, angle_BND], -1)
-    return angle_BND.cos().to(dtype), angle_BND.sin().to(dtype)
+    cos_BND, sin_BND = angle_BND.cos(), angle_BND.sin()
+    if size != 1.0:
+        cos_BND, sin_BND = cos_BND * size, sin_BND * size
+    return cos_BND.to(dtype), sin_BND.to(dtype)
 
 
-def scaled_frequencies(frequency_F: Tensor, scaling: Mapping[str, Any] | None) -> Tensor:
-    """[F] radians per position for each pair of a head's numbers.
+def scaled_frequencies(
+    frequency_F: Tensor, theta: float, scaling: Mapping[str, Any] | None, context: int
+) -> tuple[Tensor, float]:
+    """([F] radians per position for each pair of a head's numbers, the size of rotated queries and keys).
 
     llama3: low frequencies are divided by `factor`, high ones stay, and those between are interpolated (arXiv 2407.21783).
+    dynamic changes nothing in the context that a model was trained for, and drafters' layers have no longer one.
     """
     kind = "default" if scaling is None else str(scaling.get("rope_type", "default"))
-    if scaling is None or kind == "default":
-        return frequency_F
+    if scaling is None or kind in ("default", "dynamic"):
+        return frequency_F, 1.0
     if kind == "linear":
-        return frequency_F / float(scaling["factor"])
+        return frequency_F / float(scaling["factor"]), 1.0
+    if kind == "yarn":
+        return _yarn(frequency_F, theta, scaling)
+    if kind == "longrope":
+        return _longrope(frequency_F, scaling, context)
+    if kind == "proportional":
+        rotated = int(float(scaling.get("partial_rotary_factor") or 1.0) * len(frequency_F))
+        kept_F = torch.arange(len(frequency_F), device=frequency_F.device) < rotated
+        return frequency_F * kept_F / float(scaling.get("factor") or 1.0), 1.0
     low, high, length = (float(scaling[name]) for name in SCALINGS["llama3"][1:])
     kept_F = ((frequency_F * (length / (2 * math.pi)) - low) / (high - low)).clamp(0.0, 1.0)
-    return frequency_F * (kept_F + (1.0 - kept_F) / float(scaling["factor"]))
+    return frequency_F * (kept_F + (1.0 - kept_F) / float(scaling["factor"])), 1.0
+
+
+def _yarn(frequency_F: Tensor, theta: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Pairs that turn often in the original context stay, slow ones are divided by `factor`, and those between are
+    interpolated (arXiv 2309.00071). `truncate` rounds the bounds between them to whole pairs.
+    """
+    factor, pairs = float(scaling["factor"]), len(frequency_F)
+    first, last = (
+        pairs * math.log(float(scaling[CONTEXT]) / (2 * math.pi * turns)) / math.log(theta)
+        for turns in (float(scaling.get("beta_fast") or 32.0), float(scaling.get("beta_slow") or 1.0))
+    )
+    if scaling.get("truncate", True) is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    last = last + 0.001 if last == first else last
+    slow_F = ((torch.arange(pairs, device=frequency_F.device, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    frequency_F = frequency_F / factor * slow_F + frequency_F * (1.0 - slow_F)
+    if scaling.get("attention_factor") is not None:
+        return frequency_F, float(scaling["attention_factor"])
+    given = scaling.get("mscale") and scaling.get("mscale_all_dim")
+    over, under = (scaling["mscale"], scaling["mscale_all_dim"]) if given else (1.0, 0.0)
+    growth = 0.1 * math.log(max(factor, 1.0))
+    return frequency_F, (float(over) * growth + 1.0) / (float(under) * growth + 1.0)
+
+
+def _longrope(frequency_F: Tensor, scaling: Mapping[str, Any], context: int) -> tuple[Tensor, float]:
+    """A divisor of its own for each pair (arXiv 2402.13753): `long_factor` where the context is longer than the original one.
+
+    As in vLLM, the context of the model decides, not the length of a text: all texts are rotated alike.
+    """
+    original = float(scaling[CONTEXT])
+    divisors = scaling["long_factor" if context > original else "short_factor"]
+    factor = float(scaling.get("factor") or context / original)
+    size = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+    size = size if scaling.get("attention_factor") is None else float(scaling["attention_factor"])
+    return frequency_F / torch.tensor(list(divisors), device=frequency_F.device, dtype=torch.float32), size

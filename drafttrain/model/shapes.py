@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from drafttrain.core.errors import UserError
 
-SCALINGS = {  # of rotary positions: kind -> the numbers it needs
+CONTEXT = "original_max_position_embeddings"
+SCALINGS = {  # of rotary positions, as transformers names them: kind -> the fields that it needs
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),
+    "yarn": ("factor", CONTEXT),
+    "longrope": ("long_factor", "short_factor", CONTEXT),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", CONTEXT),
+    "proportional": (),
 }
+MORE = {  # kind -> the fields that it may have
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "attention_factor"),
+    "proportional": ("factor", "partial_rotary_factor"),
+}
+LISTS = ("long_factor", "short_factor")  # fields with one number for each pair of a head's values
 
 
 OWN = ("rope_scaling", "sliding_window", "full_attention_layers")  # settings of drafters' layers that are not the target's
@@ -77,7 +88,7 @@ class LayerOptions:
     intermediate_size: int | None = None
     rope_theta: float | None = None
     norm_eps: float | None = None
-    rope_scaling: Any = None  # {rope_type: linear or llama3, factor: ..., ...}; null: none. Any: Hydra fills no null mapping
+    rope_scaling: Any = None  # {rope_type: yarn, factor: ...}, as in transformers; null: none. Any: Hydra fills no null mapping
     sliding_window: int | None = None  # positions that a query sees at most, its own included; null: all
     full_attention_layers: list[int] = field(default_factory=list)  # layers without the window, from 0
 
@@ -108,7 +119,7 @@ class LayerOptions:
 
     def shape(self, target: TargetShape) -> LayerShape:
         """The layers' dimensions. Raises UserError for values that no layer can have."""
-        check_scaling(self.rope_scaling)
+        check_scaling(self.rope_scaling, self.head_dim or target.head_dim)
         own = {name: value for name, value in asdict(self).items() if value is not None}
         own["full_attention_layers"] = tuple(self.full_attention_layers)
         shape = LayerShape(**asdict(target) | own)
@@ -124,13 +135,42 @@ class LayerOptions:
         return shape
 
 
-def check_scaling(scaling: Mapping[str, Any] | None) -> None:
-    """Raise UserError for a scaling of positions that these layers do not have."""
+def scaling_fields(kind: str) -> tuple[str, ...]:
+    """All fields that a kind of scaling can have."""
+    return SCALINGS.get(kind, ()) + MORE.get(kind, ())
+
+
+def check_scaling(scaling: Mapping[str, Any] | None, head_dim: int | None = None) -> None:
+    """Raise UserError for a scaling of positions that these layers do not have. head_dim: None where it is not known."""
     if scaling is None:
         return
+    if not isinstance(scaling, Mapping):
+        raise UserError(f"rope_scaling is {scaling!r}; an object is needed, such as {{rope_type: linear, factor: 2}}")
     kind = str(scaling.get("rope_type", "default"))
     if kind not in SCALINGS:
         raise UserError(f"rope_scaling is of the type {kind!r}; layers of drafters know {', '.join(SCALINGS)}")
-    lacking = [name for name in SCALINGS[kind] if not isinstance(scaling.get(name), int | float)]
+    known = scaling_fields(kind)
+    strange = sorted(set(scaling) - {*known, "rope_type"})
+    if strange:
+        raise UserError(f"rope_scaling of the type {kind} has no {', '.join(strange)}; it has {', '.join(known) or 'nothing'}")
+    lacking = [name for name in SCALINGS[kind] if not _numeric(name, scaling.get(name))]
     if lacking:
         raise UserError(f"rope_scaling of the type {kind} lacks {', '.join(lacking)}; add numbers for them")
+    wrong = [name for name in known if scaling.get(name) is not None and not _numeric(name, scaling[name])]
+    if wrong:
+        raise UserError(f"rope_scaling's {wrong[0]} is {scaling[wrong[0]]!r}; numbers above 0 are needed")
+    if head_dim is None:
+        return
+    short = [name for name in LISTS if name in known and len(scaling[name]) != head_dim // 2]
+    if short:
+        raise UserError(
+            f"rope_scaling's {short[0]} has {len(scaling[short[0]])} numbers; heads of width {head_dim} need {head_dim // 2}"
+        )
+
+
+def _numeric(name: str, value: Any) -> bool:
+    if name == "truncate":
+        return isinstance(value, bool)
+    numbers = value if name in LISTS else [value]
+    whole = isinstance(numbers, Sequence) and not isinstance(numbers, str)
+    return whole and all(isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in numbers)

@@ -24,7 +24,7 @@ from drafttrain.train.engine import World
 
 NOT_HASHED = (
     *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),
-    *("tune", "compare", "runs", "simulate", "report"),
+    *("tune", "compare", "runs", "simulate", "report", "export"),
     *("format", "dtype", "overwrite", "max_shard_size"),
     *("deepspeed.zero_stage", "deepspeed.offload_optimizer", "deepspeed.offload_parameters"),
     *(f"train.{key}" for key in ("micro_batch", "sequence_parallel", "log_every", "checkpoint_every", "keep_last")),

@@ -61,6 +61,13 @@ class LauncherOptions:
 
 
 @dataclass
+class ExportOptions:
+    """Changes of the drafter on its way into a stack's files."""
+
+    rope_scaling: Any = None  # of the drafter's layers, for contexts longer than it was trained on: {rope_type: yarn, ...}
+
+
+@dataclass
 class RunOptions:
     """The whole configuration. All commands share it."""
 
@@ -80,6 +87,7 @@ class RunOptions:
     tune: TuneOptions = field(default_factory=TuneOptions)
     compare: CompareOptions = field(default_factory=CompareOptions)
     simulate: SimulateOptions = field(default_factory=SimulateOptions)
+    export: ExportOptions = field(default_factory=ExportOptions)
     name: str = "default"  # the recipe's name; runs land in <output>/<name>/<time>/
     output: str = "outputs"
     # prepare: directory of the new data set; inspect: the .html file; export: the directory (format=all: with a folder for each

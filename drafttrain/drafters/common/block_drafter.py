@@ -32,6 +32,7 @@ from drafttrain.core.sequence_shard import Span
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.common.block_options import BlockOptions, BlockShape
 from drafttrain.drafters.common.calibration import PlattCalibration
+from drafttrain.drafters.common.draft_vocabulary import DraftVocabulary
 from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
@@ -40,7 +41,7 @@ from drafttrain.model.batch import Anchors, Context, Pairs, Prediction, TrainBat
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.convolution import Bare, Convolved
-from drafttrain.model.drafter import Candidates, Commit, Drafter, confidence_of, draft_chain
+from drafttrain.model.drafter import Candidates, Commit, confidence_of, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import ContextAttention, DecoderLayer, Linear, RMSNorm, recomputed
 from drafttrain.model.shapes import LayerOptions, TargetShape
@@ -133,8 +134,9 @@ class BlockLayer(DecoderLayer):
         return self.self_attn.out(mixed_BhXD).unflatten(1, (A, S))
 
 
-class BlockDrafter(Drafter):
-    """fc, hidden_norm, layers and norm are named as in the official code. The embedding and the head are the target's.
+class BlockDrafter(DraftVocabulary):
+    """fc, hidden_norm, layers and norm are named as in the official code. Embedding and head are the target's, but for the head
+    where a part of the vocabulary is drafted.
 
     A family says how a draft is chosen: from a slot's state alone, from the token before it too (`head_input`, `choices`), or
     from all tokens above it (`head_inputs`, `root_state`, `walk`). It may also say what its layers read of the target
@@ -154,9 +156,10 @@ class BlockDrafter(Drafter):
         walks: bool = False,
         group: int | None = None,
         own_context_maps: bool = False,
+        draft_vocab: int | None = None,
     ) -> None:
         """walks: drafts depend on the one before, so above temperature 0 a chain is sampled token by token. group and
-        own_context_maps: as in `BlockLayer`."""
+        own_context_maps: as in `BlockLayer`. draft_vocab: of the drafter's own head; None: it has none."""
         shape = BlockShape.of(options, target.shape)
         of = shape.layer.shape(target.shape)
         super().__init__(TreeProposal(options, shape.drafts, target, independent=not walks))
@@ -178,6 +181,10 @@ class BlockDrafter(Drafter):
         for linear in (m for part in parts for m in part.modules() if isinstance(m, nn.Linear)):
             nn.init.normal_(linear.weight, std=STD)
         self._target = FrozenRef(target)
+        if draft_vocab is None:
+            self.add_vocabulary(None)
+        else:
+            self.add_head(draft_vocab)
         self.confident = options.confident()
         if self.confident:
             self.calibration = PlattCalibration(self.draft_length)
@@ -198,7 +205,10 @@ class BlockDrafter(Drafter):
         return self.slot_logits(input_X)
 
     def slot_logits(self, state_H: Tensor) -> Tensor:
-        """[..., V] logits of a slot's state alone, by the target's head in the target's dtype."""
+        """[..., V] logits of a slot's state alone, by the target's head in the target's dtype, or by the drafter's own."""
+        if self.d2t is not None:
+            logits_D: Tensor = self.lm_head(state_H)
+            return logits_D
         target = self._target.module
         return target.head(state_H.to(target.head_weight.dtype))
 
@@ -211,7 +221,7 @@ class BlockDrafter(Drafter):
 
         state_BSH: of all slots. pending: the positions before the root that were processed last.
         """
-        return Walk(stateless(self.choices(self.drafting(state_BSH, drafts))))
+        return Walk(stateless(self.choices(self.drafting(state_BSH, drafts))), self.candidates(len(state_BSH), drafts))
 
     def root_state(self, state_BSH: Tensor) -> Tensor:
         """[B, 1, X] the state with which a walk begins, for families that carry one from node to node."""
@@ -242,7 +252,8 @@ class BlockDrafter(Drafter):
         for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
             weight = self.decay[step] if paced is None else paced[place_M, step]
             input_MX = inputs(step, place_M, pairs)
-            yield Prediction(step, pairs.source_M, pairs.label_M, input_MX, self.head, weight / anchors.share)
+            weight = weight / anchors.share
+            yield Prediction(step, pairs.source_M, pairs.label_M, input_MX, self.head, weight, vocab_D=self.ids)
 
     @torch.no_grad()
     def _paced(self, batch: TrainBatch, anchors: Anchors, inputs: Inputs, alpha: float) -> Tensor:
@@ -258,10 +269,18 @@ class BlockDrafter(Drafter):
             label_M, input_MX = token_P[pairs.label_M], inputs(step, place_M, pairs)
             for at in pieces(self, len(place_M), CHUNK, token_P.device):
                 q_CV = self.head(input_MX[at]).float().softmax(-1)
-                factor_PK[place_M[at], step] = (1.0 - alpha) * q_CV.gather(1, label_M[at, None])[:, 0] + alpha
+                factor_PK[place_M[at], step] = (1.0 - alpha) * self._true(q_CV, label_M[at]) + alpha
             has_PK[place_M, step] = 1.0
         reached_PK = factor_PK.cumprod(1) * has_PK
         return reached_PK.flip(1).cumsum(1).flip(1)
+
+    def _true(self, q_CV: Tensor, token_C: Tensor) -> Tensor:
+        """[C] the probability of these tokens; 0 outside of the drafter's vocabulary."""
+        ids_D = self.ids
+        if ids_D is None:
+            return q_CV.gather(1, token_C[:, None])[:, 0]
+        place_C = torch.searchsorted(ids_D, token_C).clamp_max(len(ids_D) - 1)
+        return q_CV.gather(1, place_C[:, None])[:, 0] * (ids_D[place_C] == token_C)
 
     def states(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[B, A, S, H] every slot's final state, for training and for expected acceptance."""
@@ -378,7 +397,7 @@ class BlockState(CachedState):
         if not drafter.walks:
             state_BKH = drafter.drafting(state_BSH, drafts)
             logits_BKV = drafter.slot_logits(state_BKH)
-            tree = self.grower.from_slots(root_B, logits_BKV, None, depth)
+            tree = self.grower.from_slots(root_B, logits_BKV, drafter.ids, depth)
             return drafter.with_confidence(tree, state_BKH, logits_BKV.unbind(1))
         walk = drafter.walk(state_BSH, drafts, pending)
         score, among = walk.score, walk.candidates

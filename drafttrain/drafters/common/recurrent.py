@@ -1,4 +1,4 @@
-"""Drafters of one attention layer that read a token and the state before it, and feed their own state back.
+"""Drafters of few attention layers that read a token and the state before it, and feed their own state back.
 
 Shapes: B rows, T positions, A pending positions, W nodes, M predictions, h heads, D head width, H hidden, I input width of
 attention, V the drafter's vocabulary.
@@ -27,7 +27,7 @@ from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.drafter import Candidates, Commit, Drafter, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.layers import Attention, DecoderLayer, recomputed
+from drafttrain.model.layers import DecoderLayer, recomputed
 from drafttrain.model.target import Target
 from drafttrain.model.unrolled_attention import unrolled
 
@@ -150,7 +150,7 @@ class FeedsBack(Drafter):
 
 
 class Recurrent(FeedsBack):
-    """A family with one layer of ours gives it as `layer`."""
+    """A family gives its first layer of ours as `layer`, and those after it, if any, as `further`."""
 
     images = True
 
@@ -159,17 +159,23 @@ class Recurrent(FeedsBack):
     def layer(self) -> DecoderLayer: ...
 
     @property
-    def attention(self) -> Attention:
-        return self.layer.self_attn
+    def further(self) -> Sequence[DecoderLayer]:
+        """The layers that read the output of the one before."""
+        return ()
 
-    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
-        """[B, N, H] the new state, from the residual and attention's output: for `logits` and for the next step."""
-        return self.fed_back(self.layer.leave(residual_BNH, attended_BNH))
+    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor, number: int = 0) -> Tensor:
+        """[B, N, H] a layer's output, from the residual and attention's output.
+
+        Of the last layer it is the new state: for `logits` and for the next step.
+        """
+        layer = self.further[number - 1] if number else self.layer
+        out_BNH = layer.leave(residual_BNH, attended_BNH)
+        return out_BNH if number < len(self.further) else self.fed_back(out_BNH)
 
     @cached_property
     def fused_layers(self) -> FusedLayers:
-        """The layer as decoding runs it."""
-        return FusedLayers([self.layer])
+        """The layers as decoding runs them."""
+        return FusedLayers([self.layer, *self.further])
 
     @property
     def decoding_layers(self) -> FusedLayers:
@@ -181,17 +187,27 @@ class Recurrent(FeedsBack):
     def unroll(
         self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False
     ) -> Iterator[tuple[int, Pairs, Tensor]]:
-        attention, keys, values = UnrolledAttention(self.attention, batch), list[Tensor](), list[Tensor]()
+        layers = [self.layer, *self.further]
+        attentions = [UnrolledAttention(layer, batch) for layer in layers]
+        keys, values = [list[Tensor]() for _ in layers], [list[Tensor]() for _ in layers]
 
-        def advance(token_BT: Tensor, state_BTH: Tensor, *past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def advance(token_BT: Tensor, state_BTH: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+            each, new = len(past) // len(layers), list[Tensor]()
             residual_BTH, read_BTI = self.enter(token_BT, state_BTH)
-            attended_BTH, key_BhTD, value_BhTD = attention.step(read_BTI, past)
-            return self.leave(residual_BTH, attended_BTH), key_BhTD, value_BhTD
+            for number, layer in enumerate(layers):
+                if number:
+                    residual_BTH, read_BTI = state_BTH, layer.input_layernorm(state_BTH)
+                attended_BTH, *own = attentions[number].step(read_BTI, past[number * each : (number + 1) * each])
+                state_BTH = self.leave(residual_BTH, attended_BTH, number)
+                new += own
+            return state_BTH, *new
 
         for step in range(steps):
-            inputs = (batch.after(1 + step), state_BTH, *keys, *values)
-            state_BTH, key_BhTD, value_BhTD = recomputed(self.recomputes, advance, *inputs)
-            keys, values = [*keys, key_BhTD], [*values, value_BhTD]
+            past = [x for of_layer in zip(keys, values, strict=True) for part in of_layer for x in part]
+            state_BTH, *new = recomputed(self.recomputes, advance, batch.after(1 + step), state_BTH, *past)
+            for number in range(len(layers)):
+                keys[number].append(new[2 * number])
+                values[number].append(new[2 * number + 1])
             pairs = batch.future(2 + step)
             yield step, pairs, state_BTH.flatten(0, 1)[pairs.source_M]
             state_BTH = state_BTH.detach() if detach else state_BTH
@@ -263,8 +279,8 @@ class NodeScorer:
 class UnrolledAttention:
     """Attention in training on own outputs: step i at index t sees step 0 over 0..t, and only index t of steps 1..i."""
 
-    def __init__(self, attention: Attention, batch: TrainBatch) -> None:
-        self.attention, self.position_BT = attention, batch.position_BT
+    def __init__(self, layer: DecoderLayer, batch: TrainBatch) -> None:
+        self.attention, self.position_BT = layer.self_attn, batch.position_BT
         self.documents = batch.sees()
         self.span = batch.span
 

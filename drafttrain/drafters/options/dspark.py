@@ -10,6 +10,7 @@ from drafttrain.drafters.common.options import BlockOptions
 @dataclass
 class DSparkOptions(BlockOptions):
     family: str = "dspark"
+    draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data, with a head of its own
     block_size: int = 7
     slots: str = "shifted"
     rank: int = 256  # of the bias that the token before gives

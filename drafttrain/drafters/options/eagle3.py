@@ -22,7 +22,11 @@ class Eagle3Options(TreeOptions):
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
     fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
     norm_output: bool = False  # EAGLE 3.1: the normed state goes to the next step too
+    norm_before_fc: bool = False  # one RMS norm of all tapped states together
     norm_before_residual: bool = False  # the residual is the normed state; officially not
+    layers: int = 1  # of attention and MLP; only the first reads the embedding
+    qk_norm: bool = False  # an RMS norm of each query and key, as in Qwen3's blocks
+    own_embedding: bool = False  # the embedding is trained too; false: the target's
     layer: LayerOptions = field(default_factory=LayerOptions)
 
 

@@ -24,6 +24,8 @@ class PEagleOptions(TreeOptions):
     least_retention: float = 0.2  # and no less than this
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
     fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
+    norm_before_fc: bool = False  # one RMS norm of all tapped states together
+    qk_norm: bool = False  # an RMS norm of each query and key, as in Qwen3's blocks
     norm_before_residual: bool = False  # the residual of the first layer is the normed state
     layer: LayerOptions = field(default_factory=LayerOptions)
 

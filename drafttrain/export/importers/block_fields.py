@@ -73,7 +73,7 @@ def check_vocabulary(found: Foreign, vocab: int) -> None:
         size = len(found.tensors["d2t"])
     if isinstance(size, int) and size < vocab:
         raise UserError(
-            f"{found.origin}: it drafts {size} of the target's {vocab} tokens, but block drafters here draft all of them; take "
-            "one without a draft vocabulary"
+            f"{found.origin}: it drafts {size} of the target's {vocab} tokens, which here only dflash and dspark do, with an "
+            "lm_head of their own; take one without a draft vocabulary"
         )
     same_size(found, "draft_vocab_size", size, vocab)

@@ -21,12 +21,14 @@ from drafttrain.export.drafter_adapter import check_merged
 from drafttrain.export.importers.directory import Foreign, listed
 from drafttrain.export.importers.row import TRAINED_FOR, Draft, Importer, check_shared
 from drafttrain.export.importers.table import recognised
+from drafttrain.export.importers.unread import check_unread
 from drafttrain.model.drafter import Drafter
 from drafttrain.ops.build import cache_folder
 from drafttrain.targets.load import LoadedTarget
 
 DROPPED = {"adapter"}  # an option that does not return: a trained target was exported merged, as an ordinary target
-FORM = 3  # version of the cache's content; a change converts everything again
+UNKNOWN, UNSUPPORTED = "unknown tensors", "this layout is not supported"
+FORM = 4  # version of the cache's content; a change converts everything again
 
 Say = Callable[[str], None]
 
@@ -65,6 +67,8 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
     own = drafter.state_dict()
     row.complete(draft, own)
     _check(row, draft, own)
+    if row.usual is not None:
+        check_unread(found, row.family, row.usual())
     drafter.use_decode_settings(record.get("decode", {}))
     about = {
         "from": found.origin,
@@ -81,8 +85,9 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
 def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
     """The tensors under our names and in our form, without those that come from elsewhere."""
     tensors, strange, renames = dict[str, Tensor](), list[str](), row.names(found)
+    shared = row.shared.keys() - row.own(found, loaded.target)
     for name, tensor in found.tensors.items():
-        if name in row.shared:
+        if name in shared:
             continue
         if (ours := renames.ours(name)) is None:
             strange.append(name)
@@ -90,11 +95,11 @@ def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
             tensors[ours] = tensor
     if strange:
         raise UserError(
-            f"{found.origin}: {found.weights} has unexpected {listed(strange)}, for which drafters of {row.family} have no "
-            f"place here ({row.name}); take one without them"
+            f"{found.origin}: {found.weights} has {UNKNOWN} {listed(strange)}, for which drafters of {row.family} have no "
+            f"place here ({row.name}); {UNSUPPORTED}"
         )
     options = row.options(found, loaded.target)  # before the shared tensors: their sizes may be those of a draft vocabulary
-    for name in sorted(found.tensors.keys() & row.shared.keys()):
+    for name in sorted(found.tensors.keys() & shared):
         check_shared(found, name, row.shared[name], loaded.target)
     draft = Draft(found, loaded.target, options, tensors)
     row.mend(draft)
@@ -122,11 +127,9 @@ def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:
 
     missing, strange = set(own) - set(given), set(given) - set(own)
     if missing or strange:
-        parts = [f"lacks {named(missing)}"] * bool(missing) + [f"has unexpected {named(strange)}"] * bool(strange)
-        raise UserError(
-            f"{found.origin}: {found.weights} {' and '.join(parts)}, according to {found.config_name}; correct it, "
-            "or fetch it again"
-        )
+        parts = [f"lacks {named(missing)}"] * bool(missing) + [f"has {UNKNOWN} {named(strange)}"] * bool(strange)
+        mend = UNSUPPORTED if strange else "correct it, or fetch it again"
+        raise UserError(f"{found.origin}: {found.weights} {' and '.join(parts)}, according to {found.config_name}; {mend}")
     for name, tensor in own.items():
         theirs = renames.theirs(name) or name
         if given[name].shape != tensor.shape:
@@ -135,7 +138,7 @@ def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:
                 f"{list(tensor.shape)}; {TRAINED_FOR}"
             )
         if given[name].is_floating_point() != tensor.is_floating_point():
-            raise UserError(f"{found.origin}: {theirs} is {given[name].dtype}, {tensor.dtype} is needed; fetch it again")
+            raise UserError(f"{found.origin}: {theirs} is {given[name].dtype}, {tensor.dtype} is needed; {UNSUPPORTED}")
 
 
 def _record(found: Foreign, family: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from drafttrain.export.importers.block_fields import (
     number_of,
 )
 from drafttrain.export.importers.directory import MASK_EMBEDDING, Foreign
+from drafttrain.export.importers.eagle3 import draft_vocab, store_vocabulary
 from drafttrain.export.importers.row import (
     EMBEDDING,
     HEAD,
@@ -67,14 +68,13 @@ def _transformers(found: Foreign) -> bool:
 
 
 def speculators_options(
-    found: Foreign, target: Target, shifted: bool | None = False, non_causal: bool = False
+    found: Foreign, target: Target, shifted: bool | None = False, non_causal: bool = False, part: bool = False
 ) -> dict[str, Any]:
     """Options from speculators' configuration. Its layer ids are k, blocks whose inputs are read. shifted: the default
-    convention; None: it must be said. non_causal: the default for slots of layers with windows.
+    convention; None: it must be said. non_causal: the default for slots of layers with windows. part: as for `zlab_options`.
     """
     inner, blocks = found.object(INNER), target.shape.blocks
     same_size(found, "target_hidden_size", found.config.get("target_hidden_size"), target.shape.hidden_size)
-    check_vocabulary(found, target.shape.vocab_size)
     layers = found.field("aux_hidden_state_layer_ids")
     if not isinstance(layers, list) or not all(isinstance(k, int) and 1 <= k <= blocks for k in layers):
         raise UserError(
@@ -92,6 +92,7 @@ def speculators_options(
     non_causal = non_causal if given_windows is None else found.flag("sliding_window_non_causal", given_windows)
     own = layer_options(found, inner, target, "qwen3")
     return {
+        **_vocabulary(found, target, part),
         "block_size": found.number("block_size"),
         "layer": own,
         **({} if own["sliding_window"] is None else {"causal_windows": not non_causal}),
@@ -102,12 +103,28 @@ def speculators_options(
     }
 
 
-def zlab_options(found: Foreign, target: Target, shifted: bool = False) -> dict[str, Any]:
-    """Options from a configuration in the authors' form. shifted: the convention where the files do not say it.
+def own_head(found: Foreign, target: Target) -> tuple[str, ...]:
+    """The head's tensor, where the drafter drafts a part of the target's vocabulary."""
+    if not found.has("d2t", "lm_head.weight"):
+        return ()
+    apart = len(found.tensors["lm_head.weight"]) < target.shape.vocab_size or bool(found.tensors["d2t"].any())
+    return ("lm_head.weight",) if apart else ()
+
+
+def _vocabulary(found: Foreign, target: Target, part: bool) -> dict[str, Any]:
+    """The option of drafters that can draft a part of the target's vocabulary. part: whether these can."""
+    if part and own_head(found, target):
+        return {"draft_vocab": draft_vocab(found, target.shape.vocab_size)}
+    check_vocabulary(found, target.shape.vocab_size)
+    return {"draft_vocab": None} if part else {}
+
+
+def zlab_options(found: Foreign, target: Target, shifted: bool = False, part: bool = False) -> dict[str, Any]:
+    """Options from a configuration in the authors' form. shifted: the convention where the files do not say it. part: they may
+    draft a part of the target's vocabulary.
 
     The fields of the block are at the top level or in `dflash_config`. Layer ids are k - 1, blocks whose outputs are read.
     """
-    check_vocabulary(found, target.shape.vocab_size)
     factor = embedding_scale(target) or 1.0
     check_factor(found, EMBEDDED, factor, factor)  # loaders differ in whether embeddings have the target's without the field
     fields, forced = _windowed(found)
@@ -117,10 +134,10 @@ def zlab_options(found: Foreign, target: Target, shifted: bool = False) -> dict[
     if forced and not causal["causal"]:
         causal["causal_windows"] = False
     slots = "shifted" if found.flag(SHIFTED, field_of(found, SHIFTED, shifted)) else "in_place"
-    return options | causal | {"slots": slots}
+    return options | causal | {"slots": slots} | _vocabulary(found, target, part)
 
 
-def _windowed(found: Foreign) -> tuple[dict[str, Any], bool]:
+def _windowed(found: Foreign) -> tuple[Mapping[str, Any], bool]:
     """(the layers' fields, whether `use_swa` alone gives them windows) with the keys of `dflash_config` that vLLM reads.
 
     `swa_window_size` counts before `sliding_window`. With `use_swa` all layers have windows where `layer_types` names none, and
@@ -133,13 +150,21 @@ def _windowed(found: Foreign) -> tuple[dict[str, Any], bool]:
         own = {"layer_types": ["sliding_attention"] * found.number("num_hidden_layers"), "use_sliding_window": True}
     if inner.get("swa_window_size") is not None:
         own["sliding_window"] = inner["swa_window_size"]
-    return found.config | own, forced
+    return found.config.having(own), forced
 
 
 def _deepspec_options(found: Foreign, target: Target) -> dict[str, Any]:
     rank = field_of(found, "markov_rank", 0)
     found.wants("markov_rank", rank, (0,), "but there are no markov_head tensors")
-    return zlab_options(found, target, shifted=True)
+    return zlab_options(found, target, shifted=True, part=True)
+
+
+def _zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
+    return zlab_options(found, target, part=True)
+
+
+def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
+    return speculators_options(found, target, part=True)
 
 
 def _transformers_options(found: Foreign, target: Target) -> dict[str, Any]:
@@ -147,7 +172,7 @@ def _transformers_options(found: Foreign, target: Target) -> dict[str, Any]:
     window, layers = found.config.get("sliding_window", 2048), found.number("num_hidden_layers")
     kinds = found.config.get("layer_types") or ["sliding_attention"] * layers
     more = {"sliding_window": window + 1 if isinstance(window, int) else window, "layer_types": kinds}
-    options = _options(found, {**found.config, **more}, target)
+    options = _options(found, found.config.having(more), target)
     windows = {} if options["layer"]["sliding_window"] is None else {"causal_windows": False}
     return options | {"causal": False, "slots": "in_place"} | windows
 
@@ -175,9 +200,10 @@ def _options(found: Foreign, layers: Mapping[str, Any], target: Target) -> dict[
     }
 
 
+PART: dict[str, Any] = {"shared": COPIES, "own": own_head, "mend": store_vocabulary}
 ROWS = [
-    Importer("z-lab", "dflash", _zlab, zlab_options, shared=COPIES),
-    Importer("DeepSpec", "dflash", _deepspec, _deepspec_options, shared=COPIES),
-    Importer("speculators", "dflash", speculators("dflash"), speculators_options, shared=COPIES),
+    Importer("z-lab", "dflash", _zlab, _zlab_options, **PART),
+    Importer("DeepSpec", "dflash", _deepspec, _deepspec_options, **PART),
+    Importer("speculators", "dflash", speculators("dflash"), _speculators_options, **PART),
     Importer("muse_glimmer_assistant", "dflash", _transformers, _transformers_options, TRANSFORMERS),
 ]

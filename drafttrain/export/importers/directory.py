@@ -37,6 +37,30 @@ SHOWN = 4  # names of tensors in a message
 Found = TypeVar("Found")
 
 
+class Fields(dict[str, Any]):
+    """An object of a configuration, which knows the keys that were asked for: others would be lost without a word."""
+
+    def __init__(self, given: Mapping[str, Any], asked: set[str] | None = None) -> None:
+        super().__init__({key: Fields(x) if type(x) is dict else x for key, x in given.items()})
+        self.asked: set[str] = set() if asked is None else asked
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def having(self, more: Mapping[str, Any]) -> Fields:
+        """The same object with other values of some keys. What is asked of it is asked of this one."""
+        return Fields({**self, **more}, self.asked)
+
+
 class Foreign:
     """A directory of another project's drafter. origin: the name that the user gave.
 
@@ -53,7 +77,7 @@ class Foreign:
                 "name a step-NNNNN directory of a run, or a published drafter"
             )
         check_listed(directory, "export it again, or fetch it again", lambda name: Path(name).suffix in FETCHED)
-        self.config = _json(self.config_file)
+        self.config = Fields(_json(self.config_file))
         self.weights, self.files = self._find()
 
     def _find(self) -> tuple[str, list[Path]]:

@@ -22,7 +22,9 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "em
 MODELS = ("ForCausalLM", "LMHeadModel")
 PLACES = ("source", "path", "revision", "hidden_size")
 WHOLE = ("model.safetensors", "pytorch_model.bin")
-PLAIN = {"bias": ("none", None), "use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None)}
+FRESH = (True, False, None, "gaussian", "orthogonal", "eva")  # ways to begin that leave the base model as it was
+PLAIN = {"init_lora_weights": FRESH, "bias": ("none", None)}
+PLAIN |= dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), (False, None))
 EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices")
 
 
@@ -62,6 +64,13 @@ def check_plain(found: Foreign) -> None:
         found.wants(
             key, found.config.get(key) or None, (None, "nothing"), "but adapters here have one rank and no other weights"
         )
+
+
+def usual_lora() -> Mapping[str, Any]:
+    """What peft takes for fields that are missing."""
+    from peft import LoraConfig  # takes seconds, and few runs need it
+
+    return LoraConfig().to_dict()
 
 
 def _adapter_options(found: Foreign, target: Target) -> dict[str, Any]:
@@ -126,6 +135,15 @@ def _complete_adapter(draft: Draft, own: Mapping[str, Tensor]) -> None:
 
 
 ROWS = [
-    Importer("transformers", "draft_model", _plain, options, RENAMES, complete=complete, places=PLACES),
-    Importer("peft adapter", "draft_model", _adapter, _adapter_options, ADAPTED, complete=_complete_adapter, places=PLACES),
+    Importer("transformers", "draft_model", _plain, options, RENAMES, complete=complete, places=PLACES, usual=None),
+    Importer(
+        "peft adapter",
+        "draft_model",
+        _adapter,
+        _adapter_options,
+        ADAPTED,
+        complete=_complete_adapter,
+        places=PLACES,
+        usual=usual_lora,
+    ),
 ]

@@ -17,7 +17,12 @@ def _knows(found: Foreign) -> bool:
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
+    found.wants("spd_type", found.config.get("spd_type"), (None, "pard"), "which reads more than tokens")
     return draft_model.options(found, target) | {"mask_token": found.number(MASK)}
 
 
-ROWS = [Importer("transformers", "pard", _knows, _options, RENAMES, complete=draft_model.complete, places=draft_model.PLACES)]
+ROWS = [
+    Importer(
+        "transformers", "pard", _knows, _options, RENAMES, complete=draft_model.complete, places=draft_model.PLACES, usual=None
+    )
+]

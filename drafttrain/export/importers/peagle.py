@@ -32,7 +32,9 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     inside = (INNER,) if TYPE in found.config else ()
     inner = found.object(INNER) if inside else found.config
     own = {"layers": found.number("num_hidden_layers", *inside), "mask_token": _mask(found)}
-    return own | eagle3.shared_options(found, inner, target)
+    own |= eagle3.shared_options(found, inner, target)
+    found.wants("norm_output", eagle3.norm_output(found), (False,), "but drafters of this family draft in one pass")
+    return own
 
 
 def _mask(found: Foreign) -> int:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen3Config
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.layouts.renames import SAME, Renames
-from drafttrain.model.shapes import SCALINGS, LayerOptions, LayerShape, check_scaling
+from drafttrain.model.shapes import CONTEXT, LayerOptions, LayerShape, check_scaling, scaling_fields
 from drafttrain.model.target import Target
 from drafttrain.targets.shallow import final_norm
 from drafttrain.targets.structure import shape_of
@@ -22,6 +22,8 @@ from drafttrain.targets.structure import shape_of
 EMBEDDING, HEAD, NORM = "embedding", "output matrix", "last norm"
 INNER, TYPE = "transformer_layer_config", "speculators_model_type"  # keys of speculators' configurations
 KINDS = (["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"])
+ROPE = ("rope_type", "type", "rope_theta")  # fields of every rotation
+MROPE = ("mrope_section", "mrope_interleaved")  # of pictures; texts are rotated as without
 TRAINED_FOR = "give the target that it was trained for with target=hf target.path=DIR"
 
 
@@ -40,6 +42,11 @@ def nothing(draft: Draft) -> None:
     """For layouts that store every tensor in our form."""
 
 
+def usual_layers() -> Mapping[str, Any]:
+    """What transformers' Llama and Qwen3 take for fields that are missing."""
+    return LlamaConfig().to_dict() | Qwen3Config().to_dict()
+
+
 def as_built(draft: Draft, own: Mapping[str, Tensor]) -> None:
     """For layouts that contain every tensor of the drafter."""
 
@@ -55,9 +62,13 @@ class Importer:
     renames: Renames | Callable[[Foreign], Renames] = SAME  # their tensor names and ours
     shared: Mapping[str, str] = field(default_factory=dict)  # tensors that must equal the target's; they are not kept
     mend: Callable[[Draft], None] = nothing  # brings tensors into our form, under our names
+    # those of the shared tensors that are not the target's, but the drafter's own
+    own: Callable[[Foreign, Target], tuple[str, ...]] = lambda found, target: ()
     # adds tensors that come from elsewhere, given those of the built drafter
     complete: Callable[[Draft, Mapping[str, Tensor]], None] = as_built
     places: tuple[str, ...] = ()  # options that tell where weights are, not what they are
+    # values of fields that change nothing where no importer asks for them; None: another library reads the whole configuration
+    usual: Callable[[], Mapping[str, Any]] | None = usual_layers
 
     def names(self, found: Foreign) -> Renames:
         """The tensor names of this directory and ours."""
@@ -89,8 +100,14 @@ def check_shared(found: Foreign, name: str, what: str, target: Any) -> None:
         raise UserError(
             f"{found.origin}: {name} is {list(given.shape)}, this target's {what} is {list(own.shape)}; {TRAINED_FOR}"
         )
-    if not _alike(own, given) and not (what == EMBEDDING and _alike(_embedded(target), given)):
+    if not is_shared(given, what, target):
         raise UserError(f"{found.origin}: {name} is not this target's {what}, which drafters here use; {TRAINED_FOR}")
+
+
+def is_shared(given: Tensor, what: str, target: Any) -> bool:
+    """Whether a tensor of this shape is the target's, up to the rounding of either."""
+    own = _shared(what, target).detach().cpu()
+    return _alike(own, given) or (what == EMBEDDING and _alike(_embedded(target), given))
 
 
 def _alike(own: Tensor, given: Tensor) -> bool:
@@ -133,20 +150,25 @@ def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kin
     except Exception as error:  # its validation raises many kinds
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{found.origin}: {found.config_name} describes no decoder layer ({reason}); correct it") from error
-    own = replace(_scaled(found, shape, config.rope_parameters), **_windows(found, fields))
+    own = replace(_scaled(found, shape, config, target.shape.max_positions), **_windows(found, fields))
     return asdict(LayerOptions.between(own, target.shape))
 
 
 def _check_rope(found: Foreign, fields: Mapping[str, Any]) -> None:
     """Raise UserError for rotations that drafters' layers do not have. Transformers 5 writes them into `rope_parameters`."""
     for holder in (fields, fields.get("rope_parameters"), fields.get("rope_scaling")):
-        part = holder.get("partial_rotary_factor") if isinstance(holder, Mapping) else None
+        part = holder.get("partial_rotary_factor") if isinstance(holder, Mapping) and not _proportional(holder) else None
         found.wants("partial_rotary_factor", part, (None, 1.0), "but drafter layers rotate whole heads")
     for key in ("is_neox_style", "rope_is_neox_style"):
         found.wants(key, fields.get(key), (None, True), "but drafter layers rotate the two halves of a head")
     rope = fields.get("rope_parameters")
     if isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError(f"{found.origin}: rope_parameters differ by kind of layer; drafter layers have the same rotation")
+
+
+def _proportional(rope: Mapping[str, Any]) -> bool:
+    """Whether a rotation leaves the last pairs of a head as they are: its other fields have another sense."""
+    return "proportional" in (rope.get("rope_type"), rope.get("type"))
 
 
 def _windows(found: Foreign, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,15 +196,29 @@ def _windows(found: Foreign, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "full_attention_layers": full}
 
 
-def _scaled(found: Foreign, shape: Any, rope: Mapping[str, Any]) -> LayerShape:
-    kind = str(rope.get("rope_type", "default"))
-    kept = {key: rope[key] for key in SCALINGS.get(kind, ()) if key in rope}
-    scaling = None if kind == "default" else {"rope_type": kind, **kept}
+def _scaled(found: Foreign, shape: Any, config: Any, positions: int) -> LayerShape:
+    """The layers' dimensions with their rotary scaling. positions: of the target."""
+    rope = {key: value for key, value in config.rope_parameters.items() if value is not None}
+    kind, own = str(rope.get("rope_type", "default")), config.max_position_embeddings
+    scaling = {"rope_type": kind} | {key: value for key, value in rope.items() if key not in (*ROPE, *_unread_rope(kind))}
+    if kind == "longrope":  # transformers takes the ratio of the contexts for a factor that is missing
+        scaling.setdefault("factor", own / scaling[CONTEXT])
+    if kind == "dynamic" and own < positions:
+        raise UserError(
+            f"{found.origin}: its positions are scaled dynamically beyond {own}, this target has {positions}; drafter layers "
+            "rotate all texts alike"
+        )
     try:
-        check_scaling(scaling)
+        check_scaling(scaling, shape.head_dim)
     except UserError as error:
         raise UserError(f"{found.origin}: {error}") from error
-    return LayerShape(**asdict(shape), rope_scaling=scaling)
+    return LayerShape(**asdict(shape), rope_scaling=None if kind == "default" else scaling)
+
+
+def _unread_rope(kind: str) -> tuple[str, ...]:
+    """Fields that transformers does not read in this kind of scaling."""
+    whole = () if kind == "proportional" else ("partial_rotary_factor",)  # 1, as `_check_rope` found
+    return (*whole, *(() if CONTEXT in scaling_fields(kind) else (CONTEXT,)), *(MROPE if kind == "default" else ()))
 
 
 def counted(found: Foreign, key: str, there: int, what: str, notes: list[str]) -> None:

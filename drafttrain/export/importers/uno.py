@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.draft_model import check_plain
+from drafttrain.export.importers.draft_model import check_plain, usual_lora
 from drafttrain.export.importers.row import Importer
 from drafttrain.export.layouts.uno import RENAMES
 from drafttrain.model.target import Target
@@ -21,4 +21,4 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     return {"lora_rank": found.number("r"), "lora_alpha": float(found.field("lora_alpha")), "lora_targets": kinds}
 
 
-ROWS = [Importer("peft adapter", "uno", _knows, _options, RENAMES)]
+ROWS = [Importer("peft adapter", "uno", _knows, _options, RENAMES, usual=usual_lora)]

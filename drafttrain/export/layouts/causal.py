@@ -1,8 +1,8 @@
 """Whether slots see later slots of their block: in which layers, the keys that say so, and the stacks that read them.
 
-Without a key vLLM and SGLang take layers with a sliding window as causal, and the others not. `is_causal` is for all layers, in
-both. vLLM reads `dflash_config.causal` too, where `is_causal` is missing. llama.cpp has one flag for all layers. speculators
-has one for its layers with windows, which vLLM takes for all layers, except in DSpark.
+Without a key vLLM, SGLang and z-lab's code take layers with a sliding window as causal, and the others not. `is_causal` is for
+all layers, in each. vLLM reads `dflash_config.causal` too, where `is_causal` is missing. llama.cpp has one flag for all layers.
+speculators has one for its layers with windows, which vLLM takes for all layers, except in DSpark.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ def causal_key(source: Source) -> bool | None:
     return False if any(windows(source)) and not any(causal_layers(source)) else None
 
 
-def refuse_causal(source: Source, per_layer: bool = False) -> str | None:
+def refuse_causal(source: Source, per_layer: bool = False, keyed: tuple[str, ...] = ()) -> str | None:
     """Why this stack would take other layers as causal than the drafter has; None where it takes the same.
 
-    per_layer: in speculators' layout each layer is causal if it has a window, whatever its flag says.
+    per_layer: in speculators' layout each layer is causal if it has a window, whatever its flag says. keyed: further stacks
+    that read a flag of all layers.
     """
     whole, of_windows = source.options.get("causal", False), windows(source)
-    if source.stack in KEYED or not (whole or any(of_windows)):
+    if source.stack in KEYED + keyed or not (whole or any(of_windows)):
         return None
     causal = causal_layers(source)
     if source.stack == "transformers":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.causal import causal_key, causal_layers, refuse_causal, windows
 from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_fields
@@ -12,6 +15,7 @@ from drafttrain.export.layouts.speculators import header
 from drafttrain.export.layouts.target_ends import refuse_bias, refuse_embedding
 
 SERVED = ("vllm", "sglang", "transformers", "speculators")  # stacks that read sliding windows
+PARTS = ("vllm", "sglang", "speculators")  # stacks that read a vocabulary of the drafter's own
 LAST = ("vllm", "lmdeploy")  # stacks that give out the last block's output
 TRANSFORMERS = Renames(
     {"fc.{rest}": "encoder.fc.{rest}", "hidden_norm.{rest}": "encoder.output_norm_enc.{rest}", "{rest}": "{rest}"}
@@ -20,7 +24,7 @@ TRANSFORMERS = Renames(
 
 def refuse(source: Source, scaled: tuple[str, ...] = ()) -> str | None:
     """Why this stack cannot load this drafter; None where it can. scaled: as in `refuse_embedding`."""
-    return refuse_shifted(source) or refuse_sorted(source) or refuse_last(source, scaled=scaled)
+    return refuse_shifted(source) or refuse_sorted(source) or refuse_last(source, scaled=scaled, keyed=("official",))
 
 
 def refuse_sorted(source: Source) -> str | None:
@@ -37,12 +41,17 @@ def refuse_shifted(source: Source) -> str | None:
     return "its slots are shifted, but loaders of this family read them in place; train with drafter.slots=in_place"
 
 
-def refuse_last(source: Source, per_layer: bool = False, scaled: tuple[str, ...] = ()) -> str | None:
+def refuse_last(
+    source: Source, per_layer: bool = False, scaled: tuple[str, ...] = (), keyed: tuple[str, ...] = ()
+) -> str | None:
     """Why a stack that accepts shifted slots cannot load this drafter; None where it can.
 
-    per_layer: as in `refuse_causal`. scaled: as in `refuse_embedding`.
+    per_layer: as in `refuse_causal`. scaled: as in `refuse_embedding`. keyed: further stacks that read windows and `is_causal`.
     """
-    taps = refuse_last_block(source, LAST) or refuse_windows(source, SERVED) or refuse_causal(source, per_layer)
+    if source.options.get("draft_vocab") is not None and source.stack not in PARTS:
+        return f"it drafts a part of the vocabulary, which {source.stack} does not read; train with drafter.draft_vocab=null"
+    windowed = refuse_windows(source, SERVED + keyed)
+    taps = refuse_last_block(source, LAST) or windowed or refuse_causal(source, per_layer, keyed)
     return taps or refuse_embedding(source, scaled) or refuse_bias(source)
 
 
@@ -65,7 +74,13 @@ def lmdeploy(source: Source) -> Files:
 
 def zlab(source: Source) -> Files:
     """The authors' layout."""
-    return Files(zlab_config(source, "DFlashDraftModel"), source.tensors, facts=facts(source))
+    return Files(zlab_config(source, "DFlashDraftModel"), vocabulary_typed(source), facts=facts(source))
+
+
+def vocabulary_typed(source: Source) -> dict[str, Tensor]:
+    """The drafter's tensors, with the names of its own tokens, if it has them, in the types that loaders take."""
+    types = {"d2t": torch.int64, "t2d": torch.bool}
+    return {name: x.to(types[name]) if name in types else x for name, x in source.tensors.items()}
 
 
 def zlab_config(source: Source, architecture: str, **inner: Any) -> dict[str, Any]:
@@ -78,8 +93,15 @@ def zlab_config(source: Source, architecture: str, **inner: Any) -> dict[str, An
         **block_fields(source),
         **({} if key is None else {"is_causal": key}),
         "num_target_layers": source.shape.blocks,
+        **vocabulary_field(source),
         "dflash_config": own | ({} if key is None else {"causal": key}) | inner,
     }
+
+
+def vocabulary_field(source: Source) -> dict[str, Any]:
+    """The size of the drafter's own vocabulary; nothing where it is the target's."""
+    size = source.options.get("draft_vocab")
+    return {} if size is None else {"draft_vocab_size": size}
 
 
 def transformers(source: Source) -> Files:
@@ -98,7 +120,8 @@ def transformers(source: Source) -> Files:
 
 def speculators(source: Source) -> Files:
     """speculators' layout."""
-    return Files(speculators_config(source, "dflash", "DFlashSpeculator"), source.tensors, facts=facts(source))
+    config = speculators_config(source, "dflash", "DFlashSpeculator")
+    return Files(config, vocabulary_typed(source), facts=facts(source))
 
 
 def speculators_config(source: Source, algorithm: str, architecture: str) -> dict[str, Any]:
@@ -109,6 +132,7 @@ def speculators_config(source: Source, algorithm: str, architecture: str) -> dic
         **header(source, algorithm, architecture),
         "transformer_layer_config": inner | _kinds(source),
         "draft_vocab_size": source.shape.vocab_size,
+        **vocabulary_field(source),
         "target_hidden_size": source.shape.hidden_size,
         "block_size": source.options["block_size"],
         "mask_token_id": mask_token(source),

@@ -18,9 +18,12 @@ from drafttrain.export.layouts.dflash import (
     refuse_last,
     refuse_sorted,
     speculators_config,
+    vocabulary_field,
+    vocabulary_typed,
 )
 from drafttrain.export.layouts.target_ends import refuse_logits
 
+INSIDE = ("mask_token_id", "target_layer_ids")  # fields that some stacks look for in `dflash_config`
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # in the authors' files: copies of the target's
 
 
@@ -35,7 +38,10 @@ def refuse(source: Source) -> str | None:
 
 
 def deepspec(source: Source) -> Files:
-    """The authors' layout. All fields are at the top level: vLLM looks for markov_rank only there."""
+    """The authors' layout. All fields are at the top level: vLLM looks for markov_rank only there.
+
+    vLLM takes the number of layers for that of tapped blocks, unless `dflash_config` names these (pull request 48932).
+    """
     key = causal_key(source)
     config = {
         "architectures": ["Qwen3DSparkModel"],
@@ -46,10 +52,14 @@ def deepspec(source: Source) -> Files:
         "mask_token_id": mask_token(source),
         "target_layer_ids": outputs(source),
         "sample_from_anchor": source.options["slots"] == "shifted",
+        **vocabulary_field(source),
         **_heads(source),
     }
+    if source.stack == "vllm":
+        config["dflash_config"] = {key: config[key] for key in INSIDE}
     if source.stack != "official":
-        return Files(config, source.tensors, facts=facts(source))
+        return Files(config, vocabulary_typed(source), facts=facts(source))
+    config["num_anchors"] = source.options["anchors"]  # a setting of training, without which the class is not built
     copies = {EMBEDDING: source.embedding, HEAD: source.opened.loaded.target.head_weight}
     return Files(config, source.tensors | copies, facts=facts(source), as_is=(EMBEDDING, HEAD))
 
@@ -57,15 +67,14 @@ def deepspec(source: Source) -> Files:
 def trtllm(source: Source) -> Files:
     """The authors' layout, with what the target gives in `dflash_config` too, as in the files of TensorRT-LLM's own tests."""
     files = deepspec(source)
-    keys = ("mask_token_id", "target_layer_ids")
-    files.config["dflash_config"] = {key: files.config[key] for key in keys} | {"shift_label": True}
+    files.config["dflash_config"] = {key: files.config[key] for key in INSIDE} | {"shift_label": True}
     return files
 
 
 def speculators(source: Source) -> Files:
     """speculators' layout."""
     config = speculators_config(source, "dspark", "DSparkSpeculator") | _heads(source)
-    return Files(config, source.tensors, facts=facts(source))
+    return Files(config, vocabulary_typed(source), facts=facts(source))
 
 
 def _heads(source: Source) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from drafttrain.export.layouts.target_ends import embedding_scale
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
 THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take exactly three layers
+MORE = ("vllm", "sglang", "speculators")  # stacks that read one norm before fc, further layers, and an embedding
 WINDOWS = ("vllm", "speculators")  # stacks that read sliding windows
 UNNORMED = ("vllm", "speculators", "llamacpp")  # stacks that read norm_before_residual
+NORMS = ("fc_norm", "norm_output", "norm_before_fc")  # flags of norms that not all drafters have
 EMBEDDING = "embed_tokens.weight"
 SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"})
 
@@ -25,9 +27,12 @@ SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"}
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     options, stack, layers, blocks = source.options, source.stack, source.layer_inputs, source.shape.blocks
-    for flag, readers in (("fc_norm", NORMED), ("norm_output", NORMED), ("norm_before_residual", UNNORMED)):
+    flags = {"fc_norm": NORMED, "norm_output": NORMED, "norm_before_residual": UNNORMED, "qk_norm": ("speculators",)}
+    for flag, readers in (flags | {"norm_before_fc": MORE, "own_embedding": MORE}).items():
         if options.get(flag) and stack not in readers:
             return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
+    if options.get("layers", 1) > 1 and stack not in MORE:
+        return f"it has {options['layers']} layers, and {stack} is known to read one; train with drafter.layers=1"
     reason = refuse_last_block(source, ("vllm",)) or refuse_windows(source, WINDOWS)
     if reason is not None:
         return reason
@@ -61,9 +66,12 @@ def portable(source: Source) -> Files:
 
     Without it a drafter's norm of embeddings leaves a difference, of its eps.
     """
-    tensors = weights(source)
-    own = {} if source.stack != "vllm" or embedding_scale(source.target) is None else {EMBEDDING: source.embedded}
-    return Files(portable_config(source, tensors), tensors | own, facts=facts(source), as_is=tuple(own))
+    tensors, layers = weights(source), source.options.get("layers", 1)
+    if layers > 1:
+        tensors = {str(SPECULATORS.theirs(name)): x for name, x in tensors.items()}
+    scaled = source.stack == "vllm" and embedding_scale(source.target) is not None
+    own = {EMBEDDING: source.embedded} if scaled and EMBEDDING not in tensors else {}
+    return Files(portable_config(source, tensors, layers), tensors | own, facts=facts(source), as_is=tuple(own))
 
 
 def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
@@ -93,14 +101,17 @@ def speculators(source: Source) -> Files:
     """speculators' layout, with the target's embedding and its factor: the library leaves an embedding that the files lack
     uninitialised."""
     tensors = {str(SPECULATORS.theirs(name)): x for name, x in weights(source).items()}
-    config = header(source, "eagle3", "Eagle3Speculator") | speculators_config(source, tensors)
+    config = header(source, "eagle3", "Eagle3Speculator")
+    config |= speculators_config(source, tensors, source.options.get("layers", 1))
+    if EMBEDDING in tensors:
+        return Files(config | {"embed_requires_grad": True}, tensors, facts=facts(source))
     return Files(config, tensors | {EMBEDDING: source.embedded}, facts=facts(source), as_is=(EMBEDDING,))
 
 
 def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
     """The fields of speculators' layout that P-EAGLE has too."""
-    shape = source.layer_shape
-    inner = {"model_type": "llama", **llama_fields(shape, layers, source.dtype), **window_fields(shape, layers)}
+    shape, kind = source.layer_shape, "qwen3" if source.options.get("qk_norm") else "llama"
+    inner = {"model_type": kind, **llama_fields(shape, layers, source.dtype), **window_fields(shape, layers)}
     return {
         "transformer_layer_config": inner,
         "draft_vocab_size": len(tensors["lm_head.weight"]),
@@ -122,7 +133,7 @@ def _flags(source: Source) -> dict[str, Any]:
     """norm_before_residual always, since stacks differ in its default; the others only where set, since not all stacks know
     them.
     """
-    flags = {flag: True for flag in ("fc_norm", "norm_output") if source.options.get(flag)}
+    flags = {flag: True for flag in NORMS if source.options.get(flag)}
     return {"norm_before_residual": before(source), **flags}
 
 
@@ -133,7 +144,7 @@ def before(source: Source) -> bool:
 
 def facts(source: Source) -> dict[str, Any]:
     """The facts that the reader must find in addition to the golden ones."""
-    flags = {flag: bool(source.options.get(flag, False)) for flag in ("norm_output", "fc_norm")}
+    flags = {flag: bool(source.options.get(flag, False)) for flag in NORMS}
     windows = windows_of(source.layer_shape, source.options.get("layers", 1))
     own = {"windows": windows} if any(windows) else {}
     return {"norm flags": {"norm_before_residual": before(source), **flags}, **own}

@@ -7,6 +7,10 @@ from typing import Any
 from drafttrain.export.files import Source
 from drafttrain.model.shapes import LayerShape, TargetShape
 
+ENGINES = ("vllm", "sglang", "trtllm", "lmdeploy")  # stacks that rotate by code of their own; others by transformers'
+ENGINE_SCALINGS = ("default", "linear", "llama3", "yarn")
+YARN_UNREAD = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
+
 
 def refuse_last_block(source: Source, takes_it: tuple[str, ...]) -> str | None:
     """Why a drafter that taps the target's last block cannot be exported. takes_it: stacks that do give out its output."""
@@ -26,6 +30,23 @@ def refuse_windows(source: Source, takes_them: tuple[str, ...] = ()) -> str | No
     return (
         f"its layers have sliding windows, which {source.stack} is not known to read for this family; train without "
         "drafter.layer.sliding_window"
+    )
+
+
+def refuse_scaling(source: Source) -> str | None:
+    """Why a drafter with scaled rotary positions cannot be exported: engines with rotations of their own know some kinds.
+
+    Of yarn they read its factor, its original context and its bounds.
+    """
+    shape = source.layer_shape
+    scaling = (shape.rope_scaling if isinstance(shape, LayerShape) else None) or {}
+    kind, given = str(scaling.get("rope_type", "default")), {key for key, value in scaling.items() if value is not None}
+    if source.stack not in ENGINES or (kind in ENGINE_SCALINGS and not given & YARN_UNREAD):
+        return None
+    unread = f" with {', '.join(sorted(given & YARN_UNREAD))}" if kind in ENGINE_SCALINGS else ""
+    return (
+        f"its layers have rotary scaling of the type {kind}{unread}, which {source.stack} is not known to compute as "
+        "transformers does; train without drafter.layer.rope_scaling"
     )
 
 

@@ -1,4 +1,4 @@
-"""Medusa: vLLM's layout, and the authors', which text-generation-inference reads too."""
+"""Medusa: vLLM's layout, and the authors' names in the form that text-generation-inference reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from drafttrain.export.layouts.renames import Renames
 VLLM = Renames(
     {"heads.{i}.blocks.{j}.linear.{part}": "blocks.{i}.layers.{j}.{part}", "heads.{i}.output.weight": "lm_heads.{i}.weight"}
 )
-TIED = "its heads have {} blocks, but the authors' code repeats one block; train with drafter.layers=1"
 
 
 def refuse(source: Source) -> str | None:
@@ -20,8 +19,6 @@ def refuse(source: Source) -> str | None:
     own = str(source.opened.loaded.target.dtype).removeprefix("torch.")
     if source.options["init"] == "share" and source.dtype not in (own, "float32"):
         return f"its heads share the target's output matrix, which is {own}; export with dtype={own}"
-    if source.stack == "official" and source.options["layers"] > 1:
-        return TIED.format(source.options["layers"])
     return None
 
 
@@ -43,8 +40,8 @@ def vllm(source: Source) -> Files:
 
 
 def official(source: Source) -> Files:
-    """The authors' layout. It has no `architectures`, because text-generation-inference takes a directory with them for a
-    model.
+    """The authors' names in a safetensors file. It has no `architectures`, because text-generation-inference takes a directory
+    with them for a model.
 
     `hidden_size` and `medusa_fc_bias` let vLLM 0.32 load it too.
     """

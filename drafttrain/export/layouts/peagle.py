@@ -18,8 +18,11 @@ MASK = "pard_token"  # key in the portable layout; in speculators' layout it is 
 
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
-    if source.stack == "speculators" and source.options["fc_norm"]:
-        return "it was trained with fc_norm, which vLLM drops from these files; export it with format=vllm"
+    for flag, why in (("fc_norm", "vLLM drops"), ("norm_before_fc", "vLLM is not known to read")):
+        if source.stack == "speculators" and source.options.get(flag):
+            return f"it was trained with {flag}, which {why} from these files; export it with format=vllm"
+    if source.stack == "vllm" and source.options.get("qk_norm"):
+        return "it was trained with qk_norm, which vllm is not known to read here; train with drafter.qk_norm=false"
     return refuse_last_block(source, ("vllm",)) or refuse_windows(source, eagle3.WINDOWS)
 
 

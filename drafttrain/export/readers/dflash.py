@@ -5,7 +5,8 @@ Shapes: c tokens of a text, S slots of a block, H hidden.
 The layer ids are k - 1, except in speculators: state `id + 1` of `output_hidden_states`. The first of a block's S slots holds
 the root and drafts nothing.
 
-Whether slots see later slots: vLLM takes `is_causal` for all layers, else `dflash_config.causal`; SGLang only `is_causal`.
+Whether slots see later slots: vLLM takes `is_causal` for all layers, else `dflash_config.causal`; SGLang and the authors' code
+only `is_causal`.
 Without these, layers with a window are causal, and the others not. Other stacks are not known to read such a key.
 """
 
@@ -29,6 +30,7 @@ from drafttrain.export.readers.parts import (
     TargetParts,
     Tensors,
     each,
+    over_target,
     speculators_layers,
 )
 
@@ -61,9 +63,10 @@ def of_zlab(directory: Path, architecture: str, target: TargetParts, stack: str)
     config = Config.of(directory)
     own = config.inside("dflash_config", "layer ids")
     check_raw(config, architecture, target)
+    check_vocabulary(config, Tensors(directory))
     if config.values.get("sample_from_anchor"):
         raise MismatchError("config", "sample_from_anchor is true, which loaders of this layout refuse or ignore")
-    return config, own, raw_block(config, own, causal_of(config, own, stack))
+    return config, own, raw_block(config, own, causal_of(config, own, "sglang" if stack == "official" else stack))
 
 
 def check_raw(config: Config, architecture: str, target: TargetParts) -> None:
@@ -117,8 +120,8 @@ def of_speculators(
     """
     config = Config.of(directory)
     inner = speculators_layers(config, algorithm, architecture, "qwen3")
-    for holder, key in ((config, "draft_vocab_size"), (inner, "vocab_size")):
-        holder.expect(key, len(target.embed), "vocabulary")
+    inner.expect("vocab_size", len(target.embed), "vocabulary")
+    check_vocabulary(config, Tensors(directory), len(target.embed))
     count, shape = inner.get("num_hidden_layers", "config"), Shape.of(inner)
     _expect_kinds(inner, shape, count)
     causal = not config.get("sliding_window_non_causal", "config")
@@ -193,9 +196,32 @@ class Block:
 
 def reading(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts, points: Sequence[Point]) -> Reading:
     """Draft with the target's head from the states of a block."""
-    states = slots(block, tensors, names, target)
+    states, (head, bias, ids) = slots(block, tensors, names, target), head_of(tensors, target)
     tensors.finish()
-    return Reading(each(points, lambda point: F.linear(states(point), target.head, target.bias)), block.facts())
+
+    def draft(point: Point) -> Tensor:
+        return over_target(F.linear(states(point), head, bias), ids, len(target.embed))
+
+    return Reading(each(points, draft), block.facts() | {"d2t": ids.tolist()})
+
+
+def check_vocabulary(config: Config, tensors: Tensors, default: int | None = None) -> None:
+    """Raises MismatchError unless the number of draft tokens is that of `d2t`. default: without one; None: it is not said."""
+    size = len(tensors.left["d2t"]) if "d2t" in tensors.left else default
+    config.expect("draft_vocab_size", size, "vocabulary")
+
+
+def head_of(tensors: Tensors, target: TargetParts) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(matrix, bias, target ids of its rows) of the drafter's own head, if the files have a d2t, else of the target's."""
+    vocab = len(target.embed)
+    if "d2t" not in tensors.left:
+        return target.head, target.bias, torch.arange(vocab)
+    ids = tensors.take("d2t", -1)
+    ids = ids + torch.arange(len(ids))
+    known = tensors.take("t2d", vocab, fails="d2t")
+    if known.dtype != torch.bool or int(known.sum()) != len(ids) or not bool(known[ids.clamp(0, vocab - 1)].all()):
+        raise MismatchError("d2t", "as offsets its values lead to other tokens than t2d marks")
+    return tensors.take("lm_head.weight", len(ids), target.embed.shape[1], fails="vocabulary"), None, ids
 
 
 def slots(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts) -> Callable[[Point], Tensor]:

@@ -18,13 +18,15 @@ from drafttrain.export.readers.dflash import (
     Reader,
     causal_of,
     check_raw,
+    check_vocabulary,
     first_slot,
+    head_of,
     of_speculators,
     raw_block,
     slots,
     tokens_before,
 )
-from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each
+from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each, over_target
 
 TRTLLM_KEYS = ("mask_token_id", "target_layer_ids", "block_size", "markov_rank", "markov_head_type", "shift_label", "causal")
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's, in the authors' files
@@ -36,13 +38,18 @@ def deepspec(stack: str) -> Reader:
     def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
         config, tensors = Config.of(directory), Tensors(directory)
         check_raw(config, "Qwen3DSparkModel", target)
+        check_vocabulary(config, tensors)
         block = raw_block(config, config, causal_of(config, Config({}), stack), first_slot(config))
+        if stack == "vllm":
+            own = config.inside("dflash_config", "layer ids")  # without it as many blocks as layers would be tapped
+            own.get("target_layer_ids", "layer ids")
         if stack == "official":
             if not config.get("sample_from_anchor", "config"):
                 raise MismatchError("config", "sample_from_anchor is false, which the authors' code does not have")
+            config.get("num_anchors", "config")  # the class is not built without it
             embed, head = (tensors.take(name, *target.embed.shape) for name in COPIES)
             target = replace(target, embed=embed, head=head)
-        for name in COPIES:
+        for name in COPIES if "d2t" not in tensors.left else COPIES[:1]:
             tensors.left.pop(name, None)
         return reading(block, tensors, ("fc", "hidden_norm"), _rank(config), target, points)
 
@@ -99,13 +106,15 @@ def reading(
     """Draft from the states of a block, with the bias. names: as for `slots`. rank: -1 for that of the tensors."""
     vocab, states = len(target.embed), slots(block, tensors, names, target)
     first_VR = tensors.take("markov_head.markov_w1.weight", vocab, rank, fails="config")
-    second_VR = tensors.take("markov_head.markov_w2.weight", vocab, first_VR.shape[1], fails="config")
+    head, _, ids = head_of(tensors, target)
+    second_DR = tensors.take("markov_head.markov_w2.weight", len(ids), first_VR.shape[1], fails="config")
     tensors.take("confidence_head.proj.weight", 1, block.shape.width + first_VR.shape[1])
     tensors.take("confidence_head.proj.bias", 1)
     tensors.finish()
 
     def draft(point: Point) -> Tensor:
         state_KH = states(point)
-        return F.linear(state_KH, target.head) + F.linear(first_VR[tokens_before(point, len(state_KH))], second_VR)
+        logits_KD = F.linear(state_KH, head) + F.linear(first_VR[tokens_before(point, len(state_KH))], second_DR)
+        return over_target(logits_KD, ids, vocab)
 
-    return Reading(each(points, draft), block.facts())
+    return Reading(each(points, draft), block.facts() | {"d2t": ids.tolist()})

@@ -39,6 +39,7 @@ from drafttrain.export.readers.parts import (
 IDS = "eagle_aux_hidden_state_layer_ids"
 MAPPED = {"lmdeploy": "LMDeploy would draft only token 0", "openvino": "optimum-intel would map tokens by uninitialised memory"}
 EMBEDDING = "embed_tokens.weight"
+EMBEDS = ("vllm", "sglang")  # stacks that read an embedding of the drafter's own
 ARCHITECTURES = {"lmdeploy": "LlamaForCausalLM"}  # LMDeploy adds the method's name to it
 
 
@@ -58,6 +59,19 @@ class Head:
     layers: list[int]
     before: bool  # the residual is the normed state
     output: bool  # the next step reads the normed state
+    together: Tensor | None = None  # a norm of all states, before fc
+    others: tuple[tuple[Layer, Tensor], ...] = ()  # further layers, each with its input norm
+
+    def caches(self) -> list[Cache]:
+        """An empty cache of each layer."""
+        return [Cache(self.layer), *(Cache(layer) for layer, _ in self.others)]
+
+    def fused(self, states: list[Tensor]) -> Tensor:
+        """[N, H]: what the first layer reads of the target's states."""
+        if self.fc_norms:
+            states = [rms(state, norm, self.shape.eps) for state, norm in zip(states, self.fc_norms, strict=True)]
+        joined = torch.cat(states, -1)
+        return F.linear(joined if self.together is None else rms(joined, self.together, self.shape.eps), self.fc)
 
 
 def portable(stack: str) -> Callable[[Path, TargetParts, Sequence[Point]], Reading]:
@@ -68,9 +82,10 @@ def portable(stack: str) -> Callable[[Path, TargetParts, Sequence[Point]], Readi
         layers = portable_layers(stack, config, target.blocks)
         if stack in MAPPED and "d2t" not in tensors.left:
             raise MismatchError("d2t", f"it is missing, and {MAPPED[stack]}")
-        if stack == "vllm" and EMBEDDING in tensors.left:  # it takes the target's where the files have none
+        if stack in EMBEDS and EMBEDDING in tensors.left:  # they take the target's where the files have none
             target = replace(target, embed=tensors.take(EMBEDDING, *target.embed.shape, fails="vocabulary"))
-        head = head_of(config, config, tensors, "midlayer", target, layers)
+        prefix = "layers.0" if config.get("num_hidden_layers", "config") > 1 else "midlayer"
+        head = head_of(config, config, tensors, prefix, target, layers)
         tensors.finish()
         if head.before and stack in ("sglang", "trtllm"):
             raise MismatchError("norm flags", f"norm_before_residual is true, which {stack} does not read")
@@ -92,7 +107,8 @@ def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -
 def speculators_layer(config: Config, kind: str, architecture: str, target: TargetParts) -> Config:
     """The layers' own configuration in speculators' layout, checked."""
     config.expect("target_hidden_size", target.embed.shape[1], "config")
-    return speculators_layers(config, kind, architecture, "llama")
+    layers = config.inside("transformer_layer_config", "config").values.get("model_type")
+    return speculators_layers(config, kind, architecture, "qwen3" if layers == "qwen3" else "llama")
 
 
 def portable_layers(stack: str, config: Config, blocks: int) -> list[int]:
@@ -130,18 +146,27 @@ def head_of(config: Config, inner: Config, tensors: Tensors, prefix: str, target
             raise MismatchError("d2t", "as offsets its values lead to other tokens than t2d marks")
     norms = len(layers) if config.values.get("fc_norm") else 0
     before, output = bool(_flag(config, "norm_before_residual")), bool(config.values.get("norm_output", False))
-    return load_head(tensors, prefix, shape, target_width, ids, layers, norms, before, output)
+    qk = inner.values.get("model_type") == "qwen3"
+    head = load_head(tensors, prefix, shape, target_width, ids, layers, norms, before, output, qk)
+    width, others = len(layers) * target_width, list[tuple[Layer, Tensor]]()
+    together = tensors.take("input_norm.weight", width, fails="norm flags") if config.values.get("norm_before_fc") else None
+    for number in range(1, inner.get("num_hidden_layers", "config")):
+        layer = Layer(tensors, f"layers.{number}", shape, shape.width, norms=qk, number=number)
+        others.append((layer, tensors.take(f"layers.{number}.input_layernorm.weight", shape.width)))
+    return replace(head, together=together, others=tuple(others))
 
 
 def load_head(
     tensors: Tensors, prefix: str, shape: Shape, target_width: int, ids: Tensor, layers: list[int], norms: int, before: bool,
-    output: bool,
+    output: bool, qk: bool = False,
 ) -> Head:  # fmt: skip
-    """Take a drafter's tensors. norms: number of norms before fc. before, output: as in `Head`."""
+    """Take a drafter's tensors of its first layer. norms: number of norms before fc. before, output: as in `Head`. qk: queries
+    and keys are normed.
+    """
     width = shape.width
     return Head(
         shape,
-        Layer(tensors, prefix, shape, 2 * width),
+        Layer(tensors, prefix, shape, 2 * width, norms=qk),
         tensors.take("fc.weight", width, len(layers) * target_width, fails="layer ids"),
         [tensors.take(f"fc_norm.{i}.weight", target_width) for i in range(norms)],
         tensors.take(f"{prefix}.input_layernorm.weight", width),
@@ -168,30 +193,32 @@ def reading(head: Head, target: TargetParts, points: Sequence[Point]) -> Reading
         "layer ids": head.layers,
         "vocabulary": len(target.embed),
         "d2t": head.ids.tolist(),
-        "norm flags": {"norm_before_residual": head.before, "norm_output": head.output, "fc_norm": bool(head.fc_norms)},
+        "norm flags": {"norm_before_residual": head.before, "norm_output": head.output, "fc_norm": bool(head.fc_norms)}
+        | {"norm_before_fc": head.together is not None},
     }
     return Reading(each(points, lambda point: _draft(head, target, point)), facts)
 
 
 def _draft(head: Head, target: TargetParts, point: Point) -> Tensor:
-    states = [point.layer(k) for k in head.layers]
-    if head.fc_norms:
-        states = [rms(state, norm, head.shape.eps) for state, norm in zip(states, head.fc_norms, strict=True)]
-    cache, logits = Cache(head.layer), []
-    token_N, state_NH, position_N = point.shifted, F.linear(torch.cat(states, -1), head.fc), torch.arange(len(point.text))
+    caches, logits = head.caches(), []
+    state_NH = head.fused([point.layer(k) for k in head.layers])
+    token_N, position_N = point.shifted, torch.arange(len(point.text))
     for draft in point.drafts:
-        state_NH = step(head, cache, target.embed[token_N], state_NH, position_N)[-1:]
+        state_NH = step(head, caches, target.embed[token_N], state_NH, position_N)[-1:]
         logits.append(F.linear(state_NH if head.output else rms(state_NH, head.norm, head.shape.eps), head.lm_head)[0])
         token_N, position_N = draft[None], position_N[-1:] + 1
     return over_target(torch.stack(logits), head.ids, len(target.embed))
 
 
-def step(head: Head, cache: Cache, embedded_NH: Tensor, state_NH: Tensor, position_N: Tensor) -> Tensor:
+def step(head: Head, caches: list[Cache], embedded_NH: Tensor, state_NH: Tensor, position_N: Tensor) -> Tensor:
     """[N, H]: the state for the next step."""
     eps = head.shape.eps
     normed_NH = rms(state_NH, head.hidden_norm, eps)
     residual_NH = normed_NH if head.before else state_NH
     joined_NI = torch.cat([rms(embedded_NH, head.input_norm, eps), normed_NH], -1)
-    residual_NH = residual_NH + cache.feed(joined_NI, position_N)
+    residual_NH = residual_NH + caches[0].feed(joined_NI, position_N)
     residual_NH = residual_NH + head.layer.mlp(residual_NH)
+    for cache, (layer, norm) in zip(caches[1:], head.others, strict=True):
+        residual_NH = residual_NH + cache.feed(rms(residual_NH, norm, eps), position_N)
+        residual_NH = residual_NH + layer.mlp(residual_NH)
     return rms(residual_NH, head.norm, eps) if head.output else residual_NH

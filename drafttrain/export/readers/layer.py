@@ -5,6 +5,7 @@ Shapes: N positions fed, P positions seen, h heads, D head width, F half of it, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,24 +156,70 @@ def rms(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def rotated(x_NhD: Tensor, position_N: Tensor, shape: Shape) -> Tensor:
     """Rotate the two halves of a head, as Llama does, or its neighbouring values."""
-    angle_NF = position_N[:, None].float() * _frequencies(shape)
-    cos_N1F, sin_N1F = angle_NF.cos()[:, None], angle_NF.sin()[:, None]
+    try:
+        frequency_F, size = _frequencies(shape)
+    except KeyError as lacking:
+        raise MismatchError("rope scaling", f"scaling of kind {shape.kind!r} lacks {lacking}") from lacking
+    angle_NF = position_N[:, None].float() * frequency_F
+    cos_N1F, sin_N1F = size * angle_NF.cos()[:, None], size * angle_NF.sin()[:, None]
     first, second = x_NhD.unflatten(-1, (-1, 2)).unbind(-1) if shape.paired else x_NhD.chunk(2, -1)
     rotated_pair = first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F
     return torch.stack(rotated_pair, -1).flatten(-2) if shape.paired else torch.cat(rotated_pair, -1)
 
 
-def _frequencies(shape: Shape) -> Tensor:
+def _frequencies(shape: Shape) -> tuple[Tensor, float]:
     plain_F = shape.theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
     if "factors" in shape.scaling:
-        return plain_F / shape.scaling["factors"]
+        return plain_F / shape.scaling["factors"], 1.0
     if shape.kind == "default":
-        return plain_F
+        return plain_F, 1.0
     if shape.kind == "linear":
-        return plain_F / float(shape.scaling["factor"])
+        return plain_F / float(shape.scaling["factor"]), 1.0
     if shape.kind == "llama3":
-        return _llama3(plain_F, shape.scaling)
+        return _llama3(plain_F, shape.scaling), 1.0
+    if shape.kind == "yarn":
+        return _yarn(plain_F, shape)
+    if shape.kind == "longrope":
+        return _longrope(plain_F, shape)
+    if shape.kind == "proportional":
+        rotated_pairs = int(shape.scaling.get("partial_rotary_factor", 1.0) * len(plain_F))
+        rotated_F = torch.cat([plain_F[:rotated_pairs], torch.zeros(len(plain_F) - rotated_pairs)])
+        return rotated_F / shape.scaling.get("factor", 1.0), 1.0
+    if shape.kind == "dynamic":  # in the context that the configuration names nothing is scaled
+        return plain_F, 1.0
     raise MismatchError("rope scaling", f"the reader does not support rotary scaling of kind {shape.kind!r}")
+
+
+def _yarn(plain_F: Tensor, shape: Shape) -> tuple[Tensor, float]:
+    """([F], the size of cosines and sines): a pair that turns `beta_fast` times in the original context stays, one that turns
+    `beta_slow` times is slowed by `factor`, with a ramp between their places (YaRN).
+    """
+    scaling, factor = shape.scaling, float(shape.scaling["factor"])
+    turns = (scaling.get("beta_fast", 32.0), scaling.get("beta_slow", 1.0))
+    length = scaling["original_max_position_embeddings"]
+    low, high = (shape.head_dim * math.log(length / (2 * math.pi * n)) / (2 * math.log(shape.theta)) for n in turns)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, shape.head_dim - 1)
+    ramp_F = (torch.arange(len(plain_F)).float() - low) / (high - low if high != low else 0.001)
+    kept_F = 1.0 - ramp_F.clamp(0.0, 1.0)
+    scaled_F = plain_F * kept_F + plain_F / factor * (1.0 - kept_F)
+    if "attention_factor" in scaling:
+        return scaled_F, float(scaling["attention_factor"])
+    if factor <= 1.0:
+        return scaled_F, 1.0
+    both = scaling.get("mscale") and scaling.get("mscale_all_dim")
+    over, under = (scaling["mscale"], scaling["mscale_all_dim"]) if both else (1.0, 0.0)
+    return scaled_F, (0.1 * over * math.log(factor) + 1.0) / (0.1 * under * math.log(factor) + 1.0)
+
+
+def _longrope(plain_F: Tensor, shape: Shape) -> tuple[Tensor, float]:
+    """([F], the size of cosines and sines), with a divisor for each pair, of long contexts or of short ones (LongRoPE)."""
+    scaling, length = shape.scaling, shape.scaling["original_max_position_embeddings"]
+    divisors = scaling["long_factor"] if shape.max_positions > length else scaling["short_factor"]
+    factor = scaling.get("factor", shape.max_positions / length)
+    size = math.sqrt(1.0 + math.log(factor) / math.log(length)) if factor > 1.0 else 1.0
+    return plain_F / torch.tensor(divisors), float(scaling.get("attention_factor", size))
 
 
 def _llama3(plain_F: Tensor, scaling: dict[str, Any]) -> Tensor:

@@ -1,11 +1,11 @@
-"""Medusa heads as vLLM up to 0.32, text-generation-inference and the authors' code read them.
+"""Medusa heads as vLLM up to 0.32 and text-generation-inference read them.
 
 Shapes: K heads, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +40,19 @@ def vllm(directory: Path, target: TargetParts, points: Sequence[Point]) -> Readi
     return _reading(heads, vocab, points)
 
 
-def official(stack: str) -> Callable[[Path, TargetParts, Sequence[Point]], Reading]:
-    """The reader of the authors' layout for this stack.
-
-    The authors' code repeats one block object, so of a head's blocks the last one's weights count for all.
-    text-generation-inference takes a directory with `architectures` for a whole model.
-    """
-
-    def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
-        config, tensors = Config.of(directory), Tensors(directory, "medusa_lm_head.safetensors")
-        if stack == "tgi" and "architectures" in config.values:
-            raise MismatchError("architecture", "config.json has architectures, so it would be read as a whole model")
-        config.get("base_model_name_or_path", "config")
-        vocab, width = target.head.shape
-        layers, heads = config.get("medusa_num_layers", "config"), []
-        for i in range(config.get("medusa_num_heads", "config")):
-            blocks = [tensors.linear(f"{i}.{j}.linear", width, width) for j in range(layers)]
-            output = tensors.take(f"{i}.{layers}.weight", vocab, width, fails="vocabulary")
-            heads.append((blocks[-1:] * layers if stack == "official" else blocks, output))
-        tensors.finish()
-        return _reading(heads, vocab, points)
-
-    return read
+def official(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' names. text-generation-inference takes a directory with `architectures` for a whole model."""
+    config, tensors = Config.of(directory), Tensors(directory, "medusa_lm_head.safetensors")
+    if "architectures" in config.values:
+        raise MismatchError("architecture", "config.json has architectures, so it would be read as a whole model")
+    config.get("base_model_name_or_path", "config")
+    vocab, width = target.head.shape
+    layers, heads = config.get("medusa_num_layers", "config"), list[Head]()
+    for i in range(config.get("medusa_num_heads", "config")):
+        blocks = [tensors.linear(f"{i}.{j}.linear", width, width) for j in range(layers)]
+        heads.append((blocks, tensors.take(f"{i}.{layers}.weight", vocab, width, fails="vocabulary")))
+    tensors.finish()
+    return _reading(heads, vocab, points)
 
 
 def _reading(heads: list[Head], vocab: int, points: Sequence[Point]) -> Reading:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.export.readers import eagle3
-from drafttrain.export.readers.layer import Cache, Layer, rms
+from drafttrain.export.readers.layer import rms
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each, over_target
 
 
@@ -25,7 +25,6 @@ class Parallel:
     """A loaded drafter."""
 
     first: eagle3.Head  # the part that EAGLE-3 has too
-    others: list[tuple[Layer, Tensor]]  # further layers, each with its input norm
     embed: Tensor
     mask_state: Tensor
     mask: int
@@ -53,17 +52,12 @@ def _reading(
 ) -> Reading:
     first = eagle3.head_of(config, inner, tensors, "layers.0", target, layers)
     shape, (vocab, target_width) = first.shape, target.embed.shape
-    others = []
-    for number in range(1, inner.get("num_hidden_layers", "config")):
-        prefix = f"layers.{number}"
-        layer = Layer(tensors, prefix, shape, shape.width, number=number)
-        others.append((layer, tensors.take(f"{prefix}.input_layernorm.weight", shape.width)))
     embed = tensors.take("embed_tokens.weight", vocab, shape.width)
     mask_state = tensors.take("mask_hidden", 1, 1, len(layers) * target_width, fails="layer ids")[0, 0]
     tensors.finish()
     if not 0 <= mask < vocab:
         raise MismatchError("mask token", f"{mask} is not a token of the embedding")
-    drafter = Parallel(first, others, embed, mask_state, mask)
+    drafter = Parallel(first, embed, mask_state, mask)
     found = eagle3.reading(first, target, points[:0])
     return replace(found, logits=each(points, lambda point: _draft(drafter, point)), facts=found.facts | {"mask token": mask})
 
@@ -73,14 +67,8 @@ def _draft(drafter: Parallel, point: Point) -> Tensor:
     states = [torch.cat([point.layer(k), mask.expand(slots, -1)]) for k, mask in zip(
         first.layers, drafter.mask_state.chunk(len(first.layers)), strict=True
     )]  # fmt: skip
-    if first.fc_norms:
-        states = [rms(state, norm, shape.eps) for state, norm in zip(states, first.fc_norms, strict=True)]
     token_N = torch.cat([point.shifted, torch.full((slots,), drafter.mask)])
     position_N = torch.arange(len(token_N))
-    x_NH = F.linear(torch.cat(states, -1), first.fc)
-    x_NH = eagle3.step(first, Cache(first.layer), drafter.embed[token_N], x_NH, position_N)
-    for layer, norm in drafter.others:
-        x_NH = x_NH + Cache(layer).feed(rms(x_NH, norm, shape.eps), position_N)
-        x_NH = x_NH + layer.mlp(x_NH)
+    x_NH = eagle3.step(first, first.caches(), drafter.embed[token_N], first.fused(states), position_N)
     logits_KD = F.linear(rms(x_NH[len(point.text) - 1 :], first.norm, shape.eps), first.lm_head)
     return over_target(logits_KD, first.ids, len(drafter.embed))

@@ -11,13 +11,15 @@ import torch
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling, distribution
 from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.dspark import DSpark, DSparkOptions
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit
 from drafttrain.model.target import Target
 from drafttrain.targets.hf import HFTarget
-from tests.helpers import tiny_target
+from tests.helpers import drafted_and_predicted, fast_target, prompts, tiny_target, watch_proposals
+from tests.tiny import build
 from tests.unit.drafters.test_dflash import slot_states
 
 
@@ -116,6 +118,32 @@ def test_dspark_block_across_a_gap_trains_drafts_by_its_option(gaps: str) -> Non
     assert labels[0] == {2, 3, 4} and labels[6] == {8, 9, 10, 11}
     assert labels[2] == ({4} if gaps == "stop" else {4, 6, 7})
     assert labels[3] == labels[4] == set()
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_draft_vocabulary_training_predictions_equal_draft_tokens(name: str, tree: str) -> None:
+    target, prompt = fast_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
+    drafter = build(name, target, 0.5, draft_vocab=40, tree=tree, width=2, nodes=12)
+    drafter.prepare(lambda: torch.arange(64) * 37 % 64)
+    drafted, predicted = drafted_and_predicted(target, drafter, prompt)
+    ids = vars(drafter)["_buffers"]["t2d"].nonzero()[:, 0].tolist()
+    assert predicted == drafted and set(drafted) <= set(ids) and len(ids) == 40
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_draft_vocabulary_sampled_chain_has_distribution_over_target_ids(name: str) -> None:
+    target = fast_target()
+    drafter = build(name, target, 0.5, draft_vocab=40)
+    drafter.prepare(lambda: torch.arange(64) * 37 % 64)
+    asked = prompts(3, seed=3, longest=20)
+    drafted = Decoder(target, drafter, "lossless", Sampling(0.8, seed=3), frozenset(), 20).run(asked, 2).results
+    assert [len(result.tokens) for result in drafted] == [20] * 3
+    tree = watch_proposals(drafter)
+    Decoder(target, drafter, "lossless", Sampling(0.8, seed=3), frozenset(), 8).run(asked[:1], 1)
+    if tree[0].q_BNV is not None:
+        outside = torch.ones(64, dtype=torch.bool).index_fill_(0, vars(drafter)["_buffers"]["t2d"].nonzero()[:, 0], False)
+        assert float(tree[0].q_BNV[..., outside].sum()) == 0.0 and tree[0].q_BNV.shape[-1] == 64
 
 
 def test_dspark_unknown_gaps_are_refused() -> None:

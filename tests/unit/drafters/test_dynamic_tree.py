@@ -103,7 +103,7 @@ def naive_logits(drafter: Drafter, row: int, path: list[int]) -> Tensor:
 
 def naive_recurrent(drafter: Recurrent, row: int, path: list[int]) -> Tensor:
     """Fed one by one, in plain torch."""
-    commit, attention, past = committed(drafter), drafter.attention, list[tuple[Tensor, Tensor]]()
+    commit, attention, past = committed(drafter), drafter.layer.self_attn, list[tuple[Tensor, Tensor]]()
     fused = drafter.fuse({k: h[row : row + 1, : LENGTHS[row]] for k, h in commit.hidden.items()})
     state = torch.zeros(1, 1, 32)
     for t, token in enumerate(commit.next_BA[row, : LENGTHS[row]].tolist() + path):

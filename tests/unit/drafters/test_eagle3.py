@@ -17,17 +17,20 @@ from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.objective.scores import restricted
 from drafttrain.objective.teacher import TargetChunk, TargetRows
 from tests.contract import test_families as contract
-from tests.helpers import tiny_target
+from tests.helpers import drafted_and_predicted, fast_target, prompts, tiny_target
+from tests.tiny import build
 from tests.unrolled import labels, packed_batch, shaken, states
 
 COUNTS = torch.arange(64) * 37 % 64  # a permutation: token i is seen COUNTS[i] times
 VOCAB: dict[str, Any] = {"draft_vocab": 40}
+OTHERS: dict[str, Any] = {"layers": 3, "qk_norm": True, "norm_before_fc": True, "own_embedding": True, "norm_output": True}
 VARIANTS: list[dict[str, Any]] = [
     {},
     VOCAB,
     {"fc_norm": True},
     {"norm_output": True},
     {"draft_vocab": 40, "fc_norm": True, "norm_output": True},
+    OTHERS,
 ]
 
 
@@ -70,6 +73,14 @@ def test_eagle3_losses_and_gradients_equal_loop(options: dict[str, Any], loss: s
     torch.testing.assert_close(counts.mass, torch.tensor(mass, dtype=torch.float64), atol=1e-5, rtol=1e-5)
     for a, p in zip(ours, drafter.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_eagle3_of_other_trainers_training_predictions_equal_draft_tokens(tree: str) -> None:
+    target, prompt = fast_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
+    options = OTHERS | {"tree": tree, "width": 2, "nodes": 12, "layer": {"sliding_window": 9, "full_attention_layers": [1]}}
+    drafted, predicted = drafted_and_predicted(target, build("eagle3", target, 0.5, **options), prompt)
+    assert predicted == drafted
 
 
 def test_eagle3_d2t_maps_most_frequent_tokens() -> None:
@@ -130,9 +141,11 @@ def test_eagle3_norm_output_and_fc_norm_act_only_if_enabled() -> None:
 
 def test_eagle3_invalid_options_are_refused() -> None:
     target = tiny_target()
-    for wrong in ({"steps": 0}, {"draft_vocab": 0}, {"draft_vocab": 65}, {"draft_length": 0}):
+    for wrong in ({"steps": 0}, {"draft_vocab": 0}, {"draft_vocab": 65}, {"draft_length": 0}, {"layers": 0}):
         with pytest.raises(UserError, match=rf"drafter\.{next(iter(wrong))}"):
             Eagle3(Eagle3Options(**wrong), target)
+    with pytest.raises(UserError, match="norm_before_fc are true"):
+        Eagle3(Eagle3Options(fc_norm=True, norm_before_fc=True), target)
 
 
 CHECKS = [

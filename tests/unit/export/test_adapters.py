@@ -111,10 +111,10 @@ def no_base(folder: Path) -> None:
 UNLIKE: list[tuple[dict[str, Any], str]] = [  # settings of peft, what the message says
     ({"use_rslora": True}, "use_rslora is True, but adapters here are plain LoRA; only False can be imported"),
     ({"rank_pattern": {"q_proj": 4}}, "but adapters here have one rank and no other weights"),
-    ({"modules_to_save": ["norm"]}, r"has unexpected base_model.model.model.layers.0.input_layernorm.weight"),
+    ({"modules_to_save": ["norm"]}, r"has unknown tensors base_model.model.model.layers.0.input_layernorm.weight"),
 ]
 HARMS: list[tuple[Callable[[Path], None], str]] = [  # each on top of those before it
-    (alien, r"has unexpected base_model.model.model.layers.7"),
+    (alien, r"has unknown tensors base_model.model.model.layers.7"),
     (no_weights, r"has no safetensors weights"),
     (no_base, "does not exist; set it to a model directory or a hub id"),
 ]

@@ -107,7 +107,7 @@ def test_export_of_all_stacks_lists_checksums_per_stack(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa")
     written(found, golden, "all", tmp_path / "out")
     lists = sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(LISTED))
-    assert lists == ["out", "out/official", "out/tgi", "out/vllm"]
+    assert lists == ["out", "out/tgi", "out/vllm"]
     with pytest.raises(UserError, match="which has exports for several stacks"):
         record_of(tmp_path / "out")
     record = tmp_path / "out" / "drafttrain.json"

@@ -62,7 +62,7 @@ def test_export_command_all_stacks_uses_stored_golden_drafts(
     for line in ("vllm: out/vllm (18", sglang, "how to serve it: out/vllm/README.md"):
         assert line in said
     record = json.loads(Path("out/drafttrain.json").read_text())
-    assert record["written"] == ["vllm", "tgi", "official"] and len(record["refused"]) == 8
+    assert record["written"] == ["vllm", "tgi"] and len(record["refused"]) == 9
 
 
 def test_export_command_parity_failure_exits_with_code_3(
@@ -82,6 +82,22 @@ def test_export_command_parity_failure_exits_with_code_3(
     assert not list(Path().iterdir())
 
 
+def test_export_command_scales_positions_of_trained_drafter(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its golden drafts, which are those of the positions that it was trained with, are not the export's."""
+    target, yarn = embedded(), {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+    monkeypatch.setattr(export, "load_target", lambda *_: target)
+    trained = checkpoint(tmp_path, "eagle3", target, taps=[0, 1])
+    store(trained, made(Opened.of(trained, target), sequences_for(target)))
+    asked = "export.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:32}"
+    assert command("export", f"checkpoint={trained}", "format=vllm", "out=out", asked) == 0
+    assert "its positions are scaled from here on; they are made now" in capsys.readouterr().out
+    assert json.loads(Path("out/config.json").read_text())["rope_scaling"] == yarn
+    assert command("export", "checkpoint=out", "format=vllm", "out=again", asked) == 2
+    assert "export.rope_scaling is set, but" in capsys.readouterr().err
+
+
 MISTAKES = [
     (["format=vllm", "out=x"], "checkpoint is not set; name a directory with checkpoint=DIR"),
     (["checkpoint={run}", "format=vllm"], "out is not set; name a directory with out=DIR"),
@@ -92,6 +108,10 @@ MISTAKES = [
         "medusa cannot be exported to sglang: it has no loader for this family; vllm",
     ),
     (["checkpoint={run}", "out=x", "format=vllm", "dtype=int8"], "dtype is 'int8'; choose one of float32"),
+    (
+        ["checkpoint={run}", "out=x", "format=vllm", "export.rope_scaling={{rope_type:linear,factor:2}}"],
+        "export.rope_scaling is set, but medusa drafters have no rotary layers of their own; leave it out",
+    ),
     (["checkpoint={run}/..", "out=x", "format=vllm"], "expected a checkpoint, got no drafter.json there"),
     (["checkpoint={lookup}", "out=x", "format=all"], "prompt_lookup cannot be exported: it has no trained weights"),
     (["checkpoint={cut}", "out=x", "format=vllm"], "drafter.safetensors: damaged or cut off"),

@@ -30,7 +30,18 @@ NOT_BACK = ("llamacpp", "stitched")  # GGUF is not imported; of a stitched targe
 TAPPED = {"eagle3": "deep", "dflash": "qwen3"}  # the targets whose states LMDeploy gives out to these
 # of each family the case with the most options that are not the default
 FAST = (
-    *("eagle3-unlike", "peagle-normed", "pard-lora", "eagle-bias", "medusa-deep", "hydra", "redrafter", "mlp_speculator-tied"),
+    *(
+        "dspark-part",
+        "eagle3-others",
+        "eagle3-unlike",
+        "peagle-normed",
+        "pard-lora",
+        "eagle-bias",
+        "medusa-deep",
+        "hydra",
+        "redrafter",
+        "mlp_speculator-tied",
+    ),
     *("mtp-qwen3", "dflash-causal-windows", "dspark-in-place", "dflash2-unlike", "jetspec-windows", "domino-shifted"),
     *("xpress-unlike", "lilicorr-wide", "draft_model-lora", "uno-few"),
 )

@@ -69,7 +69,7 @@ READERS = {  # of layouts whose directories have all that a stack's reader asks 
     "pard": causal_lm.parallel,
     "eagle": eagle.reader("sglang"),
     "medusa, vllm": medusa.vllm,
-    "medusa": medusa.official("official"),
+    "medusa": medusa.official,
     "hydra": hydra.read,
     "redrafter": redrafter.read,
     "mlp_speculator": mlp_speculator.read,
@@ -121,6 +121,7 @@ NETWORK = {
     },
     "draft_model": {"source": "hf", "lora_rank": 0},
 }
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16}
 OLDER = {"up_proj.": "0.", "down_proj.": "2."}
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
@@ -236,6 +237,7 @@ PLACES: list[tuple[Change, list[int]]] = [
     (lambda config, _: config["eagle_config"].pop(IDS), [0, 1, 2]),  # top level alone: the inputs'
     (lambda config, _: config.pop("eagle_config"), [0, 1, 2]),
     (lambda config, _: config.update({IDS: [2, 4], "eagle_config": {}}), [1, 3]),
+    (lambda config, _: (no_ids(config, {}), config.update(target_layer_ids=[0, 2])), [0, 2]),  # DeepSpec's: the outputs'
 ]
 
 
@@ -266,6 +268,31 @@ def test_import_eagle3_absolute_d2t_becomes_offsets(tmp_path: Path) -> None:
         found, said = imported(put(tmp_path / str(number), changed("eagle3", change)))
         assert found.meta.sha256 == right.meta.sha256
         assert sum("d2t holds the target's ids; they are stored as offsets" in line for line in said) == 1
+
+
+def modelopt(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """As ModelOpt exports, but for t2d: draft tokens by their frequency, and YaRN for long contexts."""
+    order = torch.randperm(D, generator=torch.Generator().manual_seed(7))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors["d2t"] = (tensors["d2t"] + torch.arange(D))[order] - torch.arange(D)
+    del config[IDS]
+    own = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
+    config["eagle_config"] |= own | {"next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}
+    config |= {"rope_scaling": dict(YARN), "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "use_cache": True}
+
+
+def test_import_eagle3_of_modelopt_drafts_as_independent_reader(tmp_path: Path) -> None:
+    folder = put(tmp_path / "hand", changed("eagle3", modelopt))
+    found, said = imported(folder)
+    assert found.meta.options["layer"]["rope_scaling"] == YARN
+    assert "note: d2t does not ascend: the rows of the head are sorted by the target's ids" in said
+    golden = made(found, TEXTS)
+    read = eagle3.portable("trtllm")
+    reading = read(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
+    assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
+    plain, _ = imported(put(tmp_path / "plain", LAYOUTS["eagle3"]()))
+    bare, _ = imported(put(tmp_path / "bare", changed("eagle3", lambda c, t: (modelopt(c, t), t.pop("t2d")))))
+    assert found.meta.sha256 == plain.meta.sha256 == bare.meta.sha256
 
 
 def test_import_eagle3_missing_t2d_is_reconstructed(tmp_path: Path) -> None:
@@ -319,9 +346,55 @@ def test_import_eagle3_copied_target_embedding_is_dropped(tmp_path: Path) -> Non
         made = changed("eagle3", lambda _, t, d=dtype: t.update({"embed_tokens.weight": embedding.to(d)}))
         found, _ = imported(put(tmp_path / str(number), made))
         assert "embed_tokens.weight" not in found.tensors
-    other = changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding.flip(0)}))
-    with pytest.raises(UserError, match=r"embed_tokens.weight is not this target's embedding, which drafters here use"):
+    found, said = imported(
+        put(tmp_path / "own", changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding.flip(0)})))
+    )
+    assert found.meta.options["own_embedding"] and torch.equal(found.tensors["embed_tokens.weight"], embedding.flip(0))
+    assert "note: embed_tokens.weight is not this target's embedding: it is the drafter's own" in said
+    other = changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding[1:]}))
+    with pytest.raises(UserError, match=r"embed_tokens.weight is \[63, 32\], this target's embedding is \[64, 32\]"):
         imported(put(tmp_path / "other", other))
+
+
+@pytest.mark.parametrize("layout", ["dflash", "dspark, speculators"])
+def test_import_block_drafter_of_part_of_vocabulary_drafts_as_independent_reader(layout: str, tmp_path: Path) -> None:
+    """In any order of its draft tokens."""
+
+    def part(config: dict[str, Any], tensors: dict[str, Tensor], order: Tensor) -> None:
+        d2t, tensors["t2d"] = offsets()
+        tensors["d2t"] = (d2t + torch.arange(D))[order] - torch.arange(D)
+        tensors["lm_head.weight"] = torch.randn(D, H, generator=torch.Generator().manual_seed(4))[order]
+        if "markov_head.markov_w2.weight" in tensors:
+            tensors["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"][:D][order]
+        config["draft_vocab_size"] = D
+
+    orders = {"ascending": torch.arange(D), "by frequency": torch.randperm(D, generator=torch.Generator().manual_seed(7))}
+    found = {}
+    for name, order in orders.items():
+        folder = put(tmp_path / name, changed(layout, lambda c, t, order=order: part(c, t, order)))
+        found[name], said = imported(folder)
+        assert any("d2t does not ascend" in line for line in said) is (name == "by frequency")
+        golden = made(found[name], TEXTS)
+        reading = READERS[layout](folder, parity.target_parts(found[name], Files({}, {})), parity.points_of(golden))
+        assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
+    assert found["ascending"].meta.options["draft_vocab"] == D
+    assert found["ascending"].meta.sha256 == found["by frequency"].meta.sha256
+
+
+def test_import_eagle3_of_deepspec_drafts_as_same_weights_of_speculators(tmp_path: Path) -> None:
+    config, tensors, file = LAYOUTS["eagle3, DeepSpec"]()
+    one, _ = imported(put(tmp_path / "deepspec", (config, tensors, file)))
+    other, _, _ = LAYOUTS["eagle3, speculators"]()
+    other |= {"norm_before_residual": False, "draft_vocab_size": V}
+    other["transformer_layer_config"] |= {"model_type": "qwen3"}
+    two, _ = imported(put(tmp_path / "speculators", (other, tensors, file)))
+    assert one.meta.options["qk_norm"] and one.meta.options["taps"] == [0, 1, 2]
+    assert (one.meta.options, one.meta.sha256) == (two.meta.options, two.meta.sha256)
+    golden = made(two, TEXTS)
+    reading = READERS["eagle3, speculators"](
+        tmp_path / "speculators", parity.target_parts(two, Files({}, {})), parity.points_of(golden)
+    )
+    assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
 
 
 @pytest.mark.parametrize(
@@ -451,16 +524,20 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "another vocabulary": ("medusa, vllm", lambda c, t: c.update(vocab_size=99), "its vocab_size is 99, this target's is 64"),
     "another depth": ("dflash", lambda c, t: c.update(num_target_layers=36), "its num_target_layers is 36, this target's is 4"),
     "missing": ("eagle3", lambda c, t: t.pop("norm.weight"), "model.safetensors lacks norm.weight, according to config.json"),
-    "unexpected": ("eagle3", put_in("layers.1.x", torch.ones(1)), r"has unexpected layers\.1\.x"),
+    "unknown tensors": (
+        "eagle3",
+        put_in("layers.1.x", torch.ones(1)),
+        r"has unknown tensors layers\.1\.x, according to config.json; this layout is not supported$",
+    ),
     "no place": (
         "medusa, vllm",
         put_in("token_map", torch.ones(1)),
-        "has unexpected token_map, for which drafters of medusa have no",
+        r"has unknown tensors token_map, for which drafters of medusa have no place .*; this layout is not supported$",
     ),
     "a bias of attention": (
         "eagle",
         put_in("layers.0.self_attn.q_proj.bias", torch.ones(32)),
-        "has unexpected layers.0.self_attn",
+        "has unknown tensors layers.0.self_attn",
     ),
     "shape": ("eagle3", narrowed, r"q_proj.weight is \[16, 64\], by config.json and this target it should be \[32, 64\]"),
     "NaN": ("eagle3", put_in("norm.weight", torch.full((H,), torch.nan)), "norm.weight holds NaN or infinity"),
@@ -489,7 +566,12 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "layer ids": (
         "eagle3",
         lambda c, t: c.update({IDS: [0, 1, 2]}),
-        r"contradict each other: .* is \[0, 1, 2\], .* means \[1, 2, 3\]",
+        r"contradict each other, .* means \[0, 1, 2\], .* in eagle_config means \[1, 2, 3\]; correct one",
+    ),
+    "layer ids of outputs": (
+        "eagle3",
+        lambda c, t: c.update(target_layer_ids=[1, 2, 3]),
+        r"contradict each other, .*, target_layer_ids means \[2, 3, 4\]; correct one",
     ),
     "a layer too many": (
         "eagle3",
@@ -499,12 +581,18 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "two layers": (
         "eagle3",
         lambda c, t: c.update(num_hidden_layers=2),
-        "num_hidden_layers is 2, but drafters of this family have one",
+        r"model.safetensors lacks layers\.1\.input_layernorm\.weight, ",
     ),
-    "yarn": (
+    "a field of a rotation": (
         "eagle3",
-        lambda c, t: c.update(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
-        "rope_scaling is of the type 'yarn'",
+        lambda c, t: c.update(rope_scaling=YARN | {"attn_factor": 1.0}),
+        "rope_scaling of the type yarn has no attn_factor; it has factor",
+    ),
+    "an unheard rotation": ("eagle3", lambda c, t: c.update(rope_scaling={"rope_type": "su"}), "of the type 'su'; layers"),
+    "dynamic positions": (
+        "eagle3",
+        lambda c, t: c.update(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=64),
+        "its positions are scaled dynamically beyond 64, this target has 512",
     ),
     "GELU": (
         "eagle",
@@ -539,8 +627,8 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "no block size": ("dflash", lambda c, t: c.pop("block_size"), "dflash_config does not say block_size"),
     "a draft vocabulary": (
         "dflash",
-        lambda c, t: (c.update(draft_vocab_size=D), t.update({"lm_head.weight": torch.ones(D, H), "d2t": offsets()[0]})),
-        "it drafts 40 of the target's 64 tokens, but block drafters here draft all of them; take one without",
+        lambda c, t: (c.update(draft_vocab_size=D), t.update({"d2t": offsets()[0]})),
+        "it drafts 40 of the target's 64 tokens, which here only dflash and dspark do, with an lm_head of their own; take",
     ),
     "a draft vocabulary, not said": (
         "dflash2",
@@ -668,6 +756,22 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "too wide": ("dflash", saying(intermediate_size=10**12), "no drafter can be built from config.json"),
     "an unknown function": ("draft_model", saying(hidden_act="x"), "no drafter can be built from config.json .KeyError"),
     "a width in words": ("mlp_speculator", saying(inner_dim="x"), "inner_dim is 'x'"),
+    # fields that nobody reads
+    "a field that is new": ("eagle3", saying(logit_softcap=30.0), "config.json says logit_softcap 30.0, which drafters of "),
+    "a new field inside": ("dflash", inside(query_scale=2), "says dflash_config.query_scale 2, which drafters of dflash do"),
+    "a new field of layers": ("dspark, speculators", inside(no_rope_layers=[1]), r"says transformer_layer_config.no_rope"),
+    "another family's field": ("eagle", saying(target_layer_ids=[1]), r"says target_layer_ids \[1\], which drafters of eagle"),
+    "a field of heads": ("medusa", saying(medusa_residual=False), "says medusa_residual False, which drafters of medusa do"),
+    "another kind of PARD": (
+        "pard",
+        saying(spd_type="pard2"),
+        "spd_type is 'pard2', which reads more than tokens; only 'pard'",
+    ),
+    "a step of ModelOpt's": (
+        "eagle3",
+        lambda c, t: c["eagle_config"].update(parallel_draft_step=4),
+        "parallel_draft_step is 4, but drafters here give one draft a step",
+    ),
     "tied in words": ("mlp_speculator", saying(tie_weights="false"), "tie_weights is 'false'"),
 }
 

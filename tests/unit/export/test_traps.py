@@ -132,7 +132,7 @@ NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
 BLOCKS, ONE, P = ("dflash", "speculators"), ("eagle", "lmdeploy"), ("peagle", "vllm")
 DEEP, IN_PLACE, AUTHORS = ("dspark", "vllm"), ("dspark-in-place", "sglang"), ("dspark", "official")
-DEEP_TRT = ("dspark", "trtllm")
+DEEP_TRT, PART = ("dspark", "trtllm"), ("dflash-part", "vllm")
 TWO_RAW, DOMINO, SHIFTED_DOMINO = ("dflash2", "vllm"), ("domino", "sglang"), ("domino-shifted", "sglang")
 JET, CAUSAL = ("jetspec", "vllm"), ("dflash-causal", "sglang")
 SPARK, TWO, PRESS = ("dspark", "speculators"), ("dflash2", "speculators"), ("xpress", "vllm")
@@ -232,6 +232,12 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (DEEP, "slots", put("sample_from_anchor", value=False)),
     (IN_PLACE, "slots", put("sample_from_anchor", value=True)),
     (AUTHORS, "config", put("sample_from_anchor", value=False)),
+    (AUTHORS, "config", drop("num_anchors")),
+    (PART, "vocabulary", put("draft_vocab_size", value=39)),
+    (PART, "vocabulary", drop("draft_vocab_size")),
+    (PART, "d2t", lambda config, tensors: tensors["d2t"].add_(1)),
+    (PART, "tensors", lose("lm_head.weight")),
+    (DEEP, "layer ids", drop("dflash_config")),
     (DEEP_TRT, "slots", put("dflash_config", "shift_label", value=False)),
     (DEEP_TRT, "config", put("dflash_config", "causal", value=True)),
     (DEEP_TRT, "config", put("dspark_markov_head_type", value="gated")),
@@ -329,10 +335,10 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (("medusa", "vllm"), "vocabulary", put("truncated_vocab_size", value=32)),
     (("medusa", "vllm"), "tensors", put("num_heads", value=2)),
     (("medusa", "vllm"), "config", drop("hidden_size")),
-    (("medusa", "official"), "tensors", put("medusa_num_heads", value=2)),
+    (("medusa", "tgi"), "tensors", put("medusa_num_heads", value=2)),
     (("medusa", "tgi"), "config", drop("base_model_name_or_path")),
     (("medusa", "tgi"), "architecture", put("architectures", value=["MedusaModel"])),
-    (("medusa", "official"), "tensors", lose("1.0.linear.bias")),
+    (("medusa", "tgi"), "tensors", lose("1.0.linear.bias")),
     (("hydra", "official"), "tensors", put("hydra_num_layers", value=1)),
     (("hydra", "official"), "architecture", put("grounded_heads", value=False)),
     (("redrafter", "official"), "tensors", put("exit_dim", value=32)),

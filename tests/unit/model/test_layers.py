@@ -13,26 +13,48 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
+from drafttrain.export.readers.layer import Shape, _frequencies
 from drafttrain.model.layers import rotary
 from drafttrain.model.shapes import LayerOptions
 from drafttrain.targets.structure import shape_of
 from tests.exports import LINEAR, LLAMA3
-from tests.helpers import tiny_target
+from tests.helpers import drafted_and_predicted, fast_target, prompts, tiny_target
+from tests.tiny import build
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+LONGROPE |= {"long_factor": [1.0 + i for i in range(16)], "short_factor": [1.5] * 16}
+SCALED = {
+    "linear": LINEAR,
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn, size": YARN | {"attention_factor": 1.5, "truncate": False},
+    "yarn, bounds": YARN | {"beta_fast": 4.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.3},
+    "yarn, one bound": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0},
+    "longrope": LONGROPE,
+    "longrope, factor": LONGROPE | {"factor": 4.0},
+    "longrope, short": LONGROPE | {"original_max_position_embeddings": 512, "attention_factor": 1.2},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+}
 
 
-@pytest.mark.parametrize("scaling", [LINEAR, LLAMA3], ids=lambda scaling: scaling["rope_type"])
+@pytest.mark.parametrize("scaling", SCALED.values(), ids=SCALED)
 def test_rotary_scaling_equals_transformers(scaling: dict[str, Any]) -> None:
-    config = LlamaConfig(
-        hidden_size=64, num_attention_heads=2, rope_theta=500.0, rope_scaling=dict(scaling), max_position_embeddings=512
-    )
-    frequency_F, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    rope = {"rope_theta": 500.0, **scaling}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, rope_parameters=rope, max_position_embeddings=512)
+    frequency_F, size = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"), seq_len=512)
     position_BN = torch.tensor([[0, 1, 7, 300]])
-    cos_BND, sin_BND = rotary(position_BN, 32, 500.0, torch.float32, scaling)
+    cos_BND, sin_BND = rotary(position_BN, 32, 500.0, torch.float32, scaling, 512)
     plain_BND, _ = rotary(position_BN, 32, 500.0, torch.float32)
     angle_BNF = position_BN[..., None] * frequency_F
-    torch.testing.assert_close(cos_BND[..., :16], angle_BNF.cos(), atol=1e-4, rtol=0)
-    torch.testing.assert_close(sin_BND[..., 16:], angle_BNF.sin(), atol=1e-4, rtol=0)
-    assert not torch.allclose(cos_BND, plain_BND, atol=1e-2)
+    torch.testing.assert_close(cos_BND[..., :16], size * angle_BNF.cos(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(sin_BND[..., 16:], size * angle_BNF.sin(), atol=1e-4, rtol=0)
+    assert torch.allclose(cos_BND, plain_BND, atol=1e-2) is (scaling["rope_type"] == "dynamic")
+    LayerOptions(rope_scaling=scaling, head_dim=32).shape(tiny_target().shape)
+    read_F, read_size = _frequencies(Shape(64, 48, 2, 2, 32, 500.0, 1e-6, 512, scaling))  # of the exports' own check
+    torch.testing.assert_close(read_F, frequency_F)
+    assert read_size == pytest.approx(size)
 
 
 def test_layer_options_between_keeps_only_differences_from_target() -> None:
@@ -61,9 +83,14 @@ def test_layer_options_that_cannot_be_are_refused_in_one_line(subtests: pytest.S
         ({"intermediate_size": 0}, r"drafter.layer.intermediate_size is 0; set it above 0"),
         ({"depth": 3}, r"drafter.layer has no setting depth; it has heads, kv_heads"),
         (
-            {"rope_scaling": {"rope_type": "yarn"}},
-            "rope_scaling is of the type 'yarn'; layers of drafters know default, linear",
+            {"rope_scaling": {"rope_type": "su"}},
+            "rope_scaling is of the type 'su'; layers of drafters know default, linear",
         ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lacks original_max_position_embeddings; add numbers"),
+        ({"rope_scaling": YARN | {"attn_factor": 1.0}}, "rope_scaling of the type yarn has no attn_factor; it has factor, "),
+        ({"rope_scaling": YARN | {"beta_fast": "x"}}, "rope_scaling's beta_fast is 'x'; numbers above 0 are needed"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; an object is needed"),
+        ({"rope_scaling": LONGROPE}, "long_factor has 16 numbers; heads of width 8 need 4"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of the type linear lacks factor; add numbers"),
     ):
         with subtests.test(given=given):
@@ -78,3 +105,13 @@ def test_layer_options_overrides_set_rope_theta_and_scaling() -> None:
     with initialize_config_module("drafttrain.conf", version_base="1.3"):
         layer = compose("config", typed).drafter.layer
     assert layer.rope_theta == 500.0 and dict(layer.rope_scaling) == LINEAR
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_scaled_positions_training_predictions_equal_draft_tokens(name: str) -> None:
+    """A size of rotated queries and keys is in the decoder's tables too."""
+    yarn = YARN | {"attention_factor": 2.0, "original_max_position_embeddings": 8}
+    target, prompt = fast_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
+    drafted, predicted = drafted_and_predicted(target, build(name, target, 1.0, layer={"rope_scaling": yarn}), prompt)
+    plain, _ = drafted_and_predicted(target, build(name, target, 1.0), prompt)
+    assert predicted == drafted != plain
