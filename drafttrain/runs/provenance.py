@@ -78,8 +78,8 @@ def origin_of(options: RunOptions, loaded: LoadedTarget, data: Dataset, shared: 
     target = loaded.target
     likely = mean_log_likelihood(target, prompts, replies, target.device)
     own = mean_log_likelihood(target, prompts, _written(loaded, prompts, options.data.seed), target.device)
-    if not all(value is not None and math.isfinite(value) for value in (likely, own)):
-        return Origin(reason)  # of a target whose states of some token are not finite
+    if not all(math.isfinite(x) for x in (likely, own) if x is not None):  # of a target without finite states of some token
+        return Origin(reason)
     return Origin(reason, len(rows), likely, own)
 
 

@@ -246,8 +246,10 @@ class Trainer:
         self._named.update(new)
         if not new or not self.world.first:
             return
-        with suppress(OSError), (self.run_dir / LEFT_OUT).open("a", encoding="utf-8") as file:  # as where the disk is full
-            file.writelines(f"{record}: {why}\n" for record in new)
+        with suppress(OSError), (self.run_dir / LEFT_OUT).open("a+", encoding="utf-8") as file:  # as where the disk is full
+            file.seek(0)
+            known = set(file)  # before the run was resumed
+            file.writelines(line for record in new if (line := f"{record}: {why}\n") not in known)
         shown = NAMED - (len(self._named) - len(new))
         for record in new[: max(0, shown)]:
             say(f"{record}: left out, because {why}")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from drafttrain.core.files import atomic_directory
 from tests.integration.test_fit_errors import arguments
 from tests.integration.test_training import fit, losses
+from tests.standin.served import states_server
 
 Command = Callable[..., int]
 LETTER = "q"
@@ -86,6 +87,18 @@ def test_fit_packed_row_without_finite_states_names_its_records(
     numbers = [set(re.findall(r"jsonl:(\d+)", row)) for row in named]
     assert numbers and all(found & {"4", "18", "31"} for found in numbers)
     assert all(line["loss"] is not None for line in lines_of(run_of()))
+
+
+@pytest.mark.slow
+def test_fit_on_states_of_server_leaves_out_same_rows(damaged: Path, tmp_path: Path) -> None:
+    """A server gives states that are not finite for three of 40 texts, every time that they are asked for."""
+    with states_server(damaged, tmp_path / "states") as states:
+        served = fit(damaged, tmp_path / "served", *states.asked("train.steps=18", "data.max_length=64"))
+        assert not states.left()
+    online = fit(damaged, tmp_path / "online", *STEPS, "recipe=medusa", "train.steps=18", "data.max_length=64")
+    assert [line.get("left_out") for line in lines_of(served)] == [line.get("left_out") for line in lines_of(online)]
+    assert (served / "left_out.txt").read_text() == (online / "left_out.txt").read_text()
+    assert losses(served) == pytest.approx(losses(online), rel=1e-5)
 
 
 @pytest.mark.slow

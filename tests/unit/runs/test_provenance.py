@@ -84,6 +84,17 @@ def test_origin_of_target_replies_are_likelier_than_scrambled(loaded: LoadedTarg
     assert origin_of(options, loaded, load_dataset(options.data, loaded.tokenizer), shared=True).likely is None
 
 
+def test_origin_of_likelihood_that_is_not_finite_is_no_figure(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a target without finite states of some token: NaN is no JSON, and a report has this."""
+    data = load_dataset(DataOptions(limit=12, held_out=2), loaded.tokenizer)
+    monkeypatch.setattr(provenance, "_written", lambda *_: [])
+    for likely, own in ((float("nan"), -1.0), (None, float("-inf"))):
+        answers = iter((likely, own))
+        monkeypatch.setattr(provenance, "mean_log_likelihood", lambda *_, answers=answers: next(answers))
+        found = origin_of(RunOptions(), loaded, data, False)
+        assert (found.replies, found.likely, found.own) == (0, None, None)
+
+
 def test_origin_of_scores_packed_rows_and_replies_at_context_limit(loaded: LoadedTarget, tmp_path: Path) -> None:
     packed = load_dataset(DataOptions(limit=20, held_out=0, pack=True), loaded.tokenizer)
     alone = load_dataset(DataOptions(limit=20, held_out=0), loaded.tokenizer)
