@@ -35,6 +35,7 @@ from drafttrain.targets.devices import bind
 Value = TypeVar("Value")
 
 SILENT = 10.0  # seconds that processes may take to meet before one says what it waits for
+SILENT_WATCHED = 120.0  # the same under torch's elastic agent, which ends them all when one fails
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables of a launcher
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PATIENCE = timedelta(minutes=30)  # the others wait while the first process runs the whole model's forward at load time
@@ -129,23 +130,25 @@ def check_launched() -> None:
 
 
 @contextmanager
-def meeting(silent: float | None = None) -> Iterator[None]:
-    """While the processes that the environment names meet. After `silent` seconds (None: `SILENT`) it says what is waited for.
+def meeting() -> Iterator[None]:
+    """While the processes that the environment names meet. After some seconds it says what is waited for.
 
-    A signal ends this process at once: torch waits outside of Python, where no handler runs. Raises UserError if they do not
+    A launcher that watches over the processes tells itself why one has ended: then a signal leaves no line here, and the wait
+    may be longer. A signal ends this process at once: torch waits outside of Python, where no handler runs. Raises UserError if they do not
     meet, unless a launcher watches over them.
     """
     check_launched()
+    watched = "TORCHELASTIC_RUN_ID" in os.environ
     done, wake = os.pipe()
     os.set_blocking(wake, False)
     main = threading.current_thread() is threading.main_thread()  # Python allows it nowhere else
     before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False) if main else -1
-    watcher = threading.Thread(target=_watch, args=(done, SILENT if silent is None else silent), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(done, watched), daemon=True)
     watcher.start()
     try:
         yield
     except (distributed.DistNetworkError, distributed.DistStoreError) as error:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if watched:
             raise
         raise UserError(f"the processes have not met: {_waited_for()}") from error
     finally:
@@ -157,14 +160,15 @@ def meeting(silent: float | None = None) -> Iterator[None]:
         os.close(done)
 
 
-def _watch(pipe: int, silent: float) -> None:
-    """Until the pipe has a zero. Its other bytes are numbers of signals."""
-    if not select.select([pipe], [], [], silent)[0]:
+def _watch(pipe: int, watched: bool) -> None:
+    """Until the pipe has a zero. Its other bytes are numbers of signals. watched: as in `meeting`."""
+    if not select.select([pipe], [], [], SILENT_WATCHED if watched else SILENT)[0]:
         print(f"drafttrain: {_waited_for()}", file=sys.stderr, flush=True)
     while number := os.read(pipe, 1)[0]:
         if number in ENDING:
             line = f"\ndrafttrain: interrupted by {signal.Signals(number).name}, while it waited for other processes\n"
-            os.write(2, line.encode())
+            if not watched:
+                os.write(2, line.encode())
             os._exit(130 if number == signal.SIGINT else Interrupted.CODE)
 
 

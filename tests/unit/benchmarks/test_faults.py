@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from drafttrain.core.files import atomic_write_text, remove_abandoned
-from drafttrain.data import forms, templates
+from drafttrain.data import forms, templates, turns
 from drafttrain.targets.load import EMBEDDED
 from tests.faults import attack, campaign, data, files, hostile_templates, kill, material
 from tests.faults.campaign import ACCEPTED, FAILURE, REFUSED, UNCHANGED, TryResult, failed
@@ -196,7 +196,8 @@ def test_malformed_data_tries_report_planted_traceback(tmp_path: Path, monkeypat
     clean = [one for one in outcomes() if one.result != FAILURE]
     assert {one.result for one in clean} == {REFUSED, UNCHANGED} and len(clean) > 30
     with monkeypatch.context() as planted:
-        planted.setattr(forms, "_string", lambda origin, name, value: value.strip())
+        for module in (forms, turns):
+            planted.setattr(module, "string", lambda origin, name, value: value.strip())
         assert any("AttributeError" in one.got for one in outcomes() if one.result == FAILURE)
 
 
