@@ -134,8 +134,8 @@ def meeting() -> Iterator[None]:
     """While the processes that the environment names meet. After some seconds it says what is waited for.
 
     A launcher that watches over the processes tells itself why one has ended: then a signal leaves no line here, and the wait
-    may be longer. A signal ends this process at once: torch waits outside of Python, where no handler runs. Raises UserError if they do not
-    meet, unless a launcher watches over them.
+    may be longer. A signal ends this process at once: torch waits outside of Python, where no handler runs. Raises UserError if
+    they do not meet, unless a launcher watches over them.
     """
     check_launched()
     watched = "TORCHELASTIC_RUN_ID" in os.environ
