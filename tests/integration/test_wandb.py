@@ -88,12 +88,12 @@ def sync(typed: str, home: Path, variables: dict[str, str]) -> str:
 
 
 def flat(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl as W&B shows it."""
+    """A line of metrics.jsonl as W&B shows it, which gets no empty figures."""
     found: dict[str, Any] = {}
     for key, value in line.items():
         if key != "step":
             found |= {f"{key}/{i}": v for i, v in enumerate(value, 1)} if isinstance(value, list) else {key: value}
-    return found
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def near(value: Any) -> Any:
