@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -297,4 +298,11 @@ def _longrope(frequency_F: Tensor, scaling: Mapping[str, Any], context: int) -> 
     factor = float(scaling.get("factor") or context / original)
     size = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
     size = size if scaling.get("attention_factor") is None else float(scaling["attention_factor"])
-    return frequency_F / torch.tensor(list(divisors), device=frequency_F.device, dtype=torch.float32), size
+    return frequency_F / _on_device(tuple(divisors), frequency_F.device), size
+
+
+@cache
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """The numbers as a tensor, made once: a captured step cannot copy what the host has."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device, dtype=torch.float32)

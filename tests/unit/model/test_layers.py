@@ -57,6 +57,14 @@ def test_rotary_scaling_equals_transformers(scaling: dict[str, Any]) -> None:
     assert read_size == pytest.approx(size)
 
 
+def test_longrope_copies_its_divisors_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step under CUDA's capture cannot copy what the host has."""
+    position_BN, scaling = torch.arange(6)[None], LONGROPE | {"long_factor": [1.0, 2.0, 3.0, 4.0]}
+    first = rotary(position_BN, 8, 1e4, torch.float32, scaling, 128)
+    monkeypatch.setattr(torch, "tensor", None)
+    assert torch.equal(torch.stack(rotary(position_BN, 8, 1e4, torch.float32, scaling, 128)), torch.stack(first))
+
+
 def test_layer_options_between_keeps_only_differences_from_target() -> None:
     of = tiny_target().shape
     own = LayerOptions(kv_heads=4, rope_theta=5.0, rope_scaling=LINEAR)
