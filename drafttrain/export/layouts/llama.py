@@ -46,7 +46,7 @@ def refuse_scaling(source: Source) -> str | None:
     unread = f" with {', '.join(sorted(given & YARN_UNREAD))}" if kind in ENGINE_SCALINGS else ""
     return (
         f"its layers have rotary scaling of the type {kind}{unread}, which {source.stack} is not known to compute as "
-        "transformers does; train without drafter.layer.rope_scaling"
+        "transformers does; train without drafter.layer.rope_scaling, or leave out export.rope_scaling"
     )
 
 
