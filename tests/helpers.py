@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import random
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from drafttrain.core.files import cache_home
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, TreeShape
 from drafttrain.data import DataOptions
@@ -37,7 +39,6 @@ from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
-from drafttrain.ops import build
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 
@@ -66,6 +67,7 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }
 
 
+Made = TypeVar("Made")
 EAGER = ("gemma2", "gpt-oss")  # transformers computes their scores in no other implementation
 
 
@@ -230,9 +232,27 @@ def read_conversations(options: DataOptions, replies: bool = True) -> list[Conve
     return read_usable(options, replies)[0]
 
 
+def at_once(count: int, make: Callable[[int], Made]) -> list[Made]:
+    """What so many forked processes make that begin together, by their number."""
+    processes = multiprocessing.get_context("fork")
+    together, found = processes.Barrier(count), processes.Queue()
+
+    def begin(number: int) -> None:
+        together.wait()
+        found.put((number, make(number)))
+
+    started = [processes.Process(target=begin, args=(number,)) for number in range(count)]
+    for process in started:
+        process.start()
+    made = dict(found.get() for _ in started)
+    for process in started:
+        process.join()
+    return [made[number] for number in range(count)]
+
+
 def share_compiled(cache: Path) -> None:
     """Let processes with this `XDG_CACHE_HOME` find the operators that are compiled already: that takes minutes."""
-    ours, theirs = build.cache_folder() / "kernels", cache / "drafttrain" / "kernels"
+    ours, theirs = cache_home() / "kernels", cache / "drafttrain" / "kernels"
     if not theirs.exists():
         ours.mkdir(parents=True, exist_ok=True)
         theirs.parent.mkdir(parents=True, exist_ok=True)

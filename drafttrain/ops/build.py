@@ -28,11 +28,6 @@ CUDA_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-f
 ARCHITECTURES = ("80", "90a")  # targets of `make kernels` on a machine without a GPU
 
 
-def cache_folder(needed: str = "") -> Path:
-    """The folder for compiled operators, under XDG_CACHE_HOME. needed: as for `cache_home`."""
-    return cache_home(needed)
-
-
 def sources() -> Path:
     """The folder of the kernels' sources, in a checkout or in an installed package."""
     return Path(str(files("drafttrain.kernels")))
@@ -85,7 +80,7 @@ def compiled(
     parts = [version, _processor(), *flags, name]
     parts += [f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in sorted({*read, *units})]
     inside = f"kernels/{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
-    folder = cache_folder(f"{inside}/{name}") / inside
+    folder = cache_home(f"{inside}/{name}") / inside
     library = folder / name
     if library.exists():
         return library

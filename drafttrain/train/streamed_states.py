@@ -21,9 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_write_bytes, sealed, unsealed
+from drafttrain.core.files import atomic_write_bytes, cache_home, sealed, unsealed
 from drafttrain.data.prompts import load_prompts
-from drafttrain.ops.build import cache_folder
 from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.fingerprint import fingerprint_from
 from drafttrain.targets.frozen_ends import KnownStates
@@ -69,7 +68,7 @@ class StreamedStates:
 
     def _known(self, console: Console, done: Callable[[int], object]) -> KnownStates:
         ids, pieces = self._ids(), self.ends.pieces
-        file = cache_folder() / "targets" / f"{self._key(ids)}.safetensors"
+        file = cache_home() / "targets" / f"{self._key(ids)}.safetensors"
         if (kept := read(file)) is not None:
             console.say(f"features: the target's states of {len(kept.ids)} tokens are in {file}")
             return kept

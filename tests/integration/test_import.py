@@ -19,7 +19,7 @@ Command = Callable[..., int]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(convert, "cache_home", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafttrain import __version__
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_directory, remove_directory
+from drafttrain.core.files import atomic_directory, cache_home, remove_directory
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META, CheckpointMeta, TargetRecord, build, read_meta, save_drafter
 from drafttrain.export.drafter_adapter import check_merged
@@ -23,7 +23,6 @@ from drafttrain.export.importers.row import TRAINED_FOR, Draft, Importer, check_
 from drafttrain.export.importers.table import recognised
 from drafttrain.export.importers.unread import check_unread
 from drafttrain.model.drafter import Drafter
-from drafttrain.ops.build import cache_folder
 from drafttrain.targets.load import LoadedTarget
 
 DROPPED = {"adapter"}  # an option that does not return: a trained target was exported merged, as an ordinary target
@@ -40,7 +39,7 @@ def converted(found: Foreign, loaded: LoadedTarget, say: Say) -> Path:
     """
     row = recognised(found)
     check_merged(found.origin, found.record)
-    final = cache_folder() / "imports" / f"{found.directory.resolve().name}-{_key(found, loaded)}"
+    final = cache_home() / "imports" / f"{found.directory.resolve().name}-{_key(found, loaded)}"
     if not (final / META).is_file():
         _keep(final, taken(row, found, loaded))
     about = read_meta(final).imported

@@ -1,7 +1,6 @@
 """Directories and files appear whole or not at all."""
 
 import errno
-import multiprocessing
 import os
 import subprocess
 from pathlib import Path
@@ -19,6 +18,7 @@ from drafttrain.core.files import (
     remove_abandoned,
     remove_leftovers,
 )
+from tests.helpers import at_once
 
 
 def test_atomic_directory_appears_when_complete(tmp_path: Path) -> None:
@@ -117,19 +117,7 @@ def test_new_files_of_same_name_are_one_for_each_process(links: bool, tmp_path: 
 
     if not links:
         monkeypatch.setattr("os.link", unsupported)
-    processes = multiprocessing.get_context("fork")
-    together, found = processes.Barrier(8), processes.Queue()
-
-    def make(number: int) -> None:
-        together.wait()
-        found.put((number, new_file(tmp_path / "kind" / "now.html", str(number).encode())))
-
-    started = [processes.Process(target=make, args=(number,)) for number in range(8)]
-    for process in started:
-        process.start()
-    paths = dict(found.get() for _ in started)
-    for process in started:
-        process.join()
-    assert sorted(path.name for path in paths.values()) == ["now-2.html", *(f"now-{n}.html" for n in range(3, 9)), "now.html"]
-    assert all(path.read_text() == str(number) for number, path in paths.items())
+    paths = at_once(8, lambda number: new_file(tmp_path / "kind" / "now.html", str(number).encode()))
+    assert sorted(path.name for path in paths) == ["now-2.html", *(f"now-{n}.html" for n in range(3, 9)), "now.html"]
+    assert all(path.read_text() == str(number) for number, path in enumerate(paths))
     assert len(list((tmp_path / "kind").iterdir())) == 8

@@ -32,7 +32,7 @@ PEFT = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_t
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(convert, "cache_home", lambda: tmp_path / "cache")
 
 
 def imported(folder: Path) -> tuple[Opened, list[str]]:

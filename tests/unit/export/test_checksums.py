@@ -44,7 +44,7 @@ GGUFS = [
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(convert, "cache_home", lambda: tmp_path / "cache")
 
 
 def files(out: Path) -> Iterator[Path]:

@@ -48,7 +48,7 @@ PLAIN = (  # of each other family; variants name and merge their matrices alike
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(convert, "cache_home", lambda: tmp_path / "cache")
 
 
 def module_of(tensors: dict[str, Tensor]) -> nn.Module:

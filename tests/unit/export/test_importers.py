@@ -53,7 +53,7 @@ ELSEWHERE = ("source", "path", "blocks", "lora_rank", "lora_alpha")  # a languag
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(convert, "cache_home", lambda: tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from drafttrain.runs import directory as rundir
 from drafttrain.runs.directory import RunDirectory
 from drafttrain.runs.options import RunOptions
 from drafttrain.train import TrainOptions
+from tests.helpers import at_once
 
 
 class Alone:
@@ -108,20 +108,12 @@ def test_run_directories_of_same_second_are_one_for_each_process(tmp_path: Path,
     """As the tasks of a sweep begin, on machines that share a file system."""
     monkeypatch.setattr(rundir, "dated_path", lambda output, name: Path(output) / name / "now")
     monkeypatch.setattr(rundir, "environment", lambda device: {})
-    processes = multiprocessing.get_context("fork")
-    together, found = processes.Barrier(16), processes.Queue()
 
-    def begin(number: int) -> None:
+    def begin(number: int) -> Path:
         options = RunOptions(output=str(tmp_path), name="medusa")
-        together.wait()
-        found.put((number, RunDirectory.open(options, {"train": {"lr": number}}, Alone(), print).path))  # type: ignore[arg-type]
+        return RunDirectory.open(options, {"train": {"lr": number}}, Alone(), print).path  # type: ignore[arg-type]
 
-    started = [processes.Process(target=begin, args=(number,)) for number in range(16)]
-    for process in started:
-        process.start()
-    paths = dict(found.get() for _ in started)
-    for process in started:
-        process.join()
-    assert len(set(paths.values())) == 16 == len(list((tmp_path / "medusa").iterdir()))
-    for number, path in paths.items():
+    paths = at_once(16, begin)
+    assert len(set(paths)) == 16 == len(list((tmp_path / "medusa").iterdir()))
+    for number, path in enumerate(paths):
         assert yaml.safe_load((path / "config.yaml").read_text())["train"]["lr"] == number
