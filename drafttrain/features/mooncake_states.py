@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.features.mooncake_store import ALIGNED, MooncakeStore, StoreError
-from drafttrain.features.transport import AbsentError, NoStatesError, RequestNames, States, UnsoundError, WrongError
+from drafttrain.features.transport import AbsentError, NonFiniteError, NoStatesError, RequestNames, States, WrongError
 
 VERSION = 1  # of the manifest
 HIDDEN, TOKENS = "hidden_states", "token_ids"
@@ -157,7 +157,7 @@ class MooncakeStates:
             said = str(json.loads(bytes(self.store.get(error, size).tolist()))["error"])
         except (ValueError, KeyError, TypeError, RecursionError):
             said = "an error that cannot be read"
-        return (UnsoundError if "finite" in said else AbsentError)(f"the server could not give the states: {said:.300}")
+        return (NonFiniteError if "finite" in said else AbsentError)(f"the server could not give the states: {said:.300}")
 
     def sweep_once(self) -> None:
         """At the first use: remove the objects of this machine's processes that have ended. Raises StoreError."""

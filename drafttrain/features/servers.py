@@ -33,7 +33,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.features.answers import Answer, AnswerRequest
 from drafttrain.features.reference import Reference
 from drafttrain.features.source import Description, Received, Source, StatesRequest
-from drafttrain.features.transport import AbsentError, UnsoundError, WrongError
+from drafttrain.features.transport import AbsentError, NonFiniteError, WrongError
 
 if TYPE_CHECKING:
     import httpx
@@ -173,7 +173,11 @@ class Servers:
             try:
                 answer = self._from(server, ids, request)
             except (AbsentError, WrongError) as error:
-                if wrong >= SURE and isinstance(error, UnsoundError) and (nan := self._unsound(server, ids, request, error)):
+                if (
+                    wrong >= SURE
+                    and isinstance(error, NonFiniteError)
+                    and (nan := self._nonfinite(server, ids, request, error))
+                ):
                     self._succeeded(server, nan, request)
                     return nan
                 if not isinstance(error, _SharedError):
@@ -326,8 +330,8 @@ class Servers:
             raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
         server.dtype, server.heard_at = found.hidden_TKH.dtype, monotonic()
 
-    def _unsound(
-        self, server: _Server, ids: Sequence[int], request: AnswerRequest | None, error: UnsoundError
+    def _nonfinite(
+        self, server: _Server, ids: Sequence[int], request: AnswerRequest | None, error: NonFiniteError
     ) -> Answer | None:
         """States of NaN, where the conversation's own are not finite: the server gives the trainer's for another one."""
         written = error.written if request is not None else []
@@ -367,7 +371,7 @@ class Servers:
         if server.dtype is not None and hidden_TKH.dtype != server.dtype:
             raise WrongError(f"states in {hidden_TKH.dtype} after others in {server.dtype}")
         if not bool(hidden_TKH.isfinite().all()):
-            raise UnsoundError("states that are not finite", found.written)
+            raise NonFiniteError("states that are not finite", found.written)
 
     def _json(self, server: _Server, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request. Raises UserError for a refusal, which every repetition would get too."""

@@ -31,7 +31,7 @@ class WrongError(Exception):
     """A server has answered with states that cannot be used."""
 
 
-class UnsoundError(WrongError):
+class NonFiniteError(WrongError):
     """States with values that are not finite: of a server with a fault, or the target's own, as an overflow makes them.
 
     written: the answer that was requested with them, if it has come.

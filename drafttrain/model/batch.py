@@ -158,7 +158,7 @@ class TrainBatch:
         numbers = (token_BT, position_BT, document_BT, mask_BT)
         return TrainBatch(*numbers, hidden, top, self.span, whole, self.progress, host)
 
-    def unsound(self) -> Tensor:
+    def nonfinite(self) -> Tensor:
         """[B] whether the target's states of a row's documents have a value that is not finite. Waits for nothing."""
         fault_BT = torch.zeros_like(self.mask_BT)
         for state_BTH in self.hidden.values():  # a sum is finite where its terms are, and costs a tenth of looking at each

@@ -40,7 +40,7 @@ class StepCounts:
     mass: Tensor  # sum of acceptance, sum min(p, q)
     alive: Tensor  # predictions whose earlier steps all agreed
     alive_correct: Tensor  # of these, the ones that agree as well
-    unsound_2B: Tensor | None = None  # rows with a value that is not finite: in the target's states; in a loss or an acceptance
+    nonfinite_2B: Tensor | None = None  # rows with such a value: in the target's states; in a loss or an acceptance
 
     @staticmethod
     def stack(rows: list[Tensor]) -> StepCounts:
@@ -120,7 +120,7 @@ class Objective(nn.Module):
         end_to_end, in_parts = self.options.name == END_TO_END, torch.is_grad_enabled() and divided(self.drafter)
         scoring = Scoring(predictions, batch, distribution, self.options.terms, self.at_once, end_to_end, in_parts)
         steps, gradients = self._scored(scoring, in_parts)
-        unsound_B = _unsound_scores(predictions, steps, batch)
+        nonfinite_B = _nonfinite_scores(predictions, steps, batch)
         steps, total = self._weighed(predictions, steps, EndToEndLoss(batch, depths))
         total = total if gradients is None else gradients.attach(total)
         for prediction, step in zip(predictions, steps, strict=True):
@@ -129,7 +129,7 @@ class Objective(nn.Module):
             if prediction.aux is not None:
                 total = total + prediction.aux
         counts = StepCounts.stack(_rows(predictions, steps, token_P, depths))
-        return total, replace(counts, unsound_2B=torch.stack([batch.unsound(), unsound_B]))
+        return total, replace(counts, nonfinite_2B=torch.stack([batch.nonfinite(), nonfinite_B]))
 
     def _scored(self, scoring: Scoring, in_parts: bool) -> tuple[list[StepScores], Gradients | None]:
         """Every step's scores, and the gradients of the weighted losses; None: the losses have gradients themselves.
@@ -178,7 +178,7 @@ def _rows(predictions: Sequence[Prediction], steps: Sequence[StepScores], token_
 
 
 @torch.no_grad()
-def _unsound_scores(predictions: Sequence[Prediction], steps: Sequence[StepScores], batch: TrainBatch) -> Tensor:
+def _nonfinite_scores(predictions: Sequence[Prediction], steps: Sequence[StepScores], batch: TrainBatch) -> Tensor:
     """[B] whether a row has a loss or an acceptance that is not finite. The device finds it: nothing waits for it here."""
     B, T = batch.token_BT.shape
     row_N = torch.cat([prediction.label_M for prediction in predictions]) // T

@@ -43,7 +43,7 @@ class Reference(NamedTuple):
     draw: int = 0  # of the tokens
 
     @property
-    def unsound(self) -> bool:
+    def nonfinite(self) -> bool:
         """Whether a logit is NaN or infinite. Minus infinity, of tokens that never come, is a logit."""
         return any(bool((logits_V.isnan() | (logits_V == torch.inf)).any()) for logits_V in self.logits.values())
 
@@ -141,14 +141,14 @@ def probe(target: Probed) -> str | None:
     """
     _worst_gap(target, Reference({}, 0.0), CHAIN)  # compares nothing: a model that fails with our cache does so at once
     draws = _Draws(target)
-    if draws.unsound():
+    if draws.nonfinite():
         dtype = str(target.dtype).removeprefix("torch.")
         raise UserError(
             f"{type(target.model).__name__} gives logits that are NaN or infinite, so it has no distribution to draft for; its "
             f"weights are damaged, or overflow in {dtype}: fetch them again, or set target.dtype"
         )
     if draws.differ(CHAIN):
-        compared = [reference for reference in draws.known if not reference.unsound]
+        compared = [reference for reference in draws.known if not reference.nonfinite]
         name, reason = type(target.model).__name__, _why_not_chains(target, compared[-1])
         raise UserError(f"{name} cannot be decoded exactly: {reason}; {INSTEAD}")
     why: str | None = None
@@ -180,8 +180,8 @@ def wrong_tap(target: Probed) -> int | None:
     if not states or len(states) != len(blocks) + 2:
         return None
     found = target(token_1T, None, None, position_1T, Taps(tuple(blocks)), token_1T[:, :0]).hidden
-    sound = [n for n in blocks if bool(states[n + 1].isfinite().all())]  # of these tokens
-    return next((n for n in sound if gap(target, found[n].flatten(), states[n + 1].flatten()) > 1.0), None)
+    finite = [n for n in blocks if bool(states[n + 1].isfinite().all())]  # of these tokens
+    return next((n for n in finite if gap(target, found[n].flatten(), states[n + 1].flatten()) > 1.0), None)
 
 
 class _Draws:
@@ -194,7 +194,7 @@ class _Draws:
         """Whether the logits of these paths with a cache are others than without, for every draw."""
         return all(_worst_gap(self.target, expected, paths, lengths) > 1.0 for expected in self._references())
 
-    def unsound(self) -> bool:
+    def nonfinite(self) -> bool:
         """Whether the model gives no finite logits, whatever the tokens are."""
         return next(self._references(), None) is None and bool(self.known)
 
@@ -208,7 +208,7 @@ class _Draws:
                 if (reference := self.target.reference(draw)) is None:
                     return
                 self.known.append(reference)
-            if not self.known[draw].unsound:
+            if not self.known[draw].nonfinite:
                 left -= 1
                 yield self.known[draw]
 

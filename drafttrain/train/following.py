@@ -91,15 +91,15 @@ class FollowingSteps:
         self.drafter.train(), self.working.drafter.train()
         left, left_out = list(batches), 0
         while True:
-            loss, counted_6K, unsound = self._backward(left)
+            loss, counted_6K, nonfinite = self._backward(left)
             own = loss.new_tensor([sum(batch.supervised() for batch in left)])
-            sums = torch.cat([loss[None], own, torch.cat([own.new_zeros(1), *unsound]).sum()[None], counted_6K.flatten()])
+            sums = torch.cat([loss[None], own, torch.cat([own.new_zeros(1), *nonfinite]).sum()[None], counted_6K.flatten()])
             self._sum(sums)
             supervised, found = int(sums[1]), int(sums[2])
             if not found:
                 break
             left_out += found
-            rows = [x.nonzero()[:, 0].tolist() for x in unsound]
+            rows = [x.nonzero()[:, 0].tolist() for x in nonfinite]
             left = [batch.without(gone, token()) if gone else batch for batch, gone in zip(left, rows, strict=True)]
             self._forget()
         norm = NAN
@@ -131,8 +131,8 @@ class FollowingSteps:
         device, rows = self._computing[0].device, self.options.micro_batch
         total = torch.zeros((), dtype=torch.float64, device=device)
         counted_6K = torch.zeros(6, WIDEST, dtype=torch.float64, device=device)
-        unsound = [torch.zeros(len(batch.token_BT), dtype=torch.float64, device=device) for batch in batches]
-        for batch, unsound_B in zip(batches, unsound, strict=True):
+        nonfinite = [torch.zeros(len(batch.token_BT), dtype=torch.float64, device=device) for batch in batches]
+        for batch, nonfinite_B in zip(batches, nonfinite, strict=True):
             for first in range(0, len(batch.token_BT), rows):
                 part = rows_of(batch, first, first + rows)
                 if part.supervised():
@@ -141,9 +141,9 @@ class FollowingSteps:
                     total += loss.detach().double()
                     found_6K = counts.packed()
                     counted_6K[:, : found_6K.shape[1]] += found_6K
-                    assert counts.unsound_2B is not None, "the objective finds them"
-                    unsound_B[first : first + rows] = counts.unsound_2B.any(0).double()
-        return total, counted_6K, unsound
+                    assert counts.nonfinite_2B is not None, "the objective finds them"
+                    nonfinite_B[first : first + rows] = counts.nonfinite_2B.any(0).double()
+        return total, counted_6K, nonfinite
 
     def _gradients(self, supervised: int) -> bool:
         """Sum the gradients over all processes and divide them by the supervised tokens; False: there are none at all."""

@@ -54,7 +54,7 @@ class Batches:
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
         self.prefetch = Prefetch(self._states, job.loaded.target.device)
         self._built: dict[int, StepBatches] = {}  # of later steps
-        self._unsound = set[int]()  # training rows whose states are not finite
+        self._nonfinite = set[int]()  # training rows whose states are not finite
         self._asked: dict[int, list[Asked]] = {}  # of later steps whose answers have been requested
         self.answers: Answers | None = None  # None: the given replies are trained on
         if isinstance(source, EngineStates) and source.writing is not None:
@@ -65,8 +65,8 @@ class Batches:
         if self.answers is not None:
             return self._answered(self.answers, step)
         if step in self._built:
-            return self._sound(self._built.pop(step), step)
-        return self._sound(self._made(step), step)
+            return self._without_known(self._built.pop(step), step)
+        return self._without_known(self._made(step), step)
 
     def _made(self, step: int) -> StepBatches:
         options = self.job.train
@@ -124,14 +124,14 @@ class Batches:
         """
         size = self.job.train.global_batch
         if self.job.adapter is None and self.answers is None and not self.job.train.on_policy:
-            self._unsound.update(self.job.data.rows.row(step * size + place, size) for place in places)
+            self._nonfinite.update(self.job.data.rows.row(step * size + place, size) for place in places)
 
-    def _sound(self, batches: StepBatches, step: int) -> StepBatches:
+    def _without_known(self, batches: StepBatches, step: int) -> StepBatches:
         """The batches without the rows that are known to have states that are not finite."""
-        if not self._unsound:
+        if not self._nonfinite:
             return batches
         rows, size = self.job.data.rows, self.job.train.global_batch
-        places = [place for place in range(size) if rows.row(step * size + place, size) in self._unsound]
+        places = [place for place in range(size) if rows.row(step * size + place, size) in self._nonfinite]
         return self.without(batches, places) if not batches.left_out.issuperset(places) else batches
 
     def _without(self, batch: TrainBatch, rows: Sequence[int], token: int) -> TrainBatch:
@@ -172,8 +172,8 @@ class Batches:
                 for later in batches[i : i + 1 + self.source.ahead]:
                     self.source.begin(later)
             filled = self.source.fill(batch)
-            unsound = filled.unsound().nonzero()[:, 0].tolist()
-            yield filled.without(unsound, self._finite_token) if unsound else filled
+            nonfinite = filled.nonfinite().nonzero()[:, 0].tolist()
+            yield filled.without(nonfinite, self._finite_token) if nonfinite else filled
         if isinstance(self.source, EngineStates):
             self.source.pause()
 

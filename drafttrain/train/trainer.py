@@ -224,7 +224,7 @@ class Trainer:
     def _step(self, step: int, say: Callable[[str], None], meanwhile: Callable[[], bool]) -> StepResult:
         """Run one optimiser step, without the rows that have a value which is not finite.
 
-        A step with such a row changes nothing, and is tried again without it: what is sound needs no other way and no wait.
+        A step with such a row changes nothing, and is tried again without it, so that other steps need no wait.
         """
         batches = self.batches.of(step)
         while True:
@@ -298,7 +298,7 @@ class Trainer:
                 self.engine.backward(loss, supervised)
             total += loss.detach().double()
             counted.append(counts.packed() if i == 0 else counted.pop() + counts.packed())
-            faults.append(counts.unsound_2B)
+            faults.append(counts.nonfinite_2B)
             if i + 1 < len(batches.micro):
                 self.engine.micro_done()
         return total, counted[0], torch.cat(faults, 1)

@@ -198,7 +198,7 @@ def test_engine_states_not_finite_of_one_conversation_alone_become_nan(target: H
 
     with serving(StandIn(compute, tmp_path)) as url, source(target, url) as states:
         found, expected = states.fill(batch(some)), Online(target, TAPS).fill(batch(some))
-        assert found.unsound().tolist() == [False, True, False]
+        assert found.nonfinite().tolist() == [False, True, False]
         real_T = some[0] >= 0
         torch.testing.assert_close(found.hidden[2][0, : len(real_T)], expected.hidden[2][0, : len(real_T)])
         assert states.servers.counts.repeated == servers.SURE, "the same states again and again are the target's own"

@@ -32,12 +32,12 @@ def test_train_batch_small_example_gives_expected_pairs_and_anchors() -> None:
     assert batch.context(anchors).seen(5).int().tolist() == [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
 
 
-def test_train_batch_unsound_rows_become_padding() -> None:
+def test_train_batch_nonfinite_rows_become_padding() -> None:
     batch = batch_of([[0, 0, 0], [0, 0, -1], [0, 0, 0]], [[True] * 3, [True, True, False], [True] * 3])
     state = torch.ones(3, 3, 2, dtype=torch.bfloat16)
     state[0, 1, 0], state[1, 2, 1] = torch.inf, torch.nan  # the second is of padding
     filled = replace(batch, hidden={4: torch.ones(3, 3, 2), 2: state})
-    assert filled.unsound().tolist() == [True, False, False]
+    assert filled.nonfinite().tolist() == [True, False, False]
     left = filled.without([0], 7)
     assert left.token_BT.tolist() == [[7, 7, 7], [3, 4, 5], [6, 7, 8]] and left.document_BT[0].tolist() == [-1] * 3
     assert left.supervised() == batch.supervised() - 3 and not left.hidden[2][0].any() and bool(left.hidden[4][1:].all())

@@ -176,7 +176,7 @@ def test_objective_without_rows_has_loss_and_gradients_of_the_others(name: str) 
         batch.hidden[key] = state_BTH.index_fill(0, torch.tensor([2]), torch.nan)
     found = [objective(part) for part in (batch.without([2], 5), rows_of(batch, 0, 2))]
     (loss, counts), (expected, expected_counts) = found
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5) and not bool(counts.unsound_2B.any())
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5) and not bool(counts.nonfinite_2B.any())
     torch.testing.assert_close(counts.packed(), expected_counts.packed())
     loss.backward()
     assert all(bool(p.grad.isfinite().all()) for p in drafter.parameters() if p.grad is not None)
@@ -187,10 +187,10 @@ def test_objective_finds_rows_with_states_or_losses_that_are_not_finite(monkeypa
     batch = Online(target, Taps(final=True)).fill(padded_batch())
     objective = Objective(drafter_of("medusa", target), target, LossOptions())
     batch.hidden[FINAL][1, 2] = torch.inf
-    assert objective(batch)[1].unsound_2B.tolist() == [[False, True, False], [False, True, False]]
+    assert objective(batch)[1].nonfinite_2B.tolist() == [[False, True, False], [False, True, False]]
     batch.hidden[FINAL][1, 2] = 1e30
     monkeypatch.setattr(HFTarget, "head", lambda self, x_UH: 1e9 * self.model.lm_head(x_UH))  # its product overflows
-    assert objective(batch)[1].unsound_2B.tolist() == [[False, False, False], [False, True, False]]
+    assert objective(batch)[1].nonfinite_2B.tolist() == [[False, False, False], [False, True, False]]
 
 
 def test_loss_options_that_name_no_loss_are_refused(subtests: pytest.Subtests) -> None:
