@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -20,6 +22,18 @@ POINTERS = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
+
+EARLY = "EARLY"  # the parameter of kernels that call `enter`
+
+
+@triton.jit
+def enter(EARLY: tl.constexpr):
+    """The first statement of a kernel that may start while the one before it on the stream still runs (programmatic dependent
+    launch, from Hopper on): lets the next one start, and waits until what those before it have written can be read.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +49,16 @@ class Launch:
     def run(self) -> None:
         """Run the kernel on the device of its first tensor."""
         device = next(a.device for a in self.arguments.values() if isinstance(a, Tensor))
+        options = self._options(torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+            self.kernel[self.grid](**self.arguments, **options)
+
+    def _options(self, major: int) -> dict[str, Any]:
+        """What is given to the kernel beside its arguments, on a GPU of this major capability."""
+        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        if EARLY in self.kernel.arg_names:
+            options |= {EARLY: major >= 9, "launch_pdl": major >= 9}
+        return options
 
     def compile(self, capability: int) -> Any:
         """The kernel compiled as `run` does it on a GPU of this capability (80: A100, 90: H100). Needs no GPU.
@@ -44,8 +66,10 @@ class Launch:
         Tensors may be on the meta device; they count as aligned, as an allocator's memory is.
         """
         signature, constants, attributes = {}, {}, {}
+        options = self._options(capability // 10)
+        arguments = self.arguments | {name: options.pop(name) for name in [EARLY] if name in options}
         for at, parameter in enumerate(self.kernel.params):
-            value = self.arguments[parameter.name]
+            value = arguments[parameter.name]
             free = not parameter.do_not_specialize
             if parameter.is_constexpr or value is None or (free and isinstance(value, int) and value == 1):
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
@@ -54,7 +78,6 @@ class Launch:
             if isinstance(value, Tensor) or (free and isinstance(value, int) and value % 16 == 0):
                 attributes[at,] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
-        options = {"num_warps": self.warps, "num_stages": self.stages}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

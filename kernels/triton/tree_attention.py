@@ -16,7 +16,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from drafttrain.kernels.triton.launch import Launch
+from drafttrain.kernels.triton.launch import Launch, enter
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
@@ -118,6 +118,7 @@ def attend(
     q, keys, values, table, length, bits, position, out, part, lse, arrived, scale, nodes, earlier, splits, window,
     q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
     R: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, WINDOWED: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of rows, batch rows times KV heads, splits. Writes `out`, or where there are several splits `part` and `lse`
     [splits, ...].
@@ -125,6 +126,7 @@ def attend(
     arrived: zeros, one for each block of rows and KV head. The last split of each to arrive joins the parts, T rows at once
     and S splits at once, and puts the zero back. None: nobody joins them.
     """
+    enter(EARLY)
     batch, head, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
     row_R, d_D, step_K = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, WIDE), tl.arange(0, K)
     node_R, head_R, real_R = row_R // GROUPS, head * GROUPS + row_R % GROUPS, row_R < nodes * GROUPS
@@ -188,8 +190,11 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def combine(part, lse, out, rows, splits, D: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, S: tl.constexpr):
+def combine(
+    part, lse, out, rows, splits, D: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """Joins the splits' parts of T of the `rows`, one for each node and head."""
+    enter(EARLY)
     row_T, d_D = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, WIDE)
     out_TD = _joined(part, lse, row_T, row_T < rows, rows.to(tl.int64), splits, D, WIDE, T, S)
     there_TD = (row_T < rows)[:, None] & (d_D < D)[None, :]

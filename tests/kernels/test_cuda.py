@@ -292,6 +292,15 @@ def test_cuda_build_tree_equals_reference(many: int, nodes: int) -> None:
         assert torch.equal(found, wanted)
 
 
+def test_every_cuda_kernel_waits_for_those_before_it_in_its_first_statement() -> None:
+    bodies = [
+        body
+        for path in build.sources().glob("**/*.cu*")
+        for body in re.findall(r"__global__[^{;]*\{\n(.*)", path.read_text(encoding="utf-8"))
+    ]
+    assert len(bodies) > 15 and {body.strip() for body in bodies} == {"enter_kernel();"}
+
+
 @pytest.mark.slow
 def test_nvcc_compiles_every_kernel_without_spilling() -> None:
     nvcc = build.nvcc()

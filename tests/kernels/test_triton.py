@@ -114,7 +114,10 @@ def check_attention(case: tuple[Any, ...], capability: int, tmp_path: Path) -> N
     launches = kernels.launches(q, keys, keys, *numbers, out, 0.1, window, 8192, earlier, arrived)
     assert len(launches) == (1 if launches[0].arguments["arrived"] is arrived else 2)
     for launch in launches:
-        check(launch.compile(capability), capability, tmp_path)
+        compiled = launch.compile(capability)
+        check(compiled, capability, tmp_path)
+        reads, waits = (compiled.asm["ptx"].find(word) for word in ("ld.global", "griddepcontrol.wait"))
+        assert compiled.metadata.launch_pdl == (capability >= 90) and (0 < waits < reads if capability >= 90 else waits == -1)
 
 
 LOGITS = {torch.bfloat16: (128256, True), torch.float32: (50257, False), torch.float16: (128256, True)}  # vocabulary, slope

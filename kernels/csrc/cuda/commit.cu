@@ -6,6 +6,7 @@ namespace drafttrain {
 namespace {
 
 __global__ void __launch_bounds__(kWarp) commit_rows(Commits c) {
+    enter_kernel();
     const int64_t row = blockIdx.x, keeps = c.kept_of(row), last = c.last(row);
     bool stopped = false, open = false;
     for (int64_t a = threadIdx.x; a < c.width; a += kWarp) stopped |= c.column(row, a, keeps);

@@ -63,6 +63,7 @@ inline size_t follow_room(int64_t nodes) { return nodes * (3 * sizeof(int64_t) +
 // The walk along the argmax of each node's row, from its splits' shares, or along `choice` [B, N] if given.
 __global__ void __launch_bounds__(kFollowThreads)
     follow_rows(Trees trees, const uint64_t* best, int splits, const int64_t* choice) {
+    enter_kernel();
     Room room;
     const BlockTree tree(trees, room);
     const NextNodes next(trees.nodes, room);
@@ -324,6 +325,7 @@ inline size_t lossless_room(int64_t nodes, int64_t splits) {
 template <typename T, bool packed>
 __global__ void __launch_bounds__(kDrawThreads, 1)
     lossless_rows(Trees trees, const T* logits, const Share* shares, const float* q, const bool* sampled) {
+    enter_kernel();
     __shared__ Finder finder;
     Room room;
     const BlockTree tree(trees, room);
@@ -375,6 +377,7 @@ inline size_t likely_room(int64_t nodes, int64_t splits) {
 template <typename T>
 __global__ void __launch_bounds__(kDrawThreads, 1)
     likely_rows(Trees trees, const T* logits, const Share* shares, double epsilon, double delta) {
+    enter_kernel();
     __shared__ Finder finder;
     __shared__ int64_t last;
     Room room;
@@ -411,6 +414,7 @@ template <typename T>
 __global__ void __launch_bounds__(kDrawThreads, 1)
     sample_rows(const T* logits, const Share* shares, const float* temperature, const int64_t* key, const int64_t* position,
                 const int64_t* seed, int64_t lane, int64_t draw, int64_t vocab, int64_t* token) {
+    enter_kernel();
     __shared__ Finder finder;
     const int64_t row = blockIdx.x, splits = splits_of(vocab);
     const float inverse = inverse_of(temperature[row]);

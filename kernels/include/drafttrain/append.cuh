@@ -71,6 +71,7 @@ struct Halves {
 // `lanes` threads of a warp (a power of two) share one of the `vectors` head vectors, kPieces * lanes * kStep >= D / 2.
 template <typename T, int kStep, int kPieces>
 __global__ void __launch_bounds__(kAppendThreads) append_vectors(Append<T> a, int lanes, int vectors) {
+    enter_kernel();
     const int half = a.width / 2, all = a.heads + 2 * a.kv_heads, lane = threadIdx.x % lanes;
     const int vector = int(blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes);
     const bool real = vector < vectors;

@@ -30,10 +30,34 @@ __device__ T* dynamic_shared() {
     return reinterpret_cast<T*>(room);
 }
 
+// The first statement of every kernel. From Hopper on a kernel of ours may start while the one before it on the stream still
+// runs (programmatic dependent launch, CUDA programming guide). Here it lets the next one start, and waits until what all
+// before it have written can be read. Every block waits, so the next kernel's wait covers this one's predecessors too.
+__device__ inline void enter_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Whether the current device can start a kernel before the one before it has ended. Its kernels were compiled for it
+// (`ops/build.py`), so they wait as `enter_kernel` does.
+inline bool starts_early() {
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    return major >= 9;
+}
+
 template <typename... P, typename... A>
 void launch(void* stream, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... arguments) {
     if (shared > kPlainShared) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-    kernel<<<grid, block, shared, static_cast<cudaStream_t>(stream)>>>(P(arguments)...);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t how{};
+    how.gridDim = grid, how.blockDim = block, how.dynamicSmemBytes = shared, how.stream = static_cast<cudaStream_t>(stream);
+    how.attrs = &early, how.numAttrs = starts_early() ? 1 : 0;
+    cudaLaunchKernelEx(&how, kernel, P(arguments)...);
 }
 
 // The error message of the last launch; nullptr without one.
@@ -46,6 +70,8 @@ template <typename T>
 T* dynamic_shared() {
     return reinterpret_cast<T*>(emulator::dynamic_shared());
 }
+
+inline void enter_kernel() {}  // kernels run one after the other
 
 template <typename... P, typename... A>
 void launch(void*, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... arguments) {

@@ -61,6 +61,7 @@ __device__ inline bool is_padding(const int64_t* count, int64_t nodes, int64_t r
 template <typename T, bool packed>
 __global__ void __launch_bounds__(kShareThreads)
     argmax_shares(const T* logits, const int64_t* count, int64_t nodes, int64_t vocab, uint64_t* best) {
+    enter_kernel();
     __shared__ uint64_t room[kWarp];
     const int64_t row = blockIdx.x, split = blockIdx.y;
     if (is_padding(count, nodes, row)) return;
@@ -98,6 +99,7 @@ struct ShortSum {
 template <typename T, bool packed, bool dots>
 __global__ void __launch_bounds__(kShareThreads)
     split_shares(const T* logits, const float* temperature, const int64_t* count, int64_t nodes, int64_t vocab, Share* shares) {
+    enter_kernel();
     static_assert(kShareEach <= 16, "a short sum for each thread");
     __shared__ float tops[kWarp];
     __shared__ double sums[kWarp];

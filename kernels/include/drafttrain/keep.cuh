@@ -35,6 +35,7 @@ __device__ inline int first_moved(const int64_t* path, int count) {
 // never reads a position before the last one that it wrote, so threads need no barrier. A warp's lanes look up one place each.
 template <typename Unit>
 __global__ void __launch_bounds__(kKeepThreads) keep_path(Unit* store, Keep k) {
+    enter_kernel();
     const int row = blockIdx.y, lane = threadIdx.x % kWarp, count = int(k.count[row]);
     const int64_t* path = k.path + int64_t(row) * k.most;
     const int64_t column = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, length = k.length[row];

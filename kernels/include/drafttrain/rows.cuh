@@ -19,6 +19,7 @@ __device__ inline float row_scale(float squares, int width, float eps) {
 template <typename T, int kHeld>
 __global__ void __launch_bounds__(kRowThreads) rms_norm_packed(const Pack<T>* x, const Pack<T>* delta, const Pack<T>* weight,
                                                                int packs, float eps, Pack<T>* summed, Pack<T>* out) {
+    enter_kernel();
     constexpr int kCount = Pack<T>::kCount;
     const int64_t row = int64_t(blockIdx.x) * packs;
     const auto at = [](int h) { return int(threadIdx.x + h * blockDim.x); };
@@ -50,6 +51,7 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_packed(const Pack<T>* x,
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
     rms_norm_any(const T* x, const T* delta, const T* weight, int width, float eps, T* summed, T* out) {
+    enter_kernel();
     const int64_t row = int64_t(blockIdx.x) * width;
     float squares = 0.0f;
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
@@ -81,6 +83,7 @@ __device__ float silu(float x) {
 // out = SiLU(gate) * up: row x of 2 * width, its halves in blocks y of kGatedThreads * kGatedHeld pieces of kStep elements.
 template <typename T, int kStep>
 __global__ void __launch_bounds__(kGatedThreads) gated_rows(const T* gate_up, int width, T* out) {
+    enter_kernel();
     struct alignas(kStep * sizeof(T)) Piece {
         T at[kStep];
     };

@@ -190,6 +190,7 @@ __device__ float threshold(const ShapedRow<T, packed>& row, float* bins, float a
 template <typename T, bool packed>
 __global__ void __launch_bounds__(kShapedThreads, 1)
     shape_rows(const T* logits, const float* temperature, int64_t nodes, int width, int k, float p, float reach, T* out) {
+    enter_kernel();
     __shared__ float room[kShapedThreads / kWarp];
     float* bins = dynamic_shared<float>();
     const int64_t start = int64_t(blockIdx.x) * width;

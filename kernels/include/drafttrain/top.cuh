@@ -115,6 +115,7 @@ struct Choices {
 // Rows of one slice each.
 template <typename T, bool log>
 __global__ void __launch_bounds__(kSelectThreads) top_of_rows(const T* logits, int width, int packs, int k, Choices choices) {
+    enter_kernel();
     __shared__ uint64_t best[kMostTop];
     __shared__ float room[kWarp];
     LogSum sum;
@@ -133,6 +134,7 @@ __global__ void __launch_bounds__(kSelectThreads) top_of_rows(const T* logits, i
 template <typename T, bool log>
 __global__ void __launch_bounds__(kSelectThreads)
     top_of_slices(const T* logits, int width, int packs, int k, uint64_t* part, LogSum* sums) {
+    enter_kernel();
     __shared__ float room[kWarp];
     LogSum sum;
     const Slice<T, log> slice(logits + int64_t(blockIdx.x) * width, width, int(blockIdx.y), packs, &sum);
@@ -147,6 +149,7 @@ __global__ void __launch_bounds__(kSelectThreads)
 template <bool log>
 __global__ void __launch_bounds__(kSelectThreads)
     top_of_parts(const uint64_t* part, int count, int k, const LogSum* sums, int slices, Choices choices) {
+    enter_kernel();
     __shared__ float room[kWarp];
     const uint64_t* keys = part + int64_t(blockIdx.x) * count;
     LogSum row = {-INFINITY, 0.0f};

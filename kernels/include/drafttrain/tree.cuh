@@ -44,6 +44,7 @@ struct Lines {
 // A thread for each node: Words * kWord of them.
 template <int Words>
 __global__ void __launch_bounds__(Words* kWord) link_trees(const int64_t* parent, int nodes, int64_t* depth, int64_t* bits) {
+    enter_kernel();
     __shared__ Lines<Words> lines;
     const int i = threadIdx.x;
     const int64_t at = int64_t(blockIdx.x) * nodes + i;
@@ -218,6 +219,7 @@ size_t build_room(int candidates) {
 template <int Words>
 __global__ void __launch_bounds__(kBuildThreads)
     build_trees(const int64_t* parent, const float* score, int candidates, int nodes, BuiltRow built) {
+    enter_kernel();
     static_assert(Words * kWord <= kBuildThreads, "a thread for each node");
     static_assert(sizeof(Lines<Words>) <= candidates_room(kMostCandidates), "the candidates need more than the lines");
     static_assert(sizeof(Search) + sizeof(Children<Words>) + Words * kWord * 4 + 64 + candidates_room(kMostCandidates) <=
