@@ -6,6 +6,9 @@ Shapes: B rows, T positions, R queries of a block, P keys that they see, h heads
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,21 +38,68 @@ def causal(
             return windowed(q_BhTD, k_BgTD, v_BgTD, window, scale)
         return _fused(q_BhTD, k_BgTD, v_BgTD, None, scale)
 
-    if documents is None or documents.span is None:
+    def all_of_them(q_BhTD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor) -> Tensor:
+        if documents is not None and documents.several and _packs(q_BhTD):
+            return packed(q_BhTD, k_BgTD, v_BgTD, documents, window, scale)
         return by_document(one, documents, q_BhTD, k_BgTD, v_BgTD)
+
+    if documents is None or documents.span is None:
+        return all_of_them(q_BhTD, k_BgTD, v_BgTD)
     span = documents.span
-    return span.scatter(by_document(one, documents, *(span.gather(x) for x in (q_BhTD, k_BgTD, v_BgTD))))
+    return span.scatter(all_of_them(*(span.gather(x) for x in (q_BhTD, k_BgTD, v_BgTD))))
 
 
 def by_document(function: Callable[..., Tensor], documents: Documents | None, *inputs: Tensor) -> Tensor:
     """[B, h, T, D]: the function's result over inputs [B, h, T, D], called for one document at a time."""
-    if documents is None or all(len(lengths) == 1 for lengths in documents.lengths):
+    if documents is None or not documents.several:
         return function(*inputs)
     rows = []
     for row, lengths in enumerate(documents.lengths):
         parts = zip(*(torch.split(x[row : row + 1], lengths, 2) for x in inputs), strict=True)
         rows.append(torch.cat([function(*part) for part in parts], 2))
     return torch.cat(rows)
+
+
+def packed(
+    q_BhTD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, documents: Documents, window: int | None, scale: float | None
+) -> Tensor:
+    """[B, h, T, D]: the documents of all rows in one call, by torch's attention of variable lengths."""
+    from torch.nn.attention import varlen
+
+    start_E, longest = documents.ends
+    q_XhD, k_XgD, v_XgD = (x.transpose(1, 2).flatten(0, 1) for x in (q_BhTD, k_BgTD, v_BgTD))
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in signature(varlen.varlen_attn).parameters:
+        options["enable_gqa"] = True
+    elif (groups := q_XhD.shape[1] // k_XgD.shape[1]) > 1:  # torch 2.11
+        k_XgD, v_XgD = k_XgD.repeat_interleave(groups, 1), v_XgD.repeat_interleave(groups, 1)
+    out_XhD: Any = varlen.varlen_attn(q_XhD, k_XgD, v_XgD, start_E, start_E, longest, longest, **options)
+    out_BhTD: Tensor = out_XhD.unflatten(0, (len(q_BhTD), -1)).transpose(1, 2)
+    return out_BhTD
+
+
+def _packs(q_BhTD: Tensor) -> bool:
+    return q_BhTD.is_cuda and q_BhTD.dtype in (torch.bfloat16, torch.float16) and _packs_on(q_BhTD.device)
+
+
+@cache
+def _packs_on(device: torch.device) -> bool:
+    """Whether `packed` gives the values and gradients of one call for each document on this GPU, tried once."""
+    number_BT = torch.tensor([[0] * 5 + [1] * 70 + [2] * 53, [0] * 128])
+    documents, generator = Documents(number_BT.to(device), host_BT=number_BT), torch.Generator().manual_seed(0)
+    made = [torch.randn(2, heads, 128, 64, generator=generator) for heads in (4, 2, 2)]
+    found = []
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            for window in (None, 16):
+                for way in (packed, reference):
+                    q, k, v = (x.to(device, torch.bfloat16).requires_grad_() for x in made)
+                    out = way(q, k, v, documents, window, None)
+                    found.append([out, *torch.autograd.grad(out.float().square().sum(), [q, k, v])])
+        except (RuntimeError, ImportError):
+            return False
+    pairs = [pair for at in (0, 2) for pair in zip(found[at], found[at + 1], strict=True)]
+    return all(float((a - b).float().norm() / b.float().norm()) < 2e-2 for a, b in pairs)
 
 
 def windowed(q_BhTD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, window: int, scale: float | None) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -35,6 +36,17 @@ class Documents:
         """Lengths of each row's documents and of its padding, in order."""
         number_BT = self.number_BT.cpu() if self.host_BT is None else self.host_BT
         return [row_T.unique_consecutive(return_counts=True)[1].tolist() for row_T in number_BT]
+
+    @property
+    def several(self) -> bool:
+        """Whether a row has more than one."""
+        return any(len(lengths) > 1 for lengths in self.lengths)
+
+    @cached_property
+    def ends(self) -> tuple[Tensor, int]:
+        """(0, then where each document of all rows in a line ends, int32 on the device; the length of the longest)."""
+        lengths = torch.tensor([0, *chain.from_iterable(self.lengths)], dtype=torch.int32)
+        return lengths.cumsum(0, dtype=torch.int32).to(self.number_BT.device), int(lengths.max())
 
 
 def attention_mask(
