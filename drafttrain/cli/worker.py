@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -107,10 +108,11 @@ def lost_connection(error: BaseException | None) -> str | None:
 
 def end_with_parent() -> int:
     """On Linux, have SIGTERM sent to this process when its parent dies. Returns the parent's process id."""
-    parent = os.getppid()
+    starter = multiprocessing.parent_process()
+    parent = os.getppid() if starter is None or starter.pid is None else starter.pid
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # the parent died in between
+        if os.getppid() != parent:  # it has died already, as in the seconds of this process's imports
             os.kill(os.getpid(), signal.SIGTERM)
     return parent
 

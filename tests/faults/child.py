@@ -25,7 +25,7 @@ from typing import NoReturn
 ROOT = Path(__file__).parents[2]
 MEMORY = 6 << 30  # bytes of address space in addition to the campaign's
 LATE, STUCK = 90.0, 900.0  # seconds of processor time that a command may take, and of the clock: machines may be busy
-GRACE = 20.0  # seconds for processes that a command has left to end
+GRACE = 60.0  # seconds for processes that a command has left to end: those that still import see it after that
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from drafttrain.cli import worker
@@ -33,6 +36,34 @@ def test_orphaned_is_false_while_launcher_runs(signalled: bool, tmp_path: Path, 
     if signalled:
         (tmp_path / worker.SIGNALLED).touch()
     assert not worker.orphaned(os.getppid(), tmp_path)
+
+
+def import_for_long(told: Path, survived: Path) -> None:
+    """A worker whose launcher dies during its imports."""
+    told.write_text(str(os.getpid()), encoding="utf-8")
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        time.sleep(0.01)
+    worker.end_with_parent()
+    survived.touch()
+
+
+def launch_one(*files: Path) -> None:
+    multiprocessing.get_context("fork").Process(target=import_for_long, args=files).start()
+    signal.pause()
+
+
+def test_worker_whose_launcher_died_during_its_imports_ends(tmp_path: Path) -> None:
+    told, survived = tmp_path / "told", tmp_path / "survived"
+    launcher = multiprocessing.get_context("fork").Process(target=launch_one, args=(told, survived))
+    launcher.start()
+    while not (told.exists() and told.read_text()):
+        time.sleep(0.01)
+    late = psutil.Process(int(told.read_text()))
+    launcher.kill()
+    launcher.join()
+    psutil.wait_procs([late], timeout=300)
+    assert not late.is_running() and not survived.exists()
 
 
 def test_end_at_first_signal_during_interruption_is_ignored(killed: list[tuple[int, int]]) -> None:
