@@ -21,6 +21,8 @@ from drafttrain.targets.experts import experts_of, find_experts
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.probe import InexactError
+from drafttrain.targets.recomputed import RecomputedTarget
 from tests.architectures import ROWS, Architecture, model_of
 from tests.recorder import install
 
@@ -37,6 +39,7 @@ class Facts:
     refused: str | None = None  # why it is no target
     runner: str = ""
     slow: str | None = None  # why the fast runner does not serve it
+    anew: str | None = None  # why every step computes the text anew
     trees: bool = False
     graphs: str = ""
     uncaptured: str | None = None  # why no CUDA graph can hold its decode steps
@@ -60,6 +63,10 @@ def facts_of(row: Architecture) -> Facts:
     kind, slow = type(model).__name__, why_not(model)
     try:
         target = (HFTarget if slow else FastTarget)(model)
+    except InexactError as error:
+        why = str(error).partition(";")[0]
+        trees = RecomputedTarget(model_of(row.name), why=why).trees
+        return Facts(row.name, kind, None, "recomputed", slow, why, trees, "no", None, slow, False, row.shown)
     except UserError as error:
         return Facts(row.name, kind, str(error), shown=row.shown)
     uncaptured = refusal(target)
@@ -67,7 +74,7 @@ def facts_of(row: Architecture) -> Facts:
     whole = slow if slow else why_whole(model)
     name = "fast" if isinstance(target, FastTarget) else "transformers"
     shared = experts_of(model) > 0
-    return Facts(row.name, kind, None, name, slow, target.trees, graphs, uncaptured, whole, shared, row.shown)
+    return Facts(row.name, kind, None, name, slow, None, target.trees, graphs, uncaptured, whole, shared, row.shown)
 
 
 def refusal(target: HFTarget) -> str | None:
@@ -87,6 +94,8 @@ def table(rows: list[Facts]) -> str:
     refused = [f"- {row.name}: {row.refused}." for row in rows if row.refused is not None]
     notes = [f"- {row.name}: {row.shown}." for row in rows if row.shown]
     parts = [text, "Refused, as the error says:", "\n".join(refused)]
+    if anew := [f"- {row.name}: {row.anew}." for row in rows if row.anew]:
+        parts += ["Recomputed (every step computes the text anew, without a cache: exact, and slow), because:", "\n".join(anew)]
     if uncaptured := [f"- {row.name}: {row.uncaptured}." for row in rows if row.uncaptured]:
         parts += ["Not captured, because:", "\n".join(uncaptured)]
     parts += ["Notes:", "\n".join(notes)] if notes else []

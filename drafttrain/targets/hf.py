@@ -28,8 +28,8 @@ from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
-from drafttrain.targets.probe import INSTEAD, Reference, probe, reference_of, wrong_tap
-from drafttrain.targets.recurrent import Recorder, recording
+from drafttrain.targets.probe import INSTEAD, InexactError, Reference, probe, reference_of, wrong_tap
+from drafttrain.targets.recurrent import Limits, Recorder, recording
 from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed, weight_sharing_copy
 from drafttrain.targets.slot_cache import RowShape, SlotCache, extra_layers
@@ -96,7 +96,7 @@ class HFTarget(PrunedTarget):
         self._more_layers = extra_layers(config)  # of the cache, after those of the blocks
         self._row_shapes: dict[int, RowShape] = {}  # what each layer has written into a cache
         self._states: States = {}  # empty tensors of the recurrent layers' shapes, known after the first pass
-        self._step_limits = record_scans(model) if self.recurrent else {}
+        self._step_limits = self._record_scans()
         self.unmasked = False  # whole sequences need no mask tensor
         self._capture_reasons: dict[torch.device, str | None] = {}
         self.fingerprint = ""
@@ -111,13 +111,17 @@ class HFTarget(PrunedTarget):
                 self.trees = self.chains_reason is None
                 self.wrong_tap = wrong_tap(self) if self.part.size == 1 or self.hooked else None
             except UnknownScanError as error:
-                raise UserError(f"{type(model).__name__} cannot decode with our KV cache ({error}); {INSTEAD}") from error
+                raise InexactError(f"{type(model).__name__} cannot decode with our KV cache ({error}); {INSTEAD}") from error
             except UserError:
                 raise
             except Exception as error:  # a model may raise anything when it does not support this cache or mask
-                raise UserError(
+                raise InexactError(
                     f"{type(model).__name__} cannot decode with our KV cache ({lacking(model, error)}); {INSTEAD}"
                 ) from error
+
+    def _record_scans(self) -> dict[int, Limits]:
+        """Limits of the step sizes of recurrent layers, whose scans are recorded from here on."""
+        return record_scans(self.model) if self.recurrent else {}
 
     def _prepare(self) -> None:
         """Set up another runner of the same modules before its first forward."""

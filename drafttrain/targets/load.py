@@ -26,7 +26,9 @@ from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.images import TEXT_ONLY, ImageReader, Images, NoImages, image_reader
 from drafttrain.targets.parallel import WHOLE, Part
+from drafttrain.targets.probe import InexactError
 from drafttrain.targets.quantised import QuantisedTarget
+from drafttrain.targets.recomputed import RecomputedTarget
 from drafttrain.targets.sharded import ShardedTarget, Shards
 from drafttrain.targets.split import SplitTarget, check_divides, split_target
 from drafttrain.targets.structure import shape_of
@@ -91,8 +93,13 @@ def load_target(
         target = QuantisedTarget(model, options.weights, device, stop_ids)
     elif type(model).__name__ in ARCHITECTURES:
         target = _with_tower(model.to(device), stop_ids, images, options)
-    elif options.runner == "auto":
-        target, failed = compared(runner, model.to(device), stop_ids)
+    elif options.runner != "fast":
+        try:
+            target, failed = compared(runner, model.to(device), stop_ids)
+        except InexactError as error:
+            del model  # the refused target has changed it
+            whole, _ = _read(options, path, part, shards, by_experts)
+            target = RecomputedTarget(whole.to(device), stop_ids, str(error).partition(";")[0])  # type: ignore[arg-type]
     else:
         target = runner(model.to(device), stop_ids)
     if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
@@ -246,7 +253,7 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int, fail
 
 def _why_slow(options: TargetOptions, target: HFTarget) -> str | None:
     """Why `auto` did not choose the fast runner; None if it did."""
-    if options.runner != "auto" or target.name == "fast":
+    if options.runner != "auto" or target.name == "fast" or isinstance(target, RecomputedTarget):
         return None
     if options.weights is not None:
         return f"its weights are {options.weights}"

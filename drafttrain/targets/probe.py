@@ -35,6 +35,10 @@ DRAWS = 3
 TRIED = 2 * DRAWS  # draws in which a token without finite states is avoided
 
 
+class InexactError(UserError):
+    """A model whose logits with our cache and masks are not its own."""
+
+
 class Reference(NamedTuple):
     """What the model itself gives without a cache."""
 
@@ -150,7 +154,7 @@ def probe(target: Probed) -> str | None:
     if draws.differ(CHAIN):
         compared = [reference for reference in draws.known if not reference.nonfinite]
         name, reason = type(target.model).__name__, _why_not_chains(target, compared[-1])
-        raise UserError(f"{name} cannot be decoded exactly: {reason}; {INSTEAD}")
+        raise InexactError(f"{name} cannot be decoded exactly: {reason}; {INSTEAD}")
     why: str | None = None
     if target.recurrent:
         why = "its layers keep a recurrent state, which follows a single branch"
@@ -160,7 +164,7 @@ def probe(target: Probed) -> str | None:
         why = NO_POSITIONS
     long = long_prompt(target.model, target.longest_reach)
     if long and draws.differ(CHAIN[-1:] if why else TREE, long):
-        raise UserError(
+        raise InexactError(
             f"{type(target.model).__name__} cannot be decoded exactly: behind {target.longest_reach} positions its logits "
             f"with a cache are others (windows); {INSTEAD}"
         )

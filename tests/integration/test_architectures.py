@@ -141,8 +141,9 @@ def test_load_target_unsupported_attention_implementation_is_refused(on_disk: Ca
         load_target(TargetOptions(path=path, attention="flash"))
 
 
-def test_load_target_bloom_alibi_is_refused_with_reason(on_disk: Callable[[PreTrainedModel], Path]) -> None:
+def test_load_target_architecture_that_no_cache_serves_is_recomputed(on_disk: Callable[[PreTrainedModel], Path]) -> None:
     path = on_disk(AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)))
-    with pytest.raises(UserError, match=r"BloomForCausalLM cannot decode with our KV cache \(its alibi biases") as error:
-        load_target(TargetOptions(path=str(path)))
-    assert "\n" not in str(error.value)
+    loaded = load_target(TargetOptions(path=str(path)))
+    assert loaded.description["runner"] == "recomputed" and "its alibi biases" in loaded.description["chains_reason"]
+    with pytest.raises(UserError, match=r"BloomForCausalLM is not one of"):
+        load_target(TargetOptions(path=str(path), runner="fast"))

@@ -15,7 +15,7 @@ CELLS = {
     "Mixtral": "| Mixtral | `MixtralForCausalLM` | fast | trees | asked at load | no | yes |",
     "MPT": "| MPT | `MptForCausalLM` | transformers | chains | yes | no | no |",
     "Falcon": "| Falcon | `FalconForCausalLM` | transformers | trees | no | no | no |",
-    "Bloom": "| Bloom | `BloomForCausalLM` | refused | - | - | - | - |",
+    "Bloom": "| Bloom | `BloomForCausalLM` | recomputed | chains | no | no | no |",
 }
 
 
@@ -27,7 +27,7 @@ def test_targets_page_row_equals_facts_of_loaded_model(name: str) -> None:
     assert all(cells in page for cells in CELLS.values())
 
 
-def test_targets_page_lists_refusal_reason_and_keeps_surrounding_text() -> None:
+def test_targets_page_says_why_steps_are_recomputed_and_keeps_surrounding_text() -> None:
     text = renewed(f"before\n{BEGIN}\nold\n{END}\nafter", [facts_of(ARCHITECTURES["Bloom"])])
     assert CELLS["Bloom"] in text
     assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter") and "old" not in text

@@ -8,10 +8,14 @@ import torch
 import transformers
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.drafters.medusa import Medusa, MedusaOptions
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target, stop_ids_of
+from drafttrain.targets.recomputed import RecomputedTarget
 from tests.architectures import SCALE, WIDE
 from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
 
@@ -19,8 +23,6 @@ from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
 @pytest.mark.sampled(name=("mistral-sliding", "gpt2", "opt"))  # a window, and learned positions
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hf_target_plain_greedy_decoding_equals_generate(name: str) -> None:
-    from drafttrain.core.sampling import Sampling
-    from drafttrain.decoding.decoder import Decoder
 
     target, asked = tiny_target(name), prompts(3, seed=2)
     results = Decoder(target, None, "greedy", Sampling(), frozenset(), 24, prefill_chunk=5).run(asked, batch_size=3).results
@@ -141,6 +143,24 @@ def test_hf_target_unknown_kind_of_state_is_refused_by_name_at_once(
     assert "features=engine features.target=ends" in str(refused.value)
 
 
+@pytest.mark.sampled(kind=["kimi_linear", "minimax"])
+@pytest.mark.parametrize(("kind", "more"), [case[:2] for case in UNKNOWN if case[0] != "inkling_text"])
+def test_recomputed_target_decodes_unknown_kind_of_state_as_the_model_does(kind: str, more: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[kind](**SMALL | EXPERTS | {"intermediate_size": 96} | more)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    target, asked = RecomputedTarget(model, why="it is tested"), [[3, 1, 4, 1, 5], [9, 2]]
+    drafter = Medusa(MedusaOptions(heads=2, paths=[[0], [0, 0]]), target)
+    results = Decoder(target, drafter, "greedy", Sampling(), frozenset(), 7).run(asked, batch_size=2).results
+    with torch.no_grad():
+        for prompt, result in zip(asked, results, strict=True):
+            text = torch.tensor([prompt])
+            for _ in range(7):
+                text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+            assert result.tokens == text[0, len(prompt) :].tolist()
+    assert not target.trees and "it is tested" in str(target.chains_reason)
+
+
 @pytest.mark.parametrize("kind", ["afmoe", "doge"])
 def test_hf_target_attention_called_by_keywords_is_exact(kind: str) -> None:
     more = {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
@@ -151,10 +171,6 @@ def test_hf_target_attention_called_by_keywords_is_exact(kind: str) -> None:
 
 def test_hf_target_model_ignoring_mask_decodes_chains_only() -> None:
     from transformers import AutoModelForCausalLM, MptConfig
-
-    from drafttrain.core.sampling import Sampling
-    from drafttrain.decoding.decoder import Decoder
-    from drafttrain.drafters.medusa import Medusa, MedusaOptions
 
     model = AutoModelForCausalLM.from_config(MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64))
     target = HFTarget(model)
