@@ -17,11 +17,11 @@ from transformers.pytorch_utils import Conv1D
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.drafter import Drafter
-from drafttrain.ops.quantised import BITS, stored_bytes
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.experts import expert_size
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import DTYPES, path_of, reason
+from drafttrain.targets.quantised import weight_bytes
 from drafttrain.targets.structure import find_blocks
 from drafttrain.targets.weights import model_class
 
@@ -90,7 +90,7 @@ def need_of(target: Outline, kind: str | None, drafter: int, activations: int) -
     whole = sum(p.numel() * wide for p in target.model.parameters())
     if kind is not None:
         maps = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
-        saved = sum(m.weight.numel() * wide - stored_bytes(m.out_features, m.in_features, BITS[kind]) for m in maps)
+        saved = sum(m.weight.numel() * wide - weight_bytes(kind, m.out_features, m.in_features) for m in maps)
         inside, whole = inside - saved, whole - saved
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
     live = min(inside, 2 * largest * wide, LIVE * wide)  # a block and the next one

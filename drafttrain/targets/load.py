@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from drafttrain.core.errors import UserError
 from drafttrain.core.hub_errors import hub_reason, without_token
 from drafttrain.model.shapes import TargetShape
-from drafttrain.ops.quantised import BITS
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.expert_weights import load_share
@@ -26,7 +25,7 @@ from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.images import TEXT_ONLY, ImageReader, Images, NoImages, image_reader
 from drafttrain.targets.parallel import WHOLE, Part
-from drafttrain.targets.quantised import QuantisedTarget
+from drafttrain.targets.quantised import FP8, KINDS, quantise
 from drafttrain.targets.sharded import ShardedTarget, Shards
 from drafttrain.targets.split import SplitTarget, check_divides, split_target
 from drafttrain.targets.structure import shape_of
@@ -71,13 +70,14 @@ def load_target(
     check_settings(path)
     model: Any
     model, tokenizer = _read(options, path, part, shards, by_experts)
+    parameters = (
+        whole_size(model, part.size) if by_experts else sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    )
+    fingerprint = None if options.weights is None else quantise(model, options.weights, device)
     runner = HFTarget if by_experts else runner_of(options.runner, model, part)
     stop_ids = stop_ids_of(model, tokenizer)
     if device.type == "cpu":
         keep_freed_memory()
-    parameters = (
-        whole_size(model, part.size) if by_experts else sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    )
     images = load_images(options, model.config, tokenizer)
     target: HFTarget
     failed = None
@@ -87,14 +87,13 @@ def load_target(
         target = kind(model.to(device), part, stop_ids)
     elif part.size > 1 and issubclass(kind, SplitTarget):
         target = split_target(model, part, device, stop_ids, kind)
-    elif options.weights is not None:
-        target = QuantisedTarget(model, options.weights, device, stop_ids)
-    elif type(model).__name__ in ARCHITECTURES:
+    elif options.weights is None and type(model).__name__ in ARCHITECTURES:
         target = _with_tower(model.to(device), stop_ids, images, options)
     elif options.runner == "auto":
         target, failed = compared(runner, model.to(device), stop_ids)
     else:
         target = runner(model.to(device), stop_ids)
+    target.fingerprint = fingerprint or target.fingerprint
     if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
         images = NoImages("target.weights, and targets that processes share, run on text alone")
     check_pair(path, tokenizer, target.shape.vocab_size)
@@ -208,8 +207,8 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
         raise UserError(f"target.attention is {options.attention!r}; choose auto, sdpa or eager")
     if options.image_inputs not in INPUTS:
         raise UserError(f"target.image_inputs is {options.image_inputs!r}; choose {' or '.join(INPUTS)}")
-    if options.weights not in (None, *BITS):
-        raise UserError(f"target.weights is {options.weights!r}; choose {' or '.join(BITS)}, or null")
+    if options.weights not in (None, *KINDS):
+        raise UserError(f"target.weights is {options.weights!r}; choose {', '.join(KINDS)}, or null")
     if options.tensor_parallel != 1 and options.expert_parallel != 1:
         raise UserError(
             f"target.tensor_parallel is {options.tensor_parallel} and target.expert_parallel {options.expert_parallel}, but a "
@@ -219,7 +218,7 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
         return
     if shared:
         raise UserError(f"target.weights={options.weights} needs the whole target in every process; set target.weights=null")
-    if options.runner == "fast":
+    if options.runner == "fast" and options.weights != FP8:
         raise UserError(f"target.runner=fast reads whole weights, target.weights is {options.weights}; set target.runner=hf")
 
 
@@ -248,8 +247,6 @@ def _why_slow(options: TargetOptions, target: HFTarget) -> str | None:
     """Why `auto` did not choose the fast runner; None if it did."""
     if options.runner != "auto" or target.name == "fast":
         return None
-    if options.weights is not None:
-        return f"its weights are {options.weights}"
     return why_not(target.model) or "its weights are spread over processes"
 
 

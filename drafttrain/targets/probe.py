@@ -107,12 +107,21 @@ def reference_of(model: Any, reach: int = 0, draw: int = 0) -> Reference:
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     rows = {ids: torch.tensor([ids], device=model.device) for ids in sorted(sequences)}
     logits = {ids: model(row, use_cache=False, **last).logits[0, -1].float() for ids, row in rows.items()}
-    rounding = 0.0 if _exact(model.get_output_embeddings().weight.dtype) else _rounding(model, logits)
+    rounding = 0.0 if _exact(model) else _rounding(model, logits)
     return Reference(logits, rounding, draw)
 
 
-def _exact(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float32, torch.float64)
+def _rounded_to(model: Any) -> torch.dtype:
+    """The dtype whose rounding tells right logits from wrong ones. Activations in FP8 turn the least rounding into a step of
+    their codes, whatever the model's dtype is: bfloat16's stands for it."""
+    if any(p.dtype == torch.float8_e4m3fn for p in model.parameters()):
+        return torch.bfloat16
+    dtype: torch.dtype = model.get_output_embeddings().weight.dtype
+    return dtype
+
+
+def _exact(model: Any) -> bool:
+    return _rounded_to(model) in (torch.float32, torch.float64)
 
 
 def _rounding(model: Any, logits: dict[tuple[int, ...], Tensor]) -> float:
@@ -156,7 +165,7 @@ def probe(target: Probed) -> str | None:
         why = "its layers keep a recurrent state, which follows a single branch"
     elif draws.differ(TREE):
         why = "its attention does not follow a mask of branches" if target.takes_positions else NO_POSITIONS
-    elif not target.takes_positions and not _exact(target.dtype):  # biases by position can be as small as rounding
+    elif not target.takes_positions and not _exact(target.model):  # biases by position can be as small as rounding
         why = NO_POSITIONS
     long = long_prompt(target.model, target.longest_reach)
     if long and draws.differ(CHAIN[-1:] if why else TREE, long):
@@ -200,7 +209,7 @@ class _Draws:
 
     def _references(self) -> Iterator[Reference]:
         """Those of draws whose tokens all have finite logits: a single token without is no fault of the model's forward."""
-        left = 1 if _exact(self.target.dtype) else DRAWS
+        left = 1 if _exact(self.target.model) else DRAWS
         for draw in range(TRIED):
             if not left:
                 return
@@ -270,8 +279,8 @@ def gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 0
     In half precision rounding grows with a model's depth, and a fault can be as small as a tenth of the largest logit: a
     tolerance of the dtype alone misses faults, or refuses models without any.
     """
-    eps = torch.finfo(target.dtype).eps
-    if _exact(target.dtype):
+    eps = torch.finfo(_rounded_to(target.model)).eps
+    if _exact(target.model):
         return _apart(found_V, expected_V) / (EXACT * eps)
     return _apart(found_V, expected_V) / min(max(LEAST * eps, TIMES * rounding), MOST)
 
