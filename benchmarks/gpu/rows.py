@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.case import Case, Draw, Kept, Tensors, generator
 from drafttrain.core.sampling import Lane, Sampling, uniform
+from drafttrain.ops import fp8 as fp8_op
+from drafttrain.ops import fp8_rows as fp8_rows_op
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops import rotary as rotary_op
@@ -117,6 +119,71 @@ def rotated(x_BhND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
     pair, turn = (torch.complex(a, b) for a, b in (x_BhND.split(half, -1), (cos_BND[..., :half], sin_BND[..., :half])))
     out = pair * turn[:, None]
     return torch.cat([out.real, out.imag], -1)
+
+
+@dataclass(frozen=True)
+class Fp8Rows(Case):
+    op: ClassVar = "fp8_rows"
+    twins: ClassVar = (fp8_rows_op,)
+    rows: int
+    width: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        return {"x": torch.randn(self.rows, self.width, device=device, generator=generator(device, seed)).to(dtype)}
+
+    def run(self, given: Tensors) -> Tensors:
+        code_MI, scale_M1 = fp8_rows_op.fp8_rows(given["x"])
+        return {"code": code_MI.view(torch.uint8), "scale": scale_M1}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        code_MI, scale_M1 = _codes(wide["x"])
+        return {"code": code_MI.view(torch.uint8), "scale": scale_M1.double()}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """x; a byte for each number, and a scale for each row."""
+        return self.rows * (self.width * (dtype.itemsize + 1) + 4)
+
+
+@dataclass(frozen=True)
+class Fp8(Case):
+    op: ClassVar = "fp8"
+    dtypes: ClassVar = (torch.bfloat16,)  # in other dtypes the weights are widened
+    twins: ClassVar = (fp8_op, fp8_rows_op)
+    rows: int
+    inputs_each: int
+    outputs: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw = generator(device, seed)
+        x_MI = torch.randn(self.rows, self.inputs_each, device=device, generator=draw).to(dtype)
+        code_OI, scale_O1 = _codes(torch.randn(self.outputs, self.inputs_each, device=device, generator=draw))
+        return {"x": x_MI, "code": code_OI.view(torch.uint8), "scale": scale_O1[:, 0].contiguous()}
+
+    def run(self, given: Tensors) -> Tensors:
+        linear = fp8_op.Fp8Linear(given["code"].view(fp8_rows_op.E4M3), given["scale"])
+        return {"out": linear(given["x"])}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        code_MI, scale_M1 = _codes(wide["x"])
+        weight_OI = wide["code"].view(fp8_rows_op.E4M3).double() * wide["scale"][:, None]
+        return {"out": (code_MI.double() * scale_M1) @ weight_OI.T}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """A byte for each weight, its scales, x, the result."""
+        x, out = self.rows * self.inputs_each, self.rows * self.outputs
+        return self.outputs * (self.inputs_each + 4) + dtype.itemsize * (x + out)
+
+    def operations(self) -> float:
+        """Those of bfloat16 take twice as long."""
+        return self.rows * self.inputs_each * self.outputs
+
+
+def _codes(x_MI: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales) by the definition, in float32 as the operator computes them."""
+    x_MI = x_MI.float()
+    most_M1 = x_MI.abs().amax(-1, keepdim=True)
+    scale_M1 = (most_M1 / fp8_rows_op.LARGEST).masked_fill(most_M1 == 0, 1.0)
+    return (x_MI / scale_M1).to(fp8_rows_op.E4M3), scale_M1
 
 
 @dataclass(frozen=True)
