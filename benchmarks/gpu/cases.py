@@ -150,7 +150,7 @@ OTHERS: tuple[Case, ...] = (
     *(Gated(rows, 14336) for rows in (1, 64, 1024)),
     Rotary(8192, 40, 128),
     *(Fp8Rows(rows, width) for rows in (1, 64) for width in (4096, 14336)),
-    *(Fp8(rows, 4096, 28672) for rows in (1, 64, 1024)),
+    *(Fp8(rows, 4096, 28672) for rows in (1, 17, 64, 1024)),
     *(Fp8(rows, 14336, 4096) for rows in (1, 64)),
     KvKeep(16, 32, 1024, 64, 5),
     *(TreeAttention(1, nodes, context) for context in CONTEXTS for nodes in NODES[:-1]),

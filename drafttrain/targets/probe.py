@@ -111,7 +111,7 @@ def reference_of(model: Any, reach: int = 0, draw: int = 0) -> Reference:
     return Reference(logits, rounding, draw)
 
 
-def _rounded_to(model: Any) -> torch.dtype:
+def rounded_to(model: Any) -> torch.dtype:
     """The dtype whose rounding tells right logits from wrong ones. Activations in FP8 turn the least rounding into a step of
     their codes, whatever the model's dtype is: bfloat16's stands for it."""
     if any(p.dtype == torch.float8_e4m3fn for p in model.parameters()):
@@ -121,7 +121,7 @@ def _rounded_to(model: Any) -> torch.dtype:
 
 
 def _exact(model: Any) -> bool:
-    return _rounded_to(model) in (torch.float32, torch.float64)
+    return rounded_to(model) in (torch.float32, torch.float64)
 
 
 def _rounding(model: Any, logits: dict[tuple[int, ...], Tensor]) -> float:
@@ -279,7 +279,7 @@ def gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 0
     In half precision rounding grows with a model's depth, and a fault can be as small as a tenth of the largest logit: a
     tolerance of the dtype alone misses faults, or refuses models without any.
     """
-    eps = torch.finfo(_rounded_to(target.model)).eps
+    eps = torch.finfo(rounded_to(target.model)).eps
     if _exact(target.model):
         return _apart(found_V, expected_V) / (EXACT * eps)
     return _apart(found_V, expected_V) / min(max(LEAST * eps, TIMES * rounding), MOST)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drafttrain.decoding.weight_reads import WeightReads
 from drafttrain.ops import fp8
 from drafttrain.ops.fp8 import Fp8Linear
 from drafttrain.ops.fp8_rows import E4M3, LARGEST, fp8_rows
@@ -77,6 +78,14 @@ def test_fp8_torch_product_serves_bfloat16_and_whole_tiles(gpu: None) -> None:
         torch.testing.assert_close(found, exact(x, made).bfloat16().view(10, 48), rtol=0.01, atol=0.05)
     assert fp8._way(x, made.code) is fp8.WAYS[0]
     assert fp8._way(x.float(), made.code) is None and fp8._way(x, made.code[:40]) is None
+
+
+def test_weight_reads_count_one_byte_for_each_fp8_weight(gpu: None) -> None:
+    made, x = Fp8Linear.of(nn.Linear(64, 48, bias=False), CPU), torch.randn(3, 64).bfloat16()
+    made(x)  # tries the product
+    with WeightReads() as reads:
+        made(x)
+    assert reads.bytes() == 64 * 48 + 4 * 48
 
 
 def test_fp8_wrong_or_missing_torch_product_falls_back(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
