@@ -220,7 +220,7 @@ def target_of(model: str, machine: Machine, weights: str | None = None) -> FastT
     made = random_model(config, torch.bfloat16, machine.device)
     if weights is not None:
         quantise(made, weights, machine.device)
-        if machine.device.type == "cuda" and (reason := why_slow(weights, machine.device, torch.bfloat16)):
+        if not machine.rehearsal and (reason := why_slow(made)):
             raise SkipError(reason)
     return FastTarget(made)
 

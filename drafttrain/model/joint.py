@@ -63,7 +63,8 @@ class Joint:
 
         Unchanged weights stay in place and changed ones are written to the same memory, since a captured CUDA graph refers to
         that memory. share: the parts become views of the joined weight, so that it takes no extra memory. bits: quantise the
-        joined weight. Parts in FP8 never change, and stay separate where others are not in FP8.
+        joined weight. Parts in FP8 never change. They stay separate where others are not in FP8, and where blocks share the
+        scales of rows that have another order.
         """
         packed, bits = packed and not self.matrix, None if self.matrix else bits
         # decoding may join first, in inference mode, and the joined tensors may have to be written later
@@ -74,7 +75,8 @@ class Joint:
 
     def _join_fp8(self) -> bool:
         parts = [part for part in self.parts if isinstance(part, Fp8Linear)]
-        if self.quantised is not None or len(parts) < len(self.parts):
+        blocks = any(part.blocks for part in parts)
+        if self.quantised is not None or len(parts) < len(self.parts) or (blocks and self.order_O is not None):
             return False
         order_O = None if self.order_O is None else self.order_O.to(parts[0].scale.device)
         self.quantised = Fp8Linear.joined(parts, order_O)

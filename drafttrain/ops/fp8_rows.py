@@ -1,6 +1,6 @@
-"""Rows in FP8 (e4m3), each with a scale of its own, as vLLM and compressed-tensors quantise activations per token.
+"""Rows in FP8 (e4m3), with one scale for each or for each group of its numbers, as engines quantise activations per token.
 
-Shapes: M rows, I numbers of a row.
+Shapes: M rows, I numbers of a row, G groups of a row.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ LARGEST = 448.0  # of e4m3
 WIDEST = 32_768  # numbers of a row that one program of the kernel holds
 
 
-def fp8_rows(x_MI: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [M, I] in e4m3, scales [M, 1] in float32), which stand for code * scale. One kernel on a GPU.
+def fp8_rows(x_MI: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """(codes [M, I] in e4m3, scales [M, G] in float32), which stand for code * scale. One kernel on a GPU.
 
-    A scale is the row's largest magnitude / 448, and 1 for a row of zeros.
+    A scale is the group's largest magnitude / 448, and 1 for a group of zeros. One group's scales follow one another in memory.
     """
     if not _kernels(x_MI):
-        return reference(x_MI)
+        return reference(x_MI, groups)
     from drafttrain.kernels.triton import fp8
 
     code_MI = x_MI.new_empty(x_MI.shape, dtype=E4M3)
-    scale_M1 = x_MI.new_empty(len(x_MI), 1, dtype=torch.float32)
-    fp8.rows(x_MI.contiguous(), code_MI, scale_M1, LARGEST).run()
-    return code_MI, scale_M1
+    scale_GM = x_MI.new_empty(groups, len(x_MI), dtype=torch.float32)
+    fp8.rows(x_MI.contiguous(), code_MI, scale_GM.T, LARGEST).run()
+    return code_MI, scale_GM.T
 
 
-def reference(x_MI: Tensor) -> tuple[Tensor, Tensor]:
+def reference(x_MI: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
     """The plain-torch twin of `fp8_rows`, with the same codes."""
-    x_MI = x_MI.float()
-    most_M1 = x_MI.abs().amax(-1, keepdim=True)
-    scale_M1 = torch.where(most_M1 > 0, most_M1 / LARGEST, 1.0)
-    return (x_MI / scale_M1).to(E4M3), scale_M1
+    x_MGI = x_MI.float().view(len(x_MI), groups, x_MI.shape[1] // groups)
+    most_MG1 = x_MGI.abs().amax(-1, keepdim=True)
+    scale_MG1 = torch.where(most_MG1 > 0, most_MG1 / LARGEST, 1.0)
+    return (x_MGI / scale_MG1).to(E4M3).flatten(-2), scale_MG1[..., 0].T.contiguous().T
 
 
 def _kernels(x_MI: Tensor) -> bool:

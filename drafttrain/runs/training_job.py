@@ -147,9 +147,9 @@ def _print_models(
         console.say(f"target.attention is eager: {about['attention_reason']}")
     if about["capture_reason"]:
         console.say(f"decode steps run without CUDA graphs: {about['capture_reason']}")
-    kind = about.get("weights")
-    if kind and (reason := why_slow(kind, loaded.target.device, loaded.target.dtype)):
-        console.say(f"target.weights={kind} saves memory, not time: {reason}")
+    if reason := why_slow(loaded.target.model):
+        name = f"target.weights={about['weights']}" if about.get("weights") else "the target's FP8"
+        console.say(f"{name} saves memory, not time: {reason}")
     operators = library.state_on(loaded.target.device)
     if not operators.loaded:
         console.say(f"operators: {operators.text}")

@@ -72,6 +72,11 @@ def kind_of(model: PreTrainedModel) -> BlockKind:
     return replace(kind, interleaved=bool(getattr(model.config, "rope_interleave", kind.interleaved)))
 
 
+def runs(config: Any) -> bool:
+    """Whether this runner knows the architecture that a configuration names."""
+    return bool({*(getattr(config, "architectures", None) or ())} & ARCHITECTURES.keys())
+
+
 def why_not(model: PreTrainedModel) -> str | None:
     """Why this model needs transformers' own forward; None if this runner computes the same."""
     config = model.config

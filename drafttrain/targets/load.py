@@ -21,7 +21,8 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.expert_weights import load_share
 from drafttrain.targets.experts import ExpertTarget, whole_size
-from drafttrain.targets.fast import FastTarget, why_not, why_whole
+from drafttrain.targets.fast import FastTarget, runs, why_not, why_whole
+from drafttrain.targets.fp8_checkpoint import Fp8Checkpoint
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.images import TEXT_ONLY, ImageReader, Images, NoImages, image_reader
 from drafttrain.targets.parallel import WHOLE, Part
@@ -111,8 +112,12 @@ def _read(
         if part.size > 1 and not by_experts:
             check_divides(shape_of(config.get_text_config()), part.size)
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
+        read: Any = partial(load_share, part=part) if by_experts else None
+        if part.size == 1 and shards is None and runs(config):
+            fp8 = Fp8Checkpoint.of(config, path, options.revision, options.trust_remote_code)
+            read = read if fp8 is None else fp8.load
         settings: dict[str, Any] = {
-            "read": partial(load_share, part=part) if by_experts else None,
+            "read": read,
             "dtype": DTYPES[options.dtype],
             "attn_implementation": None if options.attention == "auto" else options.attention,
         }

@@ -46,6 +46,8 @@ def quantise(model: Any, kind: str, device: torch.device) -> str:
     Returns the quantised model's fingerprint: that of the original weights, a dash, and the kind. Raises UserError for a model
     without linear maps in its blocks.
     """
+    if is_quantised(model):
+        raise UserError(f"target.weights is {kind}, but the checkpoint's weights are in FP8 already; set target.weights=null")
     whole = fingerprint_of(model)
     model.requires_grad_(False).eval()
     blocks = find_blocks(model, shape_of(model.config.get_text_config()).blocks)
@@ -68,10 +70,13 @@ def weight_bytes(kind: str, outputs: int, inputs: int) -> int:
     return outputs * (inputs + 4) if kind == FP8 else stored_bytes(outputs, inputs, BITS[kind])
 
 
-def why_slow(kind: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why weights of this kind save memory and no time; None: they save time."""
-    fault = why_widened(device, dtype) if kind == FP8 else ""
-    return None if fault is None else f"weights are widened for each product{fault and f' ({fault})'}"
+def why_slow(model: Any) -> str | None:
+    """Why the model's quantised weights save memory and no time; None: they save time, or are whole."""
+    if any(isinstance(module, QuantisedLinear) for module in model.modules()):
+        return "weights are widened for each product"
+    maps = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    fault = why_widened(model.device, model.dtype, any(one.blocks for one in maps)) if maps else None
+    return fault and f"weights are widened for each product ({fault})"
 
 
 def is_quantised(model: nn.Module) -> bool:

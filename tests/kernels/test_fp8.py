@@ -76,8 +76,8 @@ def test_fp8_torch_product_serves_bfloat16_and_whole_tiles(gpu: None) -> None:
         found = way(code, scale, made.code, made.scale)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, exact(x, made).bfloat16().view(10, 48), rtol=0.01, atol=0.05)
-    assert fp8._way(x, made.code) is fp8.WAYS[0]
-    assert fp8._way(x.float(), made.code) is None and fp8._way(x, made.code[:40]) is None
+    assert fp8._way(x, made) is fp8.WAYS[0]
+    assert fp8._way(x.float(), made) is None and fp8._way(x, Fp8Linear.of(nn.Linear(64, 40), CPU)) is None
 
 
 def test_weight_reads_count_one_byte_for_each_fp8_weight(gpu: None) -> None:
@@ -98,11 +98,11 @@ def test_fp8_wrong_or_missing_torch_product_falls_back(gpu: None, monkeypatch: p
 
     monkeypatch.setattr(torch, "_scaled_mm", refused)
     made, x = Fp8Linear.of(nn.Linear(64, 48, bias=False), CPU), torch.randn(3, 64).bfloat16()
-    assert fp8._way(x, made.code) is fp8.WAYS[1]
+    assert fp8._way(x, made) is fp8.WAYS[1]
     assert fp8.fault(fp8.WAYS[0], CPU) == "rowwise scaling is not supported"
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, out_dtype: 1.1 * original(*a, out_dtype=torch.float32).to(out_dtype))
     fp8.fault.cache_clear()
-    assert fp8._way(x, made.code) is None
+    assert fp8._way(x, made) is None
     assert all("off by" in str(fp8.fault(way, CPU)) for way in fp8.WAYS)
     torch.testing.assert_close(made(x), exact(x, made).bfloat16())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
