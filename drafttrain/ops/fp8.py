@@ -110,7 +110,7 @@ def why_widened(device: torch.device, dtype: torch.dtype, blocks: bool = False) 
 
 
 def _by_rows(code_MI: Tensor, scale_M1: Tensor, code_OI: Tensor, scale_O: Tensor) -> Tensor:
-    return torch._scaled_mm(code_MI, code_OI.T, scale_M1, scale_O[None], out_dtype=torch.bfloat16)
+    return torch._scaled_mm(code_MI, code_OI.T, scale_M1.view(-1)[:, None], scale_O[None], out_dtype=torch.bfloat16)
 
 
 def _afterwards(code_MI: Tensor, scale_M1: Tensor, code_OI: Tensor, scale_O: Tensor) -> Tensor:
@@ -120,20 +120,14 @@ def _afterwards(code_MI: Tensor, scale_M1: Tensor, code_OI: Tensor, scale_O: Ten
 
 
 def _by_blocks(code_MI: Tensor, scale_MG: Tensor, code_OI: Tensor, scale_PQ: Tensor) -> Tensor:
-    return torch._scaled_mm(code_MI, code_OI.T, scale_MG, _aligned(scale_PQ).T, out_dtype=torch.bfloat16)
+    return torch._scaled_mm(code_MI, code_OI.T, scale_MG, scale_PQ.T, out_dtype=torch.bfloat16)
 
 
 def _by_padded_blocks(code_MI: Tensor, scale_MG: Tensor, code_OI: Tensor, scale_PQ: Tensor) -> Tensor:
-    """With rows of zeros, since cuBLAS reads scales in vectors of four."""
+    """With further rows of zeros, in case that cuBLAS wants whole vectors of scales."""
     missing = -len(code_MI) % MULTIPLE
     more_MI = F.pad(code_MI.view(torch.uint8), (0, 0, 0, missing)).view(E4M3)
     return _by_blocks(more_MI, F.pad(scale_MG.T, (0, missing)).T, code_OI, scale_PQ)[: len(code_MI)]
-
-
-def _aligned(scale_PQ: Tensor) -> Tensor:
-    """Rows of scales that begin at multiples of four, as torch demands."""
-    missing = -scale_PQ.shape[1] % 4
-    return F.pad(scale_PQ, (0, missing))[:, : scale_PQ.shape[1]] if missing else scale_PQ
 
 
 WAYS: tuple[Way, ...] = (_by_rows, _afterwards)  # the best first
@@ -143,6 +137,8 @@ BLOCK_WAYS: tuple[Way, ...] = (_by_blocks, _by_padded_blocks)
 def _way(x_MI: Tensor, linear: Fp8Linear) -> Way | None:
     """The product that serves here; None: only the twin."""
     fits = x_MI.dtype == torch.bfloat16 and len(x_MI) and all(size % MULTIPLE == 0 for size in linear.code.shape)
+    if linear.blocks:
+        fits = fits and linear.groups % 4 == 0  # cuBLAS reads a block row's scales four at a time
     if not fits or _kind(x_MI) != "cuda" or torch.compiler.is_compiling():
         return None
     ways = BLOCK_WAYS if linear.blocks else WAYS
@@ -159,10 +155,10 @@ def fault(way: Way, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "an FP8 product needs a GPU of capability 8.9"
     generator, worst, blocks = torch.Generator().manual_seed(0), 0.0, way in BLOCK_WAYS
-    code_OI, scale = rows_reference(torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator))
-    scale = torch.rand(2, 3, generator=generator) if blocks else scale[:, 0]
+    code_OI, scale = rows_reference(torch.randn(2 * BLOCK, 4 * BLOCK, generator=generator))
+    scale = torch.rand(2, 4, generator=generator) if blocks else scale[:, 0]
     for rows in (1, 5, 80):
-        code_MI, scale_MG = rows_reference(torch.randn(rows, 3 * BLOCK, generator=generator), 3 if blocks else 1)
+        code_MI, scale_MG = rows_reference(torch.randn(rows, 4 * BLOCK, generator=generator), 4 if blocks else 1)
         wanted_MO = reference(code_MI, scale_MG, code_OI, scale)
         scale_MG = scale_MG.T.to(device).T  # in the same order in memory
         try:

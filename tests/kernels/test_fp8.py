@@ -115,3 +115,33 @@ def test_fp8_wrong_or_missing_torch_product_falls_back(gpu: None, monkeypatch: p
 def test_fp8_product_with_gradient_is_refused() -> None:
     with pytest.raises(AssertionError, match="no gradient"):
         Fp8Linear.of(nn.Linear(32, 16), CPU)(torch.randn(1, 32, requires_grad=True))
+
+
+def test_fp8_block_product_receives_layout_of_torch_and_pads_rows_if_it_must(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in checks what torch's source demands of scales: [M, G] and [Q, P], one group's in a row in memory."""
+    whole_rows = [1]
+
+    def product(code: Tensor, weight: Tensor, scale: Tensor, blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+        (M, K), N = code.shape, weight.shape[1]
+        assert scale.shape == (M, K // 128) and (M == 1 or scale.stride(0) == 1) and scale.stride(1) == M
+        assert blocks.shape == (K // 128, N // 128) and blocks.stride() == (1, K // 128)
+        if M % whole_rows[0]:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return fp8.reference(code, scale, weight.T, blocks.T).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    torch.manual_seed(0)
+    code, _ = fp8_rows(torch.randn(256, 512))
+    made, x = Fp8Linear(code, torch.rand(2, 4)), torch.randn(3, 512).bfloat16()
+    wide = code.double() * made.scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    parts = x.float().view(3, 4, 128)
+    scale = parts.abs().amax(-1, keepdim=True) / LARGEST
+    wanted = ((parts / scale).to(E4M3).double() * scale).flatten(1) @ wide.T
+    for rows, way in zip((1, 16), fp8.BLOCK_WAYS, strict=True):
+        whole_rows[0] = rows
+        fp8.fault.cache_clear()
+        assert fp8._way(x, made) is way
+        torch.testing.assert_close(made(x), wanted.bfloat16())
+    assert fp8._way(x[:, :384], Fp8Linear(code[:, :384], torch.rand(2, 3))) is None
