@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.target import Taps, Target
+from drafttrain.ops import fp8
 
 PROMPTS = (5, 3)  # prompt lengths of the probe's rows
 CHAIN, TREE = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)), ((0,), (0, 1), (0, 2), (0, 1, 3))  # paths of its four nodes
@@ -107,21 +108,12 @@ def reference_of(model: Any, reach: int = 0, draw: int = 0) -> Reference:
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     rows = {ids: torch.tensor([ids], device=model.device) for ids in sorted(sequences)}
     logits = {ids: model(row, use_cache=False, **last).logits[0, -1].float() for ids, row in rows.items()}
-    rounding = 0.0 if _exact(model) else _rounding(model, logits)
+    rounding = 0.0 if _exact(model.get_output_embeddings().weight.dtype) else _rounding(model, logits)
     return Reference(logits, rounding, draw)
 
 
-def rounded_to(model: Any) -> torch.dtype:
-    """The dtype whose rounding tells right logits from wrong ones. Activations in FP8 turn the least rounding into a step of
-    their codes, whatever the model's dtype is: bfloat16's stands for it."""
-    if any(p.dtype == torch.float8_e4m3fn for p in model.parameters()):
-        return torch.bfloat16
-    dtype: torch.dtype = model.get_output_embeddings().weight.dtype
-    return dtype
-
-
-def _exact(model: Any) -> bool:
-    return rounded_to(model) in (torch.float32, torch.float64)
+def _exact(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float64)
 
 
 def _rounding(model: Any, logits: dict[tuple[int, ...], Tensor]) -> float:
@@ -141,12 +133,14 @@ def _rounding(model: Any, logits: dict[tuple[int, ...], Tensor]) -> float:
 
 
 @torch.no_grad()
+@fp8.whole_activations()
 def probe(target: Probed) -> str | None:
     """Why draft trees are not exact; None: they are. Raises UserError, with the property that fails, when chains are not.
 
     Rows of 5 and 3 committed tokens verify a root, two children and a grandchild at once. The reference is the model's own
     forward over the row's prefix and the node's path. Models with windows verify the same nodes behind a prompt that is
     longer than all of them, where that costs little. What differs in half precision must differ for each of `DRAWS`.
+    Activations are not quantised meanwhile: in FP8 rounding alone can change logits by a fifth of the largest.
     """
     _worst_gap(target, Reference({}, 0.0), CHAIN)  # compares nothing: a model that fails with our cache does so at once
     draws = _Draws(target)
@@ -165,7 +159,7 @@ def probe(target: Probed) -> str | None:
         why = "its layers keep a recurrent state, which follows a single branch"
     elif draws.differ(TREE):
         why = "its attention does not follow a mask of branches" if target.takes_positions else NO_POSITIONS
-    elif not target.takes_positions and not _exact(target.model):  # biases by position can be as small as rounding
+    elif not target.takes_positions and not _exact(target.dtype):  # biases by position can be as small as rounding
         why = NO_POSITIONS
     long = long_prompt(target.model, target.longest_reach)
     if long and draws.differ(CHAIN[-1:] if why else TREE, long):
@@ -177,6 +171,7 @@ def probe(target: Probed) -> str | None:
 
 
 @torch.no_grad()
+@fp8.whole_activations()
 def wrong_tap(target: Probed) -> int | None:
     """The first block, the last apart, whose tapped output is not the model's own hidden state; None: all are right.
 
@@ -209,7 +204,7 @@ class _Draws:
 
     def _references(self) -> Iterator[Reference]:
         """Those of draws whose tokens all have finite logits: a single token without is no fault of the model's forward."""
-        left = 1 if _exact(self.target.model) else DRAWS
+        left = 1 if _exact(self.target.dtype) else DRAWS
         for draw in range(TRIED):
             if not left:
                 return
@@ -279,8 +274,8 @@ def gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 0
     In half precision rounding grows with a model's depth, and a fault can be as small as a tenth of the largest logit: a
     tolerance of the dtype alone misses faults, or refuses models without any.
     """
-    eps = torch.finfo(rounded_to(target.model)).eps
-    if _exact(target.model):
+    eps = torch.finfo(target.dtype).eps
+    if _exact(target.dtype):
         return _apart(found_V, expected_V) / (EXACT * eps)
     return _apart(found_V, expected_V) / min(max(LEAST * eps, TIMES * rounding), MOST)
 

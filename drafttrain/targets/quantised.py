@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
 from drafttrain.ops.fp8 import Fp8Linear, why_widened
+from drafttrain.ops.fp8_rows import E4M3
 from drafttrain.ops.quantised import BITS, Quantised, stored_bytes
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.structure import find_blocks, shape_of
@@ -77,6 +78,13 @@ def why_slow(model: Any) -> str | None:
     maps = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     fault = why_widened(model.device, model.dtype, any(one.blocks for one in maps)) if maps else None
     return fault and f"weights are widened for each product ({fault})"
+
+
+def rounded_to(target: Any) -> torch.dtype:
+    """The dtype whose rounding changes a target's logits most: e4m3 where activations are quantised to it."""
+    fp8 = any(isinstance(module, Fp8Linear) for module in target.model.modules())
+    dtype: torch.dtype = E4M3 if fp8 else target.dtype
+    return dtype
 
 
 def is_quantised(model: nn.Module) -> bool:

@@ -112,6 +112,14 @@ def test_fp8_wrong_or_missing_torch_product_falls_back(gpu: None, monkeypatch: p
     assert fp8.why_widened(CPU, torch.bfloat16) == "torch's FP8 product runs on GPUs, this is a cpu"
 
 
+def test_fp8_whole_activations_multiply_widened_weights() -> None:
+    made, x = Fp8Linear.of(nn.Linear(32, 16), CPU), torch.randn(3, 32)
+    with fp8.whole_activations():
+        found = made(x)
+    torch.testing.assert_close(found, x @ fp8.widened(made.code, made.scale).T + made.bias)
+    assert not torch.allclose(found, made(x), rtol=1e-3, atol=1e-3)
+
+
 def test_fp8_product_with_gradient_is_refused() -> None:
     with pytest.raises(AssertionError, match="no gradient"):
         Fp8Linear.of(nn.Linear(32, 16), CPU)(torch.randn(1, 32, requires_grad=True))

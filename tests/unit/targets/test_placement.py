@@ -35,8 +35,7 @@ from drafttrain.targets.estimate import Need, Outline, choose, kept_bytes, need_
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
-from drafttrain.targets.probe import rounded_to
-from drafttrain.targets.quantised import KINDS, QuantisedLinear, quantise, whole_fingerprint
+from drafttrain.targets.quantised import KINDS, QuantisedLinear, quantise, rounded_to, whole_fingerprint
 from drafttrain.targets.sharded import ShardedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions, sharding
 from drafttrain.train.engine import World, settings
@@ -195,7 +194,7 @@ def test_load_target_fp8_weights_run_fast_within_scheme_of_transformers_forward(
     target = loaded.target
     assert loaded.description["runner"] == "fast" and loaded.description["runner_reason"] is None
     assert loaded.description["fingerprint"] == f"{embedded().target.fingerprint}-fp8"
-    assert rounded_to(target.model) == torch.bfloat16 and rounded_to(embedded().target.model) == torch.float32
+    assert rounded_to(target) == torch.float8_e4m3fn and rounded_to(embedded().target) == torch.float32
     blocks = [joint for block in target._chain for joint in block.joints]
     assert all(isinstance(joint.quantised, Fp8Linear) for joint in blocks) and target._head.quantised is None
     assert blocks[0].quantised.code.data_ptr() == blocks[0].parts[0].code.data_ptr(), "the parts are views"
