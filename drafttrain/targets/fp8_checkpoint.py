@@ -87,6 +87,11 @@ def _made(linear: Any, scale: Tensor, blocks: bool, origin: str) -> Fp8Linear:
     return Fp8Linear(linear.weight.to(E4M3), scale.float().contiguous(), linear.bias)
 
 
+def holds_fp8(config: Any) -> bool:
+    """Whether the configuration is that of a checkpoint in one of the two formats."""
+    return _suffix(getattr(config, "quantization_config", None)) is not None
+
+
 def _suffix(settings: Any) -> str | None:
     """What the names of the scales end with; None: another format."""
     if not isinstance(settings, Mapping):

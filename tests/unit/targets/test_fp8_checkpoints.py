@@ -16,6 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.target import Taps
 from drafttrain.ops.fp8 import Fp8Linear
 from drafttrain.targets import TargetOptions
+from drafttrain.targets.estimate import need_of, outline
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.load import LoadedTarget, load_target
@@ -111,6 +112,8 @@ def test_compressed_tensors_checkpoint_equals_scheme_in_float64(name: str, strat
     found = saved(tmp_path, name, strategy, compressed(strategy))
     target = loaded(tmp_path)
     check(target, *found)
+    need = need_of(outline(TargetOptions(name="hf", path=str(tmp_path))), None, drafter=0, activations=0).target
+    assert need == sum(p.numel() * p.element_size() for p in target.target.model.parameters())
     codes = [m.code for m in target.target.model.modules() if isinstance(m, Fp8Linear)]
     assert len(codes) == 7 * 4 and all(code.dtype == E4M3 for code in codes)
 
