@@ -41,6 +41,7 @@ from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.quantised import quantise
 
 certificates = cache(ssl.create_default_context)  # which each client of httpx reads anew otherwise
 VERDICTS: dict[tuple[str, int], tuple[str | None, int | None]] = {}  # of the probe, by model and seed: `tiny_target`
@@ -100,6 +101,17 @@ def tiny_target(name: str = "llama", seed: int = 0, stop: frozenset[int] = froze
         patch.setattr("drafttrain.targets.hf.probe", lambda target: chains_reason)
         patch.setattr("drafttrain.targets.hf.wrong_tap", lambda target: wrong_tap)
         return HFTarget(tiny_model(name, seed), stop)
+
+
+def quantised_target(
+    kind: str, runner: type[HFTarget] = HFTarget, model: Any = None, stop_ids: frozenset[int] = frozenset()
+) -> HFTarget:
+    """A target with quantised weights. model: quantised in place; None: the tiny one."""
+    model = tiny_model() if model is None else model
+    fingerprint = quantise(model, kind, torch.device("cpu"))
+    target = runner(model, stop_ids)
+    target.fingerprint = fingerprint
+    return target
 
 
 @cache

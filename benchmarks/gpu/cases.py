@@ -9,7 +9,7 @@ from benchmarks.gpu.accept import ChoiceAccept, Commit, GreedyAccept, LikelyAcce
 from benchmarks.gpu.cache import Append, KvKeep, TreeAttention
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.loss import Divergence
-from benchmarks.gpu.rows import Gated, RmsNorm, Rotary, Sample, Shaped, Top, TopLog
+from benchmarks.gpu.rows import Fp8, Fp8Blocks, Fp8Rows, Gated, RmsNorm, Rotary, Sample, Shaped, Top, TopLog
 from benchmarks.gpu.trees import BuildTree, Heads, TreeLinks
 
 V = 128_256
@@ -24,6 +24,10 @@ SMALL: tuple[Case, ...] = (  # one of each, for rehearsals and for tools that sl
     RmsNorm(3, 193),
     Gated(5, 33),
     Rotary(7, 3, 10),
+    Fp8Rows(5, 33),
+    Fp8(5, 32, 48),
+    Fp8Blocks(5, 256, 384),
+    Fp8Rows(3, 384, groups=3),
     Append(2, 5, 6, 2, 64, normed=True),
     TreeAttention(2, 5, 70, 8, 2, 64, uneven=True),
     KvKeep(3, 2, 60, 9, 5, 2, 16, uneven=True),
@@ -52,6 +56,13 @@ LARGE: tuple[Case, ...] = (
     Gated(1, 1),
     Rotary(4096, 40, 128),
     Rotary(130, 7, 80),
+    Fp8Rows(64, 14336),
+    Fp8Rows(1, 4096),
+    Fp8Rows(3, 28672),
+    *(Fp8(rows, 4096, 6144) for rows in (1, 64)),
+    Fp8(1024, 14336, 4096),
+    Fp8Rows(64, 4096, groups=32),
+    *(Fp8Blocks(rows, 4096, 6144) for rows in (1, 5, 64)),
     Append(1, 64, 32, 8, 128, 4096),
     Append(4, 1, 32, 8, 128, 1000, normed=True),
     Append(3, 7, 3, 3, 80),
@@ -142,6 +153,10 @@ OTHERS: tuple[Case, ...] = (
     *(RmsNorm(rows, 4096) for rows in (1, 64, 1024)),
     *(Gated(rows, 14336) for rows in (1, 64, 1024)),
     Rotary(8192, 40, 128),
+    *(Fp8Rows(rows, width) for rows in (1, 64) for width in (4096, 14336)),
+    *(Fp8(rows, 4096, 28672) for rows in (1, 17, 64, 1024)),
+    *(Fp8(rows, 14336, 4096) for rows in (1, 64)),
+    *(Fp8Blocks(rows, 4096, 28672) for rows in (1, 64)),
     KvKeep(16, 32, 1024, 64, 5),
     *(TreeAttention(1, nodes, context) for context in CONTEXTS for nodes in NODES[:-1]),
     TreeAttention(1, 64, 1024),

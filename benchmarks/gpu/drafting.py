@@ -18,7 +18,7 @@ from benchmarks.gpu import check, sources, steps
 from benchmarks.gpu.ladder import PLAIN
 from benchmarks.gpu.machine import WARM, Machine, ceilings, race
 from benchmarks.gpu.models import REHEARSED, TIMED
-from benchmarks.gpu.steps import Setting, Shared, Station, target_of
+from benchmarks.gpu.steps import Setting, Shared, Station, named, target_of
 from benchmarks.gpu.suite import Job, SkipError
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
@@ -158,10 +158,10 @@ class Drafting:
         return self.launched.rows()[-1][0].nodes
 
 
-def measure(name: str, machine: Machine) -> dict[str, Any]:
+def measure(name: str, machine: Machine, weights: str | None = None) -> dict[str, Any]:
     """Milliseconds of a whole step, of its draft and of a plain step. Raises SkipError."""
     above, size = ceilings(machine).look(), size_of(machine)
-    target = target_of(size.model, machine)
+    target = target_of(size.model, machine, weights)
     drafter = built(name, target, machine)
     drafting = Drafting(target, drafter, size, machine)
     plain = Station(Shared(target), Setting(size.model, 1, size.context), 1, machine)
@@ -183,8 +183,9 @@ def ordered(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: [*SHAPES].index(name) if name in SHAPES else len(SHAPES))
 
 
-def job(name: str, machine: Machine) -> Job:
+def job(name: str, machine: Machine, weights: str | None = None) -> Job:
+    """weights: how the target is quantised; the drafter is not."""
     size, modules = size_of(machine), (*sources.DECODER, *sources.of_family(name))
-    needs = check.needed(OPERATORS, machine, texts=(PLAIN, name))
-    case = f"drafting {name} {size.model} context={size.context}"
-    return Job(case, "drafters' steps", modules, partial(measure, name, machine), **needs)
+    needs = check.needed((*OPERATORS, *steps.operators(weights)), machine, texts=(PLAIN, name))
+    case = f"drafting {name} {size.model} context={size.context}{named(weights)}"
+    return Job(case, "drafters' steps", modules, partial(measure, name, machine, weights), **needs)

@@ -116,6 +116,7 @@ def steps(bench: Section) -> list[str]:
     rows = table(*names, "outside products and attention", "host waits", "capture")
     for name, entry in measured(bench, "step "):
         model, batch, context, *how = (part.split("=")[-1] for part in name.split()[1:])
+        model = with_weights(model, name)
         context = " ".join([context, *(word for word in how if word in ("ragged", "sampled"))])
         for nodes, found in entry["figures"].items():
             if isinstance(found, dict):
@@ -133,11 +134,23 @@ def drafting(bench: Section) -> list[str]:
     names = ("family", "model", "context", "draft length", "nodes", "parameters", "ms", "draft, ms", "plain, ms", "/ plain")
     rows = table(*names, "of the floor")
     for name, entry in sorted(measured(bench, "drafting "), key=lambda pair: pair[1]["figures"]["over_plain"]):
-        f, (family, model, context) = entry["figures"], name.removeprefix("drafting ").split()
-        shape = (family, model, context.removeprefix("context="), f["draft_length"], f["nodes"], f"{f['parameters']:,}")
+        f, (family, model, context, *_) = entry["figures"], name.removeprefix("drafting ").split()
+        shape = (
+            family,
+            with_weights(model, name),
+            context.removeprefix("context="),
+            f["draft_length"],
+            f["nodes"],
+            f"{f['parameters']:,}",
+        )
         times = (f"{f['ms']:.3f}{age(entry)}", number(f.get("draft_ms"), 3), f"{f['plain_ms']:.3f}", f"{f['over_plain']:.3f}")
         rows.append(row(*shape, *times, floor_of(f, entry)))
     return rows
+
+
+def with_weights(model: str, case: str) -> str:
+    """The model's name with how it is quantised, from a case's name."""
+    return " ".join([model, *(word.removeprefix("weights=") for word in case.split() if word.startswith("weights="))])
 
 
 def floor_of(found: dict[str, Any], entry: dict[str, Any]) -> str:

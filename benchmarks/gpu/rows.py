@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.case import Case, Draw, Kept, Tensors, generator
 from drafttrain.core.sampling import Lane, Sampling, uniform
+from drafttrain.ops import fp8 as fp8_op
+from drafttrain.ops import fp8_rows as fp8_rows_op
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops import rotary as rotary_op
@@ -117,6 +119,86 @@ def rotated(x_BhND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
     pair, turn = (torch.complex(a, b) for a, b in (x_BhND.split(half, -1), (cos_BND[..., :half], sin_BND[..., :half])))
     out = pair * turn[:, None]
     return torch.cat([out.real, out.imag], -1)
+
+
+@dataclass(frozen=True)
+class Fp8Rows(Case):
+    op: ClassVar = "fp8_rows"
+    twins: ClassVar = (fp8_rows_op,)
+    rows: int
+    width: int
+    groups: int = 1
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        return {"x": torch.randn(self.rows, self.width, device=device, generator=generator(device, seed)).to(dtype)}
+
+    def run(self, given: Tensors) -> Tensors:
+        code_MI, scale_MG = fp8_rows_op.fp8_rows(given["x"], self.groups)
+        return {"code": code_MI.view(torch.uint8), "scale": scale_MG}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        code_MI, scale_MG = _codes(wide["x"], self.groups)
+        return {"code": code_MI.view(torch.uint8), "scale": scale_MG.double()}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """x; a byte for each number, and a scale for each group."""
+        return self.rows * (self.width * (dtype.itemsize + 1) + 4 * self.groups)
+
+
+@dataclass(frozen=True)
+class Fp8(Case):
+    op: ClassVar = "fp8"
+    blocks: ClassVar = False
+    dtypes: ClassVar = (torch.bfloat16,)  # in other dtypes the weights are widened
+    twins: ClassVar = (fp8_op, fp8_rows_op)
+    rows: int
+    inputs_each: int
+    outputs: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw = generator(device, seed)
+        x_MI = torch.randn(self.rows, self.inputs_each, device=device, generator=draw).to(dtype)
+        code_OI, scale_O1 = _codes(torch.randn(self.outputs, self.inputs_each, device=device, generator=draw))
+        scale = scale_O1[:, 0].contiguous()
+        if self.blocks:
+            scale = torch.rand(self.outputs // 128, self.inputs_each // 128, device=device, generator=draw)
+        return {"x": x_MI, "code": code_OI.view(torch.uint8), "scale": scale}
+
+    def run(self, given: Tensors) -> Tensors:
+        linear = fp8_op.Fp8Linear(given["code"].view(fp8_rows_op.E4M3), given["scale"])
+        return {"out": linear(given["x"])}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        code_MI, scale_MG = _codes(wide["x"], self.inputs_each // 128 if self.blocks else 1)
+        scale = wide["scale"][:, None]
+        if self.blocks:
+            scale = wide["scale"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        weight_OI = wide["code"].view(fp8_rows_op.E4M3).double() * scale
+        x_MI = code_MI.double() * scale_MG.repeat_interleave(self.inputs_each // scale_MG.shape[1], 1)
+        return {"out": x_MI @ weight_OI.T}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """A byte for each weight, its scales, x, the result."""
+        x, out = self.rows * self.inputs_each, self.rows * self.outputs
+        return self.outputs * (self.inputs_each + 4) + dtype.itemsize * (x + out)
+
+    def operations(self) -> float:
+        """Those of bfloat16 take twice as long."""
+        return self.rows * self.inputs_each * self.outputs
+
+
+@dataclass(frozen=True)
+class Fp8Blocks(Fp8):
+    op: ClassVar = "fp8_blocks"
+    blocks: ClassVar = True
+
+
+def _codes(x_MI: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """(codes, scales of each row's groups) by the definition, in float32 as the operator computes them."""
+    x_MGI = x_MI.float().unflatten(-1, (groups, -1))
+    most_MG = x_MGI.abs().amax(-1)
+    scale_MG = (most_MG / fp8_rows_op.LARGEST).masked_fill(most_MG == 0, 1.0)
+    return (x_MGI / scale_MG[..., None]).to(fp8_rows_op.E4M3).flatten(1), scale_MG
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.quantised import quantise, why_slow
 
 STEPS = 16  # of one timed run
 REPEATS = 10
@@ -56,11 +57,12 @@ class Setting:
     nodes: tuple[int, ...] = NODES  # 1 among them: plain decoding, which the others are compared with
     sampled: bool = False  # losslessly at temperature 1, with each of `FILTERS`; otherwise greedy
     ragged: bool = False  # row i of B has i + 1 of B parts of the context
+    weights: str | None = None  # how the target is quantised, as `target.weights`
 
     @property
     def name(self) -> str:
         part = "" if self.nodes == NODES else f" nodes={','.join(map(str, self.nodes))}"
-        how = f"{' ragged' if self.ragged else ''}{' sampled' if self.sampled else ''}"
+        how = f"{' ragged' if self.ragged else ''}{' sampled' if self.sampled else ''}{named(self.weights)}"
         return f"step {self.model} rows={self.rows} context={self.context}{part}{how}"
 
     @property
@@ -73,6 +75,11 @@ class Setting:
         """(name, nodes, filter) of what is timed in turn."""
         filters = FILTERS if self.sampled else {"": {}}
         return [(f"{nodes} {name}".strip(), nodes, options) for name, options in filters.items() for nodes in self.nodes]
+
+
+def named(weights: str | None) -> str:
+    """The part of a case's name that tells how its target is quantised."""
+    return "" if weights is None else f" weights={weights}"
 
 
 class Offered(Drafter):
@@ -207,15 +214,25 @@ class Station:
 
 
 @lru_cache(maxsize=1)
-def target_of(model: str, machine: Machine) -> FastTarget:
+def target_of(model: str, machine: Machine, weights: str | None = None) -> FastTarget:
     """The target. The last one is kept, since settings come model by model."""
     config = (REHEARSED if machine.rehearsal else TIMED)[model]
-    return FastTarget(random_model(config, torch.bfloat16, machine.device))
+    made = random_model(config, torch.bfloat16, machine.device)
+    if weights is not None:
+        quantise(made, weights, machine.device)
+        if not machine.rehearsal and (reason := why_slow(made)):
+            raise SkipError(reason)
+    return FastTarget(made)
+
+
+def operators(weights: str | None) -> tuple[str, ...]:
+    """Those that steps of a target with such weights run."""
+    return OPERATORS if weights is None else (*OPERATORS, "fp8_rows", "fp8")
 
 
 def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     """By contender: milliseconds, share of the floor, ratio to plain. Raises SkipError where it does not fit."""
-    above, target = ceilings(machine).look(), target_of(setting.model, machine)
+    above, target = ceilings(machine).look(), target_of(setting.model, machine, setting.weights)
     if (
         not machine.rehearsal
         and kv_bytes(target.shape, target.dtype, setting.rows * (setting.context + ROOM)) + MARGIN > machine.free
@@ -238,6 +255,6 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
 
 def job(setting: Setting, machine: Machine) -> Job:
     needs = check.needed(
-        OPERATORS, machine, texts=(PLAIN, "medusa")
+        operators(setting.weights), machine, texts=(PLAIN, "medusa")
     )  # one that verifies a chain of one, one that verifies trees
     return Job(setting.name, f"steps {setting.model}", "decoder", partial(measure, setting, machine), **needs)

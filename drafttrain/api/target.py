@@ -27,7 +27,7 @@ def load_target(
         dtype: `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, ...
         revision: branch, tag or commit on the hub.
-        weights: `int8` or `int4` quantises the linear maps of the blocks. The quantised model is then the target.
+        weights: `fp8`, `int8` or `int4` quantises the linear maps of the blocks. The quantised model is then the target.
         attention: transformers' `attn_implementation`: `sdpa`, `eager`, or `auto`.
         runner: `fast` (drafttrain's own forward, for the Llama family), `hf` (transformers'), or `auto`.
         trust_remote_code: run code that comes with the model.

@@ -19,6 +19,7 @@ from drafttrain.measure.transformers_baseline import generate
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.parallel import Part
+from drafttrain.targets.quantised import rounded_to
 
 Watch = Callable[[str, int, int, int], None]  # stage, waves done, waves in all, tokens this time
 
@@ -85,7 +86,7 @@ class Bench:
 
     def matches(self, cases: Sequence[Case], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[Match]:
         target = self.loaded.target
-        return compare(target, target.dtype, [c.tokens for c in cases], ours, theirs, target.device)
+        return compare(target, rounded_to(target), [c.tokens for c in cases], ours, theirs, target.device)
 
     def distribution_p(self, drafter: Drafter, case: Case) -> float:
         """p-value of speculative against plain sampling, from one prompt under many independent seeds."""

@@ -13,7 +13,7 @@ import torch
 
 from drafttrain.model.target import Taps, Target
 
-_NARROW = (torch.bfloat16, torch.float16)
+_NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 SHAPES = ((1, 0), (8, 0), (1, 7), (4, 3))  # rows and further tokens of passes that compute the same logits
 
 
@@ -38,7 +38,8 @@ def compare(
     theirs: Sequence[Sequence[int]],
     device: torch.device | str = "cpu",
 ) -> list[Match]:
-    """Compare outputs prompt by prompt. dtype: of the target's computation. In float32, every difference is unexplained."""
+    """Compare outputs prompt by prompt. dtype: of the target's computation, e4m3 of one in FP8. In float32, every difference is
+    unexplained."""
     found = []
     for prompt, a, b in zip(prompts, ours, theirs, strict=True):
         at = first_difference(a, b)

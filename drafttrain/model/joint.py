@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.model.low_rank import JointLowRank, LowRank
+from drafttrain.ops.fp8 import Fp8Linear
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.quantised import Quantised
 
@@ -33,7 +34,7 @@ class Joint:
     None: as they are. matrix: others read the weight too, so it is neither packed nor quantised.
     """
 
-    def __init__(self, parts: list[nn.Linear], order_O: Tensor | None = None, matrix: bool = False) -> None:
+    def __init__(self, parts: Sequence[nn.Linear | Fp8Linear], order_O: Tensor | None = None, matrix: bool = False) -> None:
         self.parts, self.order_O, self.matrix = parts, order_O, matrix
         self.split()
 
@@ -42,7 +43,7 @@ class Joint:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.packed: Tensor | None = None
-        self.quantised: Quantised | None = None
+        self.quantised: Quantised | Fp8Linear | None = None
 
     def __call__(self, x_H: Tensor) -> Tensor:
         if self.quantised is not None:
@@ -62,12 +63,24 @@ class Joint:
 
         Unchanged weights stay in place and changed ones are written to the same memory, since a captured CUDA graph refers to
         that memory. share: the parts become views of the joined weight, so that it takes no extra memory. bits: quantise the
-        joined weight.
+        joined weight. Parts in FP8 never change. They stay separate where others are not in FP8, and where blocks share the
+        scales of rows that have another order.
         """
         packed, bits = packed and not self.matrix, None if self.matrix else bits
         # decoding may join first, in inference mode, and the joined tensors may have to be written later
         with torch.inference_mode(torch.is_inference_mode_enabled() and share), torch.no_grad():
+            if any(isinstance(part, Fp8Linear) for part in self.parts):
+                return self._join_fp8()
             return self._joined(share, packed, bits)
+
+    def _join_fp8(self) -> bool:
+        parts = [part for part in self.parts if isinstance(part, Fp8Linear)]
+        blocks = any(part.blocks for part in parts)
+        if self.quantised is not None or len(parts) < len(self.parts) or (blocks and self.order_O is not None):
+            return False
+        order_O = None if self.order_O is None else self.order_O.to(parts[0].scale.device)
+        self.quantised = Fp8Linear.joined(parts, order_O)
+        return True
 
     def _joined(self, share: bool, packed: bool, bits: int | None) -> bool:
         weights = [merged(part) for part in self.parts]
@@ -91,7 +104,7 @@ class Joint:
 
     def _quantise(self, weight_OI: Tensor, bits: int) -> bool:
         new = Quantised(weight_OI, bits)
-        if self.quantised is not None:
+        if isinstance(self.quantised, Quantised):
             return self.quantised.take(new)
         self.quantised = new
         return True
@@ -109,7 +122,7 @@ class Extended(Joint):
         return self.added.add_to(self.joint(x_H), x_H)
 
 
-def _biases(parts: list[nn.Linear]) -> list[Tensor]:
+def _biases(parts: Sequence[Any]) -> list[Tensor]:
     """The parts' biases, zeros for one that has none; empty if none has one."""
     if all(part.bias is None for part in parts):
         return []

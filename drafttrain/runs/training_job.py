@@ -39,6 +39,7 @@ from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.frozen_ends import FrozenEnds
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.load_ends import load_ends
+from drafttrain.targets.quantised import why_slow
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import EngineFeatures
@@ -146,8 +147,9 @@ def _print_models(
         console.say(f"target.attention is eager: {about['attention_reason']}")
     if about["capture_reason"]:
         console.say(f"decode steps run without CUDA graphs: {about['capture_reason']}")
-    if about.get("weights"):
-        console.say(f"target.weights={about['weights']} saves memory, not time: weights are dequantised for each product")
+    if reason := why_slow(loaded.target.model):
+        name = f"target.weights={about['weights']}" if about.get("weights") else "the target's FP8"
+        console.say(f"{name} saves memory, not time: {reason}")
     operators = library.state_on(loaded.target.device)
     if not operators.loaded:
         console.say(f"operators: {operators.text}")

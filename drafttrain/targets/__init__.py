@@ -13,7 +13,7 @@ class TargetOptions:
     path: str | None = None  # directory or hub id, for hf
     revision: str | None = None
     dtype: str = "float32"  # float32 | bfloat16 | float16
-    weights: str | None = None  # int8, int4: quantise the blocks' linear maps at load time; the quantised model is the target
+    weights: str | None = None  # fp8, int8, int4: quantise the blocks' linear maps at load time; the result is the target
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
     attention: str = "auto"  # transformers' attn_implementation: sdpa | eager. auto: sdpa where the model has it, else eager
     runner: str = "auto"  # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can

@@ -17,11 +17,12 @@ from transformers.pytorch_utils import Conv1D
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.drafter import Drafter
-from drafttrain.ops.quantised import BITS, stored_bytes
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.experts import expert_size
+from drafttrain.targets.fp8_checkpoint import holds_fp8
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import DTYPES, path_of, reason
+from drafttrain.targets.quantised import FP8, weight_bytes
 from drafttrain.targets.structure import find_blocks
 from drafttrain.targets.weights import model_class
 
@@ -84,13 +85,17 @@ class Need:
 
 
 def need_of(target: Outline, kind: str | None, drafter: int, activations: int) -> Need:
-    """kind: name of the weights' quantisation, or None. drafter, activations: bytes, as in `Need`."""
+    """kind: name of the weights' quantisation, or None. drafter, activations: bytes, as in `Need`.
+
+    A checkpoint in FP8 counts as one whose scales are of rows.
+    """
+    kind = FP8 if kind is None and holds_fp8(target.model.config) else kind
     blocks, wide = find_blocks(target.model, target.shape.blocks), target.dtype.itemsize
     inside = sum(p.numel() * wide for p in blocks.parameters())
     whole = sum(p.numel() * wide for p in target.model.parameters())
     if kind is not None:
         maps = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
-        saved = sum(m.weight.numel() * wide - stored_bytes(m.out_features, m.in_features, BITS[kind]) for m in maps)
+        saved = sum(m.weight.numel() * wide - weight_bytes(kind, m.out_features, m.in_features) for m in maps)
         inside, whole = inside - saved, whole - saved
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
     live = min(inside, 2 * largest * wide, LIVE * wide)  # a block and the next one

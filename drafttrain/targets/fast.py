@@ -33,6 +33,7 @@ from drafttrain.model.target import Taps, TargetOut
 from drafttrain.ops import library
 from drafttrain.ops.rms_norm import CentredNorm, OffsetNorm, norm
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.quantised import QuantisedLinear, is_quantised
 from drafttrain.targets.shallow import check_first
 
 SANDWICH = BlockKind(
@@ -71,6 +72,11 @@ def kind_of(model: PreTrainedModel) -> BlockKind:
     return replace(kind, interleaved=bool(getattr(model.config, "rope_interleave", kind.interleaved)))
 
 
+def runs(config: Any) -> bool:
+    """Whether this runner knows the architecture that a configuration names."""
+    return bool({*(getattr(config, "architectures", None) or ())} & ARCHITECTURES.keys())
+
+
 def why_not(model: PreTrainedModel) -> str | None:
     """Why this model needs transformers' own forward; None if this runner computes the same."""
     config = model.config
@@ -79,6 +85,10 @@ def why_not(model: PreTrainedModel) -> str | None:
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantised"
     kind = ARCHITECTURES[type(model).__name__]
+    if any(isinstance(module, QuantisedLinear) for module in model.modules()):
+        return "its weights are widened for each product"
+    if kind.latent and is_quantised(model):
+        return "its attention reads weights apart from their products, which FP8 does not allow"
     if kind == LLAMA and getattr(config, "hidden_act", "silu") != "silu":
         return f"its activation is {config.hidden_act}"
     if getattr(config, "use_bidirectional_attention", False):
@@ -169,7 +179,7 @@ class FastTarget(HFTarget):
 
     def shallow(self, blocks: int) -> FastTarget:
         """The first blocks, shared with this target, joined and packed once for both."""
-        check_first(self.shape.blocks, blocks)
+        check_first(self.model, self.shape.blocks, blocks)
         view = copy.copy(self)
         view.shape, view._chain = replace(self.shape, blocks=blocks), self._chain[:blocks]
         view._rotations = self._rotations[:blocks]

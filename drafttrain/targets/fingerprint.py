@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafttrain.ops.fp8 import Fp8Linear
+
 SAMPLES = 64  # values read per parameter: cheap at 70B, and a training step changes nearly all of them
 Samples = dict[str, tuple[tuple[int, ...], bytes]]  # by the parameter's name: `sampled`
 SMALLEST = 2.0**-14  # float16's smallest normal number: smaller values differ in a float16 copy
@@ -38,13 +40,19 @@ def fingerprint_of(
     """sha256, in hexadecimal, over parameter names, shapes and an evenly strided sample of their values.
 
     Samples are rounded to bfloat16, and tiny ones to zero, so that the same weights have the same hash in every dtype. float32
-    and bfloat16 always agree; float16 agrees unless the weights were stored in float32. whole: a context in which a sharded
-    parameter has all its values. sample: reads a parameter, as `sample_of`.
+    and bfloat16 always agree; float16 agrees unless the weights were stored in float32. A weight in FP8 counts as the matrix
+    that its codes stand for. whole: a context in which a sharded parameter has all its values. sample: reads a parameter, as
+    `sample_of`.
     """
     found: Samples = {}
+    fp8 = {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
     for name, parameter in model.named_parameters():
+        if name.rpartition(".")[0] in fp8 and not name.endswith(".bias"):
+            continue
         with whole(parameter):
             found[name] = sampled(*sample(parameter))
+    for name, module in fp8.items():
+        found[f"{name}.weight"] = sampled(tuple(module.code.shape), module.values(sampled_places(module.code.numel())))
     return fingerprint_from(found)
 
 

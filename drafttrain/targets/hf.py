@@ -29,6 +29,7 @@ from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import INSTEAD, InexactError, Reference, probe, reference_of, wrong_tap
+from drafttrain.targets.quantised import check_whole
 from drafttrain.targets.recurrent import Limits, Recorder, recording
 from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed, weight_sharing_copy
@@ -281,7 +282,7 @@ class HFTarget(PrunedTarget):
         return self._norm.module(hidden_H)
 
     def shallow(self, blocks: int) -> HFTarget:
-        check_first(self.shape.blocks, blocks)
+        check_first(self.model, self.shape.blocks, blocks)
         return self._view(first_blocks(self.model, self.shape.blocks, blocks))
 
     def _view(self, model: PreTrainedModel) -> HFTarget:
@@ -304,6 +305,7 @@ class HFTarget(PrunedTarget):
         """A trainable copy of the first `blocks` blocks with embedding, norm and head."""
         if not 1 <= blocks <= self.shape.blocks:
             raise UserError(f"drafter.blocks is {blocks}; the target has {self.shape.blocks}, choose 1..{self.shape.blocks}")
+        check_whole(self.model, "copies whole blocks of the target")
         config = copy.deepcopy(self.model.config)
         set_depth(config, blocks)
         model: Any = type(self.model)(config)

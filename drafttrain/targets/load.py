@@ -17,17 +17,17 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from drafttrain.core.errors import UserError
 from drafttrain.core.hub_errors import hub_reason, without_token
 from drafttrain.model.shapes import TargetShape
-from drafttrain.ops.quantised import BITS
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.expert_weights import load_share
 from drafttrain.targets.experts import ExpertTarget, whole_size
-from drafttrain.targets.fast import FastTarget, why_not, why_whole
+from drafttrain.targets.fast import FastTarget, runs, why_not, why_whole
+from drafttrain.targets.fp8_checkpoint import Fp8Checkpoint
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.images import TEXT_ONLY, ImageReader, Images, NoImages, image_reader
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import InexactError
-from drafttrain.targets.quantised import QuantisedTarget
+from drafttrain.targets.quantised import FP8, KINDS, quantise
 from drafttrain.targets.recomputed import RecomputedTarget
 from drafttrain.targets.sharded import ShardedTarget, Shards
 from drafttrain.targets.split import SplitTarget, check_divides, split_target
@@ -73,13 +73,14 @@ def load_target(
     check_settings(path)
     model: Any
     model, tokenizer = _read(options, path, part, shards, by_experts)
+    parameters = (
+        whole_size(model, part.size) if by_experts else sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    )
+    fingerprint = None if options.weights is None else quantise(model, options.weights, device)
     runner = HFTarget if by_experts else runner_of(options.runner, model, part)
     stop_ids = stop_ids_of(model, tokenizer)
     if device.type == "cpu":
         keep_freed_memory()
-    parameters = (
-        whole_size(model, part.size) if by_experts else sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    )
     images = load_images(options, model.config, tokenizer)
     target: HFTarget
     failed = None
@@ -89,19 +90,20 @@ def load_target(
         target = kind(model.to(device), part, stop_ids)
     elif part.size > 1 and issubclass(kind, SplitTarget):
         target = split_target(model, part, device, stop_ids, kind)
-    elif options.weights is not None:
-        target = QuantisedTarget(model, options.weights, device, stop_ids)
-    elif type(model).__name__ in ARCHITECTURES:
+    elif options.weights is None and type(model).__name__ in ARCHITECTURES:
         target = _with_tower(model.to(device), stop_ids, images, options)
     elif options.runner != "fast":
         try:
             target, failed = compared(runner, model.to(device), stop_ids)
         except InexactError as error:
+            if options.weights is not None:
+                raise
             del model  # the refused target has changed it
             whole, _ = _read(options, path, part, shards, by_experts)
             target = RecomputedTarget(whole.to(device), stop_ids, str(error).partition(";")[0])  # type: ignore[arg-type]
     else:
         target = runner(model.to(device), stop_ids)
+    target.fingerprint = fingerprint or target.fingerprint
     if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
         images = NoImages("target.weights, and targets that processes share, run on text alone")
     check_pair(path, tokenizer, target.shape.vocab_size)
@@ -119,8 +121,12 @@ def _read(
         if part.size > 1 and not by_experts:
             check_divides(shape_of(config.get_text_config()), part.size)
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
+        read: Any = partial(load_share, part=part) if by_experts else None
+        if part.size == 1 and shards is None and runs(config):
+            fp8 = Fp8Checkpoint.of(config, path, options.revision, options.trust_remote_code)
+            read = read if fp8 is None else fp8.load
         settings: dict[str, Any] = {
-            "read": partial(load_share, part=part) if by_experts else None,
+            "read": read,
             "dtype": DTYPES[options.dtype],
             "attn_implementation": None if options.attention == "auto" else options.attention,
         }
@@ -215,8 +221,8 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
         raise UserError(f"target.attention is {options.attention!r}; choose auto, sdpa or eager")
     if options.image_inputs not in INPUTS:
         raise UserError(f"target.image_inputs is {options.image_inputs!r}; choose {' or '.join(INPUTS)}")
-    if options.weights not in (None, *BITS):
-        raise UserError(f"target.weights is {options.weights!r}; choose {' or '.join(BITS)}, or null")
+    if options.weights not in (None, *KINDS):
+        raise UserError(f"target.weights is {options.weights!r}; choose {', '.join(KINDS)}, or null")
     if options.tensor_parallel != 1 and options.expert_parallel != 1:
         raise UserError(
             f"target.tensor_parallel is {options.tensor_parallel} and target.expert_parallel {options.expert_parallel}, but a "
@@ -226,7 +232,7 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
         return
     if shared:
         raise UserError(f"target.weights={options.weights} needs the whole target in every process; set target.weights=null")
-    if options.runner == "fast":
+    if options.runner == "fast" and options.weights != FP8:
         raise UserError(f"target.runner=fast reads whole weights, target.weights is {options.weights}; set target.runner=hf")
 
 
@@ -255,8 +261,6 @@ def _why_slow(options: TargetOptions, target: HFTarget) -> str | None:
     """Why `auto` did not choose the fast runner; None if it did."""
     if options.runner != "auto" or target.name == "fast" or isinstance(target, RecomputedTarget):
         return None
-    if options.weights is not None:
-        return f"its weights are {options.weights}"
     return why_not(target.model) or "its weights are spread over processes"
 
 

@@ -68,13 +68,13 @@ class CheckpointFiles:
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
-class _OpenFiles:
+class OpenFiles:
     """The files of one piece, opened when a tensor is read."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         self.files, self._opened, self._lock, self._stack = files, dict[str, Any](), Lock(), ExitStack()
 
-    def __enter__(self) -> _OpenFiles:
+    def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -94,7 +94,7 @@ class _Stored:
     """A tensor in a file, which transformers asks for when the piece has it."""
 
     name: str
-    opened: _OpenFiles
+    opened: OpenFiles
 
     def __getitem__(self, everything: Any) -> Tensor:
         tensor: Tensor = self.opened.slice(self.name)[...]
@@ -115,6 +115,9 @@ class Pieces:
         """settings: further arguments of `from_pretrained`. Raises UserError for a model whose blocks share weights."""
         shared = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.config: Any = AutoConfig.from_pretrained(place, **shared)
+        quantised = getattr(self.config, "quantization_config", None)
+        if isinstance(quantised, dict) and quantised.get("quant_method") == "fp8":
+            quantised["dequantize"] = True  # a fingerprint is that of the weights that codes stand for
         self.origin, self.place, self.settings = origin, place, settings
         with torch.device("meta"):
             outline: Any = model_class(self.config).from_config(
@@ -170,7 +173,7 @@ class Pieces:
             reduce(model)
 
         reduced: Any = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
-        with _OpenFiles(self.files) as opened:
+        with OpenFiles(self.files) as opened:
             tensors = {name: _Stored(name, opened) for name in names}
 
             def read(path: None, **settings: Any) -> tuple[Any, Any]:

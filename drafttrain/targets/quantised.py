@@ -1,23 +1,27 @@
-"""A frozen target whose blocks hold 8- or 4-bit weights. The quantised model is the target, in training and in measurement.
+"""Models whose blocks hold FP8, 8- or 4-bit weights. The quantised model is the target, in training and in measurement.
 
-Only weights are quantised, and they are widened for each product. So a row's result does not depend on the rest of its batch,
-as exact decoding requires. Embedding, norms and head keep their dtype. Shapes: I in, O out.
+int8 and int4 quantise weights alone, which are widened for each product. FP8 quantises activations too, token by token
+(`ops.fp8`). So a row's result never depends on the rest of its batch, as exact decoding requires. Embedding, norms and head
+keep their dtype. Shapes: I in, O out.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
-from drafttrain.ops.quantised import BITS, Quantised
+from drafttrain.ops.fp8 import Fp8Linear, why_widened
+from drafttrain.ops.fp8_rows import E4M3
+from drafttrain.ops.quantised import BITS, Quantised, stored_bytes
 from drafttrain.targets.fingerprint import fingerprint_of
-from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.structure import find_blocks, shape_of
+
+FP8 = "fp8"
+KINDS = (FP8, *BITS)  # of weights
 
 
 class QuantisedLinear(nn.Module):
@@ -36,37 +40,17 @@ class QuantisedLinear(nn.Module):
         return F.linear(x_I, self._product.widened(x_I.dtype), self.bias)
 
 
-class QuantisedTarget(HFTarget):
-    """As HFTarget. `fingerprint` is that of the original weights, a dash, and the name of the quantisation."""
-
-    def __init__(self, model: PreTrainedModel, kind: str, device: torch.device, stop_ids: frozenset[int] = frozenset()) -> None:
-        self.kind, self._whole = kind, fingerprint_of(model)
-        model.requires_grad_(False).eval()
-        quantise_blocks(model, BITS[kind], device)
-        super().__init__(model.to(device), stop_ids)  # type: ignore[arg-type]
-
-    def _fingerprint(self) -> str:
-        return f"{self._whole}-{self.kind}"
-
-    def pruned(self, blocks: int) -> NoReturn:
-        self._refuse("copies whole blocks of the target")
-
-    def shallow(self, blocks: int) -> NoReturn:
-        self._refuse("runs the target's first blocks")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise UserError(
-            f"this drafter {what}, whose weights target.weights={self.kind} has quantised; choose a family with its own "
-            "layers, or leave target.weights out"
-        )
-
-
 @torch.no_grad()
-def quantise_blocks(model: Any, bits: int, device: torch.device) -> None:
+def quantise(model: Any, kind: str, device: torch.device) -> str:
     """Replace the blocks' linear maps one at a time, so that the device never holds all original weights.
 
-    Raises UserError for a model without linear maps in its blocks.
+    Returns the quantised model's fingerprint: that of the original weights, a dash, and the kind. Raises UserError for a model
+    without linear maps in its blocks.
     """
+    if is_quantised(model):
+        raise UserError(f"target.weights is {kind}, but the checkpoint's weights are in FP8 already; set target.weights=null")
+    whole = fingerprint_of(model)
+    model.requires_grad_(False).eval()
     blocks = find_blocks(model, shape_of(model.config.get_text_config()).blocks)
     found = [
         (parent, name, child)
@@ -77,7 +61,43 @@ def quantise_blocks(model: Any, bits: int, device: torch.device) -> None:
     if not found:
         raise UserError(f"target.weights quantises linear maps, {type(model).__name__} has none in its blocks; leave it out")
     for parent, name, linear in found:
-        setattr(parent, name, QuantisedLinear(linear, bits, device))
+        made = Fp8Linear.of(linear, device) if kind == FP8 else QuantisedLinear(linear, BITS[kind], device)
+        setattr(parent, name, made)
+    return f"{whole}-{kind}"
+
+
+def weight_bytes(kind: str, outputs: int, inputs: int) -> int:
+    """Bytes of a quantised weight with its scales."""
+    return outputs * (inputs + 4) if kind == FP8 else stored_bytes(outputs, inputs, BITS[kind])
+
+
+def why_slow(model: Any) -> str | None:
+    """Why the model's quantised weights save memory and no time; None: they save time, or are whole."""
+    if any(isinstance(module, QuantisedLinear) for module in model.modules()):
+        return "weights are widened for each product"
+    maps = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    fault = why_widened(model.device, model.dtype, any(one.blocks for one in maps)) if maps else None
+    return fault and f"weights are widened for each product ({fault})"
+
+
+def rounded_to(target: Any) -> torch.dtype:
+    """The dtype whose rounding changes a target's logits most: e4m3 where activations are quantised to it."""
+    fp8 = any(isinstance(module, Fp8Linear) for module in target.model.modules())
+    dtype: torch.dtype = E4M3 if fp8 else target.dtype
+    return dtype
+
+
+def is_quantised(model: nn.Module) -> bool:
+    return any(isinstance(module, QuantisedLinear | Fp8Linear) for module in model.modules())
+
+
+def check_whole(model: nn.Module, what: str) -> None:
+    """Raise UserError for a model with quantised weights. what: a drafter does that needs whole ones."""
+    if is_quantised(model):
+        raise UserError(
+            f"this drafter {what}, whose weights are quantised; choose a family with its own layers, or leave target.weights "
+            "out"
+        )
 
 
 def whole_fingerprint(fingerprint: str) -> str:

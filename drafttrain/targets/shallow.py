@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
+from drafttrain.targets.quantised import check_whole
 from drafttrain.targets.structure import find_blocks, set_depth
 
 HOOKS = (
@@ -74,7 +75,8 @@ def final_norm(model: PreTrainedModel, blocks: int) -> nn.Module:
     return found[-1]
 
 
-def check_first(blocks: int, first: int) -> None:
-    """Raise UserError unless `first` blocks are some but not all of a target's `blocks`."""
+def check_first(model: nn.Module, blocks: int, first: int) -> None:
+    """Raise UserError unless `first` blocks are some but not all of a target's `blocks`, with whole weights."""
+    check_whole(model, "runs the target's first blocks")
     if not 1 <= first < blocks:
         raise UserError(f"drafter.blocks is {first}; the target has {blocks}, choose 1..{blocks - 1}")

@@ -72,6 +72,7 @@ def test_gpu_report_page_renews_tables_and_keeps_surrounding_text(tmp_path: Path
     put("bench", attention.case, Entry(PASSED, figures))
     drafting = {"ms": 8.0, "draft_ms": 1.5, "plain_ms": 5.0, "over_plain": 1.6, "nodes": 60, "draft_length": 6}
     put("bench", "drafting eagle3 m context=7", Entry(PASSED, drafting | {"parameters": 9000, "floor_share": 0.7}))
+    put("bench", "drafting eagle3 m context=7 weights=fp8", Entry(PASSED, drafting | {"parameters": 1, "over_plain": 1.9}))
     put("bench", "generate m context=7", Entry(PASSED, {"ours_ms": 1.0, "theirs_ms": 3.0}))
     for name, status in (("a", PASSED), ("b", FAILED)):
         put("check", name, Entry(status))
@@ -106,6 +107,7 @@ def test_gpu_report_page_renews_tables_and_keeps_surrounding_text(tmp_path: Path
     assert f"| {GOALS[-1].text} | >= 45.0 % | 50.0 % | reached |" in text and "| >= 45.0 % | 40.0 % | missed |" in text
     assert "1 failed, 2 passed" in text and "| generate | 1.000 | 3.000 | 3.00 |" in text and "| 25.0 % |" in text
     assert "| eagle3 | m | 7 | 6 | 60 | 9,000 | 8.000 | 1.500 | 5.000 | 1.600 | 70.0 % |" in text
+    assert "| eagle3 | m fp8 | 7 | 6 | 60 | 1 | 8.000 | 1.500 | 5.000 | 1.900 |  |" in text
     report.write(tmp_path, GPU)
     assert page.read_text() == text
 

@@ -31,6 +31,7 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.load_ends import LoadedEnds, load_ends
 from drafttrain.targets.pieces import Pieces
+from drafttrain.targets.quantised import is_quantised
 from drafttrain.train import DeepSpeedOptions, streamed_states
 from drafttrain.train.engine import World, join_world
 from drafttrain.train.engine_features import EngineFeatures
@@ -49,6 +50,7 @@ from tests.integration.test_training import arguments, digest, fit, kill_after, 
 from tests.standin.served import States
 from tests.standin.states_server import StandIn, serving
 from tests.tokenizers import save_bytes_tokenizer
+from tests.unit.targets import test_fp8_checkpoints as fp8_checkpoints
 from tests.unit.targets.test_quantised_checkpoints import FP8, fp8, saved
 
 __all__ = ["data", "engine", "loaded"]
@@ -281,6 +283,13 @@ def test_target_ends_fp8_checkpoint_fingerprint_equals_whole_target(tmp_path: Pa
     save_file(weights, tmp_path / "target" / "model.safetensors", {"format": "pt"})
     whole = load_target(TargetOptions(name="hf", path=str(tmp_path / "target")))
     assert learn(tmp_path, world).target.fingerprint == whole.target.fingerprint
+
+
+@pytest.mark.slow
+def test_target_ends_fp8_blocks_of_fast_runner_have_fingerprint_of_whole_target(tmp_path: Path, world: World) -> None:
+    fp8_checkpoints.saved(tmp_path / "target", "Llama", "block", fp8_checkpoints.BLOCKS)
+    whole = load_target(TargetOptions(name="hf", path=str(tmp_path / "target")))
+    assert is_quantised(whole.target.model) and learn(tmp_path, world).target.fingerprint == whole.target.fingerprint
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from drafttrain.model.masks import additive, attention_mask
 from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import library
 from drafttrain.ops import tree_attention as attention_op
+from drafttrain.ops.fp8_rows import E4M3, LARGEST
 from drafttrain.ops.tree_bits import ancestors_of, bits_of, causal_bits, single_bits, words_for, words_of
 
 CASES = Path(__file__).with_name("triton_cases.py")
@@ -163,6 +164,17 @@ def test_triton_layer_kernels_compile_without_spilling(dtype: torch.dtype, capab
     launches = [kernels.gate(x, x, x), kernels.gate_backward(x, x, x, x, x), kernels.norm(x, weight, 1e-5, x, scale)]
     for launch in [*launches, kernels.norm_backward(x, x, weight, scale, x, kernels.parts(x))]:
         check(launch.compile(capability), capability, tmp_path)
+
+
+@needs_triton
+@compiles
+@pytest.mark.parametrize(("width", "groups"), [(4096, 32), (4096, 1), (28_672, 1)])
+def test_triton_fp8_rows_compile_without_spilling(width: int, groups: int, tmp_path: Path) -> None:
+    """For the GPUs that have FP8."""
+    from drafttrain.kernels.triton import fp8 as kernels
+
+    x, code, scale = (meta(64, n, dtype=d) for n, d in ((width, torch.bfloat16), (width, E4M3), (groups, torch.float32)))
+    check(kernels.rows(x, code, scale, LARGEST).compile(90), 90, tmp_path)
 
 
 ROTARY = {

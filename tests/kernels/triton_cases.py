@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from drafttrain.kernels.triton import fp8 as fp8_kernels
 from drafttrain.kernels.triton import tree_attention as kernels
 from torch import Tensor
 from triton import language as tl
@@ -20,6 +21,7 @@ from triton import language as tl
 from drafttrain.core.tree import ancestors
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import divergence as divergence_op
+from drafttrain.ops import fp8_rows as fp8_op
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import jit, later_steps
 from drafttrain.ops import rms_norm as norm_op
@@ -539,3 +541,16 @@ def test_triton_rotary_cuda_graph_follows_inputs() -> None:
         x.normal_()
     graph.replay()
     torch.testing.assert_close(found, rotary_op.reference_signed(x_BNhD, cos_BND, sin_BND), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "width", "groups"), [(5, 300, 1), (3, 7, 1), (4, 384, 3)])
+def test_triton_fp8_rows_equal_reference(rows: int, width: int, groups: int) -> None:
+    """The interpreter rounds to e4m3 wrongly, so that the quotients are compared there, and rounded by torch."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, width, device=DEVICE).to(DTYPES[-1])
+    x[1] = 0.0
+    code, scale = torch.empty_like(x, dtype=F32 if INTERPRETED else fp8_op.E4M3), x.new_empty(groups, rows, dtype=F32).T
+    fp8_kernels.rows(x, code, scale, fp8_op.LARGEST).run()
+    wanted_code, wanted_scale = fp8_op.reference(x, groups)
+    assert torch.equal(scale, wanted_scale) and scale[1].tolist() == [1.0] * groups
+    assert torch.equal(code.to(fp8_op.E4M3).float(), wanted_code.float())

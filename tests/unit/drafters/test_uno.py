@@ -20,10 +20,9 @@ from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.quantised import QuantisedTarget
 from tests.architectures import model_of
 from tests.exports import loaded, opened, written
-from tests.helpers import prompts, tiny_model, tiny_target, watch_proposals
+from tests.helpers import prompts, quantised_target, tiny_model, tiny_target, watch_proposals
 from tests.tiny import build
 
 CPU = torch.device("cpu")
@@ -154,7 +153,7 @@ def test_uno_invalid_target_or_options_are_refused_in_one_line(subtests: pytest.
     wrong: tuple[tuple[HFTarget, dict[str, Any], str], ...] = (
         (FastTarget(model_of("Mixtral")), {}, "mixtures of experts"),
         (HFTarget(model_of("Qwen3.5 (text)")), {}, "recurrent layers"),
-        (QuantisedTarget(tiny_model(), "int8", CPU), {}, "leave target.weights out"),
+        (quantised_target("int8"), {}, "leave target.weights out"),
         (tiny, {"lora_targets": ["c_attn"]}, "drafter.lora_targets has c_attn; the blocks' linear maps are down_proj"),
         (tiny, {"lora_rank": 0}, "drafter.lora_rank is 0"),
         (tiny, {"lora_alpha": 0.0}, "drafter.lora_alpha 0"),

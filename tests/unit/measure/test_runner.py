@@ -28,7 +28,7 @@ from drafttrain.measure.runner import CheckpointRef
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
-from drafttrain.targets.quantised import QuantisedTarget
+from tests.helpers import quantised_target
 
 VOCABULARY = 64
 SCHEMA = json.loads((Path(runner_module.__file__).parent / "report.schema.json").read_text(encoding="utf-8"))
@@ -236,7 +236,7 @@ def test_measure_run_decode_options_apply_to_baselines_too(
 
 def test_measure_run_quantised_target_notes_drafter_of_whole_weights(loaded: LoadedTarget, tmp_path: Path) -> None:
     """Against the quantised target's own text."""
-    target = QuantisedTarget(copy.deepcopy(loaded.target.model), "int8", torch.device("cpu"), frozenset({0}))
+    target = quantised_target("int8", model=copy.deepcopy(loaded.target.model), stop_ids=frozenset({0}))
     report = measured(loaded, tmp_path, options(tmp_path), dataclasses.replace(loaded, target=target))
     said = "step-00001 was trained for this target with whole weights; here the target has int8 weights"
     assert said in report["measure"]["notes"]

@@ -28,11 +28,14 @@ from drafttrain.model.drafter import trainable
 from drafttrain.model.lora import LoraOptions
 from drafttrain.model.target import Taps
 from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.ops.fp8 import Fp8Linear
 from drafttrain.runs import placement as placing
 from drafttrain.targets import TargetOptions, estimate
 from drafttrain.targets.estimate import Need, Outline, choose, kept_bytes, need_of, outline
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
-from drafttrain.targets.quantised import QuantisedLinear, QuantisedTarget, whole_fingerprint
+from drafttrain.targets.quantised import KINDS, QuantisedLinear, quantise, rounded_to, whole_fingerprint
 from drafttrain.targets.sharded import ShardedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions, sharding
 from drafttrain.train.engine import World, settings
@@ -41,7 +44,7 @@ from drafttrain.train.optimizer import hidden_matrices, make_optimizer
 from drafttrain.train.sharding import ZeroShards
 from tests import composing
 from tests.exports import embedded
-from tests.helpers import ARCHITECTURES, FEW, prompts, tiny_model, tiny_target
+from tests.helpers import ARCHITECTURES, FEW, prompts, quantised_target, tiny_model, tiny_target
 from tests.tiny import NAMES, build
 
 CPU = torch.device("cpu")
@@ -80,15 +83,16 @@ def test_outline_drafter_on_meta_device_has_all_parameters(names: Sequence[str],
 def test_target_estimate_equals_bytes_of_its_parameters(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafttrain.targets.hf.probe", lambda target: None)  # it changes no weight, and takes long
     monkeypatch.setattr("drafttrain.targets.hf.wrong_tap", lambda target: None)
-    for name, kind in product(("llama", "gpt2", "qwen2"), (None, "int8", "int4")):
+    for name, kind in product(("llama", "gpt2", "qwen2"), (None, *KINDS)):
         model = tiny_model(name)
         with subtests.test(name=name, kind=kind):
             if kind is not None and name == "gpt2":  # its maps are transposed, and no nn.Linear
                 with pytest.raises(UserError, match="has none in its blocks"):
-                    QuantisedTarget(model, kind, CPU)
+                    quantise(model, kind, CPU)
                 continue
-            made = QuantisedTarget(model, kind, CPU).model if kind else model
-            real = sum(p.numel() * p.element_size() for p in made.parameters())
+            if kind is not None:
+                quantise(model, kind, CPU)
+            real = sum(p.numel() * p.element_size() for p in model.parameters())
             assert need_of(bare(name), kind, drafter=0, activations=0).target == real
 
 
@@ -153,9 +157,9 @@ def test_quantised_linear_error_is_within_half_step(kind: str, step: int) -> Non
     torch.testing.assert_close(made(x)[:1], made(x[:1]))
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantised_target_speculative_tokens_equal_plain_decoding(kind: str) -> None:
-    target = QuantisedTarget(tiny_model(), kind, CPU)
+@pytest.mark.parametrize(("kind", "runner"), [("int8", HFTarget), ("int4", HFTarget), ("fp8", HFTarget), ("fp8", FastTarget)])
+def test_quantised_target_speculative_tokens_equal_plain_decoding(kind: str, runner: type[HFTarget]) -> None:
+    target = quantised_target(kind, runner)
     assert target.trees
     plain, ours = (
         [r.tokens for r in Decoder(target, drafter, "greedy", Sampling(), frozenset(), 12).run(prompts(3, seed=3), 2).results]
@@ -169,7 +173,7 @@ def test_quantised_target_speculative_tokens_equal_plain_decoding(kind: str) -> 
 
 
 def test_quantised_target_unknown_kind_or_fast_runner_is_refused() -> None:
-    with pytest.raises(UserError, match=r"target\.weights is 'int2'; choose int8 or int4, or null"):
+    with pytest.raises(UserError, match=r"target\.weights is 'int2'; choose fp8, int8, int4, or null"):
         load_target(TargetOptions(weights="int2"))
     with pytest.raises(UserError, match=r"reads whole weights, target\.weights is int8"):
         load_target(TargetOptions(weights="int8", runner="fast"))
@@ -177,9 +181,28 @@ def test_quantised_target_unknown_kind_or_fast_runner_is_refused() -> None:
 
 def test_load_target_int8_weights_reports_runner_and_parameters() -> None:
     loaded = load_target(TargetOptions(weights="int8"))
-    assert loaded.description["weights"] == "int8" and loaded.description["runner_reason"] == "its weights are int8"
+    assert (
+        loaded.description["weights"] == "int8"
+        and loaded.description["runner_reason"] == "its weights are widened for each product"
+    )
     assert loaded.description["parameters"] == embedded().description["parameters"]
     assert outline(TargetOptions()).shape == loaded.target.shape
+
+
+def test_load_target_fp8_weights_run_fast_within_scheme_of_transformers_forward() -> None:
+    loaded = load_target(TargetOptions(weights="fp8"))
+    target = loaded.target
+    assert loaded.description["runner"] == "fast" and loaded.description["runner_reason"] is None
+    assert loaded.description["fingerprint"] == f"{embedded().target.fingerprint}-fp8"
+    assert rounded_to(target) == torch.float8_e4m3fn and rounded_to(embedded().target) == torch.float32
+    blocks = [joint for block in target._chain for joint in block.joints]
+    assert all(isinstance(joint.quantised, Fp8Linear) for joint in blocks) and target._head.quantised is None
+    assert blocks[0].quantised.code.data_ptr() == blocks[0].parts[0].code.data_ptr(), "the parts are views"
+    token_1T = torch.arange(3, 19)[None]
+    found = target(token_1T, None, None, torch.arange(16)[None], Taps()).logits_BRV
+    whole = embedded().target(token_1T, None, None, torch.arange(16)[None], Taps()).logits_BRV
+    torch.testing.assert_close(found, target.model(token_1T).logits, rtol=0.01, atol=0.01 * float(found.abs().max()))
+    assert 0.0 < float((found - whole).norm() / whole.norm()) < 0.1
 
 
 class Alive(TorchDispatchMode):

@@ -10,8 +10,7 @@ from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.estimate import Outline
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.quantised import QuantisedTarget
-from tests.helpers import ARCHITECTURES, tiny_model, tiny_target
+from tests.helpers import ARCHITECTURES, quantised_target, tiny_model, tiny_target
 
 TEXT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
 AT = torch.arange(8).expand(2, -1)
@@ -62,8 +61,9 @@ def test_shallow_target_bad_block_count_or_quantised_is_refused() -> None:
     for blocks in (0, 4):
         with pytest.raises(UserError, match=r"choose 1\.\.3"):
             tiny_target().shallow(blocks)
-    with pytest.raises(UserError, match="first blocks, whose weights"):
-        QuantisedTarget(tiny_model(), "int8", torch.device("cpu")).shallow(2)
+    for target in (quantised_target("int8"), quantised_target("fp8", FastTarget)):
+        with pytest.raises(UserError, match="first blocks, whose weights"):
+            target.shallow(2)
 
 
 def test_shallow_outline_on_meta_device_has_block_count() -> None:
