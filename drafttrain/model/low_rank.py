@@ -88,6 +88,8 @@ class JointLowRank:
         factor_BN1, joined = self.scale.factor_BN1, self._joined
         if self.scale.decodes and joined is not None and factor_BN1 is not None and joined[0].dtype == x_BNI.dtype:
             inner_BNR = F.linear(x_BNI, joined[0]) * factor_BN1
+            if self._packed is None:  # the sum is the product's own: a launch less for each map on a GPU
+                return torch.addmm(out_BNO.flatten(0, -2), inner_BNR.flatten(0, -2), joined[1].T).view_as(out_BNO)
             return out_BNO + linear(inner_BNR, joined[1], None, self._packed)
         pairs = zip(self.parts, self.widths, strict=True)
         more = [x_BNI.new_zeros(*x_BNI.shape[:-1], width) if part is None else part(x_BNI) for part, width in pairs]

@@ -16,6 +16,7 @@ from drafttrain.drafters.uno import Uno, UnoOptions, decided, random_tokens
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.low_rank import JointLowRank, LowRank, Scale
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.fast import FastTarget
@@ -191,3 +192,19 @@ def test_uno_export_loaded_by_peft_gives_same_logits(tmp_path: Path) -> None:
     with torch.no_grad():
         out = drafter.matrices.run(token_BN, None, None, position_BN, everywhere, Taps(), position_BN)  # type: ignore[arg-type]
         torch.testing.assert_close(out.logits_BRV, theirs(token_BN).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_joined_low_rank_maps_add_what_the_maps_add_one_by_one() -> None:
+    """In bfloat16, whose products no CPU packs; where the factor is 0 the output stays as it is."""
+    torch.manual_seed(0)
+    scale = Scale()
+    scale.factor_BN1, scale.decodes = torch.tensor([[[0.0], [1.0], [0.5]]]).bfloat16(), True
+    parts = [LowRank(16, width, 4, scale).bfloat16() for width in (8, 24)]
+    for part in parts:
+        torch.nn.init.normal_(part.lora_B.weight)
+    joint = JointLowRank(parts, [8, 24], None)
+    joint.refresh()
+    x, out = (torch.randn(1, 3, width).bfloat16() for width in (16, 32))
+    found, wanted = joint.add_to(out, x), out + torch.cat([part(x) for part in parts], -1)
+    torch.testing.assert_close(found, wanted, atol=6e-2, rtol=2e-2)
+    assert torch.equal(found[:, 0], out[:, 0])
