@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ NOT_HASHED = (
     *(f"features.{key}" for key in ("gpus", "tensor_parallel", "count", "nodes")),
     *(f"target.{key}" for key in ("placement", "tensor_parallel", "expert_parallel", "prefetch")),
 )
+SHOWN = 3  # settings that are named where runs differ
 
 
 @dataclass
@@ -98,9 +99,10 @@ def _find(options: RunOptions, resolved: dict[str, Any], say: Callable[[str], No
                 f"resume is {options.resume!r}, which is not a run directory (it has no run.json); name one, or set resume=auto"
             )
         steps = _steps(path, state)
-        if state["config_hash"] != config_hash(_of_steps(resolved, steps)):
+        if other := _other_settings(path, state, options, _of_steps(resolved, steps)):
             raise UserError(
-                f"resume is {options.resume!r}, a run of another configuration; repeat the run's settings (see its config.yaml)"
+                f"resume is {options.resume!r}, a run of another configuration: {_listed(other)}; repeat the run's settings "
+                "(see its config.yaml)"
             )
         if steps is not None and options.train.steps < steps:
             raise UserError(
@@ -108,18 +110,61 @@ def _find(options: RunOptions, resolved: dict[str, Any], say: Callable[[str], No
                 f"longer; set train.steps to {steps} or more"
             )
         return path
-    digest, finished = config_hash(resolved), None
+    finished, near = None, ""
     runs = Path(options.output) / options.name
     for path in sorted((p.parent for p in runs.glob("*/run.json")), reverse=True):
         state = _state(path)
-        if not state or state["config_hash"] != config_hash(_of_steps(resolved, _steps(path, state))):
+        if not state:
             continue
-        if not state["finished"] and state["config_hash"] == digest:
+        steps = _steps(path, state)
+        if other := _other_settings(path, state, options, _of_steps(resolved, steps)):
+            near = near or ("" if state["finished"] else f" (of {path}, {_listed(other)})")
+        elif state["finished"]:
+            finished = finished or path
+        elif steps in (None, options.train.steps):
             return path
-        finished = finished or (path if state["finished"] else None)
     longer = f"; {finished} has finished, resume={finished} train.steps=N makes it longer" if finished else ""
-    say(f"resume=auto: {runs} has no unfinished run of these settings, so a new one begins{longer}")
+    say(f"resume=auto: {runs} has no unfinished run of these settings{near}, so a new one begins{longer}")
     return None
+
+
+def _other_settings(path: Path, state: dict[str, Any], options: RunOptions, resolved: dict[str, Any]) -> list[str]:
+    """The settings, of those in `config_hash`, that the run in this directory has otherwise: `train.lr was 0.001, is 0.002`.
+
+    A setting that its file lacks, as that of an older version may, was the default. One that is no setting any more is ignored.
+    """
+    if state["config_hash"] == config_hash(resolved):
+        return []
+    try:
+        old = _flat(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return [f"{path / 'config.yaml'} cannot be read"]
+    drafter = None if options.drafter is None else type(options.drafter)()
+    usual = _flat(asdict(RunOptions(drafter=drafter)))
+    found = []
+    for key, value in _flat(resolved).items():
+        was = old.get(key, usual.get(key))
+        if json.dumps(was, default=str) != json.dumps(value, default=str):
+            found.append(f"{key} was {json.dumps(was, default=str)}, is {json.dumps(value, default=str)}")
+    return found
+
+
+def _flat(resolved: dict[str, Any]) -> dict[str, Any]:
+    """The settings in `config_hash` by their whole names."""
+    found, nodes = dict[str, Any](), [("", _hashed(resolved))]
+    while nodes:
+        above, node = nodes.pop()
+        for key, value in node.items():
+            if isinstance(value, dict):
+                nodes.append((f"{above}{key}.", value))
+            else:
+                found[above + key] = value
+    return found
+
+
+def _listed(settings: list[str]) -> str:
+    more = f", and {len(settings) - SHOWN} more" if len(settings) > SHOWN else ""
+    return f"{', '.join(sorted(settings)[:SHOWN])}{more}"
 
 
 def _steps(path: Path, state: dict[str, Any]) -> int | None:
