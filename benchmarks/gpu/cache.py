@@ -98,6 +98,8 @@ class TreeAttention(Case):
     window: int | None = None
     uneven: bool = False  # rows of all lengths up to the context
     earlier: int | None = None  # of the nodes, the first ones: they have keys and values alone; None: none
+    cap: float | None = None  # of the scores
+    sinks: bool = False  # scores that share the softmax
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         draw, pages_for = generator(device, seed), self.context + self.nodes
@@ -116,7 +118,7 @@ class TreeAttention(Case):
             "bits": bits_of(ancestor_BNN)[:, self.earlier or 0 :],
             "position": (length_B[:, None] + ancestor_BNN.sum(-1) - 1)[:, self.earlier or 0 :],
             "arrived": torch.zeros(ARRIVALS, dtype=torch.int32, device=device),
-        }
+        } | ({"sinks": (4 * torch.randn(self.heads, device=device, generator=draw)).to(dtype)} if self.sinks else {})
 
     @property
     def queries(self) -> int:
@@ -125,7 +127,7 @@ class TreeAttention(Case):
     def run(self, given: Tensors) -> Tensors:
         cache = (given["keys"], given["values"], given["table"], given["length"])
         tree, bound = (given["bits"], given["position"]), self.context + self.nodes
-        rest = (self.width**-0.5, self.window, bound, self.earlier or 0, given["arrived"])
+        rest = (self.width**-0.5, self.window, bound, self.earlier or 0, given["arrived"], self.cap, given.get("sinks"))
         out = attention_op.tree_attention(given["q"], *cache, *tree, *rest)
         return {"out": out}
 
@@ -144,7 +146,12 @@ class TreeAttention(Case):
             seen_NP = seen_NP & (position_N[:, None] - place_P < self.window)
         keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
         score_hNP = wide["q"][row].transpose(0, 1) @ keys.transpose(1, 2) * self.width**-0.5
-        weight_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
+        if self.cap is not None:
+            score_hNP = self.cap * torch.tanh(score_hNP / self.cap)
+        score_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf)
+        if self.sinks:
+            score_hNP = torch.cat([score_hNP, wide["sinks"][:, None, None].expand(-1, len(position_N), 1)], -1)
+        weight_hNP = score_hNP.softmax(-1)[..., : length + N]
         return (weight_hNP @ values).transpose(0, 1).flatten(1)
 
     def operations(self) -> float:

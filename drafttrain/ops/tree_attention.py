@@ -33,6 +33,7 @@ def visible(length_B: Tensor, longest: int, ancestor_BNM: Tensor) -> Tensor:
 def tree_attention(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
     scale: float, window: int | None, bound: int, earlier: int = 0, arrived: Tensor | None = None,
+    cap: float | None = None, sinks_h: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[B, N, h D]: the tree's last N nodes attend to their row's prefix and to the nodes whose bits are set in bits_BNw.
 
@@ -43,15 +44,19 @@ def tree_attention(
     graph works for all lengths up to it. A node that sees nothing gets zeros. At most 256 nodes in the tree. scale: above 0.
     arrived: int32 zeros on the device, which are zeros again afterwards: counters with which one launch does where few rows'
     keys are shared by several programs. Two calls must not have them at once, as on two streams. None: two launches.
+    cap: a score becomes cap * tanh(score / cap). sinks_h: one more score per query head, whose share of the softmax adds
+    nothing.
     """
     if not _serves(q_BNhD):
-        return reference(q_BNhD, keys, values, table_BQ, length_B, bits_BNw, position_BN, scale, window, bound, earlier)
+        at = (table_BQ, length_B, bits_BNw, position_BN)
+        return reference(q_BNhD, keys, values, *at, scale, window, bound, earlier, cap, sinks_h)
     from drafttrain.kernels.triton import tree_attention as kernels
 
     B, N, h, D = q_BNhD.shape
     out_BNI = q_BNhD.new_empty(B, N, h * D)
     for launch in kernels.launches(
-        q_BNhD, keys, values, table_BQ, length_B, bits_BNw, position_BN, out_BNI, scale, window, bound, earlier, arrived
+        q_BNhD, keys, values, table_BQ, length_B, bits_BNw, position_BN, out_BNI, scale, window, bound, earlier, arrived, cap,
+        sinks_h,
     ):  # fmt: skip
         launch.run()
     return out_BNI
@@ -65,7 +70,7 @@ def _serves(q_BNhD: Tensor) -> bool:
 
 def reference(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
-    scale: float, window: int | None, bound: int, earlier: int = 0,
+    scale: float, window: int | None, bound: int, earlier: int = 0, cap: float | None = None, sinks_h: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The plain-torch twin of `tree_attention`."""
     B, N, h, D = q_BNhD.shape
@@ -82,6 +87,11 @@ def reference(
     k_BPkD, v_BPkD = (pool.flatten(0, 1)[at_BP].float().masked_fill(~real_BP[..., None, None], 0.0) for pool in (keys, values))
     q_BNkgD = q_BNhD.float().view(B, N, kv_heads, -1, D)
     score_BkgNP = torch.einsum("bnkgd,bpkd->bkgnp", q_BNkgD, k_BPkD) * scale
+    if cap is not None:
+        score_BkgNP = torch.tanh(score_BkgNP / cap) * cap
     score_BkgNP = score_BkgNP.masked_fill(~seen_BNP[:, None, None], -torch.inf)
-    weight_BkgNP = score_BkgNP.softmax(-1).masked_fill(~seen_BNP.any(-1)[:, None, None, :, None], 0.0)
+    if sinks_h is not None:
+        sinks_BkgN1 = sinks_h.float().view(kv_heads, -1, 1, 1).expand(B, -1, -1, N, 1)
+        score_BkgNP = torch.cat([score_BkgNP, sinks_BkgN1], -1)
+    weight_BkgNP = score_BkgNP.softmax(-1)[..., :bound].masked_fill(~seen_BNP.any(-1)[:, None, None, :, None], 0.0)
     return torch.einsum("bkgnp,bpkd->bnkgd", weight_BkgNP, v_BPkD).reshape(B, N, h * D).to(q_BNhD.dtype)

@@ -29,6 +29,8 @@ START = 5  # steps that take as long as a program's start and end
 MOST_JOINED = 128 << 10
 PAIRS_SHARED = 228 << 10  # of a processor, for two programs of 64 rows
 WORD = tl.constexpr(64)  # bits of an int64
+IN_BITS = tl.constexpr(LOG2_E)  # a natural exponent times this is one of base 2
+SMALL = tl.constexpr(0.3)  # up to which tanh's series is closer than the rounding of float32
 
 
 @triton.jit
@@ -75,6 +77,20 @@ def _seen(
 
 
 @triton.jit
+def _tanh(power, FLOAT32: tl.constexpr):
+    """tanh(x), where power = 2 x log2(e). FLOAT32: with float32's precision for small x too, where 1 - e^-2x loses it."""
+    fall = tl.exp2(-tl.abs(power))  # does not overflow
+    size = (1.0 - fall) / (1.0 + fall)
+    out = tl.where(power < 0, -size, size)
+    if FLOAT32:
+        x = power * (0.5 / IN_BITS)
+        square = x * x
+        series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        out = tl.where(tl.abs(x) < SMALL, series, out)
+    return out
+
+
+@triton.jit
 def _share(position_R, prefix, total, split, splits, window, K: tl.constexpr, WINDOWED: tl.constexpr):
     """(start, end) of the split's keys, in steps of K; two splits differ by one step at most. start == end: no keys.
 
@@ -115,15 +131,19 @@ def _joined(part, lse, row_T, real_T, rows, splits, D: tl.constexpr, WIDE: tl.co
 
 @triton.jit(do_not_specialize=["nodes", "earlier", "splits", "window", "table_B"])
 def attend(
-    q, keys, values, table, length, bits, position, out, part, lse, arrived, scale, nodes, earlier, splits, window,
-    q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    R: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, WINDOWED: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
+    q, keys, values, table, length, bits, position, out, part, lse, arrived, sinks, scale, steep, nodes, earlier, splits,
+    window, q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, R: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, WINDOWED: tl.constexpr, T: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of rows, batch rows times KV heads, splits. Writes `out`, or where there are several splits `part` and `lse`
     [splits, ...].
 
     arrived: zeros, one for each block of rows and KV head. The last split of each to arrive joins the parts, T rows at once
     and S splits at once, and puts the zero back. None: nobody joins them.
+
+    A score's power of two is the product times `scale`, or with `steep` that of a capped score: scale tanh(x), where
+    2 x log2(e) is the product times steep. sinks: of each query head; split 0 counts them.
     """
     batch, head, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
     row_R, d_D, step_K = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, WIDE), tl.arange(0, K)
@@ -139,6 +159,9 @@ def attend(
     total = prefix + earlier + nodes
     start, end = _share(position_R, prefix, total, split, splits, window, K, WINDOWED)
     top_R, sum_R, out_RD = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, WIDE], tl.float32)
+    if sinks is not None:
+        sink_R = tl.load(sinks + head_R).to(tl.float32) * IN_BITS
+        top_R, sum_R = tl.where(split == 0, sink_R, top_R), tl.where(split == 0, 1.0, sum_R)
     # page numbers are loaded a step before their keys, and a lane past the row's end takes the last key's place
     page_K = tl.load(table + tl.minimum(start + step_K, total - 1) // PAGE)
     for k in range(start, end, K):
@@ -149,6 +172,8 @@ def attend(
         v_KD = tl.load(values + at_KD, mask=there_KD, other=0.0)
         page_K = tl.load(table + tl.minimum(k + K + step_K, total - 1) // PAGE)
         score_RK = tl.dot(q_RD, tl.trans(k_KD), input_precision="ieee")
+        if steep is not None:
+            score_RK = _tanh(score_RK * steep, q_RD.dtype == tl.float32)
         if k + K > prefix:
             seen_RK = _seen(
                 k + step_K, k + step_K < total, prefix, bits_R, words, real_R, position_R, position, window, earlier, WORDS, K,
@@ -169,7 +194,7 @@ def attend(
     if part is None:
         tl.store(out + at_R[:, None] * D + d_D[None, :], out_RD.to(out.dtype.element_ty), mask=real_RD)
     else:
-        # a split without keys ran no step: its lse is -inf, and its part is not written
+        # a split without keys ran no step: its lse is -inf, and its part is not written. With sinks split 0 always has both
         at_R += split * rows
         tl.store(lse + at_R, top_R + tl.log2(sum_R), mask=real_R)
         tl.store(part + at_R[:, None] * D + d_D[None, :], out_RD, mask=real_RD & (sum_R > 0)[:, None])
@@ -261,7 +286,7 @@ def processors(device: torch.device) -> Processors:
 def launches(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
     out_BNI: Tensor, scale: float, window: int | None, bound: int, earlier: int, arrived: Tensor | None = None,
-    tile: Tiles | None = None, most_joined: int = MOST_JOINED,
+    cap: float | None = None, sinks_h: Tensor | None = None, tile: Tiles | None = None, most_joined: int = MOST_JOINED,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill out_BNI: one, or two where the keys are split and the last split does not join the parts. The host
     reads shapes and `bound`, no tensor.
@@ -289,10 +314,11 @@ def launches(
     joined = {"T": together, "S": min(4096 * tile.warps // (together * wide), 16)}  # in 128 registers
     first = {
         "q": q_BNhD, "keys": keys, "values": values, "table": table_BQ, "length": length_B, "bits": bits_BNw.contiguous(),
-        "position": position_BN.contiguous(), "out": out_BNI, "part": part, "lse": lse, "arrived": arrived,
-        "scale": scale * LOG2_E, "nodes": N, "earlier": earlier, "splits": S, "window": window or 0, "q_B": q_BNhD.stride(0),
-        "q_N": q_BNhD.stride(1), "q_h": q_BNhD.stride(2), "table_B": table_BQ.stride(0), "GROUPS": groups, "KV": kv, "D": D,
-        "WIDE": wide, "PAGE": page, "R": tile.rows, "K": tile.keys, "WORDS": words, "WINDOWED": window is not None, **joined,
+        "position": position_BN.contiguous(), "out": out_BNI, "part": part, "lse": lse, "arrived": arrived, "sinks": sinks_h,
+        "scale": (scale if cap is None else cap) * LOG2_E, "steep": None if cap is None else 2 * scale * LOG2_E / cap,
+        "nodes": N, "earlier": earlier, "splits": S, "window": window or 0, "q_B": q_BNhD.stride(0), "q_N": q_BNhD.stride(1),
+        "q_h": q_BNhD.stride(2), "table_B": table_BQ.stride(0), "GROUPS": groups, "KV": kv, "D": D, "WIDE": wide, "PAGE": page,
+        "R": tile.rows, "K": tile.keys, "WORDS": words, "WINDOWED": window is not None, **joined,
     }  # fmt: skip
     found = [Launch(attend, (blocks, B * kv, S), first, tile.warps, tile.stages)]
     if S > 1 and arrived is None:
