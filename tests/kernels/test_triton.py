@@ -64,7 +64,7 @@ def test_triton_kernels_equal_references(where: str, cases: str) -> None:
 
 
 ATTENTION = {
-    # nodes, heads, KV heads, width, dtype, window, earlier nodes, cap, sinks
+    # nodes, heads, KV heads, width, dtype, window, earlier nodes, cap, sinks, numbers of a key that are not its value
     "decode": (1, 32, 8, 128, torch.bfloat16, None),
     "tree": (60, 32, 8, 128, torch.bfloat16, None),
     "tree-window": (60, 32, 8, 128, torch.bfloat16, 4096),
@@ -82,8 +82,14 @@ ATTENTION = {
     "cap": (64, 16, 8, 256, torch.bfloat16, 4096, 0, 50.0),
     "single-cap": (7, 8, 4, 256, torch.float32, None, 0, 50.0),
     "sinks": (16, 64, 8, 64, torch.bfloat16, None, 0, None, True),
+    "values in keys": (1, 16, 1, 512, torch.bfloat16, None, 0, None, False, 64),
+    "values in keys, 32 rows": (2, 16, 1, 512, torch.bfloat16, None, 0, None, False, 64),
+    "values in keys, tree": (64, 16, 1, 512, torch.bfloat16, None, 0, None, False, 64),
+    "values in keys, two words": (100, 16, 1, 512, torch.float16, None, 0, None, False, 64),
+    "single values in keys": (7, 16, 1, 512, torch.float32, None, 0, None, False, 64),
+    "narrow values in keys": (16, 16, 1, 256, torch.bfloat16, None, 0, None, False, 64),
 }
-UNCHANGED = (0, None, False)  # earlier nodes, cap and sinks of a case that does not say
+UNCHANGED = (0, None, False, 0)  # what a case does not say after its window
 WIDE = {  # the first to spill with a new Triton
     "half-wide": (60, 16, 2, 256, torch.float16, None),
     "wide-words": (128, 16, 2, 256, torch.bfloat16, None),
@@ -92,7 +98,9 @@ WIDE = {  # the first to spill with a new Triton
 
 @needs_triton
 @compiles
-@pytest.mark.sampled(case=["tree-window", "single", "odd", "four words", "few rows with words", "single-cap", "sinks"])
+@pytest.mark.sampled(
+    case=["tree-window", "single", "odd", "four words", "few rows with words", "sinks", "values in keys, tree"]
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("case", ATTENTION)
 def test_triton_tree_attention_compiles_without_spilling(case: str, capability: int, tmp_path: Path) -> None:
@@ -112,12 +120,13 @@ def test_triton_attention_of_widest_heads_compiles_without_spilling(case: str, c
 def check_attention(case: tuple[Any, ...], capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import tree_attention as kernels
 
-    nodes, heads, kv_heads, width, dtype, window, earlier, cap, sinks = (*case, *UNCHANGED[len(case) - 6 :])
-    q, keys = meta(1, nodes, heads, width, dtype=dtype), meta(300, 32, kv_heads, width, dtype=dtype)
+    nodes, heads, kv_heads, width, dtype, window, earlier, cap, sinks, rest = (*case, *UNCHANGED[len(case) - 6 :])
+    q, keys = meta(1, nodes, heads, width + rest, dtype=dtype), meta(300, 32, kv_heads, width + rest, dtype=dtype)
+    q = q.float() if rest else q
     numbers = (meta(1, 256), meta(1), meta(1, nodes, words_for(earlier + nodes)), meta(1, nodes))
     out, arrived = meta(1, nodes, heads * width, dtype=dtype), meta(1024, dtype=torch.int32)
     sinks_h = meta(heads, dtype=dtype) if sinks else None
-    launches = kernels.launches(q, keys, keys, *numbers, out, 0.1, window, 8192, earlier, arrived, cap, sinks_h)
+    launches = kernels.launches(q, keys, keys[..., :width], *numbers, out, 0.1, window, 8192, earlier, arrived, cap, sinks_h)
     assert len(launches) == (1 if launches[0].arguments["arrived"] is arrived else 2)
     for launch in launches:
         check(launch.compile(capability), capability, tmp_path)

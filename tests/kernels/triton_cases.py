@@ -80,6 +80,7 @@ class Case:
     slack: int = 0  # of the bound above the longest row
     cap: float | None = None
     sinks: bool = False
+    rest: int | None = None  # numbers of a key after those that are its value, where the values are a part of the keys
 
 
 CASES = {
@@ -106,6 +107,10 @@ CASES = {
     "cap, sinks and words": Case(65, 2, 1, 64, (40, 0), cap=0.7, sinks=True),
     "sinks and splits": Case(1, 4, 2, 80, (2, 130), slack=1500, sinks=True),
     "cap, sinks, splits and window": Case(16, 2, 1, 128, (500, 300), window=310, slack=100, cap=0.7, sinks=True),
+    "values in keys": Case(5, 4, 1, 32, (0, 31, 97), rest=8),
+    "wide values in keys": Case(3, 16, 1, 512, (70, 5), rest=64),
+    "values in keys, words": Case(70, 1, 1, 80, (40, 0), rest=16),
+    "values in keys, splits": Case(5, 4, 1, 512, (300, 0, 97), rest=64),
 }
 
 
@@ -113,6 +118,9 @@ PARTED = ["ragged", "bit 63", "odd width", "splits", "two words", "four words", 
 # as others: the same number of words, with a window or without, grouped or not, split or not
 LIKE_OTHERS = ["no prefix", "several blocks of rows", "33 nodes", "two words, one node of a step", "three words"]
 LIKE_OTHERS += ["narrow window", "window", "words and splits", "cap, sinks and words", "cap, sinks, splits and window"]
+LIKE_OTHERS += ["values in keys, words"]
+SINGLE = ["ragged", "splits", "cap", "values in keys"]  # of these in float32
+SLOW_SINGLE = ["two words", "window", "sinks and window", "wide values in keys"]
 
 
 @dataclass(frozen=True)
@@ -134,16 +142,19 @@ class Inputs:
         page = torch.randperm(sum(owned) + 3).tolist()
         nobodys = page.pop()
         table_BQ = torch.full((rows, max(owned) + 1), nobodys)
-        store = torch.full((2, sum(owned) + 3, PAGE, case.kv_heads, case.width), torch.nan)
+        width = case.width + (case.rest or 0)
+        store = torch.full((2, sum(owned) + 3, PAGE, case.kv_heads, width), torch.nan)
         for row, length in enumerate(case.lengths):
             for p in range(length + nodes):
                 if p % PAGE == 0:
                     table_BQ[row, p // PAGE] = page.pop()
-                store[:, table_BQ[row, p // PAGE], p % PAGE] = torch.randn(2, case.kv_heads, case.width)
+                store[:, table_BQ[row, p // PAGE], p % PAGE] = torch.randn(2, case.kv_heads, width)
         parents = [[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(rows)]
         ancestor_BNN, length_B = ancestors(torch.tensor(parents)), torch.tensor(case.lengths)
-        q_BNhD = torch.randn(rows, nodes, heads + 2, case.width).to(DEVICE, dtype)[:, :, 1:-1]  # a part of what was projected
+        q_BNhD = torch.randn(rows, nodes, heads + 2, width).to(DEVICE, dtype)[:, :, 1:-1]  # a part of what was projected
         keys, values = store.to(DEVICE, dtype)
+        if case.rest is not None:
+            q_BNhD, values = q_BNhD.float(), keys[..., : case.width]
         bits_BNw, position_BN = bits_of(ancestor_BNN), length_B[:, None] + ancestor_BNN.sum(-1) - 1
         return Inputs(q_BNhD, keys, values, *(x.to(DEVICE) for x in (table_BQ, length_B, bits_BNw, position_BN)))
 
@@ -165,13 +176,13 @@ def scores_of(case: Case) -> dict[str, Any]:
     "case, dtype",
     [*CASES],
     DTYPES,
-    fast=[*((case, F16) for case in CASES if case not in LIKE_OTHERS), *((case, F32) for case in ("ragged", "splits", "cap"))],
-    slow=[*((case, F16) for case in LIKE_OTHERS), *((case, F32) for case in ("two words", "window", "sinks and window"))],
+    fast=[*((case, F16) for case in CASES if case not in LIKE_OTHERS), *((case, F32) for case in SINGLE)],
+    slow=[*((case, F16) for case in LIKE_OTHERS), *((case, F32) for case in SLOW_SINGLE)],
 )
 def test_triton_tree_attention_equals_reference(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     inputs = Inputs.of(CASES[case], dtype)
-    assert attention_op._serves(inputs.q_BNhD)
+    assert attention_op._serves(inputs.q_BNhD, inputs.keys, inputs.values)
     found = inputs.through(attention_op.tree_attention, CASES[case])
     wanted = inputs.through(attention_op.reference, CASES[case])
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -199,10 +210,10 @@ def test_triton_tree_attention_of_last_nodes_equals_whole_tree(case: str, dtype:
 def test_triton_tree_attention_cases_cover_one_and_two_kernels() -> None:
     def kernels_of(case: Case) -> int:
         inputs = Inputs.of(case, torch.float16)
-        out, bound = inputs.q_BNhD, max(case.lengths) + case.nodes + case.slack
+        out, bound = inputs.q_BNhD[..., : case.width], max(case.lengths) + case.nodes + case.slack
         return len(kernels.launches(*inputs.fields(), out, 1.0, case.window, bound, 0))
 
-    assert [kernels_of(case) for case in CASES.values()] == [1] * 14 + [2] * 4 + [1] * 3 + [2] * 2
+    assert [kernels_of(case) for case in CASES.values()] == [1] * 14 + [2] * 4 + [1] * 3 + [2] * 2 + [1] * 3 + [2]
 
 
 @pytest.mark.parametrize("splits", [1, 5, 20])
@@ -215,6 +226,18 @@ def test_triton_tree_attention_is_independent_of_split_count(monkeypatch: pytest
         found = inputs.through(partial(attention_op.tree_attention, arrived=counters), given)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert not arrived.any()
+
+
+def test_triton_tree_attention_query_in_float32_is_not_rounded_to_the_keys_format() -> None:
+    """Scores of hundreds, of which rounding changes the whole softmax."""
+    torch.manual_seed(0)
+    case = Case(5, 4, 1, 32, (31, 97), rest=8)
+    inputs = Inputs.of(case, torch.float16)
+    inputs.q_BNhD.mul_(100.0)
+    found, wanted = (inputs.through(f, case) for f in (attention_op.tree_attention, attention_op.reference))
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
+    rounded = replace(inputs, q_BNhD=inputs.q_BNhD.half())
+    assert (rounded.through(attention_op.reference, case) - wanted).abs().max() > 0.02
 
 
 @triton.jit
@@ -307,8 +330,10 @@ def test_triton_tree_attention_cuda_graph_follows_lengths() -> None:
         torch.testing.assert_close(found, inputs.through(attention_op.reference, case), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("Gemma-2", {"attn_logit_softcapping": 0.05}), ("gpt-oss", {})])
-def test_target_with_capped_scores_or_sinks_takes_the_kernel_in_static_steps(
+@pytest.mark.parametrize(
+    ("name", "changes"), [("Gemma-2", {"attn_logit_softcapping": 0.05}), ("gpt-oss", {}), ("DeepSeek-V3", {})]
+)
+def test_target_with_caps_sinks_or_latents_takes_the_kernel_in_static_steps(
     name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its text with drafts is that of attention over keys that are read out."""
@@ -329,7 +354,7 @@ def test_target_with_capped_scores_or_sinks_takes_the_kernel_in_static_steps(
     monkeypatch.setattr(kernels, "launches", counted)
     monkeypatch.setattr(library, "serves", lambda x: x.is_cuda and library.cuda_state().loaded)  # no operators of a CPU
     found = texts(drafter)
-    assert len(taken) > 6 and all((a["steep"] is None) == (a["sinks"] is not None) for a in taken)
+    assert len(taken) > 6 and all(a["steep"] is not None or a["sinks"] is not None or a["REST"] > 0 for a in taken)
     monkeypatch.setattr(attention, "pages_in_place", lambda kv: None)
     before = len(taken)
     assert texts(None) == found and len(taken) == before
