@@ -204,14 +204,16 @@ def attend(
                 score_RK = tl.dot(low_RE, tl.trans(k_KE), acc=score_RK)
         if steep is not None:
             score_RK = _tanh(score_RK * steep, q_RD.dtype == tl.float32)
+        if WINDOWED:
+            # a node's rotary position is at most its place, so this hides no key that the node sees. Outside of the branch,
+            # because Triton 3.6 compiles no product for sm_90 that only branches read
+            score_RK = tl.where(position_R[:, None] - (k + step_K)[None, :] < window, score_RK, float("-inf"))
         if k + K > prefix:
             seen_RK = _seen(
                 k + step_K, k + step_K < total, prefix, bits_R, words, real_R, position_R, position, window, earlier, WORDS, K,
                 WINDOWED,
             )  # fmt: skip
             score_RK = tl.where(seen_RK, score_RK, float("-inf"))
-        elif WINDOWED:
-            score_RK = tl.where(position_R[:, None] - (k + step_K)[None, :] < window, score_RK, float("-inf"))
         # the online softmax (Milakov & Gimelshein 2018): greatest score in powers of two, sum, weighted values
         new_R = tl.maximum(top_R, tl.max(score_RK, 1) * scale)
         base_R = tl.where(new_R == float("-inf"), 0.0, new_R)  # for a row that has seen no key yet
