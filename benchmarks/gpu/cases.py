@@ -26,8 +26,6 @@ SMALL: tuple[Case, ...] = (  # one of each, for rehearsals and for tools that sl
     Rotary(7, 3, 10),
     Append(2, 5, 6, 2, 64, normed=True),
     TreeAttention(2, 5, 70, 8, 2, 64, uneven=True),
-    TreeAttention(2, 5, 70, 8, 2, 64, uneven=True, cap=2.0, sinks=True),
-    TreeAttention(2, 3, 70, 6, 1, 512, uneven=True, rest=64),
     KvKeep(3, 2, 60, 9, 5, 2, 16, uneven=True),
     GreedyAccept(2, 9, 203),
     ChoiceAccept(3, 17),
@@ -71,6 +69,7 @@ LARGE: tuple[Case, ...] = (
     TreeAttention(3, 64, 500, 16, 2, window=3, uneven=True),
     TreeAttention(32, 8, 300, 8, 2, 64, uneven=True),
     TreeAttention(2, 5, 0),
+    TreeAttention(2, 5, 70, 8, 2, 64, uneven=True, cap=2.0, sinks=True),
     TreeAttention(3, 17, 517, 16, 8, 256, window=300, uneven=True, cap=2.0),  # heads of Gemma-2
     TreeAttention(2, 16, 2000, 64, 8, 64, window=128, uneven=True, sinks=True),  # and of gpt-oss
     TreeAttention(2, 40, 4096, uneven=True, earlier=30, cap=2.0, sinks=True),
