@@ -98,6 +98,9 @@ class TreeAttention(Case):
     window: int | None = None
     uneven: bool = False  # rows of all lengths up to the context
     earlier: int | None = None  # of the nodes, the first ones: they have keys and values alone; None: none
+    cap: float | None = None  # of the scores
+    sinks: bool = False  # scores that share the softmax
+    rest: int | None = None  # numbers of a key after the first `width` ones, which are its value; None: values are apart
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         draw, pages_for = generator(device, seed), self.context + self.nodes
@@ -106,28 +109,34 @@ class TreeAttention(Case):
         if self.uneven:
             length_B = ragged(self.rows, self.context, device, seed)
         ancestor_BNN = ancestors(random_parents(self.rows, self.nodes, device, seed))
-        pool = (pages, PAGE, self.kv_heads, self.width)
+        width = self.width + (self.rest or 0)
+        keys, values = torch.randn(2, pages, PAGE, self.kv_heads, width, device=device, generator=draw, dtype=dtype)
+        q_BNhD = torch.randn(self.rows, self.queries, self.heads, width, device=device, generator=draw)
         return {
-            "q": torch.randn(self.rows, self.queries, self.heads, self.width, device=device, generator=draw).to(dtype),
-            "keys": torch.randn(*pool, device=device, generator=draw, dtype=dtype),
-            "values": torch.randn(*pool, device=device, generator=draw, dtype=dtype),
+            "q": q_BNhD if self.rest else q_BNhD.to(dtype),
+            "keys": keys,
+            **({} if self.rest else {"values": values}),
             "table": table_BQ,
             "length": length_B,
             "bits": bits_of(ancestor_BNN)[:, self.earlier or 0 :],
             "position": (length_B[:, None] + ancestor_BNN.sum(-1) - 1)[:, self.earlier or 0 :],
             "arrived": torch.zeros(ARRIVALS, dtype=torch.int32, device=device),
-        }
+        } | ({"sinks": (4 * torch.randn(self.heads, device=device, generator=draw)).to(dtype)} if self.sinks else {})
 
     @property
     def queries(self) -> int:
         return self.nodes - (self.earlier or 0)
 
     def run(self, given: Tensors) -> Tensors:
-        cache = (given["keys"], given["values"], given["table"], given["length"])
+        keys = given["keys"]
+        cache = (keys, keys[..., : self.width] if self.rest else given["values"], given["table"], given["length"])
         tree, bound = (given["bits"], given["position"]), self.context + self.nodes
-        rest = (self.width**-0.5, self.window, bound, self.earlier or 0, given["arrived"])
-        out = attention_op.tree_attention(given["q"], *cache, *tree, *rest)
-        return {"out": out}
+        more = (self.scale, self.window, bound, self.earlier or 0, given["arrived"], self.cap, given.get("sinks"))
+        return {"out": attention_op.tree_attention(given["q"], *cache, *tree, *more).to(keys.dtype)}
+
+    @property
+    def scale(self) -> float:
+        return (self.width + (self.rest or 0)) ** -0.5
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         return {"out": torch.stack([self._row(wide, row) for row in range(self.rows)])}
@@ -135,7 +144,8 @@ class TreeAttention(Case):
     def _row(self, wide: Tensors, row: int) -> Tensor:
         """[queries, h D]: one row's attention by its definition."""
         N, length, groups = self.nodes, int(wide["length"][row]), self.heads // self.kv_heads
-        keys, values = (wide[name][wide["table"][row]].flatten(0, 1)[: length + N] for name in ("keys", "values"))
+        pools = (wide["keys"], wide["keys"][..., : self.width] if self.rest else wide["values"])
+        keys, values = (pool[wide["table"][row]].flatten(0, 1)[: length + N] for pool in pools)
         position_N = wide["position"][row]
         node_NN = ancestors_of(wide["bits"][row], N)
         seen_NP = torch.cat([torch.ones_like(node_NN[:, :1]).expand(-1, length), node_NN], 1)
@@ -143,20 +153,27 @@ class TreeAttention(Case):
             place_P = torch.cat([torch.arange(length, device=position_N.device), position_N])
             seen_NP = seen_NP & (position_N[:, None] - place_P < self.window)
         keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
-        score_hNP = wide["q"][row].transpose(0, 1) @ keys.transpose(1, 2) * self.width**-0.5
-        weight_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
+        score_hNP = wide["q"][row].transpose(0, 1) @ keys.transpose(1, 2) * self.scale
+        if self.cap is not None:
+            score_hNP = self.cap * torch.tanh(score_hNP / self.cap)
+        score_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf)
+        if self.sinks:
+            score_hNP = torch.cat([score_hNP, wide["sinks"][:, None, None].expand(-1, len(position_N), 1)], -1)
+        weight_hNP = score_hNP.softmax(-1)[..., : length + N]
         return (weight_hNP @ values).transpose(0, 1).flatten(1)
 
     def operations(self) -> float:
         """Of scores and weighted values, over all keys within the window."""
         keys = self.context + self.nodes if self.window is None else min(self.context, self.window) + self.nodes
-        return 4.0 * self.rows * self.queries * self.heads * self.width * keys
+        return 2.0 * self.rows * self.queries * self.heads * (2 * self.width + (self.rest or 0)) * keys
 
     def moved(self, dtype: torch.dtype) -> int:
         """Keys and values that some node sees, the queries, the output."""
         seen = min(self.context, self.window or self.context) + self.nodes
-        per_row = 2 * seen * self.kv_heads + 2 * self.queries * self.heads
-        return dtype.itemsize * self.rows * self.width * per_row
+        rest, both = self.rest or 0, 2 * self.width
+        key_and_value = both if self.rest is None else self.width + rest
+        per_row = seen * self.kv_heads * key_and_value + self.queries * self.heads * (both + rest)
+        return dtype.itemsize * self.rows * per_row
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,12 @@ LARGE: tuple[Case, ...] = (
     TreeAttention(3, 64, 500, 16, 2, window=3, uneven=True),
     TreeAttention(32, 8, 300, 8, 2, 64, uneven=True),
     TreeAttention(2, 5, 0),
+    TreeAttention(2, 5, 70, 8, 2, 64, uneven=True, cap=2.0, sinks=True),
+    TreeAttention(3, 17, 517, 16, 8, 256, window=300, uneven=True, cap=2.0),  # heads of Gemma-2
+    TreeAttention(2, 16, 2000, 64, 8, 64, window=128, uneven=True, sinks=True),  # and of gpt-oss
+    TreeAttention(2, 40, 4096, uneven=True, earlier=30, cap=2.0, sinks=True),
+    TreeAttention(3, 16, 2000, 16, 1, 512, uneven=True, rest=64),  # of DeepSeek-V2-Lite
+    TreeAttention(1, 70, 4096, 16, 1, 512, earlier=60, rest=64),
     *(TreeAttention(1, nodes, 1000) for nodes in LARGE_TREES),
     TreeAttention(2, 150, 300, 8, 2, 64, uneven=True),
     TreeAttention(2, 200, 1000, uneven=True, earlier=190),
@@ -160,6 +166,9 @@ OTHERS: tuple[Case, ...] = (
     KvKeep(16, 32, 1024, 64, 5),
     *(TreeAttention(1, nodes, context) for context in CONTEXTS for nodes in NODES[:-1]),
     TreeAttention(1, 64, 1024),
+    *(TreeAttention(1, nodes, 4096, cap=50.0) for nodes in (1, 64)),
+    *(TreeAttention(1, nodes, 4096, sinks=True) for nodes in (1, 64)),
+    *(TreeAttention(1, nodes, 4096, 16, 1, 512, rest=64) for nodes in (1, 64)),
     *(TreeAttention(1, nodes, 4096) for nodes in (65, *LARGE_TREES)),
     *(TreeAttention(rows, 64, 4096, uneven=True) for rows in BATCHES),
     *(TreeAttention(1, nodes, context, 32, 4) for context in CONTEXTS for nodes in (1, 64)),

@@ -57,6 +57,7 @@ WITH = (
     "draft_model",
     "mtp_native",
 )  # drafters on each architecture; the other families are on Llama and Qwen3
+SCORES = ("Gemma-2", "gpt-oss", "DeepSeek-V3")  # other scores than Llama's: a soft cap, sinks, latents
 WORDS = 60  # of the architectures' vocabularies: the tokens after these stand for images
 
 
@@ -252,12 +253,13 @@ def rungs(machine: Machine) -> list[Rung]:
 
 
 def early(machine: Machine) -> list[Rung]:
-    """About thirty checks that come first: plain decoding with every policy and in every model, each family once, with the
+    """About forty checks that come first: plain decoding with every policy and in every model, each family once, with the
     policies in turn, and each kind of tree once: a family's own kind with the family.
     """
     there, model = set(rungs(machine)), next(iter(LADDER))
     policies = ["greedy", *SAMPLED]
     found = [Rung(model, "float32", PLAIN, policy) for policy in policies]
+    found += [Rung(other, "float32", PLAIN, "greedy") for other in SCORES]
     found += [Rung(other, "bfloat16", PLAIN, "greedy") for other in [*LADDER, EMBEDDED]]
     found += [Rung(model, "float32", name, policies[i % len(policies)]) for i, name in enumerate(families())]
     own = {getattr(family.options(), "tree", "") for family in families().values()}

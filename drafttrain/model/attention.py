@@ -51,7 +51,7 @@ class Heads:
 
     @property
     def plain(self) -> bool:
-        """Whether the fused operators compute these scores."""
+        """Whether torch's attention and the compiled operator of a CPU compute these scores."""
         return self.cap is None and self.sinks is None
 
 
@@ -148,7 +148,8 @@ def attend(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -
     qkv_BNX: query heads, then key heads, then value heads, as projected.
     """
     pages = meta.pages
-    if pages is None or not (meta.compiled or meta.two_kernels) or not qkv_BNX.is_contiguous() or not shape.plain:
+    fused = meta.two_kernels or (meta.compiled and shape.plain)
+    if pages is None or not fused or not qkv_BNX.is_contiguous():
         return reference(qkv_BNX, meta, layer, shape)
     if shape.q_norm is not None and shape.q_norm.weight.dtype != qkv_BNX.dtype:
         return reference(qkv_BNX, meta, layer, shape)
@@ -161,7 +162,7 @@ def attend(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -
         at = (meta.position_BN, table_BQ, length_B, keys, values)
         q_BNhD = append(qkv_BNX, meta.cos_MD, meta.sin_MD, q_weight, k_weight, eps, *at, shape.heads, meta.earlier)
         seen = (meta.bits_BNw, meta.position_BN)
-        return pages.attend(layer, q_BNhD, *seen, shape.scale, shape.window, meta.earlier)
+        return pages.attend(layer, q_BNhD, *seen, shape.scale, shape.window, meta.earlier, shape.cap, shape.sinks)
     out_BNI = qkv_BNX.new_empty(*qkv_BNX.shape[:2], shape.heads * shape.width)
     torch.ops.drafttrain.attend(
         qkv_BNX, meta.cos_MD, meta.sin_MD, q_weight, k_weight, eps, shape.scale, shape.window or 0,

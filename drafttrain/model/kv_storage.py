@@ -68,12 +68,20 @@ class PageView:
         scale: float,
         window: int | None = None,
         earlier: int = 0,
+        cap: float | None = None,
+        sinks_h: Tensor | None = None,
+        first: int | None = None,
     ) -> Tensor:
-        """[B, N, h D]: attention of nodes whose keys and values are written; arguments as for `tree_attention`."""
+        """[B, N, h D]: attention of nodes whose keys and values are written; arguments as for `tree_attention`.
+
+        first: numbers of a key that are its value, where the layer has no values.
+        """
         keys, values = self.layer(layer)
+        if first is not None:
+            values = keys[..., :first]
         bound = min(self.rows.longest + earlier + q_BNhD.shape[1], self.table_BQ.shape[1] * keys.shape[1])
         at = (self.table_BQ, self.rows.length_B, bits_BNw, position_BN)
-        return tree_attention(q_BNhD, keys, values, *at, scale, window, bound, earlier, self.arrived)
+        return tree_attention(q_BNhD, keys, values, *at, scale, window, bound, earlier, self.arrived, cap, sinks_h)
 
 
 class Storage(Protocol):

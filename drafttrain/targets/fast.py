@@ -130,7 +130,7 @@ class FastTarget(HFTarget):
             Block(layer, window if sliding else None, self.part.sum, self.kind, order_D if name != STILL else None)
             for layer, sliding, name in zip(backbone.layers, slides, self._rotations, strict=True)
         ]
-        self.generations = not any(slides) and all(block.shape.plain for block in self._chain)
+        self.generations = not any(slides)
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}
         self._blocks: Blocks | None = None
         if self.frozen:

@@ -4,8 +4,9 @@ The query heads of one KV head are rows of one product, so that a key is read on
 of rows, one KV head and one range of keys. `combine` joins the ranges.
 
 Shapes: B batch rows, N nodes, h query heads, G query heads per KV head, R rows of a program (node-major, N G in all), K keys
-of a step, D head width, S splits. Keys are counted from the prefix's start; node i of the tree is key length + i. The queries
-are the tree's last N nodes; `earlier` nodes precede them. A node's ancestors are the bits of w words, 64 nodes in each.
+of a step, D value width, E numbers of a key after those that are its value, S splits. Keys are counted from the prefix's
+start; node i of the tree is key length + i. The queries are the tree's last N nodes; `earlier` nodes precede them. A node's
+ancestors are the bits of w words, 64 nodes in each.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ START = 5  # steps that take as long as a program's start and end
 MOST_JOINED = 128 << 10
 PAIRS_SHARED = 228 << 10  # of a processor, for two programs of 64 rows
 WORD = tl.constexpr(64)  # bits of an int64
+IN_BITS = tl.constexpr(LOG2_E)  # a natural exponent times this is one of base 2
+SMALL = tl.constexpr(0.3)  # up to which tanh's series is closer than the rounding of float32
 
 
 @triton.jit
@@ -75,6 +78,27 @@ def _seen(
 
 
 @triton.jit
+def _tanh(power, FLOAT32: tl.constexpr):
+    """tanh(x), where power = 2 x log2(e). FLOAT32: with float32's precision for small x too, where 1 - e^-2x loses it."""
+    fall = tl.exp2(-tl.abs(power))  # does not overflow
+    size = (1.0 - fall) / (1.0 + fall)
+    out = tl.where(power < 0, -size, size)
+    if FLOAT32:
+        x = power * (0.5 / IN_BITS)
+        square = x * x
+        series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        out = tl.where(tl.abs(x) < SMALL, series, out)
+    return out
+
+
+@triton.jit
+def _parts(x, keys):
+    """x in the keys' format, and what that leaves of it."""
+    high = x.to(keys.dtype.element_ty)
+    return high, (x - high.to(tl.float32)).to(keys.dtype.element_ty)
+
+
+@triton.jit
 def _share(position_R, prefix, total, split, splits, window, K: tl.constexpr, WINDOWED: tl.constexpr):
     """(start, end) of the split's keys, in steps of K; two splits differ by one step at most. start == end: no keys.
 
@@ -115,24 +139,38 @@ def _joined(part, lse, row_T, real_T, rows, splits, D: tl.constexpr, WIDE: tl.co
 
 @triton.jit(do_not_specialize=["nodes", "earlier", "splits", "window", "table_B"])
 def attend(
-    q, keys, values, table, length, bits, position, out, part, lse, arrived, scale, nodes, earlier, splits, window,
-    q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    R: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, WINDOWED: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
-    EARLY: tl.constexpr,
+    q, keys, values, table, length, bits, position, out, part, lse, arrived, sinks, scale, steep, nodes, earlier, splits,
+    window, q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    REST: tl.constexpr, REST_WIDE: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    WORDS: tl.constexpr, WINDOWED: tl.constexpr, T: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of rows, batch rows times KV heads, splits. Writes `out`, or where there are several splits `part` and `lse`
     [splits, ...].
 
     arrived: zeros, one for each block of rows and KV head. The last split of each to arrive joins the parts, T rows at once
     and S splits at once, and puts the zero back. None: nobody joins them.
+
+    A score's power of two is the product times `scale`, or with `steep` that of a capped score: scale tanh(x), where
+    2 x log2(e) is the product times steep. sinks: of each query head; split 0 counts them. values None: they are the first D
+    numbers of the keys, which have REST more. PARTS: 2 for a query in float32 with keys in a narrower format.
     """
     enter(EARLY)
     batch, head, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
     row_R, d_D, step_K = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, WIDE), tl.arange(0, K)
     node_R, head_R, real_R = row_R // GROUPS, head * GROUPS + row_R % GROUPS, row_R < nodes * GROUPS
     real_RD = real_R[:, None] & (d_D < D)[None, :]
-    q_RD = tl.load(q + batch * q_B + (node_R * q_N + head_R * q_h)[:, None] + d_D[None, :], mask=real_RD, other=0.0)
-    table, position, keys, values = table + batch * table_B, position + batch * nodes, keys + head * D, values + head * D
+    q_R1 = q + batch * q_B + (node_R * q_N + head_R * q_h)[:, None]
+    q_RD = tl.load(q_R1 + d_D[None, :], mask=real_RD, other=0.0)
+    if REST > 0:
+        e_E = tl.arange(0, REST_WIDE)
+        q_RE = tl.load(q_R1 + D + e_E[None, :], mask=real_R[:, None] & (e_E < REST)[None, :], other=0.0)
+    if PARTS == 2:
+        q_RD, low_RD = _parts(q_RD, keys)
+        if REST > 0:
+            q_RE, low_RE = _parts(q_RE, keys)
+    table, position, keys = table + batch * table_B, position + batch * nodes, keys + head * (D + REST)
+    if values is not None:
+        values += head * D
     words = bits + (batch * nodes + node_R) * WORDS
     bits_R = tl.load(words, mask=real_R, other=0)
     position_R = tl.load(position + node_R, mask=real_R, other=1 << 30).to(tl.int32)
@@ -141,24 +179,42 @@ def attend(
     total = prefix + earlier + nodes
     start, end = _share(position_R, prefix, total, split, splits, window, K, WINDOWED)
     top_R, sum_R, out_RD = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, WIDE], tl.float32)
+    if sinks is not None:
+        sink_R = tl.load(sinks + head_R).to(tl.float32) * IN_BITS
+        top_R, sum_R = tl.where(split == 0, sink_R, top_R), tl.where(split == 0, 1.0, sum_R)
     # page numbers are loaded a step before their keys, and a lane past the row's end takes the last key's place
     page_K = tl.load(table + tl.minimum(start + step_K, total - 1) // PAGE)
     for k in range(start, end, K):
         key_K = tl.minimum(k + step_K, total - 1)
-        at_KD = ((page_K * PAGE + key_K % PAGE) * (KV * D))[:, None] + d_D[None, :]
+        at_K1 = ((page_K * PAGE + key_K % PAGE) * (KV * (D + REST)))[:, None]
+        at_KD = at_K1 + d_D[None, :]
         there_KD = tl.full([K, 1], True, tl.int1) & (d_D < D)[None, :]
         k_KD = tl.load(keys + at_KD, mask=there_KD, other=0.0)
-        v_KD = tl.load(values + at_KD, mask=there_KD, other=0.0)
+        v_KD = k_KD
+        if values is not None:
+            v_KD = tl.load(values + at_KD, mask=there_KD, other=0.0)
         page_K = tl.load(table + tl.minimum(k + K + step_K, total - 1) // PAGE)
         score_RK = tl.dot(q_RD, tl.trans(k_KD), input_precision="ieee")
+        if PARTS == 2:
+            score_RK = tl.dot(low_RD, tl.trans(k_KD), acc=score_RK)
+        if REST > 0:
+            there_KE = tl.full([K, 1], True, tl.int1) & (e_E < REST)[None, :]
+            k_KE = tl.load(keys + at_K1 + D + e_E[None, :], mask=there_KE, other=0.0)
+            score_RK = tl.dot(q_RE, tl.trans(k_KE), acc=score_RK, input_precision="ieee")
+            if PARTS == 2:
+                score_RK = tl.dot(low_RE, tl.trans(k_KE), acc=score_RK)
+        if steep is not None:
+            score_RK = _tanh(score_RK * steep, q_RD.dtype == tl.float32)
+        if WINDOWED:
+            # a node's rotary position is at most its place, so this hides no key that the node sees. Outside of the branch,
+            # because Triton 3.6 compiles no product for sm_90 that only branches read
+            score_RK = tl.where(position_R[:, None] - (k + step_K)[None, :] < window, score_RK, float("-inf"))
         if k + K > prefix:
             seen_RK = _seen(
                 k + step_K, k + step_K < total, prefix, bits_R, words, real_R, position_R, position, window, earlier, WORDS, K,
                 WINDOWED,
             )  # fmt: skip
             score_RK = tl.where(seen_RK, score_RK, float("-inf"))
-        elif WINDOWED:
-            score_RK = tl.where(position_R[:, None] - (k + step_K)[None, :] < window, score_RK, float("-inf"))
         # the online softmax (Milakov & Gimelshein 2018): greatest score in powers of two, sum, weighted values
         new_R = tl.maximum(top_R, tl.max(score_RK, 1) * scale)
         base_R = tl.where(new_R == float("-inf"), 0.0, new_R)  # for a row that has seen no key yet
@@ -171,7 +227,7 @@ def attend(
     if part is None:
         tl.store(out + at_R[:, None] * D + d_D[None, :], out_RD.to(out.dtype.element_ty), mask=real_RD)
     else:
-        # a split without keys ran no step: its lse is -inf, and its part is not written
+        # a split without keys ran no step: its lse is -inf, and its part is not written. With sinks split 0 always has both
         at_R += split * rows
         tl.store(lse + at_R, top_R + tl.log2(sum_R), mask=real_R)
         tl.store(part + at_R[:, None] * D + d_D[None, :], out_RD, mask=real_RD & (sum_R > 0)[:, None])
@@ -228,7 +284,9 @@ def tiles(rows: int, wide: int, dtype: torch.dtype, words: int = 1, pairs: bool 
     half full: 65 nodes of 4 heads are 5 blocks of 64 rows, and not 3 of 128.
     """
     if dtype == torch.float32:  # products without tensor cores
-        return Tiles(16, 16, 4, 2)
+        return Tiles(16, 16, 8 if wide > 256 else 4, 2)
+    if wide > 256:  # with values that are a part of the keys; more rows have no registers for a query in two parts
+        return Tiles(16, 32, 8, 3) if rows <= 16 else Tiles(32, 64, 8, 2)
     block = min(max(triton.next_power_of_2(rows), 16), 128 if wide <= 128 else 64)
     if block == 128 and 0 < rows % 128 <= 64 and pairs:
         return Tiles(64, 64, 4, 3, programs=2)
@@ -266,7 +324,7 @@ def processors(device: torch.device) -> Processors:
 def launches(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
     out_BNI: Tensor, scale: float, window: int | None, bound: int, earlier: int, arrived: Tensor | None = None,
-    tile: Tiles | None = None, most_joined: int = MOST_JOINED,
+    cap: float | None = None, sinks_h: Tensor | None = None, tile: Tiles | None = None, most_joined: int = MOST_JOINED,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill out_BNI: one, or two where the keys are split and the last split does not join the parts. The host
     reads shapes and `bound`, no tensor.
@@ -274,11 +332,11 @@ def launches(
     arrived: int32 zeros for the last splits, which are zeros again afterwards; None: a second launch joins. tile, most_joined:
     in place of what is chosen, to compare.
     """
-    B, N, h, D = q_BNhD.shape
-    _, page, kv, _ = keys.shape
+    (B, N, h, whole), (_, page, kv, D) = q_BNhD.shape, values.shape
+    rest = whole - D
     groups, wide, words = h // kv, max(triton.next_power_of_2(D), 16), bits_BNw.shape[2]
     of = processors(q_BNhD.device)
-    tile = tile or tiles(N * groups, wide, q_BNhD.dtype, words, of.shared >= PAIRS_SHARED)
+    tile = tile or tiles(N * groups, wide, keys.dtype, words, of.shared >= PAIRS_SHARED)
     blocks = triton.cdiv(N * groups, tile.rows)
     reach = bound if window is None else min(bound, window + earlier + N)
     S = splits(B * kv * blocks, reach, N * groups, tile, of.count * tile.programs)
@@ -293,11 +351,14 @@ def launches(
     together = min(triton.next_power_of_2(N * groups), tile.rows, max(512 * tile.warps // wide, 1))
     joined = {"T": together, "S": min(4096 * tile.warps // (together * wide), 16)}  # in 128 registers
     first = {
-        "q": q_BNhD, "keys": keys, "values": values, "table": table_BQ, "length": length_B, "bits": bits_BNw.contiguous(),
-        "position": position_BN.contiguous(), "out": out_BNI, "part": part, "lse": lse, "arrived": arrived,
-        "scale": scale * LOG2_E, "nodes": N, "earlier": earlier, "splits": S, "window": window or 0, "q_B": q_BNhD.stride(0),
-        "q_N": q_BNhD.stride(1), "q_h": q_BNhD.stride(2), "table_B": table_BQ.stride(0), "GROUPS": groups, "KV": kv, "D": D,
-        "WIDE": wide, "PAGE": page, "R": tile.rows, "K": tile.keys, "WORDS": words, "WINDOWED": window is not None, **joined,
+        "q": q_BNhD, "keys": keys, "values": None if rest else values, "table": table_BQ, "length": length_B,
+        "bits": bits_BNw.contiguous(), "position": position_BN.contiguous(), "out": out_BNI, "part": part, "lse": lse,
+        "arrived": arrived, "sinks": sinks_h, "scale": (scale if cap is None else cap) * LOG2_E,
+        "steep": None if cap is None else 2 * scale * LOG2_E / cap, "nodes": N, "earlier": earlier, "splits": S,
+        "window": window or 0, "q_B": q_BNhD.stride(0), "q_N": q_BNhD.stride(1), "q_h": q_BNhD.stride(2),
+        "table_B": table_BQ.stride(0), "GROUPS": groups, "KV": kv, "D": D, "WIDE": wide, "REST": rest,
+        "REST_WIDE": max(triton.next_power_of_2(rest), 16), "PARTS": 1 if q_BNhD.dtype == keys.dtype else 2, "PAGE": page,
+        "R": tile.rows, "K": tile.keys, "WORDS": words, "WINDOWED": window is not None, **joined,
     }  # fmt: skip
     found = [Launch(attend, (blocks, B * kv, S), first, tile.warps, tile.stages)]
     if S > 1 and arrived is None:

@@ -160,7 +160,7 @@ def test_gpu_cases_name_existing_checks() -> None:
 
 def test_gpu_ladder_early_texts_cover_families_policies_and_dtypes() -> None:
     early = ladder.early(GPU)
-    assert 25 <= len(early) <= 36 and set(early) <= set(ladder.rungs(GPU)) and len(set(early)) == len(early)
+    assert 25 <= len(early) <= 40 and set(early) <= set(ladder.rungs(GPU)) and len(set(early)) == len(early)
     assert {rung.drafter.partition("-")[0] for rung in early} == {ladder.PLAIN, *families()}
     assert {rung.policy for rung in early} == {"greedy", *ladder.SAMPLED} and {rung.dtype for rung in early} == set(
         ladder.DTYPES

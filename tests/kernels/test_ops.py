@@ -307,19 +307,24 @@ def test_cpu_attend_equals_reference(poison: None, case: str, dtype: torch.dtype
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("width", "parts", "window"),
-    [(32, (1, 5, 13, 14), None), (80, (1, 5, 13, 14), 20), (16, (3, 64, 70, 130, 190), None)],
+    ("width", "parts", "more"),
+    [
+        (32, (1, 5, 13, 14), {}),
+        (80, (1, 5, 13, 14), {"window": 20}),
+        (16, (3, 64, 70, 130, 190), {}),
+        (48, (1, 5, 14), {"cap": 0.7, "sinks": torch.linspace(-1, 2, 4)}),
+    ],
 )
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", [attend_op.attend, attend_op.reference])
 def test_tree_attention_in_generations_equals_single_pass(
-    poison: None, function: Any, causal: bool, width: int, parts: tuple[int, ...], window: int | None, dtype: torch.dtype
+    poison: None, function: Any, causal: bool, width: int, parts: tuple[int, ...], more: dict[str, Any], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(width)
     rows, nodes, heads, kv_heads = 3, parts[-1], 4, 2
     angle = torch.outer(torch.arange(256.0), 1e4 ** -(torch.arange(0, width, 2) / width))
     cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), torch.cat([-angle.sin(), angle.sin()], -1).to(dtype)
-    shape, lengths = attend_op.Heads(heads, kv_heads, width, width**-0.5, window), torch.tensor([0, 37, 5])
+    shape, lengths = attend_op.Heads(heads, kv_heads, width, width**-0.5, **more), torch.tensor([0, 37, 5])
     ancestor = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, -1, -1)
     ancestor = ancestor if causal else ancestors(random_parents(rows, nodes))
     position, bits = lengths[:, None] + ancestor.sum(-1) - 1, bits_of(ancestor)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.core.tree import ancestors
+from drafttrain.model.capped_attention import capped_attention
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import additive, attention_mask
 from drafttrain.ops import divergence as divergence_op
@@ -64,7 +65,7 @@ def test_triton_kernels_equal_references(where: str, cases: str) -> None:
 
 
 ATTENTION = {
-    # nodes, heads, KV heads, width, dtype, window, earlier nodes
+    # nodes, heads, KV heads, width, dtype, window, earlier nodes, cap, sinks, numbers of a key that are not its value
     "decode": (1, 32, 8, 128, torch.bfloat16, None),
     "tree": (60, 32, 8, 128, torch.bfloat16, None),
     "tree-window": (60, 32, 8, 128, torch.bfloat16, 4096),
@@ -79,7 +80,17 @@ ATTENTION = {
     "half-words": (256, 32, 8, 64, torch.float16, None),
     "few rows with words": (10, 8, 8, 64, torch.bfloat16, None, 200),
     "single-words": (70, 8, 1, 128, torch.float32, None),
+    "cap": (64, 16, 8, 256, torch.bfloat16, 4096, 0, 50.0),
+    "single-cap": (7, 8, 4, 256, torch.float32, None, 0, 50.0),
+    "sinks": (16, 64, 8, 64, torch.bfloat16, None, 0, None, True),
+    "values in keys": (1, 16, 1, 512, torch.bfloat16, None, 0, None, False, 64),
+    "values in keys, 32 rows": (2, 16, 1, 512, torch.bfloat16, None, 0, None, False, 64),
+    "values in keys, tree": (64, 16, 1, 512, torch.bfloat16, None, 0, None, False, 64),
+    "values in keys, two words": (100, 16, 1, 512, torch.float16, None, 0, None, False, 64),
+    "single values in keys": (7, 16, 1, 512, torch.float32, None, 0, None, False, 64),
+    "narrow values in keys": (16, 16, 1, 256, torch.bfloat16, None, 0, None, False, 64),
 }
+UNCHANGED = (0, None, False, 0)  # what a case does not say after its window
 WIDE = {  # the first to spill with a new Triton
     "half-wide": (60, 16, 2, 256, torch.float16, None),
     "wide-words": (128, 16, 2, 256, torch.bfloat16, None),
@@ -88,7 +99,9 @@ WIDE = {  # the first to spill with a new Triton
 
 @needs_triton
 @compiles
-@pytest.mark.sampled(case=["tree-window", "single", "odd", "four words", "few rows with words"])
+@pytest.mark.sampled(
+    case=["tree-window", "single", "odd", "four words", "few rows with words", "sinks", "values in keys, tree"]
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("case", ATTENTION)
 def test_triton_tree_attention_compiles_without_spilling(case: str, capability: int, tmp_path: Path) -> None:
@@ -108,11 +121,13 @@ def test_triton_attention_of_widest_heads_compiles_without_spilling(case: str, c
 def check_attention(case: tuple[Any, ...], capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import tree_attention as kernels
 
-    nodes, heads, kv_heads, width, dtype, window, earlier = (*case, 0)[:7]
-    q, keys = meta(1, nodes, heads, width, dtype=dtype), meta(300, 32, kv_heads, width, dtype=dtype)
+    nodes, heads, kv_heads, width, dtype, window, earlier, cap, sinks, rest = (*case, *UNCHANGED[len(case) - 6 :])
+    q, keys = meta(1, nodes, heads, width + rest, dtype=dtype), meta(300, 32, kv_heads, width + rest, dtype=dtype)
+    q = q.float() if rest else q
     numbers = (meta(1, 256), meta(1), meta(1, nodes, words_for(earlier + nodes)), meta(1, nodes))
     out, arrived = meta(1, nodes, heads * width, dtype=dtype), meta(1024, dtype=torch.int32)
-    launches = kernels.launches(q, keys, keys, *numbers, out, 0.1, window, 8192, earlier, arrived)
+    sinks_h = meta(heads, dtype=dtype) if sinks else None
+    launches = kernels.launches(q, keys, keys[..., :width], *numbers, out, 0.1, window, 8192, earlier, arrived, cap, sinks_h)
     assert len(launches) == (1 if launches[0].arguments["arrived"] is arrived else 2)
     for launch in launches:
         compiled = launch.compile(capability)
@@ -273,6 +288,11 @@ def test_tree_attention_reference_equals_torch_attention(subtests: pytest.Subtes
             pages, bits = kv.page_view(), bits_of(ancestor)
             given = (q, *pages.layer(0), pages.table_BQ, kv.length_B, bits, position)
             found = attention_op.reference(*given, 0.3, window, 40 + nodes)
+            torch.testing.assert_close(found, wanted.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-5)
+            changed: dict[str, Any] = {"cap": 0.7, "sinks_h": torch.linspace(-2, 3, q_BhND.shape[1])}
+            seen_BNP = attention_mask(kv, ancestor, position, window)
+            wanted = capped_attention(q_BhND, keys_BkPD, values_BkPD, 0.3, mask_BNP=seen_BNP, **changed)
+            found = attention_op.reference(*given, 0.3, window, 40 + nodes, **changed)
             torch.testing.assert_close(found, wanted.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-5)
 
 

@@ -3,9 +3,10 @@ interpreter, which must be chosen before Triton is imported, and on a GPU where 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,16 +19,24 @@ from drafttrain.kernels.triton import tree_attention as kernels
 from torch import Tensor
 from triton import language as tl
 
+from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import ancestors
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.settings import Controls
+from drafttrain.model import attention
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import fp8_rows as fp8_op
 from drafttrain.ops import gated as gated_op
-from drafttrain.ops import jit, later_steps
+from drafttrain.ops import jit, later_steps, library
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops import rotary as rotary_op
 from drafttrain.ops import tree_attention as attention_op
 from drafttrain.ops.tree_bits import bits_of
+from drafttrain.targets.fast import FastTarget
+from tests.architectures import model_of
+from tests.helpers import prompts
+from tests.tiny import build
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -71,6 +80,9 @@ class Case:
     lengths: tuple[int, ...]
     window: int | None = None
     slack: int = 0  # of the bound above the longest row
+    cap: float | None = None
+    sinks: bool = False
+    rest: int | None = None  # numbers of a key after those that are its value, where the values are a part of the keys
 
 
 CASES = {
@@ -92,13 +104,25 @@ CASES = {
     "more splits than keys": Case(1, 2, 1, 80, (2, 130), slack=1500),
     "words and splits": Case(100, 1, 1, 16, (700, 300)),
     "splits and window": Case(16, 1, 1, 128, (500, 300), window=310, slack=100),
+    "cap": Case(5, 8, 1, 80, (0, 31, 97), cap=0.7),
+    "sinks and window": Case(16, 4, 2, 64, (100, 33), window=50, sinks=True),
+    "cap, sinks and words": Case(65, 2, 1, 64, (40, 0), cap=0.7, sinks=True),
+    "sinks and splits": Case(1, 4, 2, 80, (2, 130), slack=1500, sinks=True),
+    "cap, sinks, splits and window": Case(16, 2, 1, 128, (500, 300), window=310, slack=100, cap=0.7, sinks=True),
+    "values in keys": Case(5, 4, 1, 32, (0, 31, 97), rest=8),
+    "wide values in keys": Case(3, 16, 1, 512, (70, 5), rest=64),
+    "values in keys, words": Case(70, 1, 1, 80, (40, 0), rest=16),
+    "values in keys, splits": Case(5, 4, 1, 512, (300, 0, 97), rest=64),
 }
 
 
 PARTED = ["ragged", "bit 63", "odd width", "splits", "two words", "four words", "words and splits"]
 # as others: the same number of words, with a window or without, grouped or not, split or not
 LIKE_OTHERS = ["no prefix", "several blocks of rows", "33 nodes", "two words, one node of a step", "three words"]
-LIKE_OTHERS += ["narrow window", "window", "words and splits"]
+LIKE_OTHERS += ["narrow window", "window", "words and splits", "cap, sinks and words", "cap, sinks, splits and window"]
+LIKE_OTHERS += ["values in keys, words"]
+SINGLE = ["ragged", "splits", "cap", "values in keys"]  # of these in float32
+SLOW_SINGLE = ["two words", "window", "sinks and window", "wide values in keys"]
 
 
 @dataclass(frozen=True)
@@ -120,38 +144,47 @@ class Inputs:
         page = torch.randperm(sum(owned) + 3).tolist()
         nobodys = page.pop()
         table_BQ = torch.full((rows, max(owned) + 1), nobodys)
-        store = torch.full((2, sum(owned) + 3, PAGE, case.kv_heads, case.width), torch.nan)
+        width = case.width + (case.rest or 0)
+        store = torch.full((2, sum(owned) + 3, PAGE, case.kv_heads, width), torch.nan)
         for row, length in enumerate(case.lengths):
             for p in range(length + nodes):
                 if p % PAGE == 0:
                     table_BQ[row, p // PAGE] = page.pop()
-                store[:, table_BQ[row, p // PAGE], p % PAGE] = torch.randn(2, case.kv_heads, case.width)
+                store[:, table_BQ[row, p // PAGE], p % PAGE] = torch.randn(2, case.kv_heads, width)
         parents = [[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(rows)]
         ancestor_BNN, length_B = ancestors(torch.tensor(parents)), torch.tensor(case.lengths)
-        q_BNhD = torch.randn(rows, nodes, heads + 2, case.width).to(DEVICE, dtype)[:, :, 1:-1]  # a part of what was projected
+        q_BNhD = torch.randn(rows, nodes, heads + 2, width).to(DEVICE, dtype)[:, :, 1:-1]  # a part of what was projected
         keys, values = store.to(DEVICE, dtype)
+        if case.rest is not None:
+            q_BNhD, values = q_BNhD.float(), keys[..., : case.width]
         bits_BNw, position_BN = bits_of(ancestor_BNN), length_B[:, None] + ancestor_BNN.sum(-1) - 1
         return Inputs(q_BNhD, keys, values, *(x.to(DEVICE) for x in (table_BQ, length_B, bits_BNw, position_BN)))
 
     def through(self, function: Callable[..., Tensor], case: Case) -> Tensor:
         bound = max(case.lengths) + case.nodes + case.slack
-        return function(*self.fields(), case.width**-0.5, case.window, bound)
+        return function(*self.fields(), case.width**-0.5, case.window, bound, **scores_of(case))
 
     def fields(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.__dataclass_fields__]
+
+
+def scores_of(case: Case) -> dict[str, Any]:
+    """What changes the scores; the sinks' share of a softmax is from almost nothing to almost all."""
+    sinks_h = torch.linspace(-3, 9, case.groups * case.kv_heads, device=DEVICE) if case.sinks else None
+    return {"cap": case.cap, "sinks_h": sinks_h}
 
 
 @tiers(
     "case, dtype",
     [*CASES],
     DTYPES,
-    fast=[*((case, F16) for case in CASES if case not in LIKE_OTHERS), ("ragged", F32), ("splits", F32)],
-    slow=[*((case, F16) for case in LIKE_OTHERS), ("two words", F32), ("window", F32)],
+    fast=[*((case, F16) for case in CASES if case not in LIKE_OTHERS), *((case, F32) for case in SINGLE)],
+    slow=[*((case, F16) for case in LIKE_OTHERS), *((case, F32) for case in SLOW_SINGLE)],
 )
 def test_triton_tree_attention_equals_reference(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     inputs = Inputs.of(CASES[case], dtype)
-    assert attention_op._serves(inputs.q_BNhD)
+    assert attention_op._serves(inputs.q_BNhD, inputs.keys, inputs.values)
     found = inputs.through(attention_op.tree_attention, CASES[case])
     wanted = inputs.through(attention_op.reference, CASES[case])
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -179,22 +212,53 @@ def test_triton_tree_attention_of_last_nodes_equals_whole_tree(case: str, dtype:
 def test_triton_tree_attention_cases_cover_one_and_two_kernels() -> None:
     def kernels_of(case: Case) -> int:
         inputs = Inputs.of(case, torch.float16)
-        out, bound = inputs.q_BNhD, max(case.lengths) + case.nodes + case.slack
+        out, bound = inputs.q_BNhD[..., : case.width], max(case.lengths) + case.nodes + case.slack
         return len(kernels.launches(*inputs.fields(), out, 1.0, case.window, bound, 0))
 
-    assert [kernels_of(case) for case in CASES.values()] == [1] * 14 + [2] * 4
+    assert [kernels_of(case) for case in CASES.values()] == [1] * 14 + [2] * 4 + [1] * 3 + [2] * 2 + [1] * 3 + [2]
 
 
 @pytest.mark.parametrize("splits", [1, 5, 20])
 def test_triton_tree_attention_is_independent_of_split_count(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     monkeypatch.setattr(kernels, "splits", lambda *_: splits)
     case, arrived = Case(5, 2, 1, 16, (0, 130), window=100), torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    inputs = Inputs.of(case, torch.float32)
-    wanted = inputs.through(attention_op.reference, case)
-    for counters in (arrived, None):
-        found = inputs.through(partial(attention_op.tree_attention, arrived=counters), case)
+    inputs, with_sinks = Inputs.of(case, torch.float32), replace(case, cap=0.7, sinks=True)
+    for given, counters in product((case, with_sinks), (arrived, None)):
+        wanted = inputs.through(attention_op.reference, given)
+        found = inputs.through(partial(attention_op.tree_attention, arrived=counters), given)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert not arrived.any()
+
+
+def test_triton_tree_attention_query_in_float32_is_not_rounded_to_the_keys_format() -> None:
+    """Scores of hundreds, of which rounding changes the whole softmax."""
+    torch.manual_seed(0)
+    case = Case(5, 4, 1, 32, (31, 97), rest=8)
+    inputs = Inputs.of(case, torch.float16)
+    inputs.q_BNhD.mul_(100.0)
+    found, wanted = (inputs.through(f, case) for f in (attention_op.tree_attention, attention_op.reference))
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
+    rounded = replace(inputs, q_BNhD=inputs.q_BNhD.half())
+    assert (rounded.through(attention_op.reference, case) - wanted).abs().max() > 0.02
+
+
+@triton.jit
+def tanhs(power, out, SIZE: tl.constexpr, FLOAT32: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, kernels._tanh(tl.load(power + at), FLOAT32))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_triton_tanh_is_within_rounding_and_never_nan(exact: bool) -> None:
+    """Of small numbers too in float32: a soft cap of 50 would turn 1e-7 into an error of a score of 0.1."""
+    size_P = torch.cat([torch.logspace(-30, 3, 1022), torch.tensor([0.0, 3e38])])
+    x_P = torch.cat([size_P, -size_P]).to(DEVICE)
+    power_P = (2 * x_P.double() / math.log(2)).clamp(-3e38, 3e38).float()
+    out_P = torch.empty_like(power_P)
+    tanhs[(1,)](power_P, out_P, len(power_P), exact)
+    wanted_P = (power_P.double() * math.log(2) / 2).tanh()
+    close = {"rtol": 1e-6, "atol": 1e-38} if exact else {"rtol": 0.0, "atol": 5e-7}
+    torch.testing.assert_close(out_P.double(), wanted_P, **close)
 
 
 @triton.jit
@@ -219,7 +283,8 @@ def test_tree_attention_node_without_visible_keys_gives_zeros() -> None:
     inputs = Inputs.of(case, torch.float32)
     inputs.bits_BNw[:, 2] = 0
     inputs.length_B[1] = 0  # its first positions count as the nodes
-    for function in (attention_op.tree_attention, attention_op.reference):
+    every = product((attention_op.tree_attention, attention_op.reference), (case, replace(case, sinks=True)))
+    for function, case in every:
         out = inputs.through(function, case)
         assert torch.equal(out[:, 2], torch.zeros_like(out[:, 2])) and out[:, 3].abs().sum() > 0
 
@@ -265,6 +330,36 @@ def test_triton_tree_attention_cuda_graph_follows_lengths() -> None:
         inputs.length_B.copy_(torch.tensor(lengths))
         graph.replay()
         torch.testing.assert_close(found, inputs.through(attention_op.reference, case), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("Gemma-2", {"attn_logit_softcapping": 0.05}), ("gpt-oss", {}), ("DeepSeek-V3", {})]
+)
+def test_target_with_caps_sinks_or_latents_takes_the_kernel_in_static_steps(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text with drafts is that of attention over keys that are read out."""
+    target, asked = FastTarget(model_of(name, num_hidden_layers=2, **changes).to(DEVICE)), prompts(2, vocab=60, seed=3)
+    drafter, taken, steps = build("medusa", target, 0.3), list[dict[str, Any]](), Controls(read_every=1)
+
+    def counted(*given: Any) -> list[Any]:
+        found = all_launches(*given)
+        taken.extend(launch.arguments for launch in found if launch.kernel is kernels.attend)
+        return found
+
+    def texts(drafter: Any) -> list[list[int]]:
+        decoder = Decoder(target, drafter, "greedy", Sampling(), frozenset(), 8, controls=steps)
+        decoder.captures = False
+        return [result.tokens for result in decoder.run(asked, 2).results]
+
+    all_launches = kernels.launches
+    monkeypatch.setattr(kernels, "launches", counted)
+    monkeypatch.setattr(library, "serves", lambda x: x.is_cuda and library.cuda_state().loaded)  # no operators of a CPU
+    found = texts(drafter)
+    assert len(taken) > 6 and all(a["steep"] is not None or a["sinks"] is not None or a["REST"] > 0 for a in taken)
+    monkeypatch.setattr(attention, "pages_in_place", lambda kv: None)
+    before = len(taken)
+    assert texts(None) == found and len(taken) == before
 
 
 def laws(rows: int, vocabulary: int, dtype: torch.dtype, masked: bool = True) -> tuple[Tensor, Tensor, Tensor]:

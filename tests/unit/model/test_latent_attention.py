@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafttrain.model import attention
 from drafttrain.model import latent_attention as module
 from drafttrain.model.latent_attention import LatentAttention
 from drafttrain.model.target import Taps
+from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget
 from tests.architectures import model_of
 
@@ -65,6 +67,19 @@ def test_latent_attention_in_bfloat16_uses_expanded_form(monkeypatch: pytest.Mon
     monkeypatch.setattr(LatentAttention, "_absorbed", None)
     target = FastTarget(model_of("DeepSeek-V3", num_hidden_layers=2).bfloat16())
     assert target.trees and len(verified(target, (9, 6))) == 3
+
+
+def test_latent_attention_of_kernels_in_bfloat16_is_as_close_to_float32_as_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absorbed over the pages, as on a GPU; the twin of the attention kernel runs here."""
+    made = [model_of("DeepSeek-V3", num_hidden_layers=2, first_k_dense_replace=2).bfloat16() for _ in range(3)]
+    exact, expanded = verified(FastTarget(made[0].float()), (9, 6)), verified(FastTarget(made[1]), (9, 6))
+    monkeypatch.setattr(library, "serves", lambda x: False)
+    monkeypatch.setattr(attention, "pages_in_place", lambda kv: kv.page_view())
+    target = FastTarget(made[2])
+    monkeypatch.setattr(LatentAttention, "_expanded", None)
+    absorbed = verified(target, (9, 6))
+    for found, other, wanted in zip(absorbed, expanded, exact, strict=True):
+        assert (found - wanted).norm() < 1.2 * (other - wanted).norm() < 0.05 * wanted.norm()
 
 
 def test_latent_attention_cache_bytes_are_latent_and_one_rotary_key(target: FastTarget) -> None:
