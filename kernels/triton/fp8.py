@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from drafttrain.kernels.triton.launch import Launch
+from drafttrain.kernels.triton.launch import Launch, enter
 from torch import Tensor
 
 NARROW = 8192  # numbers of a row up to which fewer warps serve
 
 
 @triton.jit
-def rows_kernel(x, code, scale, width, groups, across, along, LARGEST: tl.constexpr, STEP: tl.constexpr):
+def rows_kernel(x, code, scale, width, groups, across, along, LARGEST: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr):
     """One group of a row, of `width` numbers. across, along: strides of the scales."""
+    enter(EARLY)
     n, at_S = tl.program_id(0).to(tl.int64), tl.arange(0, STEP)
     real_S = at_S < width
     x_S = tl.load(x + n * width + at_S, mask=real_S, other=0.0).to(tl.float32)

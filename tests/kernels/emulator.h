@@ -44,6 +44,7 @@ constexpr int warpSize = 32;
 namespace emulator {
 
 constexpr size_t kStack = 1 << 17, kThreads = 1024;
+constexpr size_t kGuard = 8 << 10;        // bytes after a block's dynamic shared memory that must stay as they are
 constexpr size_t kMostShared = 98 << 10;  // that a block gets on every processor from sm_80 on, less its static memory
 
 struct Fiber {
@@ -169,7 +170,7 @@ void run(dim3 grid, dim3 size, size_t shared, F body) {
         for (unsigned y = 0; y < grid.y; y++)
             for (unsigned x = 0; x < grid.x; x++) {
                 blockIdx = dim3(x, y, z);
-                b.shared.assign(shared + 16, 0xff);
+                b.shared.assign(shared + kGuard, 0xff);
                 std::shuffle(order.begin(), order.end(), random);
                 for (size_t i = 0; i < threads; i++) {
                     Fiber& f = b.fibers[i];
@@ -177,6 +178,10 @@ void run(dim3 grid, dim3 size, size_t shared, F body) {
                     f.index = dim3(i % size.x, i / size.x % size.y, i / size.x / size.y);
                 }
                 run_block(order);
+                if (std::any_of(b.shared.begin() + shared, b.shared.end(), [](unsigned char byte) { return byte != 0xff; })) {
+                    std::fprintf(stderr, "emulator: a block writes past its dynamic shared memory\n");
+                    std::abort();
+                }
             }
 }
 

@@ -47,6 +47,7 @@ int main(int count, char** words) {
         emulator::run(kBlocks, kSize, 0, agree);
         return std::printf("%g %g %g\\n", found[0], found[1], found[2]) < 0;
     }
+    if (kind == 4) emulator::run(1, 32, 0, [] { static_cast<float*>(emulator::dynamic_shared())[threadIdx.x] = 1; });
     for (int again = 0; again < 2; again++) emulator::run(kBlocks, kSize, kSize * sizeof(float), [&] { sum(kind); });
     emulator::run(1, 32, kSize * sizeof(float), [] {});  // a smaller block behind larger ones
     for (float x : found) std::printf("%g\\n", x);
@@ -72,6 +73,9 @@ def test_emulator_barriers_meet_agree_or_show_that_they_miss(tmp_path: Path, sub
     with subtests.test("a missing barrier shows"):
         done = run(1)
         assert done.returncode == 0 and [math.isnan(float(number)) for number in done.stdout.split()] == [True] * 3
+    with subtests.test("a write past the shared memory ends the process"):
+        done = run(4)
+        assert done.returncode < 0 and done.stderr == "emulator: a block writes past its dynamic shared memory\n"
     with subtests.test("threads that never meet end the process"):
         done = run(2)
         assert done.returncode < 0 and done.stderr == "emulator: the threads of a block wait for each other\n"
