@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from benchmarks import attention, contest, projection, projection_check, quality, rivals, same_drafts, train
+from benchmarks import attention, contest, projection, projection_check, quality, rivals, train
 from benchmarks.common import DiffersError, interleaved, peak, ratio
 from benchmarks.contest import Entrant
 from benchmarks.objective import Problem
@@ -222,10 +221,6 @@ def test_quality_trains_each_setting_once_and_retries_failures(tmp_path: Path) -
     rows = quality.rows_of(tmp_path / quality.ROWS)
     assert [row.get("expected_tau", 0.0) >= 1.0 for row in rows] == [True, False, False]
     assert "train.lr" in rows[1]["error"]
-    assert same_drafts.main(["--rows", str(tmp_path / quality.ROWS), "--plot", str(tmp_path / "curves.png")]) == 0
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    (judged,) = same_drafts.judged([row for row in rows if "checkpoint" in row], 3, 8)
-    assert 1.0 <= judged["chain"] <= judged["tree"] and judged["tree"] == pytest.approx(judged["expected_tau"], abs=0.2)
 
 
 def test_quality_last_checkpoint_is_newest_of_asked_step(tmp_path: Path) -> None:
@@ -236,35 +231,6 @@ def test_quality_last_checkpoint_is_newest_of_asked_step(tmp_path: Path) -> None
         (tmp_path / name).mkdir(parents=True)
         os.utime(tmp_path / name, (age, age))
     assert quality.last_checkpoint(tmp_path, 4) == tmp_path / "two/checkpoints/step-00004"
-
-
-def test_same_drafts_trees_are_tuned_on_other_conversations() -> None:
-    """Each conversation's tree was tuned on the others: a chain where all drafts are right, a branch where one is second."""
-    always = [torch.zeros(9, 3, dtype=torch.long) for _ in range(8)]
-    assert same_drafts.tau(always, [[(0,), (0, 0), (0, 0, 0)]] * 8) == (4.0, (4.0, 4.0))
-    assert same_drafts.tau(always, same_drafts.trees(always, 3))[0] == 4.0
-    second = [torch.tensor([[1, 0, 0]] * 9) for _ in range(8)]
-    assert same_drafts.tau(second, [[(0,), (0, 0), (0, 0, 0)]] * 8)[0] == 1.0
-    assert same_drafts.tau(second, same_drafts.trees(second, 3))[0] == 4.0
-    one_differs = [*always[:7], second[0]]
-    assert same_drafts.trees(one_differs, 3)[7] == [(0,), (0, 0), (0, 0, 0)], "its own ranks are not in its fold's tree"
-
-
-def test_same_drafts_merged_keeps_rows_of_earlier_runs(tmp_path: Path) -> None:
-    def row(recipe: str, steps: int, chain: float, nodes: int = 18) -> dict[str, Any]:
-        figures = {"chain": chain, "chain_95": [1.0, 3.0], "tree": 2.5, "tree_95": [2.0, 3.0], "checkpoint": "runs/one"}
-        return {"recipe": recipe, "steps": steps, "vary": "", "seed": 0, "drafts": 5, "nodes": nodes} | figures
-
-    file = tmp_path / "steps.json"
-    same_drafts.merged([row("eagle3", 1200, 2.0), row("eagle3", 600, 1.5)], file)
-    found = same_drafts.merged([row("dflash", 600, 1.25), row("eagle3", 1200, 2.25), row("eagle3", 600, 1.4, 10)], file)
-    assert [(x["recipe"], x["steps"], x["chain"]) for x in found] == [
-        ("dflash", 600, 1.25),
-        ("eagle3", 600, 1.4),
-        ("eagle3", 600, 1.5),
-        ("eagle3", 1200, 2.25),
-    ], "another size of tree replaces nothing"
-    assert json.loads(file.read_text()) == found and all("checkpoint" not in x for x in found)
 
 
 def beside(recipe: str, who: str, chain: float, tree: float) -> dict[str, object]:
