@@ -21,8 +21,8 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features.cached import Cached
 from drafttrain.features.format import FeatureFormat
-from drafttrain.features.layout import Layout
-from drafttrain.features.store import Store
+from drafttrain.features.layout import ShardLayout
+from drafttrain.features.store import FeatureStore
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL
 
@@ -49,10 +49,10 @@ def reading(settings: Settings) -> Found:
     return Found([lines_table([line])], {"lines": plain([line])})
 
 
-def written(folder: Path, texts: Sequence[np.ndarray], hidden: int) -> Store:
+def written(folder: Path, texts: Sequence[np.ndarray], hidden: int) -> FeatureStore:
     """Write random states of these conversations."""
     form = FeatureFormat((1, FINAL), "bfloat16", hidden)
-    store = Store(folder, Layout.of(texts, form.bytes), form, {})
+    store = FeatureStore(folder, ShardLayout.of(texts, form.bytes), form, {})
     store.folder.mkdir()
     for number in store.numbers:
         columns = store.buffers(number)

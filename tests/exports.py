@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, save_drafter
 from drafttrain.drafters.common.drafter_lora import add_matrices, name_in_checkpoint
-from drafttrain.export.exporter import Exported, Wanted, export
+from drafttrain.export.exporter import Exported, ExportSettings, export
 from drafttrain.export.golden import Golden, made, store
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import stacks_for
@@ -370,7 +370,7 @@ def opened(folder: Path, case: str, target: LoadedTarget | None = None, **more: 
 
 def written(found: Opened, golden: Golden, stack: str, out: Path, dtype: str = "float32", **more: Any) -> Exported:
     stacks = stacks_for(found.meta.family, stack)
-    return export(found, golden, Wanted(stacks, out, dtype, stack == "all", **more))
+    return export(found, golden, ExportSettings(stacks, out, dtype, stack == "all", **more))
 
 
 def put_model(folder: Path, blocks: int = 2) -> Path:

@@ -17,7 +17,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, filled, read_meta, start_weights
 from drafttrain.drafters.checkpoint import save_drafter as save_weights
-from drafttrain.engines.draft_push import Draft, DraftReceiver, receiver_of
+from drafttrain.engines.draft_push import DraftReceiver, PushedDrafter, receiver_of
 from drafttrain.export.current import CurrentDrafter
 from drafttrain.features.online import Online
 from drafttrain.features.padded import batch_of, finite_token
@@ -282,7 +282,7 @@ class OnlineDrafter:
         """
         receiver: DraftReceiver = receiver_of(engine)
         current = self._current(receiver.stack, None)
-        receiver.receive(Draft(self.steps, current.weights, current.write))
+        receiver.receive(PushedDrafter(self.steps, current.weights, current.write))
 
     def tau(self, prompts: Sequence[str | Sequence[int]], *, max_new_tokens: int = 64, batch_size: int = 8) -> float:
         """Tokens per decode step on the target of this moment, greedily, the bonus token included.

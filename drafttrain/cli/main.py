@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from drafttrain.cli.config import Run
-    from drafttrain.cli.slurm import Request
+    from drafttrain.cli.slurm import SlurmRequest
 
 PATH_KEYS = (
     "target.path",
@@ -197,7 +197,7 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     from drafttrain.cli.config import register, to_run
 
     register(config_dir)
-    for_slurm: list[Request] = []
+    for_slurm: list[SlurmRequest] = []
 
     def task(composed: DictConfig) -> None:
         try:
@@ -216,7 +216,7 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
         import_module("drafttrain.cli.slurm").submit(command, for_slurm)
 
 
-def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Request]) -> None:
+def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[SlurmRequest]) -> None:
     """Run the command. for_slurm: gets what Slurm shall run, because the jobs of a sweep are submitted together."""
     with _without_collection():
         function = getattr(import_module(f"drafttrain.commands.{command}"), command)

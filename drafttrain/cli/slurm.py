@@ -86,7 +86,7 @@ def queue_again(job: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SlurmRequest:
     """A command to submit."""
 
     overrides: list[str]  # as typed, for this job of a sweep
@@ -95,15 +95,15 @@ class Request:
     gpus: int = 0  # of a node's GPUs, those that its servers have and no training process
 
 
-def request_of(overrides: list[str], options: RunOptions) -> Request:
+def request_of(overrides: list[str], options: RunOptions) -> SlurmRequest:
     """The request of one job. Raises UserError for machines that do not fit each other."""
     check_launcher(options)
     features = options.features
     gpus = features.gpus if features.name == "engine" else 0
-    return Request(overrides, options.launcher, features.nodes, gpus)
+    return SlurmRequest(overrides, options.launcher, features.nodes, gpus)
 
 
-def submit(command: str, requests: Sequence[Request]) -> list[str]:
+def submit(command: str, requests: Sequence[SlurmRequest]) -> list[str]:
     """Submit the command to Slurm, several as an array for each set of launcher options. Returns the jobs' numbers.
 
     Raises UserError if submitit or Slurm is missing or refuses the options.
@@ -116,7 +116,7 @@ def submit(command: str, requests: Sequence[Request]) -> list[str]:
         from submitit.core.utils import FailedJobError
     except ImportError as error:
         raise UserError("launcher=slurm needs submitit; pip install 'drafttrain[slurm]'") from error
-    arrays: list[list[Request]] = []
+    arrays: list[list[SlurmRequest]] = []
     for request in requests:
         same = next((array for array in arrays if alike(array[0], request)), None)
         arrays.append([request]) if same is None else same.append(request)
@@ -140,12 +140,12 @@ def submit(command: str, requests: Sequence[Request]) -> list[str]:
     return numbers
 
 
-def alike(one: Request, other: Request) -> bool:
+def alike(one: SlurmRequest, other: SlurmRequest) -> bool:
     """Whether both can be jobs of one array."""
     return (one.launcher, one.servers, one.gpus) == (other.launcher, other.servers, other.gpus)
 
 
-def parameters(command: str, request: Request, array: bool) -> dict[str, Any]:
+def parameters(command: str, request: SlurmRequest, array: bool) -> dict[str, Any]:
     """submitit's names for the options of sbatch. array: several jobs have them.
 
     Raises UserError if the number of GPUs follows from nothing.
@@ -180,19 +180,19 @@ def parameters(command: str, request: Request, array: bool) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def gpus_of(request: Request) -> int:
+def gpus_of(request: SlurmRequest) -> int:
     """GPUs that each node needs: all nodes of a job have as many."""
     nproc = request.launcher.processes
     return max(nproc, request.gpus) if request.servers else nproc + request.gpus
 
 
-def job_of(command: str, request: Request) -> SlurmJob:
+def job_of(command: str, request: SlurmRequest) -> SlurmJob:
     launcher = request.launcher
     own = [word for word in request.overrides if word.lstrip("+~").split("=")[0].split(".")[0] != "launcher"]
     return SlurmJob([command, *own], launcher.nproc, launcher.restarts, launcher.slurm.port)
 
 
-def announcement(request: Request, sweep: Sequence[Request], number: str, folder: Path) -> str:
+def announcement(request: SlurmRequest, sweep: Sequence[SlurmRequest], number: str, folder: Path) -> str:
     """Where a job's output is, and by which overrides the job differs from others of the sweep."""
     common = set.intersection(*(set(other.overrides) for other in sweep))
     own = " ".join(word for word in request.overrides if word not in common)

@@ -10,7 +10,7 @@ from rich.console import Console
 from drafttrain import __version__
 from drafttrain.core.errors import UserError
 from drafttrain.export import golden
-from drafttrain.export.exporter import Exported, Wanted, check_wanted, refusals
+from drafttrain.export.exporter import Exported, ExportSettings, check_wanted, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
@@ -41,7 +41,7 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
     stacks = stacks_for(source.family, stack)
     dtype = options.dtype or ("float32" if options.adapter else source.dtype)
     repository = None if options.push_to_hub is None else Repository(options.push_to_hub, options.push_private)
-    wanted = Wanted(
+    wanted = ExportSettings(
         stacks,
         out,
         dtype,
@@ -80,7 +80,7 @@ def _required(name: str, value: str | None) -> str:
     return value
 
 
-def _print_result(console: Console, exported: Exported, wanted: Wanted) -> None:
+def _print_result(console: Console, exported: Exported, wanted: ExportSettings) -> None:
     places = {stack: wanted.out / stack if wanted.several else wanted.out for stack in exported.written}
     for stack, parity in exported.written.items():
         changed = "" if wanted.dtype == "float32" else f"; {wanted.dtype} changes {parity.changed} of them"

@@ -49,7 +49,7 @@ def _generate(options: RunOptions, part: Part) -> None:
     if source is not None:
         restored = load_checkpoint(source.checkpoint(loaded, partial(print_line, Console(stderr=True), style=STATUS)), loaded)
         loaded, drafter = restored.loaded, restored.drafter.requires_grad_(False)
-    writer = Writer(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
+    writer = ReplyWriter(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
     if drafter is not None and drafter.adapts is not None:
         writer.note("the target was trained with this drafter: the output is that of the adapted target, not of the original")
     if drafter is None:
@@ -75,7 +75,7 @@ def read_line(console: Console) -> str | None:
         return None
 
 
-class Writer:
+class ReplyWriter:
     """Decodes replies and writes them as they are generated."""
 
     def __init__(self, loaded: LoadedTarget, decoder: Decoder, console: Console, chat: bool) -> None:

@@ -29,7 +29,7 @@ from drafttrain.measure.plan import Budget
 from drafttrain.measure.plots import tuning_plot
 from drafttrain.measure.report import rounded
 from drafttrain.measure.speed import Contender, throughput, tpot
-from drafttrain.measure.tuning import OBJECTIVES, Predicted, Shape, shapes_of, surface, temperatures
+from drafttrain.measure.tuning import OBJECTIVES, Predicted, ProposalShape, shapes_of, surface, temperatures
 from drafttrain.model.drafter import Drafter
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import line_printer, print_line, print_note
@@ -151,7 +151,7 @@ def _search(tuner: Tuner, cases: list[Case]) -> dict[str, Any]:
     }
 
 
-def _predicted(tuner: Tuner, cases: Sequence[Case]) -> tuple[list[Predicted], list[Shape]]:
+def _predicted(tuner: Tuner, cases: Sequence[Case]) -> tuple[list[Predicted], list[ProposalShape]]:
     """(all predictions, the best proposals). For untrained drafters: no predictions, and all possible proposals."""
     bench, drafter = tuner.bench, tuner.drafter
     target, part = bench.loaded.target, bench.part

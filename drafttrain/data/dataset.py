@@ -20,7 +20,7 @@ from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.order import Mixture, Order, SingleRows, generator
 from drafttrain.data.packing import Packed, pack
-from drafttrain.data.pool import Conversations, Rows, Workers
+from drafttrain.data.pool import Conversations, PoolRows, Workers
 from drafttrain.data.progress import bar
 from drafttrain.data.records import Records
 from drafttrain.data.sources import Faults, Source, cache_folder, open_sources
@@ -76,7 +76,7 @@ class Dataset:
     def rows(self) -> Order:
         """The order of `train`'s rows over all epochs."""
         if not self._order:
-            groups = self.train if isinstance(self.train, Rows) else SingleRows(len(self.train))
+            groups = self.train if isinstance(self.train, PoolRows) else SingleRows(len(self.train))
             lengths = self.train if self.group_by_length else None
             self._order.append(Order(self.seed, self.mixture or Mixture((groups.size,)), groups, lengths))
         return self._order[0]
@@ -92,7 +92,7 @@ class Dataset:
     def origin(self, place: int, size: int) -> str:
         """The records of the row at this place of all epochs, in batches of `size`, as messages name them."""
         row = self.rows.row(place, size)
-        return self.train.origin(row) if isinstance(self.train, Rows | Packed) else f"row {row + 1}"
+        return self.train.origin(row) if isinstance(self.train, PoolRows | Packed) else f"row {row + 1}"
 
 
 def load_dataset(
@@ -139,7 +139,7 @@ def _dataset(options: DataOptions, conversations: Conversations, progress: bool)
         if waits:
             conversations.wait(np.arange(count), advance)
         held_out_numbers = _held_out_numbers(options, conversations, apart, advance)
-        rows = Rows(conversations, np.setdiff1d(np.arange(count), held_out_numbers))
+        rows = PoolRows(conversations, np.setdiff1d(np.arange(count), held_out_numbers))
         mixture = _mixture(options, conversations, rows.numbers, apart)
         first = rows.numbers[mixture.epoch(0)[generator(options.seed, 1).permutation(rows.size)]]
         conversations.request(first)

@@ -23,7 +23,7 @@ from drafttrain.core.files import atomic_file, atomic_write_bytes
 from drafttrain.core.hub_errors import data_set_reason, hub_reason, without_token
 from drafttrain.data import SourceOptions
 from drafttrain.data.files import LINES, TABLES, reason_of
-from drafttrain.data.records import NO_ROOM, Joined, Listed, Loaded, Records, open_records
+from drafttrain.data.records import NO_ROOM, JoinedRecords, Listed, Loaded, Records, open_records
 
 PLACE = re.compile(r"hf://datasets/(?P<name>[\w.-]+(/[\w.-]+)?)@(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
 SLICED = re.compile(r"[\[+]")  # of a split: a part of it, or several, which `datasets` reads
@@ -136,7 +136,7 @@ def _whole(source: SourceOptions, found: SplitFiles, spool: Path) -> Records:
         parts.append(open_records(Path(path), left, spool))
         if left is not None and (left := left - len(parts[-1])) == 0:
             break
-    return Fetched(parts[0] if len(parts) == 1 else Joined(parts), Path(root), found.name)
+    return Fetched(parts[0] if len(parts) == 1 else JoinedRecords(parts), Path(root), found.name)
 
 
 def _loaded(source: SourceOptions) -> Records:

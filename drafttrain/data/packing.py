@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from drafttrain.data.chat import Encoded, join
-from drafttrain.data.pool import Rows
+from drafttrain.data.pool import PoolRows
 
 
 class Packed(Sequence[Encoded]):
@@ -22,7 +22,7 @@ class Packed(Sequence[Encoded]):
 
     def origin(self, row: int) -> str:
         """The records of a row, as messages name them: what is wrong with a row is so with one of them at least."""
-        named = [self.rows.origin(i) for i in self.members[row]] if isinstance(self.rows, Rows) else []
+        named = [self.rows.origin(i) for i in self.members[row]] if isinstance(self.rows, PoolRows) else []
         records = list(dict.fromkeys(named)) or [f"row {row + 1}"]
         return records[0] if len(records) == 1 else f"one of {', '.join(records)}"
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.sources import Faults, Source
-from drafttrain.data.store import Store, blocks_in, key_of
+from drafttrain.data.store import BlockStore, blocks_in, key_of
 from drafttrain.data.workers import Follower, InProcess, PreparedBlock, Preparer, Task, WorkerPool
 
 CHUNK = 256  # records per task
@@ -45,9 +45,9 @@ class Conversations:
         self._requested_C = np.zeros(self.count, np.bool_)
         self._preparer: Preparer | None = None
         self._seen: list[set[str]] = []
-        self._stores: list[Store] = []
+        self._stores: list[BlockStore] = []
         if workers.folder is not None:
-            self._stores = [Store(workers.folder / key_of(source, encoder)) for source in sources]
+            self._stores = [BlockStore(workers.folder / key_of(source, encoder)) for source in sources]
             for number, store in enumerate(self._stores):
                 names = store.names()
                 blocks = blocks_in(store, names)
@@ -155,7 +155,7 @@ class Conversations:
         return self._faults.found
 
 
-class Rows(Sequence[Encoded]):
+class PoolRows(Sequence[Encoded]):
     """The rows of some conversations, numbered in the order in which they are first read. `len` waits for all of them."""
 
     def __init__(self, conversations: Conversations, numbers: NDArray[np.int64]) -> None:

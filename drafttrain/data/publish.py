@@ -30,7 +30,7 @@ FORMATS = ("jsonl", "parquet")
 
 
 @dataclass
-class Counts:
+class PublishedCounts:
     """Counts of the published data."""
 
     texts: int = 0
@@ -57,7 +57,7 @@ def publish(
 
     Raises UserError when no text is kept or the disk is full. `out` then stays unchanged.
     """
-    counts = Counts()
+    counts = PublishedCounts()
     for left in out.parent.glob(f"{out.name}.tmp-*"):  # left by a killed call
         shutil.rmtree(left)
     with atomic_directory(out) as aside, (aside / REJECTS).open("w", encoding="utf-8") as rejects:
@@ -87,7 +87,7 @@ def check_out(out: Path) -> None:
 
 
 def _kept(
-    journal: Path, jobs: Iterable[GenerationJob], drop: list[str], counts: Counts, rejects: Any
+    journal: Path, jobs: Iterable[GenerationJob], drop: list[str], counts: PublishedCounts, rejects: Any
 ) -> Iterator[dict[str, Any]]:
     # a failed text's place is replaced by that of a later success
     places: dict[str, tuple[Path, int, bool]] = {}
@@ -120,7 +120,7 @@ def _at(path: Path, offset: int) -> dict[str, Any]:
     return record
 
 
-def _judged(record: dict[str, Any], drop: list[str], counts: Counts) -> dict[str, Any] | str:
+def _judged(record: dict[str, Any], drop: list[str], counts: PublishedCounts) -> dict[str, Any] | str:
     """The published record, or the reason why it is dropped."""
     if "messages" not in record:
         counts.failed["too_long" if record["failed"] == TOO_LONG else "refused"] += 1

@@ -96,7 +96,7 @@ class Lines:
         return self._mapped
 
 
-class Rows:
+class TableRows:
     """Rows of an Arrow table, memory-mapped from a file or in memory.
 
     content: an Arrow file or stream, or another kind of table that is small enough to be read at once.
@@ -175,7 +175,7 @@ class Listed:
         return None
 
 
-class Joined:
+class JoinedRecords:
     """Several `Records`, one after another."""
 
     def __init__(self, parts: Sequence[Records]) -> None:
@@ -232,9 +232,9 @@ def read_records(path: Path, limit: int | None, spool: Path) -> Iterator[tuple[s
 
 def _rows(path: Path, limit: int | None, spool: Path, digest: str | None) -> Records:
     if path.suffix == ".arrow" or path.stat().st_size <= SMALL:
-        return Rows(path, path, limit, digest)
+        return TableRows(path, path, limit, digest)
     plain, digest = _spooled(path, spool, ".arrow", lambda file: _write_arrow(path, file), digest)
-    return Rows(path, plain, limit, digest)
+    return TableRows(path, plain, limit, digest)
 
 
 def _lines(path: Path, limit: int | None, spool: Path, digest: str | None) -> Records:

@@ -15,7 +15,7 @@ from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, path_of, re
 from drafttrain.data.forms import ASSISTANT, Conversation, check_form, conversation
 from drafttrain.data.hub_data import open_hub
 from drafttrain.data.provenance import shards_of
-from drafttrain.data.records import Joined, Records, open_records
+from drafttrain.data.records import JoinedRecords, Records, open_records
 from drafttrain.data.training_sets import named_set, on_the_hub
 
 __all__ = ["ASSISTANT", "Conversation", "Faults", "Source", "cache_folder", "open_sources", "read_usable"]
@@ -138,7 +138,7 @@ def _joined(files: Sequence[Path], limit: int | None, spool: Path) -> Records:
         parts.append(open_records(file, limit, spool))
         if limit is not None and (limit := limit - len(parts[-1])) == 0:
             break
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    return parts[0] if len(parts) == 1 else JoinedRecords(parts)
 
 
 def _files(source: SourceOptions, path: Path) -> list[Path]:

@@ -20,7 +20,7 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """Consecutive tokens as text, all supervised or none."""
 
     text: str
@@ -32,7 +32,7 @@ class Sample:
     """A conversation to be shown."""
 
     origin: str
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     tokens: int  # number of tokens
     supervised: int  # number of supervised tokens
     truncated: bool
@@ -99,7 +99,7 @@ def sample_of(conversation: Conversation, encoded: Encoded, tokenizer: PreTraine
     ids, mask = encoded.token_ids.tolist(), encoded.mask
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
     pieces = [
-        Piece(text_following(tokenizer, ids[:start], without_images(ids[start:end]), special=True), bool(mask[start]))
+        TextPiece(text_following(tokenizer, ids[:start], without_images(ids[start:end]), special=True), bool(mask[start]))
         for start, end in pairwise(edges)
         if end > start
     ]

@@ -53,7 +53,7 @@ SCHEMA = pa.schema(
 SPANS = pa.list_(pa.struct({"at": pa.int32(), "row": pa.int32(), "count": pa.int32(), "image": pa.string()}))  # of `ImageRef`
 
 
-class Block:
+class RecordBlock:
     """Some prepared records of one source. record_N: their numbers."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
@@ -125,12 +125,12 @@ class Block:
         return sound
 
 
-def encode_block(source: Source, encoder: Encoder, numbers: Sequence[int]) -> Block:
+def encode_block(source: Source, encoder: Encoder, numbers: Sequence[int]) -> RecordBlock:
     """Prepare these records of a source. A faulty record has its error message in the column `fault`."""
     found = [{"record": number, **_encoded(source, encoder, number)} for number in numbers]
     schema = SCHEMA if not any(row[IMAGES] for row in found) else SCHEMA.append(pa.field(IMAGES, SPANS))
     columns = [pa.array([row[name] for row in found], type=schema.field(name).type) for name in schema.names]
-    return Block(pa.RecordBatch.from_arrays(columns, schema=schema))
+    return RecordBlock(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
 def _encoded(source: Source, encoder: Encoder, number: int) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _digest(conversation: Conversation) -> bytes:
 
 
 @dataclass(frozen=True)
-class Store:
+class BlockStore:
     """The blocks of one source, in a folder that other processes may read and write at the same time."""
 
     folder: Path
@@ -184,7 +184,7 @@ class Store:
         """File name of the block of these records."""
         return hashlib.blake2b(np.asarray(numbers, "<i8").tobytes(), digest_size=12).hexdigest() + ".arrow"
 
-    def write(self, block: Block) -> str:
+    def write(self, block: RecordBlock) -> str:
         """Write a block atomically. Returns its name."""
         name = self.name(block.record_N)
         sink = pa.BufferOutputStream()
@@ -196,12 +196,12 @@ class Store:
             file.write(content)
         return name
 
-    def read(self, name: str) -> Block | None:
+    def read(self, name: str) -> RecordBlock | None:
         """The block in a file; None if the file is missing or damaged. `remove` a damaged file to prepare it again."""
         try:
             with pa.memory_map(str(self.folder / name)) as source:
                 content = _checked(source.read_buffer())
-            return None if content is None else Block(ipc.open_file(pa.BufferReader(content)).get_batch(0))
+            return None if content is None else RecordBlock(ipc.open_file(pa.BufferReader(content)).get_batch(0))
         except (pa.ArrowException, OSError):
             return None
 
@@ -228,7 +228,7 @@ def key_of(source: Source, encoder: Encoder) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def blocks_in(store: Store, names: Iterable[str]) -> dict[str, Block]:
+def blocks_in(store: BlockStore, names: Iterable[str]) -> dict[str, RecordBlock]:
     """The blocks of these files, without damaged ones."""
     ordered = sorted(names)
     with ThreadPoolExecutor() as threads:  # hashing releases the GIL

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from drafttrain.core.errors import WorkerError
 from drafttrain.data.chat import Encoder
 from drafttrain.data.sources import Source
-from drafttrain.data.store import Block, Store, encode_block
+from drafttrain.data.store import BlockStore, RecordBlock, encode_block
 
 POLL = 0.05  # seconds between checks of a folder that another process fills
 MAX_WORKERS = 16  # most processes by default
@@ -39,7 +39,7 @@ class PreparedBlock:
     """A prepared block and the number of its source."""
 
     source: int
-    block: Block
+    block: RecordBlock
 
 
 class Preparer(Iterator[PreparedBlock], ABC):
@@ -77,7 +77,7 @@ class WorkerPool(Preparer):
     tasks itself.
     """
 
-    def __init__(self, sources: Sequence[Source], encoder: Encoder, stores: Sequence[Store], workers: int) -> None:
+    def __init__(self, sources: Sequence[Source], encoder: Encoder, stores: Sequence[BlockStore], workers: int) -> None:
         # forkserver or spawn: a fork of this process would inherit the locks of its threads and its GPU context
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context = multiprocessing.get_context(method)
@@ -157,7 +157,7 @@ class Follower(Preparer):
     It waits without a time limit, because a launcher ends all processes when one fails.
     """
 
-    def __init__(self, stores: Sequence[Store], seen: Sequence[set[str]]) -> None:
+    def __init__(self, stores: Sequence[BlockStore], seen: Sequence[set[str]]) -> None:
         self._stores, self._known = stores, [set(names) for names in seen]
 
     def add(self, tasks: Sequence[Task]) -> None:
@@ -185,7 +185,7 @@ class BlockWriter:
 
     sources: list[Source]
     encoder: Encoder
-    stores: list[Store]
+    stores: list[BlockStore]
 
     def __call__(self, task: Task) -> str:
         store = self.stores[task.source]

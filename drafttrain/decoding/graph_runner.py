@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, cuda
 
 from drafttrain.decoding.cuda_graph import CaptureError, captured_graph, warmed
-from drafttrain.decoding.step import DecodeStep, Row
+from drafttrain.decoding.step import DecodeStep, StepRow
 from drafttrain.decoding.weight_reads import WeightReads
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache
@@ -56,7 +56,7 @@ class Captures:
 class Launched:
     """Decode steps that were launched."""
 
-    rows: Callable[[], list[list[Row]]]  # waits for the steps, and gives the rows of each
+    rows: Callable[[], list[list[StepRow]]]  # waits for the steps, and gives the rows of each
     parts: Callable[[], Shares | None]  # times of one step's parts; None: not timed
     weight_bytes: int = 0  # that one step reads; 0: not counted
 
@@ -83,7 +83,7 @@ class GraphRunner:
             return graph.launch(filled, steps, len(slots))
         slot_B = torch.tensor(filled, device=self.device)
         records = [self.step.run(slot_B, limit) for _ in range(steps)]
-        return Launched(lambda: [Row.of(record_BX[: len(slots)].tolist()) for record_BX in records], lambda: None)
+        return Launched(lambda: [StepRow.of(record_BX[: len(slots)].tolist()) for record_BX in records], lambda: None)
 
     def _bind(self, longest: int) -> None:
         state = self.step.state
@@ -150,9 +150,9 @@ class _Graph:
         if len(self._timed) < TIMED:  # the next replay would overwrite the events
             self._time()
 
-        def wait() -> list[list[Row]]:
+        def wait() -> list[list[StepRow]]:
             arrived.synchronize()
-            return [Row.of(step[:rows]) for step in host.tolist()]
+            return [StepRow.of(step[:rows]) for step in host.tolist()]
 
         return Launched(wait, self._mean, self._weight_bytes)
 

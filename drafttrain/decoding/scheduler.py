@@ -17,7 +17,7 @@ from drafttrain.decoding.logits_processors import LogitsProcessors
 from drafttrain.decoding.prefill import Prefill
 from drafttrain.decoding.request import Chunk, Request, Result
 from drafttrain.decoding.settings import DecoderSettings
-from drafttrain.decoding.step import DecodeStep, Row, SlotState
+from drafttrain.decoding.step import DecodeStep, SlotState, StepRow
 
 PREFILL_TOKENS = 8192  # of all prompts that enter in one step
 
@@ -120,7 +120,7 @@ class Session:
 
     def _run(self, limit: int | None) -> list[Chunk]:
         """One decode step, whose results are read at once."""
-        rows = Row.of(self.decode_step.run(self.slot_B, limit).tolist())
+        rows = StepRow.of(self.decode_step.run(self.slot_B, limit).tolist())
         began, drafted, verified, committed = self.decode_step.marks
         chunks = self._record([*self.active.values()], rows)
         self._learn(limit, committed - began, rows)
@@ -182,7 +182,7 @@ class Session:
             self._in_flight = None  # nobody reads what was launched ahead; the time until the next request is no step's
         return chunks
 
-    def _learn(self, limit: int | None, seconds: float, rows: list[Row]) -> None:
+    def _learn(self, limit: int | None, seconds: float, rows: list[StepRow]) -> None:
         fallback = self.decoder.fallback
         live = [row for row in rows if row.count and (row.nodes > 1 or not (limit and self.decoder.may_fall_back))]
         if fallback is not None and limit is not None and live:
@@ -237,7 +237,7 @@ class Session:
             for slot in others:
                 self.kv.fork(first, slot, self.decoder.positions(waiting.request))
 
-    def _record(self, sequences: Sequence[tuple[Request, Result] | None], rows: list[Row]) -> list[Chunk]:
+    def _record(self, sequences: Sequence[tuple[Request, Result] | None], rows: list[StepRow]) -> list[Chunk]:
         """Add a decode step to the results. Steps of a sequence that has ended or was cut are dropped."""
         now, chunks = perf_counter(), []
         for sequence, row in zip(sequences, rows, strict=True):

@@ -72,7 +72,7 @@ class SlotState:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StepRow:
     """What the host reads of one row of a step: new tokens, how many of them count, verified nodes (root included), and whether
     the last accepted node had children: then one more draft was offered than accepted.
     """
@@ -83,8 +83,8 @@ class Row:
     open: bool
 
     @staticmethod
-    def of(record_BX: list[list[int]]) -> list[Row]:
-        return [Row(tokens, count, nodes, bool(opened)) for *tokens, count, nodes, opened in record_BX]
+    def of(record_BX: list[list[int]]) -> list[StepRow]:
+        return [StepRow(tokens, count, nodes, bool(opened)) for *tokens, count, nodes, opened in record_BX]
 
 
 @dataclass

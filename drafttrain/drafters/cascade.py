@@ -141,7 +141,7 @@ class CascadeState(CachedState):
         at_root = {k: h.gather(1, last_B[:, None, None].expand(-1, 1, h.shape[-1])) for k, h in out.hidden.items()}
         inner.observe(Commit(root_B1, token_B1, at_root, torch.ones_like(last_B)), slot_B)
         longest = self.drafter.draft_length
-        draft = Draft.begun(token_B1, out.logits_BRV, min(longest, depth or longest), sampling)
+        draft = MiddleDraft.begun(token_B1, out.logits_BRV, min(longest, depth or longest), sampling)
         policy = policy_for(policy_name(sampling), sampling)
         for most in range(draft.length - 1, 0, -1):  # each decode step writes one token at least
             least, left = (0, most) if kv.static else draft.left()
@@ -152,7 +152,9 @@ class CascadeState(CachedState):
         kv.back_to(committed)
         return draft.tree(root_B1)
 
-    def _decode_step(self, slot_B: Tensor, draft: Draft, left: int, uneven: bool, policy: Policy, sampling: Sampling) -> None:
+    def _decode_step(
+        self, slot_B: Tensor, draft: MiddleDraft, left: int, uneven: bool, policy: Policy, sampling: Sampling
+    ) -> None:
         """One decode step of the middle; rows whose draft is long enough commit nothing.
 
         left: no row lacks more tokens. uneven: some may lack fewer. A row verifies one draft fewer than it lacks tokens, so
@@ -197,7 +199,7 @@ class CascadeState(CachedState):
 
 
 @dataclass
-class Draft:
+class MiddleDraft:
     """The tokens that the middle has written after the root."""
 
     token_BK: Tensor
@@ -206,10 +208,10 @@ class Draft:
     sampling: Sampling
 
     @staticmethod
-    def begun(token_B1: Tensor, logits_B1V: Tensor, length: int, sampling: Sampling) -> Draft:
+    def begun(token_B1: Tensor, logits_B1V: Tensor, length: int, sampling: Sampling) -> MiddleDraft:
         q_B1V = None if sampling.greedy else distribution(logits_B1V, sampling)
         q_BKV = None if q_B1V is None else q_B1V.repeat(1, length, 1)
-        return Draft(token_B1.repeat(1, length), torch.ones_like(token_B1[:, 0]), q_BKV, sampling)
+        return MiddleDraft(token_B1.repeat(1, length), torch.ones_like(token_B1[:, 0]), q_BKV, sampling)
 
     @property
     def length(self) -> int:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs, Walk
-from drafttrain.drafters.common.dynamic_tree import Generation, Scored
+from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
 from drafttrain.drafters.options.domino import DominoOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, TrainBatch
 from drafttrain.model.drafter import Commit
@@ -119,7 +119,7 @@ class Domino(BlockDrafter):
         state_BKH = self.drafting(state_BSH, drafts)
         slot_BKV = self.slot_logits(state_BKH)
 
-        def score(nodes: Generation) -> Scored:
+        def score(nodes: TreeLevel) -> Scored:
             gates_BW3G = F.linear(self.read(nodes.token_BW), self.prefix_gru.weight_ih_l0)
             above_BWG = self.prefix_gru.after(gates_BW3G, nodes.state_BWH)
             if not nodes.depth:

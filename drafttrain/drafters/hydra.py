@@ -17,7 +17,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.dynamic_tree import Generation, Grower, Scored
+from drafttrain.drafters.common.dynamic_tree import Grower, Scored, TreeLevel
 from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
@@ -118,7 +118,7 @@ class HydraBase(Drafter):
             joined_BWI = self._joined(state_BWI, token_BW[..., None])
             return Scored(self.hydra_lm_head[head](self.hydra_mlp[head](joined_BWI)), joined_BWI)
 
-        def score(nodes: Generation) -> Scored:
+        def score(nodes: TreeLevel) -> Scored:
             return scored(nodes.depth, nodes.state_BWH, nodes.token_BW)
 
         return grower.grow(root_B, scored(0, base_BH[:, None], root_B[:, None]), score, None, depth)

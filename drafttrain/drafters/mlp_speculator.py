@@ -25,7 +25,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.dynamic_tree import Generation, Scored
+from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
 from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.options.mlp_speculator import MLPSpeculatorOptions
@@ -134,7 +134,7 @@ class MLPSpeculatorState(LastState):
             state_BWI = drafter.stage(stage, above_BWI, token_BW)
             return Scored(drafter.head_of(stage)(state_BWI), state_BWI)
 
-        def score(nodes: Generation) -> Scored:
+        def score(nodes: TreeLevel) -> Scored:
             return scored(nodes.depth, nodes.state_BWH, nodes.token_BW)
 
         root_B, first_B1H = self.root_S[slot_B], drafter.first_input(self.hidden_SH[slot_B])[:, None]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs, Walk
-from drafttrain.drafters.common.dynamic_tree import Generation, Scored
+from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
 from drafttrain.drafters.options.xpress import XPressOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, Shared, TrainBatch
 from drafttrain.model.drafter import Commit
@@ -183,7 +183,7 @@ class XPress(BlockDrafter):
         refiner, rank = self.xpress_head, self.rank
         slot_BKV, slot_BSX = self.slot_logits(self.drafting(state_BSH, drafts)), refiner.slots(state_BSH)
 
-        def score(nodes: Generation) -> Scored:
+        def score(nodes: TreeLevel) -> Scored:
             slot, known = self.shape.first + nodes.depth, nodes.state_BWH.shape[-1] // rank
             (B, W), new = nodes.token_BW.shape, slot + 1 - known  # below the root two slots: its own, and that of its children
             slot_BWNX = slot_BSX[:, None, known : slot + 1].expand(B, W, -1, -1)

@@ -19,7 +19,7 @@ class TimedText:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WaveOutputs:
     """The outputs of one wave, with the engine's own counts for all of them; None where it does not count."""
 
     texts: list[TimedText]
@@ -51,6 +51,6 @@ class TimedEngine(Protocol):
     @property
     def about(self) -> EngineInfo: ...
 
-    def answer(self, wave: Sequence[int]) -> Answer:
+    def answer(self, wave: Sequence[int]) -> WaveOutputs:
         """Decode the prompts of these numbers together. Raises UserError where the engine fails."""
         ...

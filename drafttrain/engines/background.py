@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.engines.answers import Answer, EngineInfo
+from drafttrain.engines.answers import EngineInfo, WaveOutputs
 from drafttrain.engines.process import ENGINES, Engine, EngineJob, command, environment, result_of, without_launcher
 from drafttrain.engines.timed_process import answer_of
 
@@ -75,7 +75,7 @@ class BackgroundEngine:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def answers(self) -> tuple[EngineInfo, list[Answer]]:
+    def answers(self) -> tuple[EngineInfo, list[WaveOutputs]]:
         """The result of a process that has ended. Raises UserError with the engine's own message where it failed."""
         result_of(self.engine, self.place, self.process.returncode)
         with suppress(ValueError, TypeError):

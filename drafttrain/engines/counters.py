@@ -42,7 +42,7 @@ KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A wave's counts, as an `Answer` has them; None where they are not known. notes: the reasons."""
+    """A wave's counts, as `WaveOutputs` have them; None where they are not known. notes: the reasons."""
 
     verifications: int | None = None
     drafted: int | None = None
@@ -52,25 +52,25 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class CounterReading:
     """Counters since the server's start: `generated`, `verifications`, and `drafted`, `accepted` where it has them."""
 
     sums: dict[str, float]
     by_position: dict[int, float] = field(default_factory=dict)  # empty where it does not count positions
     started: float | None = None  # when the server's process started, where it says so
 
-    def since(self, before: Reading) -> Reading:
+    def since(self, before: CounterReading) -> CounterReading:
         """What was counted after another reading."""
         sums = {name: value - before.sums.get(name, 0.0) for name, value in self.sums.items()}
-        return Reading(sums, {at: value - before.by_position.get(at, 0.0) for at, value in self.by_position.items()})
+        return CounterReading(sums, {at: value - before.by_position.get(at, 0.0) for at, value in self.by_position.items()})
 
-    def restarted_since(self, before: Reading) -> bool:
+    def restarted_since(self, before: CounterReading) -> bool:
         """Whether it is another process that counts, or a counter went down."""
         spent = self.since(before)
         return self.started != before.started or min(*spent.sums.values(), *spent.by_position.values()) < 0
 
 
-def read(text: str | None) -> Reading | str:
+def read(text: str | None) -> CounterReading | str:
     """The counters in the text of /metrics (None: there is no such page), or why there are none."""
     if text is None:
         return "the server has no /metrics (SGLang: --enable-metrics)"
@@ -80,11 +80,11 @@ def read(text: str | None) -> Reading | str:
         values = {key: found.get(name) for key, name in names.items() if name is not None}
         if all(value is not None for value in values.values()):
             sums = {key: value for key, value in values.items() if value is not None}
-            return Reading(sums, prometheus_by_position(text, known.by_position), found.get(STARTED))
+            return CounterReading(sums, prometheus_by_position(text, known.by_position), found.get(STARTED))
     return "the server's /metrics does not count verifications as vLLM or SGLang do; was it started with speculation?"
 
 
-def counted(before: Reading | str, look: Callable[[], str | None], tokens: int) -> Counted:
+def counted(before: CounterReading | str, look: Callable[[], str | None], tokens: int) -> Counted:
     """The counts of a wave that generated `tokens`. They change a little after its last token was sent, so look again.
 
     before: the reading before the wave. None are known where other clients were served too, or the server was restarted.
@@ -149,7 +149,7 @@ def _unknown(reason: str) -> Counted:
     return Counted(notes=(f"no tau and no acceptance: {reason}",))
 
 
-def _of_sums(spent: Reading) -> Counted:
+def _of_sums(spent: CounterReading) -> Counted:
     steps, drafted, accepted = (spent.sums.get(name) for name in ("verifications", "drafted", "accepted"))
     found = Counted(_whole(steps), _whole(drafted), _whole(accepted))
     if not spent.by_position:

@@ -23,7 +23,7 @@ MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PushedDrafter:
     """A drafter at one optimiser step."""
 
     step: int
@@ -36,7 +36,7 @@ class DraftReceiver(Protocol):
 
     stack: str  # the export layout that it reads
 
-    def receive(self, draft: Draft) -> None: ...
+    def receive(self, draft: PushedDrafter) -> None: ...
 
 
 class DraftPush:
@@ -102,7 +102,7 @@ class VLLMEngine:
         if extension != EXTENSION:
             raise UserError(f"the LLM has worker_extension_cls={extension!r}; make it with worker_extension_cls={EXTENSION!r}")
 
-    def receive(self, draft: Draft) -> None:
+    def receive(self, draft: PushedDrafter) -> None:
         with tempfile.TemporaryDirectory(prefix="drafttrain-", dir=self.folder) as folder:
             file = Path(folder) / "draft.safetensors"
             save_file({name: tensor.cpu().contiguous().clone() for name, tensor in draft.weights()}, file)
@@ -123,7 +123,7 @@ class ReloadedDirectory:
     def __init__(self, folder: str | Path, reload: Callable[[Path], object], stack: str = "vllm", keep: int = 2) -> None:
         self.folder, self.reload, self.stack, self.keep = Path(folder), reload, stack, max(1, keep)
 
-    def receive(self, draft: Draft) -> None:
+    def receive(self, draft: PushedDrafter) -> None:
         place = self.folder / f"draft-{draft.step:07d}"
         with atomic_directory(place) as aside:
             draft.write(aside)

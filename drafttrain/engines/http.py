@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.server import base_of, error_text
-from drafttrain.engines.answers import Answer, EngineInfo, TimedText
+from drafttrain.engines.answers import EngineInfo, TimedText, WaveOutputs
 from drafttrain.engines.counters import ASK_DETAILS, counted, of_answers, read
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class Endpoint:
     model: str
     about: EngineInfo
 
-    def answer(self, wave: Sequence[int]) -> Answer:
+    def answer(self, wave: Sequence[int]) -> WaveOutputs:
         """Send a wave of requests together. Counts come with the answers of a server that sends them, else from /metrics."""
         before, began = read(_looked_up(self.client, "metrics")), perf_counter()
         answers = list(self.asking.map(lambda i: self._streamed(i, began), wave))
         texts, lengths = [text for text, _ in answers], [text.count for text, _ in answers]
         found = of_answers([details for _, details in answers], lengths)
         found = found or counted(before, lambda: _looked_up(self.client, "metrics"), sum(lengths))
-        return Answer(texts, **asdict(found))
+        return WaveOutputs(texts, **asdict(found))
 
     def _streamed(self, i: int, began: float) -> tuple[TimedText, dict[str, Any] | None]:
         """Stream one answer, and the server's counts of it. Raises UserError for a refusal, and for an answer without its

@@ -11,7 +11,7 @@ from typing import Any
 from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs
-from drafttrain.engines.answers import Answer, TimedEngine
+from drafttrain.engines.answers import TimedEngine, WaveOutputs
 from drafttrain.measure.acceptance import Interval, chain_alphas
 from drafttrain.measure.bench import BASELINE, Watch
 from drafttrain.measure.cases import waves
@@ -75,7 +75,7 @@ class TimedBatchSize:
 
     race: Race
     repeats: int
-    answers: dict[str, list[Answer]] = field(default_factory=dict)  # by side, in the order [repeat][wave]
+    answers: dict[str, list[WaveOutputs]] = field(default_factory=dict)  # by side, in the order [repeat][wave]
 
     @property
     def chosen(self) -> list[int]:
@@ -141,7 +141,7 @@ def _contest(
     sides: Mapping[str, TimedEngine], size: int, seconds: float, terms: TimingOptions, notes: list[str]
 ) -> TimedBatchSize:
     """Time plain and speculative decoding in turn, over as many prompts as fit. Each side first runs the first wave twice."""
-    answers: dict[str, list[Answer]] = {name: [] for name in sides}
+    answers: dict[str, list[WaveOutputs]] = {name: [] for name in sides}
 
     def contender(name: str) -> Callable[[list[int]], Decoded]:
         def lap(wave: list[int]) -> Decoded:
@@ -173,7 +173,7 @@ def _contest(
     return TimedBatchSize(Race(size, wanted[: chosen.waves], laps), chosen.repeats, answers)
 
 
-def _decoded(answer: Answer) -> Decoded:
+def _decoded(answer: WaveOutputs) -> Decoded:
     """For timing only. Of tokens that arrived together with the first one, only one counts."""
     results = [
         Result(i, 0, [0] * (text.count - text.ahead + 1), started=0.0, first=text.first, ended=text.ended)
@@ -210,7 +210,7 @@ def _acceptance(begins: str, timed: TimedBatchSize, here: Decode, terms: TimingO
     return keys | {"tau_gap": gap(keys["tau"], keys["tau_here"])}
 
 
-def _by_position(answers: Sequence[Answer], steps: int | None) -> Keys:
+def _by_position(answers: Sequence[WaveOutputs], steps: int | None) -> Keys:
     """Accepted drafts by position, and acceptance given the earlier positions; null where the engine does not count them."""
     counts = [answer.accepted_by_position for answer in answers if answer.accepted_by_position is not None]
     if steps is None or len(counts) < len(answers):

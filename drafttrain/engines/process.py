@@ -135,7 +135,7 @@ class EngineJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class PromptCounts:
     """Counts of one prompt."""
 
     accepted: int
@@ -154,7 +154,7 @@ class EngineResult:
     begins: str
     ends: str
     accepted_by_position: list[int] | None = None
-    prompts: list[Counts] | None = None
+    prompts: list[PromptCounts] | None = None
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -162,7 +162,7 @@ class EngineResult:
         """Read a result from JSON. Raises ValueError for another form."""
         try:
             prompts = content.get("prompts")
-            counts = None if prompts is None else [Counts(**one) for one in prompts]
+            counts = None if prompts is None else [PromptCounts(**one) for one in prompts]
             outcome = EngineResult(**content | {"prompts": counts})
         except TypeError as error:
             raise ValueError(f"the result's keys are not those of its form: {error}") from error

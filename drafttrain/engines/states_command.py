@@ -20,7 +20,7 @@ SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the cache on a CPU, 1 unless the user
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedStates:
     """What servers give. It travels to other machines as JSON."""
 
     engine: str
@@ -35,13 +35,13 @@ class Served:
     mooncake: dict[str, Any] | None = None  # of the store that states go to: master, protocol, device, segment; None: files
 
     @staticmethod
-    def of(content: Mapping[str, Any]) -> Served:
+    def of(content: Mapping[str, Any]) -> ServedStates:
         """Read it from JSON. Raises TypeError and KeyError for another form."""
-        return Served(**{**content, "layers": tuple(content["layers"]), "arguments": tuple(content["arguments"])})
+        return ServedStates(**{**content, "layers": tuple(content["layers"]), "arguments": tuple(content["arguments"])})
 
 
 def server_process(
-    served: Served, gpus: Sequence[str], tensor_parallel: int, on_cpu: bool, host: str = HERE
+    served: ServedStates, gpus: Sequence[str], tensor_parallel: int, on_cpu: bool, host: str = HERE
 ) -> tuple[list[str], dict[str, str]]:
     """Arguments of `vllm` without its address, and all variables of its process.
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.engines.answers import Answer, EngineInfo, TimedText
+from drafttrain.engines.answers import EngineInfo, TimedText, WaveOutputs
 from drafttrain.engines.process import ENGINES, Engine, EngineJob, command, environment, result_of
 
 PATIENCE = 30.0  # seconds for a process to end by itself
@@ -43,18 +43,18 @@ class Serving:
     place: Path
     about: EngineInfo
 
-    def answer(self, wave: Sequence[int]) -> Answer:
+    def answer(self, wave: Sequence[int]) -> WaveOutputs:
         """Decode these prompts together. Raises UserError with the engine's own message where it fails."""
         return answer_of(self.engine, _exchange(self.engine, self.process, self.place, json.dumps(list(wave))))
 
 
-def answer_of(engine: Engine, found: dict[str, Any]) -> Answer:
+def answer_of(engine: Engine, found: dict[str, Any]) -> WaveOutputs:
     """A script's answer. Raises UserError for another form."""
     try:
         texts = [TimedText(len(t["tokens"]), tuple(t["tokens"]), t["first"], t["ended"], t["ahead"]) for t in found["texts"]]
         places = found.get("accepted_by_position")
         by_position = None if places is None else tuple(map(int, places))
-        return Answer(texts, found["verifications"], found["drafted"], found["accepted"], by_position)
+        return WaveOutputs(texts, found["verifications"], found["drafted"], found["accepted"], by_position)
     except (KeyError, TypeError) as error:
         raise UserError(f"{engine.label}: its answer does not have the required form; correct the script") from error
 

@@ -12,7 +12,7 @@ import yaml
 from drafttrain import __version__
 from drafttrain.export import serve
 from drafttrain.export.drafter_adapter import about, merged_place
-from drafttrain.export.files import Source
+from drafttrain.export.files import ExportSource
 from drafttrain.export.hub import Repository, is_repository
 from drafttrain.export.parity import Parity
 
@@ -36,7 +36,7 @@ OWN_MODULE = ("official", "transformers")  # stacks whose command is Python
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CardFigures:
     """The measured figures in the run's report.json; None for a figure that was not measured."""
 
     tau: float | None = None  # accepted length: tokens per decode step
@@ -47,13 +47,13 @@ class Measured:
     steps: int | None = None  # training steps
 
     @staticmethod
-    def of(checkpoint: Path) -> Measured:
+    def of(checkpoint: Path) -> CardFigures:
         """The figures of this checkpoint. All are None where the run has no report, or none of this checkpoint."""
         try:
             report = json.loads((checkpoint.resolve().parent.parent / "report.json").read_text(encoding="utf-8"))
             entry: dict[str, Any] = next((c for c in report["checkpoints"] if c["name"] == checkpoint.resolve().name), {})
             training = report["training"] or {}
-            return Measured(
+            return CardFigures(
                 entry.get("tau"),
                 entry.get("speedup"),
                 entry.get("policy"),
@@ -62,15 +62,15 @@ class Measured:
                 training.get("steps"),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return Measured()
+            return CardFigures()
 
 
-def card(source: Source, layout: str, place: str | Repository, parity: Parity, apart: bool = False) -> str:
+def card(source: ExportSource, layout: str, place: str | Repository, parity: Parity, apart: bool = False) -> str:
     """The text of the model card. place: the final directory of the export, or the repository that it is uploaded to.
 
     apart: the files are an adapter of the drafter, and its command is that of the merged drafter.
     """
-    meta, measured = source.opened.meta, Measured.of(source.opened.directory)
+    meta, measured = source.opened.meta, CardFigures.of(source.opened.directory)
     base = {"base_model": source.target_name} if is_repository(source.target_name) else {}  # the hub takes no directories
     head = yaml.safe_dump(base | {"tags": TAGS}, sort_keys=False)
     rows: dict[str, Any] = {
@@ -104,20 +104,20 @@ def card(source: Source, layout: str, place: str | Repository, parity: Parity, a
     return "\n\n".join(parts + ([note] if note else [])) + "\n"
 
 
-def _about_target(source: Source) -> str:
+def _about_target(source: ExportSource) -> str:
     if source.adapter is None:
         return ADAPTED if source.merged else FROZEN
     return f"{APART}\n\n```python\n{MERGE.format(adapter=source.adapter, merged=source.merged)}\n```"
 
 
-def _trained(source: Source, measured: Measured) -> str:
+def _trained(source: ExportSource, measured: CardFigures) -> str:
     meta = source.opened.meta
     if meta.imported is not None:
         return f"by other people, imported from `{meta.imported['from']}` ({meta.imported['layout']}, {meta.imported['dtype']})"
     return f"{meta.step} steps" + (f" on `{measured.data}`" if measured.data else "")
 
 
-def _measured(measured: Measured) -> str:
+def _measured(measured: CardFigures) -> str:
     if measured.tau is None:
         return "no: the training run has no report"
     speed = "" if measured.speedup is None else f", {measured.speedup:.2f}x the speed of plain decoding"
@@ -125,7 +125,7 @@ def _measured(measured: Measured) -> str:
     return f"tau {measured.tau:.2f} tokens per decode step (policy {measured.policy}){speed}, in drafttrain's decoder{where}"
 
 
-def _parity(source: Source, parity: Parity) -> str:
+def _parity(source: ExportSource, parity: Parity) -> str:
     text = f"these files give the same {parity.drafts} golden drafts and logits as the checkpoint"
     if source.dtype == "float32":
         return text

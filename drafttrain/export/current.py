@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import CheckpointMeta
-from drafttrain.export.files import DTYPES, Files, Source, write
+from drafttrain.export.files import DTYPES, ExportSource, Files, write
 from drafttrain.export.opened import Float32Target, Opened
 from drafttrain.export.table import layout, stacks_for
 from drafttrain.model.drafter import Drafter
@@ -30,7 +30,7 @@ class CurrentDrafter:
             raise UserError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
         tensors = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
         opened = Opened(Path("a drafter in memory"), meta, loaded, Float32Target(loaded.target), drafter, tensors)
-        self.source, to = Source(opened, stack, dtype), layout(meta.family, stack)
+        self.source, to = ExportSource(opened, stack, dtype), layout(meta.family, stack)
         if (why := to.refuse(self.source)) is not None:
             raise UserError(f"this {meta.family} drafter cannot be given to {stack}: {why}")
         self.files: Files = to.write(self.source)

@@ -19,7 +19,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory
 from drafttrain.drafters.common.drafter_lora import PREFIX, matrices_of
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.ggufs import SUFFIX
 from drafttrain.export.layouts.adapter import CONFIG, PEFT, WEIGHTS, config_of
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors
@@ -91,7 +91,7 @@ def _read(whole: Layout, directory: Path, target: TargetParts, points: Sequence[
         return whole.read(Path(folder) / "merged", target, points)
 
 
-def _write(whole: Layout, source: Source) -> Files:
+def _write(whole: Layout, source: ExportSource) -> Files:
     base = whole.write(_of_base(source))
     tensors: dict[str, Tensor] = {}
     for path, pair in matrices_of(source.opened.apart).items():
@@ -104,7 +104,7 @@ def _write(whole: Layout, source: Source) -> Files:
     return Files(config, tensors, WEIGHTS, base.tokenizer, base.facts, CONFIG, folders={BASE: base})
 
 
-def _refuse(whole: Layout, source: Source) -> str | None:
+def _refuse(whole: Layout, source: ExportSource) -> str | None:
     if source.dtype != "float32":
         return f"dtype is {source.dtype}, but adapters are written in float32; leave dtype out"
     reason = whole.refuse(source)
@@ -120,7 +120,7 @@ def _refuse(whole: Layout, source: Source) -> str | None:
     return None
 
 
-def _of_base(source: Source) -> Source:
+def _of_base(source: ExportSource) -> ExportSource:
     """The drafter without its LoRA."""
     own = {name: tensor for name, tensor in source.opened.apart.items() if not name.startswith(PREFIX)}
     return replace(source, opened=replace(source.opened, tensors=own))

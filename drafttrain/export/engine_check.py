@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from drafttrain.core.errors import ParityError
-from drafttrain.engines.process import Counts, EngineResult
+from drafttrain.engines.process import EngineResult, PromptCounts
 from drafttrain.export.chain import DecodedSequence, Ending
 
 
@@ -92,7 +92,7 @@ def engine_check(
     decode steps, which begin as the engine's do.
     """
     lines, counts, agreed = [], list[int](), list[int]()
-    counted_there: Sequence[Counts | None] = outcome.prompts or [None] * len(names)
+    counted_there: Sequence[PromptCounts | None] = outcome.prompts or [None] * len(names)
     for name, text, output, ours, theirs in zip(names, own, outcome.outputs, sequences, counted_there, strict=True):
         counted = ours.counted(ending, outcome.ends)
         counts += counted

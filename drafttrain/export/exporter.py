@@ -15,7 +15,7 @@ from drafttrain.core.files import atomic_directory, remove_abandoned
 from drafttrain.export import pictured
 from drafttrain.export.card import card
 from drafttrain.export.drafter_adapter import adapter_of
-from drafttrain.export.files import DTYPES, Source, write
+from drafttrain.export.files import DTYPES, ExportSource, write
 from drafttrain.export.golden import Golden
 from drafttrain.export.hub import Repository
 from drafttrain.export.layouts import gguf
@@ -30,7 +30,7 @@ GGUF = "llamacpp"  # the stack that reads targets as GGUF files
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExportSettings:
     """The settings of an export."""
 
     stacks: list[str]
@@ -52,7 +52,7 @@ class Exported:
     refused: dict[str, str]  # the reason why nothing was written
 
 
-def check_wanted(wanted: Wanted) -> None:
+def check_wanted(wanted: ExportSettings) -> None:
     """Raise UserError for settings that are wrong with every checkpoint."""
     if wanted.dtype not in DTYPES:
         raise UserError(f"dtype is {wanted.dtype!r}; choose one of {', '.join(DTYPES)}")
@@ -73,11 +73,11 @@ def check_wanted(wanted: Wanted) -> None:
         raise UserError(f"out is {str(out)!r}, which is no export (it has no {RECORD}), so it is kept; name another directory")
 
 
-def refusals(opened: Opened, wanted: Wanted) -> dict[str, str]:
+def refusals(opened: Opened, wanted: ExportSettings) -> dict[str, str]:
     """The stacks that cannot load this very drafter, with the reasons. Raises UserError where none of them can."""
     reasons = {stack: _refusal(opened, stack, wanted) for stack in wanted.stacks}
     if wanted.with_target and reasons.get(GGUF, "refused") is None:
-        why = gguf.refuse_target(Source(opened, GGUF, wanted.dtype))
+        why = gguf.refuse_target(ExportSource(opened, GGUF, wanted.dtype))
         reasons[GGUF] = None if why is None else f"the target cannot be written as GGUF: {why}; leave out with_target"
     found = {stack: reason for stack, reason in reasons.items() if reason is not None}
     if len(found) == len(reasons):
@@ -85,7 +85,7 @@ def refusals(opened: Opened, wanted: Wanted) -> dict[str, str]:
     return found
 
 
-def _apart(opened: Opened, wanted: Wanted) -> bool:
+def _apart(opened: Opened, wanted: ExportSettings) -> bool:
     """Whether the drafter's own low-rank matrices are exported. For a trained target, adapter=true concerns only the target."""
     if not wanted.adapter or opened.meta.adapter is not None:
         return False
@@ -98,7 +98,7 @@ def _apart(opened: Opened, wanted: Wanted) -> bool:
     return True
 
 
-def _to(opened: Opened, stack: str, wanted: Wanted) -> Layout | None:
+def _to(opened: Opened, stack: str, wanted: ExportSettings) -> Layout | None:
     """The layout for this stack. None: the stack takes no adapter."""
     whole = layout(opened.meta.family, stack)
     if not _apart(opened, wanted):
@@ -106,16 +106,16 @@ def _to(opened: Opened, stack: str, wanted: Wanted) -> Layout | None:
     return whole.adapter if opened.meta.lora is None else adapter_of(whole)
 
 
-def _refusal(opened: Opened, stack: str, wanted: Wanted) -> str | None:
+def _refusal(opened: Opened, stack: str, wanted: ExportSettings) -> str | None:
     to = _to(opened, stack, wanted)
     if to is None:
         return "it takes no adapter as a drafter; leave adapter out to export it merged"
-    source = Source(opened, stack, wanted.dtype)
+    source = ExportSource(opened, stack, wanted.dtype)
     general = pictured.refuse(opened.meta.family, stack, source.target_architecture) or refuse_scaling(source)
     return general or to.refuse(source)
 
 
-def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
+def export(opened: Opened, golden: Golden, wanted: ExportSettings) -> Exported:
     """Write and check the directories of all stacks that can load the drafter.
 
     Raises UserError for a drafter that no stack can load, for weights that the dtype cannot hold and for a full disk, and
@@ -130,7 +130,7 @@ def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
         for stack in able:
             folder, place = (aside / stack, wanted.out / stack) if wanted.several else (aside, wanted.out)
             folder.mkdir(exist_ok=True)
-            source, to = Source(opened, stack, wanted.dtype, merged, matrices, str(place)), _to(opened, stack, wanted)
+            source, to = ExportSource(opened, stack, wanted.dtype, merged, matrices, str(place)), _to(opened, stack, wanted)
             assert to is not None, "refused above"
             files = to.write(source)
             write(folder, files, source, wanted.max_shard_size)
@@ -145,7 +145,7 @@ def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
     return Exported(written, {})
 
 
-def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> tuple[str, str | None]:
+def _write_target(aside: Path, opened: Opened, wanted: ExportSettings) -> tuple[str, str | None]:
     """Write the target that was trained with the drafter: merged, in its own dtype, or as a peft adapter, in float32.
 
     Returns the final place of the merged target, and that of the adapter if it is to be merged from there.
@@ -164,13 +164,13 @@ def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> tuple[str, str
     return f"{root}/{TARGET}", None
 
 
-def _write_gguf_target(folder: Path, source: Source, wanted: Wanted) -> None:
+def _write_gguf_target(folder: Path, source: ExportSource, wanted: ExportSettings) -> None:
     files = gguf.target_files(source)
     write(folder, files, source, wanted.max_shard_size)
     check_gguf_target(folder, files, source)
 
 
-def _describe(folder: Path, place: str | Repository, to: Layout, source: Source, parity: Parity) -> None:
+def _describe(folder: Path, place: str | Repository, to: Layout, source: ExportSource, parity: Parity) -> None:
     (folder / CARD).write_text(card(source, to.name, place, parity, to.apart), encoding="utf-8")
     about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
     meta = source.opened.meta  # an import reads options and decode settings here that the layout cannot hold
@@ -184,7 +184,7 @@ def _record(folder: Path, about: dict[str, Any]) -> None:
     list_files(folder, without=(CARD,))
 
 
-def _nowhere(opened: Opened, wanted: Wanted, refused: dict[str, str]) -> str:
+def _nowhere(opened: Opened, wanted: ExportSettings, refused: dict[str, str]) -> str:
     family, stack = opened.meta.family, wanted.stacks[0]
     if wanted.several:
         return f"no stack loads this {family} drafter: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items())

@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExportSource:
     """A checkpoint that is exported to one stack."""
 
     opened: Opened
@@ -117,7 +117,7 @@ class Files:
     into: Base | None = None  # the model's directory into a copy of which the tensors are written, in their own dtypes
 
 
-def write(directory: Path, files: Files, source: Source, max_shard_size: str) -> None:
+def write(directory: Path, files: Files, source: ExportSource, max_shard_size: str) -> None:
     """Write the files. Raises UserError for weights that the dtype cannot hold."""
     if files.into is not None:
         return stitch(directory, files.into, files.tensors)

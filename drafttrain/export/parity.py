@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import ParityError
 from drafttrain.drafters.checkpoint import filled
-from drafttrain.export.files import DTYPES, Files, Source
+from drafttrain.export.files import DTYPES, ExportSource, Files
 from drafttrain.export.ggufs import cast
 from drafttrain.export.golden import Golden, drafted
 from drafttrain.export.layouts.draft_model import merged
@@ -47,7 +47,7 @@ class Parity:
     changed: int  # drafts that the rounding of the exported weights changes
 
 
-def check(directory: Path, read: Reader, files: Files, source: Source, golden: Golden, expected: Golden) -> Parity:
+def check(directory: Path, read: Reader, files: Files, source: ExportSource, golden: Golden, expected: Golden) -> Parity:
     """Compare the files' drafts with the golden ones. expected: the golden drafts, or `rounded` ones. Raises ParityError."""
     try:
         reading = read(directory, target_parts(source.opened, files), points_of(golden))
@@ -133,7 +133,7 @@ def _whole_model(model: Any) -> tuple[Config, Tensors]:
     return Config(config | {"architectures": [type(model).__name__]}), Tensors(Path(), load=lambda *_: weights)
 
 
-def check_gguf_target(directory: Path, files: Files, source: Source) -> None:
+def check_gguf_target(directory: Path, files: Files, source: ExportSource) -> None:
     """Raise ParityError unless a target written as GGUF has the target's settings and all its weights, bit for bit."""
     target = source.opened.loaded.target
     shape, model = target.shape, target.model

@@ -8,7 +8,7 @@ from shlex import quote
 
 import yaml
 
-from drafttrain.export.files import Source
+from drafttrain.export.files import ExportSource
 from drafttrain.export.layouts.llama import windows_of
 
 VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
@@ -61,20 +61,20 @@ OFFICIAL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServingCommand:
     """The parts of a command line."""
 
-    source: Source
+    source: ExportSource
     directory: str  # of the exported drafter
     target: str  # directory or hub id
     family: str
     drafts: int  # length of a chain
 
 
-def command(source: Source, directory: str) -> str:
+def command(source: ExportSource, directory: str) -> str:
     """The command, or the lines of Python, that serve the target with the drafter in this directory."""
     family = source.opened.meta.family
-    served = Served(source, directory, source.target_name, family, source.drafter.draft_length)
+    served = ServingCommand(source, directory, source.target_name, family, source.drafter.draft_length)
     if source.stack != "official":
         return _COMMANDS[source.stack](served)
     return OFFICIAL[family].format(
@@ -92,14 +92,14 @@ def note(family: str, stack: str) -> str | None:
     return NOTES.get((stack, family), TARGET_NOTE if stack == "llamacpp" else None)
 
 
-def _vllm(served: Served) -> str:
+def _vllm(served: ServingCommand) -> str:
     config = {"method": VLLM[served.family], "model": served.directory, "num_speculative_tokens": served.drafts}
     if served.family in PARALLEL:
         config["parallel_drafting"] = True
     return f"{_runner(served)}vllm serve {quote(served.target)} --speculative-config {quote(json.dumps(config))}"
 
 
-def _runner(served: Served) -> str:
+def _runner(served: ServingCommand) -> str:
     """What a command of vLLM begins with. Its first runner, the default of older versions, refuses drafters of blocks in which
     some layers have windows and others none.
     """
@@ -109,7 +109,7 @@ def _runner(served: Served) -> str:
     return f"{SECOND_RUNNER} " if any(windows) and not all(windows) else ""
 
 
-def _sglang(served: Served) -> str:
+def _sglang(served: ServingCommand) -> str:
     if SGLANG[served.family] == "UNO":  # the root and the random tokens after it; no other model drafts
         return (
             f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm UNO "
@@ -121,7 +121,7 @@ def _sglang(served: Served) -> str:
     )
 
 
-def _sglang_lengths(served: Served) -> str:
+def _sglang_lengths(served: ServingCommand) -> str:
     """DFLASH counts a block's slots. DSPARK takes the block's size as the number of drafts: blocks in place have one less."""
     kind = SGLANG[served.family]
     if kind == "DFLASH":
@@ -132,7 +132,7 @@ def _sglang_lengths(served: Served) -> str:
     return f"{steps} --speculative-num-draft-tokens {served.drafts + 1}"
 
 
-def _trtllm(served: Served) -> str:
+def _trtllm(served: ServingCommand) -> str:
     lines = [f"decoding_type: {TRTLLM[served.family]}", f"max_draft_len: {served.drafts}"]
     lines.append(f"speculative_model: {_scalar(served.directory)}")
     if served.family == "eagle3":
@@ -149,13 +149,13 @@ def _scalar(text: str) -> str:
     return dumped.removesuffix("...\n").rstrip("\n")
 
 
-def _speculators(served: Served) -> str:
+def _speculators(served: ServingCommand) -> str:
     if served.family == "mtp":
         return f"speculators.SpeculatorModel.from_pretrained({served.directory!r})"
     return f"{_runner(served)}vllm serve {quote(served.directory)}"
 
 
-def _transformers(served: Served) -> str:
+def _transformers(served: ServingCommand) -> str:
     model, kind = ("AutoModel", ', speculation_type="dflash"') if served.family == "dflash" else ("AutoModelForCausalLM", "")
     return (
         f"assistant = {model}.from_pretrained({served.directory!r})\n"
@@ -164,7 +164,7 @@ def _transformers(served: Served) -> str:
     )
 
 
-def _openvino(served: Served) -> str:
+def _openvino(served: ServingCommand) -> str:
     convert = f"optimum-cli export openvino -m {quote(served.directory)} --task text-generation-with-past"
     if served.family == "draft_model":
         return f'{convert} ov-draft\nopenvino_genai.draft_model("ov-draft", "CPU")'
@@ -179,25 +179,25 @@ def _openvino(served: Served) -> str:
     return "\n".join([*lines, f'openvino_genai.draft_model("{last}", "CPU")'])
 
 
-def _llamacpp(served: Served) -> str:
+def _llamacpp(served: ServingCommand) -> str:
     """With p-min 0 it drafts tokens of any probability; without a maximum it would draft three."""
     options = f"--spec-type {LLAMACPP[served.family]} --spec-draft-n-max {served.drafts} --spec-draft-p-min 0"
     target, draft = (quote(f"{served.directory}/{name}.gguf") for name in ("target", "draft"))
     return f"llama-server -m {target} -md {draft} {options}"
 
 
-def _tgi(served: Served) -> str:
+def _tgi(served: ServingCommand) -> str:
     return f"text-generation-launcher --model-id {quote(served.directory)} --speculate {served.drafts}"
 
 
-def _lmdeploy(served: Served) -> str:
+def _lmdeploy(served: ServingCommand) -> str:
     return (
         f"lmdeploy serve api_server {quote(served.target)} --backend pytorch --speculative-algorithm {served.family} "
         f"--speculative-draft-model {quote(served.directory)} --speculative-num-draft-tokens {served.drafts}"
     )
 
 
-def _stitched(served: Served) -> str:
+def _stitched(served: ServingCommand) -> str:
     """The target that is served is the exported directory."""
     config = {"method": "mtp", "num_speculative_tokens": served.drafts}
     return (

@@ -35,7 +35,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """A stored tensor's bytes in its file."""
 
     first: int
@@ -44,14 +44,16 @@ class Place:
     shape: tuple[int, ...]
 
 
-def places(file: Path) -> dict[str, Place]:
+def places(file: Path) -> dict[str, TensorPlace]:
     """The tensors of a safetensors file."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(LENGTH), "little")
         header = json.loads(opened.read(length))
     start = LENGTH + length
     return {
-        name: Place(start + about["data_offsets"][0], start + about["data_offsets"][1], about["dtype"], tuple(about["shape"]))
+        name: TensorPlace(
+            start + about["data_offsets"][0], start + about["data_offsets"][1], about["dtype"], tuple(about["shape"])
+        )
         for name, about in header.items()
         if name != "__metadata__"
     }
@@ -62,7 +64,7 @@ def stitch(directory: Path, base: Base, tensors: Mapping[str, Tensor]) -> None:
     shutil.copytree(base.directory, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
     if (directory / CARD).is_file():
         (directory / CARD).rename(directory / OWN_CARD)
-    written: dict[Path, list[Place]] = {}
+    written: dict[Path, list[TensorPlace]] = {}
     left = dict(tensors)
     for file in sorted(directory.glob("*.safetensors")):
         found = {name: place for name, place in places(file).items() if name in left}
@@ -76,7 +78,7 @@ def stitch(directory: Path, base: Base, tensors: Mapping[str, Tensor]) -> None:
     _check_untouched(directory, base, written)
 
 
-def _replace(file: Path, found: Mapping[str, Place], left: dict[str, Tensor]) -> None:
+def _replace(file: Path, found: Mapping[str, TensorPlace], left: dict[str, Tensor]) -> None:
     """Write tensors at their places, and take them out of `left`."""
     with file.open("r+b") as opened:
         for name, place in found.items():
@@ -117,7 +119,7 @@ def _set(file: Path, settings: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_untouched(directory: Path, base: Base, written: Mapping[Path, list[Place]]) -> None:
+def _check_untouched(directory: Path, base: Base, written: Mapping[Path, list[TensorPlace]]) -> None:
     """Raise ParityError unless the weights' files equal the model's, but for the bytes that were written."""
     for file in sorted(base.directory.glob("*.safetensors")):
         copy = directory / file.name

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts import (
     dflash,
     dflash2,
@@ -66,7 +66,7 @@ STACKS = {
 }
 
 
-def never(source: Source) -> str | None:
+def never(source: ExportSource) -> str | None:
     """For layouts that can hold every drafter of the family."""
     return None
 
@@ -76,9 +76,9 @@ class Layout:
     """A layout of exported files."""
 
     name: str  # in the support matrix
-    write: Callable[[Source], Files]  # makes the files
+    write: Callable[[ExportSource], Files]  # makes the files
     read: Reader  # reads them back as the stack does
-    refuse: Callable[[Source], str | None] = never  # why one drafter of the family cannot be exported; None where it can
+    refuse: Callable[[ExportSource], str | None] = never  # why one drafter of the family cannot be exported; None where it can
     adapter: Layout | None = None  # the layout that replaces this one with adapter=true
     apart: bool = False  # it holds a drafter's LoRA next to the drafter (`export/drafter_adapter.py`)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from drafttrain.features.format import Column
 from drafttrain.features.layout import key_of
 from drafttrain.features.reader import HostBuffers, ReadAhead
-from drafttrain.features.store import Store
+from drafttrain.features.store import FeatureStore
 from drafttrain.model.batch import TrainBatch
 
 ALIGNED = 64  # bytes; each column of a buffer starts at a multiple
@@ -38,7 +38,7 @@ class Cached:
 
     ahead = 1  # batches that may be begun before they are filled
 
-    def __init__(self, store: Store, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, store: FeatureStore, device: torch.device, dtype: torch.dtype) -> None:
         self.store, self.device, self.dtype = store, device, dtype
         self._ahead: ReadAhead[TrainBatch, HostColumns] = ReadAhead(self._read, device)
         self._buffers = HostBuffers(device) if device.type == "cuda" else None

@@ -19,7 +19,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.features.answers import Writing
 from drafttrain.features.cached import Document, documents
 from drafttrain.features.joined_servers import JoinedServers
-from drafttrain.features.servers import ClosedError, Counts, Servers
+from drafttrain.features.servers import ClosedError, ReceivedCounts, Servers
 from drafttrain.model.batch import TrainBatch, moved
 from drafttrain.model.images import has_images
 from drafttrain.model.target import FINAL, Taps, Target
@@ -84,7 +84,7 @@ class EngineStates:
         self._threads = ThreadPoolExecutor(servers.settings.concurrency, "states")
         self._begun: dict[int, _Receiving] = {}
         self._open: set[Future[Any]] = set()  # requests that are not answered
-        self._seen = Counts()  # when figures were last taken
+        self._seen = ReceivedCounts()  # when figures were last taken
         self._waited = 0.0  # seconds since then
         self.tokens, self.answer_tokens, self.seconds, self.waited = 0, 0, 0.0, 0.0  # of all steps
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from drafttrain.features.servers import Counts, Servers, ServerSettings
+from drafttrain.features.servers import ReceivedCounts, Servers, ServerSettings
 
 
 class JoinedServers:
@@ -40,7 +40,7 @@ class JoinedServers:
         return [dtype for group in self.groups for dtype in group.dtypes]
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> ReceivedCounts:
         """A sequence counts once; every repeated request counts."""
         return replace(self.groups[0].counts, repeated=sum(group.counts.repeated for group in self.groups))
 

@@ -28,7 +28,7 @@ def key_of(ids: Ids) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowPlace:
     """Rows `start` to `stop` of a shard."""
 
     shard: int
@@ -37,20 +37,20 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """Conversations and the shards that hold them."""
 
     sequences: tuple[Ids, ...]  # token ids of every conversation once, the shortest first
     shards: tuple[range, ...]  # the conversations of each shard, as indices into `sequences`
 
     @staticmethod
-    def of(documents: Iterable[Ids], position_bytes: int) -> Layout:
+    def of(documents: Iterable[Ids], position_bytes: int) -> ShardLayout:
         """Shards of `MAX_SHARD_BYTES`, or smaller if that gives fewer than `MIN_SHARDS`. A conversation is never divided."""
         named = {key_of(ids): ids for ids in documents}
         sequences = [ids for _, ids in sorted(named.items(), key=lambda item: (len(item[1]), item[0]))]
         sizes = [len(ids) for ids in sequences]
         share = max(sum(sizes) // MIN_SHARDS, MIN_SHARD_TOKENS)
-        return Layout(tuple(sequences), tuple(_groups(sizes, min(MAX_SHARD_BYTES // position_bytes, share))))
+        return ShardLayout(tuple(sequences), tuple(_groups(sizes, min(MAX_SHARD_BYTES // position_bytes, share))))
 
     def tokens(self, shard: int) -> int:
         """Tokens of a shard."""
@@ -67,14 +67,14 @@ class Layout:
         return list(found)
 
     @cached_property
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, RowPlace]:
         """Each conversation's place by its key."""
         found = {}
         for number, shard in enumerate(self.shards):
             start = 0
             for i in shard:
                 stop = start + len(self.sequences[i])
-                found[key_of(self.sequences[i])] = Place(number, start, stop)
+                found[key_of(self.sequences[i])] = RowPlace(number, start, stop)
                 start = stop
         return found
 

@@ -37,7 +37,7 @@ ERROR = ":error"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """A tensor in an object's bytes."""
 
     shape: tuple[int, ...]
@@ -59,8 +59,8 @@ class Manifest:
 
     handle: str
     nbytes: int
-    hidden: Part
-    tokens: Part
+    hidden: TensorPart
+    tokens: TensorPart
 
     @staticmethod
     def of(params: Any, name: str, tokens: int) -> Manifest:
@@ -198,10 +198,10 @@ def key_of(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_-]", "_", name)
 
 
-def _part(given: Any) -> Part:
+def _part(given: Any) -> TensorPart:
     """Raises KeyError, TypeError or ValueError for something else."""
     dtype = DTYPES[given["dtype"]]
-    part = Part(tuple(map(_whole, given["shape"])), dtype, _whole(given["offset"]))
+    part = TensorPart(tuple(map(_whole, given["shape"])), dtype, _whole(given["offset"]))
     if len(part.shape) > 3 or given["nbytes"] != part.nbytes or part.nbytes == 0 or part.offset % ALIGNED:
         raise ValueError(f"a tensor of {given['nbytes']!r:.40} bytes at {part.offset} with shape {list(part.shape)[:4]}")
     return part

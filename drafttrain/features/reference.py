@@ -17,7 +17,7 @@ NEARER = 0.8  # another key's state is nearer where its difference is below this
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceStates:
     """The trainer's own states of one sequence, to compare a server's with."""
 
     ids: list[int]

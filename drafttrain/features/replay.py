@@ -17,7 +17,7 @@ from drafttrain.model.batch import TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ReplayedSequence:
     """One sequence."""
 
     token_T: Tensor
@@ -30,7 +30,7 @@ class Replay:
     """Holds at most `capacity` sequences: a new one takes the place of the oldest."""
 
     def __init__(self, capacity: int, seed: int) -> None:
-        self.samples: deque[Sample] = deque(maxlen=capacity)
+        self.samples: deque[ReplayedSequence] = deque(maxlen=capacity)
         self._generator = torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class Replay:
         for b, length in enumerate((batch.document_BT >= 0).sum(1).tolist()):
             hidden = {key: h[b, :length].clone() for key, h in batch.hidden.items()}
             if length > 1:
-                self.samples.append(Sample(batch.token_BT[b, :length], batch.mask_BT[b, :length], hidden, version))
+                self.samples.append(ReplayedSequence(batch.token_BT[b, :length], batch.mask_BT[b, :length], hidden, version))
 
     def drop_before(self, version: int) -> int:
         """Drop the samples of earlier versions; how many they were."""

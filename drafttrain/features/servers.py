@@ -7,11 +7,11 @@ A request is repeated, with growing waits, by whichever server is free:
 Then, and where a server refuses a request or gives states of another shape, the run ends. Only a conversation whose states are
 not finite again and again, from a server that gives the trainer's own for another one, gets states of NaN: it is left out.
 
-Before a server is used its states of one sequence are compared with the trainer's own (`Reference`). They are compared again
-after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model. After a
-failure no conversation waits for that as long as another server answers.
+Before a server is used its states of one sequence are compared with the trainer's own (`ReferenceStates`). They are compared
+again after a failure, and after `IDLE` seconds without an answer: the server may have been started again with another model.
+After a failure no conversation waits for that as long as another server answers.
 
-How an engine is asked and how its states arrive is a `Source`.
+How an engine is asked and how its states arrive is a `StatesSource`.
 
 Shapes: T tokens, K keys, H hidden.
 """
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.features.answers import Answer, AnswerRequest
-from drafttrain.features.reference import Reference
-from drafttrain.features.source import Description, Received, Source, StatesRequest
+from drafttrain.features.reference import ReferenceStates
+from drafttrain.features.source import Description, Received, StatesRequest, StatesSource
 from drafttrain.features.transport import AbsentError, NonFiniteError, WrongError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class _Server:
 
 
 @dataclass
-class Counts:
+class ReceivedCounts:
     """What was received, for the log."""
 
     requests: int = 0
@@ -97,9 +97,9 @@ class Counts:
     answer_tokens: int = 0
     answers_cut: int = 0  # without an end token
 
-    def since(self, before: Counts) -> Counts:
+    def since(self, before: ReceivedCounts) -> ReceivedCounts:
         """What was received after `before`."""
-        return Counts(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
+        return ReceivedCounts(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
     def answer_figures(self) -> dict[str, float | None]:
         """Mean length of the answers in tokens, their end tokens included, and the share of those that were cut off."""
@@ -111,7 +111,9 @@ class Counts:
 class Servers:
     """Requests to servers, from several threads. say: prints a line where a server is lost or found again."""
 
-    def __init__(self, settings: ServerSettings, source: Source, reference: Reference, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: ServerSettings, source: StatesSource, reference: ReferenceStates, say: Callable[[str], None]
+    ) -> None:
         import httpx
 
         headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
@@ -124,7 +126,7 @@ class Servers:
 
         self.settings, self.source, self.reference, self.say = settings, source, reference, say
         self.servers = [_Server(url, client(url)) for url in settings.urls]
-        self.counts, self.versions = Counts(), dict[str, str]()
+        self.counts, self.versions = ReceivedCounts(), dict[str, str]()
         self.closed = Event()
         self._lock = Lock()
         self._refusal: str | None = None  # why a server that has come back cannot be used
@@ -147,7 +149,7 @@ class Servers:
 
     def reset_counts(self) -> None:
         """Count from 0 again."""
-        self.counts = Counts()
+        self.counts = ReceivedCounts()
 
     def states(self, ids: Sequence[int]) -> Tensor:
         """[T, K, H] the states of a sequence, in the server's dtype.

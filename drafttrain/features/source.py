@@ -56,7 +56,7 @@ class StatesRequest:
     answer: AnswerRequest | None = None  # the states of an answer come too, but that of its last token. Only vLLM is asked
 
 
-class Source(Protocol):
+class StatesSource(Protocol):
     """An engine's way to give states."""
 
     names: RequestNames  # of this process

@@ -25,7 +25,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_bytes, atomic_write_json, remove_leftovers
 from drafttrain.features.format import FeatureFormat
-from drafttrain.features.layout import Layout, Place
+from drafttrain.features.layout import RowPlace, ShardLayout
 
 VERSION = 1  # of the layout too
 ABSENT = "absent"
@@ -41,13 +41,13 @@ class Record:
     sha256: str
 
 
-class Store:
+class FeatureStore:
     """The features of `layout` in `form`, in a folder below `root` that is named by a hash of all that decides their values.
 
     description: other facts that decide them, such as the target's fingerprint.
     """
 
-    def __init__(self, root: Path, layout: Layout, form: FeatureFormat, description: Mapping[str, Any]) -> None:
+    def __init__(self, root: Path, layout: ShardLayout, form: FeatureFormat, description: Mapping[str, Any]) -> None:
         self.layout, self.form = layout, form
         self.identity = {"version": VERSION, **description, "form": asdict(form), "texts": layout.digest}
         name = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -118,7 +118,7 @@ class Store:
         figures = {"shards": len(self.numbers), "texts": len(self.layout.sequences), "bytes": self.bytes(self.numbers)}
         atomic_write_json(self.folder / "index.json", {"identity": self.identity, **figures, "target": dict(target)})
 
-    def read(self, place: Place) -> dict[str, Tensor]:
+    def read(self, place: RowPlace) -> dict[str, Tensor]:
         """The columns' rows at this place, mapped from the file. Raises UserError if the shard is gone or has changed."""
         if place.shard not in self._mapped:
             while len(self._mapped) >= MAX_MAPPED:

@@ -15,31 +15,31 @@ from torch import Tensor
 from drafttrain.features.format import LOG_REST
 from drafttrain.features.layout import Ids
 from drafttrain.features.online import Online
-from drafttrain.features.store import Store
+from drafttrain.features.store import FeatureStore
 from drafttrain.model.batch import TrainBatch
 
 Batch = Callable[[Sequence[Ids]], TrainBatch]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TimedTrial:
     """Extrapolation from one timed forward."""
 
     seconds: float  # expected time for all missing shards
     dropped_mass: float | None  # mean probability outside the stored top-k tokens; None: the final state is stored
 
 
-class Writer:
+class ShardWriter:
     """Computes and writes shards.
 
     positions: tokens of one forward, padding included. batch: collates conversations. All processes run the same number of
     forwards, so that a target that is split over processes can compute.
     """
 
-    def __init__(self, store: Store, online: Online, batch: Batch, positions: int) -> None:
+    def __init__(self, store: FeatureStore, online: Online, batch: Batch, positions: int) -> None:
         self.store, self.online, self.batch, self.positions = store, online, batch, positions
 
-    def trial(self, missing: Sequence[int], size: int) -> Trial:
+    def trial(self, missing: Sequence[int], size: int) -> TimedTrial:
         """Extrapolate the time of these shards on `size` processes, from one forward of medium length after a warm-up."""
         layout = self.store.layout
         passes = layout.passes(missing[len(missing) // 2], self.positions)
@@ -49,7 +49,7 @@ class Writer:
         columns = self._columns(sequences)
         share = sum(map(layout.tokens, missing)) / (size * sum(map(len, sequences)))
         dropped_mass = float(columns[LOG_REST].exp().mean()) if LOG_REST in columns else None
-        return Trial((perf_counter() - began) * share, dropped_mass)
+        return TimedTrial((perf_counter() - began) * share, dropped_mass)
 
     def write(self, missing: Sequence[int], rank: int, size: int, advance: Callable[[int], None]) -> None:
         """Write this process's share of the missing shards. advance: called with the tokens that are done.

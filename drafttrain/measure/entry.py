@@ -16,7 +16,7 @@ from drafttrain.measure.acceptance import Acceptance, pooled
 from drafttrain.measure.bench import BASELINE, REFERENCE
 from drafttrain.measure.cases import Case
 from drafttrain.measure.exactness import Match
-from drafttrain.measure.expected import FLAGGED_GAP, Prediction, expected_tau, gap, predicted, rank_shares
+from drafttrain.measure.expected import FLAGGED_GAP, ExpectedTau, expected_tau, gap, predicted, rank_shares
 from drafttrain.measure.monitors import counted, ends_in_loop, missed_stop
 from drafttrain.measure.speed import Race, Repeats, by_prompt, costs, over_repeats, seconds, speedup, throughput, tpot, ttft
 from drafttrain.objective.losses import Hits
@@ -90,7 +90,7 @@ def race_keys(timed: Race, name: str) -> Keys:
     return keys | {"prompts": len(pairs), "exact_matches": sum(a.tokens == b.tokens for a, b in pairs)}
 
 
-def acceptance_keys(counts: Acceptance, expected: Prediction | None) -> Keys:
+def acceptance_keys(counts: Acceptance, expected: ExpectedTau | None) -> Keys:
     """Acceptance and the counts behind it. A gap of the prediction is flagged when it is significant and above 10 %."""
     return {
         "tau": counts.tau,

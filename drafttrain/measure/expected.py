@@ -51,7 +51,7 @@ def forced_hits(
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class ExpectedTau:
     """An expected tau and its distance from the measured tau."""
 
     tau: float  # expected
@@ -70,7 +70,7 @@ class Prediction:
 
 def predicted(
     hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, dialogues: Sequence[Hashable], measured_C2: Tensor
-) -> Prediction | None:
+) -> ExpectedTau | None:
     """Expected tau of these samples, compared with the measured tau; None without samples.
 
     hits: one per case. dialogues: names the dialogue of each case, so that its turns count as one text. measured_C2: accepted
@@ -88,7 +88,7 @@ def predicted(
         return accepted_length(sum_4[..., :2]) / accepted_length(sum_4[..., 2:]) - 1.0
 
     measured_F = both_C4[:, 2:].sum(0)
-    return Prediction(
+    return ExpectedTau(
         tau=tau,
         interval=tau_interval(both_C4[:, :2]),
         gap=gap(tau, float(accepted_length(measured_F)) if measured_F[1] else None),

@@ -25,7 +25,7 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ProposalShape:
     """A proposal."""
 
     depth: int  # greatest depth; the drafter's proposal is cut there
@@ -48,7 +48,7 @@ class Shape:
 class Predicted:
     """The predicted speed of a proposal."""
 
-    shape: Shape
+    shape: ProposalShape
     tau: float  # expected tokens per verification
     seconds: float  # of a decode step
     speedup: float  # over plain decoding
@@ -69,7 +69,13 @@ def surface(
 
 
 def _predicted(
-    target: Target, drafter: Drafter, hits: Sequence[Hits], sampled: bool, batch: int, repeats: int, shapes: Sequence[Shape]
+    target: Target,
+    drafter: Drafter,
+    hits: Sequence[Hits],
+    sampled: bool,
+    batch: int,
+    repeats: int,
+    shapes: Sequence[ProposalShape],
 ) -> list[Predicted]:
     """The speed of each of these shapes, the fastest first."""
     drafting = {depth: proposal_seconds(target, drafter, repeats, batch, depth) for depth in sorted({s.depth for s in shapes})}
@@ -83,19 +89,21 @@ def _predicted(
     return sorted(found, key=lambda p: -p.speedup)
 
 
-def shapes_of(drafter: Drafter, sequences: Sequence[Tensor], trees: bool, sizes: Sequence[int] = CANDIDATES) -> list[Shape]:
+def shapes_of(
+    drafter: Drafter, sequences: Sequence[Tensor], trees: bool, sizes: Sequence[int] = CANDIDATES
+) -> list[ProposalShape]:
     """The proposals to compare: depths; for drafters with a tunable tree, depths and node counts, each with its best paths."""
     depths = [d for d in DEPTHS if d < drafter.draft_length] + [drafter.draft_length]
     if not _searches(drafter, trees):
         own = drafter.proposal.paths
-        return [Shape(d, sum(len(path) <= d for path in own)) for d in depths]
+        return [ProposalShape(d, sum(len(path) <= d for path in own)) for d in depths]
     found = {}
     for depth in depths:
         cut = [rank_MK[:, :depth] for rank_MK in sequences]
         for nodes in sizes:
             paths = tuple(tuned_paths(cut, nodes))
             if paths:
-                shape = Shape(max(map(len, paths)), len(paths), paths, drafter.proposal.grown)
+                shape = ProposalShape(max(map(len, paths)), len(paths), paths, drafter.proposal.grown)
                 found[shape.depth, shape.nodes] = shape
     return list(found.values())
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.model.attention import AttentionMetadata, attend
-from drafttrain.model.decoder_block import Block, heads_of
+from drafttrain.model.decoder_block import DecoderBlock, heads_of
 from drafttrain.model.fused_blocks import Blocks
 from drafttrain.model.joint import PACKED_BYTES, Joint
 from drafttrain.model.kv_cache import KVCache
@@ -25,7 +25,7 @@ PAST = 2 * MOST_NODES  # positions of padding columns that may follow a slot's l
 AT_ONCE = 2 * MOST_NODES  # positions that one pass may write, or a slot go back, where a cache keeps a window alone
 
 
-class Joined:
+class JoinedLayers:
     """Modules whose weights are joined and packed for decoding; the modules keep theirs."""
 
     def __init__(self, modules: Sequence[nn.Module], joints: Sequence[Joint]) -> None:
@@ -50,8 +50,8 @@ class FusedLayers:
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self.layers = list(layers)
-        self.chain = [Block(layer, layer.self_attn.shape.window) for layer in layers]
-        self._joined = Joined(self.layers, [joint for block in self.chain for joint in block.joints])
+        self.chain = [DecoderBlock(layer, layer.self_attn.shape.window) for layer in layers]
+        self._joined = JoinedLayers(self.layers, [joint for block in self.chain for joint in block.joints])
         self._blocks: Blocks | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
@@ -109,7 +109,7 @@ class FusedAttention:
     def __init__(self, attention: Attention) -> None:
         self.attention, self.shape = attention, heads_of(attention, attention.shape.window)
         self.qkv, self.out = Joint([attention.q_proj, attention.k_proj, attention.v_proj]), Joint([attention.o_proj])
-        self._joined = Joined([attention], [self.qkv, self.out])
+        self._joined = JoinedLayers([attention], [self.qkv, self.out])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedAttention:
         return FusedAttention(copy.deepcopy(self.attention, memo))

@@ -66,7 +66,7 @@ def _activation(mlp: Any) -> Callable[[Tensor], Tensor] | None:
     return None if own is None or isinstance(own, nn.SiLU) or type(own).__name__ == "SiLUActivation" else own
 
 
-class Block:
+class DecoderBlock:
     """One decoder block. Modules of transformers or of a drafter hold the weights, the order of operations is ours."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Block:
             self._kv = rows, None if self.qkv.packed is None else pack(rows)
         write(linear(read_BNX, self._kv[0], None, self._kv[1]), step, number, self.shape)
 
-    def with_added(self, of: Mapping[int, LowRank]) -> Block:
+    def with_added(self, of: Mapping[int, LowRank]) -> DecoderBlock:
         """A block over the same weights whose linear maps add to their outputs. of: by the maps' identities."""
         view = copy.copy(self)
         if self.latent is None:

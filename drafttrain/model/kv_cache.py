@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafttrain.model.kv_storage import PagedStorage, PageView, Rows, Storage, pages_for
+from drafttrain.model.kv_storage import CacheRows, PagedStorage, PageView, Storage, pages_for
 from drafttrain.model.recurrent_state import RecurrentStates, States
 
 STORAGE: Callable[[int, int, int, torch.device, int | None, int | None], Storage] = PagedStorage  # every new cache gets one
@@ -85,11 +85,11 @@ class KVCache:
     def _refresh(self, slot_B: Tensor) -> None:
         length_B = self._length_S[slot_B]
         if self._static_length is not None:
-            self._rows = Rows(slot_B, length_B, self._static_length, False, True)
+            self._rows = CacheRows(slot_B, length_B, self._static_length, False, True)
             return
         lengths = [self._host_lengths[slot] for slot in self._host_slots]
         longest, shortest = max(lengths, default=0), min(lengths, default=0)
-        self._rows = Rows(slot_B, length_B, longest, longest == shortest, False)
+        self._rows = CacheRows(slot_B, length_B, longest, longest == shortest, False)
 
     @property
     def device(self) -> torch.device:

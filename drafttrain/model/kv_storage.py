@@ -27,7 +27,7 @@ ARRIVALS = 1024  # counters of `tree_attention`: one for each block of rows, KV 
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CacheRows:
     """The rows in use and their committed positions."""
 
     slot_B: Tensor  # each row's slot
@@ -44,7 +44,7 @@ class PageView:
     layers: list[tuple[Tensor, Tensor] | None]  # each layer's keys and values, [Q, PAGE, h, D]; None before its first write
     stores: list[Tensor]  # [L, 2, Q, PAGE, h, D]; one tensor where all layers were allocated together
     table_BQ: Tensor  # each row's pages
-    rows: Rows
+    rows: CacheRows
     arrived: Tensor | None = None  # counters for `tree_attention`
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class Storage(Protocol):
         """Of the keys and values of all layers that have memory."""
         ...
 
-    def select(self, rows: Rows, in_order: bool) -> None:
+    def select(self, rows: CacheRows, in_order: bool) -> None:
         """Name the rows of the following calls. in_order: row b is slot b, for all slots."""
         ...
 
@@ -109,7 +109,7 @@ class Storage(Protocol):
         """Reserve the memory of those of these layers that have none. width: of keys."""
         ...
 
-    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
+    def write(self, layer: int, rows: CacheRows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
         """Write N positions from each row's length + earlier on; allocates the layer's memory at its first call."""
         ...
 
@@ -121,11 +121,11 @@ class Storage(Protocol):
         """Keys and values of a slot's first positions, [h, P, D]; views where the storage allows it."""
         ...
 
-    def view(self, rows: Rows) -> PageView | None:
+    def view(self, rows: CacheRows) -> PageView | None:
         """The pages, for operators that address them; None: callers use `read`."""
         ...
 
-    def move(self, rows: Rows, path_BA: Tensor, count_B: Tensor) -> None:
+    def move(self, rows: CacheRows, path_BA: Tensor, count_B: Tensor) -> None:
         """Move position length + path[a] to length + a, for the first `count_B` entries of each path."""
         ...
 
@@ -182,7 +182,7 @@ class PagedStorage:
     def bytes_per_position(self) -> int:
         return sum(store.nbytes for store in self.stores) // ((self.pages + 1) * PAGE)
 
-    def select(self, rows: Rows, in_order: bool) -> None:
+    def select(self, rows: CacheRows, in_order: bool) -> None:
         self._table_BQ = self.table_SQ[rows.slot_B]
         self._adjacent = in_order and self._whole  # row b's pages are the b-th run of the store: it is read as a view
 
@@ -198,7 +198,7 @@ class PagedStorage:
             own = store[place]
             self._layers[number] = (own[0], own[1]) if same else (own[0, ..., :width], own[0, ..., width:])
 
-    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
+    def write(self, layer: int, rows: CacheRows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
         N = k_BhND.shape[2]
         if self._layers[layer] is None:
             self.allocate([layer], k_BhND.shape[1], k_BhND.shape[3], v_BhND.shape[3], k_BhND.dtype)
@@ -242,10 +242,10 @@ class PagedStorage:
         """[S, P, h, D] view of pages in the order of the slots."""
         return pool[: self.pages].view(self.slots, self.capacity, *pool.shape[2:])
 
-    def view(self, rows: Rows) -> PageView:
+    def view(self, rows: CacheRows) -> PageView:
         return PageView(self._layers, self.stores, self._table_BQ, rows, self.arrived)
 
-    def move(self, rows: Rows, path_BA: Tensor, count_B: Tensor) -> None:
+    def move(self, rows: CacheRows, path_BA: Tensor, count_B: Tensor) -> None:
         for store in self.stores:
             kv_keep(store, self._table_BQ, rows.length_B, path_BA, count_B)
 

@@ -54,7 +54,7 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ChainGroup:
     """Chains of one length."""
 
     anchors: Anchors
@@ -77,7 +77,7 @@ class Chains(Documents):
     """Documents with chains: a slot sees its anchor's part of the text and the slots of its chain up to itself."""
 
     text: Documents | None  # of the text alone, as `TrainBatch.sees`
-    groups: tuple[Group, ...]
+    groups: tuple[ChainGroup, ...]
     position_BN: Tensor  # rotary positions of all columns
 
     @staticmethod
@@ -87,7 +87,7 @@ class Chains(Documents):
         groups, slot_S = [], torch.arange(1, slots + 1, device=batch.token_BT.device)
         for size, anchors in drawn if slots else []:
             first_BA = anchors.position_BA if root else batch.position_BT.gather(1, anchors.source_BA)
-            groups.append(Group(anchors, batch.context(anchors, root), first_BA[..., None] + slot_S[:size]))
+            groups.append(ChainGroup(anchors, batch.context(anchors, root), first_BA[..., None] + slot_S[:size]))
         position_BN = torch.cat([batch.position_BT, *(group.position_BAS.flatten(1) for group in groups)], 1)
         text = batch.sees()
         return Chains(batch.document_BT, batch.span, text=text, groups=tuple(groups), position_BN=position_BN)

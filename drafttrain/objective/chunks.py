@@ -28,7 +28,7 @@ NONE = slice(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class HeadRows:
     """Some rows of a shared head's input."""
 
     row_N: Index
@@ -36,27 +36,27 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PredictionPart:
     """Some predictions of one step."""
 
     step: int  # its number among the batch's predictions
     row_C: Index  # which of its predictions
     place_C: Index  # of each one's position, within the chunk's positions
     count: int
-    rows: Rows | None = None  # of a shared head, whose piece has a part for each kind of logits
+    rows: HeadRows | None = None  # of a shared head, whose piece has a part for each kind of logits
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class LossChunk:
     """Some positions of the target and the predictions of the tokens after them."""
 
     position_U: Tensor  # flat, ascending
-    pieces: list[list[Part]]  # predictions that one call of their head scores
+    pieces: list[list[PredictionPart]]  # predictions that one call of their head scores
 
 
 def chunks(
     position_M: Sequence[Tensor], heads: Sequence[Hashable], at_once: int, device: torch.device = CPU
-) -> Iterator[Chunk]:
+) -> Iterator[LossChunk]:
     """Chunks of at most `at_once` positions, whose pieces have at most `at_once` predictions.
 
     position_M: of each step's predictions, on the host. heads: of each step; steps of equal ones share pieces. A step without
@@ -69,19 +69,21 @@ def chunks(
     orders = [None if bool((x.diff() >= 0).all()) else x.argsort(stable=True) for x in host]
     places = [torch.searchsorted(all_N, x if order is None else x[order]) for x, order in zip(host, orders, strict=True)]
     for start in range(0, max(len(all_N), 1), at_once):
-        by_head: dict[Hashable, list[list[Part]]] = {}
+        by_head: dict[Hashable, list[list[PredictionPart]]] = {}
         for step, (head, order, place) in enumerate(zip(heads, orders, places, strict=True)):
             a, b = torch.searchsorted(place, torch.tensor([start, start + at_once])).tolist()
             for part in _parts(step, order, place[a:b] - start, a, at_once, device):
                 _append(by_head.setdefault(head, []), part, at_once)
             if not len(place) and start == 0:
-                by_head.setdefault(head, []).append([Part(step, NONE, NONE, 0)])
-        yield Chunk(moved(all_N[start : start + at_once], device), [piece for pieces in by_head.values() for piece in pieces])
+                by_head.setdefault(head, []).append([PredictionPart(step, NONE, NONE, 0)])
+        yield LossChunk(
+            moved(all_N[start : start + at_once], device), [piece for pieces in by_head.values() for piece in pieces]
+        )
 
 
 def alike(
-    found: Sequence[Chunk], heads: Sequence[Hashable], device: torch.device, shared: Container[Hashable] = ()
-) -> list[Chunk]:
+    found: Sequence[LossChunk], heads: Sequence[Hashable], device: torch.device, shared: Container[Hashable] = ()
+) -> list[LossChunk]:
     """The chunks with empty pieces between them, so that all processes call every head in one order and equally often.
 
     heads: of each step, in the same order in all processes. shared: the shared ones. See `core/divided.py`.
@@ -93,35 +95,35 @@ def alike(
     calls_NH = torch.zeros(count, len(order), dtype=torch.long, device=device)
     for number, by_head in enumerate(own):
         calls_NH[number] = torch.tensor([len(pieces) for pieces in by_head], device=device)
-    position_0, same = torch.zeros(0, dtype=torch.long, device=device), list[Chunk]()
+    position_0, same = torch.zeros(0, dtype=torch.long, device=device), list[LossChunk]()
     for number, calls in enumerate(most_of_all(calls_NH).tolist()):
         by_head = own[number] if number < len(found) else [[] for _ in order]
         filled = [pieces + [none] * (n - len(pieces)) for pieces, none, n in zip(by_head, empty, calls, strict=True)]
         position_U = found[number].position_U if number < len(found) else position_0
-        same.append(Chunk(position_U, [piece for pieces in filled for piece in pieces]))
+        same.append(LossChunk(position_U, [piece for pieces in filled for piece in pieces]))
     return same
 
 
-def _nothing(steps: Sequence[int], shared: bool) -> list[Part]:
+def _nothing(steps: Sequence[int], shared: bool) -> list[PredictionPart]:
     """A piece without predictions, of the steps of one head."""
     if shared:
-        return [Part(step, NONE, NONE, 0, Rows(NONE)) for step in steps]
-    return [Part(steps[0], NONE, NONE, 0)]
+        return [PredictionPart(step, NONE, NONE, 0, HeadRows(NONE)) for step in steps]
+    return [PredictionPart(steps[0], NONE, NONE, 0)]
 
 
 def _parts(
     step: int, order_M: Tensor | None, place_R: Tensor, first: int, at_once: int, device: torch.device
-) -> Iterator[Part]:
+) -> Iterator[PredictionPart]:
     """The predictions of one step in a chunk, of which the step's first one is number `first` in the order of positions."""
     for begin in range(0, len(place_R), at_once):
         place_C = place_R[begin : begin + at_once]
         count, a = len(place_C), first + begin
         row_C = slice(a, a + count) if order_M is None else moved(order_M[a : a + count], device)
         run = slice(int(place_C[0]), int(place_C[0]) + count)
-        yield Part(step, row_C, run if bool((place_C.diff() == 1).all()) else moved(place_C, device), count)
+        yield PredictionPart(step, row_C, run if bool((place_C.diff() == 1).all()) else moved(place_C, device), count)
 
 
-def _append(pieces: list[list[Part]], part: Part, at_once: int) -> None:
+def _append(pieces: list[list[PredictionPart]], part: PredictionPart, at_once: int) -> None:
     """Add the part to the last piece where it fits."""
     if pieces and sum(other.count for other in pieces[-1]) + part.count <= at_once:
         pieces[-1].append(part)

@@ -17,7 +17,7 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.model.lora import LoraSpec
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.objective.losses import LossOptions, Objective, StepCounts
-from drafttrain.objective.scores import Scores
+from drafttrain.objective.scores import ScoresFunction
 from drafttrain.targets.adapt import Adapter
 
 
@@ -58,7 +58,7 @@ class AdaptedObjective(Objective):
             logits_CV = self.adapter.target.head(own_CH)
             with torch.no_grad():
                 target_logits_CV = original.head(reference_CH) if name == "kl" else logits_CV
-            loss_C: Tensor = Scores.apply(logits_CV, target_logits_CV, label_C, {name: 1.0})[0]
+            loss_C: Tensor = ScoresFunction.apply(logits_CV, target_logits_CV, label_C, {name: 1.0})[0]
             return loss_C.sum()
 
         each = (final_BTH.flatten(0, 1)[place_M], reference_BTH.flatten(0, 1)[place_M], batch.token_BT.flatten()[pairs.label_M])

@@ -18,7 +18,7 @@ from drafttrain.ops import divergence
 Terms = Mapping[str, float]  # weight of each divergence in the loss, by its name in `ops.divergence`
 
 
-class Scores(torch.autograd.Function):
+class ScoresFunction(torch.autograd.Function):
     """Autograd function: (loss_C, hit_C, mass_C) from the logits of both models.
 
     It saves one tensor for the backward pass, dloss/dlogits, which is computed together with the loss (`ops.divergence`).
@@ -79,7 +79,7 @@ def scores_of(
     """(loss_C, hit_C, mass_C) of some predictions of a step, from its head's logits.
 
     end_to_end: where the head's vocabulary is a part of the target's, the loss is one minus the acceptance. spend: the
-    gradient may take the place of the logits. gain_C: of loss_C, as for `Scores`.
+    gradient may take the place of the logits. gain_C: of loss_C, as for `ScoresFunction`.
     """
     if prediction.vocab_D is not None:
         return restricted(logits_CD, target, label_C, terms, prediction.vocab_D, end_to_end, spend, gain_C)
@@ -87,7 +87,9 @@ def scores_of(
         return offered(logits_CD, target, label_C, terms, prediction.offers, end_to_end, gain_C)
     place_C, logits_UV = target.place_C, target.chunk.logits_UV
     logits_UV, row_C = (logits_UV[place_C], None) if isinstance(place_C, slice) else (logits_UV, place_C)
-    found: tuple[Tensor, Tensor, Tensor] = Scores.apply(logits_CD, logits_UV, label_C, terms, spend, row_C, None, gain_C)
+    found: tuple[Tensor, Tensor, Tensor] = ScoresFunction.apply(
+        logits_CD, logits_UV, label_C, terms, spend, row_C, None, gain_C
+    )
     return found
 
 
@@ -101,7 +103,7 @@ def restricted(
     spend: bool = False,
     gain_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Scores` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
+    """`ScoresFunction` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
 
     The loss compares with the target's distribution over that part, renormalised. It is 0 where the target's likeliest token
     (for ce: the label) is outside the part. Hits and acceptance are those of the whole vocabulary, where the drafter's
@@ -162,7 +164,7 @@ def _scores_over_part(
         learnt_C = (label_C if name == "ce" else best_C) >= 0
         own_C = None if gain_C is None or end_to_end else torch.where(learnt_C, weight * gain_C, 0.0)
         given = (logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, spend, None, part.log_sum_C, own_C)
-        apart_C, hit_C, mass_C = Scores.apply(*given)
+        apart_C, hit_C, mass_C = ScoresFunction.apply(*given)
         loss_C = loss_C + weight * torch.where(learnt_C, apart_C, 0.0)
     if whole_C is not None:
         loss_C, mass_C = 1.0 - whole_C, whole_C

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.objective.chunks import Chunk, Part, alike, chunks, index_tensor, joined, joined_index
+from drafttrain.objective.chunks import LossChunk, PredictionPart, alike, chunks, index_tensor, joined, joined_index
 from drafttrain.objective.scores import Terms, scores_of
 from drafttrain.objective.shared import shared_steps
 from drafttrain.objective.teacher import Distribution, Rows
@@ -60,7 +60,9 @@ class Gradients:
         self.of_parameter: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, piece: Sequence[Part], input_CH: Tensor, logits: Sequence[Tensor], slopes: Sequence[Tensor]) -> None:
+    def add(
+        self, piece: Sequence[PredictionPart], input_CH: Tensor, logits: Sequence[Tensor], slopes: Sequence[Tensor]
+    ) -> None:
         """Add the gradients, where the head made these logits of these predictions. slopes: of the logits."""
         if len(logits) == 1 and _is_product(logits[0]):
             product: Any = logits[0].grad_fn
@@ -210,7 +212,7 @@ class Scoring:
         return self._apart([_in_order(parts) for parts in found])
 
     def _scores(
-        self, chunk: Chunk, kept: Sequence[Rows], piece: Sequence[Part], input_CH: Tensor
+        self, chunk: LossChunk, kept: Sequence[Rows], piece: Sequence[PredictionPart], input_CH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss_C, hit_C, mass_C). kept: the target's logits, where they are still in memory."""
         first, found = self.steps[piece[0].step], []
@@ -227,13 +229,13 @@ class Scoring:
         """The scores of each of the given predictions. scores: of `steps`."""
         return [scores[step] if number_M is None else scores[step].of(number_M) for step, number_M in self._scored_in]
 
-    def _input(self, piece: Sequence[Part]) -> Tensor:
+    def _input(self, piece: Sequence[PredictionPart]) -> Tensor:
         """The head's input for a piece."""
         if (rows := piece[0].rows) is not None:
             return self.steps[piece[0].step].hidden_MH[rows.row_N]
         return joined([self.steps[part.step].hidden_MH[part.row_C] for part in piece])
 
-    def _logits(self, piece: Sequence[Part], input_CH: Tensor) -> list[tuple[Sequence[Part], Tensor]]:
+    def _logits(self, piece: Sequence[PredictionPart], input_CH: Tensor) -> list[tuple[Sequence[PredictionPart], Tensor]]:
         """The logits of a piece's predictions: of all parts together, or by kind where the head is shared."""
         first, rows = self.steps[piece[0].step], piece[0].rows
         if first.shared is None or rows is None:
@@ -255,7 +257,7 @@ class Scoring:
 
     def _piece(
         self,
-        piece: Sequence[Part],
+        piece: Sequence[PredictionPart],
         target: Rows,
         scores: Sequence[StepScores],
         weights: Sequence[Tensor] | None,
@@ -279,7 +281,7 @@ class Scoring:
 
     def _score(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PredictionPart],
         logits_CD: Tensor,
         target: Rows,
         scores: Sequence[StepScores],

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.model.batch import Prediction, TrainBatch, moved
-from drafttrain.objective.chunks import CPU, NONE, Chunk, Index, Part, Rows
+from drafttrain.objective.chunks import CPU, NONE, HeadRows, Index, LossChunk, PredictionPart
 
 
 def shared_steps(predictions: Sequence[Prediction], batch: TrainBatch) -> dict[Hashable, SharedSteps]:
@@ -62,14 +62,16 @@ class SharedSteps:
         """Numbers of a step's predictions among those of its kind."""
         return self._numbers[column]
 
-    def chunks(self, first: int, at_once: int, device: torch.device = CPU) -> Iterator[Chunk]:
+    def chunks(self, first: int, at_once: int, device: torch.device = CPU) -> Iterator[LossChunk]:
         """As `objective.chunks`: where a row has more than `at_once` predictions, a piece has one row.
 
         first: the number of the first kind's step.
         """
         steps = range(first, first + len(self.kinds))
         if not len(self.row_E):
-            yield Chunk(moved(self.position_E, device), [[Part(step, NONE, NONE, 0, Rows(NONE)) for step in steps]])
+            yield LossChunk(
+                moved(self.position_E, device), [[PredictionPart(step, NONE, NONE, 0, HeadRows(NONE)) for step in steps]]
+            )
             return
         rows, counts = self.row_E.unique_consecutive(return_counts=True)
         many = max(1, at_once // (self.columns * len(self.kinds)))
@@ -82,10 +84,10 @@ class SharedSteps:
             needed_U, place_C = place_E[a:b].unique(return_inverse=True)
             place_C, pieces = moved(place_C, device), []
             for begin, end, row_N in group:
-                of_piece = Rows(_index(row_N, device), self._entries(begin, end, row_N, device))
+                of_piece = HeadRows(_index(row_N, device), self._entries(begin, end, row_N, device))
                 given = slice(begin, end), place_C[begin - a : end - a], end - begin, of_piece
-                pieces.append([Part(step, *given) for step in steps])
-            yield Chunk(moved(all_U[needed_U], device), pieces)
+                pieces.append([PredictionPart(step, *given) for step in steps])
+            yield LossChunk(moved(all_U[needed_U], device), pieces)
 
     def _entries(self, begin: int, end: int, row_N: Tensor, device: torch.device) -> Tensor | None:
         """Which of the rows' logits are the predictions from `begin` to `end`; None: all."""

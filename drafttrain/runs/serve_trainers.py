@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from drafttrain.core.errors import UserError, WorkerError
 from drafttrain.core.files import HOST
 from drafttrain.engines.process import python_of
-from drafttrain.engines.states_command import Served, server_process
+from drafttrain.engines.states_command import ServedStates, server_process
 from drafttrain.engines.states_server import StatesServer, free_ports, running
 from drafttrain.features import FeatureOptions
 from drafttrain.runs.options import RunOptions
@@ -129,7 +129,7 @@ class _Machine:
         return made
 
 
-def _check_folder(served: Served) -> None:
+def _check_folder(served: ServedStates) -> None:
     until = monotonic() + SEEN
     while not Path(served.folder).is_dir():
         if monotonic() > until:

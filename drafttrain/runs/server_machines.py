@@ -26,7 +26,7 @@ from uuid import uuid4
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST
-from drafttrain.engines.states_command import Served
+from drafttrain.engines.states_command import ServedStates
 from drafttrain.runs.options import RunOptions
 
 MEETING = "DRAFTTRAIN_SERVERS"  # environment variable of training processes: the folder
@@ -42,7 +42,7 @@ class Wanted:
 
     id: str
     beat: int
-    served: Served
+    served: ServedStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def meeting_folder(options: RunOptions) -> Path:
 
 
 @contextmanager
-def asked(served: Served, machines: int, folder: Path, say: Callable[[str], None]) -> Iterator[list[str]]:
+def asked(served: ServedStates, machines: int, folder: Path, say: Callable[[str], None]) -> Iterator[list[str]]:
     """The addresses of all machines' servers. At the end, unless by an exception, the machines hear that training has ended.
 
     Raises UserError where a machine has none, or does not answer.
@@ -87,7 +87,7 @@ def end(folder: Path) -> None:
 def wanted(folder: Path) -> Wanted | None:
     """What is asked for now; None if nothing."""
     content = _read(folder / WANTED)
-    return None if content is None else Wanted(content["id"], content["beat"], Served.of(content["served"]))
+    return None if content is None else Wanted(content["id"], content["beat"], ServedStates.of(content["served"]))
 
 
 def answer(folder: Path, machine: Machine) -> None:
@@ -128,7 +128,7 @@ def _answers(folder: Path, request: str, machines: int, say: Callable[[str], Non
         sleep(LOOK)
 
 
-def _beat(folder: Path, request: str, served: Served, closing: threading.Event) -> None:
+def _beat(folder: Path, request: str, served: ServedStates, closing: threading.Event) -> None:
     beat = 0
     while True:
         with suppress(OSError):  # a full disk: the machines wait for a long time

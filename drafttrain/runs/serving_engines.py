@@ -26,7 +26,7 @@ from drafttrain.engines.process import ENGINES, EngineJob, python_of
 from drafttrain.engines.timed_process import serving
 from drafttrain.export import golden
 from drafttrain.export.chain import Ending, chain_drafter, decoded
-from drafttrain.export.exporter import GGUF, TARGET, Wanted, refusals
+from drafttrain.export.exporter import GGUF, TARGET, ExportSettings, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads, stacks_for
@@ -243,11 +243,11 @@ def stacks_of(name: str, family: str) -> list[str]:
     return able or stacks_for(family, ENGINES[name].loads[0])
 
 
-def wanted_export(opened: Opened, name: str, out: Path, dtype: str) -> Wanted:
+def wanted_export(opened: Opened, name: str, out: Path, dtype: str) -> ExportSettings:
     """The export for the first stack that accepts this drafter. Raises the first stack's UserError if none does."""
     errors = []
     for stack in stacks_of(name, opened.meta.family):
-        wanted = Wanted([stack], out, dtype, False, with_target=stack == GGUF)
+        wanted = ExportSettings([stack], out, dtype, False, with_target=stack == GGUF)
         try:
             refusals(opened, wanted)
             return wanted

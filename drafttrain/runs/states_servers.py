@@ -16,7 +16,7 @@ from drafttrain.core.files import HOST, remove_abandoned
 from drafttrain.engines.mooncake_master import mooncake_master
 from drafttrain.engines.process import python_of
 from drafttrain.engines.sglang_command import blocks_line, capture_line, final_line
-from drafttrain.engines.states_command import Served, server_process
+from drafttrain.engines.states_command import ServedStates, server_process
 from drafttrain.engines.states_server import HERE, StatesServer, free_ports, running
 from drafttrain.engines.vllm_command import mooncake_connector, serve_line
 from drafttrain.features import FeatureOptions
@@ -143,7 +143,7 @@ def _elsewhere(features: EngineFeatures, options: RunOptions, console: Console) 
         yield StatesServers(urls, folder, store=store)
 
 
-def _served(features: EngineFeatures, options: RunOptions, folder: Path, store: StoreSettings | None) -> Served:
+def _served(features: EngineFeatures, options: RunOptions, folder: Path, store: StoreSettings | None) -> ServedStates:
     target, loaded = options.target, features.loaded
     if target.weights is not None:
         raise UserError(
@@ -151,7 +151,7 @@ def _served(features: EngineFeatures, options: RunOptions, folder: Path, store: 
             "weights in features.servers"
         )
     path = Path(loaded.path).expanduser()
-    return Served(
+    return ServedStates(
         options.features.engine,
         str(path.absolute()) if path.exists() else loaded.path,
         tuple(features.layers.ids),

@@ -62,8 +62,8 @@ class EngineSettings:
     resources: Resources
     timeout: float  # seconds
 
-    def __call__(self, run_dir: Path, say: Callable[[str], None]) -> TrainingEngine:
-        return TrainingEngine(self, run_dir, say)
+    def __call__(self, run_dir: Path, say: Callable[[str], None]) -> RunEngine:
+        return RunEngine(self, run_dir, say)
 
     @property
     def dtype(self) -> str:
@@ -100,7 +100,7 @@ class _Running:
     blocked: float  # seconds that training waited for the export
 
 
-class TrainingEngine:
+class RunEngine:
     """The engine of one run, on rank 0: `drafttrain.train.engine_measurement.EngineProcess`."""
 
     def __init__(self, settings: EngineSettings, run_dir: Path, say: Callable[[str], None]) -> None:

@@ -28,7 +28,7 @@ FILES = ["model*.safetensors*", "*.json"]  # of a model on the hub
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TensorRows:
     """Some rows of a tensor in a file, which are read when transformers asks for the tensor."""
 
     tensor: Any  # safetensors' slice
@@ -90,7 +90,7 @@ def _share_of(tensors: dict[str, Any], shapes: set[tuple[int, ...]], first: int,
     for name, tensor in tensors.items():
         numbered = NUMBERED.search(name)
         if numbered is None:
-            found[name] = Rows(tensor, first, end) if _is_stacked(name, tuple(tensor.get_shape()), shapes) else tensor
+            found[name] = TensorRows(tensor, first, end) if _is_stacked(name, tuple(tensor.get_shape()), shapes) else tensor
         elif first <= int(numbered[1]) < end:
             found[name] = tensor
     return found

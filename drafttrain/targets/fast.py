@@ -21,7 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.decoding.cuda_graph import why_waiting
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.block_kind import LLAMA, BlockKind, rotary_order
-from drafttrain.model.decoder_block import Block, has_experts
+from drafttrain.model.decoder_block import DecoderBlock, has_experts
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.fused_blocks import Blocks
 from drafttrain.model.joint import PACKED_BYTES, Extended, Joint
@@ -127,7 +127,7 @@ class FastTarget(HFTarget):
         self._rotations = [self._rotation(kind) for kind in types[: self.shape.blocks]]
         order_D = rotary_order(self.shape.head_dim, self._pairs(self._rotations[0]), self.kind.interleaved)
         self._chain = [
-            Block(layer, window if sliding else None, self.part.sum, self.kind, order_D if name != STILL else None)
+            DecoderBlock(layer, window if sliding else None, self.part.sum, self.kind, order_D if name != STILL else None)
             for layer, sliding, name in zip(backbone.layers, slides, self._rotations, strict=True)
         ]
         self.generations = not any(slides)

@@ -40,7 +40,7 @@ class KnownStates:
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class ProbedEnds:
     """What running the first block with the ends has shown of the target."""
 
     fast: bool  # whether the fast runner would run it
@@ -63,7 +63,7 @@ class FrozenEnds(HFTarget):
     hooked = False
     capture_reason = NO_BLOCKS
 
-    def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int], probed: Probed, size: WholeSize) -> None:
+    def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int], probed: ProbedEnds, size: WholeSize) -> None:
         """model: with blocks on `meta`."""
         self.size = size
         super().__init__(model, stop_ids, frozen=False)

@@ -18,7 +18,7 @@ NODES = 4
 KEPT = (3, 1)  # accepted nodes of each row
 
 
-class Passes:
+class ProbePasses:
     """What a decode step does with the target: it verifies nodes, commits some of them, and verifies one after them."""
 
     def __init__(self, target: Probed) -> None:
@@ -56,7 +56,7 @@ def why_not_captured(target: Probed) -> str | None:
 
     A pass that waits for the GPU is found before anything is captured.
     """
-    passes = Passes(target)
+    passes = ProbePasses(target)
     held_BMV = torch.zeros_like(warmed(passes, target.device))
     if (reason := why_waiting(passes)) is not None:
         return reason

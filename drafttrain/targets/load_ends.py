@@ -13,7 +13,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.fast import FastTarget
-from drafttrain.targets.frozen_ends import FastEnds, FrozenEnds, Probed, WholeSize
+from drafttrain.targets.frozen_ends import FastEnds, FrozenEnds, ProbedEnds, WholeSize
 from drafttrain.targets.load import (
     DTYPES,
     LoadedTarget,
@@ -57,14 +57,14 @@ def load_ends(options: TargetOptions, first: bool = True, share: Share = lambda 
     if device.type == "cpu":
         keep_freed_memory()
     stop_ids = stop_ids_of(model, tokenizer)
-    found: Probed | str | None = None
+    found: ProbedEnds | str | None = None
     if first:
         try:
             found = _explained(options, lambda: _probed(options, model, pieces, stop_ids))
         except UserError as error:
             found = str(error)
     found = share(found)
-    if not isinstance(found, Probed):
+    if not isinstance(found, ProbedEnds):
         raise UserError(str(found))
     target = (FastEnds if found.fast else FrozenEnds)(model, stop_ids, found, WholeSize(pieces.parameters, pieces.bytes))
     check_pair(path, tokenizer, target.shape.vocab_size)
@@ -99,7 +99,7 @@ def _explained(options: TargetOptions, work: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
-def _probed(options: TargetOptions, model: Any, pieces: Pieces, stop_ids: frozenset[int]) -> Probed:
+def _probed(options: TargetOptions, model: Any, pieces: Pieces, stop_ids: frozenset[int]) -> ProbedEnds:
     """What the probe of a target of the first block shows. It decides which runner the whole target would have."""
     blocks = model.get_submodule(pieces.prefix)
     outline = blocks[0]
@@ -109,10 +109,10 @@ def _probed(options: TargetOptions, model: Any, pieces: Pieces, stop_ids: frozen
     finally:
         blocks[0] = outline
     target, failed = compared(runner_of(options.runner, alone, WHOLE), alone, stop_ids)
-    return Probed(isinstance(target, FastTarget), failed, target.chains_reason, target.generations)
+    return ProbedEnds(isinstance(target, FastTarget), failed, target.chains_reason, target.generations)
 
 
-def _description(options: TargetOptions, target: FrozenEnds, probed: Probed) -> dict[str, Any]:
+def _description(options: TargetOptions, target: FrozenEnds, probed: ProbedEnds) -> dict[str, Any]:
     """As of a whole target, without what running its blocks would show."""
     kept = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
     described = {name: getattr(options, name) for name in kept}

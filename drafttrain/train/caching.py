@@ -21,10 +21,10 @@ from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
 from drafttrain.features.cached import Cached
 from drafttrain.features.format import FeatureFormat
-from drafttrain.features.layout import Ids, Layout
+from drafttrain.features.layout import Ids, ShardLayout
 from drafttrain.features.online import Online
-from drafttrain.features.store import ABSENT, Store
-from drafttrain.features.writer import Writer
+from drafttrain.features.store import ABSENT, FeatureStore
+from drafttrain.features.writer import ShardWriter
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Taps
@@ -87,7 +87,7 @@ class Caching:
         missing = self._missing(store, world, console)
         if missing:
             positions = self.micro_batch * max(len(row.token_ids) for row in rows)
-            self._write(store, Writer(store, Online(target, self.taps), self._collate, positions), missing, world, console)
+            self._write(store, ShardWriter(store, Online(target, self.taps), self._collate, positions), missing, world, console)
         for number in store.numbers:
             if fault := store.fault(number, verify=False):
                 raise UserError(f"{store.file(number)} is {fault}; set features.dir to a directory that all processes share")
@@ -95,19 +95,19 @@ class Caching:
         console.say(f"features: {size} in {store.folder}; training reads them and does not run the target's blocks")
         return Cached(store, target.device, target.dtype)
 
-    def _store(self, rows: Sequence[Encoded]) -> Store:
+    def _store(self, rows: Sequence[Encoded]) -> FeatureStore:
         target, sparse = self.loaded.target, self.options.law == "top_k"
         keys = (self.taps if sparse else self.taps | Taps(final=True)).keys
         form = FeatureFormat(keys, self.options.format, target.shape.hidden_size, self.options.k if sparse else 0)
-        layout = Layout.of((document for row in rows for document in row.documents), form.bytes)
+        layout = ShardLayout.of((document for row in rows for document in row.documents), form.bytes)
         description = {"target": target.fingerprint, "dtype": self.loaded.description["dtype"]}
-        return Store(self.root.resolve(), layout, form, description)
+        return FeatureStore(self.root.resolve(), layout, form, description)
 
     def _collate(self, sequences: Sequence[Ids]) -> TrainBatch:
         pad = self.loaded.tokenizer.pad_token_id
         return collate([Encoded(ids, np.ones(len(ids), np.bool_)) for ids in sequences], 0 if pad is None else pad)
 
-    def _missing(self, store: Store, world: World, console: Console) -> list[int]:
+    def _missing(self, store: FeatureStore, world: World, console: Console) -> list[int]:
         """Numbers of the shards that are missing or damaged. Every process checks its share."""
         flag_S = torch.zeros(len(store.numbers), dtype=torch.long, device=self.loaded.target.device)
         bar = console if store.folder.exists() and store.bytes(store.numbers) > GIB else Console(None)
@@ -122,7 +122,7 @@ class Caching:
                 console.say(f"features: {store.file(number)} is damaged ({fault}) and will be computed again")
         return missing
 
-    def _write(self, store: Store, writer: Writer, missing: list[int], world: World, console: Console) -> None:
+    def _write(self, store: FeatureStore, writer: ShardWriter, missing: list[int], world: World, console: Console) -> None:
         tokens = sum(store.layout.tokens(number) for number in missing)
         trial = writer.trial(missing, world.size)
         free = shutil.disk_usage(next(p for p in store.folder.parents if p.exists())).free

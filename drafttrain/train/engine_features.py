@@ -27,10 +27,10 @@ from drafttrain.features.layout import Ids
 from drafttrain.features.mooncake_states import MooncakeStates, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
-from drafttrain.features.reference import TOLERANCE, Reference, difference
+from drafttrain.features.reference import TOLERANCE, ReferenceStates, difference
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.sglang_source import SglangSource
-from drafttrain.features.source import Source
+from drafttrain.features.source import StatesSource
 from drafttrain.features.state_files import StateFiles
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.target import FINAL, Taps
@@ -106,7 +106,7 @@ class EngineFeatures:
         )
         return EngineStates(servers, self.layers, self.loaded.target, self.options.ahead, self.writing)
 
-    def _beginning(self, data: Dataset) -> tuple[Ids, Reference]:
+    def _beginning(self, data: Dataset) -> tuple[Ids, ReferenceStates]:
         """(the first tokens of a conversation, the states to compare): of the first conversation whose states are finite."""
         for row in islice(data.train, TRIED):
             beginning_T = row.documents[0][:COMPARED]
@@ -131,7 +131,7 @@ class EngineFeatures:
 
     def _servers(
         self,
-        reference: Reference,
+        reference: ReferenceStates,
         urls: Sequence[str],
         folder: Path | None,
         way_out: str,
@@ -158,7 +158,7 @@ class EngineFeatures:
         started = not options.servers
         return ServerSettings(tuple(bases), key, options.request_timeout, options.patience, options.concurrency, started)
 
-    def _source(self, keys: tuple[int, ...], folder: Path | None, store: StoreSettings | None, way_out: str) -> Source:
+    def _source(self, keys: tuple[int, ...], folder: Path | None, store: StoreSettings | None, way_out: str) -> StatesSource:
         objects = None if store is None else MooncakeStates(MooncakeStore(store))
         if self.options.engine == "vllm":
             return VllmSource(keys, self.longest, objects or StateFiles(folder), way_out)
@@ -219,7 +219,7 @@ class EngineFeatures:
         target = self.loaded.target
         return target.known.ids if isinstance(target, FrozenEnds) and target.known else None
 
-    def _compared(self, ids: Ids) -> tuple[Reference, Tensor]:
+    def _compared(self, ids: Ids) -> tuple[ReferenceStates, Tensor]:
         """The target's states of a sequence, and the final ones [T, H]. All processes compute them together."""
         pad, target = self.loaded.tokenizer.pad_token_id, self.loaded.target
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
@@ -233,7 +233,7 @@ class EngineFeatures:
                 "features=engine: this target's final state is not the norm of its last block's output; set features=online"
             )
         own = {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}
-        return Reference(ids.tolist(), keys, own, target.dtype), hidden[FINAL][0]
+        return ReferenceStates(ids.tolist(), keys, own, target.dtype), hidden[FINAL][0]
 
 
 def _together(world: World, ask: Callable[[], R]) -> R | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.engines.states_command import Served, server_process
+from drafttrain.engines.states_command import ServedStates, server_process
 from drafttrain.engines.states_server import StatesServer, free_ports, running
 from tests.engines.conftest import ROOT, python_for, trained
 from tests.unit.measure.test_runner import SCHEMA, check
@@ -57,7 +57,7 @@ def test_measure_vllm_server_counts_equal_in_process_vllm(command: Callable[...,
     drafts = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
     serve = ["serve", str(ROOT / "drafttrain" / "assets" / "tiny"), "--dtype", "float32", "--max-model-len", "1024"]
     serve += ["--no-enable-prefix-caching", "--enforce-eager", "--speculative-config", json.dumps(drafts)]
-    _, environment = server_process(Served("vllm", serve[1], (1,), 1, str(tmp_path), "float32"), (), 1, on_cpu=True)
+    _, environment = server_process(ServedStates("vllm", serve[1], (1,), 1, str(tmp_path), "float32"), (), 1, on_cpu=True)
     server = StatesServer(python, serve, environment, tmp_path / "log", print, free_ports(1)[0])
     with running([server]):
         code = command(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafttrain as dt
-from drafttrain.engines.draft_push import Draft
+from drafttrain.engines.draft_push import PushedDrafter
 from drafttrain.engines.process import ENGINES
 from drafttrain.targets.load import EMBEDDED
 from tests.engines.conftest import ROOT, python_for, trained
@@ -67,7 +67,7 @@ class Kept:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def receive(self, draft: Draft) -> None:
+    def receive(self, draft: PushedDrafter) -> None:
         save_file({name: tensor.contiguous().clone() for name, tensor in draft.weights()}, self.file)
 
 

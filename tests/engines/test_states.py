@@ -19,7 +19,7 @@ import torch
 
 from drafttrain.core.files import remove_abandoned
 from drafttrain.engines.mooncake_master import mooncake_master
-from drafttrain.engines.states_command import Served, server_process
+from drafttrain.engines.states_command import ServedStates, server_process
 from drafttrain.engines.states_server import StatesServer, free_ports, running
 from drafttrain.features.mooncake_states import MooncakeStates
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
@@ -75,7 +75,7 @@ def states_by(kind: str, python: Path, folder: Path) -> list[States]:
             master = stack.enter_context(mooncake_master(folder / "master.log", print))
             transport = MooncakeStates(MooncakeStore(StoreSettings(master)), folder / "names")
             store = {"master": master, "protocol": "tcp", "device": "", "segment": 2**28}
-        served = Served("vllm", str(EMBEDDED), (4, 8, 12), 400, str(folder / "states"), "float32", mooncake=store)
+        served = ServedStates("vllm", str(EMBEDDED), (4, 8, 12), 400, str(folder / "states"), "float32", mooncake=store)
         arguments, environment = server_process(served, (), 1, on_cpu=True)
         server = StatesServer(python, arguments, environment, folder / "vllm.log", print, free_ports(1)[0])
         stack.enter_context(running([server]))

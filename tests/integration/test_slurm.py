@@ -84,14 +84,14 @@ def test_slurm_launcher_without_srun_is_refused_in_one_line(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r'^launcher=slurm: Could not detect "srun".*; submit on the cluster'):
-        slurm.submit("fit", [slurm.Request([], LauncherOptions())])
+        slurm.submit("fit", [slurm.SlurmRequest([], LauncherOptions())])
     assert not list(tmp_path.iterdir())
 
 
 def test_slurm_launcher_without_submitit_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UserError, match=r"needs submitit; pip install 'drafttrain\[slurm\]'"):
-        slurm.submit("fit", [slurm.Request([], LauncherOptions())])
+        slurm.submit("fit", [slurm.SlurmRequest([], LauncherOptions())])
 
 
 class Ended:

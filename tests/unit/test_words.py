@@ -70,3 +70,13 @@ def test_package_identifiers_avoid_unclear_words() -> None:
             if name not in KEPT:
                 wrong |= {f"{path.relative_to(PACKAGE)}: {name}; better: {AVOID[word]}" for word in words(name) & own}
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_package_class_names_are_unique() -> None:
+    """A class is found by its name alone."""
+    places: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, set()).add(str(path.relative_to(PACKAGE)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.drafters.common.dynamic_tree import Generation, Scored
+from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
 from drafttrain.drafters.common.pending import CachedState, with_root
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.drafter import Commit, Drafter, draft_chain
@@ -88,7 +88,7 @@ class AutoregressiveState(CachedState):
             tree = self._chain(root_B, logits_BV, depth, sampling)
         else:
             first = Scored(logits_BV[:, None], logits_BV[:, None, :0])
-            tree = self.grower.grow(root_B, first, partial(self._score, list[Generation]()), None, depth)
+            tree = self.grower.grow(root_B, first, partial(self._score, list[TreeLevel]()), None, depth)
         for kv, mark in zip(self.own_caches, marks, strict=True):
             kv.back_to(mark)
         return tree
@@ -104,7 +104,7 @@ class AutoregressiveState(CachedState):
         steps = min(self.drafter.draft_length, depth or self.drafter.draft_length)
         return draft_chain(root_B, logits_BV, advance, steps, sampling, self.kv.length_B - 1)
 
-    def _score(self, above: list[Generation], nodes: Generation) -> Scored:
+    def _score(self, above: list[TreeLevel], nodes: TreeLevel) -> Scored:
         """above: the generations scored so far; receives this one.
 
         Where the model takes a tree in one pass only, earlier generations are computed again with this one.

@@ -33,7 +33,7 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.common.block_options import BlockOptions, BlockShape
 from drafttrain.drafters.common.calibration import PlattCalibration
 from drafttrain.drafters.common.draft_vocabulary import DraftVocabulary
-from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
+from drafttrain.drafters.common.dynamic_tree import Score, Scored, TreeLevel
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.attention import AttentionMetadata
@@ -68,7 +68,7 @@ class Walk:
 def stateless(choose: Choices) -> Score:
     """Scores nodes that carry no state."""
 
-    def score(nodes: Generation) -> Scored:
+    def score(nodes: TreeLevel) -> Scored:
         logits_BWV = choose(nodes.depth, nodes.token_BW)
         return Scored(logits_BWV, nodes.state_BWH[:, :1].expand(-1, logits_BWV.shape[1], -1))
 
@@ -401,13 +401,13 @@ class BlockState(CachedState):
             return drafter.with_confidence(tree, state_BKH, logits_BKV.unbind(1))
         walk = drafter.walk(state_BSH, drafts, pending)
         score, among = walk.score, walk.candidates
-        below_root = score(Generation(root_B[:, None], drafter.root_state(state_BSH), 0, None))
+        below_root = score(TreeLevel(root_B[:, None], drafter.root_state(state_BSH), 0, None))
         if not drafter.samples:
             return self.grower.grow(root_B, below_root, score, among, depth)
         scored = [below_root]
 
         def advance(token_B: Tensor) -> Tensor:
-            scored.append(score(Generation(token_B[:, None], scored[-1].state_BWH, len(scored), None)))
+            scored.append(score(TreeLevel(token_B[:, None], scored[-1].state_BWH, len(scored), None)))
             return scored[-1].logits_BWV[:, 0]
 
         chain = draft_chain(root_B, below_root.logits_BWV[:, 0], advance, drafts, sampling, self.kv.length_B, among)

@@ -31,7 +31,7 @@ from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, single_bits, word
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class TreeLevel:
     """Nodes to be scored in one pass."""
 
     token_BW: Tensor
@@ -48,7 +48,7 @@ class Scored:
     state_BWH: Tensor  # from which the nodes below are scored
 
 
-Score = Callable[[Generation], Scored]
+Score = Callable[[TreeLevel], Scored]
 Ids = (
     Tensor | Candidates | None
 )  # target ids of what logits are of: [V] of the drafter's vocabulary; None: they are the indices
@@ -75,7 +75,7 @@ class Level:
     rank_W: Tensor  # its index among its parent's choices: where all parents have the same
     inner_F: Tensor  # the nodes with children
     above_F: Tensor  # their parents' places among the nodes scored before
-    bits_Fw: Tensor  # as in `Generation`
+    bits_Fw: Tensor  # as in `TreeLevel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class StaticTree:
                 else:
                     state_BFH = state_BWH.index_select(1, level.above_F)
                 token_BF = token_BW.index_select(1, level.inner_F)
-                scored = score(Generation(token_BF, state_BFH, number + 1, level.bits_Fw.expand(B, -1, -1)))
+                scored = score(TreeLevel(token_BF, state_BFH, number + 1, level.bits_Fw.expand(B, -1, -1)))
         return DraftTree.static(torch.cat(tokens, 1), self.shapes[steps - 1])
 
     def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
@@ -201,7 +201,7 @@ class DynamicGrower:
         of = [Chosen(gain_BKW[:, k, None], token_BKW[:, k, None], logits_BKV[:, :1, :0]) for k in range(steps)]
         return self._grow(root_B, of[0], lambda nodes: of[nodes.depth], steps)
 
-    def _grow(self, root_B: Tensor, first: Chosen, choose: Callable[[Generation], Chosen], depth: int | None) -> DraftTree:
+    def _grow(self, root_B: Tensor, first: Chosen, choose: Callable[[TreeLevel], Chosen], depth: int | None) -> DraftTree:
         tree, B = self.tree, len(root_B)
         steps, W = min(tree.depth, depth or tree.depth), tree.width
         score_BW, token_BW = first.gain_BWR[:, 0], first.token_BWR[:, 0]
@@ -210,7 +210,7 @@ class DynamicGrower:
         bits_BWw = self._bit_Ww[0].expand(B, -1, -1) if self._bit_Ww else None
         for step in range(1, steps):
             assert bits_BWw is not None
-            chosen = choose(Generation(token_BW, state_BWH, step, bits_BWw))
+            chosen = choose(TreeLevel(token_BW, state_BWH, step, bits_BWw))
             total_BC = (score_BW[..., None] + chosen.gain_BWR).flatten(1)
             choice_BC = chosen.token_BWR.expand(B, W, W).flatten(1)
             tokens.append(choice_BC)

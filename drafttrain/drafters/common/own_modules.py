@@ -79,7 +79,7 @@ def layout_of(model_type: str) -> OwnModule:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """A stored tensor, and its place in one of ours."""
 
     name: str
@@ -103,30 +103,30 @@ class Numbered:
     def prefix(self, text: str) -> str:
         return text.format(layer=self.blocks + self.number, number=self.number)
 
-    def pieces(self, name: str, shape: torch.Size, fused: bool = False) -> list[Piece]:
+    def pieces(self, name: str, shape: torch.Size, fused: bool = False) -> list[StoredPiece]:
         """The stored tensors that make up ours of this name and shape.
 
         fused: experts are stored as transformers keeps them, [E, 2I, H] and [E, H, I]; else each expert has three matrices.
         """
         part, _, rest = name.partition(".")
         if part != BLOCK:
-            return [Piece(f"{self.prefix(self.layout.around)}{self.layout.parts.get(part, part)}.{rest}")]
+            return [StoredPiece(f"{self.prefix(self.layout.around)}{self.layout.parts.get(part, part)}.{rest}")]
         prefix, (owner, _, last) = self.prefix(self.layout.block), rest.rpartition(".")
         if fused or last not in FUSED or len(shape) != 3:
-            return [Piece(prefix + rest)]
+            return [StoredPiece(prefix + rest)]
         experts = range(shape[0])
         if last == "down_proj":
-            return [Piece(f"{prefix}{owner}.{e}.down_proj.weight", e) for e in experts]
+            return [StoredPiece(f"{prefix}{owner}.{e}.down_proj.weight", e) for e in experts]
         half = shape[1] // 2
         rows = {"gate_proj": (0, half), "up_proj": (half, shape[1])}
-        return [Piece(f"{prefix}{owner}.{e}.{matrix}.weight", e, *part) for e in experts for matrix, part in rows.items()]
+        return [StoredPiece(f"{prefix}{owner}.{e}.{matrix}.weight", e, *part) for e in experts for matrix, part in rows.items()]
 
     @property
     def projection(self) -> str:
         """The stored name of eh_proj, which tells whether files have the module."""
         return self.pieces("eh_proj.weight", torch.Size())[0].name
 
-    def stored_as(self, stored: StoredTensors, expected: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+    def stored_as(self, stored: StoredTensors, expected: Mapping[str, Tensor]) -> dict[str, list[StoredPiece]]:
         """The pieces of each tensor that are in the files, by our names. expected: tensors of our shapes.
 
         Raises UserError where the files have no module, or one that lacks some of its tensors.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.drafters.common.dynamic_tree import Generation, Scored
+from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.batch import Pairs, TrainBatch
@@ -249,7 +249,7 @@ class RecurrentState(CachedState):
         latest = [first]
 
         def advance(token_B: Tensor) -> Tensor:
-            latest[0] = score(Generation(token_B[:, None], latest[0].state_BWH, score.nodes + 1, None))
+            latest[0] = score(TreeLevel(token_B[:, None], latest[0].state_BWH, score.nodes + 1, None))
             return latest[0].logits_BWV[:, 0]
 
         steps = min(drafter.draft_length, depth or drafter.draft_length)
@@ -267,7 +267,7 @@ class NodeScorer:
     def __init__(self, state: RecurrentState) -> None:
         self.state, self.nodes = state, 0
 
-    def __call__(self, nodes: Generation) -> Scored:
+    def __call__(self, nodes: TreeLevel) -> Scored:
         state, (B, W) = self.state, nodes.token_BW.shape
         position_BW = (state.kv.length_B + (nodes.depth - 1))[:, None].expand(B, W)
         meta = state.cached.meta(position_BW, bits_BNw=nodes.bits_BWw, earlier=self.nodes)

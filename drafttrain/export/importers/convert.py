@@ -19,7 +19,7 @@ from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META, CheckpointMeta, TargetRecord, build, read_meta, save_drafter
 from drafttrain.export.drafter_adapter import check_merged
 from drafttrain.export.importers.directory import Foreign, listed
-from drafttrain.export.importers.row import TRAINED_FOR, Draft, Importer, check_shared
+from drafttrain.export.importers.row import TRAINED_FOR, ConvertedDrafter, Importer, check_shared
 from drafttrain.export.importers.table import recognised
 from drafttrain.export.importers.unread import check_unread
 from drafttrain.model.drafter import Drafter
@@ -81,7 +81,7 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
     )
 
 
-def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
+def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> ConvertedDrafter:
     """The tensors under our names and in our form, without those that come from elsewhere."""
     tensors, strange, renames = dict[str, Tensor](), list[str](), row.names(found)
     shared = row.shared.keys() - row.own(found, loaded.target)
@@ -100,7 +100,7 @@ def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
     options = row.options(found, loaded.target)  # before the shared tensors: their sizes may be those of a draft vocabulary
     for name in sorted(found.tensors.keys() & shared):
         check_shared(found, name, row.shared[name], loaded.target)
-    draft = Draft(found, loaded.target, options, tensors)
+    draft = ConvertedDrafter(found, loaded.target, options, tensors)
     row.mend(draft)
     return draft
 
@@ -117,7 +117,7 @@ def _built(found: Foreign, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafte
         ) from error
 
 
-def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:
+def _check(row: Importer, draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
     """Raise UserError, with the directory's own names, unless these tensors fill the drafter."""
     found, given, renames = draft.found, draft.tensors, row.names(draft.found)
 

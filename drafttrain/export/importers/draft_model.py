@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign, listed
-from drafttrain.export.importers.row import Draft, Importer
+from drafttrain.export.importers.row import ConvertedDrafter, Importer
 from drafttrain.export.layouts.draft_model import ADAPTED, RENAMES
 from drafttrain.export.layouts.peagle import MASK
 from drafttrain.model.target import Target
@@ -84,7 +84,7 @@ def _adapter_options(found: Foreign, target: Target) -> dict[str, Any]:
     return _from(base, found.number("r"), int(alpha))
 
 
-def complete(draft: Draft, own: Mapping[str, Tensor]) -> None:
+def complete(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
     """Tie the head, and use the embedding that was resized to the target's vocabulary when the model was read."""
     tensors, model = draft.tensors, draft.found.directory
     if not own:
@@ -100,7 +100,7 @@ def complete(draft: Draft, own: Mapping[str, Tensor]) -> None:
             tensors[name] = tensor.to(given.dtype)
 
 
-def _tie(draft: Draft, own: Mapping[str, Tensor]) -> None:
+def _tie(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
     """Store the tied head once. A head that differs from the embedding raises UserError, because it would be lost."""
     tensors = draft.tensors
     (embedding,) = [name for name in tensors if name.endswith(EMBEDDINGS)]
@@ -115,7 +115,7 @@ def _tie(draft: Draft, own: Mapping[str, Tensor]) -> None:
     tensors[head] = tensors[embedding]
 
 
-def _complete_adapter(draft: Draft, own: Mapping[str, Tensor]) -> None:
+def _complete_adapter(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
     """Add the base model's weights, and fresh matrices, which change nothing, where the adapter has none."""
     given = set(draft.tensors)
     strange = sorted(given - own.keys())

@@ -9,7 +9,7 @@ from drafttrain.export.importers.block_fields import field_of, number_of
 from drafttrain.export.importers.dflash import PART, SHIFTED, speculators_options, zlab_options
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.eagle3 import store_vocabulary
-from drafttrain.export.importers.row import TYPE, Draft, Importer, speculators
+from drafttrain.export.importers.row import TYPE, ConvertedDrafter, Importer, speculators
 from drafttrain.model.target import Target
 
 SHIFT = "shift_label"
@@ -27,7 +27,7 @@ def _deepspec_options(found: Foreign, target: Target) -> dict[str, Any]:
     return zlab_options(found, target, shifted, part=True) | _own(found)
 
 
-def _note(draft: Draft) -> None:
+def _note(draft: ConvertedDrafter) -> None:
     """All loaders have the same default for these files, unlike for speculators'."""
     store_vocabulary(draft)
     if field_of(draft.found, SHIFTED) is None and field_of(draft.found, SHIFT) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import EMBEDDING, HEAD, Draft, Importer, layer_options
+from drafttrain.export.importers.row import EMBEDDING, HEAD, ConvertedDrafter, Importer, layer_options
 from drafttrain.model.target import Target
 
 ATTENTION = "layers.0.self_attn.q_proj.weight"
@@ -24,7 +24,7 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     return {"bias": own or found.config.get("bias") is True, "layer": layer_options(found, found.config, target)}
 
 
-def _mend(draft: Draft) -> None:
+def _mend(draft: ConvertedDrafter) -> None:
     if not draft.options["bias"]:
         draft.tensors.pop("fc.bias", None)
     elif draft.found.config.get("bias") is False:

@@ -18,7 +18,7 @@ from drafttrain.export.importers.row import (
     INNER,
     TRAINED_FOR,
     TYPE,
-    Draft,
+    ConvertedDrafter,
     Importer,
     is_shared,
     layer_options,
@@ -154,7 +154,7 @@ def draft_vocab(found: Foreign, vocab: int) -> int | None:
     return rows if found.has("d2t") and not whole else None
 
 
-def mend(draft: Draft) -> None:
+def mend(draft: ConvertedDrafter) -> None:
     """Note what is not said, and store the vocabulary in our form."""
     found = draft.found
     if draft.options.get("own_embedding"):
@@ -164,7 +164,7 @@ def mend(draft: Draft) -> None:
     store_vocabulary(draft)
 
 
-def store_vocabulary(draft: Draft) -> None:
+def store_vocabulary(draft: ConvertedDrafter) -> None:
     """Store d2t as ascending offsets, with the head's rows in their order, and t2d as bool, also where it is missing."""
     found, tensors, vocab = draft.found, draft.tensors, draft.target.shape.vocab_size
     if draft.options["draft_vocab"] is None:
@@ -192,7 +192,7 @@ def store_vocabulary(draft: Draft) -> None:
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids_D, True)
 
 
-def _target_ids(draft: Draft, d2t: Tensor, marked: Tensor | None) -> Tensor:
+def _target_ids(draft: ConvertedDrafter, d2t: Tensor, marked: Tensor | None) -> Tensor:
     """[D] the target's ids in the order of the files, from offsets (target = i + d2t[i]) or from ids, which some converters
     write. Some trainers order them by how often they occur.
 

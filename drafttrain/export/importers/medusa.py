@@ -8,7 +8,7 @@ import torch
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import Draft, Importer, counted, same_size
+from drafttrain.export.importers.row import ConvertedDrafter, Importer, counted, same_size
 from drafttrain.export.layouts.medusa import VLLM, official_names
 from drafttrain.export.layouts.renames import Renames, compiled
 from drafttrain.model.target import Target
@@ -42,7 +42,7 @@ def _official_options(found: Foreign, target: Target) -> dict[str, Any]:
     return {"heads": heads, "layers": _numbers(found, "0.{i}.linear.weight"), "init": "copy"}
 
 
-def _mend(draft: Draft) -> None:
+def _mend(draft: ConvertedDrafter) -> None:
     """Add zero biases to blocks without biases (vLLM's medusa_fc_bias). Share the target's matrix if all heads have it."""
     found, tensors, heads = draft.found, draft.tensors, draft.options["heads"]
     for key in ("medusa_num_heads", "num_heads"):

@@ -8,7 +8,7 @@ import torch
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import Draft, Importer, same_size
+from drafttrain.export.importers.row import ConvertedDrafter, Importer, same_size
 from drafttrain.export.layouts.mlp_speculator import RENAMES
 from drafttrain.model.target import Target
 
@@ -24,7 +24,7 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     }
 
 
-def _mend(draft: Draft) -> None:
+def _mend(draft: ConvertedDrafter) -> None:
     """Keep shared weights once; the files may have them once or for every stage."""
     if not draft.options["tie_weights"]:
         return

@@ -9,7 +9,7 @@ from drafttrain.export.importers.row import (
     INNER,
     NORM,
     TYPE,
-    Draft,
+    ConvertedDrafter,
     Importer,
     check_shared,
     layer_options,
@@ -45,7 +45,7 @@ def _deepseek_names(found: Foreign) -> Renames:
     return mtp.deepseek_names(found.number("num_hidden_layers"))
 
 
-def _mend(draft: Draft) -> None:
+def _mend(draft: ConvertedDrafter) -> None:
     """Check that the norm before the head is the target's, and drop it."""
     names = mtp.SPECULATORS if TYPE in draft.found.config else _deepseek_names(draft.found)
     if draft.tensors.pop("norm.weight", None) is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers import eagle3
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import INNER, TYPE, Draft, Importer, speculators
+from drafttrain.export.importers.row import INNER, TYPE, ConvertedDrafter, Importer, speculators
 from drafttrain.export.layouts.peagle import MASK, RENAMES
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.model.target import Target
@@ -45,12 +45,12 @@ def _mask(found: Foreign) -> int:
     return next(iter(masks.values()))
 
 
-def _mend(draft: Draft) -> None:
+def _mend(draft: ConvertedDrafter) -> None:
     eagle3.mend(draft)
     draft.tensors["mask.hidden"] = draft.tensors["mask.hidden"].reshape(1, 1, -1)
 
 
-def _complete(draft: Draft, own: Mapping[str, Tensor]) -> None:
+def _complete(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
     """Use the target's embedding if the drafter has none, as stacks do."""
     if EMBEDDING not in draft.tensors:
         draft.notes.append("it has no embedding: the target's is used")

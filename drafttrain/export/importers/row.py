@@ -28,7 +28,7 @@ TRAINED_FOR = "give the target that it was trained for with target=hf target.pat
 
 
 @dataclass
-class Draft:
+class ConvertedDrafter:
     """A directory that is being converted."""
 
     found: Foreign
@@ -38,7 +38,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)  # for the user
 
 
-def nothing(draft: Draft) -> None:
+def nothing(draft: ConvertedDrafter) -> None:
     """For layouts that store every tensor in our form."""
 
 
@@ -47,7 +47,7 @@ def usual_layers() -> Mapping[str, Any]:
     return LlamaConfig().to_dict() | Qwen3Config().to_dict()
 
 
-def as_built(draft: Draft, own: Mapping[str, Tensor]) -> None:
+def as_built(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
     """For layouts that contain every tensor of the drafter."""
 
 
@@ -61,11 +61,11 @@ class Importer:
     options: Callable[[Foreign, Target], dict[str, Any]]  # our family's options, from the directory
     renames: Renames | Callable[[Foreign], Renames] = SAME  # their tensor names and ours
     shared: Mapping[str, str] = field(default_factory=dict)  # tensors that must equal the target's; they are not kept
-    mend: Callable[[Draft], None] = nothing  # brings tensors into our form, under our names
+    mend: Callable[[ConvertedDrafter], None] = nothing  # brings tensors into our form, under our names
     # those of the shared tensors that are not the target's, but the drafter's own
     own: Callable[[Foreign, Target], tuple[str, ...]] = lambda found, target: ()
     # adds tensors that come from elsewhere, given those of the built drafter
-    complete: Callable[[Draft, Mapping[str, Tensor]], None] = as_built
+    complete: Callable[[ConvertedDrafter, Mapping[str, Tensor]], None] = as_built
     places: tuple[str, ...] = ()  # options that tell where weights are, not what they are
     # values of fields that change nothing where no importer asks for them; None: another library reads the whole configuration
     usual: Callable[[], Mapping[str, Any]] | None = usual_layers

@@ -7,18 +7,18 @@ speculators has one for its layers with windows, which vLLM takes for all layers
 
 from __future__ import annotations
 
-from drafttrain.export.files import Source
+from drafttrain.export.files import ExportSource
 from drafttrain.export.layouts.llama import windows_of
 
 KEYED = ("vllm", "sglang", "llamacpp")  # stacks that read a flag of all layers
 
 
-def windows(source: Source) -> list[int | None]:
+def windows(source: ExportSource) -> list[int | None]:
     """Each layer's sliding window; empty where no layer has one."""
     return windows_of(source.layer_shape, source.options["layers"])
 
 
-def causal_layers(source: Source) -> list[bool]:
+def causal_layers(source: ExportSource) -> list[bool]:
     """Whether slots of each layer see no later slot of their block."""
     options = source.options
     if options.get("causal", False):
@@ -27,14 +27,14 @@ def causal_layers(source: Source) -> list[bool]:
     return [of_windows and window is not None for window in windows(source) or [None] * options["layers"]]
 
 
-def causal_key(source: Source) -> bool | None:
+def causal_key(source: ExportSource) -> bool | None:
     """The value of `is_causal`; None where the stacks' own choice, layer by layer, is right."""
     if source.options.get("causal", False):
         return True
     return False if any(windows(source)) and not any(causal_layers(source)) else None
 
 
-def refuse_causal(source: Source, per_layer: bool = False, keyed: tuple[str, ...] = ()) -> str | None:
+def refuse_causal(source: ExportSource, per_layer: bool = False, keyed: tuple[str, ...] = ()) -> str | None:
     """Why this stack would take other layers as causal than the drafter has; None where it takes the same.
 
     per_layer: in speculators' layout each layer is causal if it has a window, whatever its flag says. keyed: further stacks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.causal import causal_key, causal_layers, refuse_causal, windows
 from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_fields
 from drafttrain.export.layouts.renames import Renames
@@ -22,19 +22,19 @@ TRANSFORMERS = Renames(
 )
 
 
-def refuse(source: Source, scaled: tuple[str, ...] = ()) -> str | None:
+def refuse(source: ExportSource, scaled: tuple[str, ...] = ()) -> str | None:
     """Why this stack cannot load this drafter; None where it can. scaled: as in `refuse_embedding`."""
     return refuse_shifted(source) or refuse_sorted(source) or refuse_last(source, scaled=scaled, keyed=("official",))
 
 
-def refuse_sorted(source: Source) -> str | None:
+def refuse_sorted(source: ExportSource) -> str | None:
     """Why TensorRT-LLM, which sorts the layer ids, would join the states in another order; None where it does not."""
     if source.stack != "trtllm" or source.layer_inputs == sorted(source.layer_inputs):
         return None
     return "its taps do not ascend, but TensorRT-LLM sorts them; train with ascending drafter.taps"
 
 
-def refuse_shifted(source: Source) -> str | None:
+def refuse_shifted(source: ExportSource) -> str | None:
     """Why shifted slots cannot be loaded; None for slots in place."""
     if source.options["slots"] == "in_place":
         return None
@@ -42,7 +42,7 @@ def refuse_shifted(source: Source) -> str | None:
 
 
 def refuse_last(
-    source: Source, per_layer: bool = False, scaled: tuple[str, ...] = (), keyed: tuple[str, ...] = ()
+    source: ExportSource, per_layer: bool = False, scaled: tuple[str, ...] = (), keyed: tuple[str, ...] = ()
 ) -> str | None:
     """Why a stack that accepts shifted slots cannot load this drafter; None where it can.
 
@@ -55,7 +55,7 @@ def refuse_last(
     return taps or refuse_embedding(source, scaled) or refuse_bias(source)
 
 
-def lmdeploy_refuse(source: Source) -> str | None:
+def lmdeploy_refuse(source: ExportSource) -> str | None:
     """Why LMDeploy cannot load this drafter. Of the targets known here it captures only Qwen3's states."""
     kind = source.target.model.config.model_type
     if kind != "qwen3":
@@ -65,25 +65,25 @@ def lmdeploy_refuse(source: Source) -> str | None:
     return refuse(source)
 
 
-def lmdeploy(source: Source) -> Files:
+def lmdeploy(source: ExportSource) -> Files:
     """The authors' layout, with the block size in `dflash_config`, as in their newer versions."""
     files = zlab(source)
     files.config["dflash_config"]["block_size"] = source.options["block_size"]
     return files
 
 
-def zlab(source: Source) -> Files:
+def zlab(source: ExportSource) -> Files:
     """The authors' layout."""
     return Files(zlab_config(source, "DFlashDraftModel"), vocabulary_typed(source), facts=facts(source))
 
 
-def vocabulary_typed(source: Source) -> dict[str, Tensor]:
+def vocabulary_typed(source: ExportSource) -> dict[str, Tensor]:
     """The drafter's tensors, with the names of its own tokens, if it has them, in the types that loaders take."""
     types = {"d2t": torch.int64, "t2d": torch.bool}
     return {name: x.to(types[name]) if name in types else x for name, x in source.tensors.items()}
 
 
-def zlab_config(source: Source, architecture: str, **inner: Any) -> dict[str, Any]:
+def zlab_config(source: ExportSource, architecture: str, **inner: Any) -> dict[str, Any]:
     """config.json of the authors' layout. inner: further fields of `dflash_config`."""
     key = causal_key(source)
     own = {"mask_token_id": mask_token(source), "target_layer_ids": outputs(source)}
@@ -98,13 +98,13 @@ def zlab_config(source: Source, architecture: str, **inner: Any) -> dict[str, An
     }
 
 
-def vocabulary_field(source: Source) -> dict[str, Any]:
+def vocabulary_field(source: ExportSource) -> dict[str, Any]:
     """The size of the drafter's own vocabulary; nothing where it is the target's."""
     size = source.options.get("draft_vocab")
     return {} if size is None else {"draft_vocab_size": size}
 
 
-def transformers(source: Source) -> Files:
+def transformers(source: ExportSource) -> Files:
     """transformers' layout."""
     config = {
         "architectures": ["MuseGlimmerAssistantModel"],
@@ -118,13 +118,13 @@ def transformers(source: Source) -> Files:
     return Files(config, source.named(TRANSFORMERS), facts=facts(source))
 
 
-def speculators(source: Source) -> Files:
+def speculators(source: ExportSource) -> Files:
     """speculators' layout."""
     config = speculators_config(source, "dflash", "DFlashSpeculator")
     return Files(config, vocabulary_typed(source), facts=facts(source))
 
 
-def speculators_config(source: Source, algorithm: str, architecture: str) -> dict[str, Any]:
+def speculators_config(source: ExportSource, algorithm: str, architecture: str) -> dict[str, Any]:
     """Speculators' configuration. Its layer ids name the blocks that read the states, unlike the authors' ids."""
     layers = source.options["layers"]
     inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, layers, source.dtype)}
@@ -143,7 +143,7 @@ def speculators_config(source: Source, algorithm: str, architecture: str) -> dic
     }
 
 
-def block_fields(source: Source) -> dict[str, Any]:
+def block_fields(source: ExportSource) -> dict[str, Any]:
     """The fields of the layers and of the block that the authors' and transformers' layouts share."""
     layers = source.options["layers"]
     return {
@@ -153,25 +153,25 @@ def block_fields(source: Source) -> dict[str, Any]:
     }
 
 
-def _kinds(source: Source) -> dict[str, Any]:
+def _kinds(source: ExportSource) -> dict[str, Any]:
     """What kind of attention each layer has. Written always, because stacks have different defaults."""
     layers = source.options["layers"]
     full = {"layer_types": ["full_attention"] * layers, "use_sliding_window": False}
     return full | window_fields(source.layer_shape, layers)
 
 
-def outputs(source: Source) -> list[int]:
+def outputs(source: ExportSource) -> list[int]:
     """The layer ids as blocks whose outputs are read."""
     return [k - 1 for k in source.layer_inputs]
 
 
-def mask_token(source: Source) -> int:
+def mask_token(source: ExportSource) -> int:
     """The mask token; by default the last token of the vocabulary."""
     mask = source.options["mask_token"]
     return source.shape.vocab_size - 1 if mask is None else int(mask)
 
 
-def facts(source: Source) -> dict[str, Any]:
+def facts(source: ExportSource) -> dict[str, Any]:
     """The facts that the reader must find in addition to the golden ones."""
     own = {"windows": windows(source)} if any(windows(source)) else {}
     options = source.options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts import dflash
 from drafttrain.export.layouts.dflash import facts, speculators_config, zlab_config
 from drafttrain.export.layouts.renames import Renames
@@ -18,17 +18,17 @@ BOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successo
 RENAMES = Renames({f"{book}.weight": book for book in BOOKS} | {"{rest}": "{rest}"})
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     return dflash.refuse(source, EMBEDS) or refuse_logits(source, CAPS, MULTIPLIES)
 
 
-def refuse_speculators(source: Source) -> str | None:
+def refuse_speculators(source: ExportSource) -> str | None:
     """Why speculators cannot load this drafter; None where it can. Slots may be shifted there."""
     return dflash.refuse_last(source) or refuse_logits(source)
 
 
-def zlab(source: Source) -> Files:
+def zlab(source: ExportSource) -> Files:
     """The authors' layout."""
     own = ends(source)
     config = zlab_config(source, "DFlash2DraftModel", **shapes(source), **own)
@@ -36,20 +36,20 @@ def zlab(source: Source) -> Files:
     return Files(config, source.named(RENAMES), facts=facts(source) | known)
 
 
-def ends(source: Source) -> dict[str, float]:
+def ends(source: ExportSource) -> dict[str, float]:
     """What the target does to its embedding and logits, by the authors' fields, which are absent where it does nothing."""
     scale, cap = logit_ends(source.target)
     fields = {EMBEDDED: embedding_scale(source.target), MULTIPLIER: None if scale == 1.0 else scale, CAP: cap}
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def speculators(source: Source) -> Files:
+def speculators(source: ExportSource) -> Files:
     """speculators' layout."""
     config = speculators_config(source, "dflash2", "DFlash2DraftModel") | shapes(source)
     return Files(config, source.named(RENAMES), facts=facts(source))
 
 
-def shapes(source: Source) -> dict[str, Any]:
+def shapes(source: ExportSource) -> dict[str, Any]:
     """The fields of the convolutions and of the selector, with the same names in every layout."""
     options = source.options
     return {

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import cached_file
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.adapter import CONFIG, WEIGHTS, config_of
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.readers.causal_lm import MODEL_TYPES
@@ -21,7 +21,7 @@ RENAMES = Renames({"lm.model.{rest}": "{rest}"})
 ADAPTED = Renames({f"lm.model.{{path}}.lora_{x}.{ADAPTER}.weight": f"base_model.model.{{path}}.lora_{x}.weight" for x in "AB"})
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why this drafter cannot be exported; None where it can."""
     if source.drafter.language_model() is None:
         return "its tokens are not the target's, and it was not trained; give the stack drafter.path itself"
@@ -33,14 +33,14 @@ def refuse(source: Source) -> str | None:
     return None
 
 
-def refuse_adapter(source: Source) -> str | None:
+def refuse_adapter(source: ExportSource) -> str | None:
     """Why its matrices cannot be exported as an adapter; None where they can."""
     if source.dtype != "float32":
         return f"dtype is {source.dtype}, but adapters are written in float32; leave dtype out"
     return refuse(source)
 
 
-def adapter(source: Source) -> Files:
+def adapter(source: ExportSource) -> Files:
     """The matrices, with a copy of their model in a folder unless that has a directory of its own."""
     tensors = {theirs: x for name, x in source.tensors.items() if (theirs := ADAPTED.theirs(name)) is not None}
     elsewhere = _elsewhere(source)
@@ -51,7 +51,7 @@ def adapter(source: Source) -> Files:
     return Files(config, tensors, WEIGHTS, tokenizer, config_file=CONFIG, base=elsewhere, folders=folders)
 
 
-def _elsewhere(source: Source) -> Path | None:
+def _elsewhere(source: ExportSource) -> Path | None:
     """The base model's directory. None where it is a part of the target, or was resized to the target's vocabulary."""
     if source.options["source"] != "hf":
         return None
@@ -62,12 +62,12 @@ def _elsewhere(source: Source) -> Path | None:
     return path if size == source.shape.vocab_size and any(path.glob("*.safetensors")) else None
 
 
-def files(source: Source) -> Files:
+def files(source: ExportSource) -> Files:
     """A transformers directory with adapters merged."""
     return Files(_config(source), merged(_model(source)), tokenizer=source.opened.loaded.tokenizer is not None)
 
 
-def _config(source: Source) -> dict[str, Any]:
+def _config(source: ExportSource) -> dict[str, Any]:
     model = _model(source)
     config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     config |= {"architectures": [type(model).__name__], "torch_dtype": source.dtype}
@@ -76,7 +76,7 @@ def _config(source: Source) -> dict[str, Any]:
     return config
 
 
-def _model(source: Source) -> Any:
+def _model(source: ExportSource) -> Any:
     lm: Any = source.drafter.language_model()
     return lm.model
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.causal import causal_key
 from drafttrain.export.layouts.dflash import (
     block_fields,
@@ -27,7 +27,7 @@ INSIDE = ("mask_token_id", "target_layer_ids")  # fields that some stacks look f
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # in the authors' files: copies of the target's
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if source.stack == "official" and source.options["slots"] != "shifted":
         return "its slots are in place, but the authors' code has shifted ones; train with drafter.slots=shifted"
@@ -37,7 +37,7 @@ def refuse(source: Source) -> str | None:
     return reason or refuse_logits(source)
 
 
-def deepspec(source: Source) -> Files:
+def deepspec(source: ExportSource) -> Files:
     """The authors' layout. All fields are at the top level: vLLM looks for markov_rank only there.
 
     vLLM takes the number of layers for that of tapped blocks, unless `dflash_config` names these (pull request 48932).
@@ -64,20 +64,20 @@ def deepspec(source: Source) -> Files:
     return Files(config, source.tensors | copies, facts=facts(source), as_is=(EMBEDDING, HEAD))
 
 
-def trtllm(source: Source) -> Files:
+def trtllm(source: ExportSource) -> Files:
     """The authors' layout, with what the target gives in `dflash_config` too, as in the files of TensorRT-LLM's own tests."""
     files = deepspec(source)
     files.config["dflash_config"] = {key: files.config[key] for key in INSIDE} | {"shift_label": True}
     return files
 
 
-def speculators(source: Source) -> Files:
+def speculators(source: ExportSource) -> Files:
     """speculators' layout."""
     config = speculators_config(source, "dspark", "DSparkSpeculator") | _heads(source)
     return Files(config, vocabulary_typed(source), facts=facts(source))
 
 
-def _heads(source: Source) -> dict[str, Any]:
+def _heads(source: ExportSource) -> dict[str, Any]:
     return {
         "markov_rank": source.options["rank"],
         "markov_head_type": "vanilla",

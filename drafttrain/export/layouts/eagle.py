@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.llama import llama_fields, refuse_windows
 from drafttrain.export.layouts.target_ends import refuse_bias, refuse_embedding
 
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "lmdeploy": "LlamaForCausalLM"}
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     bias = source.tensors.get("fc.bias")
     if source.stack in ("vllm", "lmdeploy") and bias is not None and bool(bias.any()):
@@ -22,7 +22,7 @@ def refuse(source: Source) -> str | None:
     return refuse_windows(source) or refuse_embedding(source) or refuse_bias(source)
 
 
-def files(source: Source) -> Files:
+def files(source: ExportSource) -> Files:
     """SGLang's fc always has a bias. "bias" stays false even so, because with true vLLM silently accepts no drafts."""
     config = {
         "architectures": [ARCHITECTURES[source.stack]],

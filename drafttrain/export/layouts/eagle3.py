@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_fields, windows_of
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
@@ -24,7 +24,7 @@ EMBEDDING = "embed_tokens.weight"
 SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"})
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     options, stack, layers, blocks = source.options, source.stack, source.layer_inputs, source.shape.blocks
     flags = {"fc_norm": NORMED, "norm_output": NORMED, "norm_before_residual": UNNORMED, "qk_norm": ("speculators",)}
@@ -45,14 +45,14 @@ def refuse(source: Source) -> str | None:
     return None
 
 
-def lmdeploy(source: Source) -> Files:
+def lmdeploy(source: ExportSource) -> Files:
     """LMDeploy derives its class's name from that of an ordinary Llama."""
     files = mapped(source)
     files.config["architectures"] = ["LlamaForCausalLM"]
     return files
 
 
-def mapped(source: Source) -> Files:
+def mapped(source: ExportSource) -> Files:
     """The portable layout with d2t for a whole vocabulary too, for stacks that always map tokens by it."""
     files = portable(source)
     if "d2t" not in files.tensors:
@@ -61,7 +61,7 @@ def mapped(source: Source) -> Files:
     return files
 
 
-def portable(source: Source) -> Files:
+def portable(source: ExportSource) -> Files:
     """The portable layout. For vLLM an embedding with a factor is written, with it: its target applies it elsewhere.
 
     Without it a drafter's norm of embeddings leaves a difference, of its eps.
@@ -74,7 +74,7 @@ def portable(source: Source) -> Files:
     return Files(portable_config(source, tensors, layers), tensors | own, facts=facts(source), as_is=tuple(own))
 
 
-def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
+def portable_config(source: ExportSource, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
     """config.json of the portable layout."""
     ids, shape = source.layer_inputs, source.layer_shape
     config = {
@@ -97,7 +97,7 @@ def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1)
     return config
 
 
-def speculators(source: Source) -> Files:
+def speculators(source: ExportSource) -> Files:
     """speculators' layout, with the target's embedding and its factor: the library leaves an embedding that the files lack
     uninitialised."""
     tensors = {str(SPECULATORS.theirs(name)): x for name, x in weights(source).items()}
@@ -108,7 +108,7 @@ def speculators(source: Source) -> Files:
     return Files(config, tensors | {EMBEDDING: source.embedded}, facts=facts(source), as_is=(EMBEDDING,))
 
 
-def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
+def speculators_config(source: ExportSource, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
     """The fields of speculators' layout that P-EAGLE has too."""
     shape, kind = source.layer_shape, "qwen3" if source.options.get("qk_norm") else "llama"
     inner = {"model_type": kind, **llama_fields(shape, layers, source.dtype), **window_fields(shape, layers)}
@@ -121,7 +121,7 @@ def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int =
     }
 
 
-def weights(source: Source) -> dict[str, Tensor]:
+def weights(source: ExportSource) -> dict[str, Tensor]:
     """The drafter's tensors: d2t as an int64 offset, t2d as bool. The embedding is the target's."""
     tensors = source.tensors
     if "d2t" in tensors:
@@ -129,7 +129,7 @@ def weights(source: Source) -> dict[str, Tensor]:
     return tensors
 
 
-def _flags(source: Source) -> dict[str, Any]:
+def _flags(source: ExportSource) -> dict[str, Any]:
     """norm_before_residual always, since stacks differ in its default; the others only where set, since not all stacks know
     them.
     """
@@ -137,12 +137,12 @@ def _flags(source: Source) -> dict[str, Any]:
     return {"norm_before_residual": before(source), **flags}
 
 
-def before(source: Source) -> bool:
+def before(source: ExportSource) -> bool:
     """Whether the residual is the normed state. Checkpoints that are older than the option do not have it."""
     return bool(source.options.get("norm_before_residual", False))
 
 
-def facts(source: Source) -> dict[str, Any]:
+def facts(source: ExportSource) -> dict[str, Any]:
     """The facts that the reader must find in addition to the golden ones."""
     flags = {flag: bool(source.options.get(flag, False)) for flag in NORMS}
     windows = windows_of(source.layer_shape, source.options.get("layers", 1))

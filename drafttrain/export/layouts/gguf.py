@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.ggufs import ARCHITECTURE, FACTORS, FILE_TYPES
 from drafttrain.export.layouts import dflash as zlab
 from drafttrain.export.layouts import dflash2, draft_model, dspark, eagle3, jetspec
@@ -66,22 +66,22 @@ ENDS = {
 BARE = "base_kernel"  # a parameter whose name there has no ending
 
 
-def refuse_eagle3(source: Source) -> str | None:
+def refuse_eagle3(source: ExportSource) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can."""
     return eagle3.refuse(source) or _refuse_states(source)
 
 
-def refuse_dflash(source: Source) -> str | None:
+def refuse_dflash(source: ExportSource) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can."""
     return _refuse_windows(source) or zlab.refuse(source) or _refuse_states(source)
 
 
-def refuse_dspark(source: Source) -> str | None:
+def refuse_dspark(source: ExportSource) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can."""
     return _refuse_windows(source) or dspark.refuse(source) or _refuse_states(source)
 
 
-def refuse_dflash2(source: Source) -> str | None:
+def refuse_dflash2(source: ExportSource) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can. Of k candidates k (k + 1) numbers must fit a state."""
     pairs, width = source.options["candidates"] * (source.options["candidates"] + 1), source.shape.hidden_size
     if pairs > width:
@@ -92,23 +92,23 @@ def refuse_dflash2(source: Source) -> str | None:
     return _refuse_windows(source) or dflash2.refuse(source) or _refuse_states(source)
 
 
-def refuse_jetspec(source: Source) -> str | None:
+def refuse_jetspec(source: ExportSource) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can."""
     return _refuse_windows(source) or jetspec.refuse(source) or _refuse_states(source)
 
 
-def refuse_model(source: Source) -> str | None:
+def refuse_model(source: ExportSource) -> str | None:
     """Why llama.cpp cannot load this draft model; None where it can."""
     lm: Any = source.drafter.language_model()
     return draft_model.refuse(source) or refuse_language_model(source, lm.model, [k for k in KINDS if KINDS[k].drafts])
 
 
-def refuse_target(source: Source) -> str | None:
+def refuse_target(source: ExportSource) -> str | None:
     """Why the target cannot be written; None where it can."""
     return refuse_language_model(source, source.target.model, list(KINDS))
 
 
-def refuse_language_model(source: Source, model: Any, able: list[str]) -> str | None:
+def refuse_language_model(source: ExportSource, model: Any, able: list[str]) -> str | None:
     """Why the target or a draft model cannot be written with its tokenizer; None where it can. able: the kinds that can."""
     config = model.config
     if (weights := source.opened.loaded.description.get("weights")) is not None:
@@ -125,7 +125,7 @@ def refuse_language_model(source: Source, model: Any, able: list[str]) -> str | 
     return kind.refuse(config) or tokens.refuse(source.opened.loaded.tokenizer)
 
 
-def eagle3_files(source: Source) -> Files:
+def eagle3_files(source: ExportSource) -> Files:
     """An EAGLE-3 drafter. d2t holds the target's ids. An embedding with a factor is written, with it."""
     tensors = eagle3.weights(source)
     shape, d2t = source.layer_shape, tensors.pop("d2t", None)
@@ -145,22 +145,22 @@ def eagle3_files(source: Source) -> Files:
     return Files(fields, tensors, DRAFT, True, eagle3.facts(source), as_is=(EMBEDDING,) if EMBEDDING in tensors else ())
 
 
-def dflash_files(source: Source) -> Files:
+def dflash_files(source: ExportSource) -> Files:
     """A block drafter without a head of its own."""
     return _block_files(source)
 
 
-def dspark_files(source: Source) -> Files:
+def dspark_files(source: ExportSource) -> Files:
     """A block drafter with a Markov head and a confidence head. The rank is that of the tensors."""
     return _block_files(source, sample_from_anchor=source.options["slots"] == "shifted", has_confidence_head=True)
 
 
-def dflash2_files(source: Source) -> Files:
+def dflash2_files(source: ExportSource) -> Files:
     """A block drafter with convolutions and a selector."""
     return _block_files(source, **dflash2.shapes(source))
 
 
-def _block_files(source: Source, **more: Any) -> Files:
+def _block_files(source: ExportSource, **more: Any) -> Files:
     """The layer ids name the blocks that read the states, unlike in the authors' configuration. more: fields of the head."""
     shape, mask = source.layer_shape, zlab.mask_token(source)
     tensors = {"enc.output_norm.weight" if name == "hidden_norm.weight" else name: x for name, x in source.tensors.items()}
@@ -181,19 +181,19 @@ def _block_files(source: Source, **more: Any) -> Files:
     return Files(fields, _renamed(tensors, shape, paired=False), DRAFT, True, facts)
 
 
-def model_files(source: Source) -> Files:
+def model_files(source: ExportSource) -> Files:
     """A draft model."""
     lm: Any = source.drafter.language_model()
     return _language_model(source, lm.model, source.shape, draft_model.merged(lm.model), DRAFT)
 
 
-def target_files(source: Source) -> Files:
+def target_files(source: ExportSource) -> Files:
     """The target, with its trained adapter merged."""
     target = source.opened.loaded.target
     return _language_model(source, target.model, target.shape, draft_model.merged(target.model), TARGET)
 
 
-def _language_model(source: Source, model: Any, shape: TargetShape, weights: dict[str, Tensor], file: str) -> Files:
+def _language_model(source: ExportSource, model: Any, shape: TargetShape, weights: dict[str, Tensor], file: str) -> Files:
     config, kind = model.config, KINDS[model.config.model_type]
     parts: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -207,7 +207,7 @@ def _language_model(source: Source, model: Any, shape: TargetShape, weights: dic
     return Files(fields, tensors, file, True)
 
 
-def _fields(architecture: str, source: Source, shape: TargetShape, blocks: int) -> dict[str, Any]:
+def _fields(architecture: str, source: ExportSource, shape: TargetShape, blocks: int) -> dict[str, Any]:
     """Every field is written, even if llama.cpp has a default for it."""
     own = {
         "vocab_size": shape.vocab_size,
@@ -265,14 +265,14 @@ def neighbours(weight: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).flatten(0, 2)
 
 
-def _refuse_windows(source: Source) -> str | None:
+def _refuse_windows(source: ExportSource) -> str | None:
     """llama.cpp has fields for windows of block drafters. How many positions they count was not checked, so none is written."""
     if not any(windows(source)):
         return None
     return "its layers have sliding windows, which are not written to GGUF; train without drafter.layer.sliding_window"
 
 
-def _refuse_states(source: Source) -> str | None:
+def _refuse_states(source: ExportSource) -> str | None:
     kind = _text(source).model_type
     if kind not in CAPTURED:
         return f"llama.cpp captures no states of {kind} targets, only of {', '.join(CAPTURED)}"
@@ -281,7 +281,7 @@ def _refuse_states(source: Source) -> str | None:
     return tokens.refuse(source.opened.loaded.tokenizer)
 
 
-def _text(source: Source) -> Any:
+def _text(source: ExportSource) -> Any:
     """The configuration of the target's text part."""
     return source.target.model.config.get_text_config()
 

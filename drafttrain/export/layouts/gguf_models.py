@@ -114,7 +114,7 @@ def _refuse_lfm(config: Any) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GgufKind:
     """A language model of llama.cpp."""
 
     architecture: str
@@ -130,24 +130,24 @@ class Kind:
 
 
 KINDS = {  # by transformers' model type
-    "llama": Kind("llama", paired=True, scalings=(*SCALINGS, "llama3"), drafts=True),
-    "mistral": Kind("llama", paired=True, scalings=(*SCALINGS, "llama3"), drafts=True),
-    "qwen2": Kind("qwen2", drafts=True),
-    "qwen3": Kind("qwen3", drafts=True),
-    "qwen3_moe": Kind("qwen3moe", names=EXPERTS | {"mlp.gate": "ffn_gate_inp"}, fields=_qwen_moe, split=_stacked,
+    "llama": GgufKind("llama", paired=True, scalings=(*SCALINGS, "llama3"), drafts=True),
+    "mistral": GgufKind("llama", paired=True, scalings=(*SCALINGS, "llama3"), drafts=True),
+    "qwen2": GgufKind("qwen2", drafts=True),
+    "qwen3": GgufKind("qwen3", drafts=True),
+    "qwen3_moe": GgufKind("qwen3moe", names=EXPERTS | {"mlp.gate": "ffn_gate_inp"}, fields=_qwen_moe, split=_stacked,
                       refuse=_refuse_qwen_moe),
-    "gpt_oss": Kind(
+    "gpt_oss": GgufKind(
         "gpt-oss",
         names=EXPERTS | {"mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks",
                          "post_attention_layernorm": "post_attention_norm"},
         fields=_gpt_oss, split=_interleaved, refuse=_refuse_gpt_oss, scalings=(*SCALINGS, "yarn"), biases=True, windows=True,
     ),
-    "hunyuan_v1_dense": Kind(
+    "hunyuan_v1_dense": GgufKind(
         "hunyuan-dense", names={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
     ),
-    "minimax_m2": Kind("minimax-m2", names=EXPERTS | {"mlp.gate": "ffn_gate_inp", "mlp.scores": "exp_probs_b"},
+    "minimax_m2": GgufKind("minimax-m2", names=EXPERTS | {"mlp.gate": "ffn_gate_inp", "mlp.scores": "exp_probs_b"},
                        fields=_minimax, split=_stacked, refuse=_refuse_tied),
-    "lfm2": Kind(
+    "lfm2": GgufKind(
         "lfm2",
         names={
             "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",

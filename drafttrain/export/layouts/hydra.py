@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.target_ends import refuse_embedding
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why the authors' code cannot load this drafter; None where it can."""
     if source.options["prefix_layer"]:
         return "its prefix layer (Hydra++) has no exported form yet; train with drafter.prefix_layer=false"
@@ -16,7 +16,7 @@ def refuse(source: Source) -> str | None:
     return refuse_embedding(source)
 
 
-def files(source: Source) -> Files:
+def files(source: ExportSource) -> Files:
     """The authors' layout."""
     options = source.options
     config = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts import dflash
 from drafttrain.export.layouts.dflash import facts, zlab_config
 from drafttrain.export.layouts.renames import Renames
@@ -25,14 +25,14 @@ ATTENTION = {"lilicorr.layers.{i}.attn.in_proj.{part}": "lilicorr.layers.{i}.att
 RENAMES = Renames(ATTENTION | {"{rest}": "{rest}"})
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why no stack can load this drafter; None where one can."""
     if source.options["causal"]:
         return "its slots see no later slots, but loaders let them see their whole block; train with drafter.causal=false"
     return dflash.refuse(source) or refuse_logits(source)
 
 
-def files(source: Source) -> Files:
+def files(source: ExportSource) -> Files:
     """The layout of ModelOpt's exports."""
     own: dict[str, Any] = {theirs: source.options[ours] for theirs, ours in FIELDS.items()}
     config = zlab_config(source, ARCHITECTURE, projector_type="lilicorr", **own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.files import Source
+from drafttrain.export.files import ExportSource
 from drafttrain.model.shapes import LayerShape, TargetShape
 
 ENGINES = ("vllm", "sglang", "trtllm", "lmdeploy")  # stacks that rotate by code of their own; others by transformers'
@@ -12,7 +12,7 @@ ENGINE_SCALINGS = ("default", "linear", "llama3", "yarn")
 YARN_UNREAD = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 
 
-def refuse_last_block(source: Source, takes_it: tuple[str, ...]) -> str | None:
+def refuse_last_block(source: ExportSource, takes_it: tuple[str, ...]) -> str | None:
     """Why a drafter that taps the target's last block cannot be exported. takes_it: stacks that do give out its output."""
     blocks = source.shape.blocks
     if max(source.layer_inputs) < blocks or source.stack in takes_it:
@@ -23,7 +23,7 @@ def refuse_last_block(source: Source, takes_it: tuple[str, ...]) -> str | None:
     )
 
 
-def refuse_windows(source: Source, takes_them: tuple[str, ...] = ()) -> str | None:
+def refuse_windows(source: ExportSource, takes_them: tuple[str, ...] = ()) -> str | None:
     """Why a drafter with sliding windows cannot be exported. takes_them: stacks that read windows of this family."""
     if not windows_of(source.layer_shape, 1) or source.stack in takes_them:
         return None
@@ -33,7 +33,7 @@ def refuse_windows(source: Source, takes_them: tuple[str, ...] = ()) -> str | No
     )
 
 
-def refuse_scaling(source: Source) -> str | None:
+def refuse_scaling(source: ExportSource) -> str | None:
     """Why a drafter with scaled rotary positions cannot be exported: engines with rotations of their own know some kinds.
 
     Of yarn they read its factor, its original context and its bounds.

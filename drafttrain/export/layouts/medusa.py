@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.renames import Renames
 
 VLLM = Renames(
@@ -14,7 +14,7 @@ VLLM = Renames(
 )
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     own = str(source.opened.loaded.target.dtype).removeprefix("torch.")
     if source.options["init"] == "share" and source.dtype not in (own, "float32"):
@@ -22,7 +22,7 @@ def refuse(source: Source) -> str | None:
     return None
 
 
-def vllm(source: Source) -> Files:
+def vllm(source: ExportSource) -> Files:
     """vLLM's layout."""
     shape, options = source.shape, source.options
     config = {
@@ -39,7 +39,7 @@ def vllm(source: Source) -> Files:
     return Files(config, _tensors(source, VLLM), facts=_facts(source))
 
 
-def official(source: Source) -> Files:
+def official(source: ExportSource) -> Files:
     """The authors' names in a safetensors file. It has no `architectures`, because text-generation-inference takes a directory
     with them for a model.
 
@@ -68,11 +68,11 @@ def official_names(layers: int) -> Renames:
     )
 
 
-def _tensors(source: Source, renames: Renames) -> dict[str, Tensor]:
+def _tensors(source: ExportSource, renames: Renames) -> dict[str, Tensor]:
     """Every head with its output matrix, which may be the target's."""
     outputs = {str(renames.theirs(f"heads.{head}.output.weight")) for head in range(source.options["heads"])}
     return dict.fromkeys(sorted(outputs), source.opened.target.head_weight) | source.named(renames)
 
 
-def _facts(source: Source) -> dict[str, Any]:
+def _facts(source: ExportSource) -> dict[str, Any]:
     return {"heads of the drafter": source.options["heads"]}

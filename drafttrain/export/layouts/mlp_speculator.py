@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.renames import Renames
 
 RENAMES = Renames({"{rest}": "speculator.{rest}"})
 PARTS = {"emb": ["weight"], "proj": ["weight"], "ln": ["weight", "bias"], "head": ["weight"]}
 
 
-def files(source: Source) -> Files:
+def files(source: ExportSource) -> Files:
     """Every stage has all its tensors, shared ones too."""
     options, count = source.options, source.options["n_predict"]
     tensors = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.llama import llama_fields, refuse_windows
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
@@ -29,7 +29,7 @@ def deepseek_names(blocks: int) -> Renames:
     return Renames({"norm.{rest}": place + ".shared_head.norm.{rest}", "module.{rest}": place + ".{rest}"})
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if not _plain(_norm(source), source.shape.hidden_size, source.shape.norm_eps):
         return "the target's last norm is no plain RMS norm, the only one that the layout can hold"
@@ -44,13 +44,13 @@ def refuse(source: Source) -> str | None:
     return None
 
 
-def _refuse_deepseek(source: Source) -> str | None:
+def _refuse_deepseek(source: ExportSource) -> str | None:
     if source.options.get("norm_output"):
         return "DeepSeek's modules read their last output without a norm; train with drafter.norm_output=false"
     return None
 
 
-def deepseek(source: Source) -> Files:
+def deepseek(source: ExportSource) -> Files:
     """The layer that a target's own directory would have after its last one."""
     config = {
         **llama_fields(source.layer_shape, source.shape.blocks, source.dtype),
@@ -61,7 +61,7 @@ def deepseek(source: Source) -> Files:
     return Files(config, _named(source, deepseek_names(source.shape.blocks)))
 
 
-def speculators(source: Source) -> Files:
+def speculators(source: ExportSource) -> Files:
     """speculators' layout."""
     inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, 1, source.dtype)}
     config = {
@@ -72,13 +72,13 @@ def speculators(source: Source) -> Files:
     return Files(config, _named(source, SPECULATORS))
 
 
-def _named(source: Source, names: Renames) -> dict[str, Tensor]:
+def _named(source: ExportSource, names: Renames) -> dict[str, Tensor]:
     """The module's tensors, with the target's last norm as the module's."""
     weight: Tensor = _norm(source).weight.detach()  # type: ignore[operator]
     return source.named(names) | {str(names.theirs("norm.weight")): weight}
 
 
-def _norm(source: Source) -> nn.Module:
+def _norm(source: ExportSource) -> nn.Module:
     return final_norm(source.target.model, source.shape.blocks)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts import eagle3
 from drafttrain.export.layouts.llama import refuse_last_block, refuse_windows
 from drafttrain.export.layouts.renames import Renames
@@ -16,7 +16,7 @@ RENAMES = Renames({"mask.hidden": "mask_hidden", "{rest}": "{rest}"})
 MASK = "pard_token"  # key in the portable layout; in speculators' layout it is `mask_token_id`
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     for flag, why in (("fc_norm", "vLLM drops"), ("norm_before_fc", "vLLM is not known to read")):
         if source.stack == "speculators" and source.options.get(flag):
@@ -26,14 +26,14 @@ def refuse(source: Source) -> str | None:
     return refuse_last_block(source, ("vllm",)) or refuse_windows(source, eagle3.WINDOWS)
 
 
-def portable(source: Source) -> Files:
+def portable(source: ExportSource) -> Files:
     """The portable layout."""
     tensors = _weights(source)
     config = eagle3.portable_config(source, tensors, source.options["layers"]) | {MASK: mask_token(source)}
     return Files(config, tensors, facts=_facts(source))
 
 
-def speculators(source: Source) -> Files:
+def speculators(source: ExportSource) -> Files:
     """speculators' layout."""
     tensors = _weights(source)
     config = header(source, "peagle", "PEagleSpeculator")
@@ -42,14 +42,14 @@ def speculators(source: Source) -> Files:
     return Files(config, tensors, facts=_facts(source))
 
 
-def mask_token(source: Source) -> int:
+def mask_token(source: ExportSource) -> int:
     """The mask token that the drafter was trained with."""
     return int(source.drafter.resolved_options()["mask_token"])
 
 
-def _weights(source: Source) -> dict[str, Tensor]:
+def _weights(source: ExportSource) -> dict[str, Tensor]:
     return {str(RENAMES.theirs(name)): x for name, x in eagle3.weights(source).items()}
 
 
-def _facts(source: Source) -> dict[str, Any]:
+def _facts(source: ExportSource) -> dict[str, Any]:
     return eagle3.facts(source) | {"mask token": mask_token(source)}

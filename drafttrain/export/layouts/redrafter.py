@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 
 
-def files(source: Source) -> Files:
+def files(source: ExportSource) -> Files:
     """exit_dim is the width of [state; recurrent state], so that the layout has no input_proj before the blocks."""
     shape = source.shape
     config = {

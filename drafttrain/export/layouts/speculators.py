@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.files import Source
+from drafttrain.export.files import ExportSource
 
 VERSION = "0.9.0"
 
 
-def header(source: Source, algorithm: str, architecture: str) -> dict[str, Any]:
+def header(source: ExportSource, algorithm: str, architecture: str) -> dict[str, Any]:
     """The shared fields. `model_type` is only in the layers' own configuration."""
     proposal = {
         "proposal_type": "greedy",

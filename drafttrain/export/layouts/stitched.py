@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.drafters.common.own_modules import LAYOUTS, Numbered, OwnModule, Piece, count_of
-from drafttrain.export.files import DTYPES, Files, Source
+from drafttrain.drafters.common.own_modules import LAYOUTS, Numbered, OwnModule, StoredPiece, count_of
+from drafttrain.export.files import DTYPES, ExportSource, Files
 from drafttrain.export.stitch import Base
 from drafttrain.targets.stored import StoredTensors, directory_of
 
@@ -19,7 +19,7 @@ MODULES = "depths"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class StitchedTarget:
     """The target's files, and the layout of its modules."""
 
     layout: OwnModule
@@ -27,7 +27,7 @@ class Target:
     blocks: int
 
     @staticmethod
-    def of(source: Source) -> Target | str:
+    def of(source: ExportSource) -> StitchedTarget | str:
         """Or why there are none."""
         model: Any = source.target.model
         kind, directory = str(source.opened.loaded.target.backbone.module.config.model_type), directory_of(model)
@@ -36,7 +36,7 @@ class Target:
         if directory is None:
             return "the target was not loaded from a directory that is on this machine"
         try:
-            return Target(LAYOUTS[kind], StoredTensors.of(directory, str(directory)), source.shape.blocks)
+            return StitchedTarget(LAYOUTS[kind], StoredTensors.of(directory, str(directory)), source.shape.blocks)
         except UserError as error:
             return str(error)
 
@@ -46,7 +46,7 @@ class Target:
         first = Numbered(self.layout, self.blocks).projection
         return count_of(self.layout, self.blocks, self.stored) if first in self.stored else 0
 
-    def pieces(self, number: int, tensors: dict[str, Tensor]) -> dict[str, list[Piece]]:
+    def pieces(self, number: int, tensors: dict[str, Tensor]) -> dict[str, list[StoredPiece]]:
         """The pieces of a module's tensors, as they are stored, or as they will be."""
         one = Numbered(self.layout, self.blocks, number)
         if number < self.modules:
@@ -54,9 +54,9 @@ class Target:
         return {name: one.pieces(name, tensor.shape) for name, tensor in tensors.items()}
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why these modules cannot be written into their target; None where they can."""
-    target = Target.of(source)
+    target = StitchedTarget.of(source)
     if isinstance(target, str):
         return target
     if source.opened.meta.adapter is not None:
@@ -76,7 +76,7 @@ def refuse(source: Source) -> str | None:
         return str(error)
 
 
-def _refuse_dtype(source: Source, target: Target) -> str | None:
+def _refuse_dtype(source: ExportSource, target: StitchedTarget) -> str | None:
     """The parity check rounds all weights to one dtype."""
     for number, tensors in enumerate(_own(source)):
         trained = dict(source.drafter.get_submodule(f"{MODULES}.{number}").named_parameters())
@@ -89,9 +89,9 @@ def _refuse_dtype(source: Source, target: Target) -> str | None:
     return None
 
 
-def files(source: Source) -> Files:
+def files(source: ExportSource) -> Files:
     """The target's files with these modules."""
-    target, written = Target.of(source), dict[str, Tensor]()
+    target, written = StitchedTarget.of(source), dict[str, Tensor]()
     assert not isinstance(target, str), "refused above"
     own = _own(source)
     for number, tensors in enumerate(own):
@@ -104,7 +104,7 @@ def files(source: Source) -> Files:
     return Files({}, written, into=Base(target.stored.directory, APPENDED, {target.layout.count_key: len(own)}))
 
 
-def _own(source: Source) -> list[dict[str, Tensor]]:
+def _own(source: ExportSource) -> list[dict[str, Tensor]]:
     """Each module's tensors by their names in it."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in source.opened.tensors.items():

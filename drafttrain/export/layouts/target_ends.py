@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from drafttrain.export.files import Source
+from drafttrain.export.files import ExportSource
 from drafttrain.targets.structure import scale_of
 
 OWN_MODULES = ("transformers",)  # stacks that embed and score by the target's own modules
 SCALED = (*OWN_MODULES, "llamacpp")  # stacks that apply the factor on embeddings, by a field in the second
 
 
-def refuse_embedding(source: Source, scaled: tuple[str, ...] = ()) -> str | None:
+def refuse_embedding(source: ExportSource, scaled: tuple[str, ...] = ()) -> str | None:
     """Why a drafter that reads embeddings without a norm before cannot be exported; None where it can.
 
     scaled: further stacks that apply the factor, by a field of this layout.
@@ -31,7 +31,7 @@ def refuse_embedding(source: Source, scaled: tuple[str, ...] = ()) -> str | None
     )
 
 
-def refuse_bias(source: Source) -> str | None:
+def refuse_bias(source: ExportSource) -> str | None:
     """Why a drafter that uses the target's head cannot be exported; None where it can."""
     bias = getattr(source.target.model.get_output_embeddings(), "bias", None)
     if bias is None or not bool(bias.any()) or source.stack in OWN_MODULES:
@@ -42,7 +42,7 @@ def refuse_bias(source: Source) -> str | None:
     )
 
 
-def refuse_logits(source: Source, capped: tuple[str, ...] = (), multiplied: tuple[str, ...] = ()) -> str | None:
+def refuse_logits(source: ExportSource, capped: tuple[str, ...] = (), multiplied: tuple[str, ...] = ()) -> str | None:
     """Why a drafter that adds to the logits of the target's head cannot be exported; None where it can.
 
     A factor or a cap alone keeps the order of the logits; with something added it decides which token is drafted. capped,

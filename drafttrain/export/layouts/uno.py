@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts.adapter import CONFIG, PEFT, WEIGHTS, config_of
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.readers.causal_lm import MODEL_TYPES
@@ -12,7 +12,7 @@ from drafttrain.export.readers.causal_lm import MODEL_TYPES
 RENAMES = Renames({f"matrices.{{path}}.lora_{x}.weight": f"{PEFT}{{path}}.lora_{x}.weight" for x in "AB"})
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why this drafter cannot be exported; None where it can."""
     model: Any = source.target.model
     config = model.config
@@ -23,7 +23,7 @@ def refuse(source: Source) -> str | None:
     return None
 
 
-def files(source: Source) -> Files:
+def files(source: ExportSource) -> Files:
     """The matrices under peft's names."""
     tensors, options = source.named(RENAMES), source.options
     return Files(

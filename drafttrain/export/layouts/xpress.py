@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layouts import dflash
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.target_ends import refuse_logits
@@ -25,12 +25,12 @@ SPECULATORS = Renames(
 )
 
 
-def refuse(source: Source) -> str | None:
+def refuse(source: ExportSource) -> str | None:
     """Why vLLM cannot load this drafter; None where it can."""
     return dflash.refuse(source) or refuse_logits(source)
 
 
-def vllm(source: Source) -> Files:
+def vllm(source: ExportSource) -> Files:
     """vLLM's layout. Its drafts are the decoder's if it scores the whole vocabulary and runs a pass for each draft."""
     files, slots = dflash.zlab(source), source.options["block_size"]
     own: dict[str, Any] = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.layer import Cache, Layer, Shape, rms
+from drafttrain.export.readers.layer import Cache, Layer, LayerDimensions, rms
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each
 
 MODEL_TYPES = {
@@ -81,7 +81,7 @@ def _model(config: Config, tensors: Tensors, target: TargetParts, points: Sequen
     return reading(plan, tensors, target, points, tied=bool(config.values.get("tie_word_embeddings")), mask=mask)
 
 
-def plan_of(config: Config, vocab: int) -> Plan:
+def plan_of(config: Config, vocab: int) -> LayerPlan:
     """The layers that a configuration describes. Raises MismatchError for those that are not read here."""
     kind = config.get("model_type", "architecture")
     if kind not in MODEL_TYPES:
@@ -93,21 +93,21 @@ def plan_of(config: Config, vocab: int) -> Plan:
     if kind == "qwen2":  # by definition its heads divide the width evenly
         config.values.setdefault("head_dim", config.get("hidden_size", "config") // config.get("num_attention_heads", "heads"))
     config.expect("vocab_size", vocab, "vocabulary")
-    return Plan(Shape.of(config), config.get("num_hidden_layers", "config"), kind == "qwen2", kind == "qwen3")
+    return LayerPlan(LayerDimensions.of(config), config.get("num_hidden_layers", "config"), kind == "qwen2", kind == "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayerPlan:
     """The layers of a decoder."""
 
-    shape: Shape
+    shape: LayerDimensions
     layers: int
     bias: bool  # of q, k and v
     norms: bool  # of each head's query and key
 
 
 def reading(
-    plan: Plan, tensors: Tensors, target: TargetParts, points: Sequence[Point], tied: bool, mask: int | None = None
+    plan: LayerPlan, tensors: Tensors, target: TargetParts, points: Sequence[Point], tied: bool, mask: int | None = None
 ) -> Reading:
     """Draft with the model. mask: the token that replaces earlier drafts; None: the drafts themselves."""
     shape, vocab, width = plan.shape, len(target.embed), plan.shape.width
@@ -129,7 +129,7 @@ def reading(
     return Reading(each(points, draft), shape.facts() | {"vocabulary": vocab})
 
 
-def layers_of(plan: Plan, tensors: Tensors) -> list[tuple[Layer, Tensor]]:
+def layers_of(plan: LayerPlan, tensors: Tensors) -> list[tuple[Layer, Tensor]]:
     """All layers with the norms of their inputs."""
     layers, width = [], plan.shape.width
     for i in range(plan.layers):

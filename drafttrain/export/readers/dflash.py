@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.layer import Layer, Shape, rms
+from drafttrain.export.readers.layer import Layer, LayerDimensions, rms
 from drafttrain.export.readers.parts import (
     Config,
     MismatchError,
@@ -58,7 +58,7 @@ def zlab(stack: str) -> Reader:
     return read
 
 
-def of_zlab(directory: Path, architecture: str, target: TargetParts, stack: str) -> tuple[Config, Config, Block]:
+def of_zlab(directory: Path, architecture: str, target: TargetParts, stack: str) -> tuple[Config, Config, DraftBlockShape]:
     """A configuration, its `dflash_config`, and the block. Slots are in place: vLLM refuses others in this layout."""
     config = Config.of(directory)
     own = config.inside("dflash_config", "layer ids")
@@ -114,7 +114,7 @@ def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -
 
 def of_speculators(
     directory: Path, algorithm: str, architecture: str, target: TargetParts, per_layer: bool = False
-) -> tuple[Config, Block]:
+) -> tuple[Config, DraftBlockShape]:
     """A configuration and its block. Layer ids are k. vLLM reads it too. It makes blocks causal in all layers unless
     sliding_window_non_causal. per_layer: it takes layers with a window as causal, and the others not.
     """
@@ -122,7 +122,7 @@ def of_speculators(
     inner = speculators_layers(config, algorithm, architecture, "qwen3")
     inner.expect("vocab_size", len(target.embed), "vocabulary")
     check_vocabulary(config, Tensors(directory), len(target.embed))
-    count, shape = inner.get("num_hidden_layers", "config"), Shape.of(inner)
+    count, shape = inner.get("num_hidden_layers", "config"), LayerDimensions.of(inner)
     _expect_kinds(inner, shape, count)
     causal = not config.get("sliding_window_non_causal", "config")
     if per_layer:
@@ -131,7 +131,7 @@ def of_speculators(
         raise MismatchError("config", "sliding_window_non_causal is false, and layers without a window would be causal too")
     taken = list(config.get("aux_hidden_state_layer_ids", "layer ids"))
     size, mask = config.get("block_size", "block size"), config.get("mask_token_id", "mask token")
-    return config, Block(shape, count, taken, size, mask, first_slot(config), causal=None if per_layer else causal)
+    return config, DraftBlockShape(shape, count, taken, size, mask, first_slot(config), causal=None if per_layer else causal)
 
 
 def first_slot(config: Config) -> int:
@@ -139,11 +139,11 @@ def first_slot(config: Config) -> int:
     return 0 if config.get("sample_from_anchor", "config") else 1
 
 
-def raw_block(config: Config, own: Config, causal: bool | None, first: int = 1) -> Block:
-    """own: holds the layer ids and the mask token. causal: as in `Block`."""
-    count, shape = config.get("num_hidden_layers", "config"), Shape.of(config)
+def raw_block(config: Config, own: Config, causal: bool | None, first: int = 1) -> DraftBlockShape:
+    """own: holds the layer ids and the mask token. causal: as in `DraftBlockShape`."""
+    count, shape = config.get("num_hidden_layers", "config"), LayerDimensions.of(config)
     _expect_kinds(config, shape, count)
-    return Block(
+    return DraftBlockShape(
         shape,
         count,
         [number + 1 for number in own.get("target_layer_ids", "layer ids")],
@@ -154,7 +154,7 @@ def raw_block(config: Config, own: Config, causal: bool | None, first: int = 1) 
     )
 
 
-def _expect_kinds(config: Config, shape: Shape, count: int) -> None:
+def _expect_kinds(config: Config, shape: LayerDimensions, count: int) -> None:
     """Raises MismatchError unless the layers' kinds of attention are written and fit together."""
     if not shape.windows:
         config.expect("layer_types", ["full_attention"] * count, "layer types")
@@ -165,10 +165,10 @@ def _expect_kinds(config: Config, shape: Shape, count: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DraftBlockShape:
     """The shape of a block drafter."""
 
-    shape: Shape
+    shape: LayerDimensions
     layers: int  # number of layers
     taken: list[int]  # the states that are read, by k
     size: int  # slots of a block, with the root
@@ -194,7 +194,9 @@ class Block:
         }
 
 
-def reading(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts, points: Sequence[Point]) -> Reading:
+def reading(
+    block: DraftBlockShape, tensors: Tensors, names: tuple[str, str], target: TargetParts, points: Sequence[Point]
+) -> Reading:
     """Draft with the target's head from the states of a block."""
     states, (head, bias, ids) = slots(block, tensors, names, target), head_of(tensors, target)
     tensors.finish()
@@ -224,7 +226,7 @@ def head_of(tensors: Tensors, target: TargetParts) -> tuple[Tensor, Tensor | Non
     return tensors.take("lm_head.weight", len(ids), target.embed.shape[1], fails="vocabulary"), None, ids
 
 
-def slots(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts) -> Callable[[Point], Tensor]:
+def slots(block: DraftBlockShape, tensors: Tensors, names: tuple[str, str], target: TargetParts) -> Callable[[Point], Tensor]:
     """[K, H] of a point: the states of the slots that draft."""
     shape, taken, mask, target_width = block.shape, block.taken, block.mask, target.embed.shape[1]
     fc = tensors.take(f"{names[0]}.weight", shape.width, len(taken) * target_width, fails="layer ids")
@@ -253,7 +255,7 @@ class _OneLayer:
     """A layer in which every slot sees the context and the block, or of the block only what is not later; with a window only
     what is within it."""
 
-    def __init__(self, tensors: Tensors, number: int, block: Block) -> None:
+    def __init__(self, tensors: Tensors, number: int, block: DraftBlockShape) -> None:
         shape, name = block.shape, f"layers.{number}"
         self.inner, self.eps = Layer(tensors, name, shape, shape.width, norms=True, number=number), shape.eps
         self.causal = block.causal_at(number)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.dflash import Block, Reader, of_speculators, of_zlab, slots, tokens_before
+from drafttrain.export.readers.dflash import DraftBlockShape, Reader, of_speculators, of_zlab, slots, tokens_before
 from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors, each, scaled
 
 SELECTOR = "candidate_selector"
@@ -42,7 +42,9 @@ def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -
     return _selected(config, block, Tensors(directory), target, points)
 
 
-def _selected(config: Config, block: Block, tensors: Tensors, target: TargetParts, points: Sequence[Point]) -> Reading:
+def _selected(
+    config: Config, block: DraftBlockShape, tensors: Tensors, target: TargetParts, points: Sequence[Point]
+) -> Reading:
     """config: has the fields of the convolutions and of the selector."""
     config.expect("conv_kernel_size", 2, "config")
     block = replace(block, group=config.get("conv_group_size", "config"))
@@ -51,7 +53,7 @@ def _selected(config: Config, block: Block, tensors: Tensors, target: TargetPart
 
 
 def reading(
-    block: Block,
+    block: DraftBlockShape,
     tensors: Tensors,
     names: tuple[str, str],
     rank: int,

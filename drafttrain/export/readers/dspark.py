@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.export.readers.dflash import (
-    Block,
+    DraftBlockShape,
     Reader,
     causal_of,
     check_raw,
@@ -101,7 +101,7 @@ def _rank(config: Config) -> int:
 
 
 def reading(
-    block: Block, tensors: Tensors, names: tuple[str, str], rank: int, target: TargetParts, points: Sequence[Point]
+    block: DraftBlockShape, tensors: Tensors, names: tuple[str, str], rank: int, target: TargetParts, points: Sequence[Point]
 ) -> Reading:
     """Draft from the states of a block, with the bias. names: as for `slots`. rank: -1 for that of the tensors."""
     vocab, states = len(target.embed), slots(block, tensors, names, target)

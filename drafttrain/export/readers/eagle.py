@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.layer import Cache, Layer, Shape
+from drafttrain.export.readers.layer import Cache, Layer, LayerDimensions
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each
 
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "lmdeploy": "LlamaForCausalLM"}
@@ -31,7 +31,7 @@ def reader(stack: str) -> Callable[[Path, TargetParts, Sequence[Point]], Reading
         config.expect("model_type", "llama", "architecture")
         config.expect("num_hidden_layers", 1, "config")
         config.expect("bias", False, "bias")
-        shape, (vocab, width) = Shape.of(config), target.embed.shape
+        shape, (vocab, width) = LayerDimensions.of(config), target.embed.shape
         config.expect("vocab_size", vocab, "vocabulary")
         fc, bias = tensors.take("fc.weight", shape.width, 2 * width), None
         if stack == "lmdeploy":

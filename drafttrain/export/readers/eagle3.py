@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.layer import Cache, Layer, Shape, rms
+from drafttrain.export.readers.layer import Cache, Layer, LayerDimensions, rms
 from drafttrain.export.readers.parts import (
     Config,
     MismatchError,
@@ -47,7 +47,7 @@ ARCHITECTURES = {"lmdeploy": "LlamaForCausalLM"}  # LMDeploy adds the method's n
 class Head:
     """A loaded drafter."""
 
-    shape: Shape
+    shape: LayerDimensions
     layer: Layer
     fc: Tensor
     fc_norms: list[Tensor]
@@ -131,7 +131,7 @@ def portable_layers(stack: str, config: Config, blocks: int) -> list[int]:
 def head_of(config: Config, inner: Config, tensors: Tensors, prefix: str, target: TargetParts, layers: list[int]) -> Head:
     """Load the drafter. config: holds the drafter's own fields. inner: holds those of its layer."""
     inner.expect("tie_word_embeddings", False, "config")  # with true, stacks would use the embedding as the head
-    shape, (vocab, target_width) = Shape.of(inner), target.embed.shape
+    shape, (vocab, target_width) = LayerDimensions.of(inner), target.embed.shape
     inner.expect("vocab_size", vocab, "vocabulary")
     draft_vocab = config.get("draft_vocab_size", "vocabulary")
     ids = torch.arange(draft_vocab)
@@ -157,8 +157,8 @@ def head_of(config: Config, inner: Config, tensors: Tensors, prefix: str, target
 
 
 def load_head(
-    tensors: Tensors, prefix: str, shape: Shape, target_width: int, ids: Tensor, layers: list[int], norms: int, before: bool,
-    output: bool, qk: bool = False,
+    tensors: Tensors, prefix: str, shape: LayerDimensions, target_width: int, ids: Tensor, layers: list[int], norms: int,
+    before: bool, output: bool, qk: bool = False,
 ) -> Head:  # fmt: skip
     """Take a drafter's tensors of its first layer. norms: number of norms before fc. before, output: as in `Head`. qk: queries
     and keys are normed.

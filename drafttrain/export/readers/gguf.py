@@ -23,7 +23,7 @@ from torch import Tensor
 
 from drafttrain.export.readers import causal_lm, dflash, dflash2, dspark, eagle3
 from drafttrain.export.readers.gguf_tokenizer import check_tokenizer
-from drafttrain.export.readers.layer import Shape
+from drafttrain.export.readers.layer import LayerDimensions
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, scaled
 
 MODELS = ("llama", "qwen2", "qwen3")
@@ -72,7 +72,7 @@ def language_model(directory: Path, file: str, target: TargetParts, points: Sequ
     """A language model in this file."""
     config, tensors, kind = _opened(directory, file, MODELS, target)
     shape = shape_of(config, kind, tensors)
-    plan = causal_lm.Plan(shape, own_field(config, kind, "block_count", "config"), kind == "qwen2", kind == "qwen3")
+    plan = causal_lm.LayerPlan(shape, own_field(config, kind, "block_count", "config"), kind == "qwen2", kind == "qwen3")
     return causal_lm.reading(plan, tensors, target, points, tied="output.weight" not in tensors.left)
 
 
@@ -128,10 +128,10 @@ def dflash2_draft(directory: Path, target: TargetParts, points: Sequence[Point])
     return _capped(config, dflash2.reading(block, tensors, CONTEXT, rank, candidates, target, points))
 
 
-def _block(directory: Path, target: TargetParts) -> tuple[Config, Tensors, dflash.Block]:
+def _block(directory: Path, target: TargetParts) -> tuple[Config, Tensors, dflash.DraftBlockShape]:
     """One flag says whether slots of all layers see no later slot."""
     config, tensors, kind = _opened(directory, "draft.gguf", ("dflash",), target)
-    block = dflash.Block(
+    block = dflash.DraftBlockShape(
         shape_of(config, kind, tensors),
         own_field(config, kind, "block_count", "config"),
         _layers(config, kind, target),
@@ -177,7 +177,7 @@ def _layers(config: Config, kind: str, target: TargetParts) -> list[int]:
     return layers
 
 
-def shape_of(config: Config, kind: str, tensors: Tensors | None) -> Shape:
+def shape_of(config: Config, kind: str, tensors: Tensors | None) -> LayerDimensions:
     """The dimensions of the layers. tensors: those with factors of rotary positions, if any."""
 
     def own(key: str, name: str) -> Any:
@@ -194,7 +194,7 @@ def shape_of(config: Config, kind: str, tensors: Tensors | None) -> Shape:
         scaling = {"rope_type": "llama3", "factors": tensors.left.pop("rope_freqs.weight")}
     elif f"{kind}.rope.scaling.type" in config.values:
         scaling = {"rope_type": own("rope.scaling.type", "rope scaling"), "factor": own("rope.scaling.factor", "rope scaling")}
-    return Shape(
+    return LayerDimensions(
         own("embedding_length", "config"),
         own("feed_forward_length", "config"),
         own("attention.head_count", "heads"),

@@ -17,7 +17,7 @@ from drafttrain.export.readers.parts import Config, MismatchError, Tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LayerDimensions:
     """A decoder layer's dimensions, from the fields that all stacks read."""
 
     width: int
@@ -33,12 +33,12 @@ class Shape:
     windows: tuple[int | None, ...] = ()  # positions that a query of each layer sees, its own included; (): all see all
 
     @staticmethod
-    def of(config: Config) -> Shape:
+    def of(config: Config) -> LayerDimensions:
         """The dimensions in a configuration."""
         rope = config.values.get("rope_parameters") or {}
         theta = rope["rope_theta"] if "rope_theta" in rope else config.get("rope_theta", "rope")
         scaling = rope or config.values.get("rope_scaling") or {}
-        return Shape(
+        return LayerDimensions(
             config.get("hidden_size", "config"),
             config.get("intermediate_size", "config"),
             config.get("num_attention_heads", "heads"),
@@ -86,7 +86,7 @@ class Layer:
         self,
         tensors: Tensors,
         prefix: str,
-        shape: Shape,
+        shape: LayerDimensions,
         in_width: int,
         bias: bool = False,
         norms: bool = False,
@@ -154,7 +154,7 @@ def rms(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return x_H * torch.rsqrt(x_H.pow(2).mean(-1, keepdim=True) + eps) * weight_H
 
 
-def rotated(x_NhD: Tensor, position_N: Tensor, shape: Shape) -> Tensor:
+def rotated(x_NhD: Tensor, position_N: Tensor, shape: LayerDimensions) -> Tensor:
     """Rotate the two halves of a head, as Llama does, or its neighbouring values."""
     try:
         frequency_F, size = _frequencies(shape)
@@ -167,7 +167,7 @@ def rotated(x_NhD: Tensor, position_N: Tensor, shape: Shape) -> Tensor:
     return torch.stack(rotated_pair, -1).flatten(-2) if shape.paired else torch.cat(rotated_pair, -1)
 
 
-def _frequencies(shape: Shape) -> tuple[Tensor, float]:
+def _frequencies(shape: LayerDimensions) -> tuple[Tensor, float]:
     plain_F = shape.theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
     if "factors" in shape.scaling:
         return plain_F / shape.scaling["factors"], 1.0
@@ -190,7 +190,7 @@ def _frequencies(shape: Shape) -> tuple[Tensor, float]:
     raise MismatchError("rope scaling", f"the reader does not support rotary scaling of kind {shape.kind!r}")
 
 
-def _yarn(plain_F: Tensor, shape: Shape) -> tuple[Tensor, float]:
+def _yarn(plain_F: Tensor, shape: LayerDimensions) -> tuple[Tensor, float]:
     """([F], the size of cosines and sines): a pair that turns `beta_fast` times in the original context stays, one that turns
     `beta_slow` times is slowed by `factor`, with a ramp between their places (YaRN).
     """
@@ -213,7 +213,7 @@ def _yarn(plain_F: Tensor, shape: Shape) -> tuple[Tensor, float]:
     return scaled_F, (0.1 * over * math.log(factor) + 1.0) / (0.1 * under * math.log(factor) + 1.0)
 
 
-def _longrope(plain_F: Tensor, shape: Shape) -> tuple[Tensor, float]:
+def _longrope(plain_F: Tensor, shape: LayerDimensions) -> tuple[Tensor, float]:
     """([F], the size of cosines and sines), with a divisor for each pair, of long contexts or of short ones (LongRoPE)."""
     scaling, length = shape.scaling, shape.scaling["original_max_position_embeddings"]
     divisors = scaling["long_factor"] if shape.max_positions > length else scaling["short_factor"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.dflash import Block, Reader, of_zlab, slots
+from drafttrain.export.readers.dflash import DraftBlockShape, Reader, of_zlab, slots
 from drafttrain.export.readers.layer import rms
 from drafttrain.export.readers.parts import MismatchError, Point, Reading, TargetParts, Tensors, each
 
@@ -61,7 +61,7 @@ def _place(token_C: Tensor, token: Tensor) -> int:
     return int((token_C == token).int().argmax())
 
 
-def _context(directory: Path, block: Block, target: TargetParts) -> Callable[[Point], Tensor]:
+def _context(directory: Path, block: DraftBlockShape, target: TargetParts) -> Callable[[Point], Tensor]:
     """[H] of a point: the fused state of the text's last token, which slots see too."""
     tensors, shape = Tensors(directory), block.shape
     fc = tensors.take("fc.weight", shape.width, len(block.taken) * target.embed.shape[1], fails="layer ids")
@@ -74,7 +74,7 @@ def _layer_norm(tensors: Tensors, name: str, width: int) -> tuple[Tensor, Tensor
     return tensors.take(f"{name}.weight", width), tensors.take(f"{name}.bias", width)
 
 
-def _network(tensors: Tensors, fields: dict[str, Any], block: Block) -> Score:
+def _network(tensors: Tensors, fields: dict[str, Any], block: DraftBlockShape) -> Score:
     """(start_C, pair_JCC) from embeddings and log-probabilities of candidates, states, and the context before the block."""
     width, factors, heads = fields["hidden_size"], fields["factor_dim"], fields["num_heads"]
     hidden, eps, slots_K, C = block.shape.width, block.shape.eps, block.size - 1, fields["candidate_topk"]

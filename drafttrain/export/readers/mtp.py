@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.layer import Cache, Layer, Shape, rms
+from drafttrain.export.readers.layer import Cache, Layer, LayerDimensions, rms
 from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors, each, speculators_layers
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class MtpModule:
     """A loaded module."""
 
     layer: Layer
@@ -57,9 +57,9 @@ def _reading(
     target: TargetParts, points: Sequence[Point],
 ) -> Reading:  # fmt: skip
     inner.expect("vocab_size", target.embed.shape[0], "vocabulary")
-    shape = Shape.of(inner)
+    shape = LayerDimensions.of(inner)
     width, (token, hidden, projection, norm) = shape.width, (f"{prefix}.{name}.weight" for name in names)
-    module = Module(
+    module = MtpModule(
         Layer(tensors, prefix, shape, width, norms=queries),
         tensors.take(token, width),
         tensors.take(hidden, width),
@@ -73,7 +73,7 @@ def _reading(
     return Reading(each(points, lambda point: _draft(module, target, point)), facts)
 
 
-def _draft(module: Module, target: TargetParts, point: Point) -> Tensor:
+def _draft(module: MtpModule, target: TargetParts, point: Point) -> Tensor:
     cache, logits, eps = Cache(module.layer), [], module.layer.shape.eps
     token_N, state_NH, position_N = point.shifted, point.last(), torch.arange(len(point.text))
     for draft in point.drafts:

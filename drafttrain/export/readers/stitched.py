@@ -23,7 +23,7 @@ from drafttrain.export.readers.parts import Config, MismatchError, Point, Readin
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ModuleKind:
     """How an architecture's module is read."""
 
     code: str  # the architecture in transformers
@@ -40,17 +40,17 @@ DEEPSEEK = (f"{N}.enorm", f"{N}.hnorm", f"{N}.eh_proj", f"{N}.shared_head.norm",
 M = "model.mtp_layers.{i}"
 MIMO = (f"{M}.token_layernorm", f"{M}.hidden_layernorm", f"{M}.input_proj", f"{M}.final_layernorm", M)
 KINDS = {
-    "deepseek_v3": Kind("deepseek_v3", "DeepseekV3", DEEPSEEK),
-    "glm4_moe": Kind("glm4_moe", "Glm4Moe", DEEPSEEK),
-    "qwen3_next": Kind("qwen3_next", "Qwen3Next", QWEN),
-    **{f"qwen3_5{end}": Kind("qwen3_5", "Qwen3_5", QWEN, "mtp_num_hidden_layers") for end in ("", "_text")},
-    **{f"qwen3_5_moe{end}": Kind("qwen3_5_moe", "Qwen3_5Moe", QWEN, "mtp_num_hidden_layers") for end in ("", "_text")},
-    "mimo": Kind("qwen2", "Qwen2", MIMO, hidden_first=True),
+    "deepseek_v3": ModuleKind("deepseek_v3", "DeepseekV3", DEEPSEEK),
+    "glm4_moe": ModuleKind("glm4_moe", "Glm4Moe", DEEPSEEK),
+    "qwen3_next": ModuleKind("qwen3_next", "Qwen3Next", QWEN),
+    **{f"qwen3_5{end}": ModuleKind("qwen3_5", "Qwen3_5", QWEN, "mtp_num_hidden_layers") for end in ("", "_text")},
+    **{f"qwen3_5_moe{end}": ModuleKind("qwen3_5_moe", "Qwen3_5Moe", QWEN, "mtp_num_hidden_layers") for end in ("", "_text")},
+    "mimo": ModuleKind("qwen2", "Qwen2", MIMO, hidden_first=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class StitchedModule:
     """A loaded module."""
 
     block: Any
@@ -93,8 +93,8 @@ def _facts(config: Any) -> dict[str, Any]:
 
 
 def _module(
-    directory: Path, kind: Kind, values: dict[str, Any], number: int, target: TargetParts
-) -> tuple[Module, dict[str, Any]]:
+    directory: Path, kind: ModuleKind, values: dict[str, Any], number: int, target: TargetParts
+) -> tuple[StitchedModule, dict[str, Any]]:
     code = importlib.import_module(f"transformers.models.{kind.code}.modeling_{kind.code}")
     configs = importlib.import_module(f"transformers.models.{kind.code}.configuration_{kind.code}")
     made = getattr(configs, f"{kind.classes}TextConfig", None) or getattr(configs, f"{kind.classes}Config")
@@ -120,7 +120,7 @@ def _module(
             raise MismatchError("tensors", f"{names[4]}.{name}.weight is not the target's, which the module was trained with")
     if tensors:
         raise MismatchError("tensors", f"{', '.join(sorted(tensors)[:4])}: no stack reads them")
-    return Module(block.eval(), rotary(config), norms[0], norms[1], norms[2], projection, kind.hidden_first), facts
+    return StitchedModule(block.eval(), rotary(config), norms[0], norms[1], norms[2], projection, kind.hidden_first), facts
 
 
 def _tensors(directory: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ def _load(module: torch.nn.Module, prefix: str, tensors: dict[str, Tensor]) -> N
         own.copy_(tensor)
 
 
-def _draft(modules: Sequence[Module], target: TargetParts, point: Point) -> Tensor:
+def _draft(modules: Sequence[StitchedModule], target: TargetParts, point: Point) -> Tensor:
     """One module reads its own last output at the position after. Of several, each reads all outputs of the one before, and the
     tokens that are one later."""
     token_N, state_NH, logits, joined = point.shifted, point.last(), list[Tensor](), list[Tensor]()

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from drafttrain.commands import generate
-from drafttrain.commands.generate import DRAFTED, Stream, Writer
+from drafttrain.commands.generate import DRAFTED, ReplyWriter, Stream
 from drafttrain.data.prompts import encode_prompt
 from drafttrain.decoding.request import Chunk, Result
 from drafttrain.drafters import families
@@ -151,10 +151,10 @@ def test_generate_stream_long_text_keeps_leading_spaces() -> None:
 
 def test_generate_chat_prompt_includes_earlier_turns(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    writer = Writer(loaded, decoder_of(loaded, DecodeOptions(max_new_tokens=12), None), console, chat=True)
+    writer = ReplyWriter(loaded, decoder_of(loaded, DecodeOptions(max_new_tokens=12), None), console, chat=True)
     said = iter(["what is json?", "  ", "and csv?"])
     monkeypatch.setattr(generate, "read_line", lambda console: next(said, None))
-    monkeypatch.setattr(generate, "Writer", lambda *a, **k: writer)
+    monkeypatch.setattr(generate, "ReplyWriter", lambda *a, **k: writer)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     options = SimpleNamespace(
         launcher=LauncherOptions(),
@@ -172,7 +172,9 @@ def test_generate_chat_prompt_includes_earlier_turns(loaded: LoadedTarget, monke
 
 
 def test_generate_chat_beyond_context_leaves_out_oldest_turns(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(loaded, decoder_of(loaded, DecodeOptions(max_new_tokens=4), None), Console(file=io.StringIO()), chat=True)
+    writer = ReplyWriter(
+        loaded, decoder_of(loaded, DecodeOptions(max_new_tokens=4), None), Console(file=io.StringIO()), chat=True
+    )
     writer.status = Console(file=io.StringIO(), width=200)
     writer.turns, writer.replies = ["what is json?", "and csv?"], ["a form of text", "another"]
     room = len(encode_prompt(loaded.tokenizer, ["and csv?", "and xml?"], ["another"])) + 4

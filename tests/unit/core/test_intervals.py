@@ -17,7 +17,7 @@ from drafttrain.core.tree import expected_nodes, tuned_paths
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
 from drafttrain.measure import cells
-from drafttrain.measure.expected import Prediction, counted_paths, expected_tau, predicted
+from drafttrain.measure.expected import ExpectedTau, counted_paths, expected_tau, predicted
 from drafttrain.measure.table import console_table
 from drafttrain.objective.losses import Hits
 from drafttrain.train.tree_tuning import tuned_sums
@@ -89,7 +89,7 @@ def test_tau_interval_ignores_texts_without_decode_steps() -> None:
     assert tau_interval(torch.tensor([[0.0, 5.0], [0.0, 7.0]])) == (1.0, 1.0)
 
 
-def of(measured: float, count: int, spread: float) -> Prediction:
+def of(measured: float, count: int, spread: float) -> ExpectedTau:
     """The same texts, measured on others where they say little, and with so many of the drafts accepted."""
     generator = torch.Generator().manual_seed(4)
     hits, other = texts(count, generator, spread=spread), texts(count, generator, spread=spread)

@@ -19,7 +19,7 @@ from drafttrain.data.pool import Conversations, Workers
 from drafttrain.data.provenance import FILE, find_provenance
 from drafttrain.data.records import open_records, read_records
 from drafttrain.data.sources import Faults, open_sources
-from drafttrain.data.store import Block, Store, encode_block, key_of
+from drafttrain.data.store import BlockStore, RecordBlock, encode_block, key_of
 from drafttrain.targets.load import LoadedTarget
 from tests.composing import compose_quickly
 from tests.damage import harmed, refused
@@ -158,7 +158,7 @@ def test_journal_settings_damaged_file_is_refused(tmp_path: Path) -> None:
     reads()
 
 
-def plain(block: Block) -> dict[str, Any]:
+def plain(block: RecordBlock) -> dict[str, Any]:
     return {name: block.column(name) for name in block.batch.schema.names}
 
 
@@ -173,7 +173,7 @@ def test_store_damaged_block_is_prepared_again(most: int, tmp_path: Path) -> Non
         return Conversations([source], encoder, Workers(tmp_path / "cache", 1), Faults(1))
 
     first = conversations()
-    store = Store(tmp_path / "cache" / key_of(source, encoder))
+    store = BlockStore(tmp_path / "cache" / key_of(source, encoder))
     name = store.write(encode_block(source, encoder, range(7)))
     block = store.read(name)
     assert block is not None and first.missing == 7

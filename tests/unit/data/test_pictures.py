@@ -25,7 +25,7 @@ from drafttrain.data.pool import Conversations, Workers
 from drafttrain.data.prompts import encode_prompt, load_prompts
 from drafttrain.data.server import Server, ServerOptions
 from drafttrain.data.sources import open_sources
-from drafttrain.data.store import Block, Store, encode_block
+from drafttrain.data.store import BlockStore, RecordBlock, encode_block
 from drafttrain.data.templates import TemplateOptions
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.features.layout import key_of
@@ -221,9 +221,9 @@ def test_store_block_keeps_images_for_fresh_reader(tmp_path: Path) -> None:
     encoder = Encoder(tokenizer_of("qwen3_vl"), 512, TemplateOptions(), reader)
     block = encode_block(source, encoder, [0, 1, 2])
     assert block.has_images and not block.batch["fault"].drop_null()
-    store = Store(tmp_path / "store")
+    store = BlockStore(tmp_path / "store")
     again = store.read(store.write(block))
-    assert isinstance(again, Block)
+    assert isinstance(again, RecordBlock)
     fresh = reader_of("qwen3_vl", tmp_path)
     for number in range(3):
         row = encoder(source.conversation(number))

@@ -24,7 +24,7 @@ from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.data.pool import CHUNK, Conversations, Workers
 from drafttrain.data.records import open_records
 from drafttrain.data.sources import open_sources
-from drafttrain.data.store import Store
+from drafttrain.data.store import BlockStore
 from drafttrain.data.workers import Follower, WorkerPool
 from tests.unit.data.test_dataset import word_tokenizer
 
@@ -148,7 +148,7 @@ if __name__ == "__main__":
             run.send_signal(signal.SIGKILL)
     wait_until(lambda: all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in children))
     for folder in (p for p in (tmp_path / "cache").iterdir() if p.name != "spool"):
-        assert all(Store(folder).read(name) is not None for name in Store(folder).names())
+        assert all(BlockStore(folder).read(name) is not None for name in BlockStore(folder).names())
     assert batches(load(path, workers=1, cache=str(tmp_path / "cache"), held_out=1), 4) == batches(load(path, held_out=1), 4)
 
 

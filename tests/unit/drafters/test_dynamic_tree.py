@@ -214,12 +214,12 @@ def test_dynamic_tree_with_depth_limit_equals_naive_beam_search(target: HFTarget
 
 def test_dynamic_tree_tied_scores_keep_parent_of_every_node() -> None:
     """Drafters so sure that a child's path is as likely as its parent's, to the last bit."""
-    from drafttrain.drafters.common.dynamic_tree import Generation, Scored
+    from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
 
     sure = torch.zeros(2, 1, 8)
     sure[..., 3] = 200.0
 
-    def score(nodes: Generation) -> Scored:
+    def score(nodes: TreeLevel) -> Scored:
         return Scored(sure.expand(2, 3, 8), torch.zeros(2, 3, 4))
 
     tree = (

@@ -13,7 +13,7 @@ import pytest
 
 from drafttrain.core.errors import UserError
 from drafttrain.engines import background, process
-from drafttrain.engines.answers import Answer, EngineInfo, TimedText
+from drafttrain.engines.answers import EngineInfo, TimedText, WaveOutputs
 from drafttrain.engines.background import Resources
 from drafttrain.engines.process import ENGINES, LAUNCHERS, Engine, EngineJob, check_family
 
@@ -54,7 +54,7 @@ def test_background_engine_answers_are_read_after_exit(spoken: Path, monkeypatch
     started.process.wait(30)
     about, answers = started.answers()
     assert about == EngineInfo({"spoken": "1"})
-    assert answers == [Answer([TimedText(n, ids, 0.5, 1.0)], 3, 2, 1) for n, ids in ((2, (5, 6)), (1, (7,)))]
+    assert answers == [WaveOutputs([TimedText(n, ids, 0.5, 1.0)], 3, 2, 1) for n, ids in ((2, (5, 6)), (1, (7,)))]
     there = json.loads(started.log.read_text().splitlines()[0])
     assert there["OMP_NUM_THREADS"] == "3" and there["CUDA_VISIBLE_DEVICES"] == "0,1" and there["BIND"] == "none"
     assert "MINE" in there and not {n for n in there if n in ("RANK", "WORLD_SIZE") or n.startswith(LAUNCHERS)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from drafttrain.engines.draft_push import Draft, ReloadedDirectory
+from drafttrain.engines.draft_push import PushedDrafter, ReloadedDirectory
 
 
 def test_reloaded_directory_keeps_newest_drafts_whatever_their_steps(tmp_path: Path) -> None:
@@ -17,6 +17,6 @@ def test_reloaded_directory_keeps_newest_drafts_whatever_their_steps(tmp_path: P
     seen: list[Path] = []
     directory = ReloadedDirectory(tmp_path, seen.append, keep=2)
     for step in (1, 2):
-        directory.receive(Draft(step, lambda: iter(()), lambda folder: (folder / "config.json").touch()))
+        directory.receive(PushedDrafter(step, lambda: iter(()), lambda folder: (folder / "config.json").touch()))
         assert (seen[-1] / "config.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft-0000001", "draft-0000002", "draft-notes"]

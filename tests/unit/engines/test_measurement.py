@@ -12,7 +12,7 @@ import pytest
 
 from drafttrain.core.errors import UserError
 from drafttrain.engines import process as engine
-from drafttrain.engines.answers import Answer, EngineInfo, TimedText
+from drafttrain.engines.answers import EngineInfo, TimedText, WaveOutputs
 from drafttrain.engines.measurement import SPECULATIVE, OwnDecoding, TimingOptions, measured
 from drafttrain.engines.process import ENGINES, Engine, EngineJob
 from drafttrain.engines.timed_process import serving
@@ -72,10 +72,10 @@ class Spoken:
         self.name, self.pace, self.calls, self.said, self.counts = name, pace, calls, said, counts
         self.about = EngineInfo({"spoken": "1"})
 
-    def answer(self, wave: Sequence[int]) -> Answer:
+    def answer(self, wave: Sequence[int]) -> WaveOutputs:
         self.calls.append((self.name, list(wave)))
         texts = [TimedText(5, self.said[i] if self.said else (i, 1, 2, 3, 4), 1.0, 1.0 + 4 * self.pace) for i in wave]
-        return Answer(texts, **{key: value * len(wave) for key, value in self.counts.items()}, **self.more(wave))
+        return WaveOutputs(texts, **{key: value * len(wave) for key, value in self.counts.items()}, **self.more(wave))
 
     def more(self, wave: Sequence[int]) -> dict[str, Any]:
         return {}
@@ -193,14 +193,14 @@ def test_timed_engine_process_answers_or_reports_script_error(
     (tmp_path / "spoken.py").write_text(SCRIPT.replace("{before}", before).replace("{during}", during))
     job = EngineJob("target", "drafter", "eagle", "vllm", 3, 8, [0], [[5, 6], [7]], timed={"speculative": True})
 
-    def asked() -> Answer:
+    def asked() -> WaveOutputs:
         with serving("spoken", Path(sys.executable), job, tmp_path / "side") as ready:
             assert ready.about == EngineInfo({"spoken": "1"})
             assert [text.output for text in ready.answer([1]).texts] == [(7,)]
             return ready.answer([0, 1])
 
     if line is None:
-        assert asked() == Answer([TimedText(2, (5, 6), 0.5, 1.0), TimedText(1, (7,), 0.5, 1.0)], 3, 2, 1)
+        assert asked() == WaveOutputs([TimedText(2, (5, 6), 0.5, 1.0), TimedText(1, (7,), 0.5, 1.0)], 3, 2, 1)
         return
     with pytest.raises(UserError) as caught:
         asked()

@@ -17,7 +17,7 @@ from drafttrain.commands.verify import record_of
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import exporter, parity
 from drafttrain.export.drafter_adapter import adapter_of, merge
-from drafttrain.export.exporter import Wanted
+from drafttrain.export.exporter import ExportSettings
 from drafttrain.export.importers import convert
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.layouts.adapter import PEFT
@@ -118,7 +118,7 @@ def test_export_drafter_adapter_unsupported_dtype_or_stack_is_refused(tmp_path: 
         ("llamacpp", "float32", "its files are GGUF, in which weights have other names and orders"),
     ):
         with pytest.raises(UserError, match=says):
-            exporter.refusals(found, Wanted([stack], tmp_path / "out", dtype, False, adapter=True))
+            exporter.refusals(found, ExportSettings([stack], tmp_path / "out", dtype, False, adapter=True))
     assert golden and not (tmp_path / "out").exists()
 
 

@@ -24,8 +24,8 @@ from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META
 from drafttrain.export import golden as material
 from drafttrain.export import matrix
-from drafttrain.export.card import Measured
-from drafttrain.export.exporter import Wanted, check_wanted, refusals
+from drafttrain.export.card import CardFigures
+from drafttrain.export.exporter import ExportSettings, check_wanted, refusals
 from drafttrain.export.files import DTYPES
 from drafttrain.export.golden import GOLDEN, TENSORS, Golden, store, stored
 from drafttrain.export.opened import Opened
@@ -352,7 +352,7 @@ def test_export_drafter_unsupported_by_stack_is_refused(tmp_path: Path, subtests
     for case, expected in REFUSED.items():
         found = Opened.of(checkpoint(tmp_path / case, case), loaded())
         for stack, says in expected.items():
-            wanted = Wanted(stacks_for(found.meta.family, stack), tmp_path / "out", "float32", stack == "all")
+            wanted = ExportSettings(stacks_for(found.meta.family, stack), tmp_path / "out", "float32", stack == "all")
             with subtests.test(case=case, stack=stack), pytest.raises(UserError, match=says):
                 refusals(found, wanted)
     found, golden = opened(tmp_path / "run", "eagle3-two")
@@ -462,8 +462,8 @@ def test_export_readers_import_nothing_of_exporter() -> None:
                 )
 
 
-def wanted(out: Path, **changes: Any) -> Wanted:
-    return Wanted(["vllm"], out, **{"dtype": "float32", "several": False, **changes})
+def wanted(out: Path, **changes: Any) -> ExportSettings:
+    return ExportSettings(["vllm"], out, **{"dtype": "float32", "several": False, **changes})
 
 
 def test_check_wanted_existing_directory_is_kept_without_overwrite(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_model_card_shows_measured_acceptance_and_speedup(tmp_path: Path) -> Non
     training = {"steps": 4, "data": {"path": "talks.jsonl"}}
     report = {"checkpoints": [entry], "environment": {"device": "cpu"}, "training": training}
     found, golden = opened(tmp_path / "checkpoints", "medusa")
-    assert Measured.of(found.directory) == Measured()
+    assert CardFigures.of(found.directory) == CardFigures()
     written(found, golden, "vllm", tmp_path / "before")
     assert "no: the training run has no report" in (tmp_path / "before" / "README.md").read_text()
     (tmp_path / "report.json").write_text(json.dumps(report))

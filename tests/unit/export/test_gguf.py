@@ -15,8 +15,8 @@ from torch import Tensor
 
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import parity
-from drafttrain.export.exporter import Wanted, check_wanted, refusals
-from drafttrain.export.files import Source
+from drafttrain.export.exporter import ExportSettings, check_wanted, refusals
+from drafttrain.export.files import ExportSource
 from drafttrain.export.ggufs import write_gguf
 from drafttrain.export.golden import Golden
 from drafttrain.export.layouts import gguf as layouts
@@ -71,7 +71,7 @@ def changed(
 
 
 def gate_of(found: Opened, golden: Golden) -> Callable[[Path], object]:
-    to, source = layout(found.meta.family, "llamacpp"), Source(found, "llamacpp", "float32")
+    to, source = layout(found.meta.family, "llamacpp"), ExportSource(found, "llamacpp", "float32")
     files = to.write(source)
     return lambda directory: parity.check(directory, to.read, files, source, golden, golden)
 
@@ -241,7 +241,7 @@ def test_gguf_drafter_file_has_expected_fields_and_dtypes(exported: Callable[[st
 
 def test_gguf_target_file_equals_target_and_changes_are_detected(exported: Callable[[str], Made], tmp_path: Path) -> None:
     found, golden, right = exported("eagle3")
-    source = Source(found, "llamacpp", "float32")
+    source = ExportSource(found, "llamacpp", "float32")
     files = layouts.target_files(source)
     text, model = torch.tensor(TEXTS[0]), found.loaded.target.model
     point = Point(text[:-1], text[-1], torch.zeros(1, dtype=torch.long))
@@ -312,7 +312,7 @@ def test_gguf_unsupported_drafter_or_target_is_refused(tmp_path: Path, subtests:
             target = target_of(**changes) if changes else loaded()
             found = Opened.of(checkpoint(tmp_path / str(number), case, target), target)
             with pytest.raises(UserError, match=f"cannot be exported to llamacpp: .*{says}"):
-                refusals(found, Wanted(["llamacpp"], tmp_path / "out", "float32", False))
+                refusals(found, ExportSettings(["llamacpp"], tmp_path / "out", "float32", False))
 
 
 def test_gguf_unsupported_with_target_is_refused_before_export(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_gguf_unsupported_with_target_is_refused_before_export(tmp_path: Path) -
     with pytest.raises(
         UserError, match=r"the target cannot be written as GGUF: it has sliding-window attention.*; leave out with_target"
     ):
-        refusals(found, Wanted(["llamacpp"], tmp_path / "out", "float32", False, with_target=True))
+        refusals(found, ExportSettings(["llamacpp"], tmp_path / "out", "float32", False, with_target=True))
     assert written(found, golden, "llamacpp", tmp_path / "out").written["llamacpp"].gap < 0.5
     with pytest.raises(UserError, match=r"with_target=true writes the target as GGUF, which only format=llamacpp reads"):
-        check_wanted(Wanted(["vllm"], tmp_path / "other", "float32", False, with_target=True))
+        check_wanted(ExportSettings(["vllm"], tmp_path / "other", "float32", False, with_target=True))

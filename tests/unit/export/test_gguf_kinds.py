@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import parity
-from drafttrain.export.exporter import Wanted, refusals
-from drafttrain.export.files import Source, write
+from drafttrain.export.exporter import ExportSettings, refusals
+from drafttrain.export.files import ExportSource, write
 from drafttrain.export.layouts import gguf as layouts
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import layout
@@ -99,7 +99,7 @@ WRONG: dict[str, list[tuple[str, Change]]] = {  # by kind: what the message says
 @pytest.mark.parametrize("kind", WRONG)
 def test_gguf_changed_target_file_fails_parity_by_name(kind: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
     target = target_of(kind)
-    source = Source(Opened.of(checkpoint(tmp_path, "eagle3", target), target), "llamacpp", "float32")
+    source = ExportSource(Opened.of(checkpoint(tmp_path, "eagle3", target), target), "llamacpp", "float32")
     files, right = layouts.target_files(source), tmp_path / "right"
     right.mkdir()
     write(right, files, source, "5GB")
@@ -126,7 +126,7 @@ def test_gguf_unsupported_target_config_is_refused(kind: str, changes: dict[str,
     target = target_of(kind, **changes)
     found = Opened.of(checkpoint(tmp_path, "eagle3", target), target)
     with pytest.raises(UserError, match=f"the target cannot be written as GGUF: {says}"):
-        refusals(found, Wanted(["llamacpp"], tmp_path / "out", "float32", False, with_target=True))
+        refusals(found, ExportSettings(["llamacpp"], tmp_path / "out", "float32", False, with_target=True))
 
 
 def test_gguf_eagle3_norm_before_residual_is_written(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_gguf_embedding_scale_and_logit_softcap_are_checked(
     target.target.model.get_input_embeddings().weight.data.mul_(0.01)  # as small as an eps notices
     found, golden = opened(tmp_path, case, target)
     assert written(found, golden, "llamacpp", tmp_path / "out").written["llamacpp"].gap < 0.5
-    source, to = Source(found, "llamacpp", "float32"), layout(found.meta.family, "llamacpp")
+    source, to = ExportSource(found, "llamacpp", "float32"), layout(found.meta.family, "llamacpp")
     files = to.write(source)
     for number, (name, change) in enumerate(ENDS[case]):
         with subtests.test(name=name, number=number):

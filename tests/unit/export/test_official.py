@@ -20,7 +20,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.export import parity
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.golden import made
 from drafttrain.export.importers import convert, directory
 from drafttrain.export.importers.convert import converted
@@ -996,5 +996,5 @@ def test_export_imported_shifted_dflash_is_refused(tmp_path: Path) -> None:
     """Shifted slots without a head of their own."""
     found, _ = imported(put(tmp_path / "hand", LAYOUTS["dflash, DeepSpec"]()))
     for stack in ("vllm", "sglang", "llamacpp"):
-        reason = layout_of("dflash", stack).refuse(Source(found, stack, "float32"))
+        reason = layout_of("dflash", stack).refuse(ExportSource(found, stack, "float32"))
         assert reason is not None and "its slots are shifted" in reason

@@ -14,7 +14,7 @@ import yaml
 
 from drafttrain.drafters import families
 from drafttrain.export import serve
-from drafttrain.export.files import Source
+from drafttrain.export.files import ExportSource
 from drafttrain.export.table import loads
 from drafttrain.model.shapes import LayerShape
 
@@ -22,14 +22,14 @@ DRAFTER, TARGET = "my drafters/it's $5", "my targets/a: b"
 EVERY = [(family, stack) for family in families() for stack in loads(family)]
 
 
-def source_of(family: str, stack: str, **shape: Any) -> Source:
+def source_of(family: str, stack: str, **shape: Any) -> ExportSource:
     """What the commands read of a source. shape: of the drafter's layers."""
     layers = LayerShape(64, 32, 4, 4, 2, 8, 48, 512, 1e4, 1e-5, **shape)
     drafter = SimpleNamespace(draft_length=3, resolved_options=lambda: {"mask_token": 5})
     options = {"block_size": 4, "slots": "in_place", "layers": 2}
     opened = SimpleNamespace(meta=SimpleNamespace(family=family))
     fields = {"stack": stack, "target_name": TARGET, "layer_inputs": [1, 2], "options": options, "layer_shape": layers}
-    return cast(Source, SimpleNamespace(opened=opened, drafter=drafter, **fields))
+    return cast(ExportSource, SimpleNamespace(opened=opened, drafter=drafter, **fields))
 
 
 def named(line: str) -> set[str]:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.core.errors import ParityError, UserError
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.golden import Golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import check
@@ -152,7 +152,7 @@ def test_stitched_parity_check_detects_changed_tensor(
 ) -> None:
     _, found, golden = mimo
     written(found, golden, "stitched", tmp_path / "right")
-    source = Source(found, "stitched", "float32")
+    source = ExportSource(found, "stitched", "float32")
     for name in ("input_proj.weight", "self_attn.q_proj.bias", "final_layernorm.weight"):
         whole = f"model.mtp_layers.0.{name}"
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import parity
-from drafttrain.export.exporter import Wanted, refusals
-from drafttrain.export.files import Source
+from drafttrain.export.exporter import ExportSettings, refusals
+from drafttrain.export.files import ExportSource
 from drafttrain.export.importers.convert import taken
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.table import recognised
@@ -64,7 +64,7 @@ def reasons(folder: Path, case: str, target: LoadedTarget, apart: tuple[str, ...
     """Why the stacks that load the family do not load this drafter. apart: further stacks that are left out."""
     found = Opened.of(checkpoint(folder / case, case, target), target)
     stacks = [stack for stack in loads(found.meta.family) if stack not in ("llamacpp", "lmdeploy", "transformers", *apart)]
-    given = [layout(found.meta.family, stack).refuse(Source(found, stack, "float32")) for stack in stacks]
+    given = [layout(found.meta.family, stack).refuse(ExportSource(found, stack, "float32")) for stack in stacks]
     assert all(given), f"{case} is exported to {[s for s, why in zip(stacks, given, strict=True) if why is None]}"
     return [str(why) for why in given]
 
@@ -117,7 +117,7 @@ def test_export_dflash2_writes_embedding_and_logit_scale_fields(kind: str, tmp_p
         out = tmp_path / stack
         if stack == "sglang" and "input_embedding_scale" in expected:
             with pytest.raises(UserError, match=r"the target multiplies its embedding by 5\.657, which sglang leaves out"):
-                refusals(found, Wanted([stack], out, "float32", False))
+                refusals(found, ExportSettings([stack], out, "float32", False))
             continue
         with subtests.test(stack=stack):
             written(found, golden, stack, out)
@@ -128,7 +128,7 @@ def test_export_dflash2_writes_embedding_and_logit_scale_fields(kind: str, tmp_p
             given = "|".join(f"{key} is {value:g}" for key, value in own.items())
             with pytest.raises(UserError, match=f"({given}), this target's own is [01], which drafters here use"):
                 recognised(foreign).options(foreign, loaded().target)
-    source, to = Source(found, "vllm", "float32"), layout("dflash2", "vllm")
+    source, to = ExportSource(found, "vllm", "float32"), layout("dflash2", "vllm")
     for number, (name, change) in enumerate(WRONG.get(kind, ())):
         with subtests.test(name=name, number=number):
             wrong = changed(tmp_path / "vllm", tmp_path / str(number), change)
@@ -156,7 +156,7 @@ def test_export_llamacpp_softcap_refuses_dspark_and_accepts_dflash2(tmp_path: Pa
     says = {"dspark": "the target caps its logits at 3, which llamacpp leaves out", "dflash2-unlike": "None"}
     for case, expected in says.items():
         found = Opened.of(checkpoint(tmp_path / case, case, target), target)
-        why = layout(found.meta.family, "llamacpp").refuse(Source(found, "llamacpp", "float32"))
+        why = layout(found.meta.family, "llamacpp").refuse(ExportSource(found, "llamacpp", "float32"))
         assert str(why).startswith(expected)
 
 
@@ -170,4 +170,4 @@ def test_export_target_head_bias_is_accepted_by_transformers_only(tmp_path: Path
     written(found, golden, "transformers", tmp_path / "out")
     found, _ = opened(tmp_path, "eagle", target)
     with pytest.raises(UserError, match="cannot be exported to vllm: the target's output matrix has a bias"):
-        refusals(found, Wanted(["vllm"], tmp_path / "out", "float32", False))
+        refusals(found, ExportSettings(["vllm"], tmp_path / "out", "float32", False))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import ParityError
 from drafttrain.export import exporter, parity
-from drafttrain.export.files import Files, Source
+from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.golden import Golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.readers.eagle3 import IDS
@@ -48,7 +48,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], M
 
 
 def gate(found: Opened, golden: Golden, stack: str, directory: Path) -> None:
-    to, source = layout(found.meta.family, stack), Source(found, stack, "float32")
+    to, source = layout(found.meta.family, stack), ExportSource(found, stack, "float32")
     parity.check(directory, to.read, to.write(source), source, golden, golden)
 
 
@@ -394,7 +394,7 @@ def test_parity_check_names_wrong_field_or_tensor(
     found, golden = opened(tmp_path, case)
     for stack in dict.fromkeys(stack for (of, stack), _, _ in TRAPS if of == case):
         written(found, golden, stack, tmp_path / stack)
-        to, source = layout(found.meta.family, stack), Source(found, stack, "float32")
+        to, source = layout(found.meta.family, stack), ExportSource(found, stack, "float32")
         files = to.write(source)
         traps = [(name, change) for where, name, change in TRAPS if where == (case, stack)]
         for number, (name, change) in enumerate(traps):

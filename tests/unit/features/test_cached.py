@@ -17,10 +17,10 @@ from drafttrain.data.dataset import collate
 from drafttrain.features import layout as layouts
 from drafttrain.features.cached import Cached, documents
 from drafttrain.features.format import FeatureFormat
-from drafttrain.features.layout import Layout, key_of
+from drafttrain.features.layout import ShardLayout, key_of
 from drafttrain.features.online import Online
-from drafttrain.features.store import ABSENT, Store
-from drafttrain.features.writer import Writer
+from drafttrain.features.store import ABSENT, FeatureStore
+from drafttrain.features.writer import ShardWriter
 from drafttrain.model.batch import Prediction, Top, TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.teacher import TopKDistribution
@@ -51,11 +51,11 @@ def batch(rows: list[np.ndarray]) -> TrainBatch:
     return collate([Encoded(ids, np.ones(len(ids), np.bool_)) for ids in rows], 0)
 
 
-def written(folder: Path, target: HFTarget, format: str = "float32", top: int = 0) -> Store:
+def written(folder: Path, target: HFTarget, format: str = "float32", top: int = 0) -> FeatureStore:
     form = FeatureFormat(KEYS[:1] if top else KEYS, format, target.shape.hidden_size, top)
-    store = Store(folder, Layout.of(texts(), form.bytes), form, {"target": target.fingerprint})
+    store = FeatureStore(folder, ShardLayout.of(texts(), form.bytes), form, {"target": target.fingerprint})
     store.folder.mkdir(parents=True)
-    Writer(store, Online(target, Taps((1,))), batch, 60).write(list(store.numbers), 0, 1, lambda tokens: None)
+    ShardWriter(store, Online(target, Taps((1,))), batch, 60).write(list(store.numbers), 0, 1, lambda tokens: None)
     return store
 
 
@@ -81,7 +81,7 @@ def test_feature_format_rounding_error_stays_within_bound(format: str, error: fl
 def test_feature_layout_holds_each_text_once_in_any_order(lengths: list[int], seed: int, bytes: int) -> None:
     generator = np.random.default_rng(seed)
     some = [generator.integers(0, 5, n).astype(np.int32) for n in lengths]
-    layout, other = Layout.of(some, bytes), Layout.of(some[::-1] + some[:1], bytes)
+    layout, other = ShardLayout.of(some, bytes), ShardLayout.of(some[::-1] + some[:1], bytes)
     assert layout.shards == other.shards and layout.digest == other.digest and layout.places == other.places
     assert sorted(layout.places) == sorted({key_of(ids) for ids in some})
     rows = {number: [False] * layout.tokens(number) for number in range(len(layout.shards))}
@@ -100,22 +100,22 @@ def test_feature_layout_holds_each_text_once_in_any_order(lengths: list[int], se
 
 def test_feature_store_folder_depends_on_texts_format_and_target(tmp_path: Path) -> None:
     form, some = FeatureFormat(KEYS, "float32", 32), texts()
-    layout = Layout.of(some, form.bytes)
+    layout = ShardLayout.of(some, form.bytes)
     folders = {
-        Store(tmp_path, layout, form, {"target": "a"}).folder,
-        Store(tmp_path, layout, form, {"target": "b"}).folder,
-        Store(tmp_path, layout, FeatureFormat(KEYS, "bfloat16", 32), {"target": "a"}).folder,
-        Store(tmp_path, layout, FeatureFormat((2, FINAL), "float32", 32), {"target": "a"}).folder,
-        Store(tmp_path, Layout.of(some[1:], form.bytes), form, {"target": "a"}).folder,
+        FeatureStore(tmp_path, layout, form, {"target": "a"}).folder,
+        FeatureStore(tmp_path, layout, form, {"target": "b"}).folder,
+        FeatureStore(tmp_path, layout, FeatureFormat(KEYS, "bfloat16", 32), {"target": "a"}).folder,
+        FeatureStore(tmp_path, layout, FeatureFormat((2, FINAL), "float32", 32), {"target": "a"}).folder,
+        FeatureStore(tmp_path, ShardLayout.of(some[1:], form.bytes), form, {"target": "a"}).folder,
     }
     assert len(folders) == 5
-    assert Store(tmp_path, Layout.of(some[::-1], form.bytes), form, {"target": "a"}).folder in folders
+    assert FeatureStore(tmp_path, ShardLayout.of(some[::-1], form.bytes), form, {"target": "a"}).folder in folders
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_cached_states_written_by_processes_equal_online_states(processes: int, target: HFTarget, tmp_path: Path) -> None:
     form = FeatureFormat(KEYS, "float32", target.shape.hidden_size)
-    store = Store(tmp_path, Layout.of(texts(), form.bytes), form, {})
+    store = FeatureStore(tmp_path, ShardLayout.of(texts(), form.bytes), form, {})
     store.folder.mkdir()
     passes, done = [], []
     for rank in range(processes):
@@ -126,7 +126,7 @@ def test_cached_states_written_by_processes_equal_online_states(processes: int, 
             calls[0] += 1
             return batch(rows)
 
-        Writer(store, online, counted, 60).write(list(store.numbers), rank, processes, done.append)
+        ShardWriter(store, online, counted, 60).write(list(store.numbers), rank, processes, done.append)
         passes.append(calls[0])
     assert len(store.numbers) > 3 and len(set(passes)) == 1, "a sharded target computes in all processes or in none"
     assert sum(done) == sum(map(len, texts()))
@@ -181,7 +181,7 @@ def test_feature_writer_disk_full_keeps_complete_shards(
     target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = FeatureFormat(KEYS, "float32", target.shape.hidden_size)
-    store = Store(tmp_path, Layout.of(texts(), form.bytes), form, {})
+    store = FeatureStore(tmp_path, ShardLayout.of(texts(), form.bytes), form, {})
     store.folder.mkdir()
     write = Path.write_bytes
 
@@ -193,7 +193,7 @@ def test_feature_writer_disk_full_keeps_complete_shards(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(UserError, match=r"disk full while writing .*shard-00002.*complete shards are.*set features.dir"):
-        Writer(store, Online(target, Taps((1,))), batch, 60).write(list(store.numbers), 0, 1, lambda tokens: None)
+        ShardWriter(store, Online(target, Taps((1,))), batch, 60).write(list(store.numbers), 0, 1, lambda tokens: None)
     assert [store.fault(n, verify=True) for n in (0, 1)] == [None, None] and store.fault(2, verify=True) == ABSENT
     assert not [p for p in store.folder.iterdir() if "tmp" in p.name]
 
@@ -247,8 +247,8 @@ def test_top_k_distribution_without_other_draft_tokens_spreads_tail_evenly() -> 
     torch.testing.assert_close(found, torch.tensor([[0.05, 0.3, 0.05, 0.5, 0.05, 0.05]]))
 
 
-def columns_of(store: Store) -> list[list[float]]:
-    fresh = Store(store.folder.parent, store.layout, store.form, {"target": store.identity["target"]})
+def columns_of(store: FeatureStore) -> list[list[float]]:
+    fresh = FeatureStore(store.folder.parent, store.layout, store.form, {"target": store.identity["target"]})
     assert fresh.folder == store.folder
     return [
         column.float().flatten().tolist() for place in store.layout.places.values() for column in fresh.read(place).values()

@@ -19,7 +19,7 @@ from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.mooncake_states import MooncakeStates, key_of
 from drafttrain.features.mooncake_store import MissingError, StoreError, StoreSettings
 from drafttrain.features.online import Online
-from drafttrain.features.reference import Reference
+from drafttrain.features.reference import ReferenceStates
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.model.target import Taps
 from drafttrain.targets.hf import HFTarget
@@ -76,7 +76,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def states_of(target: HFTarget, standin: StandIn, memory: Any, folder: Path, taps: Taps = TAPS) -> Iterator[EngineStates]:
     layers, ids = StateLayers(taps, target.shape.blocks, final=True), texts(1)[0].tolist()
-    reference = Reference(ids, layers.keys, computed(target)(ids), torch.float32)
+    reference = ReferenceStates(ids, layers.keys, computed(target)(ids), torch.float32)
     with serving(standin, kind=SglangHandler) as url:
         source = CaptureSource(layers.keys, 64, MooncakeStates(memory, folder), "start it well")
         found = Servers(ServerSettings((url,), None, 5.0, 0.5, 4), source, reference, lambda line: None)

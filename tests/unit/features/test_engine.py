@@ -27,7 +27,7 @@ from drafttrain.engines.states_server import free_ports
 from drafttrain.features import FeatureOptions, MooncakeOptions, servers, state_files
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
-from drafttrain.features.reference import Reference
+from drafttrain.features.reference import ReferenceStates
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.source import Description, Received
 from drafttrain.features.state_files import StateFiles
@@ -98,7 +98,7 @@ def source(
 ) -> Iterator[EngineStates]:
     ids = texts(1)[0].tolist()
     own = dict(zip(range(4), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
-    reference = Reference(ids, LAYERS.keys, own, torch.float32)
+    reference = ReferenceStates(ids, LAYERS.keys, own, torch.float32)
     settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, timeout, 2.0, 4, direct)
     vllm = VllmSource(LAYERS.keys, 64, StateFiles(folder), "start it well")
     states = EngineStates(Servers(settings, vllm, reference, (said if said is not None else []).append), LAYERS, target, 2)
@@ -263,7 +263,7 @@ def test_reference_bfloat16_states_are_matched_to_nearest_block() -> None:
 
     first_TH = noise(1.0)
     own = {0: first_TH, 1: first_TH + noise(0.02), 2: first_TH + noise(1.0)}
-    reference = Reference([0] * 30, (1, 2), own, torch.bfloat16)
+    reference = ReferenceStates([0] * 30, (1, 2), own, torch.bfloat16)
     right_TKH, early_TKH = (torch.stack([own[i] + noise(0.01), own[2] + noise(0.01)], 1).bfloat16() for i in (1, 0))
     assert reference.fault(right_TKH, "block {}".format) is None
     assert "it is block 0" in str(reference.fault(early_TKH, "block {}".format))
@@ -359,7 +359,7 @@ def test_engine_server_failed_comparison_is_shared_by_waiting_threads() -> None:
         def close(self) -> None: ...
 
     counting, checking, hanging, faults = threading.Lock(), Counting(), Hanging(), list[str]()
-    reference = Reference([1, 2], (FINAL,), {FINAL: torch.zeros(2, 4)}, torch.float32)
+    reference = ReferenceStates([1, 2], (FINAL,), {FINAL: torch.zeros(2, 4)}, torch.float32)
     settings = ServerSettings(("http://127.0.0.1:1/v1",), patience=1e-9)
     asked = Servers(settings, hanging, reference, lambda line: None)  # type: ignore[arg-type]
     asked.servers[0].checking = checking  # type: ignore[assignment]
@@ -409,7 +409,7 @@ def test_engine_servers_hanging_server_does_not_delay_requests() -> None:
 
         def close(self) -> None: ...
 
-    reference = Reference(ids, (FINAL,), {FINAL: torch.ones(2, 4)}, torch.float32)
+    reference = ReferenceStates(ids, (FINAL,), {FINAL: torch.ones(2, 4)}, torch.float32)
     settings = ServerSettings(("http://hangs/v1", "http://works/v1"))
     asked = Servers(settings, Two(), reference, lambda line: None)  # type: ignore[arg-type]
     until = time.monotonic() + 60

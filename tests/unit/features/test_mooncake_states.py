@@ -18,7 +18,7 @@ from drafttrain.features.engine import EngineStates
 from drafttrain.features.mooncake_states import Manifest, MooncakeStates, key_of, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
-from drafttrain.features.reference import Reference
+from drafttrain.features.reference import ReferenceStates
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.transport import NoStatesError, WrongError
 from drafttrain.features.vllm_source import VllmSource
@@ -129,7 +129,7 @@ def test_mooncake_feature_options_invalid_values_are_refused(options: dict[str, 
 def source(target: HFTarget, url: str, transport: MooncakeStates, timeout: float = 60.0) -> EngineStates:
     ids = texts(1)[0].tolist()
     own = dict(zip(range(4), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
-    reference, settings = Reference(ids, LAYERS.keys, own, torch.float32), ServerSettings((f"{url}/v1",), timeout=timeout)
+    reference, settings = ReferenceStates(ids, LAYERS.keys, own, torch.float32), ServerSettings((f"{url}/v1",), timeout=timeout)
     vllm = VllmSource(LAYERS.keys, 64, transport, "start it well")
     return EngineStates(Servers(settings, vllm, reference, [].append), LAYERS, target, 2)
 

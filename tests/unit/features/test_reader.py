@@ -17,11 +17,11 @@ from drafttrain.data.dataset import collate
 from drafttrain.features import layout as layouts
 from drafttrain.features.cached import Cached
 from drafttrain.features.format import FeatureFormat
-from drafttrain.features.layout import Layout
+from drafttrain.features.layout import ShardLayout
 from drafttrain.features.online import Online
 from drafttrain.features.reader import BUFFERS, HostBuffers, ReadAhead
-from drafttrain.features.store import Store
-from drafttrain.features.writer import Writer
+from drafttrain.features.store import FeatureStore
+from drafttrain.features.writer import ShardWriter
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from tests.helpers import prompts, tiny_target
@@ -38,14 +38,14 @@ def batch(rows: list[np.ndarray]) -> TrainBatch:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FeatureStore:
     monkeypatch.setattr(layouts, "MIN_SHARD_TOKENS", 24)
     monkeypatch.setattr(layouts, "MIN_SHARDS", 4)
     target = tiny_target()
     form = FeatureFormat((1, FINAL), "bfloat16", target.shape.hidden_size)
-    found = Store(tmp_path, Layout.of(texts(), form.bytes), form, {"target": target.fingerprint})
+    found = FeatureStore(tmp_path, ShardLayout.of(texts(), form.bytes), form, {"target": target.fingerprint})
     found.folder.mkdir(parents=True)
-    Writer(found, Online(target, Taps((1,))), batch, 60).write(list(found.numbers), 0, 1, lambda tokens: None)
+    ShardWriter(found, Online(target, Taps((1,))), batch, 60).write(list(found.numbers), 0, 1, lambda tokens: None)
     return found
 
 
@@ -100,7 +100,7 @@ class Copies(HostBuffers):
 
 
 @pytest.mark.parametrize("buffered", [False, True])
-def test_read_ahead_states_equal_serial_states(store: Store, buffered: bool) -> None:
+def test_read_ahead_states_equal_serial_states(store: FeatureStore, buffered: bool) -> None:
     serial, ours, some = Cached(store, CPU, torch.float32), Cached(store, CPU, torch.float32), batches()
     copies = Copies()
     if buffered:
@@ -121,7 +121,7 @@ def test_read_ahead_states_equal_serial_states(store: Store, buffered: bool) -> 
     assert not reading()
 
 
-def test_read_ahead_error_is_raised_for_its_batch_only(store: Store) -> None:
+def test_read_ahead_error_is_raised_for_its_batch_only(store: FeatureStore) -> None:
     ours, (first, second, *_) = Cached(store, CPU, torch.float32), batches()
     unknown = batch([np.array([9, 9, 9, 9], np.int32)])
     ours.begin(unknown)

@@ -17,7 +17,7 @@ from drafttrain.features import servers
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.joined_servers import JoinedServers
 from drafttrain.features.online import Online
-from drafttrain.features.reference import Reference
+from drafttrain.features.reference import ReferenceStates
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.sglang_source import SglangSource, meta_info, narrowed, numbers
 from drafttrain.features.transport import AbsentError, WrongError
@@ -60,7 +60,7 @@ def computed(target: HFTarget) -> Any:
 
 def group(target: HFTarget, keys: Sequence[int], url: str, longest: int = 64) -> Servers:
     ids = texts(1)[0].tolist()
-    reference = Reference(ids, tuple(keys), computed(target)(ids), torch.float32)
+    reference = ReferenceStates(ids, tuple(keys), computed(target)(ids), torch.float32)
     source = SglangSource(keys, target.shape.blocks, longest, torch.no_grad()(target.norm), "start it well")
     return Servers(ServerSettings((url,), None, 5.0, 0.5, 4), source, reference, lambda line: None)
 

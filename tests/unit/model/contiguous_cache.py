@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafttrain.model.kv_storage import PageView, Rows
+from drafttrain.model.kv_storage import CacheRows, PageView
 
 
 class ContiguousStorage:
@@ -35,7 +35,7 @@ class ContiguousStorage:
     def bytes_per_position(self) -> int:
         return sum(store.nbytes for store in self._shapes.values()) // ((self.pages + 1) * self.capacity)
 
-    def select(self, rows: Rows, in_order: bool) -> None:
+    def select(self, rows: CacheRows, in_order: bool) -> None:
         self._slot_B = rows.slot_B
 
     def allocate(self, layers: Sequence[int], heads: int, width: int, value_width: int, dtype: torch.dtype) -> None:
@@ -48,7 +48,7 @@ class ContiguousStorage:
                 keys, values = self._shapes[heads, width][layer]
                 self._layers[layer] = (keys, values)
 
-    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
+    def write(self, layer: int, rows: CacheRows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
         self.allocate([layer], k_BhND.shape[1], k_BhND.shape[3], v_BhND.shape[3], k_BhND.dtype)
         node_N = torch.arange(earlier, earlier + k_BhND.shape[2], device=self._device)
         at_BN = self._places(rows, node_N.expand(len(rows.slot_B), -1))
@@ -63,12 +63,12 @@ class ContiguousStorage:
         keys, values = (store_SPhD[slot, :positions].transpose(0, 1) for store_SPhD in self._layer(layer))
         return keys, values
 
-    def view(self, rows: Rows) -> PageView | None:
+    def view(self, rows: CacheRows) -> PageView | None:
         if not self.paged:
             return None
         return PageView(self._layers, [*self._shapes.values()], self._slot_B[:, None], rows)
 
-    def move(self, rows: Rows, path_BA: Tensor, count_B: Tensor) -> None:
+    def move(self, rows: CacheRows, path_BA: Tensor, count_B: Tensor) -> None:
         column_A, slot_B1 = torch.arange(path_BA.shape[1], device=self._device), self._slot_B[:, None]
         kept_BA = column_A < count_B[:, None]
         to_BA, from_BA = (self._places(rows, torch.where(kept_BA, node_BA, 0)) for node_BA in (column_A, path_BA))
@@ -93,7 +93,7 @@ class ContiguousStorage:
         assert both is not None
         return both
 
-    def _places(self, rows: Rows, node_BN: Tensor) -> Tensor:
+    def _places(self, rows: CacheRows, node_BN: Tensor) -> Tensor:
         """Positions of these nodes; a row whose sequence has ended may go past the last one."""
         return (rows.length_B[:, None] + node_BN).clamp_max(self.capacity - 1)
 

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
-from drafttrain.export.readers.layer import Shape, _frequencies
+from drafttrain.export.readers.layer import LayerDimensions, _frequencies
 from drafttrain.model.layers import rotary
 from drafttrain.model.shapes import LayerOptions
 from drafttrain.targets.structure import shape_of
@@ -52,7 +52,7 @@ def test_rotary_scaling_equals_transformers(scaling: dict[str, Any]) -> None:
     torch.testing.assert_close(sin_BND[..., 16:], size * angle_BNF.sin(), atol=1e-4, rtol=0)
     assert torch.allclose(cos_BND, plain_BND, atol=1e-2) is (scaling["rope_type"] == "dynamic")
     LayerOptions(rope_scaling=scaling, head_dim=32).shape(tiny_target().shape)
-    read_F, read_size = _frequencies(Shape(64, 48, 2, 2, 32, 500.0, 1e-6, 512, scaling))  # of the exports' own check
+    read_F, read_size = _frequencies(LayerDimensions(64, 48, 2, 2, 32, 500.0, 1e-6, 512, scaling))  # of the exports' own check
     torch.testing.assert_close(read_F, frequency_F)
     assert read_size == pytest.approx(size)
 

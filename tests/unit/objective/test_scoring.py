@@ -19,7 +19,7 @@ from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, Shared, Top
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import FINAL, Taps
-from drafttrain.objective.chunks import Chunk, chunks
+from drafttrain.objective.chunks import LossChunk, chunks
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.objective.scoring import Scoring
 from drafttrain.objective.shared import shared_steps
@@ -210,7 +210,7 @@ def whole(x: Any, n: int) -> list[int]:
     return list(range(n))[x] if isinstance(x, slice) else x.tolist()
 
 
-def checked(chunk: Chunk, positions: list[Tensor], heads: list[str], at_once: int) -> list[tuple[int, int]]:
+def checked(chunk: LossChunk, positions: list[Tensor], heads: list[str], at_once: int) -> list[tuple[int, int]]:
     """(step, row) of its predictions, whose positions must be right."""
     found, known = [], chunk.position_U.tolist()
     assert len(known) <= at_once

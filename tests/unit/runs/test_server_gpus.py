@@ -12,7 +12,7 @@ import torch
 from drafttrain.cli.launch import check_launcher, launch
 from drafttrain.cli.slurm import parameters, request_of
 from drafttrain.core.errors import UserError
-from drafttrain.engines.states_command import Served, server_process
+from drafttrain.engines.states_command import ServedStates, server_process
 from drafttrain.features import FeatureOptions
 from drafttrain.runs.options import LauncherOptions, RunOptions, SlurmOptions
 from drafttrain.runs.server_gpus import processes_of, servers_alone, servers_next_to_trainers, visible_gpus
@@ -110,7 +110,7 @@ def test_check_launcher_server_nodes_under_torchrun_are_refused(monkeypatch: pyt
 def test_server_process_gets_its_gpus_without_torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
-    served = Served("vllm", "target", (3, 4), 64, "/states", "bfloat16", arguments=("--seed=1",))
+    served = ServedStates("vllm", "target", (3, 4), 64, "/states", "bfloat16", arguments=("--seed=1",))
     arguments, variables = server_process(served, ["4", "5"], 2, on_cpu=False)
     assert arguments[:2] == ["serve", "target"] and arguments[-3:] == ["--tensor-parallel-size", "2", "--seed=1"]
     assert variables["CUDA_VISIBLE_DEVICES"] == "4,5" and not {"MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(variables)
@@ -120,8 +120,8 @@ def test_server_process_gets_its_gpus_without_torchrun_variables(monkeypatch: py
 def test_server_process_mooncake_config_names_host_of_server() -> None:
     """What they must know travels to their machines as JSON."""
     store = {"master": "a:50051", "protocol": "tcp", "device": "", "segment": 2**28}
-    served = Served("vllm", "target", (3, 4), 64, "/logs", "bfloat16", mooncake=store)
-    there = Served.of(json.loads(json.dumps(asdict(served))))
+    served = ServedStates("vllm", "target", (3, 4), 64, "/logs", "bfloat16", mooncake=store)
+    there = ServedStates.of(json.loads(json.dumps(asdict(served))))
     assert there == served
     for on_cpu, connector in ((False, "MooncakeHiddenStatesConnector"), (True, "CpuMooncakeConnector")):
         arguments, _ = server_process(there, [], 1, on_cpu, "10.0.0.4")
@@ -134,7 +134,7 @@ def test_server_process_mooncake_config_names_host_of_server() -> None:
 def test_server_process_mooncake_ipv6_address_needs_mc_use_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise trainers cannot read what such a server puts, and wait for `features.patience` seconds."""
     store = {"master": "a:50051", "protocol": "tcp", "device": "", "segment": 2**28}
-    served = Served("vllm", "target", (3, 4), 64, "/logs", "bfloat16", mooncake=store)
+    served = ServedStates("vllm", "target", (3, 4), 64, "/logs", "bfloat16", mooncake=store)
     with pytest.raises(UserError, match=r"this machine's address for the trainers is fd00::4, but Mooncake uses IPv4 alone"):
         server_process(served, [], 1, False, "fd00::4")
     monkeypatch.setenv("MC_USE_IPV6", "1")

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from drafttrain.engines.states_command import Served
+from drafttrain.engines.states_command import ServedStates
 from drafttrain.features import FeatureOptions
 from drafttrain.runs import serve_trainers
 from drafttrain.runs.serve_trainers import SILENT, _Machine
 from drafttrain.runs.server_machines import Machine, Wanted, answer, earlier_answer
 
-SERVED = Served("vllm", "target", (1, 4), 64, "/states", "float32")
+SERVED = ServedStates("vllm", "target", (1, 4), 64, "/states", "float32")
 
 
 def test_server_machine_trainers_are_not_lost_while_servers_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
