@@ -151,7 +151,7 @@ def test_gpu_cases_name_existing_checks() -> None:
     for suite in (bench, train):
         for job in suite.jobs(GPU):
             assert job.needs and set(job.needs) <= set(checks) and set(job.heeds) <= groups, job.name
-            assert len(job.needs) < 48, "a few"
+            assert len(job.needs) < 56, "a few"
     for case in checked(False):
         assert set(checks[check.name_of(case, case.dtypes[0])].modules) >= {f"drafttrain.ops.{case.op.removesuffix('_log')}"}
     first = [job for job in bench.jobs(GPU)[:8] if job.name == goals.STEP]
