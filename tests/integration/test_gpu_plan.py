@@ -153,7 +153,8 @@ def test_gpu_cases_name_existing_checks() -> None:
             assert job.needs and set(job.needs) <= set(checks) and set(job.heeds) <= groups, job.name
             assert len(job.needs) < 56, "a few"
     for case in checked(False):
-        assert set(checks[check.name_of(case, case.dtypes[0])].modules) >= {f"drafttrain.ops.{case.op.removesuffix('_log')}"}
+        op = case.op.removesuffix("_log").removesuffix("_blocks")
+        assert f"drafttrain.ops.{op}" in checks[check.name_of(case, case.dtypes[0])].modules
     first = [job for job in bench.jobs(GPU)[:8] if job.name == goals.STEP]
     assert first and len(ordered([Stage("one", (first[0],))], checks)) < 36
 
