@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omegaconf.errors import OmegaConfBaseException
 
 
+NEXT_TO = {"measure": "decode", "tune": "decode", "prepare": "data"}  # groups whose keys are looked for in the first one
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -103,6 +104,8 @@ def _unknown_key(key: str, free: bool) -> str:
     parent, _, leaf = key.rpartition(".")
     if key in keys:
         return f"{key!r} is a key of another choice of {parent}; drafttrain fit --cfg job prints the keys of this choice"
+    if f"{NEXT_TO.get(parent)}.{leaf}" in keys:
+        return f"unknown key {key!r}; did you mean {NEXT_TO[parent]}.{leaf}?"
     siblings = [known for known in keys if known.rpartition(".")[0] == parent]
     while parent and not siblings:
         parent = parent.rpartition(".")[0]

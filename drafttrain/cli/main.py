@@ -52,6 +52,10 @@ PATH_KEYS = (
     "simulate.alpha",  # its plus sign has a meaning
 )
 TEXT_KEYS = ("prompt",)
+BARE = (
+    "fit needs to know what to train: drafttrain fit recipe=medusa for the small embedded target, drafttrain fit recipe=eagle3 "
+    "target=DIR data.path=FILE for your model; drafttrain --help lists the recipes"
+)
 POSITIONAL = {"compare": "runs"}  # by command: the key for arguments without a key
 
 
@@ -127,8 +131,11 @@ def _dispatch(arguments: list[str]) -> int:
         return _complete(arguments, config_dir)
     if command is None:
         raise UserError(f"there is no command; use one of {', '.join(COMMANDS)}, or drafttrain --help")
+    if command == "fit" and not (flags.overrides or flags.cfg or flags.info):
+        raise UserError(BARE)
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
-    overrides = [quote(word, sweep=flags.multirun) for word in flags.overrides if word not in words]
+    typed = [part for word in flags.overrides if word not in words for part in _understood(word)]
+    overrides = [quote(word, sweep=flags.multirun) for word in typed]
     if words:
         overrides.append(f"{POSITIONAL[command]}=[{','.join(map(_quoted, words))}]".replace("${", "\\${"))
     _hydra(command, [word for word in arguments if word not in flags.overrides] + overrides, config_dir)
@@ -144,6 +151,14 @@ def _parser() -> argparse.ArgumentParser:
             raise UserError(f"{message}; drafttrain --help lists the flags")
 
     return Parser(parents=[get_args_parser()], add_help=False)
+
+
+def _understood(word: str) -> list[str]:
+    """The overrides that a word stands for: `target=DIR` names a model's directory or hub id."""
+    key, _, value = word.partition("=")
+    if key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value))):
+        return ["target=hf", f"target.path={value}"]
+    return [word]
 
 
 def _is_positional(word: str) -> bool:

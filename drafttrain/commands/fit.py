@@ -12,6 +12,7 @@ from rich.console import Console as RichConsole
 from drafttrain.commands.measure import measure_run
 from drafttrain.core.errors import Interrupted, UserError, check_at_least
 from drafttrain.data.dataset import Dataset
+from drafttrain.data.sources import check_sources
 from drafttrain.drafters.checkpoint import list_checkpoints, read_meta
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
@@ -61,6 +62,8 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     console = Console(RichConsole() if world.first and not (ready and ready.quiet) else None)
     options = replace(options, train=_divided(options.train, world, console))
     _check(options)
+    if ready is None:
+        check_sources(options.data)
     where = ready.place if ready else place(options, world, console.say)
     job = prepare_job(options, world, where, console, ready)
     with ExitStack() as logged, ExitStack() as served:

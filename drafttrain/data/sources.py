@@ -57,6 +57,15 @@ def open_sources(options: DataOptions) -> list[Source]:
     return found
 
 
+def check_sources(options: DataOptions) -> None:
+    """Raise UserError for a file that the options name and that is not there, or of no known kind. Reads nothing."""
+    for source in _chosen(options):
+        path = path_of(source.path, "data.path")
+        if source.path != "embedded" and _is_local(path) and not path.is_dir():
+            for file in _files(source, path):
+                check_file(file)
+
+
 def read_usable(options: DataOptions, replies: bool = True) -> tuple[list[Conversation], Faults]:
     """All usable conversations, in order, and the faults of the other records.
 

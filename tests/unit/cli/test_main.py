@@ -40,6 +40,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["fot"], "unknown command 'fot'; did you mean fit?"),
     (["xyz"], "unknown command 'xyz'; use one of fit, measure, tune, generate, "),
     ([], "there is no command; use one of fit, measure, tune, generate, "),
+    (["fit"], "fit needs to know what to train: drafttrain fit recipe=medusa for"),
+    (["measure", "measure.max_new_tokens=4"], "unknown key 'measure.max_new_tokens'; did you mean decode.max_new_tokens?"),
     (["fit", "recipe=medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
     (["fit", "drafter=medsa"], "unknown drafter 'medsa'; did you mean medusa?"),
     (["fit", "train.stepz=3"], "unknown key 'train.stepz'; did you mean train.steps?"),
@@ -110,7 +112,12 @@ def test_cli_command_error_ends_single_run_and_sweep_with_code_2(
 def test_cli_unexpected_exception_keeps_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):
-        command("fit")
+        command("fit", "recipe=medusa")
+
+
+def test_cli_target_given_as_path_is_target_path(command: Command, runs: list[Any], tmp_path: Path) -> None:
+    assert command("fit", "recipe=medusa", f"target={tmp_path}") == command("fit", "recipe=medusa", "target=org/model") == 0
+    assert [(options.target.name, options.target.path) for options, _ in runs] == [("hf", str(tmp_path)), ("hf", "org/model")]
 
 
 def test_fit_receives_typed_options_and_resolved_dict(command: Command, runs: list[Any], tmp_path: Path) -> None:
