@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafttrain.cli.help import recipe_files
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import schemas
-from drafttrain.runs.options import RunOptions
+from drafttrain.runs.options import RunOptions, understood
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def compose_run(recipe: str | None, overrides: Sequence[str]) -> Run:
     Raises what Hydra raises for an unknown recipe, key or value.
     """
     register()
-    words = [*([] if recipe is None else [f"recipe={recipe}"]), *overrides]
+    words = [*([] if recipe is None else [f"recipe={recipe}"]), *(part for word in overrides for part in understood(word))]
     with initialize_config_module("drafttrain.conf", version_base="1.3"):
         return _run(compose("config", words), recipe, words)
 

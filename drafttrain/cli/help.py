@@ -21,7 +21,7 @@ COMMANDS = {
         "train a drafter for a frozen target, then measure every kept checkpoint",
         (
             "drafttrain fit recipe=NAME",
-            "drafttrain fit recipe=NAME target=hf target.path=DIR data.path=FILE",
+            "drafttrain fit recipe=NAME target=DIR data.path=FILE",
             "drafttrain fit recipe=NAME resume=auto",
             "drafttrain fit recipe=NAME launcher.nproc=2 deepspeed=zero2",
             "drafttrain fit recipe=NAME -m train.lr=1e-3,3e-4",
@@ -34,7 +34,7 @@ COMMANDS = {
             "drafttrain measure checkpoint=DIR prompts=FILE decode=sampling",
             "drafttrain measure checkpoint=DIR engine=[transformers,openvino]",
             "drafttrain measure checkpoint=DIR engine=http engine_url=http://HOST:8000/v1 engine_plain_url=http://HOST:8001/v1",
-            "drafttrain measure checkpoint=DIR target=hf target.path=DIR target.tensor_parallel=4 launcher.nproc=4",
+            "drafttrain measure checkpoint=DIR target=DIR target.tensor_parallel=4 launcher.nproc=4",
         ),
     ),
     "tune": Command(
@@ -56,18 +56,18 @@ COMMANDS = {
     "prepare": Command(
         "have the target answer the prompts of a data set again: drafters learn best from replies of their target",
         (
-            "drafttrain prepare target=hf target.path=DIR data.path=FILE out=DIR",
-            "drafttrain prepare target=hf target.path=DIR data.path=FILE out=DIR launcher.nproc=8",
+            "drafttrain prepare target=DIR data.path=FILE out=DIR",
+            "drafttrain prepare target=DIR data.path=FILE out=DIR launcher.nproc=8",
             "drafttrain prepare prepare.server=http://HOST:8000/v1 data.path=FILE out=DIR",
             "drafttrain prepare data.path=FILE out=DIR prepare.temperatures=[0,0.8] prepare.weights=[4,1] prepare.samples=2",
-            "drafttrain fit recipe=NAME target=hf target.path=DIR data.path=DIR",
+            "drafttrain fit recipe=NAME target=DIR data.path=DIR",
         ),
     ),
     "inspect": Command(
         "show training data as the drafter sees it: supervised tokens, statistics, copies of evaluation prompts",
         (
             "drafttrain inspect",
-            "drafttrain inspect target=hf target.path=DIR data.path=FILE",
+            "drafttrain inspect target=DIR data.path=FILE",
             "drafttrain inspect data.path=FILE prompts=FILE out=PAGE.html",
         ),
     ),
@@ -78,7 +78,7 @@ COMMANDS = {
             "drafttrain export checkpoint=DIR format=all out=DIR dtype=bfloat16",
             "drafttrain export checkpoint=DIR format=llamacpp out=DIR with_target=true",
             "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true push_to_hub=OWNER/NAME",
-            "drafttrain export checkpoint=PUBLISHED target=hf target.path=DIR format=sglang out=DIR",
+            "drafttrain export checkpoint=PUBLISHED target=DIR format=sglang out=DIR",
         ),
     ),
     "verify": Command(

@@ -53,7 +53,7 @@ PATH_KEYS = (
 )
 TEXT_KEYS = ("prompt",)
 BARE = (
-    "fit needs to know what to train: drafttrain fit recipe=medusa for the small embedded target, drafttrain fit recipe=eagle3 "
+    "fit needs to know what to train: drafttrain fit recipe=NAME for the small embedded target, drafttrain fit recipe=NAME "
     "target=DIR data.path=FILE for your model; drafttrain --help lists the recipes"
 )
 POSITIONAL = {"compare": "runs"}  # by command: the key for arguments without a key
@@ -134,7 +134,9 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "fit" and not (flags.overrides or flags.cfg or flags.info):
         raise UserError(BARE)
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
-    typed = [part for word in flags.overrides if word not in words for part in _understood(word)]
+    from drafttrain.runs.options import understood  # with what it imports, which help does without
+
+    typed = [part for word in flags.overrides if word not in words for part in understood(word)]
     overrides = [quote(word, sweep=flags.multirun) for word in typed]
     if words:
         overrides.append(f"{POSITIONAL[command]}=[{','.join(map(_quoted, words))}]".replace("${", "\\${"))
@@ -151,14 +153,6 @@ def _parser() -> argparse.ArgumentParser:
             raise UserError(f"{message}; drafttrain --help lists the flags")
 
     return Parser(parents=[get_args_parser()], add_help=False)
-
-
-def _understood(word: str) -> list[str]:
-    """The overrides that a word stands for: `target=DIR` names a model's directory or hub id."""
-    key, _, value = word.partition("=")
-    if key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value))):
-        return ["target=hf", f"target.path={value}"]
-    return [word]
 
 
 def _is_positional(word: str) -> bool:

@@ -222,6 +222,6 @@ def _next_steps(best: Path, options: RunOptions, console: RichConsole) -> None:
         (f"drafttrain measure checkpoint={best}{target} prompts=FILE", "measure it on your own prompts (MT-bench format)"),
         (f"drafttrain measure checkpoint={best}{target} decode=sampling", "measure lossless sampling at temperature 1"),
         (f"drafttrain export checkpoint={best}{target} format=all out=DIR", "write it for the serving stacks that load it"),
-        ("drafttrain fit recipe=NAME target=hf target.path=DIR data.path=FILE", "distil a drafter for your own target"),
+        ("drafttrain fit recipe=NAME target=DIR data.path=FILE", "distil a drafter for your own target"),
     ):
         print_line(console, f"  {command}\n      {purpose}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +124,16 @@ class RunOptions:
 
 
 def target_arguments(options: RunOptions) -> str:
-    """` target=hf target.path=DIR`: the target's part of a command line to print; empty for the embedded target."""
+    """` target=DIR`: the target's part of a command line to print; empty for the embedded target."""
     target = options.target
-    return "" if target.name == "embedded" else f" target={target.name} target.path={target.path}"
+    if target.name == "embedded":
+        return ""
+    return f" target={target.path}" if "/" in str(target.path) else f" target={target.name} target.path={target.path}"
+
+
+def understood(word: str) -> list[str]:
+    """The overrides that a word stands for: `target=DIR` names a model's directory or hub id."""
+    key, _, value = word.partition("=")
+    if key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value))):
+        return ["target=hf", f"target.path={value}"]
+    return [word]

@@ -24,7 +24,7 @@ INNER, TYPE = "transformer_layer_config", "speculators_model_type"  # keys of sp
 KINDS = (["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"])
 ROPE = ("rope_type", "type", "rope_theta")  # fields of every rotation
 MROPE = ("mrope_section", "mrope_interleaved")  # of pictures; texts are rotated as without
-TRAINED_FOR = "give the target that it was trained for with target=hf target.path=DIR"
+TRAINED_FOR = "give the target that it was trained for with target=DIR"
 
 
 @dataclass

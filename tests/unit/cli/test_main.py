@@ -40,7 +40,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["fot"], "unknown command 'fot'; did you mean fit?"),
     (["xyz"], "unknown command 'xyz'; use one of fit, measure, tune, generate, "),
     ([], "there is no command; use one of fit, measure, tune, generate, "),
-    (["fit"], "fit needs to know what to train: drafttrain fit recipe=medusa for"),
+    (["fit"], "fit needs to know what to train: drafttrain fit recipe=NAME for"),
     (["measure", "measure.max_new_tokens=4"], "unknown key 'measure.max_new_tokens'; did you mean decode.max_new_tokens?"),
     (["fit", "recipe=medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
     (["fit", "drafter=medsa"], "unknown drafter 'medsa'; did you mean medusa?"),
