@@ -13,6 +13,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 WIDE = 100  # columns from which the bar also shows the shares of time
+LINES = 40  # of figures at most, where no terminal shows them
 WINDOW = 50  # steps of a running mean
 AVERAGED = ("loss", "expected_tau")
 
@@ -22,17 +23,21 @@ class Bar:
 
     def __init__(self, progress: Progress | None, total: int, done: int) -> None:
         self.progress, self.total, self.tokens, self.began = progress, total, 0, monotonic()
+        self.printed, self.apart = done, 0.0  # steps of the last line; between two lines at least
+        if progress is not None and not progress.console.is_terminal:
+            self.apart = total / LINES
         self.task = progress.add_task("training", total=total, completed=done, rate="") if progress else None
 
     def step(self, step: int, tokens: int, values: Mapping[str, Any], line: bool) -> None:
-        """Advance the bar. line: also print the step's figures above the bar."""
+        """Advance the bar. line: also print the step's figures above the bar; without a terminal `LINES` times at most."""
         if self.progress is None or self.task is None:
             return
         self.tokens += tokens
         rate = self.tokens / max(monotonic() - self.began, 1e-6)
         parts = shares(values) if self.progress.console.width >= WIDE else ""
         self.progress.update(self.task, completed=step, rate=f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}{parts}")
-        if line:
+        if line and step - self.printed >= self.apart:
+            self.printed = step
             agreement = " ".join(f"{a:.2f}" for a in values["agreement"])
             loss, tau = (f"{values[name]:.{d}f}{_mean(values, name, d)}" for name, d in (("loss", 3), ("expected_tau", 2)))
             self.progress.console.print(

@@ -34,3 +34,12 @@ def test_console_bar_prints_running_means_of_loss_and_tau() -> None:
             values = figures(tau)
             bar.step(step, 10, values | running.step(values), line=True)
     assert "expected tau 2.00 (mean 1.50)" in text.getvalue() and "loss 4.000 (mean 3.000)" in text.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_console_bar_prints_few_lines_without_terminal(terminal: bool) -> None:
+    text = io.StringIO()
+    with Console(RichConsole(file=text, width=200, force_terminal=terminal)).bar(2400, 0) as bar:
+        for step in range(10, 2401, 10):
+            bar.step(step, 10, figures(1.0), line=True)
+    assert text.getvalue().count("expected tau") == (240 if terminal else 40)
