@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # torchelastic takes long to import, and one process needs no
 
 Work = Callable[[RunOptions, dict[str, Any]], object]
 ROLES = ("trainer", "server")
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_RESTART_COUNT")  # variables of launchers
 LAST = 20  # lines of a failed process's log to show
 
 
@@ -43,6 +44,7 @@ def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
     processes, and WorkerError when a process fails for another reason; then the end of its log is printed to stderr.
     """
     launcher = options.launcher
+    check_variables()
     check_launcher(options)
     if launcher.nodes > 1 and (launcher.rendezvous is None or ":" not in launcher.rendezvous):
         raise UserError(
@@ -121,6 +123,15 @@ def _told_to_servers(options: RunOptions) -> Iterator[None]:
 
 def print_now(text: str) -> None:
     print(text, flush=True)
+
+
+def check_variables() -> None:
+    """Raise UserError for a number of a process, as launchers give it in the environment, that is none."""
+    for name in NUMBERS:
+        if not (value := os.environ.get(name, "0")).strip().isdigit():
+            raise UserError(
+                f"{name} is {value!r} in the environment, expected a number, as launchers give it; unset {name} if none did"
+            )
 
 
 def _launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """
     if options.checkpoint is None:
         raise UserError(
-            "checkpoint is not set; name a step-NNNNN directory of a run, or a published drafter, with checkpoint=DIR"
+            "checkpoint is not set; name a run, one of its step-NNNNN directories, or a published drafter, with checkpoint=DIR"
         )
     source, console = CheckpointSource.of(options.checkpoint), Console()
     engines = EngineChoice.of(options, source.family)

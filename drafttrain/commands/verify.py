@@ -83,7 +83,7 @@ def checked_options(options: RunOptions) -> ExportUnderTest:
         raise UserError(
             "verify needs out=DIR, an exported directory, and checkpoint=DIR, the checkpoint that it was exported from"
         )
-    out, checkpoint = (Path(path).expanduser().absolute() for path in (options.out, options.checkpoint))
+    out, checkpoint = Path(options.out).expanduser().absolute(), CheckpointSource.of(options.checkpoint).directory.absolute()
     record = record_of(out)
     engine = ENGINES[options.engine]
     if record["stack"] not in engine.loads:

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.console import Console
+
 from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import META, CheckpointMeta, check_shape, list_checkpoints, read_meta
 from drafttrain.export.importers.convert import converted
 from drafttrain.export.importers.directory import Foreign, fetched
 from drafttrain.export.importers.table import recognised
+from drafttrain.runs.console import print_line
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_shape
+from drafttrain.train.checkpoint_manager import best_checkpoint
 
 RECORDED = ("name", "path", "revision", "dtype", "weights")  # target settings that a checkpoint records
 
@@ -27,11 +31,16 @@ class CheckpointSource:
 
     @staticmethod
     def of(name: str) -> CheckpointSource:
-        """Find a checkpoint by path or hub id. Raises UserError for a missing or damaged one."""
+        """Find a checkpoint by path or hub id. A run's directory stands for its best checkpoint, a recipe's for that of its
+        newest run; a line on stderr names it. Raises UserError for a missing or damaged one.
+        """
         directory = Path(name).expanduser()
         if not directory.exists() and _hub_id(name):
             directory = fetched(name)
-        if not directory.is_dir() or (directory / META).is_file() or _of_a_run(directory):
+        if (best := _best_of(directory)) is not None:
+            print_line(Console(stderr=True), f"checkpoint: {best}")
+            return CheckpointSource(best, read_meta(best))
+        if not directory.is_dir() or (directory / META).is_file():
             return CheckpointSource(directory, read_meta(directory))
         found = Foreign(directory, name)
         recognised(found)
@@ -113,6 +122,10 @@ def _hub_id(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.partition("@")[0].count("/") == 1
 
 
-def _of_a_run(directory: Path) -> bool:
-    """Whether this is a run's directory or its `checkpoints`; `read_meta` then raises an error with an explanation."""
-    return bool(list_checkpoints(directory)) or bool(list_checkpoints(directory / "checkpoints"))
+def _best_of(directory: Path) -> Path | None:
+    """The best checkpoint of the run with this directory or these `checkpoints`, or of the newest run in a recipe's directory;
+    None if there is none.
+    """
+    runs = sorted(directory.glob("*/run.json"), reverse=True) if directory.is_dir() else []
+    folders = (directory, directory / "checkpoints", *(run.parent / "checkpoints" for run in runs))
+    return next((best_checkpoint(folder) for folder in folders if list_checkpoints(folder)), None)

@@ -115,6 +115,15 @@ def test_cli_unexpected_exception_keeps_traceback(command: Command, monkeypatch:
         command("fit", "recipe=medusa")
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK"])
+def test_cli_launchers_variable_that_is_no_number_is_refused(
+    name: str, command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "y")
+    assert command("measure", "checkpoint=x") == 2
+    assert capfd.readouterr().err.startswith(f"drafttrain: {name} is 'y' in the environment, expected a number")
+
+
 def test_cli_target_given_as_path_is_target_path(command: Command, runs: list[Any], tmp_path: Path) -> None:
     assert command("fit", "recipe=medusa", f"target={tmp_path}") == command("fit", "recipe=medusa", "target=org/model") == 0
     assert [(options.target.name, options.target.path) for options, _ in runs] == [("hf", str(tmp_path)), ("hf", "org/model")]

@@ -1,0 +1,29 @@
+"""The checkpoint that a user names: by its own directory, by a run's, or by a recipe's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drafttrain.core.errors import UserError
+from drafttrain.runs import checkpoint_source
+from drafttrain.runs.checkpoint_source import CheckpointSource
+
+
+def test_checkpoint_source_of_run_and_of_recipe_is_best_checkpoint_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoint_source, "read_meta", lambda directory: None)
+    monkeypatch.setattr(checkpoint_source, "best_checkpoint", lambda folder: folder / "step-00020")
+    for run in ("2026-01-01", "2026-01-02", "2026-01-03"):  # the last one has no checkpoint yet
+        for step in (20, 40) if run != "2026-01-03" else ():
+            (tmp_path / run / "checkpoints" / f"step-{step:05}").mkdir(parents=True)
+        (tmp_path / run).mkdir(exist_ok=True)
+        (tmp_path / run / "run.json").touch()
+    newest = tmp_path / "2026-01-02" / "checkpoints"
+    for named in (tmp_path, newest.parent, newest):
+        assert CheckpointSource.of(str(named)).directory == newest / "step-00020"
+        assert capsys.readouterr().err.replace("\n", "") == f"checkpoint: {newest / 'step-00020'}"
+    with pytest.raises(UserError, match="2026-01-03"):
+        CheckpointSource.of(str(tmp_path / "2026-01-03"))
