@@ -13,7 +13,7 @@ from benchmarks.gpu.machine import Machine
 
 LAUNCH = "cudaGraphLaunch"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")  # an asynchronous copy is none
-PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas", "product_of_row")
+PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas")
 ATTENTION = ("attend", "combine", "flash", "fmha")  # our tree attention is `attend` and `combine`
 
 

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.matmul, aten.linear, aten._scaled_mm}
-OF_ROW = "drafttrain::product"  # exists once its library is loaded
 
 
 class WeightReads(TorchDispatchMode):
@@ -32,7 +31,7 @@ class WeightReads(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if func.overloadpacket in PRODUCTS or func.name() == OF_ROW:
+        if func.overloadpacket in PRODUCTS:
             self._reads += [(x.data_ptr(), x.numel() * x.element_size()) for x in given if _storage(x) not in self._made]
         here = {_storage(x) for x in given}  # a view's storage may be a weight's
         self._made |= {_storage(x) for x in tree_leaves(out) if isinstance(x, Tensor)} - here

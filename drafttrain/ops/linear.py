@@ -7,7 +7,6 @@ cuBLASLt for the rows of a draft tree. Shapes: I in, O out.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,8 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from drafttrain.ops import library
 
 PACKED_FOR = 16  # rows that a weight is packed for
 PACKED_ROWS = 64  # rows up to which the packed product is faster
@@ -40,22 +37,10 @@ def linear(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed:
     if packed is not None and not x_I.requires_grad:
         out_O: Tensor = torch.ops.mkldnn._linear_pointwise(x_I, packed, bias_O, "none", [], "")
         return out_O
-    if os.environ.get("DT_PRODUCT") and x_I.is_cuda and x_I.numel() == x_I.shape[-1] and _serves(x_I, weight_OI):
-        out_O = x_I.new_empty(*x_I.shape[:-1], len(weight_OI))
-        torch.ops.drafttrain.product(x_I, weight_OI, bias_O, out_O)
-        return out_O
     if x_I.is_cuda and x_I.numel() // x_I.shape[-1] in LT_ROWS and _has_lt():
         with _cublaslt():
             return F.linear(x_I, weight_OI, bias_O)
     return F.linear(x_I, weight_OI, bias_O)
-
-
-def _serves(x_I: Tensor, weight_OI: Tensor) -> bool:
-    """Whether our kernel computes the product of one row."""
-    if not library.serves(x_I) or x_I.dtype != weight_OI.dtype or torch.cuda.get_device_capability(x_I.device)[0] < 9:
-        return False
-    whole = x_I.is_contiguous() and weight_OI.is_contiguous() and x_I.shape[-1] * x_I.element_size() % 16 == 0
-    return whole and (x_I.data_ptr() | weight_OI.data_ptr()) % 16 == 0
 
 
 @contextmanager

@@ -58,8 +58,6 @@ inline void define(torch::stable::detail::StableLibrary& m) {
     // on GPUs: the logits, with minus infinity for tokens that top-k (0: off), top-p (1: off) or min-p drop. reach: how many
     // temperatures below the greatest logit min-p keeps
     m.def("shaped(Tensor logits, Tensor temperature, int k, float p, float reach, Tensor(a!) out) -> ()");
-    // on GPUs: x W^T + bias for one row x
-    m.def("product(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
     // the k greatest of each row, greatest first, the lower index first among equals; ids renames them
     m.def("top(Tensor logits, Tensor? ids, Tensor(a!) value, Tensor(b!) index) -> ()");
     // as top, of log-probabilities: the values less the logarithm of the row's sum of exponentials, at most 0

@@ -3,7 +3,6 @@
 #include "../../kernels/csrc/cuda/append.cu"
 #include "../../kernels/csrc/cuda/commit.cu"
 #include "../../kernels/csrc/cuda/keep.cu"
-#include "../../kernels/csrc/cuda/product.cu"
 #include "../../kernels/csrc/cuda/rows.cu"
 #include "../../kernels/csrc/cuda/shaped.cu"
 #include "../../kernels/csrc/cuda/top.cu"

@@ -259,10 +259,6 @@ template <typename T>
 T __ldg(const T* at) {
     return *at;
 }
-template <typename T>
-T __ldcs(const T* at) {
-    return *at;
-}
 inline int __popcll(unsigned long long x) { return std::popcount(x); }
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(unsigned(x)) + 1; }
