@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import read_sealed_json, write_sealed_json
+from drafttrain.core.files import read_sealed_json, remove_abandoned, write_sealed_json
 
 TUNED = "decode.json"
 
@@ -50,5 +50,6 @@ def _wrong_setting(settings: dict[str, Any]) -> str | None:
 
 def keep_tuned(directory: Path, settings: dict[str, Any], about: dict[str, Any]) -> Path:
     """Write the settings that the checkpoint is decoded with from here on; about: where they come from."""
+    remove_abandoned(directory, f"{TUNED}.tmp-*")
     write_sealed_json(directory / TUNED, {"settings": settings, "tuned": about})
     return directory / TUNED

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_write_bytes, sealed, unsealed
+from drafttrain.core.files import atomic_write_bytes, remove_abandoned, sealed, unsealed
 from drafttrain.data.prompts import load_prompts
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.export.opened import Opened
@@ -93,6 +93,7 @@ def store(directory: Path, golden: Golden) -> None:
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     about = sealed({"facts": golden.facts, "sha256": golden.sha256, "tensors": _digest(tensors)})
     content = save(tensors, {"drafttrain": json.dumps(about)})
+    remove_abandoned(directory, f"{GOLDEN}.tmp-*")
     atomic_write_bytes(directory / GOLDEN, content, f"the checkpoint is whole; free space under {directory}")
 
 

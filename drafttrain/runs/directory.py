@@ -16,7 +16,7 @@ import yaml
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text, new_directory, remove_abandoned
-from drafttrain.drafters.checkpoint import step_of
+from drafttrain.drafters.checkpoint import list_checkpoints, step_of
 from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
@@ -62,8 +62,8 @@ class RunDirectory:
         path = resumed = first_steps = None
         if world.first:
             path = _find(options, resolved, say) or _make(options, resolved)
-            for folder in (path, path / "checkpoints"):
-                remove_abandoned(folder)  # temporary directories of a killed run
+            for folder in (path, path / "checkpoints", *list_checkpoints(path / "checkpoints")):
+                remove_abandoned(folder)  # what a killed process has not finished writing
             resumed = newest_valid(path / "checkpoints", say)
             done = step_of(resumed) if resumed else 0
             first_steps = _lengthened(path, options, resolved, done, say)

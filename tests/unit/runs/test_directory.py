@@ -44,6 +44,8 @@ def test_run_directory_resume_removes_files_of_killed_process(tmp_path: Path) ->
     run, left = opened(tmp_path), f"tmp-{HOST}-{ended_process()}"
     (run.path / "checkpoints" / f"step-00002.{left}").mkdir()
     (run.path / f"run.json.{left}").touch()
+    (run.path / "checkpoints" / "step-00004").mkdir()
+    (run.path / "checkpoints" / "step-00004" / f"golden.safetensors.{left}").touch()
     again = opened(tmp_path)
     assert again.path == run.path
     assert not list(again.path.rglob("*.tmp-*"))
