@@ -217,10 +217,13 @@ def _forwarding(folder: Path, several: bool) -> Iterator[None]:
     A terminal sends Ctrl-C to the children too. They ignore it, and get SIGTERM from here instead. several: there are several
     machines: while this one waits for the others, a signal ends it at once.
     """
-    ctrl_c_seen = False
+    ctrl_c_seen, here = False, os.getpid()
 
     def forward(number: int, frame: object) -> None:
         nonlocal ctrl_c_seen
+        if os.getpid() != here:  # in a process that was forked, and has no handler of its own yet
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         (folder / SIGNALLED).touch()
         again, ctrl_c_seen = ctrl_c_seen and number == signal.SIGINT, ctrl_c_seen or number == signal.SIGINT
         if ctrl_c_seen and not again:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from drafttrain.cli import worker
+from drafttrain.cli.launch import _forwarding
 from drafttrain.core.errors import Interrupted
 
 
@@ -36,6 +37,15 @@ def test_orphaned_is_false_while_launcher_runs(signalled: bool, tmp_path: Path, 
     if signalled:
         (tmp_path / worker.SIGNALLED).touch()
     assert not worker.orphaned(os.getppid(), tmp_path)
+
+
+def test_launcher_forwards_no_signal_of_a_forked_process(tmp_path: Path) -> None:
+    """Of one that ends another process before it has a handler of its own."""
+    with _forwarding(tmp_path, False):
+        child = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGTERM,))
+        child.start()
+        child.join()
+    assert child.exitcode == -signal.SIGTERM and not (tmp_path / worker.SIGNALLED).exists()
 
 
 def import_for_long(told: Path, survived: Path) -> None:
