@@ -83,13 +83,14 @@ def checked_options(options: RunOptions) -> ExportUnderTest:
         raise UserError(
             "verify needs out=DIR, an exported directory, and checkpoint=DIR, the checkpoint that it was exported from"
         )
-    out, checkpoint = Path(options.out).expanduser().absolute(), CheckpointSource.of(options.checkpoint).directory.absolute()
+    out = Path(options.out).expanduser().absolute()
     record = record_of(out)
     engine = ENGINES[options.engine]
     if record["stack"] not in engine.loads:
         raise UserError(
             f"{out} was written for {record['stack']}; {engine.label} loads exports with format={' or '.join(engine.loads)}"
         )
+    checkpoint = CheckpointSource.of(options.checkpoint).directory.absolute()
     if record["checkpoint"] != read_meta(checkpoint).sha256:
         raise UserError(f"{out} was not exported from {checkpoint}; name its checkpoint with checkpoint=DIR")
     return ExportUnderTest(out, checkpoint, options.engine, python_of(options.engine, options.engine_python), record)

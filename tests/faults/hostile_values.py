@@ -120,7 +120,7 @@ def hostile_environment(draw: random.Random, folder: Path) -> TryResult:
     change: dict[str, str | None] = draw.choice(
         [
             {"HOME": None, "USER": None, "LOGNAME": None},
-            {"HOME": "/nowhere/at/all"},
+            {"HOME": "/proc/nowhere"},
             {"HOME": str(closed), "XDG_CACHE_HOME": str(closed)},
             {"HOME": "/dev/null"},
             *LAUNCHERS,

@@ -118,8 +118,8 @@ def test_engine_states_equal_target_states(target: HFTarget, tmp_path: Path) -> 
             real_BT = some.document_BT >= 0
             assert sorted(found.hidden) == sorted(expected.hidden) == [FINAL, 0, 2]
             for key, state_BTH in expected.hidden.items():
-                # rows are computed one by one, so that sums may be in another order than in a padded batch
-                torch.testing.assert_close(found.hidden[key][real_BT], state_BTH[real_BT], atol=2e-6, rtol=1e-5)
+                # rows are computed one by one: sums are in another order than in a padded batch, which depends on the processor
+                torch.testing.assert_close(found.hidden[key][real_BT], state_BTH[real_BT], atol=1e-5, rtol=1e-5)
         for key, state_BTH in expected.hidden.items():
             assert torch.equal(found.hidden[key], state_BTH), "one row without padding is the same product"
         assert not list(tmp_path.iterdir()), "files are removed as soon as they are read"

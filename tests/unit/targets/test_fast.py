@@ -113,9 +113,10 @@ def test_fast_target_logits_hidden_states_and_fingerprint_equal_transformers(pai
     token, position = tokens(3, 40), torch.arange(40).expand(3, 40)
     wanted, found = (t(token, None, None, position, Taps((0, 2), final=True)) for t in pair)
     largest = float(wanted.logits_BRV.abs().max())
-    torch.testing.assert_close(found.logits_BRV, wanted.logits_BRV, rtol=1e-5, atol=2e-5 * max(1.0, largest / 4.0))
+    # the order of sums depends on the processor, its threads and MKL_CBWR; a fault is a thousand times larger
+    torch.testing.assert_close(found.logits_BRV, wanted.logits_BRV, rtol=1e-5, atol=1e-4 * max(1.0, largest / 4.0))
     for key in (0, 2, FINAL):
-        torch.testing.assert_close(found.hidden[key], wanted.hidden[key], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(found.hidden[key], wanted.hidden[key], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.sampled(pair=KINDS)
