@@ -95,8 +95,8 @@ class RunOptions:
     # stack); verify: an exported directory; compare: directory of its files; simulate: the .png file
     out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    # measure, tune, generate, export, verify, simulate: a checkpoint directory; the first four also take published drafters, by
-    # directory or hub id
+    # measure, tune, generate, export, verify, simulate: a checkpoint directory; all but the last also take a run, whose best
+    # checkpoint it is, the first four published drafters too, by directory or hub id
     checkpoint: str | None = None
     report: str | None = None  # simulate: the report.json to start from, or its run
     prompts: str | None = None  # measure, tune, verify, inspect: a prompt file instead of measure.prompts
