@@ -197,7 +197,7 @@ def _codes(x_MI: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
     """(codes, scales of each row's groups) by the definition, in float32 as the operator computes them."""
     x_MGI = x_MI.float().unflatten(-1, (groups, -1))
     most_MG = x_MGI.abs().amax(-1)
-    scale_MG = (most_MG / fp8_rows_op.LARGEST).masked_fill(most_MG == 0, 1.0)
+    scale_MG = (most_MG / torch.full_like(most_MG, fp8_rows_op.LARGEST)).masked_fill(most_MG == 0, 1.0)
     return (x_MGI / scale_MG[..., None]).to(fp8_rows_op.E4M3).flatten(1), scale_MG
 
 
