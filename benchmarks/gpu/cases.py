@@ -26,7 +26,7 @@ SMALL: tuple[Case, ...] = (  # one of each, for rehearsals and for tools that sl
     Rotary(7, 3, 10),
     Fp8Rows(5, 33),
     Fp8(5, 32, 48),
-    Fp8Blocks(5, 256, 384),
+    Fp8Blocks(5, 512, 384),
     Fp8Rows(3, 384, groups=3),
     Append(2, 5, 6, 2, 64, normed=True),
     TreeAttention(2, 5, 70, 8, 2, 64, uneven=True),
