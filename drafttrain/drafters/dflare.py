@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter
 from drafttrain.drafters.common.layer_fusion import LayerFusion
-from drafttrain.drafters.options.dflare import DFlareOptions
+from drafttrain.drafters.options import DFlareOptions
 from drafttrain.model.layers import RMSNorm
 from drafttrain.model.target import Target
 

@@ -26,7 +26,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import STD, BlockDrafter, Choices
 from drafttrain.drafters.common.layer_fusion import LayerFusion
-from drafttrain.drafters.options.dfly import DFlyOptions
+from drafttrain.drafters.options import DFlyOptions
 from drafttrain.model.layers import Linear, RMSNorm
 from drafttrain.model.target import Target
 

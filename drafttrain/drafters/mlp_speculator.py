@@ -28,7 +28,7 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
 from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.common.proposal import TreeProposal
-from drafttrain.drafters.options.mlp_speculator import MLPSpeculatorOptions
+from drafttrain.drafters.options import MLPSpeculatorOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.layers import Linear, recomputed

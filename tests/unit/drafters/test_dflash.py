@@ -17,8 +17,8 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.common import block_drafter
 from drafttrain.drafters.common.block_options import spread_taps
-from drafttrain.drafters.common.options import BlockOptions
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
+from drafttrain.drafters.options import BlockOptions
 from drafttrain.features.online import Online
 from drafttrain.model import blockwise_attention as blockwise
 from drafttrain.model.batch import TrainBatch
