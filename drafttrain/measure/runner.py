@@ -25,12 +25,11 @@ from drafttrain.measure.flags import distillation, flags
 from drafttrain.measure.floor import step_floor
 from drafttrain.measure.guards import guard_keys, valid_outputs, without_guards
 from drafttrain.measure.plan import Budget
-from drafttrain.measure.quality import mean_log_likelihood
+from drafttrain.measure.quality import Original, mean_log_likelihood
 from drafttrain.measure.samples import samples
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices
 from drafttrain.measure.speed import Race
-from drafttrain.measure.target_change import Original
 from drafttrain.model.drafter import Drafter, check_images, trainable
 from drafttrain.model.images import has_images
 from drafttrain.objective.losses import Hits

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafttrain.measure.flags import broken_guarantees, flags
-from drafttrain.measure.page import page
+from drafttrain.measure.report import page
 from drafttrain.measure.samples import samples
 from tests.reports import engine_of, evidence_of, report_of_figures
 
