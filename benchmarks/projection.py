@@ -14,7 +14,7 @@ micro-batch of T tokens in rows of S, on each of n processes:
     seconds    = operations / (mfu * peak) + bytes / bandwidth
 
 If all communication overlaps with computing, the seconds are the larger of the two and not their sum. Operations are counted as
-in a run's `mfu` (`drafttrain/train/flops.py`). --check runs `benchmarks/projection_check.py`.
+in a run's `mfu` (`drafttrain/train/telemetry.py`). --check runs `benchmarks/projection_check.py`.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ class Trainer:
         drafter.eval()
         hits = [teacher_forced(drafter, target, batch) for batch in self.batches.held_out()]
         drafter.train()
-        confidences = [(h.confidence_MK, h.rank_MK == 0, h.mass_MK) for h in hits if h.confidence_MK is not None]
+        confidences = [(h.confidence_MK, h.rank_MK == 0, h.acceptance_MK) for h in hits if h.confidence_MK is not None]
         if confidences and drafter.calibration is not None:
             drafter.calibration.fit(*(torch.cat(column) for column in zip(*confidences, strict=True)))
         sequences = [rank_MK for h in hits for rank_MK in h.rank_MK.split(h.length_D)]

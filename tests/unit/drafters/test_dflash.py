@@ -233,7 +233,7 @@ def test_dflash_evaluation_in_pieces_scores_every_position(monkeypatch: pytest.M
     pieces = teacher_forced(drafter, target, batch)
     assert whole.length_D == [n - drafter.draft_length - 1 for lengths in LENGTHS for n in lengths if n > 4]
     assert torch.equal(whole.rank_MK, pieces.rank_MK)
-    torch.testing.assert_close(whole.mass_MK, pieces.mass_MK, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole.acceptance_MK, pieces.acceptance_MK, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sampled
