@@ -81,7 +81,7 @@ def report_of(
     chosen: str | None = None,
 ) -> Report:
     """The report (report.schema.json) of a measurement. body: the result of `measure_checkpoints`. chosen: the checkpoint that
-    is the best by other figures; None: the best by these.
+    is the best by other figures; None: the best by these. What is decoded with other settings than the tuned ones is not best.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -90,7 +90,7 @@ def report_of(
         "environment": environment,
         "measure": body["measure"],
         "checkpoints": body["checkpoints"],
-        "best": best([e for e in body["checkpoints"] if chosen in (None, e["name"].split()[0])]),
+        "best": best([e for e in body["checkpoints"] if e.get("tuned", True) and chosen in (None, e["name"].split()[0])]),
         "engines": [],
         "training": training,
     }
