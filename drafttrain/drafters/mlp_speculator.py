@@ -73,7 +73,7 @@ class MLPSpeculator(Drafter):
         kept = 0.5 ** (0.5 / count)  # of a state's weight, from one stage to the next
         self.weight = math.sqrt((1 - kept**2) * inner / 2) / kept
         sets = 1 if options.tie_weights else count
-        widths = [of.hidden_size] + [inner] * ((options.tie_weights and of.hidden_size != inner) + sets - 1)
+        widths = [of.hidden_size] + [inner] * (min(1, count - 1) if options.tie_weights else count - 1)
         self.emb = nn.ModuleList(nn.Embedding(of.vocab_size, inner) for _ in range(sets))
         self.proj = nn.ModuleList(Linear(width, inner, bias=False) for width in widths)
         self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(sets))

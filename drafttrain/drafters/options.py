@@ -248,7 +248,7 @@ class MLPSpeculatorOptions(TreeOptions):
     family: str = "mlp_speculator"
     n_predict: int = 3
     inner_dim: int | None = None  # of the states; null: the target's hidden size
-    tie_weights: bool = False  # one set for all stages; the first projection stays apart where the widths differ
+    tie_weights: bool = False  # one set for all stages; the first projection stays apart
     scale_input: bool = False  # the target's state is brought to a root mean square of 1 / sqrt 2 first
 
 
