@@ -25,7 +25,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import read_sealed_json, remove_directory, remove_leftovers, write_sealed_json
 from drafttrain.drafters import META, families
 from drafttrain.drafters.common.drafter_lora import merged
-from drafttrain.drafters.tuned_settings import tuned_settings
+from drafttrain.drafters.tuned_settings import tuned_settings, with_tuned
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.lora import LoraOptions, LoraSpec
 from drafttrain.model.shapes import TargetShape
@@ -186,7 +186,7 @@ def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping
     drafter, state = build(directory, meta, target), merged(state, meta.lora)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
-    drafter.use_decode_settings(meta.decode | (tuned_settings(directory) if tuned else {}))
+    drafter.use_decode_settings(with_tuned(meta.decode, tuned_settings(directory) if tuned else {}))
     return drafter.to(target.device, target.dtype).eval()
 
 

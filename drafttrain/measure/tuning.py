@@ -8,7 +8,7 @@ Shapes: M samples, K draft depth, N nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.tree import Path, tuned_paths
 from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.tree_size import CANDIDATES, LARGE, proposal_seconds, verification_seconds
+from drafttrain.drafters.tuned_settings import with_tuned
 from drafttrain.measure import TuneOptions
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.bench import Bench
@@ -45,12 +46,7 @@ class ProposalShape:
     nodes: int  # drafted nodes: the root does not count
     paths: tuple[Path, ...] = ()  # the paths of a static tree, by rank; empty for chains
     grown: str | None = None  # kind of a tree that grows by confidence
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """As `Drafter.use_decode_settings` takes them."""
-        tree = {"paths": [list(path) for path in self.paths]} if self.paths else {}
-        return {"draft_length": self.depth} | tree | ({"nodes": self.nodes} if self.grown else {})
+    settings: Settings = field(default_factory=dict)  # as `Drafter.use_decode_settings` takes them
 
     @staticmethod
     def of(drafter: Drafter, depth: int) -> ProposalShape:
@@ -101,11 +97,12 @@ def _predicted(
 ) -> list[Predicted]:
     """The speed of each of these shapes, the fastest first."""
     drafting = {depth: proposal_seconds(target, drafter, repeats, batch, depth) for depth in sorted({s.depth for s in shapes})}
-    verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 for s in shapes} | {1}), repeats, batch)
+    more = drafter.proposal.more_nodes
+    verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 + more for s in shapes} | {1}), repeats, batch)
     found = []
     for shape in shapes:
         tau = expected_tau(hits, shape.paths or [path for path in drafter.proposal.paths if len(path) <= shape.depth], sampled)
-        seconds = drafting[shape.depth] + verifying[shape.nodes + 1]
+        seconds = drafting[shape.depth] + verifying[shape.nodes + 1 + more]
         if tau is not None:
             found.append(Predicted(shape, tau, seconds, tau * verifying[1] / seconds))
     return sorted(found, key=lambda p: -p.speedup)
@@ -118,15 +115,16 @@ def shapes_of(
     depths = [d for d in DEPTHS if d < drafter.draft_length] + [drafter.draft_length]
     if not _searches(drafter, trees):
         own = drafter.proposal.paths
-        return [ProposalShape(d, sum(len(path) <= d for path in own)) for d in depths]
-    found = {}
+        return [ProposalShape(d, sum(len(path) <= d for path in own), settings={"draft_length": d}) for d in depths]
+    found, proposal = {}, drafter.proposal
     for depth in depths:
         cut = [rank_MK[:, :depth] for rank_MK in sequences]
         for nodes in sizes:
             paths = tuple(tuned_paths(cut, nodes))
             if paths:
-                shape = ProposalShape(max(map(len, paths)), len(paths), paths, drafter.proposal.grown)
-                found[shape.depth, shape.nodes] = shape
+                deepest = max(map(len, paths))
+                settings = proposal.tree_settings(deepest, paths)
+                found[deepest, len(paths)] = ProposalShape(deepest, len(paths), paths, proposal.grown, settings)
     return list(found.values())
 
 
@@ -155,7 +153,7 @@ class Tuner:
     trained: Settings  # the checkpoint's decode settings
 
     def use(self, settings: Settings) -> None:
-        self.drafter.use_decode_settings(self.trained | settings)
+        self.drafter.use_decode_settings(with_tuned(self.trained, settings))
 
     def race(self, name: str, settings: dict[str, Settings], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
         """The speed of each of the settings in every repeat / that of the first, by name, on the same prompts."""

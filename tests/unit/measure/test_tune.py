@@ -17,7 +17,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter
-from drafttrain.drafters.tuned_settings import tuned_settings
+from drafttrain.drafters.tuned_settings import TUNED, keep_tuned, tuned_settings, with_tuned
 from drafttrain.measure import DecodeOptions, TuneOptions
 from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
@@ -86,6 +86,22 @@ def test_shapes_of_searchable_tree_vary_depth_and_size() -> None:
     assert not any("nodes" in shape.settings for shape in found)
     dynamic = shapes_of(built("medusa", target, heads=3, tree="dynamic", width=4), texts, trees=True)
     assert all(shape.settings["nodes"] == shape.nodes for shape in dynamic)
+
+
+def test_shapes_of_merged_drafter_are_trees_of_its_lead(tmp_path: Path) -> None:
+    target = fast_target()
+    drafter = built("cascade", target, middle={"family": "medusa", "heads": 3}, inner={"family": "prompt_lookup"}, join="merge")
+    found = shapes_of(drafter, [ranks(0), ranks(1)], trees=True)
+    small = next(shape for shape in found if shape.nodes == 4)
+    keep_tuned(tmp_path, small.settings, {})
+    lookup = drafter.inner.proposal.max_nodes
+    drafter.use_decode_settings(with_tuned(drafter.decode_settings(), tuned_settings(tmp_path)))
+    assert tuple(drafter.middle.proposal.paths) == small.paths and drafter.proposal.max_nodes == 4 + lookup
+    assert drafter.proposal.preferred.draft_length is None, "lookup drafts as deep as before"
+    (tmp_path / TUNED).unlink()
+    keep_tuned(tmp_path, {"middle": {"paths": [0]}}, {})
+    with pytest.raises(UserError, match=r"got middle: paths \[0\]"):
+        tuned_settings(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"tree": "chain"}, {"paths": [[0], [1], [0, 0], [0, 0, 0]]}])
