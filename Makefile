@@ -55,8 +55,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	DS_BUILD_OPS=0 $(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-quickstart: install  ## train Medusa heads for the embedded target and measure them: minutes on two CPU cores
-	$(BIN)/drafttrain fit recipe=medusa
+quickstart: install  ## train Medusa heads for the embedded target and measure them with prompt lookup: minutes on two CPU cores
+	$(BIN)/drafttrain fit recipe=medusa_lookup
 
 test: install  ## the fast tests (WORKERS=2: processes)
 	$(PYTEST)

@@ -228,7 +228,8 @@ def _evidence(
     tokens = [r.tokens for r in ours]
     sampled = not bench.sampling.greedy and drafter.samples
     identical = POLICIES[bench.decode.policy].repeats_plain(bench.sampling)
-    hits = _hits(bench, drafter, cases, plain) if drafter.trained and _agreement_predicts(bench, sampled) else None
+    predicts = drafter.trained and not drafter.proposal.more_nodes and _agreement_predicts(bench, sampled)
+    hits = _hits(bench, drafter, cases, plain) if predicts else None
     return Evidence(
         cases=cases,
         plain=plain,
