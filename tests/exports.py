@@ -16,8 +16,10 @@ from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, save_drafter
 from drafttrain.drafters.common.drafter_lora import add_matrices, name_in_checkpoint
 from drafttrain.export.exporter import Exported, ExportSettings, export
+from drafttrain.export.files import ExportSource
 from drafttrain.export.golden import Golden, made, store
 from drafttrain.export.opened import Opened
+from drafttrain.export.parity import rounded
 from drafttrain.export.table import stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.lora import LoraOptions, LoraSpec
@@ -26,6 +28,7 @@ from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
+from tests.export_oracles.check import check_export, check_gguf_target
 from tests.helpers import tiny_model, tiny_target
 from tests.native import Native
 from tests.tiny import shake
@@ -369,8 +372,16 @@ def opened(folder: Path, case: str, target: LoadedTarget | None = None, **more: 
 
 
 def written(found: Opened, golden: Golden, stack: str, out: Path, dtype: str = "float32", **more: Any) -> Exported:
+    """Export, and compare the files once more by the independent readers of the stacks."""
     stacks = stacks_for(found.meta.family, stack)
-    return export(found, golden, ExportSettings(stacks, out, dtype, stack == "all", **more))
+    exported = export(found, golden, ExportSettings(stacks, out, dtype, stack == "all", **more))
+    expected = rounded(found, golden, dtype)
+    for name in exported.written:
+        folder, source = out / name if stack == "all" else out, ExportSource(found, name, dtype)
+        check_export(folder, source, golden, expected, more.get("adapter", False))
+        if more.get("with_target"):
+            check_gguf_target(folder, source)
+    return exported
 
 
 def put_model(folder: Path, blocks: int = 2) -> Path:

@@ -18,7 +18,7 @@ from drafttrain.core.files import atomic_directory
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, filled, read_meta, start_weights
 from drafttrain.drafters.checkpoint import save_drafter as save_weights
 from drafttrain.engines.draft_push import DraftReceiver, PushedDrafter, receiver_of
-from drafttrain.export.current import CurrentDrafter
+from drafttrain.export.exporter import CurrentDrafter
 from drafttrain.features.online import Online
 from drafttrain.features.padded import batch_of, finite_token
 from drafttrain.features.recorder import Recorded

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.engines.process import ENGINES
-from drafttrain.export.table import STACKS, TABLE, Layout, loads
+from drafttrain.export.format import StackRow
+from drafttrain.export.serve import STACKS
+from drafttrain.export.table import TABLE, loads
 
 BEGIN, END = "<!-- matrix: written by `make export-matrix` -->", "<!-- /matrix -->"
 BEGIN_ENGINES, END_ENGINES = "<!-- engines: written by `make test-engines` -->", "<!-- /engines -->"
@@ -25,7 +27,7 @@ def matrix(facts: dict[str, Any]) -> str:
     """Markdown: a table of layouts by family and stack, and the reason for every empty cell."""
     ran = {(run["family"], run["stack"]) for run in facts["runs"].values()}
     families = [family for family in TABLE if loads(family)]
-    rows = [["", *STACKS.values()]]
+    rows = [["", *(stack.name for stack in STACKS.values())]]
     for family in families:
         cells = ((TABLE[family][stack], (family, stack) in ran) for stack in STACKS)
         rows.append([f"`{family}`", *(_cell(cell, run) for cell, run in cells)])
@@ -58,10 +60,10 @@ def facts_next_to(page: Path) -> dict[str, Any]:
     return facts
 
 
-def _cell(row: Layout | str, run: bool) -> str:
+def _cell(row: StackRow | str, run: bool) -> str:
     if isinstance(row, str):
         return "–"
-    return f"**{row.name}**" if run else row.name
+    return f"**{row.format.name}**" if run else row.format.name
 
 
 def _norms(run: dict[str, Any]) -> str:
@@ -92,7 +94,7 @@ def _reasons() -> list[str]:
         by_reason: dict[str, list[str]] = {}
         for stack, cell in cells.items():
             if isinstance(cell, str):
-                by_reason.setdefault(cell, []).append(STACKS[stack])
+                by_reason.setdefault(cell, []).append(STACKS[stack].name)
         parts = [
             f"{'every stack' if len(stacks) == len(STACKS) else ', '.join(stacks)}: {why}" for why, stacks in by_reason.items()
         ]

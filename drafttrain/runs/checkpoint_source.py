@@ -10,9 +10,9 @@ from rich.console import Console
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import META, CheckpointMeta, check_shape, list_checkpoints, read_meta
-from drafttrain.export.importers.convert import converted
-from drafttrain.export.importers.directory import Foreign, fetched
-from drafttrain.export.importers.table import recognised
+from drafttrain.export.convert import converted
+from drafttrain.export.external import Foreign, fetched
+from drafttrain.export.table import recognised
 from drafttrain.runs.console import print_line
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_shape

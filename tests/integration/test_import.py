@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.export.importers import convert, directory
+from drafttrain.export import convert
+from drafttrain.export import external as directory
 from tests.integration.test_fit_errors import arguments, trained
 from tests.official import LAYOUTS, put
 

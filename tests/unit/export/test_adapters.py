@@ -15,15 +15,16 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError, UserError
-from drafttrain.export import parity
+from drafttrain.export import convert, parity
+from drafttrain.export.external import Foreign
+from drafttrain.export.files import ExportSource
 from drafttrain.export.golden import Golden, made
-from drafttrain.export.importers import convert
-from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.opened import Opened
-from drafttrain.export.readers import causal_lm
-from drafttrain.export.readers.parts import MismatchError
+from drafttrain.export.table import format_of
 from drafttrain.model.lora import LoraSpec
+from tests.export_oracles.check import check_export
 from tests.exports import TEXTS, loaded, opened, put_model, written
 from tests.helpers import tiny_model
 
@@ -138,25 +139,24 @@ def test_import_unsupported_adapter_is_refused_in_one_line(tmp_path: Path, subte
             check(folder, says)
 
 
-def test_adapter_reader_detects_changed_config(tmp_path: Path) -> None:
+def test_adapter_changed_config_fails_parity(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "draft_model-lora")
     written(found, golden, "transformers", tmp_path / "out", adapter=True)
-    source = tmp_path / "out"
-
-    def reading(**changes: Any) -> float:
-        config = json.loads((source / "adapter_config.json").read_text())
-        shutil.rmtree(tmp_path / "wrong", ignore_errors=True)
-        shutil.copytree(source, tmp_path / "wrong")
-        (tmp_path / "wrong" / "adapter_config.json").write_text(json.dumps(config | changes))
-        files = parity.Files({}, {}, tokenizer=True)
-        read = causal_lm.adapter(tmp_path / "wrong", parity.target_parts(found, files), parity.points_of(golden))
-        return float(parity.gaps(torch.stack(read.logits), golden).max())
-
-    assert reading() < 1.0
-    assert reading(lora_alpha=17) > 1.0
-    for changes in ({"target_modules": ["q_proj"]}, {"use_rslora": True}, {"peft_type": "IA3"}):
-        with pytest.raises(MismatchError):
-            reading(**changes)
+    source, to = ExportSource(found, "transformers", "float32"), format_of("draft_model", "transformers").adapter
+    assert to is not None
+    changes: list[dict[str, Any]] = [{"lora_alpha": 17}, {"use_rslora": True}, {"peft_type": "IA3"}]
+    for number, change in enumerate([*changes, {"target_modules": ["q_proj"]}]):
+        wrong = tmp_path / str(number)
+        shutil.copytree(tmp_path / "out", wrong)
+        (wrong / LISTED).unlink()
+        config = json.loads((wrong / "adapter_config.json").read_text())
+        (wrong / "adapter_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ParityError):
+            check_export(wrong, source, golden, golden, adapter=True)
+        if "target_modules" in change:  # an importer goes by the tensors
+            continue
+        with pytest.raises(ParityError):
+            parity.check(wrong, to, to.write(source), source, golden, golden)
 
 
 def test_export_adapter_of_trained_target_merges_to_its_weights(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_export_adapter_unavailable_is_refused(case: str, stack: str, dtype: str
 def test_export_target_adapter_saved_with_other_values_fails_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, golden = opened(tmp_path / "run", "medusa", spec=LoraSpec(rank=2))
     monkeypatch.setattr(
-        "drafttrain.export.layouts.adapter.save_file",
+        "drafttrain.export.peft.save_file",
         lambda tensors, *rest: save_file({name: x + 1 for name, x in tensors.items()}, *rest),
     )
     with pytest.raises(ParityError, match=r"Parity: target: base_model.model.model.layers.0.* was not saved as it is"):

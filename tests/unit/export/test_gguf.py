@@ -16,15 +16,17 @@ from torch import Tensor
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import parity
 from drafttrain.export.exporter import ExportSettings, check_wanted, refusals
-from drafttrain.export.files import ExportSource
-from drafttrain.export.ggufs import write_gguf
+from drafttrain.export.files import ExportSource, Files
+from drafttrain.export.formats import gguf as gguf_format
+from drafttrain.export.gguf_file import write_gguf
 from drafttrain.export.golden import Golden
-from drafttrain.export.layouts import gguf as layouts
 from drafttrain.export.opened import Opened
-from drafttrain.export.readers import gguf as readers
-from drafttrain.export.readers.parts import Point
-from drafttrain.export.table import layout
+from drafttrain.export.table import format_of
 from drafttrain.targets.load import LoadedTarget
+from tests.export_oracles import check as oracle
+from tests.export_oracles import gguf as readers
+from tests.export_oracles.check import check_export
+from tests.export_oracles.parts import Point
 from tests.exports import TEXTS, checkpoint, loaded, opened, unprobed, written
 from tests.helpers import tiny_model
 
@@ -70,14 +72,15 @@ def changed(
     return wrong
 
 
-def gate_of(found: Opened, golden: Golden) -> Callable[[Path], object]:
-    to, source = layout(found.meta.family, "llamacpp"), ExportSource(found, "llamacpp", "float32")
-    files = to.write(source)
-    return lambda directory: parity.check(directory, to.read, files, source, golden, golden)
-
-
 def gate(found: Opened, golden: Golden, directory: Path) -> None:
-    gate_of(found, golden)(directory)
+    """The check of an export on a user's machine."""
+    to, source = format_of(found.meta.family, "llamacpp"), ExportSource(found, "llamacpp", "float32")
+    parity.check(directory, to, Files({}, {}), source, golden, golden)
+
+
+def compare(found: Opened, golden: Golden, directory: Path) -> None:
+    """The check of the tests, by an independent reader."""
+    check_export(directory, ExportSource(found, "llamacpp", "float32"), golden, golden)
 
 
 def put(key: str, value: Any) -> Change:
@@ -196,18 +199,20 @@ def test_gguf_parity_check_names_wrong_field_or_tensor(
 ) -> None:
     """Wrong layers show in the drafts, too, whatever the file says of itself."""
     found, golden, right = exported(case)
-    whole, check = content(right / "draft.gguf"), gate_of(found, golden)
+    whole = content(right / "draft.gguf")
     traps = [(name, change) for of, name, change in TRAPS if of == case]
     for number, (name, change) in enumerate(traps):
         with subtests.test(name=name, number=number):
             wrong = changed(right, tmp_path / str(number), change, whole=whole)
             with pytest.raises(ParityError, match=f"^Parity: {name}: ") as caught:
-                check(wrong)
+                compare(found, golden, wrong)
             assert caught.value.name == name
+            with pytest.raises(ParityError, match=r"^Parity: "):
+                gate(found, golden, wrong)
             if (case, change) in SHIFTED:
                 with monkeypatch.context() as patch, pytest.raises(ParityError, match=r"^Parity: logits: draft"):
-                    patch.setattr(parity, "_check_facts", lambda *_: None)
-                    check(wrong)
+                    patch.setattr(oracle, "check_facts", lambda *_: None)
+                    compare(found, golden, wrong)
 
 
 @pytest.mark.parametrize("kept", [20, 0.3, -30])
@@ -217,8 +222,9 @@ def test_gguf_cut_off_file_fails_parity(kept: float, exported: Callable[[str], M
     file = tmp_path / "wrong" / "draft.gguf"
     whole = file.read_bytes()
     file.write_bytes(whole[: int(kept * len(whole)) if 0 < kept < 1 else int(kept)])
-    with pytest.raises(ParityError, match=r"^Parity: (config|tensors): draft.gguf cannot be read"):
-        gate(found, golden, tmp_path / "wrong")
+    for check in (gate, compare):
+        with pytest.raises(ParityError, match=r"^Parity: (config|tensors): draft.gguf cannot be read"):
+            check(found, golden, tmp_path / "wrong")
 
 
 def test_gguf_drafter_file_has_expected_fields_and_dtypes(exported: Callable[[str], Made], tmp_path: Path) -> None:
@@ -242,13 +248,12 @@ def test_gguf_drafter_file_has_expected_fields_and_dtypes(exported: Callable[[st
 def test_gguf_target_file_equals_target_and_changes_are_detected(exported: Callable[[str], Made], tmp_path: Path) -> None:
     found, golden, right = exported("eagle3")
     source = ExportSource(found, "llamacpp", "float32")
-    files = layouts.target_files(source)
     text, model = torch.tensor(TEXTS[0]), found.loaded.target.model
     point = Point(text[:-1], text[-1], torch.zeros(1, dtype=torch.long))
-    reading = readers.language_model(right, "target.gguf", parity.target_parts(found, files), [point])
+    reading = readers.language_model(right, "target.gguf", oracle.target_parts(found, tokenizer=True), [point])
     with torch.no_grad():
         torch.testing.assert_close(reading.logits[0][0], model(text[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
-    parity.check_gguf_target(right, files, source)
+    gguf_format.check_target(right, source)
     harms: list[tuple[str, Change]] = [
         ("target: model.layers.1.self_attn.q_proj.weight was not saved as it is", unpermuted("blk.1.attn_q.weight")),
         ("target: model.norm.weight was not saved", lose("output_norm.weight")),
@@ -256,8 +261,10 @@ def test_gguf_target_file_equals_target_and_changes_are_detected(exported: Calla
         ("layers: ", put("llama.block_count", 3)),
     ]
     for number, (says, change) in enumerate(harms):
-        with pytest.raises(ParityError, match=f"^Parity: {says}"):
-            parity.check_gguf_target(changed(right, tmp_path / str(number), change, "target.gguf"), files, source)
+        wrong = changed(right, tmp_path / str(number), change, "target.gguf")
+        for check in (gguf_format.check_target, oracle.check_gguf_target):
+            with pytest.raises(ParityError, match=f"^Parity: {says}"):
+                check(wrong, source)
 
 
 def target_of(**changes: Any) -> LoadedTarget:
@@ -284,6 +291,8 @@ def test_gguf_rope_scaling_is_kept(rope: dict[str, Any], tmp_path: Path) -> None
     with pytest.raises(ParityError, match=r"^Parity: rope scaling: "):
         plain = lose("rope_freqs.weight") if rope["rope_type"] == "llama3" else drop("llama.rope.scaling.type")
         gate(found, golden, changed(tmp_path / "out", tmp_path / "wrong", plain))
+    with pytest.raises(ParityError, match=r"^Parity: rope scaling: "):
+        compare(found, golden, tmp_path / "wrong")
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [  # case, how its target differs, what the message says

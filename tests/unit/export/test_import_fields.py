@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.importers import convert
-from drafttrain.export.importers.convert import taken
-from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.table import recognised
+from drafttrain.export import convert
+from drafttrain.export.convert import taken
+from drafttrain.export.external import Foreign
+from drafttrain.export.table import recognised
 from tests.exports import loaded
 from tests.official import LAYOUTS, put
 

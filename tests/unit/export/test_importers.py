@@ -13,16 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.core.checksums import LISTED
+from drafttrain.export import convert
+from drafttrain.export.convert import converted
 from drafttrain.export.exporter import RECORD
+from drafttrain.export.external import Foreign
 from drafttrain.export.files import DTYPES
+from drafttrain.export.format import Renames
 from drafttrain.export.golden import Golden, made
-from drafttrain.export.importers import convert
-from drafttrain.export.importers.convert import converted
-from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.table import IMPORTERS
-from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.opened import Opened
-from drafttrain.export.table import TABLE, layout, loads
+from drafttrain.export.table import IMPORTERS, TABLE, format_of, loads
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import CASES, GOES_TO, TEXTS, deep, loaded, opened, written
 
@@ -93,11 +92,11 @@ def trips() -> Iterator[Any]:
     goes = GOES_TO | {"medusa-shared": GOES_TO["medusa"]}
     goes |= {case: [*goes[case], "lmdeploy"] for case in TAPPED}
     back = {case: [stack for stack in stacks if stack not in NOT_BACK] for case, stacks in goes.items()}
-    proved = {(CASES[case][0], layout(CASES[case][0], stacks[-1]).write) for case, stacks in back.items()}
+    proved = {(CASES[case][0], format_of(CASES[case][0], stacks[-1]).write) for case, stacks in back.items()}
     for case, stacks in back.items():
         family = CASES[case][0]
         for stack in stacks:
-            last, writer = stack == stacks[-1], (family, layout(family, stack).write)
+            last, writer = stack == stacks[-1], (family, format_of(family, stack).write)
             slow = pytest.mark.slow if last or writer not in proved else pytest.mark.grid
             yield pytest.param(case, stack, "float32", marks=[] if last and case in FAST else slow)
             proved.add(writer)
@@ -140,7 +139,7 @@ def test_import_of_each_export_restores_weights_and_options(
 def test_importers_cover_every_exported_layout() -> None:
     names = {(row.family, row.name) for row in IMPORTERS}
     pairs = {(family, stack) for family in TABLE for stack in loads(family) if stack not in NOT_BACK}
-    assert {(family, layout(family, stack).name) for family, stack in pairs} <= names
+    assert {(family, format_of(family, stack).name) for family, stack in pairs} <= names
     assert pairs == {(CASES[case][0], stack) for case, stack, _ in (trip.values for trip in trips())}
 
 

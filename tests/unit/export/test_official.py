@@ -19,14 +19,18 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
-from drafttrain.export import parity
-from drafttrain.export.files import ExportSource, Files
+from drafttrain.export import convert, parity
+from drafttrain.export import external as directory
+from drafttrain.export.convert import converted
+from drafttrain.export.external import Foreign, fetched
+from drafttrain.export.files import ExportSource
 from drafttrain.export.golden import made
-from drafttrain.export.importers import convert, directory
-from drafttrain.export.importers.convert import converted
-from drafttrain.export.importers.directory import Foreign, fetched
 from drafttrain.export.opened import Opened
-from drafttrain.export.readers import (
+from drafttrain.export.table import format_of
+from drafttrain.model.shapes import LayerOptions
+from drafttrain.runs.checkpoint_source import check_start
+from drafttrain.targets.load import LoadedTarget
+from tests.export_oracles import (
     causal_lm,
     dflash,
     dflash2,
@@ -43,11 +47,8 @@ from drafttrain.export.readers import (
     redrafter,
     xpress,
 )
-from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors
-from drafttrain.export.table import layout as layout_of
-from drafttrain.model.shapes import LayerOptions
-from drafttrain.runs.checkpoint_source import check_start
-from drafttrain.targets.load import LoadedTarget
+from tests.export_oracles.check import points_of, target_parts
+from tests.export_oracles.parts import Config, Point, Reading, TargetParts, Tensors
 from tests.exports import LINEAR, TEXTS, deep, loaded
 from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, copies, offsets, put
 
@@ -151,7 +152,7 @@ def test_import_published_layout_drafts_as_independent_reader(layout: str, tmp_p
     folder = put(tmp_path / "hand", LAYOUTS[layout]())
     found, _ = imported(folder)
     golden = made(found, TEXTS)
-    reading = READERS[layout](folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
+    reading = READERS[layout](folder, target_parts(found), points_of(golden))
     assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
     options = found.meta.options | found.drafter.resolved_options()
     assert {key: options[key] for key in NETWORK.get(layout, {})} == NETWORK.get(layout, {})
@@ -288,7 +289,7 @@ def test_import_eagle3_of_modelopt_drafts_as_independent_reader(tmp_path: Path) 
     assert "note: d2t does not ascend: the rows of the head are sorted by the target's ids" in said
     golden = made(found, TEXTS)
     read = eagle3.portable("trtllm")
-    reading = read(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
+    reading = read(folder, target_parts(found), points_of(golden))
     assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
     plain, _ = imported(put(tmp_path / "plain", LAYOUTS["eagle3"]()))
     bare, _ = imported(put(tmp_path / "bare", changed("eagle3", lambda c, t: (modelopt(c, t), t.pop("t2d")))))
@@ -375,7 +376,7 @@ def test_import_block_drafter_of_part_of_vocabulary_drafts_as_independent_reader
         found[name], said = imported(folder)
         assert any("d2t does not ascend" in line for line in said) is (name == "by frequency")
         golden = made(found[name], TEXTS)
-        reading = READERS[layout](folder, parity.target_parts(found[name], Files({}, {})), parity.points_of(golden))
+        reading = READERS[layout](folder, target_parts(found[name]), points_of(golden))
         assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
     assert found["ascending"].meta.options["draft_vocab"] == D
     assert found["ascending"].meta.sha256 == found["by frequency"].meta.sha256
@@ -391,9 +392,7 @@ def test_import_eagle3_of_deepspec_drafts_as_same_weights_of_speculators(tmp_pat
     assert one.meta.options["qk_norm"] and one.meta.options["taps"] == [0, 1, 2]
     assert (one.meta.options, one.meta.sha256) == (two.meta.options, two.meta.sha256)
     golden = made(two, TEXTS)
-    reading = READERS["eagle3, speculators"](
-        tmp_path / "speculators", parity.target_parts(two, Files({}, {})), parity.points_of(golden)
-    )
+    reading = READERS["eagle3, speculators"](tmp_path / "speculators", target_parts(two), points_of(golden))
     assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
 
 
@@ -979,7 +978,7 @@ def test_import_causal_flag_of_any_project_is_read(tmp_path: Path, subtests: pyt
             assert found.meta.family == family and found.meta.options["causal"] is causal
             golden = made(found, TEXTS)
             for reader in readers:
-                reading = reader(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
+                reading = reader(folder, target_parts(found), points_of(golden))
                 assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
 
 
@@ -988,7 +987,7 @@ def test_import_domino_shift_label_gives_shifted_slots(tmp_path: Path) -> None:
     found, _ = imported(folder)
     golden = made(found, TEXTS)
     assert found.meta.options["slots"] == "shifted" and golden.draft_PK.shape[1] == 4
-    reading = domino.sglang(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
+    reading = domino.sglang(folder, target_parts(found), points_of(golden))
     assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
 
 
@@ -996,5 +995,5 @@ def test_export_imported_shifted_dflash_is_refused(tmp_path: Path) -> None:
     """Shifted slots without a head of their own."""
     found, _ = imported(put(tmp_path / "hand", LAYOUTS["dflash, DeepSpec"]()))
     for stack in ("vllm", "sglang", "llamacpp"):
-        reason = layout_of("dflash", stack).refuse(ExportSource(found, stack, "float32"))
+        reason = format_of("dflash", stack).refuse(ExportSource(found, stack, "float32"))
         assert reason is not None and "its slots are shifted" in reason

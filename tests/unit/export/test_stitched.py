@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export.files import ExportSource, Files
+from drafttrain.export.formats import stitched
 from drafttrain.export.golden import Golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import check
-from drafttrain.export.readers import stitched as reader
+from drafttrain.export.table import format_of
+from tests.export_oracles.check import check_export
 from tests.exports import loaded, opened, target_of_files, written
 from tests.helpers import prompts
 from tests.native import CONFIGS, NAMES, Native, native
@@ -164,21 +166,21 @@ def test_stitched_parity_check_detects_changed_tensor(
             shutil.copytree(tmp_path / "right", tmp_path / name)
             damaged(tmp_path / name, change)
             with pytest.raises(ParityError, match="Parity: logits"):
-                check(tmp_path / name, reader.read, Files({}, {}), source, golden, golden)
+                check(tmp_path / name, format_of("mtp_native", "stitched"), Files({}, {}), source, golden, golden)
+            with pytest.raises(ParityError, match="Parity: logits"):
+                check_export(tmp_path / name, source, golden, golden)
 
 
 def test_stitched_export_bytes_written_elsewhere_fail_parity(
     mimo: tuple[Native, Opened, Golden], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from drafttrain.export import stitch
-
     _, found, golden = mimo
-    replaced = stitch._replace
+    replaced = stitched._replace
 
     def careless(file: Path, places: Any, left: Any) -> None:
         replaced(file, {n: replace(p, first=p.first - 4, last=p.last - 4) for n, p in places.items()}, left)
 
-    monkeypatch.setattr(stitch, "_replace", careless)
+    monkeypatch.setattr(stitched, "_replace", careless)
     with pytest.raises(ParityError, match="differs from the target's where nothing was written"):
         written(found, golden, "stitched", tmp_path / "out")
     assert not (tmp_path / "out").exists()

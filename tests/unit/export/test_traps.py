@@ -1,4 +1,8 @@
-"""Each known way to get an export wrong, put into a directory that was right: the gate stops it, and says its name."""
+"""Each known way to get an export wrong, put into a directory that was right: an independent reader says its name.
+
+The gate on a user's machine, which reads by the format's importer, finds wrong values and wrong weights too. What it cannot
+find is what importers take as well: a missing field with a usual value, another class, a form of d2t that converters write.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError
 from drafttrain.export import exporter, parity
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.golden import Golden
 from drafttrain.export.opened import Opened
-from drafttrain.export.readers.eagle3 import IDS
-from drafttrain.export.table import layout
+from drafttrain.export.table import format_of
+from tests.export_oracles import check as oracle
+from tests.export_oracles.eagle3 import IDS
 from tests.exports import opened, written
 
 Values = dict[str, Any]
@@ -48,8 +54,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], M
 
 
 def gate(found: Opened, golden: Golden, stack: str, directory: Path) -> None:
-    to, source = layout(found.meta.family, stack), ExportSource(found, stack, "float32")
-    parity.check(directory, to.read, to.write(source), source, golden, golden)
+    """The check of an export on a user's machine, by the format's own reader."""
+    to, source = format_of(found.meta.family, stack), ExportSource(found, stack, "float32")
+    parity.check(directory, to, to.write(source), source, golden, golden)
+
+
+def compare(found: Opened, golden: Golden, stack: str, directory: Path) -> None:
+    """The check of the tests, by an independent reader of the stack."""
+    oracle.check_export(directory, ExportSource(found, stack, "float32"), golden, golden)
 
 
 def changed(right: Path, wrong: Path, change: Change) -> Path:
@@ -59,6 +71,7 @@ def changed(right: Path, wrong: Path, change: Change) -> Path:
     change(config, tensors)
     (wrong / "config.json").write_text(json.dumps(config))
     save_file({name: x.contiguous() for name, x in tensors.items()}, weights)
+    (wrong / LISTED).unlink()  # as before it was written
     return wrong
 
 
@@ -386,6 +399,28 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
 ]
 
 
+GATED: list[tuple[tuple[str, str], str, Change]] = [  # what the gate says of some of them
+    (("eagle3", "sglang"), "files: .* its layer ids contradict each other", put(*NESTED, value=[1, 2, 3])),
+    (BLOCKS, "files: .* aux_hidden_state_layer_ids", put("aux_hidden_state_layer_ids", value=[0, 1, 2])),
+    (DFLASH, "layer ids: ", put("dflash_config", "target_layer_ids", value=[1, 2, 3])),
+    (E3, "d2t: ", moved),
+    (E3, "files: .* d2t gives the tokens that t2d marks neither as offsets nor as ids", marked_more),
+    (E3, "norm flags: ", put("norm_before_residual", value=True)),
+    (("eagle3-normed", "speculators"), "norm flags: ", drop("norm_output")),
+    (E3, "rope: .* does not say rope_theta", drop("rope_theta")),
+    (E3, "max positions: ", put("max_position_embeddings", value=256)),
+    (E3, "files: .* lacks lm_head.weight", lose("lm_head.weight")),
+    (E3, "files: .* has unknown tensors other.weight", rename("norm.weight", "other.weight")),
+    (E3, "files: they are not recognised as portable", rename("fc.weight", "other.weight")),
+    (("dspark-open-windows", "vllm"), "causal layers: ", drop("is_causal")),
+    (LM, "files: .* holds NaN or infinity", lambda config, tensors: tensors["lm_head.weight"].fill_(torch.nan)),
+]
+TAKEN_AS_WELL = (  # names of failures some of which an importer does not see
+    *("architecture", "bias", "causal layers", "config", "d2t", "head_dim", "layer ids", "layer types", "norm flags", "passes"),
+    *("rope", "tensors", "vocabulary"),
+)
+
+
 @pytest.mark.parametrize("case", dict.fromkeys(case for (case, _), _, _ in TRAPS))
 def test_parity_check_names_wrong_field_or_tensor(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
@@ -394,19 +429,31 @@ def test_parity_check_names_wrong_field_or_tensor(
     found, golden = opened(tmp_path, case)
     for stack in dict.fromkeys(stack for (of, stack), _, _ in TRAPS if of == case):
         written(found, golden, stack, tmp_path / stack)
-        to, source = layout(found.meta.family, stack), ExportSource(found, stack, "float32")
-        files = to.write(source)
         traps = [(name, change) for where, name, change in TRAPS if where == (case, stack)]
         for number, (name, change) in enumerate(traps):
             with subtests.test(stack=stack, name=name, number=number):
                 wrong = changed(tmp_path / stack, tmp_path / f"{stack}-{number}", change)
                 with pytest.raises(ParityError, match=f"^Parity: {name}: ") as caught:
-                    parity.check(wrong, to.read, files, source, golden, golden)
+                    compare(found, golden, stack, wrong)
                 assert caught.value.name == name
+                if name not in TAKEN_AS_WELL:
+                    with pytest.raises(ParityError, match=r"^Parity: "):
+                        gate(found, golden, stack, wrong)
                 if ((case, stack), change) in SHIFTED:
                     with monkeypatch.context() as patch, pytest.raises(ParityError, match=r"^Parity: logits: draft"):
-                        patch.setattr(parity, "_check_facts", lambda *_: None)
-                        parity.check(wrong, to.read, files, source, golden, golden)
+                        patch.setattr(oracle, "check_facts", lambda *_: None)
+                        compare(found, golden, stack, wrong)
+
+
+def test_parity_check_finds_wrong_layer_ids_flags_and_fields(
+    exported: Callable[[str, str], Made], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """The gate on a user's machine, by the importer, with the name of the setting or the importer's message."""
+    for number, ((case, stack), says, change) in enumerate(GATED):
+        with subtests.test(case=case, stack=stack, says=says):
+            found, golden, right = exported(case, stack)
+            with pytest.raises(ParityError, match=f"^Parity: {says}"):
+                gate(found, golden, stack, changed(right, tmp_path / str(number), change))
 
 
 def test_parity_check_unreadable_file_is_named(exported: Callable[[str, str], Made], tmp_path: Path) -> None:
@@ -415,7 +462,10 @@ def test_parity_check_unreadable_file_is_named(exported: Callable[[str, str], Ma
         wrong = tmp_path / str(number)
         shutil.copytree(right, wrong)
         (wrong / file).write_bytes((wrong / file).read_bytes()[:-30])
+        (wrong / LISTED).unlink()
         with pytest.raises(ParityError, match=f"^Parity: {name}: {file} cannot be read"):
+            compare(found, golden, "vllm", wrong)
+        with pytest.raises(ParityError, match=f"^Parity: files: .*{file}: damaged"):
             gate(found, golden, "vllm", wrong)
 
 
@@ -433,7 +483,7 @@ def test_parity_check_ignores_causal_key_of_other_loader(
 ) -> None:
     """vLLM finds either of two keys, and the authors' code a third one."""
     found, golden, right = exported(case, stack)
-    gate(found, golden, stack, changed(right, tmp_path / "other", drop(*keys)))
+    compare(found, golden, stack, changed(right, tmp_path / "other", drop(*keys)))
 
 
 @pytest.mark.parametrize("harm", ["other", "absent", "damaged"])
@@ -449,8 +499,9 @@ def test_parity_check_wrong_tokenizer_is_detected(harm: str, exported: Callable[
         file.write_text(json.dumps(content))
     elif harm == "damaged":
         file.write_text(text[:100])
-    with pytest.raises(ParityError, match=r"^Parity: tokenizer: ('w3' is token 4 there, the target's is 3|tokenizer.json)"):
-        gate(found, golden, "vllm", tmp_path / "wrong")
+    for check in (gate, compare):
+        with pytest.raises(ParityError, match=r"^Parity: tokenizer: ('w3' is token 4 there, the target's is 3|tokenizer.json)"):
+            check(found, golden, "vllm", tmp_path / "wrong")
 
 
 def test_export_failed_parity_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,12 +509,12 @@ def test_export_failed_parity_leaves_no_directory(tmp_path: Path, monkeypatch: p
     right = exporter.write
 
     def wrong(directory: Path, files: Files, *rest: Any) -> None:
-        files.config[IDS] = [0, 1, 2]
+        files.config[IDS], files.config["eagle_config"][IDS] = [2, 3, 4], [1, 2, 3]
         right(directory, files, *rest)
 
     monkeypatch.setattr(exporter, "write", wrong)
     for stack in ("vllm", "all"):
-        with pytest.raises(ParityError, match=r"layer ids: the files have \[0, 1, 2\], the checkpoint's .* \[1, 2, 3\]"):
+        with pytest.raises(ParityError, match=r"layer ids: the files have \[2, 3, 4\], the checkpoint's .* \[1, 2, 3\]"):
             written(found, golden, stack, tmp_path / "out")
         assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
