@@ -107,7 +107,6 @@ class Files:
     weights: str = WEIGHTS  # name of the weights' file; only `model.safetensors` may be split into shards
     tokenizer: bool = False  # whether to write the target's tokenizer
     config_file: str = "config.json"
-    base: Path | None = None  # for an adapter: directory of its base model, if that is elsewhere
     folders: dict[str, Files] = field(default_factory=dict)  # folders inside this directory
     as_is: tuple[str, ...] = ()  # the target's tensors, which keep their dtype
     put: Callable[[Path], None] | None = None  # writes the directory, where it is no new one but a copy with other tensors

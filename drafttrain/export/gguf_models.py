@@ -334,10 +334,11 @@ def scaling_fields(config: Any) -> Fields:
 
 
 def facts_of(config: Any, head_dim: int) -> dict[str, Any]:
-    """What the reader of a written target must find, beside the dimensions."""
+    """The settings that a written model must have again when it is read back, beside the dimensions."""
     types = getattr(config, "layer_types", None) or []
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in types]
     return {
+        "layers": config.num_hidden_layers,
         "experts": experts_of(config),
         "windows": windows if any(windows) else [],
         "rope scaling": rope_of(config).get("rope_type", "default"),

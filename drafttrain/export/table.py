@@ -23,15 +23,14 @@ from drafttrain.export.formats import (
     redrafter,
     stitched,
     transformers,
-    uno,
 )
 from drafttrain.export.serve import STACKS, ServingCommand
 from drafttrain.targets.vision import ARCHITECTURES
 
 HEADS = (eagle3, eagle, medusa, hydra, redrafter, mlp_speculator)
 BLOCKS = (dflash, dspark, dflash2, dflash_heads)
-MODELS = (transformers, mtp, uno)
-IMPORTERS: list[Importer] = [row for module in (*HEADS, mtp, *BLOCKS, transformers, uno) for row in module.IMPORTERS]
+MODELS = (transformers, mtp)
+IMPORTERS: list[Importer] = [one for module in (*HEADS, mtp, *BLOCKS, transformers) for one in module.IMPORTERS]
 
 SAME_EXIT = "only the target is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)"
 NO_RELEASE = "no released engine loads it"
@@ -47,16 +46,16 @@ NOWHERE = {  # families that no stack loads
 NO_ROW = "no layout is written for it yet; add its rows to a file of drafttrain/export/formats"
 
 
-def _joined(modules: Sequence[Rows]) -> Rows:
+def joined(formats: Sequence[Rows]) -> Rows:
     """All rows. A stack that no row names has no loader, for its usual reason."""
     given: Rows = {}
-    for rows in modules:
-        for family, row in rows.items():
+    for own in formats:
+        for family, row in own.items():
             given.setdefault(family, {}).update(row)
-    return {family: {name: own.get(name, stack.usual) for name, stack in STACKS.items()} for family, own in given.items()}
+    return {family: {name: row.get(name, stack.usual) for name, stack in STACKS.items()} for family, row in given.items()}
 
 
-TABLE: Rows = _joined([module.ROWS for module in (*HEADS, *BLOCKS, *MODELS, stitched, gguf)])
+TABLE: Rows = joined([module.ROWS for module in (*HEADS, *BLOCKS, *MODELS, stitched, gguf)])
 TABLE |= {family: dict.fromkeys(STACKS, why) for family, why in NOWHERE.items()}
 
 

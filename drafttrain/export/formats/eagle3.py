@@ -362,12 +362,13 @@ IMPORTERS = [PORTABLE, SPECULATORS, PARALLEL_PORTABLE, PARALLEL_SPECULATORS]
 # Which stacks load it
 
 
-def _format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:
+def eagle3_format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:
     """reads: what the stack is known to read beyond one layer of the default options on three of the target's blocks."""
     return Format(read.name, write, read, partial(refuse, reads=frozenset(reads)), facts)
 
 
-def _parallel_format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:
+def peagle_format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:
+    """The same for P-EAGLE."""
     return Format(read.name, write, read, partial(refuse_parallel, reads=frozenset(reads)), parallel_facts)
 
 
@@ -376,23 +377,27 @@ _MORE = (*_NORMS, "norm_before_fc", "own_embedding", "layers")
 ROWS: Rows = {
     "eagle3": {
         "vllm": StackRow(
-            _format(portable, PORTABLE, *_MORE, "norm_before_residual", "last block", "windows"), "eagle3", pictures=QWEN
+            eagle3_format(portable, PORTABLE, *_MORE, "norm_before_residual", "last block", "windows"), "eagle3", pictures=QWEN
         ),
-        "sglang": StackRow(_format(portable, PORTABLE, *_MORE), "EAGLE3", pictures=(*QWEN, "Gemma3ForConditionalGeneration")),
-        "trtllm": StackRow(_format(portable, PORTABLE, *_NORMS), "Eagle3"),
+        "sglang": StackRow(
+            eagle3_format(portable, PORTABLE, *_MORE), "EAGLE3", pictures=(*QWEN, "Gemma3ForConditionalGeneration")
+        ),
+        "trtllm": StackRow(eagle3_format(portable, PORTABLE, *_NORMS), "Eagle3"),
         "speculators": StackRow(
-            _format(speculators, SPECULATORS, *_MORE, "norm_before_residual", "qk_norm", "windows"), "eagle3", note=HUB_VERIFIER
+            eagle3_format(speculators, SPECULATORS, *_MORE, "norm_before_residual", "qk_norm", "windows"),
+            "eagle3",
+            note=HUB_VERIFIER,
         ),
-        "openvino": StackRow(_format(mapped, PORTABLE), "eagle3"),
-        "lmdeploy": StackRow(_format(lmdeploy, PORTABLE), "eagle3"),
+        "openvino": StackRow(eagle3_format(mapped, PORTABLE), "eagle3"),
+        "lmdeploy": StackRow(eagle3_format(lmdeploy, PORTABLE), "eagle3"),
         "official": NOT_STRICT,
     },
     "peagle": {
         "vllm": StackRow(
-            _parallel_format(parallel, PARALLEL_PORTABLE, "last block", "windows"), "eagle3", {"parallel_drafting": True}
+            peagle_format(parallel, PARALLEL_PORTABLE, "last block", "windows"), "eagle3", {"parallel_drafting": True}
         ),
         "speculators": StackRow(
-            _parallel_format(parallel_speculators, PARALLEL_SPECULATORS, "windows"), "eagle3", note=HUB_VERIFIER
+            peagle_format(parallel_speculators, PARALLEL_SPECULATORS, "windows"), "eagle3", note=HUB_VERIFIER
         ),
         "official": "the authors serve it in vLLM; format=vllm writes it",
     },

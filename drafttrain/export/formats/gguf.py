@@ -389,11 +389,7 @@ def check_target(directory: Path, source: ExportSource) -> None:
     shape, model = target.shape, target.model
     kind = KINDS[model.config.model_type]
     file = _opened(directory, TARGET, kind.architecture, source)
-    expected: dict[str, Any] = {"rope": shape.rope_theta, "norm": shape.norm_eps, "layers": shape.blocks}
-    expected |= {"heads": [shape.heads, shape.kv_heads], "head_dim": shape.head_dim, "max positions": shape.max_positions}
-    expected |= facts_of(model.config, shape.head_dim)
-    found = settings_of(file, kind)
-    check_facts({name: found[name] for name in expected}, expected)
+    check_facts(settings_of(file, kind), layer_facts(shape) | facts_of(model.config, shape.head_dim))
     left, factors = models.merged(model), None
     for name, tensor in weights_of(file, kind):
         if name == FACTORS:
@@ -408,7 +404,7 @@ def check_target(directory: Path, source: ExportSource) -> None:
 def model_facts(source: ExportSource) -> dict[str, Any]:
     """The settings that a draft model must have again when it is read back, beside those of its layers."""
     lm: Any = source.drafter.language_model()
-    return facts_of(lm.model.config, lm.shape.head_dim) | {"layers": lm.model.config.num_hidden_layers}
+    return facts_of(lm.model.config, lm.shape.head_dim)
 
 
 # Which drafters llama.cpp loads

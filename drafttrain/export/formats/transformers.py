@@ -1,7 +1,8 @@
-"""Draft models and PARD: an ordinary transformers directory with the target's tokenizer; adapters merged or separate.
+"""Draft models, PARD and UNO: ordinary language models as directories of transformers, and peft adapters of them.
 
-PARD's configuration names the mask token. A draft model comes back as one from a directory: its weights go into the checkpoint,
-configuration and tokenizer are read from their own place.
+A draft model is written with the target's tokenizer, an adapter of it merged or by itself. PARD's configuration names the mask
+token. UNO is an adapter of the target, without the target's weights. A draft model comes back as one from a directory: its
+weights go into the checkpoint, configuration and tokenizer are read from their own place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from drafttrain.export.external import Foreign, listed
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import ConvertedDrafter, Format, Importer, Renames, Rows, StackRow
 from drafttrain.export.formats.eagle3 import MASK, mask_token
-from drafttrain.export.peft import CONFIG, WEIGHTS, check_plain, config_of, usual_lora
+from drafttrain.export.peft import CONFIG, PEFT, WEIGHTS, check_plain, config_of, usual_lora
 from drafttrain.model.target import Target
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # architectures of which exports are checked
@@ -29,7 +30,8 @@ LAYER = ".base_layer"
 ADAPTER = "default"
 BASE = "base"  # folder of an adapter's base model, in the adapter's directory
 RENAMES = Renames({"lm.model.{rest}": "{rest}"})
-ADAPTED = Renames({f"lm.model.{{path}}.lora_{x}.{ADAPTER}.weight": f"base_model.model.{{path}}.lora_{x}.weight" for x in "AB"})
+ADAPTED = Renames({f"lm.model.{{path}}.lora_{x}.{ADAPTER}.weight": f"{PEFT}{{path}}.lora_{x}.weight" for x in "AB"})
+UNO_NAMES = Renames({f"matrices.{{path}}.lora_{x}.weight": f"{PEFT}{{path}}.lora_{x}.weight" for x in "AB"})
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 MODELS = ("ForCausalLM", "LMHeadModel")
 PLACES = ("source", "path", "revision", "hidden_size")
@@ -46,11 +48,22 @@ def refuse(source: ExportSource) -> str | None:
     if source.drafter.language_model() is None:
         return "its tokens are not the target's, and it was not trained; give the stack drafter.path itself"
     config = _model(source).config
+    return _refuse_kind(config, f"its architecture is {config.model_type}", "its")
+
+
+def _refuse_kind(config: Any, kind: str, whose: str) -> str | None:
+    """Why a model cannot be exported, or an adapter of it. kind, whose: the beginnings of the messages."""
     if config.model_type not in MODEL_TYPES:
-        return f"its architecture is {config.model_type}, but exports can be checked only for {', '.join(MODEL_TYPES)}"
+        return f"{kind}, but exports can be checked only for {', '.join(MODEL_TYPES)}"
     if getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False):
-        return "its linear maps have biases, but exports can be checked only without them"
+        return f"{whose} linear maps have biases, but exports can be checked only without them"
     return None
+
+
+def refuse_uno(source: ExportSource) -> str | None:
+    """Why this UNO drafter cannot be exported; None where it can."""
+    config = source.target.model.config
+    return _refuse_kind(config, f"the target is a {config.model_type}", "the target's")
 
 
 def refuse_adapter(source: ExportSource) -> str | None:
@@ -134,6 +147,13 @@ def parallel(source: ExportSource) -> Files:
     """PARD's directory, with the mask token, as the authors' code writes it."""
     made, mask = files(source), mask_token(source)
     return replace(made, config=made.config | {MASK: mask, "spd_type": "pard"})
+
+
+def uno(source: ExportSource) -> Files:
+    """UNO's matrices under peft's names."""
+    tensors, options = UNO_NAMES.named(source.tensors), source.options
+    config = config_of(tensors, options["lora_rank"], options["lora_alpha"], source.target_name)
+    return Files(config, tensors, WEIGHTS, config_file=CONFIG)
 
 
 def parallel_facts(source: ExportSource) -> dict[str, Any]:
@@ -241,6 +261,17 @@ def _parallel_options(found: Foreign, target: Target) -> dict[str, Any]:
     return options(found, target) | {"mask_token": found.number(MASK)}
 
 
+def _knows_uno(found: Foreign) -> bool:
+    """Only an export of ours says that it is one: an adapter of a draft model looks the same."""
+    return found.adapter and found.record.get("family") == "uno"
+
+
+def _uno_options(found: Foreign, target: Target) -> dict[str, Any]:
+    check_plain(found)
+    kinds = sorted(found.field("target_modules"))
+    return {"lora_rank": found.number("r"), "lora_alpha": float(found.field("lora_alpha")), "lora_targets": kinds}
+
+
 PLAIN = Importer("transformers", "draft_model", _plain, options, RENAMES, complete=complete, places=PLACES, usual=None)
 LORA = Importer(
     "peft adapter",
@@ -255,7 +286,8 @@ LORA = Importer(
 PARALLEL = Importer(
     "transformers", "pard", _knows_parallel, _parallel_options, RENAMES, complete=complete, places=PLACES, usual=None
 )
-IMPORTERS = [PLAIN, LORA, PARALLEL]
+UNO = Importer("peft adapter", "uno", _knows_uno, _uno_options, UNO_NAMES, usual=usual_lora)
+IMPORTERS = [PLAIN, LORA, PARALLEL, UNO]
 
 
 # Which stacks load it
@@ -279,5 +311,14 @@ ROWS: Rows = {
         **dict.fromkeys(("sglang", "transformers", "llamacpp", "openvino"), ONE_BY_ONE),
         "lmdeploy": NO_DRAFT_MODELS,
         "official": "its code runs only pairs that it knows by name; format=vllm writes the same files",
+    },
+    "uno": {
+        "vllm": "its loader is an open pull request (55947); SGLang serves it",
+        "sglang": StackRow(
+            Format(UNO.name, uno, UNO, refuse_uno),
+            "UNO",
+            note="SGLang takes it with one process: leave tensor and pipeline parallelism at 1.",
+        ),
+        "official": "SGLang serves it; format=sglang writes it",
     },
 }

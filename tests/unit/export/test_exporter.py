@@ -23,7 +23,6 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META
 from drafttrain.export import golden as material
-from drafttrain.export import matrix
 from drafttrain.export.card import CardFigures
 from drafttrain.export.exporter import ExportSettings, check_wanted, refusals
 from drafttrain.export.files import DTYPES
@@ -35,6 +34,7 @@ from drafttrain.export.serve import STACKS
 from drafttrain.export.table import TABLE, loads, stacks_for
 from drafttrain.model.lora import LoraSpec
 from drafttrain.targets.load import LoadedTarget
+from tests import support_matrix as matrix
 from tests.damage import refused
 from tests.exports import CASES, GOES_TO, TEXTS, checkpoint, deep, loaded, opened, unprobed, written
 from tests.helpers import tiny_model, watch_proposals

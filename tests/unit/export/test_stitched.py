@@ -201,8 +201,7 @@ def test_stitched_target_acceptance_equals_transformers_use_mtp(
     """Its own `generate(use_mtp=True)` on the stitched directory, text by text."""
     from drafttrain.engines.process import EngineResult
     from drafttrain.engines.scripts.transformers import decoded as engine
-    from drafttrain.export.chain import Ending, chain_drafter, decoded, plain
-    from drafttrain.export.engine_check import engine_check
+    from drafttrain.export.engine_check import Ending, chain_drafter, decoded, engine_check, plain
 
     made = native(kind, tmp_path / "target", twice=modules == 2)
     found, golden = opened(tmp_path, "mtp_native", target_of_files(made), draft_length=modules)

@@ -11,7 +11,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
-from drafttrain.export.chain import GREEDY, DecodedSequence, Ending, chain_drafter, decoded, plain
+from drafttrain.export.engine_check import GREEDY, DecodedSequence, Ending, chain_drafter, decoded, plain
 from drafttrain.export.opened import Opened
 from tests.contract.test_families import NAMES, SHAPES
 from tests.exports import TEXTS, drafter_of, loaded, opened, record_of

@@ -1,7 +1,7 @@
-"""The tables in docs/export.md: `python -m drafttrain.export.matrix docs/export.md` writes them.
+"""The tables in docs/export.md: `python -m tests.support_matrix docs/export.md` writes them.
 
-The support matrix comes from `table.py`, the engines' results from engines.json next to the page, which `make test-engines`
-writes.
+The support matrix comes from `drafttrain/export/table.py`, the engines' results from engines.json next to the page, which
+`make test-engines` writes.
 """
 
 from __future__ import annotations
