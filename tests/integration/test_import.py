@@ -31,7 +31,7 @@ def prompt_file(folder: Path) -> Path:
     return file
 
 
-# what a layout may get wrong are its drafts: unit/export/test_official.py has those of every one
+# what a layout may get wrong are its drafts: unit/export/test_convert.py has those of every one
 @pytest.mark.sampled(layout=["eagle3, speculators", "medusa"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_measure_published_checkpoint_layout_has_exact_matches(

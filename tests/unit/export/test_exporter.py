@@ -91,7 +91,7 @@ LATER = (
     *("eagle3-whole", "eagle3-two", "eagle3-windows", "peagle-windows", "pard-lora", "dflash-unlike", "dflash-windows"),
     *("dflash-causal-windows", "jetspec-windows", "domino-causal", "dspark-open-windows", "dspark-causal", "dflash2-windows"),
     *("dflash2-causal", "lilicorr-wide", "xpress-unlike", "xpress-windows", "uno-few"),
-    # that test_traps.py, test_gguf.py or test_importers.py export too
+    # that test_parity.py, test_gguf.py or test_round_trips.py export too
     *(
         "dflash-part",
         "dspark-part",

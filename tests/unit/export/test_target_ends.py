@@ -20,7 +20,7 @@ from drafttrain.targets.load import LoadedTarget
 from tests.export_oracles.check import check_export
 from tests.exports import checkpoint, loaded, opened, unprobed, written
 from tests.helpers import GATED, tiny_model
-from tests.unit.export.test_traps import changed, drop, put
+from tests.unit.export.test_parity import changed, drop, put
 
 PLAIN = {name: value for name, value in GATED.items() if name != "head_dim"}
 KINDS: dict[str, dict[str, Any]] = {  # by model type

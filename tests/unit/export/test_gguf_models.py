@@ -21,7 +21,7 @@ from drafttrain.targets.load import LoadedTarget
 from tests.export_oracles.check import check_export, check_gguf_target
 from tests.exports import checkpoint, loaded, opened, unprobed, written
 from tests.helpers import GATED
-from tests.unit.export.test_gguf import Change, changed, content, drop, lose, put
+from tests.unit.export.formats.test_gguf import Change, changed, content, drop, lose, put
 
 EXPERTS = {"num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None}
 # by model type: what differs from a small model
