@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Reads
 from drafttrain.export.layers import windows_of
 from drafttrain.export.target_ends import TRAINED_FOR, same_size
@@ -78,7 +78,7 @@ def _refuse_speculators(whole: bool, of_windows: list[int | None], causal: list[
     return None
 
 
-def field_of(found: Foreign, key: str, default: Any = None) -> Any:
+def field_of(found: ExternalCheckpoint, key: str, default: Any = None) -> Any:
     """A field's value in either place. Raises UserError where the places contradict each other."""
     inner = found.config.get(NESTED) or {}
     if not isinstance(inner, Mapping):
@@ -91,19 +91,19 @@ def field_of(found: Foreign, key: str, default: Any = None) -> Any:
     return values[0] if values else default
 
 
-def inside(found: Foreign, key: str) -> tuple[str, ...]:
-    """Where the field is, as `Foreign.field` takes it."""
+def inside(found: ExternalCheckpoint, key: str) -> tuple[str, ...]:
+    """Where the field is, as `ExternalCheckpoint.field` takes it."""
     field_of(found, key)
     top = found.config.get(key) is not None or NESTED not in found.config
     return () if top else (NESTED,)
 
 
-def number_of(found: Foreign, key: str) -> int:
+def number_of(found: ExternalCheckpoint, key: str) -> int:
     """A count of at least 1 in either place. Raises UserError where it is missing or another value."""
     return found.number(key, *inside(found, key))
 
 
-def causal_options(found: Foreign, windows: bool) -> dict[str, Any]:
+def causal_options(found: ExternalCheckpoint, windows: bool) -> dict[str, Any]:
     """Whether slots see later slots. windows: some layers have one.
 
     `is_causal` is for all layers, and counts first, as in vLLM and SGLang; then `causal` and `causal_head` in `dflash_config`.
@@ -116,7 +116,7 @@ def causal_options(found: Foreign, windows: bool) -> dict[str, Any]:
     return {"causal": bool(given)} | ({"causal_windows": given is None} if windows and not given else {})
 
 
-def check_factor(found: Foreign, key: str, own: float, absent: float) -> None:
+def check_factor(found: ExternalCheckpoint, key: str, own: float, absent: float) -> None:
     """Raise UserError unless the files do to embeddings or logits what the target does to its own: drafters here use these.
 
     own: the target's factor or cap. absent: what loaders take where the field is missing.
@@ -130,7 +130,7 @@ def check_factor(found: Foreign, key: str, own: float, absent: float) -> None:
         )
 
 
-def check_vocabulary(found: Foreign, vocab: int) -> None:
+def check_vocabulary(found: ExternalCheckpoint, vocab: int) -> None:
     """Raise UserError for a drafter that drafts only some of the target's tokens."""
     size = field_of(found, "draft_vocab_size")
     if size is None and found.has("d2t"):

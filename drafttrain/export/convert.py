@@ -18,7 +18,7 @@ from drafttrain.core.files import atomic_directory, cache_home, remove_directory
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META, CheckpointMeta, TargetRecord, build, read_meta, save_drafter
 from drafttrain.export.drafter_adapter import check_merged
-from drafttrain.export.external import Foreign, check_unread, listed
+from drafttrain.export.external import ExternalCheckpoint, check_unread, listed
 from drafttrain.export.format import ConvertedDrafter, Importer
 from drafttrain.export.table import recognised
 from drafttrain.export.target_ends import TRAINED_FOR, check_shared
@@ -32,7 +32,7 @@ FORM = 4  # version of the cache's content; a change converts everything again
 Say = Callable[[str], None]
 
 
-def converted(found: Foreign, loaded: LoadedTarget, say: Say) -> Path:
+def converted(found: ExternalCheckpoint, loaded: LoadedTarget, say: Say) -> Path:
     """The directory of the checkpoint for this target. say: prints notes for the user.
 
     Raises UserError for a directory that is no drafter, not for this target, or damaged. Nothing is left in these cases.
@@ -52,7 +52,7 @@ def converted(found: Foreign, loaded: LoadedTarget, say: Say) -> Path:
     return final
 
 
-def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[CheckpointMeta, dict[str, Tensor]]:
+def taken(row: Importer, found: ExternalCheckpoint, loaded: LoadedTarget) -> tuple[CheckpointMeta, dict[str, Tensor]]:
     """The parts of our checkpoint. Options that the files do not determine come from the record of our own export, if there is
     one, or else from the family's defaults.
     """
@@ -81,7 +81,7 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
     )
 
 
-def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> ConvertedDrafter:
+def _draft(row: Importer, found: ExternalCheckpoint, loaded: LoadedTarget) -> ConvertedDrafter:
     """The tensors under our names and in our form, without those that come from elsewhere."""
     tensors, strange, renames = dict[str, Tensor](), list[str](), row.names(found)
     shared = row.shared.keys() - row.own(found, loaded.target)
@@ -105,7 +105,7 @@ def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> ConvertedDraf
     return draft
 
 
-def _built(found: Foreign, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafter:
+def _built(found: ExternalCheckpoint, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafter:
     try:
         return build(found.directory, meta, loaded.target)
     except ValueError as error:  # UserError is one too: of options that do not fit this target
@@ -140,12 +140,12 @@ def _check(row: Importer, draft: ConvertedDrafter, own: Mapping[str, Tensor]) ->
             raise UserError(f"{found.origin}: {theirs} is {given[name].dtype}, {tensor.dtype} is needed; {UNSUPPORTED}")
 
 
-def _record(found: Foreign, family: str) -> dict[str, Any]:
+def _record(found: ExternalCheckpoint, family: str) -> dict[str, Any]:
     """The record that our own export of this family wrote into the directory; empty where there is none."""
     return found.record if found.record.get("family") == family else {}
 
 
-def _key(found: Foreign, loaded: LoadedTarget) -> str:
+def _key(found: ExternalCheckpoint, loaded: LoadedTarget) -> str:
     """A hash that differs for other files and for another target."""
     named, folders = found.config.get("base_model_name_or_path"), [found.directory]
     if found.adapter:  # its base model's weights are kept too

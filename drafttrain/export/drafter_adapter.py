@@ -20,7 +20,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory
 from drafttrain.drafters.common.drafter_lora import PREFIX, matrices_of
-from drafttrain.export.external import Foreign, listed
+from drafttrain.export.external import ExternalCheckpoint, listed
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import Format
 from drafttrain.export.gguf_file import SUFFIX
@@ -66,7 +66,7 @@ def merge(adapter: str | Path, out: str | Path) -> None:
     directory, out = Path(adapter), Path(out)
     if out.exists():
         raise UserError(f"{out} is there already; name another directory, or remove it")
-    found = Foreign(directory)
+    found = ExternalCheckpoint(directory)
     found.wants("peft_type", found.field("peft_type"), ("LORA",), "which is no adapter of an exported drafter")
     check_plain(found)
     matrices = dict(found.tensors)
@@ -87,7 +87,7 @@ def merge(adapter: str | Path, out: str | Path) -> None:
             raise UserError(f"{found.origin}: the drafter in {BASE} has no weights for {listed(list(matrices))}")
 
 
-def _product(found: Foreign, matrices: dict[str, Tensor], path: str, weight: Tensor) -> Tensor:
+def _product(found: ExternalCheckpoint, matrices: dict[str, Tensor], path: str, weight: Tensor) -> Tensor:
     """What an adapter adds to a weight; its matrices are taken out. Raises UserError for other shapes than the weight's."""
     down, up = matrices.pop(path + DOWN), matrices.pop(path + UP, None)
     rank = found.number("r")

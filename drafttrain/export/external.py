@@ -110,7 +110,7 @@ class Fields(dict[str, Any]):
         return Fields({**self, **more}, self.asked)
 
 
-class Foreign:
+class ExternalCheckpoint:
     """A directory of another project's drafter. origin: the name that the user gave. record: in place of the one in it.
 
     `config` holds config.json, or a peft adapter's adapter_config.json. Raises UserError for a directory without configuration
@@ -161,6 +161,11 @@ class Foreign:
         except (OSError, ValueError):
             return {}
         return record if isinstance(record, dict) else {}
+
+    def exported(self, option: str) -> Any:
+        """An option in the record of our own export; None where there is none."""
+        options = self.record.get("options")
+        return options.get(option) if isinstance(options, dict) else None
 
     @property
     def adapter(self) -> bool:
@@ -282,7 +287,7 @@ def fetched(name: str) -> Path:
     return directory
 
 
-def check_unread(found: Foreign, family: str, usual: Mapping[str, Any]) -> None:
+def check_unread(found: ExternalCheckpoint, family: str, usual: Mapping[str, Any]) -> None:
     """Raise UserError for a field that nothing asked for and that may change drafts. usual: values that change nothing."""
     left = sorted(f"{path} {value!r}"[:80] for path, value in _unread(found.config, usual))
     if left:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from drafttrain.drafters.checkpoint import CheckpointMeta
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.layers import usual_layers
 from drafttrain.model.target import Target
@@ -71,7 +71,7 @@ SAME = Renames({"{rest}": "{rest}"})
 class ConvertedDrafter:
     """A directory that is being converted."""
 
-    found: Foreign
+    found: ExternalCheckpoint
     target: Target
     options: dict[str, Any]  # our family's options that the directory determines
     tensors: dict[str, Tensor]  # under our names, as they were saved
@@ -92,24 +92,24 @@ class Importer:
 
     name: str  # of the format, as in the support matrix
     family: str
-    knows: Callable[[Foreign], bool]  # recognises a directory by its configuration and tensor names
-    options: Callable[[Foreign, Target], dict[str, Any]]  # our family's options, from the directory
-    renames: Renames | Callable[[Foreign], Renames] = SAME  # their tensor names and ours
+    knows: Callable[[ExternalCheckpoint], bool]  # recognises a directory by its configuration and tensor names
+    options: Callable[[ExternalCheckpoint, Target], dict[str, Any]]  # our family's options, from the directory
+    renames: Renames | Callable[[ExternalCheckpoint], Renames] = SAME  # their tensor names and ours
     shared: Mapping[str, str] = field(default_factory=dict)  # tensors that must equal the target's; they are not kept
     mend: Callable[[ConvertedDrafter], None] = nothing  # brings tensors into our form, under our names
     # those of the shared tensors that are not the target's, but the drafter's own
-    own: Callable[[Foreign, Target], tuple[str, ...]] = lambda found, target: ()
+    own: Callable[[ExternalCheckpoint, Target], tuple[str, ...]] = lambda found, target: ()
     # adds tensors that come from elsewhere, given those of the built drafter
     complete: Callable[[ConvertedDrafter, Mapping[str, Tensor]], None] = as_built
     places: tuple[str, ...] = ()  # options that tell where weights are, not what they are
     # values of fields that change nothing where no importer asks for them; None: another library reads the whole configuration
     usual: Callable[[], Mapping[str, Any]] | None = usual_layers
 
-    def names(self, found: Foreign) -> Renames:
+    def names(self, found: ExternalCheckpoint) -> Renames:
         """The tensor names of this directory and ours."""
         return self.renames if isinstance(self.renames, Renames) else self.renames(found)
 
-    def dtype(self, found: Foreign) -> str:
+    def dtype(self, found: ExternalCheckpoint) -> str:
         """The dtype of the drafter's own weights."""
         return found.dtype(without=self.shared)
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import LlamaConfig, Qwen3Config
 
 from drafttrain.core.errors import ParityError, UserError
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import NOTHING, ExportSource, Reads
 from drafttrain.export.speculators import INNER
 from drafttrain.export.target_ends import same_size
@@ -131,7 +131,7 @@ def usual_layers() -> Mapping[str, Any]:
     return LlamaConfig().to_dict() | Qwen3Config().to_dict()
 
 
-def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kind: str = "llama") -> dict[str, Any]:
+def layer_options(found: ExternalCheckpoint, fields: Mapping[str, Any], target: Target, kind: str = "llama") -> dict[str, Any]:
     """`LayerOptions` as plain data: where the described layers are not shaped like the target's.
 
     Missing fields get transformers' defaults for Llama (kind: or Qwen3), as in serving stacks.
@@ -154,7 +154,7 @@ def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kin
     return asdict(LayerOptions.between(own, target.shape))
 
 
-def _check_rope(found: Foreign, fields: Mapping[str, Any]) -> None:
+def _check_rope(found: ExternalCheckpoint, fields: Mapping[str, Any]) -> None:
     """Raise UserError for rotations that drafters' layers do not have. Transformers 5 writes them into `rope_parameters`."""
     for holder in (fields, fields.get("rope_parameters"), fields.get("rope_scaling")):
         part = holder.get("partial_rotary_factor") if isinstance(holder, Mapping) and not _proportional(holder) else None
@@ -171,7 +171,7 @@ def _proportional(rope: Mapping[str, Any]) -> bool:
     return "proportional" in (rope.get("rope_type"), rope.get("type"))
 
 
-def _windows(found: Foreign, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _windows(found: ExternalCheckpoint, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The sliding windows of `LayerShape`. A window that no layer has is ignored: targets' fields are often copied.
 
     So are kinds of further layers, as engines look up those of the layers that there are.
@@ -196,7 +196,7 @@ def _windows(found: Foreign, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "full_attention_layers": full}
 
 
-def _scaled(found: Foreign, shape: Any, config: Any, positions: int) -> LayerShape:
+def _scaled(found: ExternalCheckpoint, shape: Any, config: Any, positions: int) -> LayerShape:
     """The layers' dimensions with their rotary scaling. positions: of the target."""
     rope = {key: value for key, value in config.rope_parameters.items() if value is not None}
     kind, own = str(rope.get("rope_type", "default")), config.max_position_embeddings

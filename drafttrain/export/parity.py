@@ -20,7 +20,7 @@ from torch import Tensor
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.drafters.checkpoint import filled
 from drafttrain.export.convert import taken
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import DTYPES, ExportSource, Files
 from drafttrain.export.format import Format, Importer, ReadBack
 from drafttrain.export.golden import Golden, check_facts, drafted, facts_of, followed
@@ -65,7 +65,7 @@ def read_back(directory: Path, to: Format, source: ExportSource) -> ReadBack:
         if not isinstance(to.read, Importer):
             return to.read(folder, source)
         record = {"family": meta.family, "options": meta.options}
-        found = Foreign(folder, "the written directory", record)
+        found = ExternalCheckpoint(folder, "the written directory", record)
         if not to.read.knows(found):
             raise ParityError("files", f"they are not recognised as {to.name}: {found.summary()}")
         facts = {} if source.drafter.layer_shape is None else written_fields(found.config)

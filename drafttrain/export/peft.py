@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafttrain.core.errors import ParityError
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import write_config
 from drafttrain.export.format import Renames
 
@@ -59,7 +59,7 @@ def write_alone(directory: Path, matrices: dict[str, Tensor], rank: int, alpha: 
             raise ParityError("target", f"{name} of the adapter was not saved as it is")
 
 
-def check_plain(found: Foreign) -> None:
+def check_plain(found: ExternalCheckpoint) -> None:
     """Raise UserError for an adapter that is not LoRA's two matrices for each map, of one rank."""
     found.wants("peft_type", found.field("peft_type"), ("LORA",), "but models here are adapted by LoRA")
     for key, allowed in PLAIN.items():

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource
 
 VERSION = "0.9.0"
 INNER, TYPE = "transformer_layer_config", "speculators_model_type"  # keys of its configurations
 
 
-def speculators_type(kind: str) -> Callable[[Foreign], bool]:
+def speculators_type(kind: str) -> Callable[[ExternalCheckpoint], bool]:
     """Recognises speculators' layout of this type."""
     return lambda found: found.config.get(TYPE) == kind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource
 from drafttrain.export.format import Format, Importer, Rows, StackRow
 from drafttrain.export.formats import (
@@ -121,7 +121,7 @@ def serving_command(source: ExportSource, directory: str) -> str:
     return STACKS[source.stack].command(ServingCommand(source, directory, source.target_name, drafts, row.method, row.settings))
 
 
-def recognised(found: Foreign) -> Importer:
+def recognised(found: ExternalCheckpoint) -> Importer:
     """The format of a directory. Raises UserError where none, or more than one, recognises it.
 
     Files that several families could have written are of the family that our own export's record names.

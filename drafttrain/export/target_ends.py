@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import NOTHING, ExportSource, Reads
 from drafttrain.targets.shallow import final_norm
 from drafttrain.targets.structure import scale_of
@@ -81,7 +81,7 @@ def embedding_scale(target: Any) -> float | None:
     return None if scale is None or float(scale) == 1.0 else float(torch.as_tensor(scale).to(module.weight.dtype))
 
 
-def same_size(found: Foreign, what: str, got: Any, wanted: int) -> None:
+def same_size(found: ExternalCheckpoint, what: str, got: Any, wanted: int) -> None:
     """Raise UserError where a size is given that is not the target's."""
     if got is not None and got != wanted:
         raise UserError(
@@ -89,7 +89,7 @@ def same_size(found: Foreign, what: str, got: Any, wanted: int) -> None:
         )
 
 
-def check_shared(found: Foreign, name: str, what: str, target: Any) -> None:
+def check_shared(found: ExternalCheckpoint, name: str, what: str, target: Any) -> None:
     """Raise UserError unless this tensor equals the target's, up to the rounding of either."""
     own = _shared(what, target).detach().cpu()
     given = found.tensors[name]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.format import ConvertedDrafter
 from drafttrain.export.target_ends import TRAINED_FOR, same_size
 
@@ -24,7 +24,7 @@ def vocabulary_typed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.to(TYPES[name]) if name in TYPES else x for name, x in tensors.items()}
 
 
-def draft_vocab(found: Foreign, vocab: int) -> int | None:
+def draft_vocab(found: ExternalCheckpoint, vocab: int) -> int | None:
     """The size of the drafter's own vocabulary; None: the target's."""
     if not found.has("lm_head.weight"):
         raise UserError(f"{found.origin}: {found.weights} lacks lm_head.weight; drafters without a head are not supported")

@@ -25,7 +25,7 @@ from drafttrain.export.block_fields import (
     refuse_causal,
     windows,
 )
-from drafttrain.export.external import MASK_EMBEDDING, Foreign
+from drafttrain.export.external import MASK_EMBEDDING, ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files, Reads
 from drafttrain.export.format import Format, Importer, Renames, Rows, StackRow
 from drafttrain.export.layers import layer_options, llama_fields, refuse_last_block, refuse_windows, window_fields
@@ -219,37 +219,37 @@ def facts(source: ExportSource) -> dict[str, Any]:
 # How it is read
 
 
-def plain(found: Foreign) -> bool:
+def plain(found: ExternalCheckpoint) -> bool:
     """Recognises the authors' tensor names without a head. speculators has its own layout with the same names."""
     named = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight") and TYPE not in found.config
     mixed = found.has("layers.0.attention_conv.base_kernel")
     return named and not mixed and all(name.split(".")[0] in PLAIN for name in found.kinds)
 
 
-def causal_head(found: Foreign) -> bool:
+def causal_head(found: ExternalCheckpoint) -> bool:
     """Whether the files say in the way of a drafter of causal blocks that its blocks are causal."""
     return bool(field_of(found, "causal_head", False))
 
 
-def _anchored(found: Foreign) -> bool:
+def _anchored(found: ExternalCheckpoint) -> bool:
     return any(name in ANCHORED for name in found.architectures)
 
 
-def _knows_zlab(found: Foreign) -> bool:
+def _knows_zlab(found: ExternalCheckpoint) -> bool:
     return plain(found) and not causal_head(found) and not _anchored(found)
 
 
-def _knows_deepspec(found: Foreign) -> bool:
+def _knows_deepspec(found: ExternalCheckpoint) -> bool:
     """Files of a class with a Markov head, of rank 0: their block is this family's, with shifted slots."""
     return plain(found) and _anchored(found)
 
 
-def _knows_transformers(found: Foreign) -> bool:
+def _knows_transformers(found: ExternalCheckpoint) -> bool:
     return found.has("encoder.fc.weight", "encoder.output_norm_enc.weight")
 
 
 def speculators_options(
-    found: Foreign, target: Target, shifted: bool | None = False, non_causal: bool = False, part: bool = False
+    found: ExternalCheckpoint, target: Target, shifted: bool | None = False, non_causal: bool = False, part: bool = False
 ) -> dict[str, Any]:
     """Options from speculators' configuration. Its layer ids are k, blocks whose inputs are read. shifted: the default
     convention; None: it must be said. non_causal: the default for slots of layers with windows. part: as for `zlab_options`.
@@ -284,7 +284,7 @@ def speculators_options(
     }
 
 
-def own_head(found: Foreign, target: Target) -> tuple[str, ...]:
+def own_head(found: ExternalCheckpoint, target: Target) -> tuple[str, ...]:
     """The head's tensor, where the drafter drafts a part of the target's vocabulary."""
     if not found.has("d2t", "lm_head.weight"):
         return ()
@@ -292,7 +292,7 @@ def own_head(found: Foreign, target: Target) -> tuple[str, ...]:
     return ("lm_head.weight",) if apart else ()
 
 
-def _vocabulary(found: Foreign, target: Target, part: bool) -> dict[str, Any]:
+def _vocabulary(found: ExternalCheckpoint, target: Target, part: bool) -> dict[str, Any]:
     """The option of drafters that can draft a part of the target's vocabulary. part: whether these can."""
     if part and own_head(found, target):
         return {"draft_vocab": draft_vocab(found, target.shape.vocab_size)}
@@ -300,7 +300,7 @@ def _vocabulary(found: Foreign, target: Target, part: bool) -> dict[str, Any]:
     return {"draft_vocab": None} if part else {}
 
 
-def zlab_options(found: Foreign, target: Target, shifted: bool = False, part: bool = False) -> dict[str, Any]:
+def zlab_options(found: ExternalCheckpoint, target: Target, shifted: bool = False, part: bool = False) -> dict[str, Any]:
     """Options from a configuration in the authors' form. shifted: the convention where the files do not say it. part: they may
     draft a part of the target's vocabulary.
 
@@ -318,7 +318,7 @@ def zlab_options(found: Foreign, target: Target, shifted: bool = False, part: bo
     return options | causal | {"slots": slots} | _vocabulary(found, target, part)
 
 
-def _windowed(found: Foreign) -> tuple[Mapping[str, Any], bool]:
+def _windowed(found: ExternalCheckpoint) -> tuple[Mapping[str, Any], bool]:
     """(the layers' fields, whether `use_swa` alone gives them windows) with the keys of `dflash_config` that vLLM reads.
 
     `swa_window_size` counts before `sliding_window`. With `use_swa` all layers have windows where `layer_types` names none, and
@@ -334,21 +334,21 @@ def _windowed(found: Foreign) -> tuple[Mapping[str, Any], bool]:
     return found.config.having(own), forced
 
 
-def _deepspec_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _deepspec_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     rank = field_of(found, "markov_rank", 0)
     found.wants("markov_rank", rank, (0,), "but there are no markov_head tensors")
     return zlab_options(found, target, shifted=True, part=True)
 
 
-def _zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _zlab_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     return zlab_options(found, target, part=True)
 
 
-def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     return speculators_options(found, target, part=True)
 
 
-def _transformers_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _transformers_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """No layer is causal. The window counts the positions to either side, and all layers have one of 2048 by default."""
     window, layers = found.config.get("sliding_window", 2048), found.number("num_hidden_layers")
     kinds = found.config.get("layer_types") or ["sliding_attention"] * layers
@@ -358,7 +358,7 @@ def _transformers_options(found: Foreign, target: Target) -> dict[str, Any]:
     return options | {"causal": False, "slots": "in_place"} | windows
 
 
-def _options(found: Foreign, layers: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def _options(found: ExternalCheckpoint, layers: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """The options that the authors' and transformers' layouts give alike. layers: the fields of the drafter's own layers."""
     blocks = target.shape.blocks
     if (found.directory / MASK_EMBEDDING).is_file():
@@ -381,11 +381,11 @@ def _options(found: Foreign, layers: Mapping[str, Any], target: Target) -> dict[
     }
 
 
-def _knows_jetspec(found: Foreign) -> bool:
+def _knows_jetspec(found: ExternalCheckpoint) -> bool:
     return plain(found) and causal_head(found)
 
 
-def _jetspec_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _jetspec_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     options = zlab_options(found, target)
     if not options["causal"]:
         raise UserError(

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from drafttrain.export.block_fields import check_factor, field_of, number_of
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files, Reads
 from drafttrain.export.format import Format, Importer, Renames, Rows, StackRow
 from drafttrain.export.formats import dflash
@@ -66,22 +66,22 @@ def shapes(source: ExportSource) -> dict[str, Any]:
     return {"conv_kernel_size": TAPS} | {theirs: source.options[ours] for theirs, ours in SHAPES.items()}
 
 
-def _knows(found: Foreign) -> bool:
+def _knows(found: ExternalCheckpoint) -> bool:
     return found.has(*BOOKS) and TYPE not in found.config
 
 
-def _zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _zlab_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     scale, cap = logit_ends(target)
     check_factor(found, MULTIPLIER, scale, 1.0)
     check_factor(found, CAP, cap or 0.0, 0.0)
     return zlab_options(found, target) | _shape_options(found)
 
 
-def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     return speculators_options(found, target, non_causal=True) | _shape_options(found)
 
 
-def _shape_options(found: Foreign) -> dict[str, Any]:
+def _shape_options(found: ExternalCheckpoint) -> dict[str, Any]:
     found.wants("conv_kernel_size", field_of(found, "conv_kernel_size", TAPS), (TAPS,), "but convolutions here have two taps")
     return {ours: number_of(found, theirs) for theirs, ours in SHAPES.items()}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.block_fields import NESTED, field_of, number_of
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files, Reads
 from drafttrain.export.format import Format, Importer, Renames, Rows, StackRow
 from drafttrain.export.formats import dflash
@@ -45,11 +45,11 @@ def domino(source: ExportSource) -> Files:
     return Files(zlab_config(source, "DFlashDraftModel", **head), source.tensors)
 
 
-def _knows_domino(found: Foreign) -> bool:
+def _knows_domino(found: ExternalCheckpoint) -> bool:
     return found.has("prefix_gru.weight_ih_l0", "embed_proj.0.weight") and TYPE not in found.config
 
 
-def _domino_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _domino_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     shifted = found.field("shift_label", NESTED)
     if not isinstance(shifted, bool):
         raise UserError(f"{found.origin}: shift_label is {shifted!r}; true or false is needed")
@@ -102,11 +102,11 @@ def xpress(source: ExportSource) -> Files:
     return replace(files, config=files.config | own)
 
 
-def _knows_xpress(found: Foreign) -> bool:
+def _knows_xpress(found: ExternalCheckpoint) -> bool:
     return found.has(f"{HEAD}.w1.weight", f"{HEAD}.mix.L")
 
 
-def _xpress_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _xpress_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """The number of passes and of scored tokens are settings of vLLM, not of the drafter."""
     options = zlab_options(found, target) | _in_place(found)
     size = found.config.get("xpress_block_size")
@@ -114,12 +114,12 @@ def _xpress_options(found: Foreign, target: Target) -> dict[str, Any]:
     return options | {"rank": found.number("xpress_rank"), "mlp_hidden": found.number("xpress_mlp_hidden")}
 
 
-def _xpress_speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _xpress_speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     rank, ratio = found.number("xpress_rank"), found.number("xpress_mlp_ratio")
     return speculators_options(found, target) | _in_place(found) | {"rank": rank, "mlp_hidden": ratio * rank}
 
 
-def _in_place(found: Foreign) -> dict[str, Any]:
+def _in_place(found: ExternalCheckpoint) -> dict[str, Any]:
     found.wants(SHIFTED, found.config.get(SHIFTED), (None, False), "but slot 0 of this family drafts nothing")
     return {"slots": "in_place"}
 
@@ -179,11 +179,11 @@ def lilicorr_facts(source: ExportSource) -> dict[str, Any]:
     return facts(source) | _shape(source)
 
 
-def _knows_lilicorr(found: Foreign) -> bool:
+def _knows_lilicorr(found: ExternalCheckpoint) -> bool:
     return found.has("lilicorr.out_head.weight", "lilicorr.anchor_out_head.weight") and TYPE not in found.config
 
 
-def _lilicorr_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _lilicorr_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """Width 0 is the target's."""
     taps = field_of(found, "conv_kernel_size")
     found.wants("conv_kernel_size", taps, (None, 0), "but layers of this family have no convolutions here")
@@ -198,14 +198,14 @@ def _lilicorr_options(found: Foreign, target: Target) -> dict[str, Any]:
     return zlab_options(found, target) | own
 
 
-def _real(found: Foreign, key: str) -> float:
+def _real(found: ExternalCheckpoint, key: str) -> float:
     value = found.field(key, NESTED)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{found.origin}: {key} is {value!r}; a number is needed")
     return float(value)
 
 
-def _lilicorr_names(found: Foreign) -> Renames:
+def _lilicorr_names(found: ExternalCheckpoint) -> Renames:
     return NUMBERED if found.has("lilicorr.feature_mlp.0.weight") else LATTICE
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.block_fields import causal_key, field_of, number_of
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files, Reads
 from drafttrain.export.format import ConvertedDrafter, Format, Importer, Rows, StackRow
 from drafttrain.export.formats.dflash import (
@@ -101,11 +101,11 @@ def _heads(source: ExportSource) -> dict[str, Any]:
     }
 
 
-def _knows(found: Foreign) -> bool:
+def _knows(found: ExternalCheckpoint) -> bool:
     return found.has("markov_head.markov_w1.weight") and TYPE not in found.config
 
 
-def _deepspec_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _deepspec_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """Some files have `shift_label` for `sample_from_anchor`."""
     shifted, given = found.flag(SHIFT, field_of(found, SHIFT, True)), field_of(found, SHIFTED)
     if field_of(found, SHIFT) is not None and given not in (None, shifted):
@@ -120,11 +120,11 @@ def _note(draft: ConvertedDrafter) -> None:
         draft.notes.append(f"{draft.found.config_name} does not say {SHIFTED}: true, as vLLM, SGLang and llama.cpp take it")
 
 
-def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     return speculators_options(found, target, shifted=None, part=True) | _head_options(found)
 
 
-def _head_options(found: Foreign) -> dict[str, Any]:
+def _head_options(found: ExternalCheckpoint) -> dict[str, Any]:
     kind = field_of(found, "markov_head_type", "vanilla")
     found.wants("markov_head_type", kind, ("vanilla",), "but here the token before gives a plain bias")
     for key in ("enable_confidence_head", "confidence_head_with_markov"):

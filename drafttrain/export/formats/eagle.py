@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import ENGINE_ENDED, NOT_STRICT, ConvertedDrafter, Format, Importer, Rows, StackRow
 from drafttrain.export.layers import layer_options, llama_fields, refuse_windows
@@ -45,11 +45,11 @@ def files(source: ExportSource) -> Files:
     return Files(config, {"fc.bias": torch.zeros(source.shape.hidden_size)} | source.tensors)
 
 
-def _knows(found: Foreign) -> bool:
+def _knows(found: ExternalCheckpoint) -> bool:
     return found.has("fc.weight", ATTENTION) and not any("hidden_norm" in name for name in found.kinds)
 
 
-def _options(found: Foreign, target: Target) -> dict[str, Any]:
+def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """The tensor decides about the bias: zeros count as none, because `bias` in config.json is false for SGLang too."""
     found.wants(
         "num_hidden_layers", found.config.get("num_hidden_layers", 1), (1,), "but drafters of this family have one layer"

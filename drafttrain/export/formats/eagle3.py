@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files, Reads
 from drafttrain.export.format import NOT_STRICT, ConvertedDrafter, Format, Importer, Renames, Rows, StackRow
 from drafttrain.export.layers import layer_options, llama_fields, refuse_last_block, refuse_windows, window_fields, windows_of
@@ -202,25 +202,25 @@ def parallel_facts(source: ExportSource) -> dict[str, Any]:
 # How it is read
 
 
-def _knows(found: Foreign) -> bool:
+def _knows(found: ExternalCheckpoint) -> bool:
     layered = found.has("midlayer.hidden_norm.weight") or found.has("layers.0.hidden_norm.weight")
     return found.has("fc.weight") and layered and TYPE not in found.config and not found.has("mask_hidden")
 
 
-def _knows_parallel(found: Foreign) -> bool:
+def _knows_parallel(found: ExternalCheckpoint) -> bool:
     return found.has("fc.weight", "mask_hidden") and TYPE not in found.config
 
 
-def _parallel_names(found: Foreign) -> Renames:
+def _parallel_names(found: ExternalCheckpoint) -> Renames:
     return PARALLEL_ONE if found.has("midlayer.hidden_norm.weight") else PARALLEL
 
 
-def _inside(found: Foreign) -> tuple[str, ...]:
+def _inside(found: ExternalCheckpoint) -> tuple[str, ...]:
     """Where the fields of the layers are."""
     return (INNER,) if TYPE in found.config else ()
 
 
-def _options(found: Foreign, target: Target) -> dict[str, Any]:
+def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     inside = _inside(found)
     inner = found.object(INNER) if inside else found.config
     layers = found.number("num_hidden_layers", *inside) if "num_hidden_layers" in inner else 1
@@ -228,22 +228,23 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     return _shared_options(found, inner, target) | own | {"norm_output": _norm_output(found)}
 
 
-def _own_embedding(found: Foreign, target: Target) -> tuple[str, ...]:
+def _own_embedding(found: ExternalCheckpoint, target: Target) -> tuple[str, ...]:
     """The embedding's tensor, where the drafter has one that is not the target's."""
     given, of = found.tensors.get(EMBED), target.shape
-    if given is None or list(given.shape) != [of.vocab_size, of.hidden_size] or is_shared(given, EMBEDDING, target):
+    if given is None or list(given.shape) != [of.vocab_size, of.hidden_size]:
         return ()
-    return (EMBED,)
+    # one that was hardly trained may be the target's up to the rounding of its export
+    return (EMBED,) if found.exported("own_embedding") or not is_shared(given, EMBEDDING, target) else ()
 
 
-def _check_module(found: Foreign) -> None:
+def _check_module(found: ExternalCheckpoint) -> None:
     """Raise UserError for modules that ModelOpt can put around the layer."""
     eagle = found.config.get("eagle_config") or {}
     for key, usual, why in MODULES:
         found.wants(key, eagle.get(key, usual), (usual, None), why)
 
 
-def _shared_options(found: Foreign, inner: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def _shared_options(found: ExternalCheckpoint, inner: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """The options that P-EAGLE has too. inner: the fields of the layers."""
     config = found.config
     same_size(found, "target_hidden_size", config.get("target_hidden_size"), target.shape.hidden_size)
@@ -262,7 +263,7 @@ def _shared_options(found: Foreign, inner: Mapping[str, Any], target: Target) ->
     }
 
 
-def _layer_inputs(found: Foreign, blocks: int) -> list[int]:
+def _layer_inputs(found: ExternalCheckpoint, blocks: int) -> list[int]:
     """The blocks whose inputs are read, from where stacks look: k at the top level, k - 1 in eagle_config and in DeepSpec's
     target_layer_ids; by default 2, n // 2, n - 3.
     """
@@ -285,7 +286,7 @@ def _layer_inputs(found: Foreign, blocks: int) -> list[int]:
     return layers
 
 
-def _ids(found: Foreign, key: str, holder: Mapping[str, Any], more: int = 0) -> list[int] | None:
+def _ids(found: ExternalCheckpoint, key: str, holder: Mapping[str, Any], more: int = 0) -> list[int] | None:
     """The blocks whose inputs are read; None where there is no such field. more: what stacks add to it."""
     given = holder.get(key)
     if given is None:
@@ -295,12 +296,12 @@ def _ids(found: Foreign, key: str, holder: Mapping[str, Any], more: int = 0) -> 
     return [k + more for k in given]
 
 
-def _flag(found: Foreign, key: str, default: bool = False) -> bool:
+def _flag(found: ExternalCheckpoint, key: str, default: bool = False) -> bool:
     value = found.config.get(key)
     return default if value is None else found.flag(key, value)
 
 
-def _norm_output(found: Foreign) -> bool:
+def _norm_output(found: ExternalCheckpoint) -> bool:
     """Whether the normed state goes to the next step, as the two keys that there are say it."""
     given = {"norm_output": found.config.get("norm_output")}
     given["return_hidden_post_norm"] = (found.config.get("eagle_config") or {}).get("return_hidden_post_norm")
@@ -320,7 +321,7 @@ def _mend(draft: ConvertedDrafter) -> None:
     store_vocabulary(draft)
 
 
-def _parallel_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _parallel_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     inside = _inside(found)
     inner = found.object(INNER) if inside else found.config
     own = {"layers": found.number("num_hidden_layers", *inside), "mask_token": _mask(found)}
@@ -329,7 +330,7 @@ def _parallel_options(found: Foreign, target: Target) -> dict[str, Any]:
     return own
 
 
-def _mask(found: Foreign) -> int:
+def _mask(found: ExternalCheckpoint) -> int:
     masks = {key: found.config[key] for key in MASKS if found.config.get(key) is not None}
     if not all(isinstance(x, int) and not isinstance(x, bool) for x in masks.values()) or len(set(masks.values())) != 1:
         got = ", ".join(f"{key} {value!r}" for key, value in masks.items()) or "none"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import Format, Importer, Rows, StackRow
 from drafttrain.export.target_ends import refuse_embedding, same_size
@@ -53,7 +53,7 @@ def facts(source: ExportSource) -> dict[str, Any]:
     return {"heads of the drafter": source.options["heads"]}
 
 
-def _options(found: Foreign, target: Target) -> dict[str, Any]:
+def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     config = found.config
     found.wants("hydra_head_arch", config.get("hydra_head_arch", "mlp"), ("mlp",), "which is not supported here")
     found.wants("grounded_heads", config.get("grounded_heads", True), (True,), "but heads here read the tokens before them")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import ENGINE_ENDED, ConvertedDrafter, Format, Importer, Renames, Rows, StackRow, compiled
 from drafttrain.export.target_ends import same_size
@@ -84,29 +84,29 @@ def facts(source: ExportSource) -> dict[str, Any]:
     return {"heads of the drafter": source.options["heads"]}
 
 
-def _official(found: Foreign) -> Renames:
+def _official(found: ExternalCheckpoint) -> Renames:
     """The names; the output matrix follows the blocks, so that its number is the number of blocks."""
     return official_names(_numbers(found, "0.{i}.linear.weight"))
 
 
-def _numbers(found: Foreign, pattern: str) -> int:
+def _numbers(found: ExternalCheckpoint, pattern: str) -> int:
     """The number of tensors with such a name."""
     return sum(compiled(pattern).fullmatch(name) is not None for name in found.kinds)
 
 
-def _sizes(found: Foreign, target: Target) -> None:
+def _sizes(found: ExternalCheckpoint, target: Target) -> None:
     for key in ("vocab_size", "truncated_vocab_size"):
         same_size(found, key, found.config.get(key), target.shape.vocab_size)
     same_size(found, "hidden size", found.config.get("hidden_size"), target.shape.hidden_size)
 
 
-def _vllm_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _vllm_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     _sizes(found, target)
     heads, layers = _numbers(found, "lm_heads.{i}.weight"), _numbers(found, "blocks.0.layers.{i}.weight")
     return {"heads": heads, "layers": layers, "init": "copy"}
 
 
-def _official_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _official_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     _sizes(found, target)
     heads = _numbers(found, "{i}.0.linear.weight")
     return {"heads": heads, "layers": _numbers(found, "0.{i}.linear.weight"), "init": "copy"}
@@ -125,6 +125,8 @@ def _mend(draft: ConvertedDrafter) -> None:
             tensors[name.replace("weight", "bias")] = tensors[name].new_zeros(len(tensors[name]))
     if biases and found.config.get("medusa_fc_bias") is False:
         raise UserError(f"{found.origin}: config.json says medusa_fc_bias false, but its blocks have biases; correct one")
+    if found.exported("init") == "copy":  # heads that were not trained yet, or only in bits that the export rounded off
+        return
     own = draft.target.head_weight.detach().cpu()
     outputs = [f"heads.{i}.output.weight" for i in range(heads)]
     given = [tensors.get(name) for name in outputs]
@@ -134,7 +136,7 @@ def _mend(draft: ConvertedDrafter) -> None:
             del tensors[name]
 
 
-def _counted(found: Foreign, key: str, there: int, what: str, notes: list[str]) -> None:
+def _counted(found: ExternalCheckpoint, key: str, there: int, what: str, notes: list[str]) -> None:
     """Note a number in the configuration that differs from the weights. Some published drafters have such."""
     number = found.config.get(key)
     if number is not None and number != there:

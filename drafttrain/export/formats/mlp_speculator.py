@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import ConvertedDrafter, Format, Importer, Renames, Rows, StackRow
 from drafttrain.export.target_ends import same_size
@@ -51,7 +51,7 @@ def facts(source: ExportSource) -> dict[str, Any]:
     return {"stages of the drafter": source.options["n_predict"]}
 
 
-def _options(found: Foreign, target: Target) -> dict[str, Any]:
+def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     config, width = found.config, target.shape.hidden_size
     same_size(found, "emb_dim", config.get("emb_dim"), width)
     same_size(found, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)

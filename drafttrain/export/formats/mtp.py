@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import ConvertedDrafter, Format, Importer, Renames, Rows, StackRow
 from drafttrain.export.layers import layer_options, llama_fields, refuse_windows
@@ -101,25 +101,25 @@ def _plain(norm: nn.Module, width: int, eps: float) -> bool:
     return torch.allclose(norm(x_2H.to(weight.dtype)).float(), wanted_2H, rtol=2e-2, atol=1e-3)
 
 
-def _knows_deepseek(found: Foreign) -> bool:
+def _knows_deepseek(found: ExternalCheckpoint) -> bool:
     return any(name.endswith(".eh_proj.weight") for name in found.kinds)
 
 
-def _deepseek_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _deepseek_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     found.wants(MODULES, found.config.get(MODULES), (1,), "but here one module drafts every depth")
     same_size(found, "number of blocks", found.number("num_hidden_layers"), target.shape.blocks)
     normed = any(name.endswith(".self_attn.q_norm.weight") for name in found.kinds)
     return {"norm_output": False, "qk_norm": normed, "layer": layer_options(found, found.config, target)}
 
 
-def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     found.wants(MODULES, found.config.get(MODULES, 1), (1,), "but here one module drafts every depth")
     inner = found.object(INNER)
     found.wants(f"{INNER}'s model_type", inner.get("model_type"), ("qwen3",), "but only Qwen3's blocks are supported here")
     return {"norm_output": True, "qk_norm": True, "layer": layer_options(found, inner, target, "qwen3")}
 
 
-def _deepseek_names(found: Foreign) -> Renames:
+def _deepseek_names(found: ExternalCheckpoint) -> Renames:
     return deepseek_names(found.number("num_hidden_layers"))
 
 

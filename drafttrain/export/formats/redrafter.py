@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import ENGINE_ENDED, Format, Importer, Rows, StackRow
 from drafttrain.export.target_ends import refuse_embedding, same_size
@@ -29,7 +29,7 @@ def files(source: ExportSource) -> Files:
     return Files(config, source.tensors)
 
 
-def _options(found: Foreign, target: Target) -> dict[str, Any]:
+def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """num_lookback_tokens is the length of its beams."""
     config, width = found.config, target.shape.hidden_size
     same_size(found, "hidden size", config.get("hidden_size"), width)

@@ -219,12 +219,18 @@ def _append(directory: Path, base: Base, tensors: Mapping[str, Tensor]) -> None:
 def _set(file: Path, settings: Mapping[str, Any]) -> None:
     """Change settings of the text model where they differ."""
     config = json.loads(file.read_text(encoding="utf-8"))
-    text = config["text_config"] if "num_hidden_layers" not in config and "text_config" in config else config
+    text = _text_of(config)
     if all(text.get(name) == value for name, value in settings.items()):
         return
     text |= settings
     file.unlink()
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The text model's settings."""
+    text: dict[str, Any] = config["text_config"] if "num_hidden_layers" not in config and "text_config" in config else config
+    return text
 
 
 def _check_untouched(directory: Path, base: Base, written: Mapping[Path, list[TensorPlace]]) -> None:
@@ -257,14 +263,13 @@ def read(directory: Path, source: ExportSource) -> ReadBack:
     assert not isinstance(target, str), "refused above"
     own = _own(source)
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    text = config if "num_hidden_layers" in config else config["text_config"]
-    if (count := text.get(target.layout.count_key)) != len(own):
+    if (count := _text_of(config).get(target.layout.count_key)) != len(own):
         raise ParityError("config", f"{CONFIG} has {target.layout.count_key} {count!r}, the drafter has {len(own)} modules")
     stored, tensors = StoredTensors.of(directory, str(directory)), dict[str, Tensor]()
     for number, expected in enumerate(own):
         one = Numbered(target.layout, target.blocks, number)
         for name, row in one.stored_as(stored, expected).items():
-            whole = torch.empty_like(expected[name], dtype=torch.float32)
+            whole = torch.full_like(expected[name], torch.nan, dtype=torch.float32)
             for piece in row:
                 piece.of(whole).copy_(stored.read(piece.name))
             tensors[f"{MODULES}.{number}.{name}"] = whole

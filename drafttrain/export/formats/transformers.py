@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.external import Foreign, listed
+from drafttrain.export.external import ExternalCheckpoint, listed
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import ConvertedDrafter, Format, Importer, Renames, Rows, StackRow
 from drafttrain.export.formats.eagle3 import MASK, mask_token
@@ -164,7 +164,7 @@ def parallel_facts(source: ExportSource) -> dict[str, Any]:
 # How it is read
 
 
-def whole_model(found: Foreign) -> bool:
+def whole_model(found: ExternalCheckpoint) -> bool:
     """Whether this is a language model. Some drafter heads and layers are named like one, but have an `fc` or no embedding."""
     named = found.architectures or [""]
     inside = any(name.endswith(EMBEDDINGS) for name in found.kinds)
@@ -172,16 +172,16 @@ def whole_model(found: Foreign) -> bool:
     return whole and not found.has("fc.weight")
 
 
-def _plain(found: Foreign) -> bool:
+def _plain(found: ExternalCheckpoint) -> bool:
     """Whether it is a language model that does not draft from masks."""
     return whole_model(found) and MASK not in found.config
 
 
-def _adapter(found: Foreign) -> bool:
+def _adapter(found: ExternalCheckpoint) -> bool:
     return found.adapter
 
 
-def options(found: Foreign, target: Target) -> dict[str, Any]:
+def options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """Options of a draft model in this directory."""
     return _from(str(found.directory.resolve()))
 
@@ -191,7 +191,7 @@ def _from(path: str, rank: int = 0, alpha: int = 16) -> dict[str, Any]:
     return own | {"lora_rank": rank, "lora_alpha": alpha}
 
 
-def _adapter_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _adapter_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """Options from the adapter's configuration. Its base model is in the folder `base`, if exported there, or where it says."""
     check_plain(found)
     alpha = found.field("lora_alpha")
@@ -252,21 +252,21 @@ def _complete_adapter(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> Non
     draft.tensors |= {name: tensor for name, tensor in own.items() if name not in given}
 
 
-def _knows_parallel(found: Foreign) -> bool:
+def _knows_parallel(found: ExternalCheckpoint) -> bool:
     return whole_model(found) and MASK in found.config
 
 
-def _parallel_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _parallel_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     found.wants("spd_type", found.config.get("spd_type"), (None, "pard"), "which reads more than tokens")
     return options(found, target) | {"mask_token": found.number(MASK)}
 
 
-def _knows_uno(found: Foreign) -> bool:
+def _knows_uno(found: ExternalCheckpoint) -> bool:
     """Only an export of ours says that it is one: an adapter of a draft model looks the same."""
     return found.adapter and found.record.get("family") == "uno"
 
 
-def _uno_options(found: Foreign, target: Target) -> dict[str, Any]:
+def _uno_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     check_plain(found)
     kinds = sorted(found.field("target_modules"))
     return {"lora_rank": found.number("r"), "lora_alpha": float(found.field("lora_alpha")), "lora_targets": kinds}

@@ -15,7 +15,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.export import convert, hub
 from drafttrain.export.convert import converted
 from drafttrain.export.exporter import CARD, TARGET
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
 from drafttrain.model.lora import LoraSpec
@@ -53,7 +53,7 @@ def files(out: Path) -> Iterator[Path]:
 
 def imported(out: Path) -> list[Any]:
     """All that an import is made of."""
-    found = Opened.of(converted(Foreign(out), loaded(), lambda text: None), loaded())
+    found = Opened.of(converted(ExternalCheckpoint(out), loaded(), lambda text: None), loaded())
     return [found.meta.family, found.meta.options, found.meta.decode, {n: x.tolist() for n, x in found.tensors.items()}]
 
 

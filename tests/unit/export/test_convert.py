@@ -22,7 +22,7 @@ from drafttrain.drafters import families
 from drafttrain.export import convert, parity
 from drafttrain.export import external as directory
 from drafttrain.export.convert import converted
-from drafttrain.export.external import Foreign, fetched
+from drafttrain.export.external import ExternalCheckpoint, fetched
 from drafttrain.export.files import ExportSource
 from drafttrain.export.golden import made
 from drafttrain.export.opened import Opened
@@ -137,7 +137,7 @@ def imported(folder: Path, target: LoadedTarget | None = None) -> tuple[Opened, 
     """(the drafter, what was said)."""
     said: list[str] = []
     target = target or loaded()
-    return Opened.of(converted(Foreign(folder), target, said.append), target), said
+    return Opened.of(converted(ExternalCheckpoint(folder), target, said.append), target), said
 
 
 def changed(layout: str, change: Change) -> Made:

@@ -19,7 +19,7 @@ from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import convert, exporter, parity
 from drafttrain.export.drafter_adapter import adapter_of, merge
 from drafttrain.export.exporter import ExportSettings
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource
 from drafttrain.export.opened import Opened
 from drafttrain.export.peft import PEFT
@@ -181,10 +181,10 @@ def test_import_merged_drafter_lora_is_read_and_adapter_is_refused(tmp_path: Pat
     found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
     written(found, golden, "vllm", tmp_path / "whole")
     written(found, golden, "vllm", tmp_path / "apart", adapter=True)
-    again = Opened.of(convert.converted(Foreign(tmp_path / "whole"), loaded(), str), loaded())
+    again = Opened.of(convert.converted(ExternalCheckpoint(tmp_path / "whole"), loaded(), str), loaded())
     assert again.meta.lora is None and all(torch.equal(x, again.tensors[name]) for name, x in found.tensors.items())
     says = "apart is an adapter of a drafter, which is read merged; its README.md has the lines that merge it"
     with pytest.raises(UserError, match=says):
-        convert.converted(Foreign(tmp_path / "apart"), loaded(), str)
+        convert.converted(ExternalCheckpoint(tmp_path / "apart"), loaded(), str)
     with pytest.raises(UserError, match=says):
         record_of(tmp_path / "apart")

@@ -13,7 +13,7 @@ import torch
 from drafttrain.core.errors import UserError
 from drafttrain.export import convert
 from drafttrain.export.convert import taken
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.table import recognised
 from tests.exports import loaded
 from tests.official import LAYOUTS, put
@@ -25,7 +25,7 @@ def options(folder: Path, change: Callable[[Config], Any]) -> Config:
     """The options of a DFlash drafter that is imported after this change of its configuration."""
     config, tensors, file = LAYOUTS["dflash"]()
     change(config)
-    found = Foreign(put(folder / "dflash", (config, tensors, file)))
+    found = ExternalCheckpoint(put(folder / "dflash", (config, tensors, file)))
     return taken(recognised(found), found, loaded())[0].options
 
 
@@ -50,7 +50,7 @@ def test_import_dflash_with_mask_embedding_file_is_refused(tmp_path: Path) -> No
     folder = put(tmp_path / "dflash", LAYOUTS["dflash"]())
     torch.save({"embedding": torch.zeros(32)}, folder / "mask_embedding.pt")
     with pytest.raises(UserError, match=r"mask_embedding\.pt holds an embedding of its own for masks"):
-        taken(recognised(Foreign(folder)), Foreign(folder), loaded())
+        taken(recognised(ExternalCheckpoint(folder)), ExternalCheckpoint(folder), loaded())
 
 
 def test_import_cache_key_depends_on_base_model_weights(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_import_cache_key_depends_on_base_model_weights(tmp_path: Path) -> None:
     keys = []
     for content in (b"1", b"22"):
         (base / "model.safetensors").write_bytes(content)
-        keys.append(convert._key(Foreign(adapter), loaded()))
+        keys.append(convert._key(ExternalCheckpoint(adapter), loaded()))
     assert keys[0] != keys[1]
 
 
@@ -77,5 +77,5 @@ def test_import_cache_key_ignores_working_directory(tmp_path: Path, monkeypatch:
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").touch()
         monkeypatch.chdir(tmp_path / name)
-        keys.add(convert._key(Foreign(adapter), target))
+        keys.add(convert._key(ExternalCheckpoint(adapter), target))
     assert len(keys) == 1

@@ -519,6 +519,16 @@ def test_export_failed_parity_leaves_no_directory(tmp_path: Path, monkeypatch: p
         assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("case", ["medusa", "eagle3-others"])
+def test_export_of_untrained_copies_of_target_matrices_passes_parity(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded they are the target's up to their rounding, and still the drafter's own."""
+    monkeypatch.setattr("tests.exports.shake", lambda *rest, **more: None)
+    found, golden = opened(tmp_path / "run", case)
+    assert written(found, golden, "vllm", tmp_path / "out", "bfloat16").written["vllm"].gap < 0.5
+
+
 def test_parity_draft_token_within_tolerance_is_accepted(tmp_path: Path) -> None:
     """Beyond the recorded logits, too."""
     _, golden = opened(tmp_path, "medusa")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import convert, parity
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource
 from drafttrain.export.golden import Golden, made
 from drafttrain.export.opened import Opened
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def imported(folder: Path) -> tuple[Opened, list[str]]:
     said: list[str] = []
-    return Opened.of(convert.converted(Foreign(folder), loaded(), said.append), loaded()), said
+    return Opened.of(convert.converted(ExternalCheckpoint(folder), loaded(), said.append), loaded()), said
 
 
 def choices(model: Any, golden: Golden) -> list[int]:
@@ -214,7 +214,7 @@ def test_import_drafter_of_trained_target_fits_merged_target(tmp_path: Path) -> 
     written(found, golden, "vllm", tmp_path / "out")
     said: list[str] = []
     merged = found.loaded
-    again = Opened.of(convert.converted(Foreign(tmp_path / "out"), merged, said.append), merged)
+    again = Opened.of(convert.converted(ExternalCheckpoint(tmp_path / "out"), merged, said.append), merged)
     assert again.drafter.adapts is None and again.meta.adapter is None
     assert torch.equal(made(again, TEXTS).draft_PK, golden.draft_PK)
     assert all(torch.equal(x, again.tensors[name]) for name, x in found.tensors.items())

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export.convert import taken
 from drafttrain.export.exporter import ExportSettings, refusals
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import format_of, loads, recognised
@@ -102,7 +102,7 @@ def test_export_eagle3_small_scaled_embedding_is_written(stack: str, tmp_path: P
     target.target.model.get_input_embeddings().weight.data.mul_(0.1)
     found, golden = opened(tmp_path, "eagle3", target)
     written(found, golden, stack, tmp_path / "out")
-    foreign = Foreign(tmp_path / "out")
+    foreign = ExternalCheckpoint(tmp_path / "out")
     assert taken(recognised(foreign), foreign, target)[1].keys() == found.tensors.keys()
 
 
@@ -119,7 +119,7 @@ def test_export_dflash2_writes_embedding_and_logit_scale_fields(kind: str, tmp_p
             continue
         with subtests.test(stack=stack):
             written(found, golden, stack, out)
-            foreign = Foreign(out)
+            foreign = ExternalCheckpoint(out)
             own = {key: value for key, value in foreign.config["dflash_config"].items() if key in FIELDS}
             assert own == pytest.approx(expected)
             assert taken(recognised(foreign), foreign, target)[1].keys() == found.tensors.keys()
@@ -136,7 +136,7 @@ def test_export_dflash2_writes_embedding_and_logit_scale_fields(kind: str, tmp_p
         bare = changed(tmp_path / "vllm", tmp_path / "bare", drop("dflash_config", "output_multiplier"))
         says = r"output_multiplier is 1, this target's own is 0\.1, which drafters here use; give"
         with subtests.test("another target"), pytest.raises(UserError, match=says):
-            taken(recognised(Foreign(bare)), Foreign(bare), target)
+            taken(recognised(ExternalCheckpoint(bare)), ExternalCheckpoint(bare), target)
 
 
 def test_export_dflash2_logit_scale_with_softcap_is_refused(tmp_path: Path) -> None:

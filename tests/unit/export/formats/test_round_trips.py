@@ -16,7 +16,7 @@ from drafttrain.core.checksums import LISTED
 from drafttrain.export import convert
 from drafttrain.export.convert import converted
 from drafttrain.export.exporter import RECORD
-from drafttrain.export.external import Foreign
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import DTYPES
 from drafttrain.export.format import Renames
 from drafttrain.export.golden import Golden, made
@@ -69,7 +69,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def imported(directory: Path, target: LoadedTarget) -> Opened:
-    return Opened.of(converted(Foreign(directory), target, lambda text: None), target)
+    return Opened.of(converted(ExternalCheckpoint(directory), target, lambda text: None), target)
 
 
 def weights_of(directory: Path) -> dict[str, Tensor]:
