@@ -36,7 +36,6 @@ SCALING_FIELDS = (
 )
 HALVES = ("gate_proj", "up_proj")  # of experts: what transformers has in one tensor
 
-
 NAMES = NORMS | {  # of a block's tensors
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -90,13 +89,13 @@ def ours(name: str, own: Mapping[str, str] = USUAL) -> str:
 
 
 def _inverse(names: Mapping[str, str]) -> dict[str, str]:
-    return {theirs: ours for ours, theirs in names.items()}
+    return {there: here for here, there in names.items()}
 
 
 def neighbours(weight: Tensor, head_dim: int) -> Tensor:
     """Make rows i and i + head_dim / 2 of each head neighbours."""
-    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
-    return halves.transpose(1, 2).flatten(0, 2)
+    both = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return both.transpose(1, 2).flatten(0, 2)
 
 
 def halves(weight: Tensor, head_dim: int) -> Tensor:
@@ -108,9 +107,6 @@ def halves(weight: Tensor, head_dim: int) -> Tensor:
 def rotates(name: str) -> bool:
     """Whether a tensor, by our name, holds rows of queries or keys."""
     return "q_proj" in name or "k_proj" in name
-
-
-# Tensors that are stored otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +189,6 @@ AS_THEY_ARE = GgufStorage(_alone, _same)
 STACKED = GgufStorage(_split_stacked, _whole_stacked, _joined_stacked)
 INTERLEAVED = GgufStorage(_split_interleaved, _whole_interleaved, _joined_interleaved)
 CONVOLVED = GgufStorage(_split_convolved, _whole_convolved)
-
-
-# Kinds of models
 
 
 def _no_fields(config: Any) -> Fields:
@@ -346,9 +339,6 @@ def facts_of(config: Any, head_dim: int) -> dict[str, Any]:
         "rotated": int(head_dim * rope_of(config).get("partial_rotary_factor", 1.0)),
         "attention layers": [i for i, kind in enumerate(types) if kind != "conv"] if "conv" in types else [],
     }
-
-
-# How a file is read back
 
 
 def shape_of(file: GgufFile) -> LayerShape:

@@ -42,9 +42,6 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py supports more of them, and reads a directory of format=vllm"
 
 
-# What is written
-
-
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """The parts of tokenizer.json that are written."""
@@ -140,8 +137,6 @@ def _cuts(pre: dict[str, Any] | None) -> tuple[str, ...]:
             return ()
     return tuple(cuts) + ((GPT2,) if steps[-1]["use_regex"] else ())
 
-
-# How it is tried
 
 # tokenizers split these differently: contractions, numbers, scripts, marks, spaces and line ends
 TEXT = "It's 12345.67, WE'VE 2 don't-cares:\n\n  x = f(a_1)\t+ 'y'  \r\n Größe नमस्ते 你好 🙂 ½ x\u0301... "

@@ -52,9 +52,6 @@ CODE = "DFlashDraftModel.from_pretrained({directory!r})"
 NO_CAUSAL = "it is not known to read that the slots of a block see no later slots"
 
 
-# What is written
-
-
 def refuse(source: ExportSource, reads: Reads) -> str | None:
     """Why a stack cannot load this drafter; None where it can. reads: as in `ROWS`."""
     return refuse_shifted(source) or refuse_sorted(source) or refuse_last(source, reads)
@@ -214,9 +211,6 @@ def facts(source: ExportSource) -> dict[str, Any]:
         "slots": source.options["slots"],
         "windows": windows(source),
     }
-
-
-# How it is read
 
 
 def plain(found: ExternalCheckpoint) -> bool:
@@ -402,9 +396,6 @@ SPECULATORS = Importer("speculators", "dflash", speculators_type("dflash"), _spe
 TRANSFORMERS = Importer("muse_glimmer_assistant", "dflash", _knows_transformers, _transformers_options, MUSE)
 JETSPEC = Importer("JetSpec", "jetspec", _knows_jetspec, _jetspec_options, shared=COPIES)
 IMPORTERS = [ZLAB, DEEPSPEC, SPECULATORS, TRANSFORMERS, JETSPEC]
-
-
-# Which stacks load it
 
 
 def _format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:

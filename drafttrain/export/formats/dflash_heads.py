@@ -22,8 +22,6 @@ from drafttrain.export.speculators import TYPE, speculators_type
 from drafttrain.export.target_ends import refuse_logits
 from drafttrain.model.target import Target
 
-# Domino
-
 PREFIX = 1  # drafts from their slot alone; SGLang refuses another number
 
 
@@ -64,8 +62,6 @@ def _domino_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]
 
 DOMINO = Importer("Domino", "domino", _knows_domino, _domino_options, shared=COPIES)
 
-
-# XPress
 
 HEAD = "xpress_head"
 REFINER = Renames(
@@ -127,8 +123,6 @@ def _in_place(found: ExternalCheckpoint) -> dict[str, Any]:
 XPRESS = Importer("vLLM", "xpress", _knows_xpress, _xpress_options, shared=COPIES)
 XPRESS_SPECULATORS = Importer("speculators", "xpress", speculators_type("xpress"), _xpress_speculators_options, REFINER, COPIES)
 
-
-# LiLiCorr
 
 FIELDS = {  # our options by their names in `dflash_config`
     "lilicorr_candidate_topk": "candidates",
@@ -211,9 +205,6 @@ def _lilicorr_names(found: ExternalCheckpoint) -> Renames:
 
 LILICORR = Importer("LiLiCorr", "lilicorr", _knows_lilicorr, _lilicorr_options, _lilicorr_names, COPIES)
 IMPORTERS = [DOMINO, XPRESS, XPRESS_SPECULATORS, LILICORR]
-
-
-# Which stacks load them
 
 
 def _lilicorr(*reads: str) -> Format:

@@ -47,9 +47,6 @@ MODULES = (  # fields of ModelOpt's eagle_config, their usual values, and why ot
 )
 
 
-# What is written
-
-
 def refuse(source: ExportSource, reads: Reads) -> str | None:
     """Why a stack cannot load this drafter; None where it can. reads: as in `ROWS`."""
     options, stack, layers, blocks = source.options, source.stack, source.layer_inputs, source.shape.blocks
@@ -197,9 +194,6 @@ def facts(source: ExportSource) -> dict[str, Any]:
 def parallel_facts(source: ExportSource) -> dict[str, Any]:
     """The same for P-EAGLE."""
     return facts(source) | {"mask token": mask_token(source)}
-
-
-# How it is read
 
 
 def _knows(found: ExternalCheckpoint) -> bool:
@@ -358,9 +352,6 @@ SPECULATORS = Importer("speculators", "eagle3", speculators_type("eagle3"), _opt
 PARALLEL_PORTABLE = Importer("portable", "peagle", _knows_parallel, _parallel_options, **_PARALLEL)
 PARALLEL_SPECULATORS = Importer("speculators", "peagle", speculators_type("peagle"), _parallel_options, **_PARALLEL)
 IMPORTERS = [PORTABLE, SPECULATORS, PARALLEL_PORTABLE, PARALLEL_SPECULATORS]
-
-
-# Which stacks load it
 
 
 def eagle3_format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:

@@ -64,9 +64,6 @@ ONE_AT_A_TIME = (
 )
 
 
-# What is written
-
-
 def refuse_eagle3(source: ExportSource) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can."""
     return eagle3.refuse(source, frozenset({"norm_before_residual"})) or _refuse_states(source)
@@ -270,9 +267,6 @@ def _window(config: Any) -> str:
     return "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
 
 
-# How it is read back
-
-
 def read_eagle3(directory: Path, source: ExportSource) -> ReadBack:
     """An EAGLE-3 drafter in its file."""
     file = _opened(directory, DRAFT, "eagle3", source)
@@ -405,9 +399,6 @@ def model_facts(source: ExportSource) -> dict[str, Any]:
     """The settings that a draft model must have again when it is read back, beside those of its layers."""
     lm: Any = source.drafter.language_model()
     return facts_of(lm.model.config, lm.shape.head_dim)
-
-
-# Which drafters llama.cpp loads
 
 
 def _block_row(

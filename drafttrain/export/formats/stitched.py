@@ -34,9 +34,6 @@ COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's e
 STITCHED = "it reads the module from the target's own files; format=stitched writes those"
 
 
-# What is written
-
-
 @dataclass(frozen=True, slots=True)
 class StitchedTarget:
     """The target's files, and the layout of its modules."""
@@ -252,9 +249,6 @@ def _check_untouched(directory: Path, base: Base, written: Mapping[Path, list[Te
                     after.seek(at)
         if copy.stat().st_size != file.stat().st_size:
             raise ParityError("target", f"{file.name} has another length than the target's")
-
-
-# How it is read back
 
 
 def read(directory: Path, source: ExportSource) -> ReadBack:

@@ -40,9 +40,6 @@ NO_DRAFT_MODELS = "it does not draft with ordinary language models"
 ONE_BY_ONE = "it would draft one token per pass and ignore the mask tokens; export a draft_model there"
 
 
-# What is written
-
-
 def refuse(source: ExportSource) -> str | None:
     """Why this drafter cannot be exported; None where it can."""
     if source.drafter.language_model() is None:
@@ -159,9 +156,6 @@ def uno(source: ExportSource) -> Files:
 def parallel_facts(source: ExportSource) -> dict[str, Any]:
     """The settings that a PARD drafter must have again when it is read back."""
     return {"mask token": mask_token(source)}
-
-
-# How it is read
 
 
 def whole_model(found: ExternalCheckpoint) -> bool:
@@ -289,8 +283,6 @@ PARALLEL = Importer(
 UNO = Importer("peft adapter", "uno", _knows_uno, _uno_options, UNO_NAMES, usual=usual_lora)
 IMPORTERS = [PLAIN, LORA, PARALLEL, UNO]
 
-
-# Which stacks load it
 
 MODEL = Format(PLAIN.name, files, PLAIN, refuse)
 MASKED = Format(PARALLEL.name, parallel, PARALLEL, refuse, parallel_facts)
