@@ -92,7 +92,7 @@ def run(name: str, budget: Budget, out: Path) -> Path:
     settings = [name, *budget.overrides()]
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8"))["settings"] == settings:
         return Path(json.loads(marker.read_text(encoding="utf-8"))["run"])
-    command = [sys.executable, "-m", "drafttrain", "fit", f"recipe={name}", f"output={out}", "resume=auto"]
+    command = [sys.executable, "-m", "drafttrain", "fit", f"recipe={name}", f"output={out}", "resume=auto", "measure.tune=off"]
     subprocess.run([*command, *budget.overrides()], check=True)
     newest = max((path.parent for path in (out / name).glob("*/report.json")), key=lambda path: path.name)
     marker.write_text(json.dumps({"settings": settings, "run": str(newest)}), encoding="utf-8")

@@ -14,7 +14,7 @@ micro-batch of T tokens in rows of S, on each of n processes:
     seconds    = operations / (mfu * peak) + bytes / bandwidth
 
 If all communication overlaps with computing, the seconds are the larger of the two and not their sum. Operations are counted as
-in a run's `mfu` (`drafttrain/train/flops.py`). --check runs `benchmarks/projection_check.py`.
+in a run's `mfu` (`drafttrain/train/telemetry.py`). --check runs `benchmarks/projection_check.py`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from drafttrain.cli.quiet import quiet
 from drafttrain.drafters import families
 from drafttrain.model.drafter import trainable
 from drafttrain.objective.losses import LossOptions
+from drafttrain.runs.placement import state_bytes
 from drafttrain.targets.estimate import Outline, activation_bytes, format_bytes, need_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.structure import find_blocks
 from drafttrain.train import DeepSpeedOptions, TrainOptions
-from drafttrain.train.memory import state_bytes
-from drafttrain.train.peaks import named_peak
+from drafttrain.train.telemetry import named_peak
 
 MFU = 0.45  # the goal of `make gpu-train`; docs/performance.md has what was reached
 GPU, NODE = "H100", 8

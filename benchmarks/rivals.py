@@ -64,8 +64,7 @@ from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import teacher_forced
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
-from drafttrain.train.trainer import Trainer
-from drafttrain.train.tree_tuning import tuned_sums
+from drafttrain.train.trainer import Trainer, tuned_sums
 
 INSTALL = "pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru openai python-dotenv pydantic-settings"
 RIVAL, OURS = "speculators", "ours"

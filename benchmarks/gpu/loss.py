@@ -34,29 +34,29 @@ class Divergence(Case):
         }
 
     def run(self, given: Tensors) -> Tensors:
-        found = divergence_op.scores(given["logits"], given["target"], given["label"], self.loss, want_slope=True)
-        assert found.slope_CV is not None
-        return {"loss": found.loss_C, "hit": found.hit_C, "mass": found.mass_C, "slope": found.slope_CV}
+        found = divergence_op.scores(given["logits"], given["target"], given["label"], self.loss, want_grad=True)
+        assert found.grad_logits_CV is not None
+        return {"loss": found.loss_C, "hit": found.top1_C, "mass": found.acceptance_C, "gradient": found.grad_logits_CV}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         with torch.enable_grad():
             logits_CV = wide["logits"].requires_grad_()
-            loss_C, mass_C = defined(self.loss, logits_CV, wide["target"], wide["label"])
-            (slope_CV,) = torch.autograd.grad(loss_C.sum(), logits_CV)
-        hit_C = lowest_of_greatest(logits_CV.detach()) == lowest_of_greatest(wide["target"])
-        return {"loss": loss_C.detach(), "hit": hit_C, "mass": mass_C.detach(), "slope": slope_CV}
+            loss_C, acceptance_C = defined(self.loss, logits_CV, wide["target"], wide["label"])
+            (grad_logits_CV,) = torch.autograd.grad(loss_C.sum(), logits_CV)
+        top1_C = lowest_of_greatest(logits_CV.detach()) == lowest_of_greatest(wide["target"])
+        return {"loss": loss_C.detach(), "hit": top1_C, "mass": acceptance_C.detach(), "gradient": grad_logits_CV}
 
     def moved(self, dtype: torch.dtype) -> int:
-        """Both models' logits; the slope."""
+        """Both models' logits; the gradient."""
         return 3 * self.rows * self.vocab * dtype.itemsize
 
 
 def defined(name: str, logits_CV: Tensor, target_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, overlap) by their definitions."""
     q_CV, p_CV = logits_CV.softmax(-1), target_CV.softmax(-1)
-    mass_C = torch.minimum(q_CV, p_CV).sum(-1)
+    acceptance_C = torch.minimum(q_CV, p_CV).sum(-1)
     if name == "ce":
-        return -logits_CV.log_softmax(-1).gather(1, label_C[:, None])[:, 0], mass_C
+        return -logits_CV.log_softmax(-1).gather(1, label_C[:, None])[:, 0], acceptance_C
     if name == "kl":
-        return (p_CV * (target_CV.log_softmax(-1) - logits_CV.log_softmax(-1))).sum(-1), mass_C
-    return -mass_C.log() if name == "lk" else 1 - mass_C, mass_C
+        return (p_CV * (target_CV.log_softmax(-1) - logits_CV.log_softmax(-1))).sum(-1), acceptance_C
+    return -acceptance_C.log() if name == "lk" else 1 - acceptance_C, acceptance_C

@@ -29,8 +29,8 @@ TRAINING = (
     *DECODER,
     "drafttrain.features.online",
     "drafttrain.objective.losses",
-    "drafttrain.train.flops",
-    "drafttrain.train.peaks",
+    "drafttrain.train.telemetry",
+    "drafttrain.train.telemetry",
 )
 
 SCOPES = {"decoder": DECODER, "training": TRAINING}

@@ -27,8 +27,7 @@ from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.objective.losses import LossOptions, Objective
-from drafttrain.train.flops import Flops
-from drafttrain.train.peaks import named_peak
+from drafttrain.train.telemetry import Flops, named_peak
 
 MODEL = "Llama-3.1-8B"
 CONTEXTS = (2048, 8192)

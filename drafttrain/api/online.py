@@ -35,7 +35,7 @@ from drafttrain.runs.placement import built
 from drafttrain.targets.ends import EndsTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.following import FollowingSteps, StepMetrics, group_size, own_modes
-from drafttrain.train.optimizer_state import load_state, save_state
+from drafttrain.train.optimizer import load_state, save_state
 
 RESUME = "online.safetensors"  # optimiser, steps and version, next to the drafter's weights
 States = Mapping[int, Tensor] | Sequence[Tensor]

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 
 from drafttrain.commands.measure import measure_run
+from drafttrain.commands.tune import tune_run
 from drafttrain.core.errors import Interrupted, UserError, check_at_least
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.sources import check_sources
@@ -19,6 +20,7 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
 from drafttrain.measure.curves import engine_steps
 from drafttrain.measure.runner import CheckpointRef
+from drafttrain.measure.tuning import DEFAULT
 from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import data_report, measurement_prompts, print_counts, write_rejected
 from drafttrain.runs.directory import RunDirectory
@@ -161,6 +163,11 @@ def _finish(
         print_line(console, f"not measured: {NO_BLOCKS}; measure it where the whole target fits: {words} engine=vllm")
     elif options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
+        if options.measure.tune and data.held_out:
+            tuned = best_checkpoint(run.path / "checkpoints")
+            if tune_run(checkpoints, tuned, loaded, data.held_out, options, console):
+                as_trained = next(ref for ref in refs if ref.path == tuned)
+                refs.append(replace(as_trained, name=f"{tuned.name} {DEFAULT}", tuned=False))
         report = measure_run(
             loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out, chosen
         )

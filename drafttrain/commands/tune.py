@@ -6,31 +6,24 @@ Half of the prompts serve to choose. The other half decides whether the choice i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
 
 from drafttrain.core.errors import UserError, check_at_least
 from drafttrain.core.files import atomic_write_json, new_directory
-from drafttrain.decoding.decoder import Decoded
+from drafttrain.data.chat import Encoded
 from drafttrain.drafters.checkpoint import load_checkpoint, read_meta
 from drafttrain.drafters.tuned_settings import TUNED, keep_tuned
-from drafttrain.measure import MeasureOptions, TuneOptions, cells
-from drafttrain.measure.acceptance import pooled
+from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions, cells
 from drafttrain.measure.bench import Bench
-from drafttrain.measure.cases import Case, encode_cases, left_out_notes, waves
-from drafttrain.measure.decoding import decoder_of
-from drafttrain.measure.expected import forced_hits
+from drafttrain.measure.cases import Case, encode_cases, held_out_cases, left_out_notes
 from drafttrain.measure.plan import Budget
-from drafttrain.measure.plots import tuning_plot
 from drafttrain.measure.report import rounded
-from drafttrain.measure.speed import Contender, throughput, tpot
-from drafttrain.measure.tuning import OBJECTIVES, Predicted, ProposalShape, shapes_of, surface, temperatures
-from drafttrain.model.drafter import Drafter
+from drafttrain.measure.tuning import DEFAULT, OBJECTIVES, Tuner, search
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import measurement_prompts
@@ -39,51 +32,11 @@ from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
 from drafttrain.runs.progress import progress_bars
-from drafttrain.targets.load import load_target
+from drafttrain.targets.load import LoadedTarget, load_target
 
-DEFAULT = "as trained"
-Settings = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Tuner:
-    """Times decode settings of one drafter."""
-
-    bench: Bench
-    drafter: Drafter
-    options: TuneOptions
-    trained: Settings  # the checkpoint's decode settings
-
-    def use(self, settings: Settings) -> None:
-        self.drafter.use_decode_settings(self.trained | settings)
-
-    def race(self, name: str, settings: dict[str, Settings], cases: Sequence[Case], seconds: float) -> dict[str, float]:
-        """The speed of each of the settings / that of the first, by name: medians over the repeats, on the same prompts."""
-        wanted = waves(len(cases), self.options.batch_size)
-        contenders = {label: self._contender(own, cases) for label, own in settings.items()}
-        laps = self.bench.timed(name, contenders, wanted, self.options.repeats, seconds, {})
-        first = next(iter(settings))
-        rates = {label: [self._rate(lap) for lap in own] for label, own in laps.items()}
-        return dict(
-            self.bench.part.share(
-                {label: median(a / b for a, b in zip(own, rates[first], strict=True)) for label, own in rates.items()}
-            )
-        )
-
-    def _rate(self, lap: list[Decoded]) -> float:
-        found = throughput(lap) if self.options.objective == "throughput" else 1.0 / (tpot(lap) or float("inf"))
-        return found or 0.0
-
-    def _contender(self, settings: Settings, cases: Sequence[Case]) -> Contender:
-        """A separate decoder for these settings, because a session keeps the proposal that it began with."""
-        self.use(settings)
-        decoder = decoder_of(self.bench.loaded, self.bench.decode, self.drafter)
-
-        def run(wave: list[int]) -> Decoded:
-            self.use(settings)
-            return decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0])
-
-        return run
+CHOOSING = 32  # held-out conversations that a run's proposal is chosen on
+SHARE = 1 / 3  # of measure.minutes, for choosing it
+BY_HAND = ("draft_length", "window", "fallback")  # of decode: what tuning chooses, or tests without
 
 
 def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
@@ -98,18 +51,12 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
     with shared_target(options, "tune") as part:
         loaded = load_target(source.target(options.target), part)
         directory = source.checkpoint(loaded, line_printer(console))
-        record, restored = read_meta(directory), load_checkpoint(directory, loaded)
         room = loaded.target.shape.max_positions - options.decode.max_new_tokens
         cases, left_out = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
         for note in left_out_notes(left_out, len(prompts), room):
             print_note(console, note)
         _check_prompts(len(cases), options.tune.batch_size)
-        with progress_bars(console) as watch:
-            measure = MeasureOptions(minutes=options.tune.minutes, repeats=options.tune.repeats)
-            bench = Bench(restored.loaded, options.decode, measure, Budget(60 * options.tune.minutes), watch)
-            found = _search(Tuner(bench, restored.drafter.requires_grad_(False), options.tune, record.decode), cases)
-        found |= {"checkpoint": str(directory), "prompts": len(cases), "environment": environment(loaded.target.device)}
-        found |= {"batch_size": options.tune.batch_size, "objective": options.tune.objective, "decode": asdict(options.decode)}
+        found = _searched(directory, loaded, options.tune, options.decode, cases[0::2], cases[1::2], console)
         if part.first:
             folder = new_directory(folder, partial(_write, found))
             _print_finalists(found, console)
@@ -118,75 +65,65 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
     return folder
 
 
+def tune_run(
+    checkpoints: Sequence[Path],
+    best: Path,
+    loaded: LoadedTarget,
+    held_out: Sequence[Encoded],
+    options: RunOptions,
+    console: Console,
+) -> str | None:
+    """Store the fastest proposal of a run's best checkpoint with all of its checkpoints; its name, None if nothing is faster.
+
+    It is chosen on prompts of conversations that were not trained on, so that the measurement's prompts have no part in it.
+    """
+    minutes = min(options.tune.minutes, SHARE * options.measure.minutes)
+    tune = replace(options.tune, batch_size=options.measure.batch_sizes[0], minutes=minutes)
+    cases = held_out_cases(held_out, loaded.target.shape.max_positions - options.decode.max_new_tokens)[:CHOOSING]
+    if _by_hand(options.decode) or len(cases) < tune.batch_size:
+        return None
+    try:
+        found = _searched(best, loaded, tune, options.decode, cases, (), console)
+    except UserError as error:  # the checkpoints are there, and can be measured as they were trained
+        print_note(console, f"tuning was left out: {error}")
+        return None
+    chosen = found["chosen"]
+    if not chosen["better"]:
+        print_line(console, f"tuning: nothing is faster than {DEFAULT} on {len(cases)} held-out conversations")
+        return None
+    gain = f"{chosen['over_default']:.2f}x the speed of {DEFAULT}"
+    print_line(console, f"tuning: {chosen['name']}, {gain} on {len(cases)} held-out conversations")
+    if loaded.target.part.first:
+        for directory in checkpoints:
+            keep_tuned(directory, chosen["settings"], _about(found))
+    return str(chosen["name"])
+
+
+def _searched(
+    directory: Path,
+    loaded: LoadedTarget,
+    tune: TuneOptions,
+    decode: DecodeOptions,
+    choosing: Sequence[Case],
+    deciding: Sequence[Case],
+    console: Console,
+) -> dict[str, Any]:
+    """The result of `search` for this checkpoint, with what it depends on."""
+    record, restored = read_meta(directory), load_checkpoint(directory, loaded)
+    with progress_bars(console) as watch:
+        measure = MeasureOptions(minutes=tune.minutes, repeats=tune.repeats)
+        bench = Bench(restored.loaded, decode, measure, Budget(60 * tune.minutes), watch)
+        found = search(Tuner(bench, restored.drafter.requires_grad_(False), tune, record.decode), choosing, deciding)
+    found |= {"checkpoint": str(directory), "prompts": len(choosing) + len(deciding)}
+    found |= {"environment": environment(loaded.target.device), "batch_size": tune.batch_size, "objective": tune.objective}
+    return found | {"decode": asdict(decode)}
+
+
 def _write(found: dict[str, Any], folder: Path) -> None:
+    from drafttrain.measure.plots import tuning_plot  # matplotlib, which `fit` can do without
+
     tuning_plot(found["surface"], found["chosen"], folder / "surface.png")
     atomic_write_json(folder / "tune.json", rounded(found))
-
-
-def _search(tuner: Tuner, cases: list[Case]) -> dict[str, Any]:
-    """The finalists with their predicted and measured speed, all predictions, and the choice."""
-    choosing, deciding = cases[0::2], cases[1::2]
-    tuner.use({})
-    predicted, shapes = _predicted(tuner, choosing)
-    finalists: dict[str, Settings] = {DEFAULT: {}} | {str(shape): shape.settings for shape in shapes}
-    budget = tuner.bench.budget
-    raced = tuner.race("race of the finalists", finalists, choosing, budget.left / 2)
-    name = max(raced, key=lambda label: raced[label])
-    settings = finalists[name]
-    drawn = _temperature(tuner, settings, choosing)
-    settings = settings | drawn
-    gained = 1.0
-    if settings:
-        last = tuner.race("on the other prompts", {DEFAULT: {}, "chosen": settings}, deciding, budget.left)
-        gained = last["chosen"]
-    better = gained > 1.0
-    rows = [
-        {"name": label, "settings": own, "raced": raced[label], **_forecast(label, predicted)}
-        for label, own in finalists.items()
-    ]
-    return {
-        "finalists": rows,
-        "surface": [{"depth": p.shape.depth, "nodes": p.shape.nodes, "tau": p.tau, "speedup": p.speedup} for p in predicted],
-        "chosen": {"name": name, "settings": settings, "over_default": gained, "better": better},
-    }
-
-
-def _predicted(tuner: Tuner, cases: Sequence[Case]) -> tuple[list[Predicted], list[ProposalShape]]:
-    """(all predictions, the best proposals). For untrained drafters: no predictions, and all possible proposals."""
-    bench, drafter = tuner.bench, tuner.drafter
-    target, part = bench.loaded.target, bench.part
-    if not drafter.trained:
-        return [], shapes_of(drafter, [], target.trees)
-    plain = bench.decode_all("plain decoding", None, cases, passes=2)
-    outputs = [r.tokens for r in plain]
-    hits = forced_hits(target, drafter, [c.tokens for c in cases[: len(plain)]], outputs, target.device)
-    sampled = not bench.sampling.greedy and drafter.samples
-    found = surface(target, drafter, hits, sampled, tuner.options.batch_size)
-    if not found:
-        raise UserError("the outputs are too short to predict acceptance; raise decode.max_new_tokens, or give more prompts")
-    order = part.share([[p.shape.depth, p.shape.nodes] for p in found])  # by the first process's clock
-    found.sort(key=lambda p: order.index([p.shape.depth, p.shape.nodes]))
-    return found, [p.shape for p in found[: tuner.options.finalists]]
-
-
-def _temperature(tuner: Tuner, settings: Settings, cases: Sequence[Case]) -> Settings:
-    """The draft temperature of the highest tau, for drafters that sample; empty if it is the target's temperature."""
-    sampling = tuner.bench.sampling
-    if sampling.greedy or not tuner.drafter.samples or sampling.draft_temperature is not None:
-        return {}
-    taus = {}
-    for drawn in temperatures(sampling.temperature):
-        own = settings | {"draft_temperature": drawn, "temperature": sampling.temperature}
-        tuner.use(own)
-        results = tuner.bench.decode_all(f"draft temperature {drawn:g}", tuner.drafter, cases)
-        taus[drawn] = pooled(results).tau or 0.0
-    best = max(taus, key=lambda drawn: taus[drawn])
-    return {} if best == sampling.temperature else {"draft_temperature": best, "temperature": sampling.temperature}
-
-
-def _forecast(label: str, predicted: Sequence[Predicted]) -> dict[str, float | None]:
-    own = next((p for p in predicted if str(p.shape) == label), None)
-    return {"expected_tau": None if own is None else own.tau, "predicted_speedup": None if own is None else own.speedup}
 
 
 def _print_finalists(found: dict[str, Any], console: Console) -> None:
@@ -215,9 +152,18 @@ def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: 
         return
     print_line(console, f"{name}: {chosen['over_default']:.2f}x the speed of {DEFAULT} on the other prompts")
     if write:
-        about = {key: found[key] for key in ("batch_size", "objective", "prompts", "environment", "decode")}
-        file = keep_tuned(directory, chosen["settings"], rounded(about | {"over_default": chosen["over_default"]}))
+        file = keep_tuned(directory, chosen["settings"], _about(found))
         print_line(console, f"stored in {file}; delete it to decode {DEFAULT} again")
+
+
+def _about(found: dict[str, Any]) -> dict[str, Any]:
+    about = {key: found[key] for key in ("batch_size", "objective", "prompts", "environment", "decode")}
+    return dict(rounded(about | {"over_default": found["chosen"]["over_default"]}))
+
+
+def _by_hand(decode: DecodeOptions) -> list[str]:
+    """The user's own settings of what tuning chooses, or tests without."""
+    return [name for name in BY_HAND if getattr(decode, name) not in (None, False)]
 
 
 def _check(options: RunOptions) -> None:
@@ -229,8 +175,7 @@ def _check(options: RunOptions) -> None:
     check_at_least(1, "tune", tune_options, "batch_size", "repeats", "finalists")
     if tune_options.minutes <= 0:
         raise UserError(f"tune.minutes is {tune_options.minutes:g}; give more than 0")
-    set_by_hand = [name for name in ("draft_length", "window", "fallback") if getattr(decode, name) not in (None, False)]
-    if set_by_hand:
+    if set_by_hand := _by_hand(decode):
         raise UserError(f"decode.{set_by_hand[0]} is set, but tune chooses it or tests without it; leave it out")
 
 

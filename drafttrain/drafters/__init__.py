@@ -38,11 +38,10 @@ def families() -> dict[str, Family]:
 
 @cache
 def schemas() -> dict[str, type]:
-    """Every family's options by name. A family with a file in `options/` is not imported, and neither is torch."""
-    apart = {module.name for module in pkgutil.iter_modules(options.__path__)}
-    found = {name: importlib.import_module(f"{options.__name__}.{name}").OPTIONS for name in _files() if name in apart}
+    """Every family's options by name. A family with its options in `options.py` is not imported, and neither is torch."""
+    apart = {schema.family: schema for schema in vars(options).values() if hasattr(schema, "family")}
     whole = (_family(name) for name in _files() if name not in apart)
-    return found | {family.name: family.options for family in whole if family is not None}
+    return apart | {family.name: family.options for family in whole if family is not None}
 
 
 def _files() -> list[str]:

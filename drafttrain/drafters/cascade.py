@@ -22,7 +22,7 @@ from drafttrain.decoding.step import commit_of
 from drafttrain.drafters import Family, families
 from drafttrain.drafters.common.merged import Merged
 from drafttrain.drafters.common.pending import CachedState, with_root
-from drafttrain.drafters.options.cascade import CascadeOptions
+from drafttrain.drafters.options import CascadeOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.frozen_ref import FrozenRef

@@ -25,7 +25,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import read_sealed_json, remove_directory, remove_leftovers, write_sealed_json
 from drafttrain.drafters import META, families
 from drafttrain.drafters.common.drafter_lora import merged
-from drafttrain.drafters.tuned_settings import tuned_settings
+from drafttrain.drafters.tuned_settings import tuned_settings, with_tuned
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.lora import LoraOptions, LoraSpec
 from drafttrain.model.shapes import TargetShape
@@ -148,20 +148,21 @@ class Restored:
     matrices: int = 0
 
 
-def load_checkpoint(directory: Path, loaded: LoadedTarget) -> Restored:
+def load_checkpoint(directory: Path, loaded: LoadedTarget, tuned: bool = True) -> Restored:
     """As `load_drafter`, with the adapted target where the checkpoint holds an adapter. loaded: the original, left as it is.
 
-    The copy has weights of its own where the adapter changes them, and shares all others.
+    The copy has weights of its own where the adapter changes them, and shares all others. tuned: False: the drafter proposes
+    as it was trained, whatever `drafttrain tune` has found.
     """
     meta = read_meta(directory)
     spec = None if meta.adapter is None else LoraSpec.of(meta.adapter)
-    if spec is None:
-        return Restored(loaded, load_drafter(directory, loaded.target)[0], meta)
     check_target(directory, meta.target, loaded.target)
     state = _read_weights(directory, meta)
+    if spec is None:
+        return Restored(loaded, filled(directory, meta, loaded.target, state, tuned), meta)
     adapter = Adapter(loaded.target, spec)
     count, own = _take_matrices(directory, state, adapter), adapted(loaded, adapter)
-    return Restored(own, filled(directory, meta, own.target, state), meta, count)
+    return Restored(own, filled(directory, meta, own.target, state, tuned), meta, count)
 
 
 def adapter_state(adapter: Adapter | None) -> dict[str, Tensor]:
@@ -177,15 +178,15 @@ def _take_matrices(directory: Path, state: dict[str, Tensor], adapter: Adapter, 
     return sum(m.numel() for m in matrices.values())
 
 
-def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor]) -> Drafter:
+def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor], tuned: bool = True) -> Drafter:
     """The checkpoint's drafter with these tensors, those of the target's adapter taken out; otherwise as `load_drafter`.
 
-    state: with the drafter's own LoRA, if it has one, or with that merged.
+    state: with the drafter's own LoRA, if it has one, or with that merged. tuned: as for `load_checkpoint`.
     """
     drafter, state = build(directory, meta, target), merged(state, meta.lora)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
-    drafter.use_decode_settings(meta.decode | tuned_settings(directory))
+    drafter.use_decode_settings(with_tuned(meta.decode, tuned_settings(directory) if tuned else {}))
     return drafter.to(target.device, target.dtype).eval()
 
 

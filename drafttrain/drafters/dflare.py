@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter
-from drafttrain.drafters.common.layer_fusion import LayerFusion
-from drafttrain.drafters.options.dflare import DFlareOptions
+from drafttrain.drafters.common.layer_fusion import LayerFusion, preferring
+from drafttrain.drafters.options import DFlareOptions
 from drafttrain.model.layers import RMSNorm
 from drafttrain.model.target import Target
 
@@ -29,7 +29,7 @@ class DFlare(BlockDrafter):
         super().__init__(options, target, own_context_maps=True)
 
     def add_context(self) -> list[nn.Linear]:
-        self.layer_fusion = LayerFusion(self.shape.layers, len(self.shape.taps))
+        self.layer_fusion = LayerFusion(preferring(self.shape.layers, len(self.shape.taps)))
         self.hidden_norm = RMSNorm(self.layer_shape.hidden_size, self.layer_shape.norm_eps)
         return []
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter
-from drafttrain.drafters.options.dflash import DFlashOptions
+from drafttrain.drafters.options import DFlashOptions
 from drafttrain.model.target import Target
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Walk, stateless
-from drafttrain.drafters.options.dflash2 import DFlash2Options
+from drafttrain.drafters.options import DFlash2Options
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Candidates, Commit
 from drafttrain.model.target import Target

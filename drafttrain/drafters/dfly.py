@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import STD, BlockDrafter, Choices
-from drafttrain.drafters.common.layer_fusion import LayerFusion
-from drafttrain.drafters.options.dfly import DFlyOptions
+from drafttrain.drafters.common.layer_fusion import LayerFusion, falling
+from drafttrain.drafters.options import DFlyOptions
 from drafttrain.model.layers import Linear, RMSNorm
 from drafttrain.model.target import Target
 
@@ -64,7 +64,7 @@ class DFly(BlockDrafter):
     def add_context(self) -> list[nn.Linear]:
         width, taps = self.layer_shape.hidden_size, len(self.shape.taps)
         self.context_proj = Linear(taps * width, width, bias=False)
-        self.layer_fusion = LayerFusion(self.shape.layers, taps)
+        self.layer_fusion = LayerFusion(falling(self.shape.layers, taps))
         self.context_norm = RMSNorm(width, self.layer_shape.norm_eps)
         return [self.context_proj]
 

@@ -24,7 +24,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs, Walk
 from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
-from drafttrain.drafters.options.domino import DominoOptions
+from drafttrain.drafters.options import DominoOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, TrainBatch
 from drafttrain.model.drafter import Commit
 from drafttrain.model.layers import Linear

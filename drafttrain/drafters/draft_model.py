@@ -17,7 +17,7 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.autoregressive import Autoregressive
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.translation import TranslatedDraft, Translation
-from drafttrain.drafters.options.draft_model import DraftModelOptions
+from drafttrain.drafters.options import DraftModelOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache

@@ -21,7 +21,7 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Choices
 from drafttrain.drafters.common.calibration import PlattCalibration
-from drafttrain.drafters.options.dspark import DSparkOptions
+from drafttrain.drafters.options import DSparkOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.layers import Linear
 from drafttrain.model.target import Target

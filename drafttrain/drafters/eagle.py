@@ -21,7 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
-from drafttrain.drafters.options.eagle import EagleOptions
+from drafttrain.drafters.options import EagleOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.layers import DecoderLayer, Linear
 from drafttrain.model.shapes import LayerOptions

@@ -23,7 +23,7 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.draft_vocabulary import DraftVocabulary
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
-from drafttrain.drafters.options.eagle3 import Eagle3Options
+from drafttrain.drafters.options import Eagle3Options
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm
 from drafttrain.model.shapes import LayerOptions, TargetShape

@@ -19,7 +19,7 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.autoregressive import Autoregressive
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import UnrolledAttention
-from drafttrain.drafters.options.early_exit import EarlyExitOptions
+from drafttrain.drafters.options import EarlyExitOptions
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedAttention

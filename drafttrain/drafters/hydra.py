@@ -21,7 +21,7 @@ from drafttrain.drafters.common.dynamic_tree import Grower, Scored, TreeLevel
 from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
-from drafttrain.drafters.options.hydra import HydraOptions
+from drafttrain.drafters.options import HydraOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.causal_attention import causal

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter
-from drafttrain.drafters.options.jetspec import JetSpecOptions
+from drafttrain.drafters.options import JetSpecOptions
 
 
 class JetSpec(BlockDrafter):

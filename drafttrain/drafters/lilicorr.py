@@ -23,7 +23,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import CHUNK, EVALUATED, BlockDrafter, Walk, stateless
 from drafttrain.drafters.common.lattice import Lattice, LatticeNetwork, LatticeShape
-from drafttrain.drafters.options.lilicorr import LiLiCorrOptions
+from drafttrain.drafters.options import LiLiCorrOptions
 from drafttrain.model.batch import Anchors, Prediction, Top, TrainBatch
 from drafttrain.model.drafter import Candidates, Commit
 from drafttrain.model.layers import recomputed

@@ -17,7 +17,7 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.dynamic_tree import StaticTree
 from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.common.proposal import TreeProposal
-from drafttrain.drafters.options.medusa import MedusaOptions
+from drafttrain.drafters.options import MedusaOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.frozen_ref import FrozenRef

@@ -28,7 +28,7 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
 from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.common.proposal import TreeProposal
-from drafttrain.drafters.options.mlp_speculator import MLPSpeculatorOptions
+from drafttrain.drafters.options import MLPSpeculatorOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.layers import Linear, recomputed
@@ -73,7 +73,7 @@ class MLPSpeculator(Drafter):
         kept = 0.5 ** (0.5 / count)  # of a state's weight, from one stage to the next
         self.weight = math.sqrt((1 - kept**2) * inner / 2) / kept
         sets = 1 if options.tie_weights else count
-        widths = [of.hidden_size] + [inner] * ((options.tie_weights and of.hidden_size != inner) + sets - 1)
+        widths = [of.hidden_size] + [inner] * (min(1, count - 1) if options.tie_weights else count - 1)
         self.emb = nn.ModuleList(nn.Embedding(of.vocab_size, inner) for _ in range(sets))
         self.proj = nn.ModuleList(Linear(width, inner, bias=False) for width in widths)
         self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(sets))

@@ -24,7 +24,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
-from drafttrain.drafters.options.mtp import MTPOptions
+from drafttrain.drafters.options import MTPOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm
 from drafttrain.model.shapes import LayerOptions, TargetShape

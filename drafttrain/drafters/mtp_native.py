@@ -30,7 +30,7 @@ from drafttrain.drafters.common.own_modules import LAYOUTS, Numbered, OwnModule,
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import FeedsBack, Passes
-from drafttrain.drafters.options.mtp_native import MTPNativeOptions
+from drafttrain.drafters.options import MTPNativeOptions
 from drafttrain.model.batch import Pairs, Prediction, TrainBatch
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_storage import PAGE

@@ -23,7 +23,7 @@ from drafttrain.drafters.common.autoregressive import AutoregressiveState
 from drafttrain.drafters.common.pending import with_root
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.draft_model import DraftModel, Model, check, model_of
-from drafttrain.drafters.options.pard import PardOptions
+from drafttrain.drafters.options import PardOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.mask_chains import Chains, Retention

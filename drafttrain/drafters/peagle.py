@@ -24,7 +24,7 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.eagle3 import Eagle3Layer, FusedDrafter, own_embedding, taps_of
-from drafttrain.drafters.options.peagle import PEagleOptions
+from drafttrain.drafters.options import PEagleOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.drafter import Commit

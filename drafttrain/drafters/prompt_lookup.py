@@ -15,7 +15,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.options.prompt_lookup import PromptLookupOptions
+from drafttrain.drafters.options import PromptLookupOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.frozen_ref import FrozenRef

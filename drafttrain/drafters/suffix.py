@@ -24,7 +24,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.options.suffix import SuffixOptions
+from drafttrain.drafters.options import SuffixOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.proposal import Proposal

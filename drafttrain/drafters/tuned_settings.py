@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,14 @@ def tuned_settings(directory: Path) -> dict[str, Any]:
     return settings
 
 
+def with_tuned(trained: Mapping[str, Any], tuned: Mapping[str, Any]) -> dict[str, Any]:
+    """The trained decode settings, with the tuned ones in their place; those of a drafter's parts likewise."""
+    both = {key: with_tuned(trained.get(key, {}), own) if isinstance(own, dict) else own for key, own in tuned.items()}
+    return {**trained, **both}
+
+
 def _wrong_setting(settings: dict[str, Any]) -> str | None:
-    """The first that is unknown, or has another type than its own."""
+    """The first that is unknown, or has another type than its own. Dictionaries are the settings of parts."""
 
     def whole(value: Any, least: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -41,9 +47,12 @@ def _wrong_setting(settings: dict[str, Any]) -> str | None:
         "temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
     }
     for name, value in settings.items():
-        if name not in kinds:
+        if isinstance(value, dict):
+            if (wrong := _wrong_setting(value)) is not None:
+                return f"{name}: {wrong}"
+        elif name not in kinds:
             return f"the setting {name!r}"
-        if not kinds[name](value):
+        elif not kinds[name](value):
             return f"{name} {value!r}"[:80]
     return None
 

@@ -43,7 +43,7 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.autoregressive import Autoregressive, AutoregressiveState
 from drafttrain.drafters.common.pending import with_root
 from drafttrain.drafters.common.proposal import TreeProposal
-from drafttrain.drafters.options.uno import UnoOptions
+from drafttrain.drafters.options import UnoOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import draft_chain
 from drafttrain.model.frozen_ref import FrozenRef

@@ -33,7 +33,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs, Walk
 from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
-from drafttrain.drafters.options.xpress import XPressOptions
+from drafttrain.drafters.options import XPressOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, Shared, TrainBatch
 from drafttrain.model.drafter import Commit
 from drafttrain.model.layers import GatedMLP, Linear

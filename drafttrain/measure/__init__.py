@@ -22,6 +22,9 @@ class MeasureOptions:
     batch_sizes: list[int] = field(default_factory=lambda: [1, 4])  # batch sizes to time; the first one gives the headline
     temperatures: list[float] = field(default_factory=list)  # further temperatures to measure, sampled by policy lossless
     contexts: list[int] = field(default_factory=list)  # context lengths to measure, in tokens, cut from long documents
+    # fit: choose the fastest chain or tree on prompts of held-out conversations first, within a third of measure.minutes. It is
+    # kept in decode.json; the report shows it beside the one that was trained
+    tune: bool = True
     every: int = 0  # steps between small measurements during training, which also choose the best checkpoint; 0: none
     every_prompts: int = 8  # prompts of a small measurement
     # fit, with every: vllm | openvino | transformers | llamacpp loads each measured drafter too, in a process of its own while

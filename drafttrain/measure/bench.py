@@ -9,7 +9,7 @@ from time import monotonic
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoded, Decoder
 from drafttrain.decoding.request import Result
-from drafttrain.measure import DecodeOptions, MeasureOptions, distribution
+from drafttrain.measure import DecodeOptions, MeasureOptions, exactness
 from drafttrain.measure.cases import Case, interleaved_turns, waves
 from drafttrain.measure.decoding import decoder_of, guard_of, sampling_of, stop_text_of
 from drafttrain.measure.exactness import Match, compare, first_difference
@@ -90,10 +90,10 @@ class Bench:
 
     def distribution_p(self, drafter: Drafter, case: Case) -> float:
         """p-value of speculative against plain sampling, from one prompt under many independent seeds."""
-        prompts, length = [case.tokens] * distribution.SAMPLES, distribution.POSITIONS + 1
+        prompts, length = [case.tokens] * exactness.SAMPLES, exactness.POSITIONS + 1
         rows, pair = self.options.untimed_batch, ((drafter, 1), (None, 2))
         ours, theirs = (self.decoder(d, seed, length).run(prompts, rows).results for d, seed in pair)
-        return distribution.p_value([r.tokens for r in ours], [r.tokens for r in theirs])
+        return exactness.p_value([r.tokens for r in ours], [r.tokens for r in theirs])
 
     def races(self, drafters: dict[str, Drafter], cases: Sequence[Case], others: int = 0) -> dict[int, Race]:
         """Timings by batch size. others: how many further races will share the remaining budget."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
+from drafttrain.data.chat import Encoded
 from drafttrain.data.pictures import Content
 from drafttrain.data.prompts import Prompt, encode_prompt
 from drafttrain.targets.images import TEXT_ONLY, Images
@@ -50,6 +52,20 @@ def encode_cases(
             f"target has room for {max(room, 0)}; give shorter prompts or lower decode.max_new_tokens"
         )
     return alternate_categories(kept), [c.question_id for c in every if not 0 < len(c.tokens) <= room]
+
+
+def held_out_cases(rows: Sequence[Encoded], room: int) -> list[Case]:
+    """The prompts of conversations, each up to its last reply; of plain text, which has none, the first half.
+
+    Prompts of more than `room` tokens are left out.
+    """
+    found = []
+    for number, row in enumerate(rows, start=1):
+        ends = np.flatnonzero(row.mask[1:] & ~row.mask[:-1]) + 1
+        end = int(ends[-1]) if len(ends) and ends[-1] > 1 else len(row.token_ids) // 2
+        if 0 < end <= room:
+            found.append(Case(f"held-out {number}", "held-out", row.token_ids[:end].tolist()))
+    return found
 
 
 def left_out_notes(names: Sequence[str], count: int, room: int, what: str = "prompts") -> list[str]:

@@ -153,7 +153,9 @@ def confidence_error(drafter: Drafter, hits: Sequence[Hits], sampled: bool) -> f
 
     sampled: as for `expected_tau`. It decides what counts as accepted.
     """
-    rows = [(h.confidence_MK, h.mass_MK if sampled else (h.rank_MK == 0).float()) for h in hits if h.confidence_MK is not None]
+    rows = [
+        (h.confidence_MK, h.acceptance_MK if sampled else (h.rank_MK == 0).float()) for h in hits if h.confidence_MK is not None
+    ]
     if not rows:
         return None
     logit_MK, accepted_MK = (torch.cat(column) for column in zip(*rows, strict=True))
@@ -166,7 +168,7 @@ def _arrivals(hits: Hits, paths: Sequence[Path], sampled: bool) -> Tensor:
     """[M, D] float64: P(the node at depth d + 1 is accepted) at each sample; 0 or 1 where the proposal is deterministic."""
     if not sampled:
         return arrivals(hits.rank_MK, paths)
-    return hits.mass_MK[:, : max(map(len, paths))].double().cumprod(-1)
+    return hits.acceptance_MK[:, : max(map(len, paths))].double().cumprod(-1)
 
 
 def gap(expected: float | None, measured: float | None) -> float | None:

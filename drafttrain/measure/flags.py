@@ -51,7 +51,7 @@ def flags(entry: dict[str, Any]) -> list[str]:
                     f"{part['category']}: {ours} of {asked} outputs are the JSON asked for; with plain decoding {plain} are"
                 )
     if entry["speedup"] is not None and entry["speedup"] < 1.0:
-        found.append(f"slower than plain decoding ({entry['speedup']:.2f}x)")
+        found.append(f"slower than plain decoding ({entry['speedup']:.2f}x){_break_even(entry)}")
     most = max(entry["tau"] or 0.0, _timed_tau(entry)) if entry["speedup"] is not None else 0.0
     if entry["speedup"] is not None and entry["speedup"] > POSSIBLE * most:
         found.append(
@@ -85,6 +85,20 @@ def _tau_causes(entry: dict[str, Any]) -> str:
     return (
         ": check for target states, positions or masks that differ between training and decoding, and for state that rejected "
         "drafts leave behind"
+    )
+
+
+def _break_even(entry: dict[str, Any]) -> str:
+    """What it takes to gain here, and what the same drafts gain elsewhere, as an end of its sentence."""
+    if entry["draft_cost"] is None:
+        return ""
+    draft, verify = entry["draft_cost"], entry["verify_cost"]
+    rest = (entry["commit_ms"] + entry["host_ms"]) / entry["plain_step_ms"]
+    step, elsewhere = draft + verify + rest, _timed_tau(entry) / (1.0 + draft + rest)
+    costs = f"{step:.2f} plain steps here (draft {draft:.2f}, verification {verify:.2f}, rest {rest:.2f})"
+    return (
+        f": a step costs {costs}, and tau must be above that to gain; where a verification costs one plain step, the same "
+        f"drafts give {elsewhere:.2f}x"
     )
 
 

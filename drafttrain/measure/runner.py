@@ -25,12 +25,12 @@ from drafttrain.measure.flags import distillation, flags
 from drafttrain.measure.floor import step_floor
 from drafttrain.measure.guards import guard_keys, valid_outputs, without_guards
 from drafttrain.measure.plan import Budget
-from drafttrain.measure.quality import mean_log_likelihood
+from drafttrain.measure.quality import Original, mean_log_likelihood
 from drafttrain.measure.samples import samples
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices
 from drafttrain.measure.speed import Race
-from drafttrain.measure.target_change import Original
+from drafttrain.measure.tuning import ProposalShape
 from drafttrain.model.drafter import Drafter, check_images, trainable
 from drafttrain.model.images import has_images
 from drafttrain.objective.losses import Hits
@@ -46,6 +46,7 @@ class CheckpointRef:
     name: str  # its name in the report
     path: Path  # its directory
     step: int | None  # its training step; None when unknown
+    tuned: bool = True  # False: with the proposal that it was trained for, whatever tuning has found
 
 
 def measure_checkpoints(
@@ -109,7 +110,7 @@ def _group(
 
     original: the unchanged target, where the checkpoints have an adapted one; the report compares the two.
     """
-    restored = {c.name: load_checkpoint(c.path, bench.loaded) for c in checkpoints}
+    restored = {c.name: load_checkpoint(c.path, bench.loaded, c.tuned) for c in checkpoints}
     first, pictured = checkpoints[0].name, any(has_images(case.tokens) for case in cases)
     for one in restored.values():
         check_images(one.drafter, pictured)
@@ -163,7 +164,7 @@ def _other_weights(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef]) -
     here, notes = weights_of(loaded.target.fingerprint), []
     for checkpoint in checkpoints:
         trained = weights_of(read_meta(checkpoint.path).target.fingerprint)
-        if trained != here:
+        if trained != here and checkpoint.tuned:
             notes.append(
                 f"{checkpoint.name} was trained for this target with {trained} weights; here the target has {here} weights"
             )
@@ -278,7 +279,9 @@ def _extras(bench: Bench, name: str, drafter: Drafter, evidence: Evidence) -> Ke
 def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: Evidence, races: dict[int, Race]) -> Keys:
     first = races[bench.options.batch_sizes[0]]
     stop_ids = bench.loaded.target.stop_ids
+    depth = depth_limit(bench.decode, drafter) or drafter.draft_length
     head: Keys = {"name": checkpoint.name, "path": str(checkpoint.path), "step": checkpoint.step}
+    head |= {"proposal": str(ProposalShape.of(drafter, depth)), "tuned": checkpoint.tuned}
     keys = head | checkpoint_keys(evidence, checkpoint.name, first, stop_ids)
     keys["samples"] = samples(evidence, bench.loaded.tokenizer)
     keys["outputs"] = [] if POLICIES[bench.decode.policy].lossless else sheet_outputs(evidence, bench.loaded.tokenizer)

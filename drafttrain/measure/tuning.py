@@ -1,27 +1,41 @@
-"""Predicts the speed of every proposal that a drafter can make, from acceptance and measured step costs.
+"""Finds the fastest proposal that a drafter can make on this machine.
+
+The speed of every proposal is predicted from acceptance and measured step costs; the best of these are timed.
 
 Shapes: M samples, K draft depth, N nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from drafttrain.core.errors import UserError
 from drafttrain.core.tree import Path, tuned_paths
+from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.tree_size import CANDIDATES, LARGE, proposal_seconds, verification_seconds
-from drafttrain.measure.expected import expected_tau
+from drafttrain.drafters.tuned_settings import with_tuned
+from drafttrain.measure import TuneOptions
+from drafttrain.measure.acceptance import pooled
+from drafttrain.measure.bench import Bench
+from drafttrain.measure.cases import Case, waves
+from drafttrain.measure.decoding import decoder_of
+from drafttrain.measure.expected import expected_tau, forced_hits
+from drafttrain.measure.speed import Contender, throughput, tpot
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Target
 from drafttrain.objective.losses import Hits
 
 OBJECTIVES = ("tpot", "throughput")
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+DEFAULT = "as trained"
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +46,16 @@ class ProposalShape:
     nodes: int  # drafted nodes: the root does not count
     paths: tuple[Path, ...] = ()  # the paths of a static tree, by rank; empty for chains
     grown: str | None = None  # kind of a tree that grows by confidence
+    settings: Settings = field(default_factory=dict)  # as `Drafter.use_decode_settings` takes them
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """As `Drafter.use_decode_settings` takes them."""
-        tree = {"paths": [list(path) for path in self.paths]} if self.paths else {}
-        return {"draft_length": self.depth} | tree | ({"nodes": self.nodes} if self.grown else {})
+    @staticmethod
+    def of(drafter: Drafter, depth: int) -> ProposalShape:
+        """What the drafter proposes down to this depth."""
+        proposal, paths = drafter.proposal, tuple(path for path in drafter.proposal.paths if len(path) <= depth)
+        if proposal.grown is None and not any(rank for path in paths for rank in path):
+            return ProposalShape(min(depth, drafter.draft_length), len(paths))
+        nodes = len(paths) if proposal.grown is None else proposal.max_nodes - 1
+        return ProposalShape(max(map(len, paths)), nodes, paths, proposal.grown)
 
     def __str__(self) -> str:
         kind = f"{self.grown.replace('_', '-')} tree" if self.grown else "tree" if self.paths else "draft length"
@@ -79,11 +97,12 @@ def _predicted(
 ) -> list[Predicted]:
     """The speed of each of these shapes, the fastest first."""
     drafting = {depth: proposal_seconds(target, drafter, repeats, batch, depth) for depth in sorted({s.depth for s in shapes})}
-    verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 for s in shapes} | {1}), repeats, batch)
+    more = drafter.proposal.more_nodes
+    verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 + more for s in shapes} | {1}), repeats, batch)
     found = []
     for shape in shapes:
         tau = expected_tau(hits, shape.paths or [path for path in drafter.proposal.paths if len(path) <= shape.depth], sampled)
-        seconds = drafting[shape.depth] + verifying[shape.nodes + 1]
+        seconds = drafting[shape.depth] + verifying[shape.nodes + 1 + more]
         if tau is not None:
             found.append(Predicted(shape, tau, seconds, tau * verifying[1] / seconds))
     return sorted(found, key=lambda p: -p.speedup)
@@ -96,15 +115,16 @@ def shapes_of(
     depths = [d for d in DEPTHS if d < drafter.draft_length] + [drafter.draft_length]
     if not _searches(drafter, trees):
         own = drafter.proposal.paths
-        return [ProposalShape(d, sum(len(path) <= d for path in own)) for d in depths]
-    found = {}
+        return [ProposalShape(d, sum(len(path) <= d for path in own), settings={"draft_length": d}) for d in depths]
+    found, proposal = {}, drafter.proposal
     for depth in depths:
         cut = [rank_MK[:, :depth] for rank_MK in sequences]
         for nodes in sizes:
             paths = tuple(tuned_paths(cut, nodes))
             if paths:
-                shape = ProposalShape(max(map(len, paths)), len(paths), paths, drafter.proposal.grown)
-                found[shape.depth, shape.nodes] = shape
+                deepest = max(map(len, paths))
+                settings = proposal.tree_settings(deepest, paths)
+                found[deepest, len(paths)] = ProposalShape(deepest, len(paths), paths, proposal.grown, settings)
     return list(found.values())
 
 
@@ -121,3 +141,120 @@ def temperatures(temperature: float) -> list[float]:
 def ranks_by_text(hits: Sequence[Hits]) -> list[Tensor]:
     """Ranks [M, K] of each text that has samples."""
     return [text.to(torch.long) for h in hits for text in h.rank_MK.split(h.length_D) if len(text)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuner:
+    """Times decode settings of one drafter."""
+
+    bench: Bench
+    drafter: Drafter
+    options: TuneOptions
+    trained: Settings  # the checkpoint's decode settings
+
+    def use(self, settings: Settings) -> None:
+        self.drafter.use_decode_settings(with_tuned(self.trained, settings))
+
+    def race(self, name: str, settings: dict[str, Settings], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
+        """The speed of each of the settings in every repeat / that of the first, by name, on the same prompts."""
+        wanted = waves(len(cases), self.options.batch_size)
+        contenders = {label: self._contender(own, cases) for label, own in settings.items()}
+        laps = self.bench.timed(name, contenders, wanted, self.options.repeats, seconds, {})
+        first = next(iter(settings))
+        rates = {label: [self._rate(lap) for lap in own] for label, own in laps.items()}
+        found = {label: [a / b for a, b in zip(own, rates[first], strict=True)] for label, own in rates.items()}
+        return dict(self.bench.part.share(found))
+
+    def _rate(self, lap: list[Decoded]) -> float:
+        found = throughput(lap) if self.options.objective == "throughput" else 1.0 / (tpot(lap) or float("inf"))
+        return found or 0.0
+
+    def _contender(self, settings: Settings, cases: Sequence[Case]) -> Contender:
+        """A separate decoder for these settings, because a session keeps the proposal that it began with."""
+        self.use(settings)
+        decoder = decoder_of(self.bench.loaded, self.bench.decode, self.drafter)
+
+        def run(wave: list[int]) -> Decoded:
+            self.use(settings)
+            return decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0])
+
+        return run
+
+
+def search(tuner: Tuner, choosing: Sequence[Case], deciding: Sequence[Case] = ()) -> dict[str, Any]:
+    """The finalists with their predicted and measured speed, all predictions, and the choice.
+
+    choosing: prompts on which the finalists are timed. deciding: others, which say whether the choice is faster than the
+    trained settings; without any, the first ones say it.
+    """
+    tuner.use({})
+    predicted, shapes = _predictions(tuner, choosing)
+    finalists: dict[str, Settings] = {DEFAULT: {}} | {str(shape): shape.settings for shape in shapes}
+    budget = tuner.bench.budget
+    raced = tuner.race("tuning: race of the finalists", finalists, choosing, budget.left / 2 if deciding else budget.left)
+    name = winner(raced)
+    settings = finalists[name]
+    settings = settings | _temperature(tuner, settings, choosing)
+    gained = median(raced[name])
+    if settings and deciding:
+        last = tuner.race("tuning: on the other prompts", {DEFAULT: {}, "chosen": settings}, deciding, budget.left)
+        gained = median(last["chosen"])
+    rows = [
+        {"name": label, "settings": own, "raced": median(raced[label]), **_forecast(label, predicted)}
+        for label, own in finalists.items()
+    ]
+    return {
+        "finalists": rows,
+        "surface": [{"depth": p.shape.depth, "nodes": p.shape.nodes, "tau": p.tau, "speedup": p.speedup} for p in predicted],
+        "chosen": {"name": name, "settings": settings, "over_default": gained, "better": gained > 1.0},
+    }
+
+
+def winner(raced: Mapping[str, Sequence[float]]) -> str:
+    """The fastest by the median, or the first that it does not beat in every repeat: within noise, the prediction decides.
+
+    raced: the speed in every repeat, first of `DEFAULT`, then of the finalists in the order of their prediction.
+    """
+    fastest = max(raced, key=lambda label: median(raced[label]))
+    if fastest == DEFAULT:
+        return DEFAULT
+    close = (own for own in raced if any(b >= a for a, b in zip(raced[fastest], raced[own], strict=True)))
+    return next(own for own in close if own != DEFAULT)
+
+
+def _predictions(tuner: Tuner, cases: Sequence[Case]) -> tuple[list[Predicted], list[ProposalShape]]:
+    """(all predictions, the best proposals). For untrained drafters: no predictions, and all possible proposals."""
+    bench, drafter = tuner.bench, tuner.drafter
+    target, part = bench.loaded.target, bench.part
+    if not drafter.trained:
+        return [], shapes_of(drafter, [], target.trees)
+    plain = bench.decode_all("plain decoding", None, cases, passes=2)
+    outputs = [r.tokens for r in plain]
+    hits = forced_hits(target, drafter, [c.tokens for c in cases[: len(plain)]], outputs, target.device)
+    sampled = not bench.sampling.greedy and drafter.samples
+    found = surface(target, drafter, hits, sampled, tuner.options.batch_size)
+    if not found:
+        raise UserError("the outputs are too short to predict acceptance; raise decode.max_new_tokens, or give more prompts")
+    order = part.share([[p.shape.depth, p.shape.nodes] for p in found])  # by the first process's clock
+    found.sort(key=lambda p: order.index([p.shape.depth, p.shape.nodes]))
+    return found, [p.shape for p in found[: tuner.options.finalists]]
+
+
+def _temperature(tuner: Tuner, settings: Settings, cases: Sequence[Case]) -> Settings:
+    """The draft temperature of the highest tau, for drafters that sample; empty if it is the target's temperature."""
+    sampling = tuner.bench.sampling
+    if sampling.greedy or not tuner.drafter.samples or sampling.draft_temperature is not None:
+        return {}
+    taus = {}
+    for drawn in temperatures(sampling.temperature):
+        own = settings | {"draft_temperature": drawn, "temperature": sampling.temperature}
+        tuner.use(own)
+        results = tuner.bench.decode_all(f"draft temperature {drawn:g}", tuner.drafter, cases)
+        taus[drawn] = pooled(results).tau or 0.0
+    best = max(taus, key=lambda drawn: taus[drawn])
+    return {} if best == sampling.temperature else {"draft_temperature": best, "temperature": sampling.temperature}
+
+
+def _forecast(label: str, predicted: Sequence[Predicted]) -> dict[str, float | None]:
+    own = next((p for p in predicted if str(p.shape) == label), None)
+    return {"expected_tau": None if own is None else own.tau, "predicted_speedup": None if own is None else own.speedup}

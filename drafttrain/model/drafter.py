@@ -111,10 +111,10 @@ class RevertibleState(DraftState):
 class Calibration(Protocol):
     """Turns the logits of a drafter's confidences into probabilities of acceptance."""
 
-    def fit(self, confidence_MK: Tensor, hit_MK: Tensor, mass_MK: Tensor) -> None:
+    def fit(self, confidence_MK: Tensor, top1_MK: Tensor, acceptance_MK: Tensor) -> None:
         """Fit on held-out text.
 
-        confidence_MK: logits (`Prediction.confidence`). hit_MK: whether the draft was the text's token. mass_MK: the
+        confidence_MK: logits (`Prediction.confidence`). top1_MK: whether the draft was the text's token. acceptance_MK: the
         probability that the target accepts a sampled draft, sum min(p, q).
         """
         ...

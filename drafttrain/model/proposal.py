@@ -70,6 +70,16 @@ class Proposal:
         return False
 
     @property
+    def more_nodes(self) -> int:
+        """Nodes of the largest tree that are not among `paths`."""
+        return 0
+
+    def tree_settings(self, depth: int, paths: Sequence[Path]) -> dict[str, Any]:
+        """What `use` takes for a tree of these rank paths, `depth` deep."""
+        tree = {"draft_length": depth, "paths": [list(path) for path in paths]}
+        return tree | ({"nodes": len(paths)} if self.grown else {})
+
+    @property
     def tunable(self) -> bool:
         """Whether `tune` chooses anything."""
         return False

@@ -30,14 +30,14 @@ EVAL_CHUNK = 1024  # predictions whose logits are in memory at once in evaluatio
 class StepCounts:
     """Sums over the predictions of each step, [K] each.
 
-    Quotients give the logged figures: correct / total is top-1 agreement, mass / total is expected acceptance, and
+    Quotients give the logged figures: correct / total is top-1 agreement, acceptance / total is expected acceptance, and
     alive_correct / alive is alpha of a position given that the positions before it agreed.
     """
 
     loss: Tensor  # sum of losses
     total: Tensor  # number of predictions
     correct: Tensor  # predictions whose top-1 token is the target's
-    mass: Tensor  # sum of acceptance, sum min(p, q)
+    acceptance: Tensor  # sum of acceptance, sum min(p, q)
     alive: Tensor  # predictions whose earlier steps all agreed
     alive_correct: Tensor  # of these, the ones that agree as well
     nonfinite_2B: Tensor | None = None  # rows with such a value: in the target's states; in a loss or an acceptance
@@ -49,7 +49,7 @@ class StepCounts:
 
     def packed(self) -> Tensor:
         """[6, K], for one all-reduce."""
-        return torch.stack([self.loss, self.total, self.correct, self.mass, self.alive, self.alive_correct])
+        return torch.stack([self.loss, self.total, self.correct, self.acceptance, self.alive, self.alive_correct])
 
     @staticmethod
     def unpacked(packed_6K: Tensor) -> StepCounts:
@@ -125,7 +125,7 @@ class Objective(nn.Module):
         total = total if gradients is None else gradients.attach(total)
         for prediction, step in zip(predictions, steps, strict=True):
             if prediction.confidence is not None:
-                total = total + _weighted_sum(prediction.weight, _confidence_loss(prediction, step.mass_M))
+                total = total + _weighted_sum(prediction.weight, _confidence_loss(prediction, step.acceptance_M))
             if prediction.aux is not None:
                 total = total + prediction.aux
         counts = StepCounts.stack(_rows(predictions, steps, token_P, depths))
@@ -162,15 +162,15 @@ def _rows(predictions: Sequence[Prediction], steps: Sequence[StepScores], token_
     for prediction, step in zip(predictions, steps, strict=True):
         if not prediction.counted:
             continue
-        alive_M, hit_M = alive_P[prediction.source_M], step.hit_M
-        alive_P = torch.zeros_like(alive_P).scatter(0, prediction.source_M, alive_M & hit_M)
+        alive_M, top1_M = alive_P[prediction.source_M], step.top1_M
+        alive_P = torch.zeros_like(alive_P).scatter(0, prediction.source_M, alive_M & top1_M)
         counts = (
             step.loss_M.detach().sum(),
-            len(hit_M),
-            hit_M.sum(),
-            step.mass_M.sum(),
+            len(top1_M),
+            top1_M.sum(),
+            step.acceptance_M.sum(),
             alive_M.sum(),
-            (alive_M & hit_M).sum(),
+            (alive_M & top1_M).sum(),
         )
         row = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=token_P.device) for c in counts])
         rows += [row] * (depths if prediction.every_step else 1)
@@ -182,15 +182,15 @@ def _nonfinite_scores(predictions: Sequence[Prediction], steps: Sequence[StepSco
     """[B] whether a row has a loss or an acceptance that is not finite. The device finds it: nothing waits for it here."""
     B, T = batch.token_BT.shape
     row_N = torch.cat([prediction.label_M for prediction in predictions]) // T
-    fault_N = ~torch.cat([step.loss_M + step.mass_M for step in steps]).isfinite()
+    fault_N = ~torch.cat([step.loss_M + step.acceptance_M for step in steps]).isfinite()
     return torch.zeros(B, device=row_N.device).index_add(0, row_N, fault_N.float()) > 0
 
 
-def _confidence_loss(prediction: Prediction, mass_M: Tensor) -> Tensor:
+def _confidence_loss(prediction: Prediction, acceptance_M: Tensor) -> Tensor:
     """[M] the cross-entropy between the drafter's confidence in each draft and its acceptance."""
     assert prediction.confidence is not None
     logit_M = prediction.confidence(prediction.hidden_MH).float()
-    return F.binary_cross_entropy_with_logits(logit_M, mass_M, reduction="none")
+    return F.binary_cross_entropy_with_logits(logit_M, acceptance_M, reduction="none")
 
 
 def _predictions(drafter: Drafter, batch: TrainBatch) -> Iterator[Prediction]:
@@ -208,7 +208,7 @@ class Hits:
     """Teacher-forced results per source that has every depth."""
 
     rank_MK: Tensor  # rank of the true token among the drafter's choices, `width` if beyond
-    mass_MK: Tensor  # acceptance, sum min(p, q)
+    acceptance_MK: Tensor  # acceptance, sum min(p, q)
     length_D: list[int]  # number of these sources in each document, in order
     confidence_MK: Tensor | None = None  # logits of the drafter's confidence in each draft; None: it has no confidence
 
@@ -222,25 +222,25 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     """
     token_P, K, confident = batch.token_BT.flatten(), drafter.proposal.predicted_depths, False
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
-    mass_PK, confidence_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
+    acceptance_PK, confidence_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
     predictions = [p for p in _predictions(drafter, batch) if p.counted]
     scores = _scores(predictions, batch, target, width, drafter.confident)
-    for prediction, (rank_M, mass_M, sure_M) in zip(predictions, scores, strict=True):
+    for prediction, (rank_M, acceptance_M, confidence_M) in zip(predictions, scores, strict=True):
         if not prediction.every_step:
             if prediction.step < K:
                 rank_PK[prediction.source_M, prediction.step] = rank_M
-                mass_PK[prediction.source_M, prediction.step] = mass_M
+                acceptance_PK[prediction.source_M, prediction.step] = acceptance_M
                 if prediction.confidence is not None:
-                    sure_M = prediction.confidence(prediction.hidden_MH).float()
+                    confidence_M = prediction.confidence(prediction.hidden_MH).float()
                 confident |= drafter.confident or prediction.confidence is not None
-                confidence_PK[prediction.source_M, prediction.step] = sure_M
+                confidence_PK[prediction.source_M, prediction.step] = confidence_M
             continue
         rank_P = torch.full_like(token_P, -1).scatter(0, prediction.label_M, rank_M)
-        mass_P = torch.zeros_like(mass_PK[:, 0]).scatter(0, prediction.label_M, mass_M)
+        acceptance_P = torch.zeros_like(acceptance_PK[:, 0]).scatter(0, prediction.label_M, acceptance_M)
         for depth in range(K):
             pairs = batch.future(depth + 2)
             rank_PK[pairs.source_M, depth] = rank_P[pairs.label_M]
-            mass_PK[pairs.source_M, depth] = mass_P[pairs.label_M]
+            acceptance_PK[pairs.source_M, depth] = acceptance_P[pairs.label_M]
     root_P = torch.zeros_like(token_P, dtype=torch.bool)
     root_P.index_fill_(0, batch.future(1).source_M, True)
     whole_P = (rank_PK >= 0).all(-1) & root_P
@@ -249,7 +249,7 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     ).flatten()
     length_D = document_P[whole_P].unique_consecutive(return_counts=True)[1].tolist()
     confidence_MK = confidence_PK[whole_P].cpu() if confident else None
-    return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu(), length_D, confidence_MK)
+    return Hits(rank_PK[whole_P].cpu(), acceptance_PK[whole_P].cpu(), length_D, confidence_MK)
 
 
 def _scores(
@@ -259,7 +259,10 @@ def _scores(
     confident drafter the `confidence_of` its choice, else 0."""
     distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
     empty = [torch.zeros(2, len(p.label_M), device=token_P.device) for p in predictions]
-    found = [(torch.empty_like(p.label_M), *mass_and_sure_2M) for p, mass_and_sure_2M in zip(predictions, empty, strict=True)]
+    found = [
+        (torch.empty_like(p.label_M), *acceptance_and_confidence_2M)
+        for p, acceptance_and_confidence_2M in zip(predictions, empty, strict=True)
+    ]
     places = [batch.teacher_index(batch.on_host(p.label_M)) for p in predictions]
     for chunk in chunks(places, list(range(len(predictions))), EVAL_CHUNK, token_P.device):
         rows = distribution.at(chunk.position_U)
@@ -269,11 +272,11 @@ def _scores(
             p_CV = rows(part.place_C, prediction, draft_CD).logits()
             q_CV = prediction.whole(draft_CD, p_CV.shape[-1])
             best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1)
-            hit_CR = best_CR.indices == token_P[prediction.label_M[part.row_C]][:, None]
-            hit_CR = hit_CR & (best_CR.values > -torch.inf)
-            rank_M, mass_M, sure_M = found[part.step]
-            rank_M[part.row_C] = hit_CR.int().argmax(-1).masked_fill(~hit_CR.any(-1), width)
-            mass_M[part.row_C] = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
+            top1_CR = best_CR.indices == token_P[prediction.label_M[part.row_C]][:, None]
+            top1_CR = top1_CR & (best_CR.values > -torch.inf)
+            rank_M, acceptance_M, confidence_M = found[part.step]
+            rank_M[part.row_C] = top1_CR.int().argmax(-1).masked_fill(~top1_CR.any(-1), width)
+            acceptance_M[part.row_C] = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
             if confident:
-                sure_M[part.row_C] = confidence_of(q_CV)
+                confidence_M[part.row_C] = confidence_of(q_CV)
     return found

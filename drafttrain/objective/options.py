@@ -23,15 +23,15 @@ class LossOptions:
         """Raise UserError for an unknown loss, a chunk below 1, or weights that do not fit the loss."""
         from drafttrain.ops import divergence  # imports torch, which composing a configuration does not need
 
-        names = (*divergence.NAMES, END_TO_END, MIX)
+        names = (*divergence.LOSSES, END_TO_END, MIX)
         if self.chunk < 1 or self.name not in names:
             choice = f"choose {', '.join(names)}, and a chunk of 1 or more"
             raise UserError(f"loss.name is {self.name!r}, loss.chunk {self.chunk}; {choice}")
-        known = all(name in divergence.NAMES and weight > 0 for name, weight in self.mix.items())
+        known = all(name in divergence.LOSSES and weight > 0 for name, weight in self.mix.items())
         if not known or (self.name == MIX) != bool(self.mix):
             raise UserError(
                 f"loss.name is {self.name!r}, loss.mix {self.mix}; a mix, and nothing else, has weights above 0 of some of "
-                f"{', '.join(divergence.NAMES)}"
+                f"{', '.join(divergence.LOSSES)}"
             )
 
     @property

@@ -19,11 +19,11 @@ Terms = Mapping[str, float]  # weight of each divergence in the loss, by its nam
 
 
 class ScoresFunction(torch.autograd.Function):
-    """Autograd function: (loss_C, hit_C, mass_C) from the logits of both models.
+    """Autograd function: (loss_C, top1_C, acceptance_C) from the logits of both models.
 
     It saves one tensor for the backward pass, dloss/dlogits, which is computed together with the loss (`ops.divergence`).
-    spend: it may take the place of the logits, which nothing reads afterwards. row_C, whole_C: as for `divergence.scores`.
-    gain_C: the gradient of the loss that the backward pass will be given, where it is known; it is multiplied in at once.
+    inplace: it may take the place of the logits, which nothing reads afterwards. row_C, whole_C: as for `divergence.scores`.
+    grad_output_C: the gradient that the backward pass will be given, where it is known; it is multiplied in at once.
     """
 
     @staticmethod
@@ -33,37 +33,37 @@ class ScoresFunction(torch.autograd.Function):
         target_logits_CV: Tensor,
         label_C: Tensor,
         terms: Terms,
-        spend: bool = False,
+        inplace: bool = False,
         row_C: Tensor | None = None,
         whole_C: Tensor | None = None,
-        gain_C: Tensor | None = None,
+        grad_output_C: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         (first, weight), *others = terms.items()
-        ctx.gained = gain_C is not None and not others
-        gain_C = gain_C if ctx.gained else None
-        into_CV = logits_CV if spend and not others else None
-        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, into_CV, row_C, whole_C, gain_C)
-        loss_C, slope_CV = found.loss_C, found.slope_CV
+        ctx.scaled = grad_output_C is not None and not others
+        grad_output_C = grad_output_C if ctx.scaled else None
+        out_CV = logits_CV if inplace and not others else None
+        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, out_CV, row_C, whole_C, grad_output_C)
+        loss_C, grad_logits_CV = found.loss_C, found.grad_logits_CV
         if weight != 1.0 or others:
             loss_C = weight * loss_C
-            slope_CV = None if slope_CV is None else slope_CV.mul_(weight)
+            grad_logits_CV = None if grad_logits_CV is None else grad_logits_CV.mul_(weight)
         for name, weight in others:
             other = divergence.scores(logits_CV, target_logits_CV, label_C, name, wanted, None, row_C)
             loss_C = loss_C + weight * other.loss_C
-            if slope_CV is not None and other.slope_CV is not None:
-                slope_CV.add_(other.slope_CV, alpha=weight)
-        if slope_CV is not None:
-            ctx.save_for_backward(slope_CV)
-        ctx.mark_non_differentiable(found.hit_C, found.mass_C)
-        return loss_C, found.hit_C, found.mass_C
+            if grad_logits_CV is not None and other.grad_logits_CV is not None:
+                grad_logits_CV.add_(other.grad_logits_CV, alpha=weight)
+        if grad_logits_CV is not None:
+            ctx.save_for_backward(grad_logits_CV)
+        ctx.mark_non_differentiable(found.top1_C, found.acceptance_C)
+        return loss_C, found.top1_C, found.acceptance_C
 
     @staticmethod
     def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
-        (slope_CV,) = ctx.saved_tensors
-        if not ctx.gained:
-            slope_CV.mul_(grad_C[:, None].to(slope_CV.dtype))  # needed once
-        return slope_CV, None, None, None, None, None, None, None
+        (grad_logits_CV,) = ctx.saved_tensors
+        if not ctx.scaled:
+            grad_logits_CV.mul_(grad_C[:, None].to(grad_logits_CV.dtype))  # needed once
+        return grad_logits_CV, None, None, None, None, None, None, None
 
 
 def scores_of(
@@ -73,22 +73,22 @@ def scores_of(
     label_C: Tensor,
     terms: Terms,
     end_to_end: bool = False,
-    spend: bool = False,
-    gain_C: Tensor | None = None,
+    inplace: bool = False,
+    grad_output_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss_C, hit_C, mass_C) of some predictions of a step, from its head's logits.
+    """(loss_C, top1_C, acceptance_C) of some predictions of a step, from its head's logits.
 
-    end_to_end: where the head's vocabulary is a part of the target's, the loss is one minus the acceptance. spend: the
-    gradient may take the place of the logits. gain_C: of loss_C, as for `ScoresFunction`.
+    end_to_end: where the head's vocabulary is a part of the target's, the loss is one minus the acceptance. inplace: the
+    gradient may take the place of the logits. grad_output_C: of loss_C, as for `ScoresFunction`.
     """
     if prediction.vocab_D is not None:
-        return restricted(logits_CD, target, label_C, terms, prediction.vocab_D, end_to_end, spend, gain_C)
+        return restricted(logits_CD, target, label_C, terms, prediction.vocab_D, end_to_end, inplace, grad_output_C)
     if prediction.offers is not None:
-        return offered(logits_CD, target, label_C, terms, prediction.offers, end_to_end, gain_C)
+        return offered(logits_CD, target, label_C, terms, prediction.offers, end_to_end, grad_output_C)
     place_C, logits_UV = target.place_C, target.chunk.logits_UV
     logits_UV, row_C = (logits_UV[place_C], None) if isinstance(place_C, slice) else (logits_UV, place_C)
     found: tuple[Tensor, Tensor, Tensor] = ScoresFunction.apply(
-        logits_CD, logits_UV, label_C, terms, spend, row_C, None, gain_C
+        logits_CD, logits_UV, label_C, terms, inplace, row_C, None, grad_output_C
     )
     return found
 
@@ -100,8 +100,8 @@ def restricted(
     terms: Terms,
     vocab_D: Tensor,
     end_to_end: bool = False,
-    spend: bool = False,
-    gain_C: Tensor | None = None,
+    inplace: bool = False,
+    grad_output_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ScoresFunction` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
 
@@ -115,7 +115,7 @@ def restricted(
         return torch.where(vocab_D[at_C] == token_C, at_C, -1)
 
     part = PartLogits(target.columns(vocab_D), target.log_sum(), place(target.best()), place(label_C))
-    return _scores_over_part(logits_CD, part, terms, end_to_end, spend and len(terms) == 1, gain_C)
+    return _scores_over_part(logits_CD, part, terms, end_to_end, inplace and len(terms) == 1, grad_output_C)
 
 
 def offered(
@@ -125,7 +125,7 @@ def offered(
     terms: Terms,
     count: int,
     end_to_end: bool = False,
-    gain_C: Tensor | None = None,
+    grad_output_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `restricted`, for a head that offers only its `count` likeliest tokens of each prediction."""
     token_CD = logits_CV.detach().topk(count, -1).indices
@@ -135,7 +135,7 @@ def offered(
         return torch.where(same_CD.any(-1), same_CD.int().argmax(-1), -1)
 
     part = PartLogits(target.of(token_CD), target.log_sum(), place(target.best()), place(label_C))
-    return _scores_over_part(logits_CV.gather(1, token_CD), part, terms, end_to_end, gain_C=gain_C)
+    return _scores_over_part(logits_CV.gather(1, token_CD), part, terms, end_to_end, grad_output_C=grad_output_C)
 
 
 class PartLogits(NamedTuple):
@@ -152,20 +152,20 @@ def _scores_over_part(
     part: PartLogits,
     terms: Terms,
     end_to_end: bool,
-    spend: bool = False,
-    gain_C: Tensor | None = None,
+    inplace: bool = False,
+    grad_output_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     best_C, label_C = part.best_C, part.label_C
     # before a gradient takes the logits' place
     whole_C = divergence.overlap(logits_CD, part.logits_CD, part.log_sum_C) if end_to_end else None
     loss_C = torch.zeros_like(part.log_sum_C)
-    hit_C, mass_C = torch.zeros_like(label_C, dtype=torch.bool), loss_C
+    top1_C, acceptance_C = torch.zeros_like(label_C, dtype=torch.bool), loss_C
     for name, weight in terms.items():
-        learnt_C = (label_C if name == "ce" else best_C) >= 0
-        own_C = None if gain_C is None or end_to_end else torch.where(learnt_C, weight * gain_C, 0.0)
-        given = (logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, spend, None, part.log_sum_C, own_C)
-        apart_C, hit_C, mass_C = ScoresFunction.apply(*given)
+        learnt_C = (label_C if name == "ce" else best_C if name in divergence.FUSED else torch.minimum(label_C, best_C)) >= 0
+        own_C = None if grad_output_C is None or end_to_end else torch.where(learnt_C, weight * grad_output_C, 0.0)
+        given = (logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, inplace, None, part.log_sum_C, own_C)
+        apart_C, top1_C, acceptance_C = ScoresFunction.apply(*given)
         loss_C = loss_C + weight * torch.where(learnt_C, apart_C, 0.0)
     if whole_C is not None:
-        loss_C, mass_C = 1.0 - whole_C, whole_C
-    return loss_C, hit_C & (best_C >= 0), mass_C.detach()
+        loss_C, acceptance_C = 1.0 - whole_C, whole_C
+    return loss_C, top1_C & (best_C >= 0), acceptance_C.detach()

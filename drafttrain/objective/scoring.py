@@ -37,14 +37,14 @@ class StepScores:
     """Scores of one step's predictions, [M] each."""
 
     loss_M: Tensor  # divergence
-    hit_M: Tensor  # whether the top-1 token is the target's
-    mass_M: Tensor  # acceptance, sum min(p, q)
+    top1_M: Tensor  # whether the top-1 token is the target's
+    acceptance_M: Tensor  # acceptance, sum min(p, q)
 
     @staticmethod
     def empty(like: Tensor) -> StepScores:
         """For as many predictions as `like` has rows."""
-        loss_M, mass_M = (like.new_empty(len(like), dtype=torch.float32) for _ in range(2))
-        return StepScores(loss_M, like.new_empty(len(like), dtype=torch.bool), mass_M)
+        loss_M, acceptance_M = (like.new_empty(len(like), dtype=torch.float32) for _ in range(2))
+        return StepScores(loss_M, like.new_empty(len(like), dtype=torch.bool), acceptance_M)
 
     def of(self, number_M: Tensor) -> StepScores:
         """Of some of the predictions."""
@@ -60,21 +60,19 @@ class Gradients:
         self.of_parameter: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
-    def add(
-        self, piece: Sequence[PredictionPart], input_CH: Tensor, logits: Sequence[Tensor], slopes: Sequence[Tensor]
-    ) -> None:
-        """Add the gradients, where the head made these logits of these predictions. slopes: of the logits."""
+    def add(self, piece: Sequence[PredictionPart], input_CH: Tensor, logits: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Add the gradients, where the head made these logits of these predictions. grads: of the logits."""
         if len(logits) == 1 and _is_product(logits[0]):
             product: Any = logits[0].grad_fn
-            self._add_product(product, slopes[0])
+            self._add_product(product, grads[0])
             if product.next_functions[0][0] is None:  # its input needs no gradient
                 return
-            logits, slopes = [product._saved_self], [slopes[0] @ product._saved_mat2.t()]
+            logits, grads = [product._saved_self], [grads[0] @ product._saved_mat2.t()]
         parameters = [leaf for leaf in leaves(*logits) if leaf is not input_CH]
         wanted = ([input_CH] if input_CH.requires_grad else []) + parameters
         if not wanted:
             return
-        found = list(torch.autograd.grad(logits, wanted, slopes, allow_unused=True))
+        found = list(torch.autograd.grad(logits, wanted, grads, allow_unused=True))
         to_input_CH = found.pop(0) if input_CH.requires_grad else None
         for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is not None and parameter in self.of_parameter:
@@ -91,13 +89,13 @@ class Gradients:
             if own_MH is not None:
                 own_MH[part.row_C] += gradient_CH  # other steps may read the same states
 
-    def _add_product(self, product: Any, slope_CD: Tensor) -> None:
+    def _add_product(self, product: Any, grad_logits_CD: Tensor) -> None:
         """Add the gradient of a product's parameter; only the first chunk's has a tensor of its own."""
         parameter, input_CH = product.next_functions[1][0].next_functions[0][0].variable, product._saved_self
         if parameter in self.of_parameter:
-            self.of_parameter[parameter].addmm_(slope_CD.t(), input_CH)
+            self.of_parameter[parameter].addmm_(grad_logits_CD.t(), input_CH)
         else:
-            self.of_parameter[parameter] = slope_CD.t() @ input_CH
+            self.of_parameter[parameter] = grad_logits_CD.t() @ input_CH
 
     def attach(self, total: Tensor) -> Tensor:
         """The same number, from which these gradients flow."""
@@ -191,7 +189,7 @@ class Scoring:
         inputs = [h for h in dict.fromkeys(self.hidden) if h.requires_grad] + list(found)
         loss_R: Tensor = _Later.apply(self, joined([step.loss_M for step in scores]), *inputs)
         losses = loss_R.split([len(label_M) for label_M in self.labels])
-        return self._apart([StepScores(loss_M, s.hit_M, s.mass_M) for loss_M, s in zip(losses, scores, strict=True)])
+        return self._apart([StepScores(loss_M, s.top1_M, s.acceptance_M) for loss_M, s in zip(losses, scores, strict=True)])
 
     def recomputed(self) -> list[StepScores]:
         """As `differentiable`, by torch's graph: the backward pass computes each piece again (arXiv 1604.06174), and the
@@ -214,7 +212,7 @@ class Scoring:
     def _scores(
         self, chunk: LossChunk, kept: Sequence[Rows], piece: Sequence[PredictionPart], input_CH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss_C, hit_C, mass_C). kept: the target's logits, where they are still in memory."""
+        """(loss_C, top1_C, acceptance_C). kept: the target's logits, where they are still in memory."""
         first, found = self.steps[piece[0].step], []
         for parts, logits_CD in self._logits(piece, input_CH):
             label_C = joined([self.labels[part.step][part.row_C] for part in parts])
@@ -222,8 +220,8 @@ class Scoring:
                 target = kept[0] if kept else self.distribution.at(chunk.position_U)
                 rows = target(joined_index([part.place_C for part in parts], label_C.device), first, logits_CD)
             found.append(scores_of(first, logits_CD, rows, label_C, self.terms, self.end_to_end))
-        loss_C, hit_C, mass_C = (joined(column) for column in zip(*found, strict=True))
-        return loss_C, hit_C, mass_C
+        loss_C, top1_C, acceptance_C = (joined(column) for column in zip(*found, strict=True))
+        return loss_C, top1_C, acceptance_C
 
     def _apart(self, scores: Sequence[StepScores]) -> list[StepScores]:
         """The scores of each of the given predictions. scores: of `steps`."""
@@ -267,17 +265,17 @@ class Scoring:
         with torch.no_grad():
             input_CH = self._input(piece)
         input_CH.requires_grad_(any(self.steps[part.step].hidden_MH.requires_grad for part in piece))
-        slopes = list[tuple[Tensor, Tensor]]()
+        grads = list[tuple[Tensor, Tensor]]()
         with torch.set_grad_enabled(weights is not None or found is not None):
             groups = self._logits(piece, input_CH)
             if found is not None:
                 found |= dict.fromkeys(leaf for leaf in leaves(*(x for _, x in groups)) if leaf is not input_CH)
                 groups = [(parts, logits_CD.detach()) for parts, logits_CD in groups]
             for parts, logits_CD in groups:
-                slope_CD = self._score(parts, logits_CD, target, scores, weights)
-                slopes += [] if slope_CD is None else [(logits_CD, slope_CD)]
-        if slopes and gradients is not None:
-            gradients.add(piece, input_CH, *zip(*slopes, strict=True))
+                grad_logits_CD = self._score(parts, logits_CD, target, scores, weights)
+                grads += [] if grad_logits_CD is None else [(logits_CD, grad_logits_CD)]
+        if grads and gradients is not None:
+            gradients.add(piece, input_CH, *zip(*grads, strict=True))
 
     def _score(
         self,
@@ -293,26 +291,26 @@ class Scoring:
         with torch.no_grad():
             rows = target(joined_index([part.place_C for part in parts], label_C.device), first, logits_CD)
         own_CD = logits_CD.detach().requires_grad_(logits_CD.requires_grad)
-        spend = type(logits_CD.grad_fn).__name__ in KEEP_NO_OUTPUT
+        inplace = type(logits_CD.grad_fn).__name__ in KEEP_NO_OUTPUT
         weight_C = None if weights is None else joined([weights[part.step][part.row_C] for part in parts]).float()
-        scored_C = scores_of(first, own_CD, rows, label_C, self.terms, self.end_to_end, spend, weight_C)
+        scored_C = scores_of(first, own_CD, rows, label_C, self.terms, self.end_to_end, inplace, weight_C)
         for own, whole_C in zip(zip(*(_fields(scores[part.step]) for part in parts), strict=True), scored_C, strict=True):
             for part, own_M, found_C in zip(parts, own, whole_C.detach().split([p.count for p in parts]), strict=True):
                 own_M[part.row_C] = found_C
         if weight_C is None or not logits_CD.requires_grad:
             return None
-        (slope_CD,) = torch.autograd.grad(scored_C[0], own_CD, weight_C)
-        return slope_CD.detach()
+        (grad_logits_CD,) = torch.autograd.grad(scored_C[0], own_CD, weight_C)
+        return grad_logits_CD.detach()
 
 
 def _in_order(parts: Sequence[tuple[Tensor, ...]]) -> StepScores:
     """The scores of one step from (rows, loss, hit, mass) of its parts."""
-    row_M, loss_M, hit_M, mass_M = (torch.cat(column) for column in zip(*parts, strict=True))
-    return StepScores(*(torch.zeros_like(x).index_copy(0, row_M, x) for x in (loss_M, hit_M, mass_M)))
+    row_M, loss_M, top1_M, acceptance_M = (torch.cat(column) for column in zip(*parts, strict=True))
+    return StepScores(*(torch.zeros_like(x).index_copy(0, row_M, x) for x in (loss_M, top1_M, acceptance_M)))
 
 
 def _fields(step: StepScores) -> tuple[Tensor, Tensor, Tensor]:
-    return step.loss_M, step.hit_M, step.mass_M
+    return step.loss_M, step.top1_M, step.acceptance_M
 
 
 def _by_row(weight: float | Tensor, like_M: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: C predictions, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from drafttrain.ops import jit, library
 
-NAMES = ("ce", "kl", "rkl", "jsd", "tvd", "lk")
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # [C] from log p_CV, log q_CV and label_C; differentiable in log q
+FUSED = ("ce", "kl", "rkl", "jsd", "tvd", "lk")  # losses whose gradients are written by hand, here and as kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = {"cpu": 1 << 20}  # logits per pass of the twin, so that its intermediate results stay in the processor's cache
 COMPILED = {"kl": 0, "ce": 1, "tvd": 2}  # divergences of the CPU operator, by its numbers
@@ -24,9 +26,9 @@ class Scores(NamedTuple):
     """Loss, top-1 agreement and overlap of each prediction."""
 
     loss_C: Tensor  # nats; tvd: within 0 and 1
-    hit_C: Tensor  # whether p and q have the same most likely token
-    mass_C: Tensor  # sum min(p, q)
-    slope_CV: Tensor | None  # dloss/dlogits
+    top1_C: Tensor  # whether p and q have the same most likely token
+    acceptance_C: Tensor  # sum min(p, q)
+    grad_logits_CV: Tensor | None  # dloss/dlogits
 
 
 def scores(
@@ -34,76 +36,75 @@ def scores(
     target_logits_CV: Tensor,
     label_C: Tensor,
     name: str,
-    want_slope: bool,
-    into: Tensor | None = None,
+    want_grad: bool,
+    out: Tensor | None = None,
     row_C: Tensor | None = None,
     whole_C: Tensor | None = None,
-    gain_C: Tensor | None = None,
+    grad_output_C: Tensor | None = None,
 ) -> Scores:
-    """The divergence `name` of each prediction, its top-1 agreement and overlap, and the gradient in the logits' dtype if
-    wanted.
+    """The loss `name` (`LOSSES`) of each prediction, its top-1 agreement and overlap, and the gradient in the logits' dtype if
+    wanted. Raises ValueError for an unknown name.
 
-    ce: -log q(label). kl: KL(p || q). rkl: KL(q || p). jsd: the mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (arXiv
-    2310.08461). tvd: 1 - sum min(p, q). lk: -log sum min(p, q) (arXiv 2602.23881).
-
-    target_logits_CV may hold -inf. Among equally likely tokens the lowest index counts. into: receives the gradient; it may be
+    target_logits_CV may hold -inf. Among equally likely tokens the lowest index counts. out: receives the gradient; it may be
     logits_CV itself, which halves the memory. row_C: the row of target_logits_CV that each prediction is compared with; None:
     its own. No copy of all these rows is made. whole_C: log-sum-exp of the target's logits over a vocabulary of which these are
     a part; the overlap is then the one over all of it, where q has nothing outside the part. Not with row_C.
-    gain_C: each row's gradient is multiplied by it.
+    grad_output_C: each row's gradient is multiplied by it.
     """
-    if want_slope and into is None:
-        into = torch.empty_like(logits_CV)
+    if want_grad and out is None:
+        out = torch.empty_like(logits_CV)
     if row_C is not None:
         assert whole_C is None
-        return _of_rows(logits_CV, target_logits_CV, label_C, name, into if want_slope else None, row_C, gain_C)
-    if not _serves(logits_CV, target_logits_CV, into):
+        return _of_rows(logits_CV, target_logits_CV, label_C, name, out if want_grad else None, row_C, grad_output_C)
+    if name not in FUSED or not _serves(logits_CV, target_logits_CV, out):
         # before the gradient takes the logits' place
-        mass_C = None if whole_C is None else _overlap_by_rows(logits_CV, target_logits_CV, whole_C)
-        compiled = name in COMPILED and _compiled(logits_CV, target_logits_CV, label_C, into if want_slope else None)
+        acceptance_C = None if whole_C is None else _overlap_by_rows(logits_CV, target_logits_CV, whole_C)
+        compiled = name in COMPILED and _compiled(logits_CV, target_logits_CV, label_C, out if want_grad else None)
         way = _on_cpu if compiled else _by_rows
-        found = way(logits_CV, target_logits_CV, label_C, name, into if want_slope else None)
-        if gain_C is not None and found.slope_CV is not None:
-            found.slope_CV.mul_(gain_C[:, None].to(found.slope_CV.dtype))
-        return found if mass_C is None else found._replace(mass_C=mass_C)
+        found = way(logits_CV, target_logits_CV, label_C, name, out if want_grad else None)
+        if grad_output_C is not None and found.grad_logits_CV is not None:
+            found.grad_logits_CV.mul_(grad_output_C[:, None].to(found.grad_logits_CV.dtype))
+        return found if acceptance_C is None else found._replace(acceptance_C=acceptance_C)
     from drafttrain.kernels.triton import divergence as kernels
 
     found = Scores(
         torch.empty_like(label_C, dtype=torch.float32),
         torch.empty_like(label_C, dtype=torch.bool),
         torch.empty_like(label_C, dtype=torch.float32),
-        into if want_slope else None,
+        out if want_grad else None,
     )
     if len(label_C):
-        kernels.launch(logits_CV, target_logits_CV, label_C, name, *found, whole_C, gain_C).run()
+        kernels.launch(logits_CV, target_logits_CV, label_C, name, *found, whole_C, grad_output_C).run()
     return found
 
 
-def _serves(logits_CV: Tensor, target_logits_CV: Tensor, into: Tensor | None) -> bool:
-    given = [logits_CV, target_logits_CV] + ([] if into is None else [into])
+def _serves(logits_CV: Tensor, target_logits_CV: Tensor, out: Tensor | None) -> bool:
+    given = [logits_CV, target_logits_CV] + ([] if out is None else [out])
     return all(x.dtype in DTYPES and x.stride(1) == 1 for x in given) and jit.serves(logits_CV)
 
 
-def _compiled(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, into: Tensor | None) -> bool:
-    given = [logits_CV, target_logits_CV] + ([] if into is None else [into])
+def _compiled(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, out: Tensor | None) -> bool:
+    given = [logits_CV, target_logits_CV] + ([] if out is None else [out])
     plain = all(x.device.type == "cpu" and x.dtype in DTYPES and x.is_contiguous() for x in given)
     return plain and label_C.is_contiguous() and library.serves(logits_CV)
 
 
-def _on_cpu(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Scores:
+def _on_cpu(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, out: Tensor | None) -> Scores:
     """By the compiled operator, which takes float32; other types are converted, some rows at a time."""
-    loss_C, hit_C, mass_C = (torch.empty(len(label_C), dtype=t) for t in (torch.float32, torch.bool, torch.float32))
+    loss_C, top1_C, acceptance_C = (torch.empty(len(label_C), dtype=t) for t in (torch.float32, torch.bool, torch.float32))
     single = all(x.dtype == torch.float32 for x in (logits_CV, target_logits_CV))
     rows = max(1, len(label_C)) if single else rows_at_once(logits_CV)
     for start in range(0, len(label_C), rows):
         at = slice(start, start + rows)
-        own_RV, slope_RV = logits_CV[at].float(), None if into is None else into[at]
-        wide_RV = slope_RV if slope_RV is None or slope_RV.dtype == torch.float32 else torch.empty_like(own_RV)
-        found = loss_C[at], hit_C[at], mass_C[at], wide_RV
+        own_RV, grad_logits_RV = logits_CV[at].float(), None if out is None else out[at]
+        wide_RV = (
+            grad_logits_RV if grad_logits_RV is None or grad_logits_RV.dtype == torch.float32 else torch.empty_like(own_RV)
+        )
+        found = loss_C[at], top1_C[at], acceptance_C[at], wide_RV
         torch.ops.drafttrain.divergence(own_RV, target_logits_CV[at].float(), label_C[at], COMPILED[name], *found)
-        if slope_RV is not None and wide_RV is not None and wide_RV is not slope_RV:
-            slope_RV.copy_(wide_RV)
-    return Scores(loss_C, hit_C, mass_C, into)
+        if grad_logits_RV is not None and wide_RV is not None and wide_RV is not grad_logits_RV:
+            grad_logits_RV.copy_(wide_RV)
+    return Scores(loss_C, top1_C, acceptance_C, out)
 
 
 def overlap(logits_CV: Tensor, target_logits_CV: Tensor, whole_C: Tensor) -> Tensor:
@@ -154,31 +155,31 @@ def _of_rows(
     target_logits_UV: Tensor,
     label_C: Tensor,
     name: str,
-    into: Tensor | None,
+    out: Tensor | None,
     row_C: Tensor,
-    gain_C: Tensor | None,
+    grad_output_C: Tensor | None,
 ) -> Scores:
     """`scores` with chosen rows of the target's logits, which are copied for a part of the predictions at a time."""
     parts, rows = list[Scores](), rows_at_once(logits_CV)
     for start in range(0, max(len(label_C), 1), rows):
         at = slice(start, start + rows)
-        slope_RV, gain_R = (None if x is None else x[at] for x in (into, gain_C))
-        given = (logits_CV[at], target_logits_UV[row_C[at]], label_C[at], name, into is not None, slope_RV)
-        parts.append(scores(*given, gain_C=gain_R))
-    loss_C, hit_C, mass_C, _ = zip(*parts, strict=True)
-    return Scores(torch.cat(loss_C), torch.cat(hit_C), torch.cat(mass_C), into)
+        grad_logits_RV, grad_output_R = (None if x is None else x[at] for x in (out, grad_output_C))
+        given = (logits_CV[at], target_logits_UV[row_C[at]], label_C[at], name, out is not None, grad_logits_RV)
+        parts.append(scores(*given, grad_output_C=grad_output_R))
+    loss_C, top1_C, acceptance_C, _ = zip(*parts, strict=True)
+    return Scores(torch.cat(loss_C), torch.cat(top1_C), torch.cat(acceptance_C), out)
 
 
-def _by_rows(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Scores:
+def _by_rows(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, out: Tensor | None) -> Scores:
     """`reference` on a part of the rows at a time, so that its memory does not grow with their number."""
     rows = rows_at_once(logits_CV)
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, max(len(label_C), 1), rows):
         at = slice(start, start + rows)
-        slope_RV = None if into is None else into[at]
-        parts.append(reference(logits_CV[at], target_logits_CV[at], label_C[at], name, into is not None, slope_RV)[:3])
-    loss_C, hit_C, mass_C = (torch.cat([part[i] for part in parts]) for i in range(3))
-    return Scores(loss_C, hit_C, mass_C, into)
+        grad_logits_RV = None if out is None else out[at]
+        parts.append(reference(logits_CV[at], target_logits_CV[at], label_C[at], name, out is not None, grad_logits_RV)[:3])
+    loss_C, top1_C, acceptance_C = (torch.cat([part[i] for part in parts]) for i in range(3))
+    return Scores(loss_C, top1_C, acceptance_C, out)
 
 
 def reference(
@@ -186,49 +187,93 @@ def reference(
     target_logits_CV: Tensor,
     label_C: Tensor,
     name: str,
-    want_slope: bool,
-    into: Tensor | None = None,
+    want_grad: bool,
+    out: Tensor | None = None,
 ) -> Scores:
     """The plain-torch twin of `scores`."""
     logits_CV, target_logits_CV, dtype = logits_CV.float(), target_logits_CV.float(), logits_CV.dtype
     log_q_CV, log_p_CV = logits_CV.log_softmax(-1), target_logits_CV.log_softmax(-1)
-    hit_C = logits_CV.argmax(-1) == target_logits_CV.argmax(-1)  # on a CPU slow in half precision
+    top1_C = logits_CV.argmax(-1) == target_logits_CV.argmax(-1)  # on a CPU slow in half precision
     q_CV, p_CV = log_q_CV.exp(), log_p_CV.exp()
-    loss_C, mass_C = divergence(name, log_q_CV, log_p_CV, label_C), torch.minimum(q_CV, p_CV).sum(-1)
-    if not want_slope:
-        return Scores(loss_C, hit_C, mass_C, None)
+    acceptance_C = torch.minimum(q_CV, p_CV).sum(-1)
+    if want_grad and name not in FUSED:
+        loss_C, grad_logits_CV = _differentiated(name, logits_CV, log_p_CV, label_C)
+    else:
+        loss_C = divergence(name, log_q_CV, log_p_CV, label_C)
+    if not want_grad:
+        return Scores(loss_C, top1_C, acceptance_C, None)
     if name == "kl":
-        slope_CV = q_CV.sub_(p_CV)
+        grad_logits_CV = q_CV.sub_(p_CV)
     elif name == "ce":
-        slope_CV = q_CV.scatter_add_(1, label_C[:, None], -torch.ones_like(q_CV[:, :1]))
+        grad_logits_CV = q_CV.scatter_add_(1, label_C[:, None], -torch.ones_like(q_CV[:, :1]))
     elif name in ("rkl", "jsd"):
         log_r_CV = log_p_CV if name == "rkl" else _log_mean(log_q_CV, log_p_CV)
         pull_CV = torch.where(q_CV > 0, log_q_CV - log_r_CV, 0.0).mul_(1.0 if name == "rkl" else 0.5)
-        slope_CV = pull_CV.sub_(torch.linalg.vecdot(q_CV, pull_CV)[:, None]).mul_(q_CV)
-    else:
+        grad_logits_CV = pull_CV.sub_(torch.linalg.vecdot(q_CV, pull_CV)[:, None]).mul_(q_CV)
+    elif name in FUSED:
         # lk divides by the overlap, in the log domain because the overlap may underflow
         lift_C1 = loss_C[:, None] if name == "lk" else torch.zeros_like(loss_C[:, None])
         pull_CV = torch.where(log_q_CV < log_p_CV, (log_q_CV + lift_C1).exp(), 0.0)
-        slope_CV = q_CV.mul_(pull_CV.sum(-1, keepdim=True)).sub_(pull_CV)
-    return Scores(loss_C, hit_C, mass_C, slope_CV.to(dtype) if into is None else into.copy_(slope_CV))
+        grad_logits_CV = q_CV.mul_(pull_CV.sum(-1, keepdim=True)).sub_(pull_CV)
+    return Scores(loss_C, top1_C, acceptance_C, grad_logits_CV.to(dtype) if out is None else out.copy_(grad_logits_CV))
+
+
+def cross_entropy(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+    """-log q(label)."""
+    return -log_q_CV.gather(1, label_C[:, None])[:, 0]
+
+
+def forward_kl(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+    """KL(p || q)."""
+    return _relative(log_p_CV, log_q_CV)
+
+
+def reverse_kl(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+    """KL(q || p)."""
+    return _relative(log_q_CV, log_p_CV)
+
+
+def jensen_shannon(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+    """The mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (arXiv 2310.08461)."""
+    log_m_CV = _log_mean(log_q_CV, log_p_CV)
+    return 0.5 * (_relative(log_p_CV, log_m_CV) + _relative(log_q_CV, log_m_CV))
+
+
+def total_variation(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+    """1 - sum min(p, q)."""
+    return (log_p_CV.exp() - log_q_CV.exp()).clamp_min(0.0).sum(-1)
+
+
+def log_acceptance(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+    """-log sum min(p, q) (arXiv 2602.23881)."""
+    return -torch.minimum(log_p_CV, log_q_CV).logsumexp(-1)
+
+
+# A new loss is a row here. Autograd differentiates it, some rows at a time, on every device.
+LOSSES: dict[str, Loss] = {
+    "ce": cross_entropy,
+    "kl": forward_kl,
+    "rkl": reverse_kl,
+    "jsd": jensen_shannon,
+    "tvd": total_variation,
+    "lk": log_acceptance,
+}
 
 
 def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
-    """[C] the divergence `name` from log-probabilities; differentiable. Raises ValueError for an unknown name."""
-    if name == "ce":
-        return -log_q_CV.gather(1, label_C[:, None])[:, 0]
-    if name == "kl":
-        return _relative(log_p_CV, log_q_CV)
-    if name == "rkl":
-        return _relative(log_q_CV, log_p_CV)
-    if name == "jsd":
-        log_m_CV = _log_mean(log_q_CV, log_p_CV)
-        return 0.5 * (_relative(log_p_CV, log_m_CV) + _relative(log_q_CV, log_m_CV))
-    if name == "tvd":
-        return (log_p_CV.exp() - log_q_CV.exp()).clamp_min(0.0).sum(-1)
-    if name != "lk":
-        raise ValueError(f"loss.name is {name!r}; choose {', '.join(NAMES)}")
-    return -torch.minimum(log_p_CV, log_q_CV).logsumexp(-1)
+    """[C] the loss `name` from log-probabilities; differentiable. Raises ValueError for an unknown name."""
+    if name not in LOSSES:
+        raise ValueError(f"loss.name is {name!r}; choose {', '.join(LOSSES)}")
+    return LOSSES[name](log_p_CV, log_q_CV, label_C)
+
+
+def _differentiated(name: str, logits_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss_C, dloss/dlogits) by autograd."""
+    with torch.enable_grad():
+        own_CV = logits_CV.detach().requires_grad_()
+        loss_C = divergence(name, own_CV.log_softmax(-1), log_p_CV, label_C)
+        (grad_logits_CV,) = torch.autograd.grad(loss_C.sum(), own_CV)
+    return loss_C.detach(), grad_logits_CV
 
 
 def _relative(log_a_CV: Tensor, log_b_CV: Tensor) -> Tensor:

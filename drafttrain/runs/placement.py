@@ -27,9 +27,14 @@ from drafttrain.targets.experts import DispatchedTarget, check_experts, experts_
 from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, load_target
 from drafttrain.targets.parallel import Part, leave
 from drafttrain.targets.round_robin import RoundRobinTarget, part_among_neighbours
+from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import World, leave_world
-from drafttrain.train.memory import state_bytes
 from drafttrain.train.sharding import ZeroShards
+
+MASTER = 4  # bytes per parameter of the float32 master weights
+MOMENTS = 8  # bytes per parameter of two float32 moments; Muon has only one for hidden matrices
+SUM = 4  # and of the float32 sum of a bfloat16 drafter's micro-batches
+SHARDED_FROM = {"optimiser": 1, "gradients": 2, "sums": 2, "weights": 3}  # ZeRO stage from which each is sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,3 +252,25 @@ def _figures(found: Placement) -> str:
     sizes = {"target": own, "drafter and optimizer": parts.drafter, "activations": parts.activations}
     each = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     return f"{format_bytes(parts.total(found.placement, found.sharing))} ({each})"
+
+
+def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOptions, processes: int, frozen: int = 0) -> int:
+    """Bytes on the device. At stage 0 in float32 the optimiser steps the weights themselves; otherwise it has a copy.
+
+    parameters: that are trained. frozen: further ones, which have neither gradients nor moments.
+    """
+    wide = 2 if options.precision == "bfloat16" else 4
+    copied = deepspeed.zero_stage > 0 or wide == 2
+    sizes = {"optimiser": MOMENTS + copied * MASTER, "gradients": wide, "sums": 0, "weights": wide}
+    if wide == 2 and deepspeed.zero_stage == 0:  # there the gradients themselves are float32
+        sizes["gradients"] = SUM
+    elif wide == 2 and options.global_batch * options.sequence_parallel > options.micro_batch * processes:
+        sizes["sums"] = SUM
+    if deepspeed.offload_optimizer:
+        sizes["optimiser"] = 0
+    if deepspeed.offload_parameters:
+        sizes["weights"] = 0
+    counts = dict.fromkeys(sizes, parameters) | {"weights": parameters + frozen}
+    return sum(
+        counts[part] * size // (processes if deepspeed.zero_stage >= SHARDED_FROM[part] else 1) for part, size in sizes.items()
+    )

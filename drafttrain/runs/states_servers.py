@@ -15,10 +15,16 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, remove_abandoned
 from drafttrain.engines.mooncake_master import mooncake_master
 from drafttrain.engines.process import python_of
-from drafttrain.engines.sglang_command import blocks_line, capture_line, final_line
-from drafttrain.engines.states_command import ServedStates, server_process
+from drafttrain.engines.states_command import (
+    ServedStates,
+    blocks_line,
+    capture_line,
+    final_line,
+    mooncake_connector,
+    serve_line,
+    server_process,
+)
 from drafttrain.engines.states_server import HERE, StatesServer, free_ports, running
-from drafttrain.engines.vllm_command import mooncake_connector, serve_line
 from drafttrain.features import FeatureOptions
 from drafttrain.features.mooncake_store import StoreSettings
 from drafttrain.model.target import FINAL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,12 +15,16 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.data.contamination import contamination
 from drafttrain.data.dataset import Dataset
+from drafttrain.data.prompts import Prompt
 from drafttrain.drafters.checkpoint import read_meta, start_weights
 from drafttrain.drafters.common.drafter_lora import adapted_maps, added, trained_and_frozen
 from drafttrain.features.engine import EngineStates
+from drafttrain.measure import DecodeOptions, MeasureOptions
+from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.decoding import decoder_of
-from drafttrain.measure.quick_measurement import quick_measurement
+from drafttrain.measure.entry import race_keys
+from drafttrain.measure.plan import Budget
 from drafttrain.measure.runner import check_measurement
 from drafttrain.model.drafter import Drafter, check_images, trainable
 from drafttrain.model.images import has_images
@@ -37,22 +41,24 @@ from drafttrain.runs.training_engine import ENGINE, engine_settings
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.frozen_ends import FrozenEnds
+from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.load_ends import load_ends
 from drafttrain.targets.quantised import why_slow
+from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import EngineFeatures
 from drafttrain.train.job import TrainingJob
 from drafttrain.train.onpolicy import check_on_policy
-from drafttrain.train.packed_rows import check_packing
 from drafttrain.train.progress import Console
 from drafttrain.train.streamed_states import StreamedStates
-from drafttrain.train.ulysses import check_sequence_parallel
+from drafttrain.train.ulysses import check_sequence_parallel, language_models
 
 CHECKPOINT = 16  # bytes of a trained parameter in a checkpoint: weights, master weights and two moments
 FROZEN = 4  # and of a parameter that LoRA freezes
 SEARCHED = 20_000  # conversations of each source that are searched for evaluation prompts before training: takes seconds
+NOW, HOURS = "now", 1e9
 
 
 def prepare_job(options: RunOptions, world: World, where: Placement, console: Console, ready: Ready | None) -> TrainingJob:
@@ -292,3 +298,44 @@ def _adapter(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> Ada
             "deepspeed.zero_stage is 3, but an adapter of the target trains only at lower stages; set it to 0, 1 or 2"
         )
     return Adapter(loaded.target, drafter.adapts)
+
+
+def check_packing(
+    pack: bool, options: TrainOptions, target: HFTarget, drafter: Drafter, adapter: Adapter | None, answers: bool = False
+) -> None:
+    """Raise UserError for what cannot be trained with `data.pack`. answers: the target writes them during training."""
+    if not pack:
+        return
+    if answers:
+        raise UserError(
+            "data.pack fills rows by the lengths of the given replies, but with features.answers the target writes others; "
+            "leave one out"
+        )
+    if options.on_policy:
+        raise UserError("train.on_policy needs one conversation per row, but data.pack puts several in a row; leave one out")
+    for what, model in language_models(target, drafter, adapter) if drafter.trained else ():
+        if model.recurrent:
+            raise UserError(
+                f"data.pack puts several conversations in a row, and the recurrent layers of {what}, "
+                f"{type(model.model).__name__}, would carry each one's state into the next; set data.pack=false"
+            )
+
+
+def quick_measurement(
+    loaded: LoadedTarget, decode: DecodeOptions, options: MeasureOptions, prompts: Sequence[Prompt]
+) -> Callable[[Drafter], dict[str, float]]:
+    """A function that measures a drafter's `measured_tau` and `measured_speedup`.
+
+    It uses the first batch size and `every_prompts` of the prompts. Raises UserError if all prompts are too long.
+    """
+    room = loaded.target.shape.max_positions - decode.max_new_tokens
+    cases, _ = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
+    cases, size = cases[: options.every_prompts], options.batch_sizes[0]
+    once = replace(options, repeats=1, transformers=False)
+
+    def quick_measure(drafter: Drafter) -> dict[str, float]:
+        bench = Bench(loaded, decode, once, Budget(HOURS), lambda *_: None)
+        keys = race_keys(bench.race({NOW: drafter.requires_grad_(False)}, cases, size, HOURS, "glance"), NOW)
+        return {"measured_tau": keys["tau"] or 1.0, "measured_speedup": keys["speedup"] or 1.0}
+
+    return quick_measure

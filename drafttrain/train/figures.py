@@ -99,7 +99,7 @@ def figures(counts: StepCounts) -> dict[str, Any]:
     alpha_K = per(counts.alive_correct, counts.alive)
     return {
         "agreement": per(counts.correct, counts.total).tolist(),
-        "expected_acceptance": per(counts.mass, counts.total).tolist(),
+        "expected_acceptance": per(counts.acceptance, counts.total).tolist(),
         "expected_tau": 1.0 + float(alpha_K.cumprod(0).sum()),
         "loss_by_position": per(counts.loss, counts.total).tolist(),
     }

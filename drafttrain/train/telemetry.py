@@ -1,20 +1,25 @@
-"""Measures the cost of a training step: its time by part, its share of the device's peak, and its memory."""
+"""Measures the cost of a training step: its time by part, its share of the device's peak, and its memory.
+
+Its floating-point operations are counted from those that one micro-batch runs. Shapes: B sequences, T positions.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from drafttrain.model.batch import TrainBatch
-from drafttrain.train.flops import Flops
-from drafttrain.train.peaks import peak_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +102,118 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+# The first name that occurs in the device's name counts. A longer name comes before its prefix.
+PEAKS = (
+    ("GB200", 2500e12),  # NVIDIA GB200 NVL72 data sheet, 2024
+    ("B200", 2250e12),  # NVIDIA DGX B200 data sheet, 2024: 72 PFLOP/s in FP8 sparse for 8, a quarter of it dense in BF16
+    ("H200", 989.4e12),  # NVIDIA H200 data sheet, 2023
+    ("GH200", 989.4e12),  # NVIDIA GH200 data sheet, 2023
+    ("H100 PCIe", 756e12),  # NVIDIA H100 data sheet, 2022
+    ("H100 NVL", 835e12),  # NVIDIA H100 NVL data sheet, 2023
+    ("H100", 989.4e12),  # SXM5; NVIDIA H100 white paper, 2022, table 2
+    ("H800", 989.4e12),  # as the H100: its links differ
+    ("A100", 312e12),  # NVIDIA A100 white paper, 2020, table 1
+    ("A800", 312e12),
+    ("A10G", 70e12),  # AWS G5 instances
+    ("A10", 125e12),  # NVIDIA A10 data sheet, 2021
+    ("L40S", 362e12),  # NVIDIA L40S data sheet, 2023
+    ("L4", 121e12),  # NVIDIA L4 data sheet, 2023
+    ("RTX 4090", 165.2e12),  # NVIDIA Ada white paper, 2022, appendix A, accumulated in FP32
+    ("RTX 3090", 71e12),  # NVIDIA Ampere GA102 white paper, 2020, appendix A, accumulated in FP32
+    ("MI300X", 1307.4e12),  # AMD Instinct MI300X data sheet, 2023
+)
+
+
+def peak_of(device: torch.device) -> float | None:
+    """The device's peak in FLOP/s; None for a CPU and for a device that is not in the table."""
+    return named_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def named_peak(name: str) -> float | None:
+    """The peak in FLOP/s of the device with this name; None if it is not in the table."""
+    return next((peak for known, peak in PEAKS if known in name), None)
+
+
+class Flops:
+    """Operations of target and drafter, forward and backward, for any micro-batch.
+
+    The first micro-batch is counted by torch's formulas: 2 m n k for a matrix product; both products of attention over all
+    T * T pairs, causal or not (the convention of PaLM, arXiv 2204.02311, appendix B); and the gradients that are computed:
+    2 products for a trained matrix, 1 for a frozen one. From these counts, any micro-batch takes
+
+        flops = per_position * B T + per_pair * B T^2
+
+    The second term is attention. Padding to the longest row counts. Recomputation to save memory does not count, and neither do
+    products inside our own kernels (attention over trees; training uses torch's attention). With sequence parallelism the count
+    is that of this process, expressed in the whole length T.
+    """
+
+    def __init__(self) -> None:
+        self.per_position: float | None = None
+        self.per_pair = 0.0
+
+    @contextmanager
+    def counting(self, batch: TrainBatch) -> Iterator[None]:
+        """Wraps one whole micro-batch; counts the first one."""
+        if self.per_position is not None:
+            yield
+            return
+        B, T = len(batch.token_BT), batch.length
+        with _Counter() as counter:
+            yield
+        self.per_position, self.per_pair = counter.products / (B * T), counter.attention / (B * T * T)
+
+    def of(self, batch: TrainBatch) -> float:
+        """Operations of this micro-batch, without those of padding that all its rows have."""
+        B, T = len(batch.token_BT), batch.longest
+        return (self.per_position or 0.0) * B * T + self.per_pair * B * T * T
+
+
+def _forward(q_BhTD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, *_: Any) -> int:
+    B, h, T, D = q_BhTD.shape
+    return 2 * B * h * T * k_BgSD.shape[2] * (D + v_BgSD.shape[3])
+
+
+def _backward(_out: Tensor, q_BhTD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, *_: Any) -> int:
+    """As torch counts it: the scores once more, and four products for the gradients."""
+    B, h, T, D = q_BhTD.shape
+    return 2 * B * h * T * k_BgSD.shape[2] * (3 * D + 2 * v_BgSD.shape[3])
+
+
+KERNELS = ("efficient", "flash", "cudnn")
+# torch 2.11's own formulas take no keys that several query heads share
+ATTENTION: dict[str, Callable[..., int]] = {f"aten::_scaled_dot_product_{name}_attention": _forward for name in KERNELS}
+ATTENTION |= {f"aten::_scaled_dot_product_{name}_attention_backward": _backward for name in KERNELS}
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attention = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry and not self._again():
+            own = ATTENTION.get(packet._qualified_op_name)
+            flops = own(*args) if own else flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            if "attention" in str(packet):
+                self.attention += flops
+            else:
+                self.products += flops
+        return out
+
+    @staticmethod
+    def _again() -> bool:
+        """Whether activation checkpointing is recomputing a forward pass, during the backward pass.
+
+        Grad mode cannot tell: it may be off there too, as inside a `Function`.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is not None

@@ -14,6 +14,7 @@ from torch import Tensor
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.core.files import atomic_directory
 from drafttrain.core.intervals import accepted_length, tau_interval, with_interval
+from drafttrain.core.tree import arrivals, step_sums
 from drafttrain.data.dataset import check_supervised, token_counts
 from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters.checkpoint import (
@@ -27,6 +28,7 @@ from drafttrain.drafters.common.drafter_lora import add_matrices
 from drafttrain.features.engine import EngineStates
 from drafttrain.features.online import Online
 from drafttrain.model.batch import moved
+from drafttrain.model.drafter import Drafter
 from drafttrain.objective.lora_target import rate_scale
 from drafttrain.objective.losses import teacher_forced
 from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, save_settings
@@ -42,11 +44,11 @@ from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
 from drafttrain.train.step_batches import Batches, StepBatches
 from drafttrain.train.telemetry import Meter, StepCost
-from drafttrain.train.tree_tuning import tuned_sums
 from drafttrain.train.watchdog import Watchdog
 
 OUT_OF_REACH = 2**31  # a rank that no path contains
 LEFT_OUT, NAMED = "left_out.txt", 20  # records that steps left out: the file that names them, how many the console names
+FOLDS = 4  # cross-validation folds of the held-out sequences
 
 
 class Trainer:
@@ -321,7 +323,7 @@ class Trainer:
         drafter.eval()
         hits = [teacher_forced(drafter, target, batch) for batch in self.batches.held_out()]
         drafter.train()
-        confidences = [(h.confidence_MK, h.rank_MK == 0, h.mass_MK) for h in hits if h.confidence_MK is not None]
+        confidences = [(h.confidence_MK, h.rank_MK == 0, h.acceptance_MK) for h in hits if h.confidence_MK is not None]
         if confidences and drafter.calibration is not None:
             drafter.calibration.fit(*(torch.cat(column) for column in zip(*confidences, strict=True)))
         sequences = [rank_MK for h in hits for rank_MK in h.rank_MK.split(h.length_D)]
@@ -376,3 +378,19 @@ def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
             save_settings(aside, job.drafter.state_dict(), meta_of(job, progress.step), progress)
     world.wait()
     return progress
+
+
+def tuned_sums(drafter: Drafter, sequences: list[Tensor], nodes: int) -> Tensor:
+    """[sequences, 2] accepted drafts and verifications of each sequence. A tunable drafter ends up tuned on all sequences.
+
+    Each sequence is counted with a tree tuned on the other ones (cross-validation). With a tree tuned on the sequence itself,
+    tau of a few sequences would be up to a tenth too high.
+    """
+    folds = min(FOLDS, len(sequences)) if drafter.proposal.tunable else 1
+    sum_C2 = torch.zeros(len(sequences), 2, dtype=torch.float64)
+    for fold in range(folds if folds > 1 else 0):
+        drafter.proposal.tune([rank_MK for i, rank_MK in enumerate(sequences) if i % folds != fold], nodes)
+        sum_C2[fold::folds] = step_sums([arrivals(rank_MK, drafter.proposal.paths) for rank_MK in sequences[fold::folds]])
+    if drafter.proposal.tunable:
+        drafter.proposal.tune(sequences, nodes)
+    return sum_C2 if folds > 1 else step_sums([arrivals(rank_MK, drafter.proposal.paths) for rank_MK in sequences])

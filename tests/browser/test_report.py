@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.measure.page import page
+from drafttrain.measure.report import page
 from tests.reports import report_of_figures
 
 pytest.importorskip("selenium", reason="selenium is not installed")

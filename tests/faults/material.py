@@ -31,6 +31,7 @@ MEASURING = (
     "measure.timed_prompts=1",
     "measure.repeats=1",
     "measure.minutes=0.005",
+    "measure.tune=off",
     "measure.batch_sizes=[1]",
     "measure.transformers=false",
     "decode.max_new_tokens=12",

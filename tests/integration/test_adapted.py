@@ -29,7 +29,7 @@ from tests.helpers import tiny_target
 from tests.integration.test_training import arguments, digest, fit, kill_after, losses, once
 
 SPEC = LoraSpec(rank=4, start=0.34, ramp=False, drafter_weight=0.3)
-SHORT = ("measure.minutes=0", "measure.limit=2", "measure.batch_sizes=[1]", "decode.max_new_tokens=6")
+SHORT = ("measure.minutes=0", "measure.tune=off", "measure.limit=2", "measure.batch_sizes=[1]", "decode.max_new_tokens=6")
 
 
 class NoWords:

@@ -89,7 +89,14 @@ def test_fit_eager_or_latent_attention_target_reports_exact_matches(
     asked.write_text("".join(json.dumps({"turns": [f"word {i}"]}) + "\n" for i in range(3)))
     chosen = (f"recipe={recipe}", f"target.path={target}", f"data.path={material / 'data.jsonl'}", f"prompts={asked}")
     small = ("train.steps=3", "train.global_batch=4", "train.micro_batch=4", "decode.max_new_tokens=12", "decode.tree_nodes=6")
-    few = ("measure.minutes=0.1", "measure.repeats=1", "data.held_out=4", f"output={tmp_path / 'out'}", "logger=none")
+    few = (
+        "measure.minutes=0.1",
+        "measure.tune=off",
+        "measure.repeats=1",
+        "data.held_out=4",
+        f"output={tmp_path / 'out'}",
+        "logger=none",
+    )
     assert command("fit", *chosen, *small, *few) == 0
     eager = "target.attention is eager: transformers has no sdpa for"
     assert (eager in capsys.readouterr().out) == (name != "deepseek_v3")
@@ -118,7 +125,14 @@ def test_fit_recurrent_target_drafts_chains_exactly_and_refuses_packing(
     asked.write_text("".join(json.dumps({"turns": [f"word {i}"]}) + "\n" for i in range(3)))
     chosen = (f"recipe={recipe}", f"target.path={target}", f"data.path={material / 'data.jsonl'}", f"prompts={asked}")
     small = ("train.steps=3", "train.global_batch=4", "train.micro_batch=4", "decode.max_new_tokens=12")
-    few = ("measure.minutes=0.1", "measure.repeats=1", "data.held_out=4", f"output={tmp_path / 'out'}", "logger=none")
+    few = (
+        "measure.minutes=0.1",
+        "measure.tune=off",
+        "measure.repeats=1",
+        "data.held_out=4",
+        f"output={tmp_path / 'out'}",
+        "logger=none",
+    )
     assert command("fit", *chosen, *small, *few) == 0
     (report,) = (tmp_path / "out").rglob("report.json")
     found = json.loads(report.read_text())

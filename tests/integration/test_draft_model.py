@@ -19,7 +19,14 @@ from tests.helpers import tiny_model
 
 DATA = Path(os.environ.get("DRAFTTRAIN_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
 Command = Callable[..., int]
-SMALL = ("logger=none", "measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=12")
+SMALL = (
+    "logger=none",
+    "measure.limit=3",
+    "measure.minutes=0.05",
+    "measure.tune=off",
+    "measure.transformers=false",
+    "decode.max_new_tokens=12",
+)
 
 
 @pytest.mark.slow

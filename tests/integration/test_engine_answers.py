@@ -23,11 +23,11 @@ from drafttrain.features import FeatureOptions
 from drafttrain.objective.losses import LossOptions
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions, engine_features
-from drafttrain.train.answers import Answers, answered
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import ANSWERS, EngineFeatures
 from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
+from drafttrain.train.step_batches import Answers, answered
 from tests.contract.test_families import SHAPES, build
 from tests.integration.test_engine_features import computed, loaded, train, world
 from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, losses, once

@@ -206,7 +206,7 @@ RESETS: dict[str, set[str]] = {
     "kernels/csrc/schema.h": {"rms_norm", "tree_links", "tree_attention", "plain", "medusa", "eagle3", "training"},
     "drafttrain/decoding/step.py": {"plain", "medusa", "eagle3", "training"},
     "drafttrain/drafters/common/proposal.py": {"medusa", "eagle3"},
-    "drafttrain/train/flops.py": {"training"},
+    "drafttrain/train/telemetry.py": {"training"},
 }
 
 

@@ -34,7 +34,7 @@ from drafttrain.features.online import Online
 from drafttrain.model.drafter import Drafter
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets import TargetOptions
-from drafttrain.train.flops import Flops
+from drafttrain.train.telemetry import Flops
 from tests.helpers import tiny_target
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,14 @@ from drafttrain.core.errors import UserError
 from tests.images import picture, write_conversations, write_target
 
 SMALL = ("train.steps=3", "train.checkpoint_every=3", "train.global_batch=4", "train.micro_batch=2", "data.held_out=4")
-FEW = ("measure.minutes=0.1", "measure.repeats=1", "decode.max_new_tokens=12", "decode.tree_nodes=6", "logger=none")
+FEW = (
+    "measure.minutes=0.1",
+    "measure.tune=off",
+    "measure.repeats=1",
+    "decode.max_new_tokens=12",
+    "decode.tree_nodes=6",
+    "logger=none",
+)
 
 
 def prompts_in(folder: Path) -> Path:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 STEPS = 12
 SETTINGS = (
     *("recipe=medusa", "logger=wandb", "target=hf", "train.global_batch=4", "train.micro_batch=2", "data.held_out=4"),
-    *(f"train.steps={STEPS}", "train.checkpoint_every=4", "measure.limit=2", "measure.minutes=0.02"),
+    *(f"train.steps={STEPS}", "train.checkpoint_every=4", "measure.limit=2", "measure.minutes=0.02", "measure.tune=off"),
     *("measure.transformers=false", "measure.batch_sizes=[1]", "decode.max_new_tokens=12"),
 )
 RETRIES = {  # of W&B's own process, which waits for seconds and tries for days otherwise

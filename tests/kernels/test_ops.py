@@ -115,7 +115,7 @@ def test_gated_equals_reference_for_any_width_and_dtype(poison: None, subtests: 
 @pytest.mark.parametrize("vocab", [1, 7, 16, 361, 2048, 5000])
 @pytest.mark.parametrize("name", ["kl", "ce", "tvd"])
 def test_cpu_divergence_equals_reference(poison: None, name: str, vocab: int) -> None:
-    """Against the twin: values, slopes, ties, masked tokens of the law, equal laws, slopes in place."""
+    """Against the twin: values, grads, ties, masked tokens of the law, equal laws, grads in place."""
     generator = torch.Generator().manual_seed(vocab)
     own, law = (3.0 * torch.randn(24, vocab, generator=generator) for _ in range(2))
     if vocab > 1:
@@ -124,19 +124,19 @@ def test_cpu_divergence_equals_reference(poison: None, name: str, vocab: int) ->
     own[1], law[2], own[3] = 0.0, 0.0, 500.0 * own[3]  # ties; a law that is one token
     own[4] = law[4].nan_to_num(neginf=-40.0)
     label = torch.randint(vocab, (24,), generator=generator)
-    wide = divergence.reference(own, law, label, name, want_slope=True)
+    wide = divergence.reference(own, law, label, name, want_grad=True)
     assert divergence._compiled(own, law, label, torch.empty_like(own))
-    for into in (None, own.clone()):
-        given = own if into is None else into
-        found = divergence.scores(given, law, label, name, want_slope=True, into=into)
+    for out in (None, own.clone()):
+        given = own if out is None else out
+        found = divergence.scores(given, law, label, name, want_grad=True, out=out)
         torch.testing.assert_close(found.loss_C, wide.loss_C, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.mass_C, wide.mass_C, rtol=1e-5, atol=1e-6)
-        assert torch.equal(found.hit_C, wide.hit_C)
-        assert found.slope_CV is not None
-        assert wide.slope_CV is not None
-        torch.testing.assert_close(found.slope_CV, wide.slope_CV, rtol=1e-4, atol=1e-6)
-    alone = divergence.scores(own, law, label, name, want_slope=False)
-    assert alone.slope_CV is None
+        torch.testing.assert_close(found.acceptance_C, wide.acceptance_C, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found.top1_C, wide.top1_C)
+        assert found.grad_logits_CV is not None
+        assert wide.grad_logits_CV is not None
+        torch.testing.assert_close(found.grad_logits_CV, wide.grad_logits_CV, rtol=1e-4, atol=1e-6)
+    alone = divergence.scores(own, law, label, name, want_grad=False)
+    assert alone.grad_logits_CV is None
     torch.testing.assert_close(alone.loss_C, wide.loss_C, rtol=1e-5, atol=1e-5)
 
 
@@ -147,19 +147,19 @@ def test_cpu_divergence_equals_reference(poison: None, name: str, vocab: int) ->
 def test_cpu_divergence_half_precision_equals_float32(
     poison: None, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Converted some rows at a time: the values of float32 logits, the slope rounded; also with only one side converted."""
+    """Converted some rows at a time: the values of float32 logits, the gradient rounded; also with only one side converted."""
     monkeypatch.setitem(divergence.AT_ONCE, "cpu", 5 * 361)
     own, law = (3.0 * torch.randn(24, 361, generator=torch.Generator().manual_seed(i)) for i in range(2))
     own, label = own.to(dtype), torch.arange(24)
     for theirs in (law, law.to(dtype)):
-        wide = divergence.scores(own.float(), theirs.float(), label, name, want_slope=True)
-        for into in (None, own.clone()):
-            given = own if into is None else into
-            found = divergence.scores(given, theirs, label, name, want_slope=True, into=into)
-            assert found.slope_CV is not None and wide.slope_CV is not None
+        wide = divergence.scores(own.float(), theirs.float(), label, name, want_grad=True)
+        for out in (None, own.clone()):
+            given = own if out is None else out
+            found = divergence.scores(given, theirs, label, name, want_grad=True, out=out)
+            assert found.grad_logits_CV is not None and wide.grad_logits_CV is not None
             for a, b in zip(found[:3], wide[:3], strict=True):
                 assert torch.equal(a, b)
-            assert torch.equal(found.slope_CV, wide.slope_CV.to(dtype))
+            assert torch.equal(found.grad_logits_CV, wide.grad_logits_CV.to(dtype))
 
 
 @compiled
@@ -167,9 +167,9 @@ def test_cpu_divergence_half_precision_equals_float32(
 def test_cpu_divergence_nan_logit_gives_nan_loss(name: str) -> None:
     own, law, label = torch.randn(3, 40), torch.randn(3, 40), torch.tensor([1, 2, 3])
     own[0, 33], law[1, 5] = torch.nan, torch.nan
-    found = divergence.scores(own, law, label, name, want_slope=True)
-    assert found.slope_CV is not None
-    assert found.loss_C.isnan().tolist() == found.slope_CV.isnan().any(-1).tolist() == [True, True, False]
+    found = divergence.scores(own, law, label, name, want_grad=True)
+    assert found.grad_logits_CV is not None
+    assert found.loss_C.isnan().tolist() == found.grad_logits_CV.isnan().any(-1).tolist() == [True, True, False]
 
 
 @compiled
@@ -177,9 +177,9 @@ def test_cpu_divergence_excluded_target_token_gives_infinite_kl() -> None:
     """KL(p || q) is infinite where the target says a token to which the drafter gives nothing."""
     own, law = torch.zeros(1, 20), torch.zeros(1, 20)
     own[0, 4] = -torch.inf
-    found = divergence.scores(own, law, torch.tensor([0]), "kl", want_slope=True)
+    found = divergence.scores(own, law, torch.tensor([0]), "kl", want_grad=True)
     assert found.loss_C.tolist() == [torch.inf]
-    assert not bool(found.slope_CV.isnan().any())  # type: ignore[union-attr]
+    assert not bool(found.grad_logits_CV.isnan().any())  # type: ignore[union-attr]
 
 
 @compiled

@@ -136,7 +136,7 @@ def check_attention(case: tuple[Any, ...], capability: int, tmp_path: Path) -> N
         assert compiled.metadata.launch_pdl == (capability >= 90) and (0 < waits < reads if capability >= 90 else waits == -1)
 
 
-LOGITS = {torch.bfloat16: (128256, True), torch.float32: (50257, False), torch.float16: (128256, True)}  # vocabulary, slope
+LOGITS = {torch.bfloat16: (128256, True), torch.float32: (50257, False), torch.float16: (128256, True)}  # vocabulary, gradient
 
 
 @needs_triton
@@ -144,7 +144,7 @@ LOGITS = {torch.bfloat16: (128256, True), torch.float32: (50257, False), torch.f
 @pytest.mark.sampled(name=["kl", "tvd", "jsd"])  # one of each kernel: the others share them
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", LOGITS, ids=str)
-@pytest.mark.parametrize("name", divergence_op.NAMES)
+@pytest.mark.parametrize("name", divergence_op.FUSED)
 def test_triton_divergence_compiles_without_spilling(name: str, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import divergence as kernels
 
@@ -334,23 +334,23 @@ def test_tree_bits_too_many_nodes_are_refused() -> None:
 
 
 def test_divergence_reference_slope_equals_autograd(subtests: pytest.Subtests) -> None:
-    for name in divergence_op.NAMES:
+    for name in divergence_op.FUSED:
         with subtests.test(name=name):
             torch.manual_seed(0)
             logits, law, label = torch.randn(5, 301) * 3, torch.randn(5, 301) * 3, torch.randint(0, 301, (5,))
             if name != "rkl":  # infinite where the drafter allows what the target does not
                 law[:, :40] = -torch.inf
-            found = divergence_op.reference(logits, law, label, name, want_slope=True)
+            found = divergence_op.reference(logits, law, label, name, want_grad=True)
             exact = logits.double().requires_grad_()
             loss = divergence_op.divergence(name, exact.log_softmax(-1), law.double().log_softmax(-1), label)
             torch.testing.assert_close(found.loss_C.double(), loss.detach(), rtol=1e-5, atol=1e-6)
-            (slope,) = torch.autograd.grad(loss.sum(), exact)
-            torch.testing.assert_close(found.slope_CV.double(), slope, rtol=1e-4, atol=1e-6)
+            (gradient,) = torch.autograd.grad(loss.sum(), exact)
+            torch.testing.assert_close(found.grad_logits_CV.double(), gradient, rtol=1e-4, atol=1e-6)
             overlap = torch.minimum(logits.softmax(-1), law.softmax(-1)).sum(-1)
-            torch.testing.assert_close(found.mass_C, overlap)
-            into = torch.full_like(logits, torch.nan)
-            written = divergence_op.scores(logits, law, label, name, True, into)
-            assert written.slope_CV is into and torch.equal(into, found.slope_CV)
+            torch.testing.assert_close(found.acceptance_C, overlap)
+            out = torch.full_like(logits, torch.nan)
+            written = divergence_op.scores(logits, law, label, name, True, out)
+            assert written.grad_logits_CV is out and torch.equal(out, found.grad_logits_CV)
 
 
 def test_divergence_unknown_name_is_refused() -> None:

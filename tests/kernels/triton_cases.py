@@ -393,26 +393,26 @@ OF_EACH_KERNEL = ["kl", "tvd", "jsd"]  # ce shares the first, lk the second, rkl
 
 @tiers(
     "name, vocabulary, dtype",
-    divergence_op.NAMES,
+    divergence_op.FUSED,
     VOCABULARIES,
     DTYPES,
-    fast=[*((name, 5003, F16) for name in divergence_op.NAMES), *(("kl", vocabulary, F32) for vocabulary in (1, 17, 2048))],
+    fast=[*((name, 5003, F16) for name in divergence_op.FUSED), *(("kl", vocabulary, F32) for vocabulary in (1, 17, 2048))],
 )
 def test_triton_divergence_equals_reference_and_definition(name: str, vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocabulary)
     logits, law, label = laws(3, vocabulary, dtype, masked=name != "rkl")
     assert jit.serves(logits)
-    found = divergence_op.scores(logits, law, label, name, want_slope=True)
-    wanted = divergence_op.reference(logits, law, label, name, want_slope=True)
-    assert torch.equal(found.hit_C, wanted.hit_C)
+    found = divergence_op.scores(logits, law, label, name, want_grad=True)
+    wanted = divergence_op.reference(logits, law, label, name, want_grad=True)
+    assert torch.equal(found.top1_C, wanted.top1_C)
     torch.testing.assert_close(found.loss_C, wanted.loss_C, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.mass_C, wanted.mass_C, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.slope_CV, wanted.slope_CV, rtol=max(TOLERANCE[dtype], 1e-4), atol=1e-6)
+    torch.testing.assert_close(found.acceptance_C, wanted.acceptance_C, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.grad_logits_CV, wanted.grad_logits_CV, rtol=max(TOLERANCE[dtype], 1e-4), atol=1e-6)
     exact = logits.double().requires_grad_()
     losses = defined(name, exact, law.double(), label)
     torch.testing.assert_close(found.loss_C.double(), losses, rtol=1e-5, atol=1e-5)
-    (slope,) = torch.autograd.grad(losses.sum(), exact)
-    torch.testing.assert_close(found.slope_CV.double(), slope, rtol=max(TOLERANCE[dtype], 1e-4), atol=1e-6)
+    (gradient,) = torch.autograd.grad(losses.sum(), exact)
+    torch.testing.assert_close(found.grad_logits_CV.double(), gradient, rtol=max(TOLERANCE[dtype], 1e-4), atol=1e-6)
 
 
 @tiers("vocabulary, dtype", VOCABULARIES, DTYPES, fast=[(1, F32), (2048, F16), (5003, F32)])
@@ -424,39 +424,41 @@ def test_triton_summary_equals_reference(vocabulary: int, dtype: torch.dtype) ->
     torch.testing.assert_close(found.log_sum_C, wanted.log_sum_C, rtol=1e-5, atol=1e-5)
 
 
-@tiers("name", divergence_op.NAMES, fast=OF_EACH_KERNEL, slow=divergence_op.NAMES)
+@tiers("name", divergence_op.FUSED, fast=OF_EACH_KERNEL, slow=divergence_op.FUSED)
 def test_triton_divergence_overlap_over_whole_vocabulary_equals_definition(name: str) -> None:
     logits, law, label = laws(3, 2500, torch.float32, masked=name != "rkl")
     part, target, label = logits[:, :2100], law[:, :2100], label % 2100
     assert jit.serves(part)
-    found = divergence_op.scores(part, target, label, name, want_slope=True, whole_C=law.logsumexp(-1))
-    own = divergence_op.scores(part, target, label, name, want_slope=True)
+    found = divergence_op.scores(part, target, label, name, want_grad=True, whole_C=law.logsumexp(-1))
+    own = divergence_op.scores(part, target, label, name, want_grad=True)
     whole = torch.minimum(torch.nn.functional.pad(part.softmax(-1), (0, 400)), law.softmax(-1)).sum(-1)
-    torch.testing.assert_close(found.mass_C, whole, rtol=1e-5, atol=1e-6)
-    assert torch.equal(found.loss_C, own.loss_C) and torch.equal(found.slope_CV, own.slope_CV)
+    torch.testing.assert_close(found.acceptance_C, whole, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.loss_C, own.loss_C) and torch.equal(found.grad_logits_CV, own.grad_logits_CV)
     gain = torch.tensor([0.0, 0.3, 2.0], device=DEVICE)
-    gained = divergence_op.scores(part, target, label, name, want_slope=True, gain_C=gain)
-    torch.testing.assert_close(gained.slope_CV, own.slope_CV * gain[:, None], rtol=1e-5, atol=1e-7)
+    gained = divergence_op.scores(part, target, label, name, want_grad=True, grad_output_C=gain)
+    torch.testing.assert_close(gained.grad_logits_CV, own.grad_logits_CV * gain[:, None], rtol=1e-5, atol=1e-7)
     assert torch.equal(gained.loss_C, own.loss_C)
-    assert bool((found.mass_C < own.mass_C).any())
+    assert bool((found.acceptance_C < own.acceptance_C).any())
 
 
-@tiers("name", divergence_op.NAMES, fast=OF_EACH_KERNEL, slow=divergence_op.NAMES)
+@tiers("name", divergence_op.FUSED, fast=OF_EACH_KERNEL, slow=divergence_op.FUSED)
 def test_triton_divergence_writes_slope_in_place_or_skips_it(name: str) -> None:
-    """The slope over the logits themselves, rows of a wider tensor, nothing but the loss."""
+    """The gradient over the logits themselves, rows of a wider tensor, nothing but the loss."""
     wide, law, label = laws(4, 2500, torch.float32, masked=name != "rkl")
     logits = wide[:, 100:2400]
     arguments = (law[:, :2300], label % 2300, name)
-    wanted = divergence_op.reference(logits, *arguments, want_slope=True)
-    plain = divergence_op.scores(logits, *arguments, want_slope=False)
-    assert plain.slope_CV is None
+    wanted = divergence_op.reference(logits, *arguments, want_grad=True)
+    plain = divergence_op.scores(logits, *arguments, want_grad=False)
+    assert plain.grad_logits_CV is None
     torch.testing.assert_close(plain.loss_C, wanted.loss_C, rtol=1e-5, atol=1e-5)
     before = wide.clone()
-    found = divergence_op.scores(logits, *arguments, want_slope=True, into=logits)
-    assert found.slope_CV is logits
-    torch.testing.assert_close(logits, wanted.slope_CV, rtol=1e-4, atol=2e-5)  # float32 exponentials, and sums in another order
+    found = divergence_op.scores(logits, *arguments, want_grad=True, out=logits)
+    assert found.grad_logits_CV is logits
+    torch.testing.assert_close(
+        logits, wanted.grad_logits_CV, rtol=1e-4, atol=2e-5
+    )  # float32 exponentials, and sums in another order
     assert torch.equal(wide[:, :100], before[:, :100]) and torch.equal(wide[:, 2400:], before[:, 2400:])
-    assert not len(divergence_op.scores(logits[:0], arguments[0][:0], label[:0], name, want_slope=True).loss_C)
+    assert not len(divergence_op.scores(logits[:0], arguments[0][:0], label[:0], name, want_grad=True).loss_C)
 
 
 @pytest.mark.parametrize("function", [divergence_op.scores, divergence_op.reference])
@@ -468,21 +470,21 @@ def test_divergence_underflow_equal_distributions_and_ties_are_handled(function:
     label = torch.tensor([7], device=DEVICE)
     exact = far.double().requires_grad_()
     loss = defined("lk", exact, law.double(), label)
-    (slope,) = torch.autograd.grad(loss.sum(), exact)
+    (gradient,) = torch.autograd.grad(loss.sum(), exact)
     found = function(far, law, label, "lk", True)
-    assert found.mass_C.item() == 0.0 and not found.hit_C.item()
+    assert found.acceptance_C.item() == 0.0 and not found.top1_C.item()
     torch.testing.assert_close(found.loss_C.double(), loss.detach())
-    torch.testing.assert_close(found.slope_CV.double(), slope, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(found.grad_logits_CV.double(), gradient, rtol=1e-3, atol=1e-6)
     far = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, 1.0, 1.0, 1.0]], device=DEVICE)
     law = torch.tensor([[0.0, 5.0, 5.0, 5.0], [1.0, 2.0, 2.0, 0.0], [0.0, 1.0, 1.0, 1.0]], device=DEVICE)
-    for name in divergence_op.NAMES:
+    for name in divergence_op.FUSED:
         found = function(far, law, torch.zeros(3, dtype=torch.long, device=DEVICE), name, True)
-        assert found.hit_C.tolist() == [True, False, True]
+        assert found.top1_C.tolist() == [True, False, True]
         if name != "ce":
-            torch.testing.assert_close(found.slope_CV[2], torch.zeros(4, device=DEVICE), rtol=0, atol=1e-6)
+            torch.testing.assert_close(found.grad_logits_CV[2], torch.zeros(4, device=DEVICE), rtol=0, atol=1e-6)
     steps, law = torch.zeros(2, 1, 5000, device=DEVICE)
     steps[0, [100, 101, 100 + 2048, 4900]], law[0, 100] = 2.0, 2.0
-    assert function(steps, law, label, "kl", False).hit_C.item()
+    assert function(steps, law, label, "kl", False).top1_C.item()
 
 
 @tiers("size, dtype", [(1, 1), (3, 5, 17), (600, 33), (2, 2048)], DTYPES, fast=[((3, 5, 17), F32), ((2, 2048), F16)])

@@ -39,7 +39,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class BestFirst:
-    """The `nodes` likeliest paths, as JetSpec and D-Cut search them.
+    """The `nodes` likeliest paths, which JetSpec and D-Cut search for.
 
     The candidates are the root and the paths that are kept, depth by depth. X counts the root and the paths of all depths.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from drafttrain.core.errors import UserError
-from drafttrain.drafters.common.options import BlockOptions
+from drafttrain.drafters.options import BlockOptions
 from drafttrain.model.shapes import LayerOptions, TargetShape
 from drafttrain.ops.tree_bits import MOST_NODES
 

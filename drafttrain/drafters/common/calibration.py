@@ -39,9 +39,9 @@ class PlattCalibration(nn.Module):
         probability_MK = (scale_K * confidence_MK.to(scale_K.device).float() + shift_K).sigmoid()
         return probability_MK.to(confidence_MK.device)
 
-    def fit(self, confidence_MK: Tensor, hit_MK: Tensor, mass_MK: Tensor) -> None:
-        """hit_MK: 1 where the draft was the text's token. mass_MK: the share of its distribution that the target accepts."""
-        self._take([_lines(confidence_MK, accepted_MK) for accepted_MK in (hit_MK.float(), mass_MK)])
+    def fit(self, confidence_MK: Tensor, top1_MK: Tensor, acceptance_MK: Tensor) -> None:
+        """top1_MK: 1 where the draft was the text's token. acceptance_MK: the share of its distribution that is accepted."""
+        self._take([_lines(confidence_MK, accepted_MK) for accepted_MK in (top1_MK.float(), acceptance_MK)])
 
     def settings(self) -> dict[str, Any]:
         return {NAME: self.lines}

@@ -10,22 +10,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-PREFERRED = 2.0  # of the tap that a layer prefers at the start; the others have 0
+PREFERRED = 2.0  # of a tap that a layer prefers at the start, or per step away from it
+
+
+def preferring(layers: int, taps: int) -> Tensor:
+    """[L, T] where layer i starts with 2 at tap floor(i T / L), as in AngelSlim's DFlare."""
+    logits_LT = torch.zeros(layers, taps)
+    for layer in range(layers):
+        logits_LT[layer, layer * taps // layers] = PREFERRED
+    return logits_LT
+
+
+def falling(layers: int, taps: int) -> Tensor:
+    """[L, T] where layer i starts with -2 |t - c|, c = round(i (T - 1) / (L - 1)): first to last, as in AngelSpec."""
+    tap_T = torch.arange(taps)
+    centres = [round(layer * (taps - 1) / max(layers - 1, 1)) for layer in range(layers)]
+    return torch.stack([-PREFERRED * (tap_T - centre).abs() for centre in centres])
 
 
 class LayerFusion(nn.Module):
-    """Logits over the taps for each draft layer. At the start layer i prefers tap floor(i T / L), so early layers early blocks.
+    """Logits over the taps for each draft layer, which start so that early layers prefer early target layers.
 
     The official code has a bare parameter, `layer_fusion_weights`. It is a module here, because sharded parameters are gathered
     for the calls of modules.
     """
 
-    def __init__(self, layers: int, taps: int) -> None:
+    def __init__(self, start_LT: Tensor) -> None:
         super().__init__()
-        logits_LT = torch.zeros(layers, taps)
-        for layer in range(layers):
-            logits_LT[layer, layer * taps // layers] = PREFERRED
-        self.weight = nn.Parameter(logits_LT)
+        self.weight = nn.Parameter(start_LT)
 
     def forward(self, tapped: Sequence[Tensor]) -> Tensor:
         """[L, ..., H] the mixtures. tapped: T states [..., H]."""

@@ -43,6 +43,18 @@ class MergedProposal(Proposal):
         return self.middle.max_nodes + self.inner.max_nodes - 1
 
     @property
+    def takes_paths(self) -> bool:
+        return self.lead.takes_paths and self.lead.grown is None
+
+    @property
+    def more_nodes(self) -> int:
+        return self.max_nodes - self.lead.max_nodes
+
+    def tree_settings(self, depth: int, paths: Sequence[Path]) -> dict[str, Any]:
+        """The lead's tree. The other drafter's drafts are as deep as before."""
+        return {"middle" if self.lead is self.middle else "inner": {"paths": [list(path) for path in paths]}}
+
+    @property
     def tunable(self) -> bool:
         return self.lead.tunable
 

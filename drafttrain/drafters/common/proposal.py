@@ -12,7 +12,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.tree import Path, TreeShape, tuned_paths
 from drafttrain.drafters.common.best_first import BestFirst
 from drafttrain.drafters.common.dynamic_tree import DynamicTree, Grower, StaticTree
-from drafttrain.drafters.common.options import TreeOptions
+from drafttrain.drafters.options import TreeOptions
 from drafttrain.model.proposal import Proposal, chain_paths
 from drafttrain.model.target import Target
 from drafttrain.ops.tree_bits import MOST_NODES

@@ -66,10 +66,9 @@ def _mend(draft: ConvertedDrafter) -> None:
     """Keep shared weights once; the files may have them once or for every stage."""
     if not draft.options["tie_weights"]:
         return
-    apart = draft.options["inner_dim"] != draft.target.shape.hidden_size
     for name in list(draft.tensors):
         part, stage, what = name.split(".", 2) if name.count(".") >= 2 else (name, "0", "")
-        last = 1 if part == "proj" and apart else 0
+        last = 1 if part == "proj" else 0  # the first projection reads the target's state
         if not stage.isdigit() or int(stage) <= last:
             continue
         first = draft.tensors.get(f"{part}.{last}.{what}")

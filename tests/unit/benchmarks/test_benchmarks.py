@@ -25,7 +25,7 @@ from drafttrain.model.drafter import trainable
 from drafttrain.objective import options as loss_options
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops import divergence
-from drafttrain.train.flops import Flops
+from drafttrain.train.telemetry import Flops
 from tests.helpers import tiny_target
 
 CPU = torch.device("cpu")

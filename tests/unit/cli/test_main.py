@@ -288,11 +288,11 @@ def test_cli_command_imports_only_needed_packages(command: list[str], unneeded: 
     assert done.stdout.splitlines()[-1] == "[]", done.stdout[-500:]
 
 
-def test_family_options_are_defined_in_one_module_each() -> None:
+def test_family_options_are_defined_in_the_module_without_torch() -> None:
     from drafttrain.drafters import families, schemas
 
     assert schemas() == {name: family.options for name, family in families().items()}
-    assert all(schema.__module__ == f"drafttrain.drafters.options.{name}" for name, schema in schemas().items())
+    assert {schema.__module__ for schema in schemas().values()} == {"drafttrain.drafters.options"}
 
 
 # last: after the recipes of a folder all is registered again

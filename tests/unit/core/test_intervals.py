@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from drafttrain.commands.measure import console_table
 from drafttrain.core.intervals import accepted_length, added_by, jackknife, t_quantile, tau_interval, with_interval
 from drafttrain.core.tree import expected_nodes, tuned_paths
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
 from drafttrain.measure import cells
 from drafttrain.measure.expected import ExpectedTau, counted_paths, expected_tau, predicted
-from drafttrain.measure.table import console_table
 from drafttrain.objective.losses import Hits
-from drafttrain.train.tree_tuning import tuned_sums
+from drafttrain.train.trainer import tuned_sums
 from tests.helpers import tiny_target
 from tests.reports import entry_of
 

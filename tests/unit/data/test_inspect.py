@@ -17,7 +17,7 @@ from drafttrain.data import DataOptions, InspectOptions, SourceOptions
 from drafttrain.data.contamination import contamination, copies
 from drafttrain.data.prompts import Prompt, load_prompts
 from drafttrain.data.sources import Conversation, open_sources
-from drafttrain.measure.data_report import COUNTS, data_section
+from drafttrain.measure.markdown import COUNTS, data_section
 from tests.helpers import read_conversations
 
 FOX = "The quick brown fox jumps over the lazy dog while the old cat sleeps near the warm stove all day"

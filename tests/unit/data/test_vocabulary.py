@@ -13,7 +13,7 @@ from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import load_dataset, token_counts
 from drafttrain.data.vocabulary import coverage
-from drafttrain.measure.data_report import data_section
+from drafttrain.measure.markdown import data_section
 from drafttrain.measure.plots import data_plot
 from drafttrain.runs.data import data_report, forms, print_counts, print_vocabulary, write_rejected
 from tests.unit.data.test_dataset import WORDS, word_tokenizer, write

@@ -15,20 +15,20 @@ def drawn(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     logit_MK = 2 * torch.randn(count, 3, generator=generator)
     p_MK = torch.stack([(scale * logit_MK[:, k] + shift).sigmoid() for k, (scale, shift) in enumerate(LINES)], 1)
-    hit_MK = torch.rand(count, 3, generator=generator) < p_MK
-    lost_MK = torch.cat([torch.zeros(count, 1, dtype=torch.bool), (~hit_MK).cumsum(1)[:, :-1] > 0], 1)
-    return logit_MK, torch.where(lost_MK, torch.rand(count, 3, generator=generator) < 0.5, hit_MK)
+    top1_MK = torch.rand(count, 3, generator=generator) < p_MK
+    lost_MK = torch.cat([torch.zeros(count, 1, dtype=torch.bool), (~top1_MK).cumsum(1)[:, :-1] > 0], 1)
+    return logit_MK, torch.where(lost_MK, torch.rand(count, 3, generator=generator) < 0.5, top1_MK)
 
 
 def test_platt_calibration_fit_recovers_lines_from_reached_drafts() -> None:
-    calibration, (logit_MK, hit_MK) = PlattCalibration(3), drawn(20000)
-    mass_MK = (1.5 * logit_MK - 0.3).sigmoid()
-    calibration.fit(logit_MK, hit_MK, mass_MK)
+    calibration, (logit_MK, top1_MK) = PlattCalibration(3), drawn(20000)
+    acceptance_MK = (1.5 * logit_MK - 0.3).sigmoid()
+    calibration.fit(logit_MK, top1_MK, acceptance_MK)
     for found, wanted in zip(calibration.lines[0], LINES, strict=True):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=0.1, atol=0.1)
     torch.testing.assert_close(torch.tensor(calibration.lines[1]), torch.tensor([[1.5, -0.3]] * 3), rtol=0.02, atol=0.02)
     found = [c.acceptance_probability(logit_MK, False) for c in (PlattCalibration(3), calibration)]
-    before, after = (expected_error(x_MK, hit_MK.float()) for x_MK in found)
+    before, after = (expected_error(x_MK, top1_MK.float()) for x_MK in found)
     assert before is not None and after is not None and before > 0.08 and after < 0.015
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.common.block_options import BlockShape
-from drafttrain.drafters.common.layer_fusion import LayerFusion
+from drafttrain.drafters.common.layer_fusion import falling, preferring
 from drafttrain.drafters.dflare import DFlare, DFlareOptions
 from drafttrain.model.shapes import TargetShape
 from drafttrain.objective.losses import LossOptions, Objective
@@ -41,9 +41,16 @@ def own_contexts(drafter: DFlare, tapped: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize(("layers", "taps", "wanted"), [(7, 9, [0, 1, 2, 3, 5, 6, 7]), (3, 5, [0, 1, 3]), (4, 2, [0, 0, 1, 1])])
 def test_layer_fusion_initial_weights_prefer_one_target_layer_each(layers: int, taps: int, wanted: list[int]) -> None:
-    weight_LT = LayerFusion(layers, taps).weight.detach()
+    weight_LT = preferring(layers, taps)
     assert weight_LT.argmax(1).tolist() == wanted
     assert float(weight_LT.sum()) == 2.0 * layers and int((weight_LT != 0).sum()) == layers
+
+
+def test_layer_fusion_falling_start_is_that_of_angelspec() -> None:
+    """`models/draft/dflare.py` of Tencent/AngelSpec (d3412be): layer 1 of 3 with 4 taps reads the third most."""
+    share_LT = falling(3, 4).softmax(-1)
+    torch.testing.assert_close(share_LT[1], torch.tensor([0.0142, 0.1049, 0.7756, 0.1049]), atol=2e-3, rtol=0)
+    assert falling(2, 4).argmax(1).tolist() == [0, 3] and falling(1, 3).argmax(1).tolist() == [0]
 
 
 def test_dflare_default_options_have_published_target_layers() -> None:

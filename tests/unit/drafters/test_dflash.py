@@ -17,8 +17,8 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.common import block_drafter
 from drafttrain.drafters.common.block_options import spread_taps
-from drafttrain.drafters.common.options import BlockOptions
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
+from drafttrain.drafters.options import BlockOptions
 from drafttrain.features.online import Online
 from drafttrain.model import blockwise_attention as blockwise
 from drafttrain.model.batch import TrainBatch
@@ -233,7 +233,7 @@ def test_dflash_evaluation_in_pieces_scores_every_position(monkeypatch: pytest.M
     pieces = teacher_forced(drafter, target, batch)
     assert whole.length_D == [n - drafter.draft_length - 1 for lengths in LENGTHS for n in lengths if n > 4]
     assert torch.equal(whole.rank_MK, pieces.rank_MK)
-    torch.testing.assert_close(whole.mass_MK, pieces.mass_MK, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole.acceptance_MK, pieces.acceptance_MK, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sampled

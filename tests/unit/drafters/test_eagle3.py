@@ -70,7 +70,7 @@ def test_eagle3_losses_and_gradients_equal_loop(options: dict[str, Any], loss: s
     naive.backward()
     torch.testing.assert_close(total, naive)
     assert counts.correct.tolist() == hits
-    torch.testing.assert_close(counts.mass, torch.tensor(mass, dtype=torch.float64), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(counts.acceptance, torch.tensor(mass, dtype=torch.float64), atol=1e-5, rtol=1e-5)
     for a, p in zip(ours, drafter.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
@@ -105,10 +105,10 @@ def test_eagle3_draft_vocabulary_unseen_tokens_fill_from_lowest_id() -> None:
 def test_restricted_loss_target_argmax_outside_draft_vocabulary_is_zero() -> None:
     logits_CD, law_logits_CV = torch.randn(3, 2, requires_grad=True), torch.tensor([[9.0, 0, 1, 2]] * 2 + [[0.0, 1, 9, 2]])
     target = TargetRows(TargetChunk(law_logits_CV))
-    loss_C, hit_C, mass_C = restricted(logits_CD, target, torch.tensor([1, 1, 2]), {"kl": 1.0}, torch.tensor([1, 2]))
+    loss_C, top1_C, acceptance_C = restricted(logits_CD, target, torch.tensor([1, 1, 2]), {"kl": 1.0}, torch.tensor([1, 2]))
     loss_C.sum().backward()
     assert loss_C[:2].tolist() == [0, 0] and float(loss_C[2].detach()) > 0 and not logits_CD.grad[:2].any()
-    assert hit_C[:2].tolist() == [False, False] and float(mass_C[:2].max()) < 0.01
+    assert top1_C[:2].tolist() == [False, False] and float(acceptance_C[:2].max()) < 0.01
 
 
 def test_eagle3_draft_vocabulary_ranks_are_counted_over_whole_vocabulary() -> None:

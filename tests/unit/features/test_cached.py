@@ -24,7 +24,7 @@ from drafttrain.features.writer import ShardWriter
 from drafttrain.model.batch import Prediction, Top, TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.teacher import TopKDistribution
-from drafttrain.ops.divergence import NAMES, divergence
+from drafttrain.ops.divergence import LOSSES, divergence
 from drafttrain.targets.hf import HFTarget
 from tests.damage import harmed
 from tests.helpers import prompts, tiny_target
@@ -217,7 +217,7 @@ def coarse(name: str, logits: torch.Tensor, p: torch.Tensor, kept: torch.Tensor)
     return divergence(name, *both, torch.zeros(len(q), dtype=torch.long))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "ce"])
+@pytest.mark.parametrize("name", [n for n in LOSSES if n != "ce"])
 def test_top_k_distribution_divergence_equals_merged_tail_token(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     law = torch.randn(6, 20, generator=generator) * 2

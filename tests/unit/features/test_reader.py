@@ -15,11 +15,10 @@ import torch
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features import layout as layouts
-from drafttrain.features.cached import Cached
+from drafttrain.features.cached import BUFFERS, Cached, HostBuffers, ReadAhead
 from drafttrain.features.format import FeatureFormat
 from drafttrain.features.layout import ShardLayout
 from drafttrain.features.online import Online
-from drafttrain.features.reader import BUFFERS, HostBuffers, ReadAhead
 from drafttrain.features.store import FeatureStore
 from drafttrain.features.writer import ShardWriter
 from drafttrain.model.batch import TrainBatch

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.measure.distribution import chi_square_tail, p_value, two_sample
-from drafttrain.measure.exactness import Match, compare, first_difference
+from drafttrain.measure.exactness import Match, chi_square_tail, compare, first_difference, p_value, two_sample
 from drafttrain.measure.monitors import counted, ends_in_loop, longest_repeat, missed_stop
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.model.kv_cache import KVCache

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafttrain.measure.flags import broken_guarantees, flags
-from drafttrain.measure.page import page
+from drafttrain.measure.report import page
 from drafttrain.measure.samples import samples
 from tests.reports import engine_of, evidence_of, report_of_figures
 
@@ -76,6 +76,13 @@ def test_flags_explain_gap_of_expected_tau() -> None:
     assert "is 20% above the measured 2.40: check for target states" in flags(entry)[0]
     assert "may be much easier" in flags(entry | {"expected_gap": -0.2})[0]
     assert "50 verifications are too few" in flags(entry | {"verifications": 50})[0]
+
+
+def test_flags_of_slowdown_say_what_a_step_costs_and_what_the_drafts_give_elsewhere() -> None:
+    costs = {"draft_cost": 0.3, "verify_cost": 2.0, "commit_ms": 0.3, "host_ms": 0.1, "plain_step_ms": 2.0, "speedup": 0.96}
+    (flag,) = flags(report_of_figures()["checkpoints"][1] | costs)
+    assert "(0.96x): a step costs 2.50 plain steps here (draft 0.30, verification 2.00, rest 0.20)" in flag
+    assert flag.endswith("the same drafts give 1.60x"), "2.4 / 1.5: tau 2.40 on the timed prompts"
 
 
 def test_flags_report_speedup_above_tau_as_timing_fault() -> None:

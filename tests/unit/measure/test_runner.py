@@ -208,7 +208,7 @@ def test_long_prompts_from_documents_have_requested_length(tmp_path: Path) -> No
 def test_measure_run_sampling_reports_metric_of_policy(
     loaded: LoadedTarget, tmp_path: Path, policy: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafttrain.measure.distribution.SAMPLES", 64)
+    monkeypatch.setattr("drafttrain.measure.exactness.SAMPLES", 64)
     entry = measured(loaded, tmp_path, options(tmp_path, policy=policy, temperature=1.0))["checkpoints"][0]
     assert entry[key] is not None
     assert entry["exact_matches"] == (3 if policy == "coupled" else None)

@@ -8,18 +8,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from drafttrain.commands import tune as tune_file
 from drafttrain.core.errors import UserError
+from drafttrain.data.chat import Encoded
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter
-from drafttrain.drafters.tuned_settings import tuned_settings
+from drafttrain.drafters.tuned_settings import TUNED, keep_tuned, tuned_settings, with_tuned
 from drafttrain.measure import DecodeOptions, TuneOptions
-from drafttrain.measure.cases import Case
+from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
-from drafttrain.measure.tuning import shapes_of
+from drafttrain.measure.tuning import DEFAULT, shapes_of, winner
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Preferred
 from drafttrain.runs.options import RunOptions
@@ -42,7 +44,7 @@ def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_file, "tuning_plot", lambda *drawn: None)
+    monkeypatch.setattr("drafttrain.measure.plots.tuning_plot", lambda *drawn: None)
 
 
 def built(family: str, target: Any, **options: Any) -> Drafter:
@@ -63,10 +65,10 @@ def decide(monkeypatch: pytest.MonkeyPatch, gained: float) -> list[dict[str, Any
     """The first finalist wins the first race, and the last one by `gained`; the settings of each race."""
     seen: list[dict[str, Any]] = []
 
-    def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, float]:
+    def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
         seen.append({"settings": settings, "questions": [case.question_id for case in cases]})
-        rates = dict.fromkeys(settings, 1.0)
-        return rates | {list(settings)[1]: 2.0 if len(seen) == 1 else gained}
+        rates = {key: [1.0] for key in settings}
+        return rates | {list(settings)[1]: [2.0 if len(seen) == 1 else gained]}
 
     monkeypatch.setattr(tune_file.Tuner, "race", race)
     return seen
@@ -84,6 +86,22 @@ def test_shapes_of_searchable_tree_vary_depth_and_size() -> None:
     assert not any("nodes" in shape.settings for shape in found)
     dynamic = shapes_of(built("medusa", target, heads=3, tree="dynamic", width=4), texts, trees=True)
     assert all(shape.settings["nodes"] == shape.nodes for shape in dynamic)
+
+
+def test_shapes_of_merged_drafter_are_trees_of_its_lead(tmp_path: Path) -> None:
+    target = fast_target()
+    drafter = built("cascade", target, middle={"family": "medusa", "heads": 3}, inner={"family": "prompt_lookup"}, join="merge")
+    found = shapes_of(drafter, [ranks(0), ranks(1)], trees=True)
+    small = next(shape for shape in found if shape.nodes == 4)
+    keep_tuned(tmp_path, small.settings, {})
+    lookup = drafter.inner.proposal.max_nodes
+    drafter.use_decode_settings(with_tuned(drafter.decode_settings(), tuned_settings(tmp_path)))
+    assert tuple(drafter.middle.proposal.paths) == small.paths and drafter.proposal.max_nodes == 4 + lookup
+    assert drafter.proposal.preferred.draft_length is None, "lookup drafts as deep as before"
+    (tmp_path / TUNED).unlink()
+    keep_tuned(tmp_path, {"middle": {"paths": [0]}}, {})
+    with pytest.raises(UserError, match=r"got middle: paths \[0\]"):
+        tuned_settings(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"tree": "chain"}, {"paths": [[0], [1], [0, 0], [0, 0, 0]]}])
@@ -196,3 +214,17 @@ def test_tune_mistakes_are_named_in_one_line(
             with pytest.raises(UserError, match=line) as caught:
                 tune_file.tune(RunOptions(checkpoint=str(path), **given), {})
             assert "\n" not in str(caught.value)
+
+
+def test_winner_within_noise_is_the_first_by_prediction() -> None:
+    raced = {DEFAULT: [1.0, 1.0, 1.0], "first": [1.2, 1.3, 1.2], "second": [1.3, 1.2, 1.3], "third": [1.1, 1.1, 1.1]}
+    assert winner(raced) == "first"
+    assert winner(raced | {"second": [1.4, 1.4, 1.3]}) == "second"
+    assert winner(raced | {"first": [0.8] * 3, "second": [0.9] * 3, "third": [0.7] * 3}) == DEFAULT
+
+
+def test_held_out_cases_end_before_the_last_reply() -> None:
+    mask = np.array([0, 0, 1, 1, 0, 0, 1, 1], np.bool_)
+    chat, text = Encoded(np.arange(8, dtype=np.int32), mask), Encoded(np.arange(8, dtype=np.int32), np.arange(8) > 0)
+    assert [case.tokens for case in held_out_cases([chat, text], 8)] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3]]
+    assert [case.tokens for case in held_out_cases([chat, text], 4)] == [[0, 1, 2, 3]]

@@ -14,7 +14,7 @@ from drafttrain.model import blockwise_attention as blockwise
 from drafttrain.model.batch import Context, TrainBatch
 from drafttrain.model.block_mask_attention import TILE, block_mask_attention, mask_of, tiles
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
-from drafttrain.train.flops import Flops
+from drafttrain.train.telemetry import Flops
 
 COLUMNS, BLOCKS, SLOTS = 200, 40, 8
 RULES = [Rule(), Rule(chained=True), Rule(chained=True, window=20), Rule(window=5, scale=0.3)]

@@ -16,7 +16,8 @@ from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
-from drafttrain.ops.divergence import AT_ONCE, NAMES, divergence, reference, scores
+from drafttrain.ops import jit
+from drafttrain.ops.divergence import AT_ONCE, FUSED, LOSSES, divergence, reference, scores
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.tiny import built
@@ -71,17 +72,17 @@ def test_divergence_values_equal_torch_formulas() -> None:
 def test_scores_some_rows_at_once_are_those_of_all_rows(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     close = {"rtol": 1e-5, "atol": 1e-6}  # kernels of other sizes add up in another order
     label = torch.arange(7)
-    for name, rows in product(NAMES, (1, 3, 7, 8)):
+    for name, rows in product(LOSSES, (1, 3, 7, 8)):
         with subtests.test(name=name, rows=rows):
             monkeypatch.setitem(AT_ONCE, "cpu", rows * 11)
             q, p = (torch.randn(7, 11, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-            whole, parts = reference(q, p, label, name, want_slope=True), scores(q, p, label, name, want_slope=True)
+            whole, parts = reference(q, p, label, name, want_grad=True), scores(q, p, label, name, want_grad=True)
             for a, b in zip(parts, whole, strict=True):
                 assert a is not None and b is not None
                 torch.testing.assert_close(a, b, **close)
-            assert scores(q, p, label, name, want_slope=False).slope_CV is None
-            assert scores(q, p, label, name, want_slope=True, into=q).slope_CV is q
-            torch.testing.assert_close(q, whole.slope_CV, **close)
+            assert scores(q, p, label, name, want_grad=False).grad_logits_CV is None
+            assert scores(q, p, label, name, want_grad=True, out=q).grad_logits_CV is q
+            torch.testing.assert_close(q, whole.grad_logits_CV, **close)
 
 
 def test_loss_options_chunk_is_bounded_by_vocabulary() -> None:
@@ -125,13 +126,51 @@ def test_objective_chunked_loss_and_gradients_equal_naive(name: str, loss: str, 
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
 
+def brier(log_p_CV: torch.Tensor, log_q_CV: torch.Tensor, label_C: torch.Tensor) -> torch.Tensor:
+    return (log_p_CV.exp() - log_q_CV.exp()).square().sum(-1)
+
+
+def test_new_loss_where_kernels_serve_is_differentiated_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "brier", brier)
+    monkeypatch.setattr(jit, "serves", lambda *_: True)  # as on a GPU
+    q, p, label, row = torch.randn(5, 11), torch.randn(3, 11), torch.arange(5), torch.tensor([0, 2, 1, 1, 0])
+    q_grad = q.clone().requires_grad_()
+    loss = brier(p[row].log_softmax(-1), q_grad.log_softmax(-1), label)
+    loss.sum().backward()
+    found = scores(q, p, label, "brier", want_grad=True, out=q, row_C=row)
+    assert found.grad_logits_CV is q
+    torch.testing.assert_close((found.loss_C, q), (loss.detach(), q_grad.grad))
+
+
+@pytest.mark.parametrize("name", OBJECTIVE)
+def test_new_loss_of_one_function_trains_as_written_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "brier", brier)
+    target, options = tiny_target(), LossOptions("brier", 7)
+    options.check()
+    drafter = drafter_of(name, target).train()
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    total, _ = Objective(drafter, target, options)(filled)
+    gradients = torch.autograd.grad(total, list(drafter.parameters()), materialize_grads=True)
+    final, token, expected = filled.hidden[FINAL].flatten(0, 1), filled.token_BT.flatten(), torch.zeros(())
+    for prediction in drafter.predict(filled):
+        q, p = prediction.head(prediction.hidden_MH), target.head(final[prediction.label_M - 1])
+        expected = expected + (prediction.weight * naive_loss("brier", q, p, token[prediction.label_M])).sum()
+        expected = expected if prediction.aux is None else expected + prediction.aux
+        if prediction.confidence is not None:
+            expected = expected + doubt(prediction, q, p)
+    torch.testing.assert_close(total, expected)
+    written_out = torch.autograd.grad(expected, list(drafter.parameters()), materialize_grads=True)
+    torch.testing.assert_close(gradients, written_out, atol=1e-5, rtol=1e-4)
+
+
 def naive_loss(name: str, q_MV: torch.Tensor, p_MV: torch.Tensor, label_M: torch.Tensor) -> torch.Tensor:
     """Over what the head offers, row by row; 0 where it does not offer what is to be learnt."""
     losses = []
     for q_V, p_V, label in zip(q_MV, p_MV, label_M.tolist(), strict=True):
         token_D = (q_V > -torch.inf).nonzero()[:, 0].tolist()
-        learnt = label if name == "ce" else int(p_V.argmax())
-        if learnt not in token_D:
+        best = int(p_V.argmax())
+        learnt = [label] if name == "ce" else [best] if name in FUSED else [label, best]
+        if not set(learnt) <= set(token_D):
             losses.append(torch.zeros(()))
             continue
         place = torch.tensor([token_D.index(label) if label in token_D else 0])
@@ -143,9 +182,9 @@ def naive_loss(name: str, q_MV: torch.Tensor, p_MV: torch.Tensor, label_M: torch
 def doubt(prediction: Prediction, q_MV: torch.Tensor, p_MV: torch.Tensor) -> torch.Tensor:
     """The cross-entropy of a confidence with the share of its draft's law that is accepted."""
     assert prediction.confidence is not None
-    sure_M = prediction.confidence(prediction.hidden_MH).sigmoid()
+    confidence_M = prediction.confidence(prediction.hidden_MH).sigmoid()
     share_M = torch.minimum(q_MV.softmax(-1), p_MV.softmax(-1)).sum(-1).detach()
-    apart_M = -(share_M * sure_M.log() + (1 - share_M) * (1 - sure_M).log())
+    apart_M = -(share_M * confidence_M.log() + (1 - share_M) * (1 - confidence_M).log())
     return (prediction.weight * apart_M).sum()
 
 
@@ -324,4 +363,4 @@ def test_teacher_forced_counts_only_sources_with_all_labels() -> None:
     assert hits.rank_MK.shape == (len(whole), drafter.draft_length)
     assert hits.length_D == [n for n in (sum(b == row for b, _ in whole) for row in range(3)) if n]
     assert int(hits.rank_MK.min()) >= 0 and int(hits.rank_MK.max()) <= 10
-    assert float(hits.mass_MK.min()) >= 0.0 and float(hits.mass_MK.max()) <= 1.0 + 1e-6
+    assert float(hits.acceptance_MK.min()) >= 0.0 and float(hits.acceptance_MK.max()) <= 1.0 + 1e-6

@@ -351,7 +351,7 @@ def test_scoring_shared_head_in_mixed_order_equals_separate_scoring() -> None:
     found = {id(prediction): step for prediction, step in zip(mixed, scores, strict=True)}
     for prediction, step in zip((p for own in given for p in own), apart, strict=True):
         torch.testing.assert_close(found[id(prediction)].loss_M, step.loss_M)
-        assert torch.equal(found[id(prediction)].hit_M, step.hit_M)
+        assert torch.equal(found[id(prediction)].top1_M, step.top1_M)
 
 
 def test_divergence_chosen_rows_are_not_copied_at_once(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:

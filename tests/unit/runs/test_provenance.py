@@ -141,6 +141,7 @@ def test_fit_report_has_origin_and_contamination_of_data(
         "logger=none",
         "measure.limit=2",
         "measure.minutes=0.01",
+        "measure.tune=off",
     ]
     quick += ["measure.transformers=false", "decode.max_new_tokens=4", "recipe=draft_model", "drafter.blocks=1"]
     for path, known in (("own", True), ("copy.jsonl", False)):

@@ -30,6 +30,7 @@ from drafttrain.model.target import Taps
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops.fp8 import Fp8Linear
 from drafttrain.runs import placement as placing
+from drafttrain.runs.placement import state_bytes
 from drafttrain.targets import TargetOptions, estimate
 from drafttrain.targets.estimate import Need, Outline, choose, kept_bytes, need_of, outline
 from drafttrain.targets.fast import FastTarget
@@ -39,7 +40,6 @@ from drafttrain.targets.quantised import KINDS, QuantisedLinear, quantise, round
 from drafttrain.targets.sharded import ShardedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions, sharding
 from drafttrain.train.engine import World, settings
-from drafttrain.train.memory import state_bytes
 from drafttrain.train.optimizer import hidden_matrices, make_optimizer
 from drafttrain.train.sharding import ZeroShards
 from tests import composing

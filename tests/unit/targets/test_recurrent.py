@@ -25,9 +25,9 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.recurrent_state import RecurrentStates, States
 from drafttrain.model.target import Taps
 from drafttrain.objective.losses import LossOptions
+from drafttrain.runs.training_job import check_packing
 from drafttrain.targets.hf import HFTarget
 from drafttrain.train import TrainOptions
-from drafttrain.train.packed_rows import check_packing
 from drafttrain.train.ulysses import check_sequence_parallel
 from tests.architectures import model_of
 from tests.exports import unprobed

@@ -16,9 +16,9 @@ from drafttrain.features import FeatureOptions
 from drafttrain.features.answers import AnswerError, AnswerRequest, Writing, unlikely
 from drafttrain.features.online import Online
 from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.runs.training_job import check_packing
 from drafttrain.train import TrainOptions
-from drafttrain.train.answers import Answers, answered
-from drafttrain.train.packed_rows import check_packing
+from drafttrain.train.step_batches import Answers, answered
 from tests.helpers import FEW, tiny_target
 from tests.tiny import NAMES, build
 

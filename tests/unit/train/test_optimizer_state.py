@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from drafttrain.core.errors import UserError
-from drafttrain.train.optimizer_state import load_state, save_state
+from drafttrain.train.optimizer import load_state, save_state
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {

@@ -19,10 +19,8 @@ from torch.utils.flop_counter import flop_registry
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.batch import TrainBatch
-from drafttrain.train.flops import Flops
-from drafttrain.train.peaks import named_peak
 from drafttrain.train.profile import Profile, window
-from drafttrain.train.telemetry import Meter
+from drafttrain.train.telemetry import Flops, Meter, named_peak
 from drafttrain.train.watchdog import Watchdog
 
 

@@ -1,0 +1,61 @@
+"""`fit` chooses the fastest proposal before it measures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.commands import tune
+from drafttrain.drafters.tuned_settings import tuned_settings
+from drafttrain.measure.cases import Case
+from drafttrain.measure.tuning import Tuner
+
+Command = Callable[..., int]
+
+
+@pytest.mark.parametrize("gained", [1.5, 0.9])
+def test_fit_stores_and_reports_proposal_that_is_fastest_on_held_out_prompts(
+    gained: float,
+    command: Command,
+    material: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    races = list[dict[str, Any]]()
+
+    def race(self: Tuner, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
+        races.append({"settings": settings, "questions": [case.question_id for case in cases]})
+        return {key: [gained if number == 1 else 1.0] for number, key in enumerate(settings)}
+
+    monkeypatch.setattr(Tuner, "race", race)
+    data = ("target=hf", f"target.path={material / 'target'}", f"data.path={material / 'data.jsonl'}", "data.held_out=4")
+    small = ("train.steps=2", "train.checkpoint_every=1", "train.keep_last=2", "train.global_batch=4", "logger=none")
+    measured = ("measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=12")
+    assert command("fit", "recipe=medusa", *data, *small, *measured) == 0
+    (race,) = races
+    assert race["questions"] == [f"held-out {number}" for number in (1, 2, 3, 4)]
+    (run,) = Path("outputs/medusa").iterdir()
+    report, said = json.loads((run / "report.json").read_text()), capsys.readouterr().out
+    rows = {entry["name"]: entry["tuned"] for entry in report["checkpoints"]}
+    kept = [tuned_settings(path) for path in sorted((run / "checkpoints").iterdir())]
+    if gained < 1:
+        assert rows == {"step-00001": True, "step-00002": True} and kept == [{}, {}]
+        assert "tuning: nothing is faster than as trained on 4 held-out conversations" in said
+        return
+    (plain,) = rows.keys() - {"step-00001", "step-00002"}
+    assert plain in ("step-00001 as trained", "step-00002 as trained") and not rows[plain] and rows[plain.split()[0]]
+    assert kept == [list(race["settings"].values())[1]] * 2 and report["best"] in ("step-00001", "step-00002")
+    assert "1.50x the speed of as trained on 4 held-out conversations" in said
+
+
+def test_fit_without_measure_tune_decodes_as_trained(command: Command, material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "search", lambda *_: pytest.fail("nothing is to be tuned"))
+    data = ("target=hf", f"target.path={material / 'target'}", f"data.path={material / 'data.jsonl'}", "data.held_out=4")
+    small = ("train.steps=1", "train.checkpoint_every=1", "train.global_batch=4", "logger=none", "measure.limit=2")
+    measured = ("measure.minutes=0.01", "measure.transformers=false", "decode.max_new_tokens=8")
+    assert command("fit", "recipe=medusa", *data, *small, *measured, "measure.tune=off") == 0
+    assert command("fit", "recipe=medusa", *data, *small, *measured, "decode.draft_length=2") == 0
