@@ -70,7 +70,7 @@ test-all: install  ## all tests, complete grids too: hours on two CPU cores (SHA
 test-engines: install  ## serving engines run what is exported here: installs them (6 GB), then some minutes for each family and engine
 	$(BIN)/python -m tests.engines.install
 	$(BIN)/python -m pytest -m engines tests/engines
-	$(BIN)/python -m drafttrain.export.matrix docs/export.md
+	$(BIN)/python -m tests.support_matrix docs/export.md
 
 test-slurm: install  ## a Slurm cluster of two nodes, two machines with a cable, Mooncake: installs them, needs root on Linux
 	$(BIN)/python -m tests.slurm.install
@@ -94,7 +94,7 @@ families: install  ## all families with one budget, side by side: an hour on two
 	$(BIN)/python benchmarks/families.py --steps $(STEPS) --nodes $(NODES) $(FLAGS)
 
 export-matrix: install  ## renew the support matrix of docs/export.md
-	$(BIN)/python -m drafttrain.export.matrix docs/export.md
+	$(BIN)/python -m tests.support_matrix docs/export.md
 
 docs: install  ## the site of docs/ into build/site: no broken link, no page outside the navigation
 	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[docs]'

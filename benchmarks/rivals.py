@@ -52,8 +52,8 @@ from drafttrain.data.prompts import load_prompts
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import read_meta, read_weights
-from drafttrain.export.layouts import dflash2, eagle3, peagle
-from drafttrain.export.layouts.renames import SAME
+from drafttrain.export.format import SAME
+from drafttrain.export.formats import dflash2, eagle3
 from drafttrain.features.online import Online
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.cases import encode_cases
@@ -68,7 +68,7 @@ from drafttrain.train.trainer import Trainer, tuned_sums
 
 INSTALL = "pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru openai python-dotenv pydantic-settings"
 RIVAL, OURS = "speculators", "ours"
-NAMES = {"eagle3": eagle3.SPECULATORS, "peagle": peagle.RENAMES, "dflash": SAME, "dspark": SAME, "dflash2": dflash2.RENAMES}
+NAMES = {"eagle3": eagle3.LAYERED, "peagle": eagle3.PARALLEL, "dflash": SAME, "dspark": SAME, "dflash2": dflash2.RENAMES}
 SHIFTED = ("eagle3", "peagle")  # rivals that read a token together with the state before it
 FROM_TARGET = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 BATCH, NODES, LENGTH = 4, 18, 128  # conversations of a step, nodes of a tree, new tokens of an answer

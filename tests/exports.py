@@ -16,8 +16,10 @@ from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, save_drafter
 from drafttrain.drafters.common.drafter_lora import add_matrices, name_in_checkpoint
 from drafttrain.export.exporter import Exported, ExportSettings, export
+from drafttrain.export.files import ExportSource
 from drafttrain.export.golden import Golden, made, store
 from drafttrain.export.opened import Opened
+from drafttrain.export.parity import rounded
 from drafttrain.export.table import stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.lora import LoraOptions, LoraSpec
@@ -26,6 +28,7 @@ from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
+from tests.export_oracles.check import check_export, check_gguf_target
 from tests.helpers import tiny_model, tiny_target
 from tests.native import Native
 from tests.tiny import shake
@@ -90,6 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra-deep": ("hydra", {"heads": 2, "layers": 3}),
     "mlp_speculator": ("mlp_speculator", {"n_predict": 3, "scale_input": True}),
     "mlp_speculator-tied": ("mlp_speculator", {"n_predict": 3, "inner_dim": 24, "tie_weights": True}),
+    "mlp_speculator-equal": ("mlp_speculator", {"n_predict": 3, "tie_weights": True}),
     "mtp": ("mtp", {"draft_length": 3}),
     "mtp-qwen3": ("mtp", {"draft_length": 3, "norm_output": True, "qk_norm": True, "layer": {"head_dim": 12}}),
     "mtp_native": ("mtp_native", {"draft_length": 3}),
@@ -221,6 +225,7 @@ GOES_TO = {  # case -> the stacks that it is exported to, those apart whose targ
     "redrafter": ["official"],
     "mlp_speculator": ["tgi", "official"],
     "mlp_speculator-tied": ["tgi", "official"],
+    "mlp_speculator-equal": ["tgi", "official"],
     "mtp": ["official"],
     "mtp-qwen3": ["speculators"],
     "dflash": ["vllm", "sglang", "trtllm", "speculators", "transformers", "llamacpp", "openvino", "official"],
@@ -369,8 +374,16 @@ def opened(folder: Path, case: str, target: LoadedTarget | None = None, **more: 
 
 
 def written(found: Opened, golden: Golden, stack: str, out: Path, dtype: str = "float32", **more: Any) -> Exported:
+    """Export, and compare the files once more by the independent readers of the stacks."""
     stacks = stacks_for(found.meta.family, stack)
-    return export(found, golden, ExportSettings(stacks, out, dtype, stack == "all", **more))
+    exported = export(found, golden, ExportSettings(stacks, out, dtype, stack == "all", **more))
+    expected = rounded(found, golden, dtype)
+    for name in exported.written:
+        folder, source = out / name if stack == "all" else out, ExportSource(found, name, dtype)
+        check_export(folder, source, golden, expected, more.get("adapter", False))
+        if more.get("with_target"):
+            check_gguf_target(folder, source)
+    return exported
 
 
 def put_model(folder: Path, blocks: int = 2) -> Path:

@@ -14,7 +14,8 @@ from drafttrain.export.exporter import Exported, ExportSettings, check_wanted, r
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
-from drafttrain.export.table import STACKS, stacks_for
+from drafttrain.export.serve import STACKS
+from drafttrain.export.table import stacks_for
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import line_printer, print_line
 from drafttrain.runs.lock_step import shared_target

@@ -15,9 +15,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, new_directory
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
-from drafttrain.export.chain import DecodedSequence, Ending, chain_drafter, decoded, plain
 from drafttrain.export.drafter_adapter import check_merged
-from drafttrain.export.engine_check import EngineCheck, engine_check
+from drafttrain.export.engine_check import DecodedSequence, Ending, EngineCheck, chain_drafter, decoded, engine_check, plain
 from drafttrain.export.exporter import RECORD
 from drafttrain.export.opened import Opened
 from drafttrain.measure.cases import Case, encode_cases, left_out_notes

@@ -10,11 +10,12 @@ from typing import Any
 import yaml
 
 from drafttrain import __version__
-from drafttrain.export import serve
 from drafttrain.export.drafter_adapter import about, merged_place
 from drafttrain.export.files import ExportSource
 from drafttrain.export.hub import Repository, is_repository
 from drafttrain.export.parity import Parity
+from drafttrain.export.serve import STACKS
+from drafttrain.export.table import row_of, serving_command
 
 TAGS = ["speculative-decoding", "drafttrain"]
 FROZEN = (
@@ -32,7 +33,6 @@ MERGE = (
     "from peft import AutoPeftModelForCausalLM\n"
     "AutoPeftModelForCausalLM.from_pretrained({adapter!r}).merge_and_unload().save_pretrained({merged!r})"
 )
-OWN_MODULE = ("official", "transformers")  # stacks whose command is Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,9 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
         "written by": f"drafttrain {__version__}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    kind = "python" if source.stack in OWN_MODULE else "bash"
-    by_name = source.stack in serve.BY_NAME and source.merged is None and not apart
+    stack = STACKS[source.stack]
+    kind = "python" if stack.python else "bash"
+    by_name = stack.by_name and source.merged is None and not apart
     files = isinstance(place, Repository) and not by_name
     directory = place if isinstance(place, str) else place.folder if files else place.name
     parts = [
@@ -98,9 +99,9 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
             else []
         ),
         *([about(directory)] if apart else []),
-        f"```{kind}\n{serve.command(source, merged_place(directory) if apart else directory)}\n```",
+        f"```{kind}\n{serving_command(source, merged_place(directory) if apart else directory)}\n```",
     ]
-    note = serve.note(meta.family, source.stack)
+    note = row_of(meta.family, source.stack).note
     return "\n\n".join(parts + ([note] if note else [])) + "\n"
 
 

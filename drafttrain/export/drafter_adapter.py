@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,14 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory
 from drafttrain.drafters.common.drafter_lora import PREFIX, matrices_of
+from drafttrain.export.external import ExternalCheckpoint, listed
 from drafttrain.export.files import ExportSource, Files
-from drafttrain.export.ggufs import SUFFIX
-from drafttrain.export.layouts.adapter import CONFIG, PEFT, WEIGHTS, config_of
-from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors
-from drafttrain.export.table import Layout
+from drafttrain.export.format import Format
+from drafttrain.export.gguf_file import SUFFIX
+from drafttrain.export.peft import CONFIG, PEFT, WEIGHTS, check_plain, config_of
 
 BASE = "base"  # folder of the exported drafter
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 KIND = "peft adapter of "  # begins the name of its layout
 MERGE = "from drafttrain.export.drafter_adapter import merge\nmerge(adapter={adapter!r}, out={merged!r})"
 TEXT = (
@@ -34,9 +36,10 @@ TEXT = (
 )
 
 
-def adapter_of(whole: Layout) -> Layout:
-    """The layout of the adapter on the names of this layout."""
-    return Layout(f"{KIND}{whole.name}", partial(_write, whole), partial(_read, whole), partial(_refuse, whole), apart=True)
+def adapter_of(whole: Format) -> Format:
+    """The format of the adapter on the names of this format."""
+    write, refuse = partial(_write, whole), partial(_refuse, whole)
+    return replace(whole, name=f"{KIND}{whole.name}", write=write, refuse=refuse, apart=True, opened=_merged)
 
 
 def about(place: str) -> str:
@@ -58,40 +61,49 @@ def check_merged(name: str, record: Mapping[str, Any]) -> None:
 def merge(adapter: str | Path, out: str | Path) -> None:
     """Copy the drafter in an exported adapter's `base`, with the matrices' products added to its weights in float32.
 
-    Raises MismatchError for files that do not fit together, UserError where `out` is there already. Then nothing is written.
+    Raises UserError for files that do not fit together, and where `out` is there already. Then nothing is written.
     """
     directory, out = Path(adapter), Path(out)
     if out.exists():
         raise UserError(f"{out} is there already; name another directory, or remove it")
-    config = Config.of(directory, CONFIG)
-    config.expect("peft_type", "LORA", "architecture")
-    for key, value in (("bias", "none"), ("use_rslora", False), ("use_dora", False), ("fan_in_fan_out", False)):
-        config.expect(key, value, "config")
-    rank, matrices = config.get("r", "config"), Tensors(directory, WEIGHTS)
-    scale = config.get("lora_alpha", "config") / rank
-    paths = sorted(name.removesuffix(".lora_A.weight") for name in matrices.left if name.endswith(".lora_A.weight"))
-    config.expect("target_modules", [path.removeprefix(PEFT) for path in paths], "config")
+    found = ExternalCheckpoint(directory)
+    found.wants("peft_type", found.field("peft_type"), ("LORA",), "which is no adapter of an exported drafter")
+    check_plain(found)
+    matrices = dict(found.tensors)
+    scale = found.field("lora_alpha") / found.number("r")
+    paths = sorted(name.removesuffix(DOWN) for name in matrices if name.endswith(DOWN))
+    named = [path.removeprefix(PEFT) for path in paths]
+    if found.config.get("target_modules") != named:
+        raise UserError(f"{found.origin}: target_modules is {found.config.get('target_modules')!r}, its tensors are of {named}")
     with atomic_directory(out) as folder:
         shutil.copytree(directory / BASE, folder, dirs_exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):
             tensors = load_file(file)
             for path in [path for path in paths if f"{path.removeprefix(PEFT)}.weight" in tensors]:
-                down, up = matrices.take(f"{path}.lora_A.weight", rank, -1), matrices.take(f"{path}.lora_B.weight", -1, rank)
                 name = f"{path.removeprefix(PEFT)}.weight"
-                if tensors[name].shape != (len(up), down.shape[1]):
-                    raise MismatchError("tensors", f"{name} is {list(tensors[name].shape)}, its matrices give another shape")
-                tensors[name] = tensors[name].float() + (up @ down) * scale
+                tensors[name] = tensors[name].float() + _product(found, matrices, path, tensors[name]) * scale
             save_file(tensors, file, {"format": "pt"})
-        matrices.finish()
+        if matrices:
+            raise UserError(f"{found.origin}: the drafter in {BASE} has no weights for {listed(list(matrices))}")
 
 
-def _read(whole: Layout, directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+def _product(found: ExternalCheckpoint, matrices: dict[str, Tensor], path: str, weight: Tensor) -> Tensor:
+    """What an adapter adds to a weight; its matrices are taken out. Raises UserError for other shapes than the weight's."""
+    down, up = matrices.pop(path + DOWN), matrices.pop(path + UP, None)
+    rank = found.number("r")
+    if up is None or weight.shape != (len(up), down.shape[1]) or not len(down) == up.shape[1] == rank:
+        raise UserError(f"{found.origin}: the matrices of {path} are not of rank {rank} for a weight of {list(weight.shape)}")
+    return up.float() @ down.float()
+
+
+@contextmanager
+def _merged(directory: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         merge(directory, Path(folder) / "merged")
-        return whole.read(Path(folder) / "merged", target, points)
+        yield Path(folder) / "merged"
 
 
-def _write(whole: Layout, source: ExportSource) -> Files:
+def _write(whole: Format, source: ExportSource) -> Files:
     base = whole.write(_of_base(source))
     tensors: dict[str, Tensor] = {}
     for path, pair in matrices_of(source.opened.apart).items():
@@ -101,10 +113,10 @@ def _write(whole: Layout, source: ExportSource) -> Files:
     lora, place = source.opened.meta.lora, str(Path(source.place, BASE).absolute())
     assert lora is not None, "refused before"
     config = config_of(tensors, lora["rank"], lora["alpha"], place, whole_names=True)
-    return Files(config, tensors, WEIGHTS, base.tokenizer, base.facts, CONFIG, folders={BASE: base})
+    return Files(config, tensors, WEIGHTS, base.tokenizer, CONFIG, folders={BASE: base})
 
 
-def _refuse(whole: Layout, source: ExportSource) -> str | None:
+def _refuse(whole: Format, source: ExportSource) -> str | None:
     if source.dtype != "float32":
         return f"dtype is {source.dtype}, but adapters are written in float32; leave dtype out"
     reason = whole.refuse(source)

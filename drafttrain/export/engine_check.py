@@ -1,19 +1,142 @@
 """The engine check: does an engine draft with an export as our decoder does with its checkpoint?
 
-The engine must give the target's own output, and accept as many drafts in every sequence as our decoder. The output alone
-tells little, because verification corrects a broken drafter's drafts.
+The engine must give the target's own output, and accept as many drafts in every sequence as our decoder's greedy chains. The
+output alone tells little, because verification corrects a broken drafter's drafts.
+
+Shapes: B rows, R logit rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from drafttrain.core.errors import ParityError
+import torch
+
+from drafttrain.core.errors import ParityError, UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters.checkpoint import filled
 from drafttrain.engines.process import EngineResult, PromptCounts
-from drafttrain.export.chain import DecodedSequence, Ending
+from drafttrain.export.files import DTYPES
+from drafttrain.export.opened import Opened
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import Target, TargetOut
+
+GREEDY = Sampling(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a sequence: one of these tokens, or a number of tokens."""
+
+    stop_ids: frozenset[int]
+    max_new_tokens: int
+
+    def of(self, tokens: Sequence[int]) -> int:
+        """The number of tokens up to the end."""
+        stops = (i + 1 for i, token in enumerate(tokens) if token in self.stop_ids)
+        return min(next(stops, len(tokens)), self.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedSequence:
+    """A sequence decoded past its end."""
+
+    tokens: list[int]
+    accepted: list[int]  # accepted drafts of each decode step
+    first: int  # tokens before the first decode step
+
+    def counted(self, ending: Ending, ends: str) -> list[int]:
+        """Accepted drafts of each decode step that belongs to the sequence. ends: the count of the last step, as for an engine
+        (`drafttrain.engines.process`).
+
+        Example: a sequence of 5 tokens, the first from the prefill. Steps that accept 2 and 3 drafts yield 3 and 4 tokens, of
+        which 3 and 1 are kept. The last step counts 3 as `whole`, 1 as `cut`, 0 as `capped`, and 0 as `none`.
+        """
+        end, at, counts = ending.of(self.tokens), self.first, list[int]()
+        for accepted in self.accepted:
+            if at >= end:
+                break
+            kept, last = min(accepted + 1, end - at), at + accepted + 1 >= end
+            by_end = {"whole": accepted, "cut": min(accepted, kept), "capped": kept - 1, "none": 0}
+            counts.append(by_end[ends] if last else accepted)
+            at += accepted + 1
+        return counts
+
+
+class ForcedFirstToken:
+    """A target whose prefill yields a given token, for an engine that drafts after the prompt's own last token.
+
+    The prompt is given without that token.
+    """
+
+    def __init__(self, target: Target, token: int) -> None:
+        self._target, self._token = target, token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, token_BN: Any, kv: Any, ancestor_BNN: Any, *args: Any, **kwargs: Any) -> TargetOut:
+        out = self._target(token_BN, kv, ancestor_BNN, *args, **kwargs)
+        if ancestor_BNN is not None or kv is None or out.logits_BRV is None:
+            return out
+        logits_BRV = torch.full_like(out.logits_BRV, -torch.inf)
+        logits_BRV[..., self._token] = 0.0
+        return TargetOut(logits_BRV, out.hidden)
+
+
+def chain_drafter(opened: Opened, draft_length: int, dtype: str) -> Drafter:
+    """The checkpoint's drafter with weights rounded as they were exported, drafting one chain.
+
+    Raises UserError for a length that the drafter does not support.
+    """
+    options = opened.meta.options | ({"tree": "chain", "paths": None} if "tree" in opened.meta.options else {})
+    meta = dataclasses.replace(opened.meta, options=options, decode={})
+    drafter = filled(opened.directory, meta, opened.loaded.target, opened.tensors).requires_grad_(False)
+    if not 1 <= draft_length <= drafter.draft_length:
+        raise UserError(
+            f"decode.draft_length is {draft_length}; this drafter drafts {drafter.draft_length}, set it from 1 to that"
+        )
+    for parameter in drafter.parameters():
+        parameter.data.copy_(parameter.data.to(DTYPES[dtype]))
+    return drafter
+
+
+def decoded(
+    target: Target, drafter: Drafter, prompt: Sequence[int], ending: Ending, length: int, begins: str
+) -> DecodedSequence:
+    """The decode steps of one prompt, up to the one that ends the sequence. length: of the chains. begins: `plain` or
+    `drafted`, as for an engine.
+
+    Raises UserError for a prompt that leaves no room for an answer.
+    """
+    if begins == "drafted" and len(prompt) < 2:
+        raise UserError("a prompt has one token, and this engine drafts from the first token on; make it longer")
+    forced = begins == "drafted"
+    own: Any = ForcedFirstToken(target, prompt[-1]) if forced else target
+    controls = Controls(draft_length=length, capture=False)
+    reach = ending.max_new_tokens + length + 1 + forced  # so that no counted step is cut off
+    decoder = Decoder(own, drafter, "greedy", GREEDY, max_new_tokens=reach, controls=controls)
+    request = decoder.request(prompt[:-1] if forced else prompt)
+    try:
+        session = Session(decoder, 1, decoder.positions(request))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    (result,) = session.submit(request)
+    accepted = [chunk.drafted for chunk in session][1:]
+    return DecodedSequence(result.tokens[forced:], accepted, 0 if forced else 1)
+
+
+def plain(target: Target, prompts: Sequence[Sequence[int]], ending: Ending) -> list[list[int]]:
+    """The target's own greedy output for each prompt."""
+    decoder = Decoder(target, None, "greedy", GREEDY, ending.stop_ids, ending.max_new_tokens)
+    return [result.tokens for result in decoder.run(prompts).results]
 
 
 @dataclass(frozen=True, slots=True)

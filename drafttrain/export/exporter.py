@@ -12,18 +12,18 @@ from drafttrain import __version__
 from drafttrain.core.checksums import list_files
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, remove_abandoned
-from drafttrain.export import pictured
 from drafttrain.export.card import card
 from drafttrain.export.drafter_adapter import adapter_of
 from drafttrain.export.files import DTYPES, ExportSource, write
+from drafttrain.export.format import Format
+from drafttrain.export.formats import gguf
 from drafttrain.export.golden import Golden
 from drafttrain.export.hub import Repository
-from drafttrain.export.layouts import gguf
-from drafttrain.export.layouts.adapter import write_alone
-from drafttrain.export.layouts.llama import refuse_scaling
+from drafttrain.export.layers import refuse_scaling
 from drafttrain.export.opened import Opened
-from drafttrain.export.parity import Parity, check, check_gguf_target, check_model, rounded
-from drafttrain.export.table import TABLE, Layout, layout, load_it, loads
+from drafttrain.export.parity import Parity, check, check_model, rounded
+from drafttrain.export.peft import write_alone
+from drafttrain.export.table import TABLE, format_of, load_it, loads, refuse_pictures
 
 RECORD, TARGET, CARD = "drafttrain.json", "target", "README.md"
 GGUF = "llamacpp"  # the stack that reads targets as GGUF files
@@ -98,9 +98,9 @@ def _apart(opened: Opened, wanted: ExportSettings) -> bool:
     return True
 
 
-def _to(opened: Opened, stack: str, wanted: ExportSettings) -> Layout | None:
-    """The layout for this stack. None: the stack takes no adapter."""
-    whole = layout(opened.meta.family, stack)
+def _to(opened: Opened, stack: str, wanted: ExportSettings) -> Format | None:
+    """The format for this stack. None: the stack takes no adapter."""
+    whole = format_of(opened.meta.family, stack)
     if not _apart(opened, wanted):
         return whole
     return whole.adapter if opened.meta.lora is None else adapter_of(whole)
@@ -111,7 +111,7 @@ def _refusal(opened: Opened, stack: str, wanted: ExportSettings) -> str | None:
     if to is None:
         return "it takes no adapter as a drafter; leave adapter out to export it merged"
     source = ExportSource(opened, stack, wanted.dtype)
-    general = pictured.refuse(opened.meta.family, stack, source.target_architecture) or refuse_scaling(source)
+    general = refuse_pictures(source) or refuse_scaling(source)
     return general or to.refuse(source)
 
 
@@ -134,7 +134,7 @@ def export(opened: Opened, golden: Golden, wanted: ExportSettings) -> Exported:
             assert to is not None, "refused above"
             files = to.write(source)
             write(folder, files, source, wanted.max_shard_size)
-            written[stack] = check(folder, to.read, files, source, golden, expected)
+            written[stack] = check(folder, to, files, source, golden, expected)
             if wanted.with_target and stack == GGUF:
                 _write_gguf_target(folder, source, wanted)
             _describe(folder, wanted.repository or str(place), to, source, written[stack])
@@ -167,10 +167,10 @@ def _write_target(aside: Path, opened: Opened, wanted: ExportSettings) -> tuple[
 def _write_gguf_target(folder: Path, source: ExportSource, wanted: ExportSettings) -> None:
     files = gguf.target_files(source)
     write(folder, files, source, wanted.max_shard_size)
-    check_gguf_target(folder, files, source)
+    gguf.check_target(folder, source)
 
 
-def _describe(folder: Path, place: str | Repository, to: Layout, source: ExportSource, parity: Parity) -> None:
+def _describe(folder: Path, place: str | Repository, to: Format, source: ExportSource, parity: Parity) -> None:
     (folder / CARD).write_text(card(source, to.name, place, parity, to.apart), encoding="utf-8")
     about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
     meta = source.opened.meta  # an import reads options and decode settings here that the layout cannot hold

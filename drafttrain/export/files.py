@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.ggufs import SUFFIX, cast, write_gguf
-from drafttrain.export.layouts.renames import Renames
+from drafttrain.export.gguf_file import SUFFIX, cast, write_gguf
 from drafttrain.export.opened import Opened
-from drafttrain.export.stitch import Base, stitch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.shapes import TargetShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = "model.safetensors"
+
+Reads = frozenset[str]  # what a stack is known to read of a family, beyond a drafter of the default options
+NOTHING: Reads = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,6 @@ class ExportSource:
     def tensors(self) -> dict[str, Tensor]:
         """A copy of the drafter's tensors, under their names in the checkpoint."""
         return dict(self.opened.tensors)
-
-    def named(self, renames: Renames) -> dict[str, Tensor]:
-        """The drafter's tensors under a layout's names; the layout has a name for each."""
-        return {str(renames.theirs(name)): tensor for name, tensor in self.opened.tensors.items()}
 
     @property
     def target(self) -> Any:
@@ -108,19 +106,16 @@ class Files:
     tensors: dict[str, Tensor]
     weights: str = WEIGHTS  # name of the weights' file; only `model.safetensors` may be split into shards
     tokenizer: bool = False  # whether to write the target's tokenizer
-    # further facts that the reader must find in the files, as `golden.facts_of`
-    facts: dict[str, Any] = field(default_factory=dict)
     config_file: str = "config.json"
-    base: Path | None = None  # for an adapter: directory of its base model, if that is elsewhere
     folders: dict[str, Files] = field(default_factory=dict)  # folders inside this directory
     as_is: tuple[str, ...] = ()  # the target's tensors, which keep their dtype
-    into: Base | None = None  # the model's directory into a copy of which the tensors are written, in their own dtypes
+    put: Callable[[Path], None] | None = None  # writes the directory, where it is no new one but a copy with other tensors
 
 
 def write(directory: Path, files: Files, source: ExportSource, max_shard_size: str) -> None:
     """Write the files. Raises UserError for weights that the dtype cannot hold."""
-    if files.into is not None:
-        return stitch(directory, files.into, files.tensors)
+    if files.put is not None:
+        return files.put(directory)
     if files.weights.endswith(SUFFIX):
         return write_gguf(directory / files.weights, files.config, files.tensors, DTYPES[source.dtype], files.as_is)
     write_config(directory / files.config_file, files.config)

@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.core.errors import UserError
+from drafttrain.core.errors import ParityError, UserError
 from drafttrain.core.files import atomic_write_bytes, remove_abandoned, sealed, unsealed
 from drafttrain.data.prompts import load_prompts
 from drafttrain.drafters.checkpoint import read_meta
@@ -40,6 +40,7 @@ WHOLE, RECORDED = 4096, 256  # vocabularies up to WHOLE are recorded in full, of
 TENSORS = ("text_PT", "count_P", "root_P", "draft_PK", "token_PKR", "logit_PKR", "lse_PK")
 STATE = "state."
 FINAL_STATE = "final"
+SHOWN = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +158,41 @@ def facts_of(opened: Opened) -> dict[str, Any]:
     return facts | ({"layer ids": [block + 1 for block in taps.blocks]} if taps.blocks else {})
 
 
+def check_facts(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raise ParityError for a setting of exported files that is not the checkpoint's."""
+    for name, value in found.items():
+        if value != expected[name]:
+            got, wanted = (str(x) if len(str(x)) <= SHOWN else f"{str(x)[:SHOWN]}..." for x in (value, expected[name]))
+            raise ParityError(name, f"the files have {got}, the checkpoint's drafts come from {wanted}")
+
+
 @torch.no_grad()
 def drafted(drafter: Drafter, golden: Golden, vocab: int) -> Golden:
     """The golden material with this drafter's logits. The drafter drafts freely where no drafts are given, else it follows
     them.
     """
+    logits_PKV, ids, draft_PK = _chain(drafter, golden, vocab)
+    finite = int((logits_PKV > -torch.inf).sum(-1).min())  # some families give logits for a few tokens only
+    top = logits_PKV.topk(finite if finite <= WHOLE else RECORDED)
+    return replace(
+        golden,
+        draft_PK=draft_PK,
+        token_PKR=top.indices,
+        logit_PKR=top.values,
+        lse_PK=logits_PKV.logsumexp(-1),
+        ids=ids,
+    )
+
+
+@torch.no_grad()
+def followed(drafter: Drafter, golden: Golden, vocab: int) -> tuple[Tensor, Tensor | None]:
+    """([P, K, V] this drafter's logits along the golden drafts, target ids of the drafter's own vocabulary, if it has one)."""
+    logits_PKV, ids, _ = _chain(drafter, golden, vocab)
+    return logits_PKV, ids
+
+
+def _chain(drafter: Drafter, golden: Golden, vocab: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """([P, K, V] logits, the target ids of the drafter's own vocabulary, [P, K] drafts)."""
     T, K, device = golden.text_PT.shape[1], drafter.draft_length, golden.text_PT.device
     width, count_P = T + 1 + K, golden.count_P
     column_T = torch.arange(width, device=device)
@@ -180,17 +211,7 @@ def drafted(drafter: Drafter, golden: Golden, vocab: int) -> Golden:
         logits.append(logits_PV)
         if not given:
             known_PT = known_PT.scatter(1, slot_PK[:, step, None], logits_PV.argmax(-1, keepdim=True))
-    logits_PKV = torch.stack(logits, 1).float()
-    finite = int((logits_PKV > -torch.inf).sum(-1).min())  # some families give logits for a few tokens only
-    top = logits_PKV.topk(finite if finite <= WHOLE else RECORDED)
-    return replace(
-        golden,
-        draft_PK=known_PT.gather(1, slot_PK),
-        token_PKR=top.indices,
-        logit_PKR=top.values,
-        lse_PK=logits_PKV.logsumexp(-1),
-        ids=ids,
-    )
+    return torch.stack(logits, 1).float(), ids, known_PT.gather(1, slot_PK)
 
 
 def _predicted(

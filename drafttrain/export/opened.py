@@ -35,7 +35,7 @@ class Float32Target:
     """A target whose embedding and head compute in float32, so that golden drafts do not depend on its rounding.
 
     A factor on its logits, or a soft cap, is left out. Neither changes their order. Where a drafter adds to them, its export is
-    refused, except where the stack applies them too (`layouts/target_ends.py`).
+    refused, except where the stack applies them too (`export/target_ends.py`).
     """
 
     dtype = torch.float32

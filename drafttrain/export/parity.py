@@ -1,4 +1,7 @@
-"""The parity check: an exported directory, read from its files alone, must draft as its checkpoint does.
+"""The parity check: an exported directory, read back from its files alone, must draft as its checkpoint does.
+
+The files are read by the format's importer, as a published drafter would be, or by its `read` where it has none. What comes
+back is a drafter of ours. It must have the settings of the checkpoint's drafter, and give its golden drafts and logits.
 
 Shapes: P points, K drafts, R recorded logits, V vocabulary.
 """
@@ -6,10 +9,7 @@ Shapes: P points, K drafts, R recorded logits, V vocabulary.
 from __future__ import annotations
 
 import json
-import unicodedata
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from drafttrain.core.errors import ParityError
+from drafttrain.core.errors import ParityError, UserError
 from drafttrain.drafters.checkpoint import filled
+from drafttrain.export.convert import taken
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import DTYPES, ExportSource, Files
-from drafttrain.export.ggufs import cast
-from drafttrain.export.golden import Golden, drafted
-from drafttrain.export.layouts.draft_model import merged
-from drafttrain.export.layouts.gguf_models import facts_of
+from drafttrain.export.format import Format, Importer, ReadBack
+from drafttrain.export.golden import Golden, check_facts, drafted, facts_of, followed
+from drafttrain.export.layers import written_fields
 from drafttrain.export.opened import Opened
-from drafttrain.export.readers import gguf_models
-from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors
-from drafttrain.model.target import FINAL
 
 TOLERANCE = 5e-5  # relative to a draft's largest logit (at least 1), for float32 sums in another order
-SHOWN = 60  # characters of a value in a message
-# tokenizers split these differently: contractions, numbers, scripts, marks, spaces and line ends
-TEXT = "It's 12345.67, WE'VE 2 don't-cares:\n\n  x = f(a_1)\t+ 'y'  \r\n Größe नमस्ते 你好 🙂 ½ x\u0301... "
-UNMARKED = "".join(letter for letter in TEXT if not unicodedata.category(letter).startswith("M"))
-
-Reader = Callable[[Path, TargetParts, Sequence[Point]], Reading]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +39,57 @@ class Parity:
     changed: int  # drafts that the rounding of the exported weights changes
 
 
-def check(directory: Path, read: Reader, files: Files, source: ExportSource, golden: Golden, expected: Golden) -> Parity:
+def check(directory: Path, to: Format, files: Files, source: ExportSource, golden: Golden, expected: Golden) -> Parity:
     """Compare the files' drafts with the golden ones. expected: the golden drafts, or `rounded` ones. Raises ParityError."""
+    if files.tokenizer:
+        check_tokenizer(directory, source.opened.loaded.tokenizer.get_vocab())
     try:
-        reading = read(directory, target_parts(source.opened, files), points_of(golden))
-    except MismatchError as mismatch:
-        raise ParityError(mismatch.name, mismatch.text) from mismatch
-    _check_facts(reading.facts, _expected_facts(golden, files))
-    logits_PKV = torch.stack(reading.logits)
+        back = read_back(directory, to, source)
+        again = _opened_again(directory, back, source)
+    except (UserError, OSError, ValueError) as error:
+        raise ParityError("files", str(error)) from error
+    vocab = golden.facts["vocabulary"]
+    _check_settings(again, to, back, source, golden)
+    logits_PKV, ids_D = followed(again.drafter, golden.to(again.target.device), vocab)
+    check_facts({"d2t": _ids(ids_D, vocab)}, {"d2t": _ids(golden.ids, vocab)})
+    return compared(logits_PKV.cpu(), golden, expected)
+
+
+def read_back(directory: Path, to: Format, source: ExportSource) -> ReadBack:
+    """The drafter in the files. What they do not determine, such as the length of a chain, is the checkpoint's.
+
+    Raises UserError or ParityError for files that cannot be read.
+    """
+    meta = source.opened.meta
+    with to.opened(directory) as folder:
+        if not isinstance(to.read, Importer):
+            return to.read(folder, source)
+        record = {"family": meta.family, "options": meta.options}
+        found = ExternalCheckpoint(folder, "the written directory", record)
+        if not to.read.knows(found):
+            raise ParityError("files", f"they are not recognised as {to.name}: {found.summary()}")
+        facts = {} if source.drafter.layer_shape is None else written_fields(found.config)
+        return ReadBack(*taken(to.read, found, source.opened.loaded), facts)
+
+
+def _opened_again(directory: Path, back: ReadBack, source: ExportSource) -> ExportSource:
+    """The source of an export whose checkpoint is what was read back."""
+    opened = source.opened
+    drafter = filled(directory, back.meta, opened.target, back.tensors).requires_grad_(False)
+    return replace(source, opened=replace(opened, meta=back.meta, drafter=drafter, tensors=back.tensors))
+
+
+def _check_settings(again: ExportSource, to: Format, back: ReadBack, source: ExportSource, golden: Golden) -> None:
+    expected = golden.facts | to.facts(source)
+    check_facts(facts_of(again.opened) | to.facts(again) | back.facts, expected)
+
+
+def _ids(ids_D: Tensor | None, vocab: int) -> list[int]:
+    return list(range(vocab)) if ids_D is None else ids_D.tolist()
+
+
+def compared(logits_PKV: Tensor, golden: Golden, expected: Golden) -> Parity:
+    """The result for these logits. expected: as for `check`. Raises ParityError where they differ."""
     gap_PK = gaps(logits_PKV, expected)
     worst = float(gap_PK.max())
     if not worst <= 1.0:  # NaN is no parity
@@ -80,77 +115,18 @@ def check_tokens(logits_PKV: Tensor, expected: Golden) -> None:
         raise ParityError("draft tokens", f"{int(other_PK.sum())} of {other_PK.numel()} differ")
 
 
-def _expected_facts(golden: Golden, files: Files) -> dict[str, Any]:
-    vocab = golden.facts["vocabulary"]
-    ids = list(range(vocab)) if golden.ids is None else golden.ids.tolist()
-    return golden.facts | {"d2t": ids} | files.facts
-
-
-def _check_facts(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, value in found.items():
-        if value != expected[name]:
-            got, wanted = (str(x) if len(str(x)) <= SHOWN else f"{str(x)[:SHOWN]}..." for x in (value, expected[name]))
-            raise ParityError(name, f"the files have {got}, the checkpoint's drafts come from {wanted}")
-
-
-def points_of(golden: Golden) -> list[Point]:
-    """The points to draft from, in the readers' form."""
-    points = []
-    for row, count in enumerate(golden.count_P.tolist()):
-        states = {k: x[row, :count].float().cpu() for k, x in golden.states.items()}
-        final = states.pop(FINAL, None)
-        text, root, drafts = golden.text_PT[row, :count], golden.root_P[row], golden.draft_PK[row]
-        points.append(Point(text.cpu(), root.cpu(), drafts.cpu(), states, final))
-    return points
-
-
-def target_parts(opened: Opened, files: Files) -> TargetParts:
-    """The target's part of a stack, for the readers."""
-    model: Any = opened.loaded.target.model
-    embed_VH = model.get_input_embeddings().weight.detach().float().cpu()
-    tokenizer: Any = opened.loaded.tokenizer
-    pieces = tokenizer.get_vocab() if files.tokenizer else None
-    texts = [TEXT, f"{TEXT}{tokenizer.eos_token or ''}{TEXT}", UNMARKED] if files.tokenizer else []
-    made = [(text, list(tokenizer(text, verbose=False)["input_ids"])) for text in texts]
-    blocks, whole = opened.loaded.target.shape.blocks, partial(_whole_model, model)
-    head_VH, dtype = opened.target.head_weight.cpu(), opened.loaded.target.dtype
-    return TargetParts(embed_VH, head_VH, blocks, pieces, made, files.base, whole, dtype, partial(_modules, opened))
-
-
-@torch.no_grad()
-def _modules(opened: Opened) -> tuple[Tensor, Tensor | None]:
-    """What the target's own modules give: all embeddings, and the bias of its head."""
-    target = opened.target
-    all_V = torch.arange(target.shape.vocab_size, device=target.device)
-    bias = getattr(target.model.get_output_embeddings(), "bias", None)
-    return target.embed(all_V).cpu(), None if bias is None else bias.detach().float().cpu()
-
-
-def _whole_model(model: Any) -> tuple[Config, Tensors]:
-    """The target as its own directory has it."""
-    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    weights = {name: tensor.detach().float().cpu() for name, tensor in merged(model).items()}
-    return Config(config | {"architectures": [type(model).__name__]}), Tensors(Path(), load=lambda *_: weights)
-
-
-def check_gguf_target(directory: Path, files: Files, source: ExportSource) -> None:
-    """Raise ParityError unless a target written as GGUF has the target's settings and all its weights, bit for bit."""
-    target = source.opened.loaded.target
-    shape, model = target.shape, target.model
+def check_tokenizer(directory: Path, pieces: dict[str, int]) -> None:
+    """Raise ParityError unless tokenizer.json gives these pieces of the target's tokenizer their ids."""
     try:
-        found = gguf_models.facts(directory, files.weights, target_parts(source.opened, files))
-        expected: dict[str, Any] = {"rope": shape.rope_theta, "norm": shape.norm_eps, "layers": shape.blocks}
-        expected |= {"heads": [shape.heads, shape.kv_heads], "head_dim": shape.head_dim, "max positions": shape.max_positions}
-        expected |= facts_of(model.config, shape.head_dim)
-        _check_facts({name: found[name] for name in expected}, expected)
-        left = merged(model)
-        for name, tensor in gguf_models.weights(directory, files.weights):
-            if name not in left or not torch.equal(tensor, cast(name, left.pop(name), DTYPES[source.dtype]).float()):
-                raise ParityError("target", f"{name} was not saved as it is")
-    except MismatchError as mismatch:
-        raise ParityError(mismatch.name, mismatch.text) from mismatch
-    if left:
-        raise ParityError("target", f"{next(iter(left))} was not saved")
+        content: dict[str, Any] = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        listed = content["model"]["vocab"]
+        own = listed if isinstance(listed, dict) else {piece: i for i, (piece, _) in enumerate(listed)}
+        own = own | {added["content"]: added["id"] for added in content.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ParityError("tokenizer", f"tokenizer.json cannot be read ({error})") from error
+    if own != pieces:
+        other = next(piece for piece in {**own, **pieces} if own.get(piece) != pieces.get(piece))
+        raise ParityError("tokenizer", f"{other!r} is token {own.get(other)} there, the target's is {pieces.get(other)}")
 
 
 def check_model(directory: Path, model: Any) -> None:

@@ -1,63 +1,26 @@
-"""The command that serves a target with an exported drafter, by stack and family."""
+"""The serving stacks, and the command with which each serves a target with an exported drafter."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from shlex import quote
+from typing import Any
 
 import yaml
 
 from drafttrain.export.files import ExportSource
-from drafttrain.export.layouts.llama import windows_of
+from drafttrain.export.layers import windows_of
 
-VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
-VLLM |= {
-    "peagle": "eagle3",
-    "pard": "draft_model",
-    "dspark": "dspark",
-    "dflash2": "dflash",
-    "jetspec": "dflash",
-    "xpress": "dflash",
-    "lilicorr": "dflash",
-}
-PARALLEL = ("peagle", "pard")  # families that need parallel_drafting in vLLM
 BLOCKS = ("dflash", "dspark")  # methods of vLLM whose layers can have caches of several kinds, in its second runner alone
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=1"
-SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
-SGLANG |= {"dspark": "DSPARK", "uno": "UNO"} | dict.fromkeys(("dflash2", "jetspec", "domino", "lilicorr"), "DFLASH")
-TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark", "draft_model": "Draft_Target", "pard": "PARD"}
-LLAMACPP = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
-LLAMACPP |= {"dspark": "draft-dspark", "dflash2": "draft-dflash", "jetspec": "draft-dflash"}
-BY_NAME = ("vllm", "sglang", "trtllm", "speculators", "transformers", "tgi", "lmdeploy")  # stacks that load a hub id themselves
-NOTES = {
-    ("vllm", "medusa"): "vLLM up to 0.32 loads Medusa heads; 0.33 no longer does.",
-    ("speculators", "peagle"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
-    ("speculators", "eagle3"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
-    ("sglang", "domino"): "SGLang needs CUDA and bfloat16 here. It leaves the last slot of a shifted block unused.",
-    ("sglang", "lilicorr"): "With SGLANG_ENABLE_LILICORR_SAMPLING=1 drafts are sampled where the request samples.",
-    ("sglang", "uno"): "SGLang takes it with one process: leave tensor and pipeline parallelism at 1.",
-    ("official", "hydra"): "The authors' code reads a pickle. The first two lines write it from the safetensors file.",
-}
-TARGET_NOTE = "target.gguf is the target as GGUF. Export with with_target=true writes it, and so does llama.cpp's converter."
-ONE_AT_A_TIME = (
-    "Build 11434 accepts far fewer drafts while it decodes several requests; add --parallel 1 to serve one at a time."
-)
-NOTES |= {("llamacpp", "eagle3"): f"{TARGET_NOTE} {ONE_AT_A_TIME}"}
 
-# The lines that load a drafter with its authors' code: of Python, except for those of `mtp`. Names of files are quoted.
-OFFICIAL = {
-    "hydra": "weights = safetensors.torch.load_file({safe!r})\n"
-    "torch.save(weights, {pickle!r})\n"
-    "HydraModel.from_pretrained({directory!r}, base_model={target!r})",
-    "redrafter": "recurrent_drafting.modeling_drafter.Drafter.from_pretrained({directory!r})",
-    "mtp": "cp {source} {into}  # num_nextn_predict_layers: into config.json",
-    "mlp_speculator": "fms_extras.models.hf.modeling_mlp_speculator.MLPSpeculatorPreTrainedModel"
-    ".from_pretrained({directory!r})",
-    **dict.fromkeys(("dflash", "jetspec"), "DFlashDraftModel.from_pretrained({directory!r})"),
-    "dflash2": "DFlash2DraftModel.from_pretrained({directory!r})",
-    "dspark": "Qwen3DSparkModel.from_pretrained({directory!r})",
-}
+NO_LOADER = "it has no loader for this family"
+NOT_SPECULATORS = "it has no type for this family"
+ONLY_HEADS = "of these families it loads only Medusa and MLP speculators"
+GENERATE = "its generate() takes only draft models, DFlash, and modules that some targets come with"
+NOT_OWN = "only modules that targets come with are written back into them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +30,25 @@ class ServingCommand:
     source: ExportSource
     directory: str  # of the exported drafter
     target: str  # directory or hub id
-    family: str
     drafts: int  # length of a chain
+    method: str  # the stack's name of this way of drafting
+    settings: Mapping[str, Any]  # further settings
 
 
-def command(source: ExportSource, directory: str) -> str:
-    """The command, or the lines of Python, that serve the target with the drafter in this directory."""
-    family = source.opened.meta.family
-    served = ServingCommand(source, directory, source.target_name, family, source.drafter.draft_length)
-    if source.stack != "official":
-        return _COMMANDS[source.stack](served)
-    return OFFICIAL[family].format(
-        directory=directory,
-        target=served.target,
-        safe=f"{directory}/hydra_lm_head.safetensors",
-        pickle=f"{directory}/hydra_lm_head.pt",
-        source=quote(f"{directory}/model.safetensors"),
-        into=quote(f"{served.target}/mtp.safetensors"),
-    )
+@dataclass(frozen=True, slots=True)
+class ServingStack:
+    """A serving stack."""
 
-
-def note(family: str, stack: str) -> str | None:
-    """A remark for below the command; None where there is none."""
-    return NOTES.get((stack, family), TARGET_NOTE if stack == "llamacpp" else None)
+    name: str
+    command: Callable[[ServingCommand], str]  # the command, or the lines of Python
+    usual: str = NO_LOADER  # why it does not load a family, where the family's rows say nothing of it
+    by_name: bool = False  # it loads a hub id itself
+    python: bool = False  # its command is Python
 
 
 def _vllm(served: ServingCommand) -> str:
-    config = {"method": VLLM[served.family], "model": served.directory, "num_speculative_tokens": served.drafts}
-    if served.family in PARALLEL:
-        config["parallel_drafting"] = True
+    """vLLM's command."""
+    config = {"method": served.method, "model": served.directory, "num_speculative_tokens": served.drafts} | {**served.settings}
     return f"{_runner(served)}vllm serve {quote(served.target)} --speculative-config {quote(json.dumps(config))}"
 
 
@@ -103,41 +56,40 @@ def _runner(served: ServingCommand) -> str:
     """What a command of vLLM begins with. Its first runner, the default of older versions, refuses drafters of blocks in which
     some layers have windows and others none.
     """
-    if VLLM.get(served.family) not in BLOCKS:
+    if served.method not in BLOCKS:
         return ""
     windows = windows_of(served.source.layer_shape, served.source.options["layers"])
     return f"{SECOND_RUNNER} " if any(windows) and not all(windows) else ""
 
 
 def _sglang(served: ServingCommand) -> str:
-    if SGLANG[served.family] == "UNO":  # the root and the random tokens after it; no other model drafts
+    if served.method == "UNO":  # the root and the random tokens after it; no other model drafts
         return (
             f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm UNO "
             f"--uno-lora-path {quote(served.directory)} --speculative-num-draft-tokens {served.drafts}"
         )
     return (
-        f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm {SGLANG[served.family]} "
+        f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm {served.method} "
         f"--speculative-draft-model-path {quote(served.directory)}{_sglang_lengths(served)}"
     )
 
 
 def _sglang_lengths(served: ServingCommand) -> str:
     """DFLASH counts a block's slots. DSPARK takes the block's size as the number of drafts: blocks in place have one less."""
-    kind = SGLANG[served.family]
-    if kind == "DFLASH":
+    if served.method == "DFLASH":
         return f" --speculative-num-draft-tokens {served.source.options['block_size']}"
-    if kind == "DSPARK":
+    if served.method == "DSPARK":
         return "" if served.source.options["slots"] == "shifted" else f" --speculative-dspark-block-size {served.drafts}"
     steps = f" --speculative-num-steps {served.drafts} --speculative-eagle-topk 1"
     return f"{steps} --speculative-num-draft-tokens {served.drafts + 1}"
 
 
 def _trtllm(served: ServingCommand) -> str:
-    lines = [f"decoding_type: {TRTLLM[served.family]}", f"max_draft_len: {served.drafts}"]
+    lines = [f"decoding_type: {served.method}", f"max_draft_len: {served.drafts}"]
     lines.append(f"speculative_model: {_scalar(served.directory)}")
-    if served.family == "eagle3":
+    if served.method == "Eagle3":
         lines.append(f"eagle3_layers_to_capture: {[k - 1 for k in served.source.layer_inputs]}")
-    if served.family == "pard":
+    if served.method == "PARD":
         lines.append(f"mask_token_id: {served.source.drafter.resolved_options()['mask_token']}")
     body = "\n".join(f"  {line}" for line in lines)
     return f"cat > spec.yaml <<'END'\nspeculative_config:\n{body}\nEND\ntrtllm-serve {quote(served.target)} --config spec.yaml"
@@ -150,13 +102,14 @@ def _scalar(text: str) -> str:
 
 
 def _speculators(served: ServingCommand) -> str:
-    if served.family == "mtp":
+    """vLLM serves them, and reads the verifier from the files. Without a method of vLLM's the library loads them."""
+    if not served.method:
         return f"speculators.SpeculatorModel.from_pretrained({served.directory!r})"
     return f"{_runner(served)}vllm serve {quote(served.directory)}"
 
 
 def _transformers(served: ServingCommand) -> str:
-    model, kind = ("AutoModel", ', speculation_type="dflash"') if served.family == "dflash" else ("AutoModelForCausalLM", "")
+    model, kind = ("AutoModel", ', speculation_type="dflash"') if served.method == "dflash" else ("AutoModelForCausalLM", "")
     return (
         f"assistant = {model}.from_pretrained({served.directory!r})\n"
         f"target = AutoModelForCausalLM.from_pretrained({served.target!r})\n"
@@ -166,10 +119,10 @@ def _transformers(served: ServingCommand) -> str:
 
 def _openvino(served: ServingCommand) -> str:
     convert = f"optimum-cli export openvino -m {quote(served.directory)} --task text-generation-with-past"
-    if served.family == "draft_model":
+    if served.method == "draft_model":
         return f'{convert} ov-draft\nopenvino_genai.draft_model("ov-draft", "CPU")'
     lines, last = [f"{convert} --trust-remote-code ov-draft"], "ov-draft"
-    if served.family == "eagle3":
+    if served.method == "eagle3":
         ids, last = " ".join(str(k - 1) for k in served.source.layer_inputs), "ov-draft-eagle3"
         lines += [
             'model = openvino.Core().read_model("ov-draft/openvino_model.xml")',
@@ -181,7 +134,7 @@ def _openvino(served: ServingCommand) -> str:
 
 def _llamacpp(served: ServingCommand) -> str:
     """With p-min 0 it drafts tokens of any probability; without a maximum it would draft three."""
-    options = f"--spec-type {LLAMACPP[served.family]} --spec-draft-n-max {served.drafts} --spec-draft-p-min 0"
+    options = f"--spec-type {served.method} --spec-draft-n-max {served.drafts} --spec-draft-p-min 0"
     target, draft = (quote(f"{served.directory}/{name}.gguf") for name in ("target", "draft"))
     return f"llama-server -m {target} -md {draft} {options}"
 
@@ -192,8 +145,20 @@ def _tgi(served: ServingCommand) -> str:
 
 def _lmdeploy(served: ServingCommand) -> str:
     return (
-        f"lmdeploy serve api_server {quote(served.target)} --backend pytorch --speculative-algorithm {served.family} "
+        f"lmdeploy serve api_server {quote(served.target)} --backend pytorch --speculative-algorithm {served.method} "
         f"--speculative-draft-model {quote(served.directory)} --speculative-num-draft-tokens {served.drafts}"
+    )
+
+
+def _official(served: ServingCommand) -> str:
+    """The method is the lines that load a drafter with its authors' code, with places for names of files, which are quoted."""
+    return served.method.format(
+        directory=served.directory,
+        target=served.target,
+        safe=f"{served.directory}/hydra_lm_head.safetensors",
+        pickle=f"{served.directory}/hydra_lm_head.pt",
+        source=quote(f"{served.directory}/model.safetensors"),
+        into=quote(f"{served.target}/mtp.safetensors"),
     )
 
 
@@ -208,15 +173,16 @@ def _stitched(served: ServingCommand) -> str:
     )
 
 
-_COMMANDS = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "trtllm": _trtllm,
-    "speculators": _speculators,
-    "transformers": _transformers,
-    "openvino": _openvino,
-    "llamacpp": _llamacpp,
-    "tgi": _tgi,
-    "lmdeploy": _lmdeploy,
-    "stitched": _stitched,
+STACKS = {
+    "vllm": ServingStack("vLLM", _vllm, by_name=True),
+    "sglang": ServingStack("SGLang", _sglang, by_name=True),
+    "trtllm": ServingStack("TensorRT-LLM", _trtllm, by_name=True),
+    "speculators": ServingStack("speculators", _speculators, NOT_SPECULATORS, by_name=True),
+    "transformers": ServingStack("transformers", _transformers, GENERATE, by_name=True, python=True),
+    "llamacpp": ServingStack("llama.cpp", _llamacpp),
+    "openvino": ServingStack("OpenVINO GenAI", _openvino),
+    "tgi": ServingStack("text-generation-inference", _tgi, ONLY_HEADS, by_name=True),
+    "lmdeploy": ServingStack("LMDeploy", _lmdeploy, by_name=True),
+    "official": ServingStack("the authors' code", _official, python=True),
+    "stitched": ServingStack("the target's own files", _stitched, NOT_OWN),
 }

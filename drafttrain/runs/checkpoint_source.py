@@ -10,9 +10,9 @@ from rich.console import Console
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import META, CheckpointMeta, check_shape, list_checkpoints, read_meta
-from drafttrain.export.importers.convert import converted
-from drafttrain.export.importers.directory import Foreign, fetched
-from drafttrain.export.importers.table import recognised
+from drafttrain.export.convert import converted
+from drafttrain.export.external import ExternalCheckpoint, fetched
+from drafttrain.export.table import recognised
 from drafttrain.runs.console import print_line
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_shape
@@ -27,7 +27,7 @@ class CheckpointSource:
 
     directory: Path
     meta: CheckpointMeta | None = None  # of our checkpoint
-    foreign: Foreign | None = None  # a published drafter
+    foreign: ExternalCheckpoint | None = None  # a published drafter
 
     @staticmethod
     def of(name: str) -> CheckpointSource:
@@ -42,7 +42,7 @@ class CheckpointSource:
             return CheckpointSource(best, read_meta(best))
         if not directory.is_dir() or (directory / META).is_file():
             return CheckpointSource(directory, read_meta(directory))
-        found = Foreign(directory, name)
+        found = ExternalCheckpoint(directory, name)
         recognised(found)
         return CheckpointSource(directory, None, found)
 

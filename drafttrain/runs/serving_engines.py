@@ -25,7 +25,7 @@ from drafttrain.engines.measurement import FIGURES, SPECULATIVE, OwnDecoding, Ti
 from drafttrain.engines.process import ENGINES, EngineJob, python_of
 from drafttrain.engines.timed_process import serving
 from drafttrain.export import golden
-from drafttrain.export.chain import Ending, chain_drafter, decoded
+from drafttrain.export.engine_check import Ending, chain_drafter, decoded
 from drafttrain.export.exporter import GGUF, TARGET, ExportSettings, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened

@@ -22,7 +22,7 @@ from drafttrain.engines import background
 from drafttrain.engines.background import CPU, BackgroundEngine, Resources
 from drafttrain.engines.process import ENGINES, EngineJob, batches_with, check_family, python_of
 from drafttrain.export import golden
-from drafttrain.export.chain import Ending
+from drafttrain.export.engine_check import Ending
 from drafttrain.export.exporter import export
 from drafttrain.export.opened import Float32Target, Opened
 from drafttrain.measure.cases import encode_cases

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.export.importers import convert, directory
+from drafttrain.export import convert
+from drafttrain.export import external as directory
 from tests.integration.test_fit_errors import arguments, trained
 from tests.official import LAYOUTS, put
 
@@ -30,7 +31,7 @@ def prompt_file(folder: Path) -> Path:
     return file
 
 
-# what a layout may get wrong are its drafts: unit/export/test_official.py has those of every one
+# what a layout may get wrong are its drafts: unit/export/test_convert.py has those of every one
 @pytest.mark.sampled(layout=["eagle3, speculators", "medusa"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_measure_published_checkpoint_layout_has_exact_matches(

@@ -13,8 +13,8 @@ import pytest
 
 from drafttrain.cli import config
 from drafttrain.cli.help import COMMANDS, recipe_files
-from drafttrain.export import serve
 from drafttrain.export.files import ExportSource
+from drafttrain.export.table import serving_command
 from drafttrain.runs.options import RunOptions
 from tests import composing
 
@@ -113,7 +113,7 @@ def test_readme_serve_commands_equal_export(stack: str, trained: RunOptions) -> 
     drafter = SimpleNamespace(draft_length=trained.drafter.draft_length)
     opened = SimpleNamespace(meta=SimpleNamespace(family=trained.drafter.family))
     source: Any = SimpleNamespace(opened=opened, drafter=drafter, stack=stack, target_name=trained.target.path)
-    assert serve.command(cast(ExportSource, source), f"exported/{stack}") in shell(TEXTS["README.md"])
+    assert serving_command(cast(ExportSource, source), f"exported/{stack}") in shell(TEXTS["README.md"])
 
 
 def test_readme_figures_follow_recipe_and_scaling_docs(trained: RunOptions) -> None:

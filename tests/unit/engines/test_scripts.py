@@ -8,17 +8,24 @@ from transformers import GenerationConfig
 
 from drafttrain.engines.scripts import llamacpp, transformers, vllm
 from drafttrain.engines.states_command import serve_arguments
-from drafttrain.export import serve
+from drafttrain.export.format import StackRow
+from drafttrain.export.table import TABLE
 from tests.helpers import tiny_model
 
 
+def rows_of(stack: str) -> dict[str, StackRow]:
+    """The rows of the families that a stack loads."""
+    return {family: row for family, rows in TABLE.items() if isinstance(row := rows[stack], StackRow)}
+
+
 def test_vllm_script_methods_equal_serve_commands() -> None:
-    assert vllm.METHODS | vllm.PARALLEL == serve.VLLM
-    assert set(vllm.PARALLEL) == set(serve.PARALLEL)
+    rows = rows_of("vllm")
+    assert {family: row.method for family, row in rows.items()} == vllm.METHODS | vllm.PARALLEL
+    assert set(vllm.PARALLEL) == {family for family, row in rows.items() if row.settings.get("parallel_drafting")}
 
 
 def test_llamacpp_script_types_equal_serve_commands() -> None:
-    assert llamacpp.KINDS == serve.LLAMACPP
+    assert {family: row.method for family, row in rows_of("llamacpp").items()} == llamacpp.KINDS
 
 
 def test_vllm_script_sets_parallel_drafting_only_for_parallel_families() -> None:

@@ -20,8 +20,7 @@ from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
 from drafttrain.engines import process as engine
 from drafttrain.engines.process import ENGINES, Engine, EngineJob, EngineResult, python_of, run
-from drafttrain.export.chain import DecodedSequence, Ending
-from drafttrain.export.engine_check import EngineCheck, engine_check, first_difference
+from drafttrain.export.engine_check import DecodedSequence, Ending, EngineCheck, engine_check, first_difference
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target

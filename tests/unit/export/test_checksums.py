@@ -12,12 +12,11 @@ from safetensors import safe_open
 from drafttrain.commands.verify import record_of
 from drafttrain.core.checksums import LISTED, list_files
 from drafttrain.core.errors import UserError
-from drafttrain.export import hub
+from drafttrain.export import convert, hub
+from drafttrain.export.convert import converted
 from drafttrain.export.exporter import CARD, TARGET
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.hub import Repository, push
-from drafttrain.export.importers import convert
-from drafttrain.export.importers.convert import converted
-from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.opened import Opened
 from drafttrain.model.lora import LoraSpec
 from drafttrain.targets import TargetOptions
@@ -54,7 +53,7 @@ def files(out: Path) -> Iterator[Path]:
 
 def imported(out: Path) -> list[Any]:
     """All that an import is made of."""
-    found = Opened.of(converted(Foreign(out), loaded(), lambda text: None), loaded())
+    found = Opened.of(converted(ExternalCheckpoint(out), loaded(), lambda text: None), loaded())
     return [found.meta.family, found.meta.options, found.meta.decode, {n: x.tolist() for n, x in found.tensors.items()}]
 
 

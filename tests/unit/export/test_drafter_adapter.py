@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafttrain.commands.verify import record_of
+from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError, UserError
-from drafttrain.export import exporter, parity
+from drafttrain.export import convert, exporter, parity
 from drafttrain.export.drafter_adapter import adapter_of, merge
 from drafttrain.export.exporter import ExportSettings
-from drafttrain.export.importers import convert
-from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.layouts.adapter import PEFT
+from drafttrain.export.external import ExternalCheckpoint
+from drafttrain.export.files import ExportSource
 from drafttrain.export.opened import Opened
-from drafttrain.export.readers.parts import MismatchError
-from drafttrain.export.table import layout, loads
+from drafttrain.export.peft import PEFT
+from drafttrain.export.table import format_of, loads
 from drafttrain.model.lora import LoraOptions
 from tests.exports import CASES, loaded, opened, target_of_files, written
 from tests.native import native
@@ -122,31 +122,32 @@ def test_export_drafter_adapter_unsupported_dtype_or_stack_is_refused(tmp_path: 
     assert golden and not (tmp_path / "out").exists()
 
 
-def test_drafter_adapter_reader_detects_changed_config_or_tensors(tmp_path: Path) -> None:
+def test_drafter_adapter_changed_config_or_tensors_fail_parity(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
-    out, to = tmp_path / "out", adapter_of(layout("medusa", "vllm"))
+    out, to, source = tmp_path / "out", adapter_of(format_of("medusa", "vllm")), ExportSource(found, "vllm", "float32")
     written(found, golden, "vllm", out, adapter=True)
 
-    def reading(tensors: dict[str, Tensor] | None = None, **changes: Any) -> float:
+    def check(tensors: dict[str, Tensor] | None = None, **changes: Any) -> None:
         config = json.loads((out / "adapter_config.json").read_text())
         shutil.rmtree(tmp_path / "wrong", ignore_errors=True)
         shutil.copytree(out, tmp_path / "wrong")
+        (tmp_path / "wrong" / LISTED).unlink()
         (tmp_path / "wrong" / "adapter_config.json").write_text(json.dumps(config | changes))
         if tensors is not None:
             save_file(tensors, tmp_path / "wrong" / "adapter_model.safetensors")
-        read = to.read(tmp_path / "wrong", parity.target_parts(found, parity.Files({}, {})), parity.points_of(golden))
-        return float(parity.gaps(torch.stack(read.logits), golden).max())
+        parity.check(tmp_path / "wrong", to, to.write(source), source, golden, golden)
 
-    assert reading() < 1.0
-    assert reading(lora_alpha=7) > 1.0
+    check()
     own = load_file(out / "adapter_model.safetensors")
-    assert reading({name: x + 0.01 for name, x in own.items()}) > 1.0
+    for harm in (lambda: check(lora_alpha=7), lambda: check({name: x + 0.01 for name, x in own.items()})):
+        with pytest.raises(ParityError, match="Parity: logits"):
+            harm()
     for changes in ({"target_modules": ["blocks.0.layers.0"]}, {"use_rslora": True}, {"peft_type": "IA3"}, {"r": 3}):
-        with pytest.raises(MismatchError):
-            reading(**changes)
+        with pytest.raises(ParityError, match="Parity: files: "):
+            check(**changes)
     stranger = {f"{PEFT}nowhere.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}
-    with pytest.raises(MismatchError):
-        reading(own | stranger)
+    with pytest.raises(ParityError, match=r"Parity: files: .* target_modules is"):
+        check(own | stranger)
 
 
 def test_merge_drafter_adapter_failure_leaves_no_directory(tmp_path: Path) -> None:
@@ -156,7 +157,8 @@ def test_merge_drafter_adapter_failure_leaves_no_directory(tmp_path: Path) -> No
     save_file(
         own | {f"{PEFT}nowhere.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}, tmp_path / "out" / "adapter_model.safetensors"
     )
-    with pytest.raises(MismatchError):
+    (tmp_path / "out" / LISTED).unlink()
+    with pytest.raises(UserError, match="target_modules is"):
         merge(tmp_path / "out", tmp_path / "merged")
     assert not list(tmp_path.glob("*merged*"))
     (tmp_path / "merged").mkdir()
@@ -179,10 +181,10 @@ def test_import_merged_drafter_lora_is_read_and_adapter_is_refused(tmp_path: Pat
     found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
     written(found, golden, "vllm", tmp_path / "whole")
     written(found, golden, "vllm", tmp_path / "apart", adapter=True)
-    again = Opened.of(convert.converted(Foreign(tmp_path / "whole"), loaded(), str), loaded())
+    again = Opened.of(convert.converted(ExternalCheckpoint(tmp_path / "whole"), loaded(), str), loaded())
     assert again.meta.lora is None and all(torch.equal(x, again.tensors[name]) for name, x in found.tensors.items())
     says = "apart is an adapter of a drafter, which is read merged; its README.md has the lines that merge it"
     with pytest.raises(UserError, match=says):
-        convert.converted(Foreign(tmp_path / "apart"), loaded(), str)
+        convert.converted(ExternalCheckpoint(tmp_path / "apart"), loaded(), str)
     with pytest.raises(UserError, match=says):
         record_of(tmp_path / "apart")

@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors, trainers
 from tokenizers import pre_tokenizers as pre
 from transformers import PreTrainedTokenizerFast
 
-from drafttrain.core.errors import UserError
+from drafttrain.core.errors import ParityError, UserError
 from drafttrain.data.prompts import load_prompts
-from drafttrain.export.layouts import gguf_tokenizer as layout
-from drafttrain.export.parity import TEXT, UNMARKED
-from drafttrain.export.readers.gguf_tokenizer import check_tokenizer
-from drafttrain.export.readers.parts import Config, MismatchError, TargetParts
+from drafttrain.export import gguf_tokenizer as layout
+from drafttrain.export.gguf_file import GgufFile
+from drafttrain.export.gguf_tokenizer import TEXT, UNMARKED_TEXT, check_tokenizer
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
@@ -51,7 +50,7 @@ def texts() -> list[str]:
     asked = [turn for prompt in load_prompts("embedded", 12) for turn in prompt.turns]
     return [
         TEXT,
-        UNMARKED,
+        UNMARKED_TEXT,
         "",
         " ",
         "\n\n\n",
@@ -81,10 +80,10 @@ def trained(name: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>")
 
 
-def engine(tokenizer: Any, rows: int | None = None) -> TargetParts:
+def check(found: dict[str, Any], tokenizer: Any, rows: int | None = None) -> None:
+    """Try the tokenizer in these fields of a file. rows: of the target's embedding."""
     made = [(text, list(tokenizer(text)["input_ids"])) for text in texts()]
-    embed = torch.zeros(rows or len(tokenizer), 1)
-    return TargetParts(embed, embed, 1, tokenizer.get_vocab(), made)
+    check_tokenizer(GgufFile(Path("draft.gguf"), found), rows or len(tokenizer), tokenizer.get_vocab(), made)
 
 
 def fields(tokenizer: Any, rows: int | None = None) -> dict[str, Any]:
@@ -100,7 +99,7 @@ def test_gguf_tokenizer_fields_give_same_tokens(subtests: pytest.Subtests) -> No
             assert found["tokenizer.ggml.pre"] == name
             assert found["tokenizer.ggml.tokens"][-1] == last and found["tokenizer.ggml.token_type"][-1] == 5
             assert found["tokenizer.ggml.add_bos_token"] is (name == "llama-bpe")
-            check_tokenizer(Config(found), engine(tokenizer, len(tokenizer) + 3))
+            check(found, tokenizer, len(tokenizer) + 3)
 
 
 def test_gguf_tokenizer_of_embedded_target_gives_same_tokens() -> None:
@@ -110,7 +109,7 @@ def test_gguf_tokenizer_of_embedded_target_gives_same_tokens() -> None:
     assert found["tokenizer.ggml.pre"] == "gpt-2" and found["tokenizer.ggml.eos_token_id"] == 3
     assert found["tokenizer.ggml.eot_token_id"] == 0 and found["tokenizer.chat_template"] == tokenizer.chat_template
     assert [found["tokenizer.ggml.token_type"][i] for i in range(8)] == [3] * 6 + [1] * 2
-    check_tokenizer(Config(found), engine(tokenizer))
+    check(found, tokenizer)
 
 
 def test_gguf_tokenizer_with_more_tokens_than_target_is_refused() -> None:
@@ -121,7 +120,7 @@ def test_gguf_tokenizer_with_more_tokens_than_target_is_refused() -> None:
 def harmed(change: Callable[[dict[str, Any]], Any], name: str = "qwen2") -> None:
     found = fields(trained(name))
     change(found)
-    check_tokenizer(Config(found), engine(trained(name)))
+    check(found, trained(name))
 
 
 HARMS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
@@ -140,7 +139,7 @@ HARMS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 def test_gguf_tokenizer_changed_field_is_detected(subtests: pytest.Subtests) -> None:
     for number, (name, change) in enumerate(HARMS):
         with subtests.test(name=name, number=number):
-            with pytest.raises(MismatchError) as caught:
+            with pytest.raises(ParityError) as caught:
                 harmed(change, name)
             assert caught.value.name == "tokenizer"
 
@@ -151,10 +150,9 @@ def test_gguf_tokenizer_ignore_merges_pre_name_is_detected() -> None:
     content, ids = fields(tokenizer), tokenizer.get_vocab()
     word = next(piece for piece in sorted(ids) if len(piece) > 5 and piece.isalpha() and piece.isascii())
     merges = [merge for merge in content["tokenizer.ggml.merges"] if merge.replace(" ", "") != word]
-    apart = TargetParts(torch.zeros(len(tokenizer), 1), torch.zeros(1, 1), 1, ids, [(word, [0])])
     content |= {"tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": "llama-bpe"}
-    with pytest.raises(MismatchError, match=rf"is \[{ids[word]}\] there"):
-        check_tokenizer(Config(content), apart)
+    with pytest.raises(ParityError, match=rf"is \[{ids[word]}\] there"):
+        check_tokenizer(GgufFile(Path("draft.gguf"), content), len(tokenizer), ids, [(word, [0])])
 
 
 def made(model: Any, cut: Any, **more: Any) -> Any:

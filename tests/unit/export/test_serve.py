@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from drafttrain.drafters import families
-from drafttrain.export import serve
 from drafttrain.export.files import ExportSource
-from drafttrain.export.table import loads
+from drafttrain.export.table import loads, serving_command
 from drafttrain.model.shapes import LayerShape
 
 DRAFTER, TARGET = "my drafters/it's $5", "my targets/a: b"
@@ -46,7 +45,7 @@ def test_serve_command_quotes_directory_names(subtests: pytest.Subtests) -> None
     """Each is one word of the shell, one text of Python, or one value of YAML or JSON."""
     for family, stack in EVERY:
         with subtests.test(family=family, stack=stack):
-            said = serve.command(source_of(family, stack), DRAFTER)
+            said = serving_command(source_of(family, stack), DRAFTER)
             if match := re.search(r"<<'END'\n(.*)END\n(.*)", said, re.DOTALL):
                 assert yaml.safe_load(match[1])["speculative_config"]["speculative_model"] == DRAFTER
                 said = match[2]
@@ -59,7 +58,7 @@ def test_serve_command_quotes_directory_names(subtests: pytest.Subtests) -> None
 
 def test_serve_command_mixed_windows_use_second_vllm_runner(subtests: pytest.Subtests) -> None:
     def begins(family: str, stack: str, **shape: Any) -> bool:
-        said = serve.command(source_of(family, stack, **shape), "x")
+        said = serving_command(source_of(family, stack, **shape), "x")
         return said.startswith("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve ")
 
     for pair in (("dflash", "vllm"), ("dspark", "vllm"), ("jetspec", "vllm"), ("dflash2", "speculators")):

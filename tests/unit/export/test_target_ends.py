@@ -9,20 +9,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError, UserError
-from drafttrain.export import parity
+from drafttrain.export.convert import taken
 from drafttrain.export.exporter import ExportSettings, refusals
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource
-from drafttrain.export.importers.convert import taken
-from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.table import recognised
 from drafttrain.export.opened import Opened
-from drafttrain.export.table import layout, loads
+from drafttrain.export.table import format_of, loads, recognised
 from drafttrain.targets.load import LoadedTarget
+from tests.export_oracles.check import check_export
 from tests.exports import checkpoint, loaded, opened, unprobed, written
 from tests.helpers import GATED, tiny_model
-from tests.unit.export.test_traps import changed, drop, put
+from tests.unit.export.test_parity import changed, drop, put
 
 PLAIN = {name: value for name, value in GATED.items() if name != "head_dim"}
 KINDS: dict[str, dict[str, Any]] = {  # by model type
@@ -64,7 +62,7 @@ def reasons(folder: Path, case: str, target: LoadedTarget, apart: tuple[str, ...
     """Why the stacks that load the family do not load this drafter. apart: further stacks that are left out."""
     found = Opened.of(checkpoint(folder / case, case, target), target)
     stacks = [stack for stack in loads(found.meta.family) if stack not in ("llamacpp", "lmdeploy", "transformers", *apart)]
-    given = [layout(found.meta.family, stack).refuse(ExportSource(found, stack, "float32")) for stack in stacks]
+    given = [format_of(found.meta.family, stack).refuse(ExportSource(found, stack, "float32")) for stack in stacks]
     assert all(given), f"{case} is exported to {[s for s, why in zip(stacks, given, strict=True) if why is None]}"
     return [str(why) for why in given]
 
@@ -104,7 +102,7 @@ def test_export_eagle3_small_scaled_embedding_is_written(stack: str, tmp_path: P
     target.target.model.get_input_embeddings().weight.data.mul_(0.1)
     found, golden = opened(tmp_path, "eagle3", target)
     written(found, golden, stack, tmp_path / "out")
-    foreign = Foreign(tmp_path / "out")
+    foreign = ExternalCheckpoint(tmp_path / "out")
     assert taken(recognised(foreign), foreign, target)[1].keys() == found.tensors.keys()
 
 
@@ -121,25 +119,24 @@ def test_export_dflash2_writes_embedding_and_logit_scale_fields(kind: str, tmp_p
             continue
         with subtests.test(stack=stack):
             written(found, golden, stack, out)
-            foreign = Foreign(out)
+            foreign = ExternalCheckpoint(out)
             own = {key: value for key, value in foreign.config["dflash_config"].items() if key in FIELDS}
             assert own == pytest.approx(expected)
             assert taken(recognised(foreign), foreign, target)[1].keys() == found.tensors.keys()
             given = "|".join(f"{key} is {value:g}" for key, value in own.items())
             with pytest.raises(UserError, match=f"({given}), this target's own is [01], which drafters here use"):
                 recognised(foreign).options(foreign, loaded().target)
-    source, to = ExportSource(found, "vllm", "float32"), layout("dflash2", "vllm")
+    source = ExportSource(found, "vllm", "float32")
     for number, (name, change) in enumerate(WRONG.get(kind, ())):
         with subtests.test(name=name, number=number):
             wrong = changed(tmp_path / "vllm", tmp_path / str(number), change)
             with pytest.raises(ParityError, match=f"^Parity: {name}: "):
-                parity.check(wrong, to.read, to.write(source), source, golden, golden)
+                check_export(wrong, source, golden, golden)
     if kind == "cohere":  # loaders leave the logits as they are without the field, and the selector was trained on those
         bare = changed(tmp_path / "vllm", tmp_path / "bare", drop("dflash_config", "output_multiplier"))
-        (bare / LISTED).unlink()
         says = r"output_multiplier is 1, this target's own is 0\.1, which drafters here use; give"
         with subtests.test("another target"), pytest.raises(UserError, match=says):
-            taken(recognised(Foreign(bare)), Foreign(bare), target)
+            taken(recognised(ExternalCheckpoint(bare)), ExternalCheckpoint(bare), target)
 
 
 def test_export_dflash2_logit_scale_with_softcap_is_refused(tmp_path: Path) -> None:
@@ -156,7 +153,7 @@ def test_export_llamacpp_softcap_refuses_dspark_and_accepts_dflash2(tmp_path: Pa
     says = {"dspark": "the target caps its logits at 3, which llamacpp leaves out", "dflash2-unlike": "None"}
     for case, expected in says.items():
         found = Opened.of(checkpoint(tmp_path / case, case, target), target)
-        why = layout(found.meta.family, "llamacpp").refuse(ExportSource(found, "llamacpp", "float32"))
+        why = format_of(found.meta.family, "llamacpp").refuse(ExportSource(found, "llamacpp", "float32"))
         assert str(why).startswith(expected)
 
 

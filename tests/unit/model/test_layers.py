@@ -13,10 +13,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
-from drafttrain.export.readers.layer import LayerDimensions, _frequencies
 from drafttrain.model.layers import rotary
 from drafttrain.model.shapes import LayerOptions
 from drafttrain.targets.structure import shape_of
+from tests.export_oracles.layer import LayerDimensions, _frequencies
 from tests.exports import LINEAR, LLAMA3
 from tests.helpers import drafted_and_predicted, fast_target, prompts, tiny_target
 from tests.tiny import build

@@ -1,0 +1,153 @@
+"""DSpark: the authors' layout (DeepSpec), which serving stacks read, and speculators' layout.
+
+Some files have the fields in `dflash_config`. The calibration of its confidences is not exported, because no loader reads one.
+`sample_from_anchor` is always written, because loaders have different defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from drafttrain.core.errors import UserError
+from drafttrain.export.block_fields import causal_key, field_of, number_of
+from drafttrain.export.external import ExternalCheckpoint
+from drafttrain.export.files import ExportSource, Files, Reads
+from drafttrain.export.format import ConvertedDrafter, Format, Importer, Rows, StackRow
+from drafttrain.export.formats.dflash import (
+    PART,
+    SGLANG,
+    SHIFTED,
+    VLLM,
+    block_fields,
+    facts,
+    mask_token,
+    outputs,
+    refuse_last,
+    refuse_sorted,
+    speculators_config,
+    speculators_options,
+    vocabulary_field,
+    zlab_options,
+)
+from drafttrain.export.speculators import TYPE, speculators_type
+from drafttrain.export.target_ends import refuse_logits
+from drafttrain.export.vocabulary import store_vocabulary, vocabulary_typed
+from drafttrain.model.target import Target
+
+SHIFT = "shift_label"
+CODE = "Qwen3DSparkModel.from_pretrained({directory!r})"
+INSIDE = ("mask_token_id", "target_layer_ids")  # fields that some stacks look for in `dflash_config`
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # in the authors' files: copies of the target's
+
+
+def refuse(source: ExportSource, reads: Reads) -> str | None:
+    """Why a stack cannot load this drafter; None where it can. reads: as in `ROWS`."""
+    if source.stack == "official" and source.options["slots"] != "shifted":
+        return "its slots are in place, but the authors' code has shifted ones; train with drafter.slots=shifted"
+    if source.stack == "trtllm" and source.options["slots"] != "shifted":
+        return "its slots are in place, but TensorRT-LLM drafts with every slot of a block; train with drafter.slots=shifted"
+    reason = refuse_sorted(source) or refuse_last(source, reads, per_layer=source.stack == "speculators")
+    return reason or refuse_logits(source)
+
+
+def deepspec(source: ExportSource) -> Files:
+    """The authors' layout. All fields are at the top level: vLLM looks for markov_rank only there.
+
+    vLLM takes the number of layers for that of tapped blocks, unless `dflash_config` names these (pull request 48932).
+    """
+    key = causal_key(source)
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        **block_fields(source),
+        **({} if key is None else {"is_causal": key}),
+        "num_target_layers": source.shape.blocks,
+        "mask_token_id": mask_token(source),
+        "target_layer_ids": outputs(source),
+        "sample_from_anchor": source.options["slots"] == "shifted",
+        **vocabulary_field(source),
+        **_heads(source),
+    }
+    if source.stack == "vllm":
+        config["dflash_config"] = {key: config[key] for key in INSIDE}
+    if source.stack != "official":
+        return Files(config, vocabulary_typed(source.tensors))
+    config["num_anchors"] = source.options["anchors"]  # a setting of training, without which the class is not built
+    copies = {EMBEDDING: source.embedding, HEAD: source.opened.loaded.target.head_weight}
+    return Files(config, source.tensors | copies, as_is=(EMBEDDING, HEAD))
+
+
+def trtllm(source: ExportSource) -> Files:
+    """The authors' layout, with what the target gives in `dflash_config` too, as in the files of TensorRT-LLM's own tests."""
+    files = deepspec(source)
+    files.config["dflash_config"] = {key: files.config[key] for key in INSIDE} | {"shift_label": True}
+    return files
+
+
+def speculators(source: ExportSource) -> Files:
+    """speculators' layout."""
+    config = speculators_config(source, "dspark", "DSparkSpeculator") | _heads(source)
+    return Files(config, vocabulary_typed(source.tensors))
+
+
+def _heads(source: ExportSource) -> dict[str, Any]:
+    return {
+        "markov_rank": source.options["rank"],
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+
+
+def _knows(found: ExternalCheckpoint) -> bool:
+    return found.has("markov_head.markov_w1.weight") and TYPE not in found.config
+
+
+def _deepspec_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    """Some files have `shift_label` for `sample_from_anchor`."""
+    shifted, given = found.flag(SHIFT, field_of(found, SHIFT, True)), field_of(found, SHIFTED)
+    if field_of(found, SHIFT) is not None and given not in (None, shifted):
+        raise UserError(f"{found.origin}: {SHIFT} is {shifted} and {SHIFTED} {given}, which contradict each other; correct one")
+    return zlab_options(found, target, shifted, part=True) | _head_options(found)
+
+
+def _note(draft: ConvertedDrafter) -> None:
+    """All loaders have the same default for these files, unlike for speculators'."""
+    store_vocabulary(draft)
+    if field_of(draft.found, SHIFTED) is None and field_of(draft.found, SHIFT) is None:
+        draft.notes.append(f"{draft.found.config_name} does not say {SHIFTED}: true, as vLLM, SGLang and llama.cpp take it")
+
+
+def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    return speculators_options(found, target, shifted=None, part=True) | _head_options(found)
+
+
+def _head_options(found: ExternalCheckpoint) -> dict[str, Any]:
+    kind = field_of(found, "markov_head_type", "vanilla")
+    found.wants("markov_head_type", kind, ("vanilla",), "but here the token before gives a plain bias")
+    for key in ("enable_confidence_head", "confidence_head_with_markov"):
+        found.wants(key, field_of(found, key, True), (True,), "but the confidence here reads the state and the token before")
+    return {"rank": number_of(found, "markov_rank")}
+
+
+DEEPSPEC = Importer("DeepSpec", "dspark", _knows, _deepspec_options, **PART | {"mend": _note})
+SPECULATORS = Importer("speculators", "dspark", speculators_type("dspark"), _speculators_options, **PART)
+IMPORTERS = [DEEPSPEC, SPECULATORS]
+
+
+def _format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:
+    """reads: what the stack is known to read, as in DFlash's rows."""
+    return Format(read.name, write, read, partial(refuse, reads=frozenset(reads)), facts)
+
+
+ROWS: Rows = {
+    "dspark": {
+        "vllm": StackRow(_format(deepspec, DEEPSPEC, *VLLM), "dspark"),
+        "sglang": StackRow(_format(deepspec, DEEPSPEC, *SGLANG), "DSPARK"),
+        "trtllm": StackRow(_format(trtllm, DEEPSPEC), "DSpark"),
+        "speculators": StackRow(_format(speculators, SPECULATORS, "windows", "draft_vocab"), "dspark"),
+        "official": StackRow(_format(deepspec, DEEPSPEC), CODE),
+    }
+}

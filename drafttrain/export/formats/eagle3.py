@@ -1,0 +1,396 @@
+"""EAGLE-3 and P-EAGLE: the portable layout, which most stacks load unchanged, and the layout of speculators.
+
+P-EAGLE has more layers, an embedding, a mask token and a mask state.
+
+Stacks find the layer ids in different places. k, the block whose input is read, is at the top level (vLLM, speculators). k - 1
+is in `eagle_config` (SGLang, TensorRT-LLM, OpenVINO), and in `target_layer_ids` of DeepSpec. LMDeploy takes 2, n // 2, n - 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.errors import UserError
+from drafttrain.export.external import ExternalCheckpoint
+from drafttrain.export.files import ExportSource, Files, Reads
+from drafttrain.export.format import NOT_STRICT, ConvertedDrafter, Format, Importer, Renames, Rows, StackRow
+from drafttrain.export.layers import layer_options, llama_fields, refuse_last_block, refuse_windows, window_fields, windows_of
+from drafttrain.export.speculators import INNER, TYPE, header, speculators_type
+from drafttrain.export.target_ends import EMBEDDING, TRAINED_FOR, embedding_scale, is_shared, same_size
+from drafttrain.export.vocabulary import draft_vocab, store_vocabulary, vocabulary_typed
+from drafttrain.model.target import Target
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+OUTPUTS = "target_layer_ids"  # blocks whose outputs are read, as DeepSpec names them
+EMBED = "embed_tokens.weight"
+NORMS = ("fc_norm", "norm_output", "norm_before_fc")  # flags of norms that not all drafters have
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "qk_norm", "norm_before_fc", "own_embedding")
+LAYERED = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"})
+PARALLEL = Renames({"mask.hidden": "mask_hidden", "{rest}": "{rest}"})
+PARALLEL_ONE = Renames({"mask.hidden": "mask_hidden", "layers.0.{rest}": "midlayer.{rest}", "{rest}": "{rest}"})
+MASK = "pard_token"  # key of the mask token in the portable layout; in speculators' layout it is `mask_token_id`
+MASKS = (MASK, "ptd_token_id", "mask_token_id")  # keys of it that stacks look for
+HUB_VERIFIER = "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too."
+QWEN = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+MODULES = (  # fields of ModelOpt's eagle_config, their usual values, and why others are refused
+    ("use_input_layernorm_in_first_layer", True, "but layers here norm their embedding"),
+    ("use_last_layernorm", True, "but drafters here have a norm before the head"),
+    ("use_mtp_layernorm", False, "but states here are normed in the layer alone"),
+    ("next_layer_regular", True, "but here the layer alone reads the embedding"),
+    ("parallel_draft_step", 1, "but drafters here give one draft a step"),
+    ("parallel_draft_heads_num_layers", 1, "but drafters here give one draft a step"),
+)
+
+
+def refuse(source: ExportSource, reads: Reads) -> str | None:
+    """Why a stack cannot load this drafter; None where it can. reads: as in `ROWS`."""
+    options, stack, layers, blocks = source.options, source.stack, source.layer_inputs, source.shape.blocks
+    for flag in FLAGS:
+        if options.get(flag) and flag not in reads:
+            return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
+    if options.get("layers", 1) > 1 and "layers" not in reads:
+        return f"it has {options['layers']} layers, and {stack} is known to read one; train with drafter.layers=1"
+    reason = refuse_last_block(source, reads) or refuse_windows(source, reads)
+    if reason is not None:
+        return reason
+    if len(layers) != 3 and "other layers" not in reads:
+        return f"it taps {len(layers)} blocks, but {stack} takes exactly three; train with three drafter.taps"
+    if stack == "lmdeploy" and layers != [2, blocks // 2, blocks - 3]:
+        return "its taps are not the official ones, which lmdeploy requires; train with drafter.tap_rule=official"
+    if stack == "lmdeploy" and source.target_architecture != "LlamaForCausalLM":
+        return f"lmdeploy captures no states of {source.target_architecture} targets for this family, only of LlamaForCausalLM"
+    return None
+
+
+def refuse_parallel(source: ExportSource, reads: Reads) -> str | None:
+    """Why a stack cannot load this P-EAGLE drafter; None where it can."""
+    for flag, why in (("fc_norm", "vLLM drops"), ("norm_before_fc", "vLLM is not known to read")):
+        if source.stack == "speculators" and source.options.get(flag):
+            return f"it was trained with {flag}, which {why} from these files; export it with format=vllm"
+    if source.stack == "vllm" and source.options.get("qk_norm"):
+        return "it was trained with qk_norm, which vllm is not known to read here; train with drafter.qk_norm=false"
+    return refuse_last_block(source, reads) or refuse_windows(source, reads)
+
+
+def lmdeploy(source: ExportSource) -> Files:
+    """LMDeploy derives its class's name from that of an ordinary Llama."""
+    files = mapped(source)
+    files.config["architectures"] = ["LlamaForCausalLM"]
+    return files
+
+
+def mapped(source: ExportSource) -> Files:
+    """The portable layout with d2t for a whole vocabulary too, for stacks that always map tokens by it."""
+    files = portable(source)
+    if "d2t" not in files.tensors:
+        vocab = source.shape.vocab_size
+        files.tensors.update(d2t=torch.zeros(vocab, dtype=torch.int64), t2d=torch.ones(vocab, dtype=torch.bool))
+    return files
+
+
+def portable(source: ExportSource) -> Files:
+    """The portable layout. For vLLM an embedding with a factor is written, with it: its target applies it elsewhere.
+
+    Without it a drafter's norm of embeddings leaves a difference, of its eps.
+    """
+    tensors, layers = vocabulary_typed(source.tensors), source.options.get("layers", 1)
+    if layers > 1:
+        tensors = LAYERED.named(tensors)
+    scaled = source.stack == "vllm" and embedding_scale(source.target) is not None
+    own = {EMBED: source.embedded} if scaled and EMBED not in tensors else {}
+    return Files(_portable_config(source, tensors, layers), tensors | own, as_is=tuple(own))
+
+
+def parallel(source: ExportSource) -> Files:
+    """The portable layout of P-EAGLE."""
+    tensors = PARALLEL.named(vocabulary_typed(source.tensors))
+    return Files(_portable_config(source, tensors, source.options["layers"]) | {MASK: mask_token(source)}, tensors)
+
+
+def _portable_config(source: ExportSource, tensors: dict[str, Tensor], layers: int) -> dict[str, Any]:
+    """config.json of the portable layout."""
+    ids, shape = source.layer_inputs, source.layer_shape
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **llama_fields(shape, layers, source.dtype),
+        **window_fields(shape, layers),
+        "draft_vocab_size": len(tensors["lm_head.weight"]),
+        "target_hidden_size": shape.hidden_size,
+        IDS: ids,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            IDS: [k - 1 for k in ids],
+            "return_hidden_post_norm": source.options.get("norm_output", False),
+        },
+        **_flags(source),
+    }
+    if len(ids) != 3:
+        config["num_aux_hidden_states"] = len(ids)
+    return config
+
+
+def speculators(source: ExportSource) -> Files:
+    """speculators' layout, with the target's embedding and its factor: the library leaves an embedding that the files lack
+    uninitialised."""
+    tensors = LAYERED.named(vocabulary_typed(source.tensors))
+    config = header(source, "eagle3", "Eagle3Speculator")
+    config |= _speculators_config(source, tensors, source.options.get("layers", 1))
+    if EMBED in tensors:
+        return Files(config | {"embed_requires_grad": True}, tensors)
+    return Files(config, tensors | {EMBED: source.embedded}, as_is=(EMBED,))
+
+
+def parallel_speculators(source: ExportSource) -> Files:
+    """speculators' layout of P-EAGLE."""
+    tensors = PARALLEL.named(vocabulary_typed(source.tensors))
+    config = header(source, "peagle", "PEagleSpeculator")
+    config |= _speculators_config(source, tensors, source.options["layers"])
+    return Files(config | {"mask_token_id": mask_token(source), "embed_requires_grad": True}, tensors)
+
+
+def _speculators_config(source: ExportSource, tensors: dict[str, Tensor], layers: int) -> dict[str, Any]:
+    shape, kind = source.layer_shape, "qwen3" if source.options.get("qk_norm") else "llama"
+    inner = {"model_type": kind, **llama_fields(shape, layers, source.dtype), **window_fields(shape, layers)}
+    return {
+        "transformer_layer_config": inner,
+        "draft_vocab_size": len(tensors["lm_head.weight"]),
+        **_flags(source),
+        "target_hidden_size": source.shape.hidden_size,
+        IDS: source.layer_inputs,
+    }
+
+
+def mask_token(source: ExportSource) -> int:
+    """The mask token that the drafter was trained with."""
+    return int(source.drafter.resolved_options()["mask_token"])
+
+
+def before(source: ExportSource) -> bool:
+    """Whether the residual is the normed state. Checkpoints that are older than the option do not have it."""
+    return bool(source.options.get("norm_before_residual", False))
+
+
+def _flags(source: ExportSource) -> dict[str, Any]:
+    """norm_before_residual always, since stacks differ in its default; the others only where set, since not all stacks know
+    them.
+    """
+    flags = {flag: True for flag in NORMS if source.options.get(flag)}
+    return {"norm_before_residual": before(source), **flags}
+
+
+def facts(source: ExportSource) -> dict[str, Any]:
+    """The settings that a drafter must have again when it is read back, beside those of its layers."""
+    flags = {flag: bool(source.options.get(flag, False)) for flag in NORMS}
+    windows = windows_of(source.layer_shape, source.options.get("layers", 1))
+    return {"norm flags": {"norm_before_residual": before(source), **flags}, "windows": windows}
+
+
+def parallel_facts(source: ExportSource) -> dict[str, Any]:
+    """The same for P-EAGLE."""
+    return facts(source) | {"mask token": mask_token(source)}
+
+
+def _knows(found: ExternalCheckpoint) -> bool:
+    layered = found.has("midlayer.hidden_norm.weight") or found.has("layers.0.hidden_norm.weight")
+    return found.has("fc.weight") and layered and TYPE not in found.config and not found.has("mask_hidden")
+
+
+def _knows_parallel(found: ExternalCheckpoint) -> bool:
+    return found.has("fc.weight", "mask_hidden") and TYPE not in found.config
+
+
+def _parallel_names(found: ExternalCheckpoint) -> Renames:
+    return PARALLEL_ONE if found.has("midlayer.hidden_norm.weight") else PARALLEL
+
+
+def _inside(found: ExternalCheckpoint) -> tuple[str, ...]:
+    """Where the fields of the layers are."""
+    return (INNER,) if TYPE in found.config else ()
+
+
+def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    inside = _inside(found)
+    inner = found.object(INNER) if inside else found.config
+    layers = found.number("num_hidden_layers", *inside) if "num_hidden_layers" in inner else 1
+    own = {"layers": layers, "own_embedding": bool(_own_embedding(found, target))}
+    return _shared_options(found, inner, target) | own | {"norm_output": _norm_output(found)}
+
+
+def _own_embedding(found: ExternalCheckpoint, target: Target) -> tuple[str, ...]:
+    """The embedding's tensor, where the drafter has one that is not the target's."""
+    given, of = found.tensors.get(EMBED), target.shape
+    if given is None or list(given.shape) != [of.vocab_size, of.hidden_size]:
+        return ()
+    # one that was hardly trained may be the target's up to the rounding of its export
+    return (EMBED,) if found.exported("own_embedding") or not is_shared(given, EMBEDDING, target) else ()
+
+
+def _check_module(found: ExternalCheckpoint) -> None:
+    """Raise UserError for modules that ModelOpt can put around the layer."""
+    eagle = found.config.get("eagle_config") or {}
+    for key, usual, why in MODULES:
+        found.wants(key, eagle.get(key, usual), (usual, None), why)
+
+
+def _shared_options(found: ExternalCheckpoint, inner: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """The options that P-EAGLE has too. inner: the fields of the layers."""
+    config = found.config
+    same_size(found, "target_hidden_size", config.get("target_hidden_size"), target.shape.hidden_size)
+    same_size(found, "num_target_layers", config.get("num_target_layers"), target.shape.blocks)
+    layers = _layer_inputs(found, target.shape.blocks)
+    _check_module(found)
+    same_size(found, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layers))
+    return {
+        "taps": [k - 1 for k in layers],
+        "draft_vocab": draft_vocab(found, target.shape.vocab_size),
+        "fc_norm": _flag(found, "fc_norm", found.has("fc_norm.0.weight")),
+        "norm_before_fc": _flag(found, "norm_before_fc", found.has("input_norm.weight")),
+        "qk_norm": any(name.endswith(".self_attn.q_norm.weight") for name in found.kinds),
+        "norm_before_residual": _flag(found, "norm_before_residual"),
+        "layer": layer_options(found, inner, target, "qwen3" if inner.get("model_type") == "qwen3" else "llama"),
+    }
+
+
+def _layer_inputs(found: ExternalCheckpoint, blocks: int) -> list[int]:
+    """The blocks whose inputs are read, from where stacks look: k at the top level, k - 1 in eagle_config and in DeepSpec's
+    target_layer_ids; by default 2, n // 2, n - 3.
+    """
+    config, eagle = found.config, found.config.get("eagle_config") or {}
+    if not isinstance(eagle, Mapping):
+        raise UserError(f"{found.origin}: eagle_config is {eagle!r}; an object is needed")
+    found.wants("use_aux_hidden_state", eagle.get("use_aux_hidden_state", True), (True,), "which is no EAGLE-3")
+    given = {IDS: _ids(found, IDS, config), f"{IDS} in eagle_config": _ids(found, IDS, eagle, 1)}
+    given |= {OUTPUTS: _ids(found, OUTPUTS, config, 1)}
+    named = {key: ids for key, ids in given.items() if ids is not None}
+    layers = next(iter(named.values()), [2, blocks // 2, blocks - 3])
+    if any(ids != layers for ids in named.values()):
+        said = ", ".join(f"{key} means {ids}" for key, ids in named.items())
+        raise UserError(f"{found.origin}: its layer ids contradict each other, as inputs of blocks: {said}; correct one")
+    if any(not 1 <= k <= blocks for k in layers) or len(set(layers)) != len(layers):
+        ids = f"its layer ids are {layers}" if named else f"it names no layer ids, and the usual ones are {layers}"
+        raise UserError(
+            f"{found.origin}: {ids}; of a target of {blocks} blocks, 1 to {blocks} can be read, once each; {TRAINED_FOR}"
+        )
+    return layers
+
+
+def _ids(found: ExternalCheckpoint, key: str, holder: Mapping[str, Any], more: int = 0) -> list[int] | None:
+    """The blocks whose inputs are read; None where there is no such field. more: what stacks add to it."""
+    given = holder.get(key)
+    if given is None:
+        return None
+    if not isinstance(given, list) or not given or not all(isinstance(k, int) and not isinstance(k, bool) for k in given):
+        raise UserError(f"{found.origin}: {key} is {given!r}; a list of numbers is needed")
+    return [k + more for k in given]
+
+
+def _flag(found: ExternalCheckpoint, key: str, default: bool = False) -> bool:
+    value = found.config.get(key)
+    return default if value is None else found.flag(key, value)
+
+
+def _norm_output(found: ExternalCheckpoint) -> bool:
+    """Whether the normed state goes to the next step, as the two keys that there are say it."""
+    given = {"norm_output": found.config.get("norm_output")}
+    given["return_hidden_post_norm"] = (found.config.get("eagle_config") or {}).get("return_hidden_post_norm")
+    flags = {found.flag(key, value) for key, value in given.items() if value is not None}
+    if len(flags) > 1:
+        raise UserError(f"{found.origin}: norm_output and eagle_config's return_hidden_post_norm differ; correct one of them")
+    return flags.pop() if flags else False
+
+
+def _mend(draft: ConvertedDrafter) -> None:
+    """Note what is not said, and store the vocabulary in our form."""
+    found = draft.found
+    if draft.options.get("own_embedding"):
+        draft.notes.append(f"{EMBED} is not this target's embedding: it is the drafter's own")
+    if found.config.get(TYPE) and "norm_before_residual" not in found.config:
+        draft.notes.append("config.json does not say norm_before_residual: false, as speculators takes it (vLLM takes true)")
+    store_vocabulary(draft)
+
+
+def _parallel_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    inside = _inside(found)
+    inner = found.object(INNER) if inside else found.config
+    own = {"layers": found.number("num_hidden_layers", *inside), "mask_token": _mask(found)}
+    own |= _shared_options(found, inner, target)
+    found.wants("norm_output", _norm_output(found), (False,), "but drafters of this family draft in one pass")
+    return own
+
+
+def _mask(found: ExternalCheckpoint) -> int:
+    masks = {key: found.config[key] for key in MASKS if found.config.get(key) is not None}
+    if not all(isinstance(x, int) and not isinstance(x, bool) for x in masks.values()) or len(set(masks.values())) != 1:
+        got = ", ".join(f"{key} {value!r}" for key, value in masks.items()) or "none"
+        raise UserError(f"{found.origin}: one mask token is needed, as {' or '.join(MASKS)}; config.json has {got}: correct it")
+    return next(iter(masks.values()))
+
+
+def _parallel_mend(draft: ConvertedDrafter) -> None:
+    _mend(draft)
+    draft.tensors["mask.hidden"] = draft.tensors["mask.hidden"].reshape(1, 1, -1)
+
+
+def _complete(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
+    """Use the target's embedding if the drafter has none, as stacks do."""
+    if EMBED not in draft.tensors:
+        draft.notes.append("it has no embedding: the target's is used")
+        draft.tensors[EMBED] = own[EMBED]
+
+
+SHARED = {EMBED: EMBEDDING}
+_COMMON: dict[str, Any] = {"renames": LAYERED, "shared": SHARED, "mend": _mend, "own": _own_embedding}
+_PARALLEL: dict[str, Any] = {"renames": _parallel_names, "mend": _parallel_mend, "complete": _complete}
+PORTABLE = Importer("portable", "eagle3", _knows, _options, **_COMMON)
+SPECULATORS = Importer("speculators", "eagle3", speculators_type("eagle3"), _options, **_COMMON)
+PARALLEL_PORTABLE = Importer("portable", "peagle", _knows_parallel, _parallel_options, **_PARALLEL)
+PARALLEL_SPECULATORS = Importer("speculators", "peagle", speculators_type("peagle"), _parallel_options, **_PARALLEL)
+IMPORTERS = [PORTABLE, SPECULATORS, PARALLEL_PORTABLE, PARALLEL_SPECULATORS]
+
+
+def eagle3_format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:
+    """reads: what the stack is known to read beyond one layer of the default options on three of the target's blocks."""
+    return Format(read.name, write, read, partial(refuse, reads=frozenset(reads)), facts)
+
+
+def peagle_format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:
+    """The same for P-EAGLE."""
+    return Format(read.name, write, read, partial(refuse_parallel, reads=frozenset(reads)), parallel_facts)
+
+
+_NORMS = ("fc_norm", "norm_output", "other layers")
+_MORE = (*_NORMS, "norm_before_fc", "own_embedding", "layers")
+ROWS: Rows = {
+    "eagle3": {
+        "vllm": StackRow(
+            eagle3_format(portable, PORTABLE, *_MORE, "norm_before_residual", "last block", "windows"), "eagle3", pictures=QWEN
+        ),
+        "sglang": StackRow(
+            eagle3_format(portable, PORTABLE, *_MORE), "EAGLE3", pictures=(*QWEN, "Gemma3ForConditionalGeneration")
+        ),
+        "trtllm": StackRow(eagle3_format(portable, PORTABLE, *_NORMS), "Eagle3"),
+        "speculators": StackRow(
+            eagle3_format(speculators, SPECULATORS, *_MORE, "norm_before_residual", "qk_norm", "windows"),
+            "eagle3",
+            note=HUB_VERIFIER,
+        ),
+        "openvino": StackRow(eagle3_format(mapped, PORTABLE), "eagle3"),
+        "lmdeploy": StackRow(eagle3_format(lmdeploy, PORTABLE), "eagle3"),
+        "official": NOT_STRICT,
+    },
+    "peagle": {
+        "vllm": StackRow(
+            peagle_format(parallel, PARALLEL_PORTABLE, "last block", "windows"), "eagle3", {"parallel_drafting": True}
+        ),
+        "speculators": StackRow(
+            peagle_format(parallel_speculators, PARALLEL_SPECULATORS, "windows"), "eagle3", note=HUB_VERIFIER
+        ),
+        "official": "the authors serve it in vLLM; format=vllm writes it",
+    },
+}

@@ -1,1 +1,0 @@
-"""Import other people's drafters: one file per family recognises its layouts and converts them."""

@@ -1,0 +1,221 @@
+"""Fields of decoder layers, which many formats have: written, read into `LayerOptions`, and refused for some stacks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from transformers import LlamaConfig, Qwen3Config
+
+from drafttrain.core.errors import ParityError, UserError
+from drafttrain.export.external import ExternalCheckpoint
+from drafttrain.export.files import NOTHING, ExportSource, Reads
+from drafttrain.export.speculators import INNER
+from drafttrain.export.target_ends import same_size
+from drafttrain.model.shapes import CONTEXT, LayerOptions, LayerShape, TargetShape, check_scaling, scaling_fields
+from drafttrain.model.target import Target
+from drafttrain.targets.structure import shape_of
+
+ENGINES = ("vllm", "sglang", "trtllm", "lmdeploy")  # stacks that rotate by code of their own; others by transformers'
+ENGINE_SCALINGS = ("default", "linear", "llama3", "yarn")
+YARN_UNREAD = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
+NAMED = {  # fields by the names of their settings
+    "vocabulary": "vocab_size",
+    "rope": "rope_theta",
+    "norm": "rms_norm_eps",
+    "head_dim": "head_dim",
+    "heads": "num_key_value_heads",
+    "max positions": "max_position_embeddings",
+}
+KINDS = (["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"])
+ROPE = ("rope_type", "type", "rope_theta")  # fields of every rotation
+MROPE = ("mrope_section", "mrope_interleaved")  # of pictures; texts are rotated as without
+
+
+def refuse_last_block(source: ExportSource, reads: Reads = NOTHING) -> str | None:
+    """Why a drafter that taps the target's last block cannot be exported; None where the stack gives out its output."""
+    blocks = source.shape.blocks
+    if max(source.layer_inputs) < blocks or "last block" in reads:
+        return None
+    return (
+        f"it taps the target's last block, and {source.stack} is known to capture only the inputs of blocks; "
+        f"train with drafter.taps below {blocks - 1}"
+    )
+
+
+def refuse_windows(source: ExportSource, reads: Reads = NOTHING) -> str | None:
+    """Why a drafter with sliding windows cannot be exported; None where the stack reads them for this family."""
+    if not windows_of(source.layer_shape, 1) or "windows" in reads:
+        return None
+    return (
+        f"its layers have sliding windows, which {source.stack} is not known to read for this family; train without "
+        "drafter.layer.sliding_window"
+    )
+
+
+def refuse_scaling(source: ExportSource) -> str | None:
+    """Why a drafter with scaled rotary positions cannot be exported: engines with rotations of their own know some kinds.
+
+    Of yarn they read its factor, its original context and its bounds.
+    """
+    shape = source.layer_shape
+    scaling = (shape.rope_scaling if isinstance(shape, LayerShape) else None) or {}
+    kind, given = str(scaling.get("rope_type", "default")), {key for key, value in scaling.items() if value is not None}
+    if source.stack not in ENGINES or (kind in ENGINE_SCALINGS and not given & YARN_UNREAD):
+        return None
+    unread = f" with {', '.join(sorted(given & YARN_UNREAD))}" if kind in ENGINE_SCALINGS else ""
+    return (
+        f"its layers have rotary scaling of the type {kind}{unread}, which {source.stack} is not known to compute as "
+        "transformers does; train without drafter.layer.rope_scaling, or leave out export.rope_scaling"
+    )
+
+
+def windows_of(shape: TargetShape, layers: int) -> list[int | None]:
+    """Each layer's sliding window, None for one that sees all positions; empty without drafter.layer.sliding_window."""
+    if not isinstance(shape, LayerShape) or shape.sliding_window is None:
+        return []
+    return [shape.window(i) for i in range(layers)]
+
+
+def window_fields(shape: TargetShape, layers: int) -> dict[str, Any]:
+    """The fields of layers with sliding windows; none where every layer sees all positions."""
+    windows = windows_of(shape, layers)
+    if not any(windows):
+        return {}
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"layer_types": kinds, "sliding_window": max(filter(None, windows)), "use_sliding_window": True}
+
+
+def llama_fields(shape: TargetShape, layers: int, dtype: str) -> dict[str, Any]:
+    """The layers' fields. Every one is written, because stacks have different defaults.
+
+    rope_scaling is the drafter's own, which may differ from the target's.
+    """
+    return {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": shape.rope_scaling if isinstance(shape, LayerShape) else None,
+        "max_position_embeddings": shape.max_positions,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
+
+
+def written_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the fields of `llama_fields` say in a written configuration, in the terms of `golden.facts_of`.
+
+    Raises ParityError for a field that is missing, because stacks would take defaults of their own.
+    """
+    holder = config.get(INNER, config)
+    for name, key in NAMED.items():
+        if holder.get(key) is None:
+            raise ParityError(name, f"the configuration does not say {key}, for which stacks have defaults of their own")
+    heads = [holder["num_attention_heads"], holder["num_key_value_heads"]]
+    return {name: holder[key] for name, key in NAMED.items() if name != "heads"} | {"heads": heads}
+
+
+def usual_layers() -> Mapping[str, Any]:
+    """What transformers' Llama and Qwen3 take for fields that are missing."""
+    return LlamaConfig().to_dict() | Qwen3Config().to_dict()
+
+
+def layer_options(found: ExternalCheckpoint, fields: Mapping[str, Any], target: Target, kind: str = "llama") -> dict[str, Any]:
+    """`LayerOptions` as plain data: where the described layers are not shaped like the target's.
+
+    Missing fields get transformers' defaults for Llama (kind: or Qwen3), as in serving stacks.
+    """
+    same_size(found, "hidden size", fields.get("hidden_size"), target.shape.hidden_size)
+    same_size(found, "vocabulary", fields.get("vocab_size"), target.shape.vocab_size)
+    found.wants("hidden_act", fields.get("hidden_act"), (None, "silu", "swish"), "but drafter layers are gated by SiLU")
+    _check_rope(found, fields)
+    known = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    rope = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+    given = {key: fields[key] for key in known + rope if fields.get(key) is not None}
+    of: Any = Qwen3Config if kind == "qwen3" else LlamaConfig
+    try:
+        config = of(hidden_size=target.shape.hidden_size, **copy.deepcopy(given))  # a copy, because it changes its arguments
+        shape = shape_of(config)
+    except Exception as error:  # its validation raises many kinds
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{found.origin}: {found.config_name} describes no decoder layer ({reason}); correct it") from error
+    own = replace(_scaled(found, shape, config, target.shape.max_positions), **_windows(found, fields))
+    return asdict(LayerOptions.between(own, target.shape))
+
+
+def _check_rope(found: ExternalCheckpoint, fields: Mapping[str, Any]) -> None:
+    """Raise UserError for rotations that drafters' layers do not have. Transformers 5 writes them into `rope_parameters`."""
+    for holder in (fields, fields.get("rope_parameters"), fields.get("rope_scaling")):
+        part = holder.get("partial_rotary_factor") if isinstance(holder, Mapping) and not _proportional(holder) else None
+        found.wants("partial_rotary_factor", part, (None, 1.0), "but drafter layers rotate whole heads")
+    for key in ("is_neox_style", "rope_is_neox_style"):
+        found.wants(key, fields.get(key), (None, True), "but drafter layers rotate the two halves of a head")
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(f"{found.origin}: rope_parameters differ by kind of layer; drafter layers have the same rotation")
+
+
+def _proportional(rope: Mapping[str, Any]) -> bool:
+    """Whether a rotation leaves the last pairs of a head as they are: its other fields have another sense."""
+    return "proportional" in (rope.get("rope_type"), rope.get("type"))
+
+
+def _windows(found: ExternalCheckpoint, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The sliding windows of `LayerShape`. A window that no layer has is ignored: targets' fields are often copied.
+
+    So are kinds of further layers, as engines look up those of the layers that there are.
+    """
+    layers, used = fields.get("num_hidden_layers", 1), fields.get("use_sliding_window")
+    if not isinstance(layers, int) or isinstance(layers, bool):
+        raise UserError(f"{found.origin}: num_hidden_layers is {layers!r}; a number is needed")
+    kinds = fields.get("layer_types") or ["sliding_attention" if used else "full_attention"] * layers
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise UserError(f"{found.origin}: layer_types is {kinds!r}; a list of names is needed")
+    kinds = kinds[:layers]
+    found.wants("layer_types", sorted(set(kinds)), KINDS, "but layers of drafters see all positions or a window")
+    if len(kinds) < layers:
+        raise UserError(f"{found.origin}: layer_types names {len(kinds)} layers, num_hidden_layers is {layers}; correct one")
+    if "sliding_attention" not in kinds:
+        return {}
+    found.wants("use_sliding_window", used, (None, True), "but layer_types has layers with a window")
+    window = fields.get("sliding_window")
+    if not isinstance(window, int) or isinstance(window, bool):
+        raise UserError(f"{found.origin}: sliding_window is {window!r}, and layers have windows; a number is needed")
+    full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    return {"sliding_window": window, "full_attention_layers": full}
+
+
+def _scaled(found: ExternalCheckpoint, shape: Any, config: Any, positions: int) -> LayerShape:
+    """The layers' dimensions with their rotary scaling. positions: of the target."""
+    rope = {key: value for key, value in config.rope_parameters.items() if value is not None}
+    kind, own = str(rope.get("rope_type", "default")), config.max_position_embeddings
+    scaling = {"rope_type": kind} | {key: value for key, value in rope.items() if key not in (*ROPE, *_unread_rope(kind))}
+    if kind == "longrope":  # transformers takes the ratio of the contexts for a factor that is missing
+        scaling.setdefault("factor", own / scaling[CONTEXT])
+    if kind == "dynamic" and own < positions:
+        raise UserError(
+            f"{found.origin}: its positions are scaled dynamically beyond {own}, this target has {positions}; drafter layers "
+            "rotate all texts alike"
+        )
+    try:
+        check_scaling(scaling, shape.head_dim)
+    except UserError as error:
+        raise UserError(f"{found.origin}: {error}") from error
+    return LayerShape(**asdict(shape), rope_scaling=None if kind == "default" else scaling)
+
+
+def _unread_rope(kind: str) -> tuple[str, ...]:
+    """Fields that transformers does not read in this kind of scaling."""
+    whole = () if kind == "proportional" else ("partial_rotary_factor",)  # 1, as `_check_rope` found
+    return (*whole, *(() if CONTEXT in scaling_fields(kind) else (CONTEXT,)), *(MROPE if kind == "default" else ()))

@@ -1,1 +1,0 @@
-"""Writers of exported files, one module per family."""

@@ -1,0 +1,107 @@
+"""The tables in docs/export.md: `python -m tests.support_matrix docs/export.md` writes them.
+
+The support matrix comes from `drafttrain/export/table.py`, the engines' results from engines.json next to the page, which
+`make test-engines` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from drafttrain.engines.process import ENGINES
+from drafttrain.export.format import StackRow
+from drafttrain.export.serve import STACKS
+from drafttrain.export.table import TABLE, loads
+
+BEGIN, END = "<!-- matrix: written by `make export-matrix` -->", "<!-- /matrix -->"
+BEGIN_ENGINES, END_ENGINES = "<!-- engines: written by `make test-engines` -->", "<!-- /engines -->"
+FACTS = "engines.json"
+RUN_HEAD = ["drafter", "layout", "engine", "drafts", "prompts", "accepted here", "by the engine", "tau"]
+BROKEN_HEAD = ["broken", "drafter", "engine", "texts still the target's", "accepted here", "by the engine"]
+
+
+def matrix(facts: dict[str, Any]) -> str:
+    """Markdown: a table of layouts by family and stack, and the reason for every empty cell."""
+    ran = {(run["family"], run["stack"]) for run in facts["runs"].values()}
+    families = [family for family in TABLE if loads(family)]
+    rows = [["", *(stack.name for stack in STACKS.values())]]
+    for family in families:
+        cells = ((TABLE[family][stack], (family, stack) in ran) for stack in STACKS)
+        rows.append([f"`{family}`", *(_cell(cell, run) for cell, run in cells)])
+    return "\n".join([_table(rows), "", "Why not:", "", *_reasons()])
+
+
+def engines(facts: dict[str, Any]) -> str:
+    """Markdown: how many drafts engines accepted, of correct exports and of broken ones."""
+    runs = [RUN_HEAD]
+    for run in facts["runs"].values():
+        sums = [run["draft_length"], run["prompts"], run["ours"], run["theirs"], f"{run['tau']:.2f}"]
+        layout = f"{run['layout']} (`format={run['stack']}`)"
+        runs.append([f"`{run['family']}`{_norms(run)}", layout, _engine(run), *map(str, sums)])
+    broken = [BROKEN_HEAD]
+    for name, run in facts["broken"].items():
+        texts = f"{run['same_texts']} of {run['prompts']}"
+        broken.append([name, f"`{run['family']}`", _engine(run), texts, str(run["ours"]), str(run["theirs"])])
+    return f"{_table(runs)}\n\nBroken on purpose:\n\n{_table(broken)}"
+
+
+def renewed(page: str, facts: dict[str, Any]) -> str:
+    """The page with new tables between their marks."""
+    page = _between(page, BEGIN, END, matrix(facts))
+    return _between(page, BEGIN_ENGINES, END_ENGINES, engines(facts))
+
+
+def facts_next_to(page: Path) -> dict[str, Any]:
+    """The engines' results, from the file next to the page."""
+    facts: dict[str, Any] = json.loads((page.parent / FACTS).read_text(encoding="utf-8"))
+    return facts
+
+
+def _cell(row: StackRow | str, run: bool) -> str:
+    if isinstance(row, str):
+        return "–"
+    return f"**{row.format.name}**" if run else row.format.name
+
+
+def _norms(run: dict[str, Any]) -> str:
+    return f" ({run['options']})" if run.get("options") else ""
+
+
+def _engine(run: dict[str, Any]) -> str:
+    name, version = next(iter(run["versions"].items()))
+    label = ENGINES[run["engine"]].label
+    return f"{label} {version}" if name in (run["engine"], run["engine"] + "-genai") else f"{label} ({name} {version})"
+
+
+def _table(rows: list[list[str]]) -> str:
+    head, *body = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])
+
+
+def _between(page: str, begin: str, end: str, text: str) -> str:
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def _reasons() -> list[str]:
+    """One line per family; stacks with the same reason are joined."""
+    lines = []
+    for family, cells in TABLE.items():
+        by_reason: dict[str, list[str]] = {}
+        for stack, cell in cells.items():
+            if isinstance(cell, str):
+                by_reason.setdefault(cell, []).append(STACKS[stack].name)
+        parts = [
+            f"{'every stack' if len(stacks) == len(STACKS) else ', '.join(stacks)}: {why}" for why, stacks in by_reason.items()
+        ]
+        lines.append(f"- `{family}`: {'; '.join(parts)}.")
+    return lines
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    file.write_text(renewed(file.read_text(encoding="utf-8"), facts_next_to(file)), encoding="utf-8")
