@@ -78,7 +78,7 @@ def tune_run(
     It is chosen on prompts of conversations that were not trained on, so that the measurement's prompts have no part in it.
     """
     minutes = min(options.tune.minutes, SHARE * options.measure.minutes)
-    tune = replace(options.tune, batch_size=options.measure.batch_sizes[0], minutes=minutes)
+    tune = replace(options.tune, batch_size=options.measure.batch_sizes[0], minutes=minutes, repeats=1)  # on more prompts
     cases = held_out_cases(held_out, loaded.target.shape.max_positions - options.decode.max_new_tokens)[:CHOOSING]
     if _by_hand(options.decode) or len(cases) < tune.batch_size:
         return None

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from math import log, sqrt
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from drafttrain.objective.losses import Hits
 OBJECTIVES = ("tpot", "throughput")
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 DEFAULT = "as trained"
+TINY = 1e-9  # least speed, of an output without time
 Settings = dict[str, Any]
 
 
@@ -156,17 +158,17 @@ class Tuner:
         self.drafter.use_decode_settings(with_tuned(self.trained, settings))
 
     def race(self, name: str, settings: dict[str, Settings], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
-        """The speed of each of the settings in every repeat / that of the first, by name, on the same prompts."""
+        """The speed of each of the settings on each batch of prompts / that of the first, by name."""
         wanted = waves(len(cases), self.options.batch_size)
         contenders = {label: self._contender(own, cases) for label, own in settings.items()}
         laps = self.bench.timed(name, contenders, wanted, self.options.repeats, seconds, {})
         first = next(iter(settings))
-        rates = {label: [self._rate(lap) for lap in own] for label, own in laps.items()}
+        rates = {label: [self._rate(lap) for repeat in own for lap in repeat] for label, own in laps.items()}
         found = {label: [a / b for a, b in zip(own, rates[first], strict=True)] for label, own in rates.items()}
         return dict(self.bench.part.share(found))
 
-    def _rate(self, lap: list[Decoded]) -> float:
-        found = throughput(lap) if self.options.objective == "throughput" else 1.0 / (tpot(lap) or float("inf"))
+    def _rate(self, lap: Decoded) -> float:
+        found = throughput([lap]) if self.options.objective == "throughput" else 1.0 / (tpot([lap]) or float("inf"))
         return found or 0.0
 
     def _contender(self, settings: Settings, cases: Sequence[Case]) -> Contender:
@@ -189,7 +191,9 @@ def search(tuner: Tuner, choosing: Sequence[Case], deciding: Sequence[Case] = ()
     """
     tuner.use({})
     predicted, shapes = _predictions(tuner, choosing)
-    finalists: dict[str, Settings] = {DEFAULT: {}} | {str(shape): shape.settings for shape in shapes}
+    trained = tuple(tuner.drafter.proposal.paths)
+    others = [shape for shape in shapes if shape.paths != trained]
+    finalists: dict[str, Settings] = {DEFAULT: {}} | {str(shape): shape.settings for shape in others}
     budget = tuner.bench.budget
     raced = tuner.race("tuning: race of the finalists", finalists, choosing, budget.left / 2 if deciding else budget.left)
     name = winner(raced)
@@ -211,15 +215,19 @@ def search(tuner: Tuner, choosing: Sequence[Case], deciding: Sequence[Case] = ()
 
 
 def winner(raced: Mapping[str, Sequence[float]]) -> str:
-    """The fastest by the median, or the first that it does not beat in every repeat: within noise, the prediction decides.
+    """The fastest, or the first that it does not clearly beat: within noise the trained settings decide, then the prediction.
 
-    raced: the speed in every repeat, first of `DEFAULT`, then of the finalists in the order of their prediction.
+    raced: the speed on each batch of prompts, first of `DEFAULT`, then of the finalists in the order of their prediction.
     """
     fastest = max(raced, key=lambda label: median(raced[label]))
-    if fastest == DEFAULT:
-        return DEFAULT
-    close = (own for own in raced if any(b >= a for a, b in zip(raced[fastest], raced[own], strict=True)))
-    return next(own for own in close if own != DEFAULT)
+    return next(label for label in raced if label == fastest or not clearly_faster(raced[fastest], raced[label]))
+
+
+def clearly_faster(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether the mean of log(ours / theirs) over the batches is above two standard errors; of one batch, above 0."""
+    gains = [log(max(a, TINY) / max(b, TINY)) for a, b in zip(ours, theirs, strict=True)]
+    error = stdev(gains) / sqrt(len(gains)) if len(gains) > 1 else 0.0
+    return fmean(gains) > 2.0 * error
 
 
 def _predictions(tuner: Tuner, cases: Sequence[Case]) -> tuple[list[Predicted], list[ProposalShape]]:

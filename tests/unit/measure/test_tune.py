@@ -219,7 +219,8 @@ def test_tune_mistakes_are_named_in_one_line(
 def test_winner_within_noise_is_the_first_by_prediction() -> None:
     raced = {DEFAULT: [1.0, 1.0, 1.0], "first": [1.2, 1.3, 1.2], "second": [1.3, 1.2, 1.3], "third": [1.1, 1.1, 1.1]}
     assert winner(raced) == "first"
-    assert winner(raced | {"second": [1.4, 1.4, 1.3]}) == "second"
+    assert winner(raced | {"second": [1.4, 1.4, 1.35]}) == "second"
+    assert winner({DEFAULT: [1.0, 1.0, 1.0], "first": [1.5, 0.8, 1.3]}) == DEFAULT
     assert winner(raced | {"first": [0.8] * 3, "second": [0.9] * 3, "third": [0.7] * 3}) == DEFAULT
 
 
