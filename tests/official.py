@@ -192,6 +192,7 @@ def hydra() -> Made:
             tensors |= {f"hydra_mlp.{i}.0.{name}.weight": w(H, (i + 2) * H), f"hydra_mlp.{i}.0.{name}.bias": w(H)}
         tensors |= {f"hydra_mlp.{i}.1.linear.weight": w(H, H), f"hydra_mlp.{i}.1.linear.bias": w(H)}
         tensors |= {f"hydra_lm_head.{i}.weight": w(V, H), f"hydra_lm_head.{i}.bias": w(V)}
+    tensors["input_embed_fn.weight"] = embedding()  # saved with the heads that read it
     config = {"hydra_num_heads": 2, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
     return {**config, "hidden_state_offset": 0, "base_model_name_or_path": "owner/target"}, tensors, "hydra_lm_head.safetensors"
 
@@ -291,6 +292,22 @@ def dspark() -> Made:
     tensors |= {"markov_head.markov_w1.weight": w(V, 8), "markov_head.markov_w2.weight": w(V, 8)}
     tensors |= {"confidence_head.proj.weight": w(1, H + 8), "confidence_head.proj.bias": w(1)}
     return config, tensors, file
+
+
+def dspark_model_optimizer() -> Made:
+    """As NVIDIA/Model-Optimizer's exporter writes it: a flat head, and its fields in `dflash_config`."""
+    config, tensors, file = dflash()
+    config["dflash_config"] |= {"projector_type": "dspark", "shift_label": True, "markov_rank": 8}
+    config["dflash_config"] |= {"markov_head_type": "vanilla", "use_confidence_head": True}
+    w = Weights(seed=4)
+    tensors |= {"markov_w1.weight": w(V, 8), "markov_w2.weight": w(V, 8)}
+    return config, tensors | {"confidence_proj.weight": w(1, H + 8), "confidence_proj.bias": w(1)}, file
+
+
+def within(made: Made, *heads: str) -> Made:
+    """With the heads within a module `logit_head`, as early files of SpecForge."""
+    config, tensors, file = made
+    return config, {f"logit_head.{name}" if name.startswith(heads) else name: x for name, x in tensors.items()}, file
 
 
 def jetspec() -> Made:
@@ -433,6 +450,9 @@ LAYOUTS: dict[str, Callable[[], Made]] = {
     "dflash, transformers": dflash_transformers,
     "dflash, DeepSpec": dflash_deepspec,
     "dspark": dspark,
+    "dspark, Model-Optimizer": dspark_model_optimizer,
+    "dspark, early": lambda: within(dspark(), "markov_head", "confidence_head"),
+    "domino, early": lambda: within(domino(), "prefix_gru", "embed_proj"),
     "dflash2": dflash2,
     "jetspec": jetspec,
     "domino": domino,

@@ -126,7 +126,8 @@ def _check(row: Importer, draft: ConvertedDrafter, own: Mapping[str, Tensor]) ->
 
     missing, strange = set(own) - set(given), set(given) - set(own)
     if missing or strange:
-        parts = [f"lacks {named(missing)}"] * bool(missing) + [f"has {UNKNOWN} {named(strange)}"] * bool(strange)
+        biases = " (biases: drafters here have none)" if all(name.endswith(".bias") for name in strange) else ""
+        parts = [f"lacks {named(missing)}"] * bool(missing) + [f"has {UNKNOWN} {named(strange)}{biases}"] * bool(strange)
         mend = UNSUPPORTED if strange else "correct it, or fetch it again"
         raise UserError(f"{found.origin}: {found.weights} {' and '.join(parts)}, according to {found.config_name}; {mend}")
     for name, tensor in own.items():

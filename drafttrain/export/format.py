@@ -67,6 +67,11 @@ def _renamed(name: str, pairs: list[tuple[re.Pattern[str], str]]) -> str | None:
 SAME = Renames({"{rest}": "{rest}"})
 
 
+def wrapped(*heads: str) -> Renames:
+    """The names of early files of SpecForge, whose heads are within a module `logit_head`."""
+    return Renames({f"{head}.{{rest}}": f"logit_head.{head}.{{rest}}" for head in heads} | {"{rest}": "{rest}"})
+
+
 @dataclass
 class ConvertedDrafter:
     """A directory that is being converted."""

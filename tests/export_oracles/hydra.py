@@ -36,6 +36,8 @@ def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Readi
         rest = [tensors.linear(f"{name}.{j}.linear", width, width) for j in range(1, layers)]
         output = tensors.linear(f"hydra_lm_head.{i}", vocab, width)
         heads.append((first, kept, rest[-1:] * len(rest), output))
+    if "input_embed_fn.weight" in tensors.left:  # saved with the heads; the authors' loader drops it
+        tensors.take("input_embed_fn.weight", vocab, width)
     tensors.finish()
     facts: dict[str, Any] = {"vocabulary": vocab, "heads of the drafter": len(heads)}
     return Reading(each(points, lambda point: _draft(heads, target, point)), facts)

@@ -362,6 +362,11 @@ def _options(found: ExternalCheckpoint, layers: Mapping[str, Any], target: Targe
         )
     same_size(found, "num_target_layers", found.config.get("num_target_layers"), blocks)
     taps = found.field("target_layer_ids", *inside(found, "target_layer_ids"))
+    if isinstance(taps, list) and -1 in taps:
+        raise UserError(
+            f"{found.origin}: target_layer_ids names -1, the target's embedding, which drafters here do not read; this layout "
+            "is not supported"
+        )
     if not isinstance(taps, list) or not all(isinstance(b, int) and 0 <= b < blocks for b in taps):
         raise UserError(
             f"{found.origin}: target_layer_ids is {taps!r}, this target has blocks 0 to {blocks - 1}; {TRAINED_FOR}"

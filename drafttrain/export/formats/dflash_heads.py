@@ -15,7 +15,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.export.block_fields import NESTED, field_of, number_of
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files, Reads
-from drafttrain.export.format import Format, Importer, Renames, Rows, StackRow
+from drafttrain.export.format import SAME, Format, Importer, Renames, Rows, StackRow, wrapped
 from drafttrain.export.formats import dflash
 from drafttrain.export.formats.dflash import COPIES, SHIFTED, facts, speculators_options, zlab_config, zlab_options
 from drafttrain.export.speculators import TYPE, speculators_type
@@ -23,6 +23,7 @@ from drafttrain.export.target_ends import refuse_logits
 from drafttrain.model.target import Target
 
 PREFIX = 1  # drafts from their slot alone; SGLang refuses another number
+WRAPPED_GRU = "logit_head.prefix_gru.weight_ih_l0"  # of early files of SpecForge
 
 
 def domino_refuse(source: ExportSource, reads: Reads) -> str | None:
@@ -44,7 +45,12 @@ def domino(source: ExportSource) -> Files:
 
 
 def _knows_domino(found: ExternalCheckpoint) -> bool:
-    return found.has("prefix_gru.weight_ih_l0", "embed_proj.0.weight") and TYPE not in found.config
+    named = found.has("prefix_gru.weight_ih_l0", "embed_proj.0.weight") or found.has(WRAPPED_GRU)
+    return named and TYPE not in found.config
+
+
+def _domino_names(found: ExternalCheckpoint) -> Renames:
+    return wrapped("prefix_gru", "embed_proj") if found.has(WRAPPED_GRU) else SAME
 
 
 def _domino_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
@@ -60,7 +66,7 @@ def _domino_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]
     }
 
 
-DOMINO = Importer("Domino", "domino", _knows_domino, _domino_options, shared=COPIES)
+DOMINO = Importer("Domino", "domino", _knows_domino, _domino_options, _domino_names, COPIES)
 
 
 HEAD = "xpress_head"

@@ -14,7 +14,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.export.block_fields import causal_key, field_of, number_of
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files, Reads
-from drafttrain.export.format import ConvertedDrafter, Format, Importer, Rows, StackRow
+from drafttrain.export.format import SAME, ConvertedDrafter, Format, Importer, Renames, Rows, StackRow, wrapped
 from drafttrain.export.formats.dflash import (
     PART,
     SGLANG,
@@ -101,8 +101,23 @@ def _heads(source: ExportSource) -> dict[str, Any]:
     }
 
 
+FLAT = Renames(  # Model-Optimizer's names
+    {
+        "markov_head.markov_{rest}": "markov_{rest}",
+        "confidence_head.proj.{part}": "confidence_proj.{part}",
+        "{rest}": "{rest}",
+    }
+)
+WRAPPED = wrapped("markov_head", "confidence_head")
+MARKOV = {"markov_head.markov_w1.weight": SAME, "markov_w1.weight": FLAT, "logit_head.markov_head.markov_w1.weight": WRAPPED}
+
+
 def _knows(found: ExternalCheckpoint) -> bool:
-    return found.has("markov_head.markov_w1.weight") and TYPE not in found.config
+    return any(found.has(name) for name in MARKOV) and TYPE not in found.config
+
+
+def _names(found: ExternalCheckpoint) -> Renames:
+    return next(names for name, names in MARKOV.items() if found.has(name))
 
 
 def _deepspec_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
@@ -127,12 +142,12 @@ def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str,
 def _head_options(found: ExternalCheckpoint) -> dict[str, Any]:
     kind = field_of(found, "markov_head_type", "vanilla")
     found.wants("markov_head_type", kind, ("vanilla",), "but here the token before gives a plain bias")
-    for key in ("enable_confidence_head", "confidence_head_with_markov"):
+    for key in ("enable_confidence_head", "use_confidence_head", "confidence_head_with_markov"):
         found.wants(key, field_of(found, key, True), (True,), "but the confidence here reads the state and the token before")
     return {"rank": number_of(found, "markov_rank")}
 
 
-DEEPSPEC = Importer("DeepSpec", "dspark", _knows, _deepspec_options, **PART | {"mend": _note})
+DEEPSPEC = Importer("DeepSpec", "dspark", _knows, _deepspec_options, _names, **PART | {"mend": _note})
 SPECULATORS = Importer("speculators", "dspark", speculators_type("dspark"), _speculators_options, **PART)
 IMPORTERS = [DEEPSPEC, SPECULATORS]
 

@@ -218,6 +218,11 @@ def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     inside = _inside(found)
     inner = found.object(INNER) if inside else found.config
     layers = found.number("num_hidden_layers", *inside) if "num_hidden_layers" in inner else 1
+    if found.has("layers.1.hidden_norm.weight"):
+        raise UserError(
+            f"{found.origin}: each of its {layers} layers reads the embedding, but here the first alone does; this layout is "
+            "not supported"
+        )
     own = {"layers": layers, "own_embedding": bool(_own_embedding(found, target))}
     return _shared_options(found, inner, target) | own | {"norm_output": _norm_output(found)}
 
@@ -272,6 +277,11 @@ def _layer_inputs(found: ExternalCheckpoint, blocks: int) -> list[int]:
     if any(ids != layers for ids in named.values()):
         said = ", ".join(f"{key} means {ids}" for key, ids in named.items())
         raise UserError(f"{found.origin}: its layer ids contradict each other, as inputs of blocks: {said}; correct one")
+    if 0 in layers:
+        raise UserError(
+            f"{found.origin}: its layer ids name the target's embedding ({OUTPUTS} -1, or the input of block 0), which "
+            "drafters here do not read; this layout is not supported"
+        )
     if any(not 1 <= k <= blocks for k in layers) or len(set(layers)) != len(layers):
         ids = f"its layer ids are {layers}" if named else f"it names no layer ids, and the usual ones are {layers}"
         raise UserError(

@@ -10,7 +10,7 @@ from typing import Any
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import Format, Importer, Rows, StackRow
-from drafttrain.export.target_ends import refuse_embedding, same_size
+from drafttrain.export.target_ends import EMBEDDING, refuse_embedding, same_size
 from drafttrain.model.target import Target
 
 WEIGHTS = "hydra_lm_head.safetensors"
@@ -64,6 +64,7 @@ def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     return {"heads": heads, "layers": layers, "prefix_layer": False}
 
 
-IMPORTER = Importer("hydra_lm_head", "hydra", lambda f: f.has("hydra_mlp.0.0.linear.weight"), _options)
+COPIES = {"input_embed_fn.weight": EMBEDDING}  # a tensor of the target, which the authors' training script saves too
+IMPORTER = Importer("hydra_lm_head", "hydra", lambda f: f.has("hydra_mlp.0.0.linear.weight"), _options, shared=COPIES)
 IMPORTERS = [IMPORTER]
 ROWS: Rows = {"hydra": {"official": StackRow(Format(IMPORTER.name, files, IMPORTER, refuse, facts), CODE, note=NOTE)}}

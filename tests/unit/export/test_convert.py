@@ -24,6 +24,7 @@ from drafttrain.export import external as directory
 from drafttrain.export.convert import converted
 from drafttrain.export.external import ExternalCheckpoint, fetched
 from drafttrain.export.files import ExportSource
+from drafttrain.export.formats.dflash import COPIES
 from drafttrain.export.golden import made
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import format_of
@@ -122,6 +123,18 @@ NETWORK = {
     },
     "draft_model": {"source": "hf", "lora_rank": 0},
 }
+RENAMED = {  # layouts with other names for the same tensors
+    "dspark, early": ("dspark", {}),
+    "domino, early": ("domino", {}),
+    "dspark, Model-Optimizer": (
+        "dspark",
+        {
+            "markov_w1": "markov_head.markov_w1",
+            "markov_w2": "markov_head.markov_w2",
+            "confidence_proj": "confidence_head.proj",
+        },
+    ),
+}
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16}
 OLDER = {"up_proj.": "0.", "down_proj.": "2."}
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
@@ -144,6 +157,54 @@ def changed(layout: str, change: Change) -> Made:
     config, tensors, file = LAYOUTS[layout]()
     change(config, tensors)
     return config, {name: x.contiguous() for name, x in tensors.items()}, file
+
+
+OTHER_NETWORKS: dict[str, tuple[str, Change, str]] = {
+    "biases": (
+        "eagle3",
+        lambda _, tensors: tensors.update({"midlayer.self_attn.q_proj.bias": torch.zeros(32)}),
+        r"has unknown tensors layers\.0\.self_attn\.q_proj\.bias \(biases: drafters here have none\)",
+    ),
+    "embedding among the target's layers": (
+        "eagle3, DeepSpec",
+        lambda config, _: config.update(target_layer_ids=[-1, 0, 1]),
+        "name the target's embedding",
+    ),
+    "the same of a block drafter": (
+        "dflash",
+        lambda config, _: config["dflash_config"].update(target_layer_ids=[-1, 0, 1]),
+        "names -1, the target's embedding",
+    ),
+    "embedding in every layer": (
+        "eagle3, DeepSpec",
+        lambda config, tensors: (
+            config.update(num_hidden_layers=2),
+            tensors.update({"layers.1.hidden_norm.weight": torch.ones(H)}),
+        ),
+        "each of its 2 layers reads the embedding",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_NETWORKS)
+def test_import_of_another_network_names_what_is_different(case: str, tmp_path: Path) -> None:
+    layout, change, words = OTHER_NETWORKS[case]
+    with pytest.raises(UserError, match=words) as refused:
+        imported(put(tmp_path / "hand", changed(layout, change)))
+    assert "this layout is not supported" in str(refused.value)
+
+
+@pytest.mark.parametrize("layout", RENAMED)
+def test_import_layout_of_other_names_has_the_tensors_of_its_family(layout: str, tmp_path: Path) -> None:
+    family, renamed = RENAMED[layout]
+    _, tensors, _ = LAYOUTS[layout]()
+    found, _ = imported(put(tmp_path / "hand", LAYOUTS[layout]()))
+    state = found.drafter.state_dict()
+    assert found.meta.family == family and found.meta.options["slots"] == ("shifted" if family == "dspark" else "in_place")
+    for name, tensor in tensors.items():
+        head, _, rest = name.removeprefix("logit_head.").partition(".")
+        if name not in COPIES:
+            assert torch.equal(state[f"{renamed.get(head, head)}.{rest}"], tensor)
 
 
 @pytest.mark.parametrize("layout", READERS)
