@@ -85,6 +85,15 @@ def refusals(opened: Opened, wanted: ExportSettings) -> dict[str, str]:
     return found
 
 
+def planned(opened: Opened, dtype: str) -> tuple[list[str], dict[str, str]]:
+    """(the stacks that can load drafters of this form, why other stacks that load the family cannot)."""
+    stacks = loads(opened.meta.family)
+    wanted = ExportSettings(stacks, Path(), dtype, several=True)
+    reasons = {stack: _refusal(opened, stack, wanted) for stack in stacks}
+    refused = {stack: reason for stack, reason in reasons.items() if reason is not None}
+    return [stack for stack in stacks if stack not in refused], refused
+
+
 def _apart(opened: Opened, wanted: ExportSettings) -> bool:
     """Whether the drafter's own low-rank matrices are exported. For a trained target, adapter=true concerns only the target."""
     if not wanted.adapter or opened.meta.adapter is not None:

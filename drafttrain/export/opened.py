@@ -16,6 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import (
     ADAPTER,
     CheckpointMeta,
+    TargetRecord,
     check_target,
     filled,
     load_checkpoint,
@@ -110,6 +111,12 @@ class Opened:
         target = Float32Target(loaded.target)
         drafter = filled(directory, meta, target, tensors).requires_grad_(False)
         return Opened(directory, meta, loaded, target, drafter, tensors, matrices, apart if meta.lora else {})
+
+    @staticmethod
+    def untrained(family: str, options: dict[str, Any], drafter: Drafter, loaded: LoadedTarget) -> Opened:
+        """A drafter that has no checkpoint yet, for questions about its form alone."""
+        meta = CheckpointMeta(family, options, drafter.decode_settings(), TargetRecord.of(loaded), 0)
+        return Opened(Path(), meta, loaded, Float32Target(loaded.target), drafter, drafter.state_dict())
 
     @property
     def shape(self) -> TargetShape:

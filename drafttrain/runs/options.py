@@ -65,6 +65,7 @@ class LauncherOptions:
 class ExportOptions:
     """Changes of the drafter on its way into a stack's files."""
 
+    stacks: list[str] = field(default_factory=list)  # fit: stacks that must load the drafter; else nothing is trained
     rope_scaling: Any = None  # of the drafter's layers, for contexts longer than it was trained on: {rope_type: yarn, ...}
 
 

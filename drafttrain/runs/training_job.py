@@ -18,6 +18,10 @@ from drafttrain.data.dataset import Dataset
 from drafttrain.data.prompts import Prompt
 from drafttrain.drafters.checkpoint import read_meta, start_weights
 from drafttrain.drafters.common.drafter_lora import adapted_maps, added, trained_and_frozen
+from drafttrain.export.exporter import planned
+from drafttrain.export.opened import Opened
+from drafttrain.export.serve import STACKS
+from drafttrain.export.table import load_it, stacks_for
 from drafttrain.features.engine import EngineStates
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
@@ -87,6 +91,8 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
             "decode.tree_nodes=null needs whole weights, but ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
         )
     _print_models(options, loaded, drafter, adapter, bool(start), lora, console)
+    if options.export.stacks or not (where.shared or ends):
+        _check_stacks(options, loaded, drafter, console)
     data = Dataset([], [], {})
     if drafter.trained:
         records = ready.records if ready else None
@@ -166,6 +172,29 @@ def _print_models(
         console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
     if drafter.remark:
         console.say(drafter.remark)
+
+
+def _check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, console: Console) -> None:
+    """Print which serving stacks load this drafter, and what stands in the way of others that load its family.
+
+    Raises UserError where `export.stacks` names one that does not.
+    """
+    family = options.drafter.family
+    dtype = "bfloat16" if loaded.target.dtype == torch.bfloat16 else "float32"
+    able, refused = planned(Opened.untrained(family, asdict(options.drafter), drafter, loaded), dtype)
+    if able:
+        console.say(f"{load_it(able).removesuffix(' it')} this drafter")
+    by_reason: dict[str, list[str]] = {}
+    for stack, reason in refused.items():
+        by_reason.setdefault(reason.replace(stack, "the stack"), []).append(stack)
+    for reason, stacks in by_reason.items():
+        console.say(f"  not {', '.join(stacks)}: {reason}")
+    for stack in options.export.stacks:
+        if stack not in STACKS:
+            raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
+        stacks_for(family, stack)
+        if stack not in able:
+            raise UserError(f"export.stacks names {stack}, which cannot load this drafter: {refused[stack]}")
 
 
 def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> None:
