@@ -24,7 +24,7 @@ BROKEN_HEAD = ["broken", "drafter", "engine", "texts still the target's", "accep
 
 
 def matrix(facts: dict[str, Any]) -> str:
-    """Markdown: a table of layouts by family and stack, and the reason for every empty cell."""
+    """Markdown: a table of layouts by family and stack, and the reasons for its empty cells."""
     ran = {(run["family"], run["stack"]) for run in facts["runs"].values()}
     families = [family for family in TABLE if loads(family)]
     rows = [["", *(stack.name for stack in STACKS.values())]]
@@ -88,18 +88,21 @@ def _between(page: str, begin: str, end: str, text: str) -> str:
 
 
 def _reasons() -> list[str]:
-    """One line per family; stacks with the same reason are joined."""
-    lines = []
+    """A line of the stacks' usual reasons, then one per family with others; stacks with the same reason are joined."""
+    lines = [f"- Usually: {_by_reason({stack: row.usual for stack, row in STACKS.items()})}."]
     for family, cells in TABLE.items():
-        by_reason: dict[str, list[str]] = {}
-        for stack, cell in cells.items():
-            if isinstance(cell, str):
-                by_reason.setdefault(cell, []).append(STACKS[stack].name)
-        parts = [
-            f"{'every stack' if len(stacks) == len(STACKS) else ', '.join(stacks)}: {why}" for why, stacks in by_reason.items()
-        ]
-        lines.append(f"- `{family}`: {'; '.join(parts)}.")
+        own = {stack: cell for stack, cell in cells.items() if isinstance(cell, str) and cell != STACKS[stack].usual}
+        if own:
+            lines.append(f"- `{family}`: {_by_reason(own)}.")
     return lines
+
+
+def _by_reason(reasons: dict[str, str]) -> str:
+    stacks: dict[str, list[str]] = {}
+    for stack, why in reasons.items():
+        stacks.setdefault(why, []).append(STACKS[stack].name)
+    named = ((why, "every stack" if len(names) == len(STACKS) else ", ".join(names)) for why, names in stacks.items())
+    return "; ".join(f"{names}: {why}" for why, names in named)
 
 
 if __name__ == "__main__":
