@@ -75,8 +75,11 @@ def counted(check: Section) -> str:
 
 
 def goals(known: dict[str, Section]) -> str:
-    rows = [row(*cells) for cells in verdicts(known)]
-    return "\n".join([*table("goal", "wanted", "measured", ""), *rows]) + "\n"
+    """The goals that were measured or could not be, and how many are left."""
+    cells = list(verdicts(known))
+    shown = [row(*each) for each in cells if each[2] != NONE or each[3]]
+    left = f"\nFurther goals, {NONE}: {len(cells) - len(shown)}.\n" if len(shown) < len(cells) else ""
+    return "\n".join([*table("goal", "wanted", "measured", ""), *shown]) + f"\n{left}"
 
 
 def verdicts(known: dict[str, Section]) -> Iterable[tuple[str, str, str, str]]:
