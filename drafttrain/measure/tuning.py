@@ -77,11 +77,13 @@ class Predicted:
 def surface(
     target: Target, drafter: Drafter, hits: Sequence[Hits], sampled: bool, batch: int, repeats: int = 15
 ) -> list[Predicted]:
-    """Every proposal that the drafter can make, the fastest first. hits, sampled: as for `expected_tau`.
+    """Every proposal that the drafter can make, the fastest first; none without samples. hits, sampled: as for `expected_tau`.
 
     The function measures the costs on this machine at this batch size: of drafting by depth, of a verification by nodes.
     """
-    sequences, predicted = ranks_by_text(hits), partial(_predicted, target, drafter, hits, sampled, batch, repeats)
+    if not (sequences := ranks_by_text(hits)):
+        return []
+    predicted = partial(_predicted, target, drafter, hits, sampled, batch, repeats)
     found = predicted(shapes_of(drafter, sequences, target.trees))
     if found and found[0].shape.nodes == CANDIDATES[-1] and _searches(drafter, target.trees):
         found += predicted(shapes_of(drafter, sequences, target.trees, LARGE))
@@ -158,13 +160,19 @@ class Tuner:
         self.drafter.use_decode_settings(with_tuned(self.trained, settings))
 
     def race(self, name: str, settings: dict[str, Settings], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
-        """The speed of each of the settings on each batch of prompts / that of the first, by name."""
+        """The speed of each of the settings on each batch of prompts / that of the first, by name.
+
+        Batches whose outputs have one token each have no speed. Raises UserError where no others are left.
+        """
         wanted = waves(len(cases), self.options.batch_size)
         contenders = {label: self._contender(own, cases) for label, own in settings.items()}
         laps = self.bench.timed(name, contenders, wanted, self.options.repeats, seconds, {})
         first = next(iter(settings))
         rates = {label: [self._rate(lap) for repeat in own for lap in repeat] for label, own in laps.items()}
-        found = {label: [a / b for a, b in zip(own, rates[first], strict=True)] for label, own in rates.items()}
+        timed = [i for i, rate in enumerate(rates[first]) if rate > 0.0]
+        if not timed:
+            raise UserError("the outputs are too short to compare speeds; raise decode.max_new_tokens, or give more prompts")
+        found = {label: [own[i] / rates[first][i] for i in timed] for label, own in rates.items()}
         return dict(self.bench.part.share(found))
 
     def _rate(self, lap: Decoded) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from drafttrain.drafters.tuned_settings import TUNED, keep_tuned, tuned_settings
 from drafttrain.measure import DecodeOptions, TuneOptions
 from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
-from drafttrain.measure.tuning import DEFAULT, shapes_of, winner
+from drafttrain.measure.tuning import DEFAULT, Tuner, shapes_of, surface, winner
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Preferred
+from drafttrain.objective.losses import Hits
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import embedded, loaded_before, record_of
@@ -214,6 +216,25 @@ def test_tune_mistakes_are_named_in_one_line(
             with pytest.raises(UserError, match=line) as caught:
                 tune_file.tune(RunOptions(checkpoint=str(path), **given), {})
             assert "\n" not in str(caught.value)
+
+
+def test_race_leaves_out_batches_without_speed_and_refuses_none_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    laps = {DEFAULT: [[0.0, 2.0]], "tree": [[0.0, 3.0]]}
+    monkeypatch.setattr(Tuner, "_contender", lambda *_: None)
+    monkeypatch.setattr(Tuner, "_rate", lambda self, lap: lap)
+    part = SimpleNamespace(share=lambda value: value)
+    bench: Any = SimpleNamespace(part=part, timed=lambda *_: laps)
+    tuner = Tuner(bench, built("medusa", fast_target(), heads=3), TuneOptions(), {})
+    assert tuner.race("", {DEFAULT: {}, "tree": {}}, [], 1.0) == {DEFAULT: [1.0], "tree": [1.5]}
+    laps.update({DEFAULT: [[0.0, 0.0]], "tree": [[0.0, 0.0]]})
+    with pytest.raises(UserError, match="outputs are too short to compare speeds"):
+        tuner.race("", {DEFAULT: {}, "tree": {}}, [], 1.0)
+
+
+def test_surface_without_samples_is_empty() -> None:
+    target = fast_target()
+    none = Hits(torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 3), [])
+    assert surface(target, built("medusa", target, heads=3), [none], False, 1) == []
 
 
 def test_winner_within_noise_is_the_first_by_prediction() -> None:
