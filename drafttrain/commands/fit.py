@@ -225,10 +225,11 @@ def _data_report(
 def _next_steps(best: Path, options: RunOptions, console: RichConsole) -> None:
     target = target_arguments(options)
     print_line(console, "\nnext:")
+    export = f"drafttrain export checkpoint={best}{target} format=all out=DIR"
     for command, purpose in (
         (f"drafttrain measure checkpoint={best}{target} prompts=FILE", "measure it on your own prompts (MT-bench format)"),
         (f"drafttrain measure checkpoint={best}{target} decode=sampling", "measure lossless sampling at temperature 1"),
-        (f"drafttrain export checkpoint={best}{target} format=all out=DIR", "write it for the serving stacks that load it"),
+        *([(export, "write it for the serving stacks that load it")] if loads(options.drafter.family) else []),
         ("drafttrain fit recipe=NAME target=DIR data.path=FILE", "distil a drafter for your own target"),
     ):
         print_line(console, f"  {command}\n      {purpose}")

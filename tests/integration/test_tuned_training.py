@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from drafttrain.commands import fit as fit_file
 from drafttrain.commands import tune
+from drafttrain.drafters.options import CascadeOptions
 from drafttrain.drafters.tuned_settings import tuned_settings
 from drafttrain.measure.cases import Case
 from drafttrain.measure.tuning import Tuner
+from drafttrain.runs.options import RunOptions
 
 Command = Callable[..., int]
 
@@ -50,6 +54,7 @@ def test_fit_stores_and_reports_proposal_that_is_fastest_on_held_out_prompts(
     assert plain in ("step-00001 as trained", "step-00002 as trained") and not rows[plain] and rows[plain.split()[0]]
     assert kept == [list(race["settings"].values())[1]] * 2 and report["best"] in ("step-00001", "step-00002")
     assert "1.50x the speed of as trained on 4 held-out conversations" in said
+    assert "drafttrain export checkpoint=outputs/medusa/" in said, "a next step, since stacks load the family"
 
 
 def test_fit_without_measure_tune_decodes_as_trained(command: Command, material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +64,10 @@ def test_fit_without_measure_tune_decodes_as_trained(command: Command, material:
     measured = ("measure.minutes=0.01", "measure.transformers=false", "decode.max_new_tokens=8")
     assert command("fit", "recipe=medusa", *data, *small, *measured, "measure.tune=off") == 0
     assert command("fit", "recipe=medusa", *data, *small, *measured, "decode.draft_length=2") == 0
+
+
+def test_next_steps_name_no_export_of_a_family_that_no_stack_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    options = RunOptions(drafter=CascadeOptions())
+    fit_file._next_steps(Path("outputs/x/checkpoints/step-00001"), options, Console())
+    said = capsys.readouterr().out
+    assert "drafttrain measure checkpoint=outputs/x" in said and "export" not in said
