@@ -30,7 +30,6 @@ TRAINING = (
     "drafttrain.features.online",
     "drafttrain.objective.losses",
     "drafttrain.train.telemetry",
-    "drafttrain.train.telemetry",
 )
 
 SCOPES = {"decoder": DECODER, "training": TRAINING}
