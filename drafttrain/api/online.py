@@ -18,9 +18,7 @@ from drafttrain.core.files import atomic_directory
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, filled, read_meta, start_weights
 from drafttrain.drafters.checkpoint import save_drafter as save_weights
 from drafttrain.engines.draft_push import DraftReceiver, PushedDrafter, receiver_of
-from drafttrain.export.files import DTYPES, ExportSource, Files, write
-from drafttrain.export.opened import Float32Target, Opened
-from drafttrain.export.table import format_of, stacks_for
+from drafttrain.export.exporter import CurrentDrafter
 from drafttrain.features.online import Online
 from drafttrain.features.padded import batch_of, finite_token
 from drafttrain.features.recorder import Recorded
@@ -410,33 +408,3 @@ class OnlineDrafter:
 def _plain(x: Tensor) -> Tensor:
     """A tensor that gradients can flow from: one of an inference pass is copied."""
     return x.clone() if x.is_inference() else x.detach()
-
-
-class CurrentDrafter:
-    """The weights of a drafter in memory, in the format of one stack. No checkpoint is written, and nothing is compared.
-
-    Raises UserError for a stack that does not load this drafter, and for a dtype that is unknown.
-    """
-
-    def __init__(self, drafter: Drafter, meta: CheckpointMeta, loaded: LoadedTarget, stack: str, dtype: str) -> None:
-        (stack,) = stacks_for(meta.family, stack) if stack != "all" else ("all",)
-        if stack == "all":
-            raise UserError("layout is 'all'; name one serving stack")
-        if dtype not in DTYPES:
-            raise UserError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-        tensors = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
-        opened = Opened(Path("a drafter in memory"), meta, loaded, Float32Target(loaded.target), drafter, tensors)
-        self.source, to = ExportSource(opened, stack, dtype), format_of(meta.family, stack)
-        if (why := to.refuse(self.source)) is not None:
-            raise UserError(f"this {meta.family} drafter cannot be given to {stack}: {why}")
-        self.files: Files = to.write(self.source)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors as in the files of an export, on the drafter's device. They may share memory with the drafter."""
-        for name, tensor in self.files.tensors.items():
-            keeps = name in self.files.as_is or not tensor.is_floating_point()
-            yield name, tensor.detach() if keeps else tensor.detach().to(DTYPES[self.source.dtype])
-
-    def write(self, directory: Path) -> None:
-        """Write the files of an export, without a model card, into an existing directory."""
-        write(directory, self.files, self.source, "5GB")

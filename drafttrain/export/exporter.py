@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import glob
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from drafttrain import __version__
 from drafttrain.core.checksums import list_files
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, remove_abandoned
+from drafttrain.drafters.checkpoint import CheckpointMeta
 from drafttrain.export.card import card
 from drafttrain.export.drafter_adapter import adapter_of
-from drafttrain.export.files import DTYPES, ExportSource, write
+from drafttrain.export.files import DTYPES, ExportSource, Files, write
 from drafttrain.export.format import Format
 from drafttrain.export.formats import gguf
 from drafttrain.export.golden import Golden
@@ -23,7 +27,9 @@ from drafttrain.export.layers import refuse_scaling
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_model, rounded
 from drafttrain.export.peft import write_alone
-from drafttrain.export.table import TABLE, format_of, load_it, loads, refuse_pictures
+from drafttrain.export.table import TABLE, format_of, load_it, loads, refuse_pictures, stacks_for
+from drafttrain.model.drafter import Drafter
+from drafttrain.targets.load import LoadedTarget
 
 RECORD, TARGET, CARD = "drafttrain.json", "target", "README.md"
 GGUF = "llamacpp"  # the stack that reads targets as GGUF files
@@ -201,3 +207,32 @@ def _nowhere(opened: Opened, wanted: ExportSettings, refused: dict[str, str]) ->
     fit = [other for other in others if _refusal(opened, other, wanted) is None]
     loaders = f"{load_it(fit)} unchanged" if fit else "no other stack loads it unchanged"
     return f"this {family} drafter cannot be exported to {stack}: {refused[stack]}; {loaders}"
+
+
+class CurrentDrafter:
+    """The weights of a drafter in memory, in the format of one stack. No checkpoint is written, and nothing is compared.
+
+    Raises UserError for a stack that does not load this drafter, and for a dtype that is unknown.
+    """
+
+    def __init__(self, drafter: Drafter, meta: CheckpointMeta, loaded: LoadedTarget, stack: str, dtype: str) -> None:
+        (stack,) = stacks_for(meta.family, stack) if stack != "all" else ("all",)
+        if stack == "all":
+            raise UserError("layout is 'all'; name one serving stack")
+        if dtype not in DTYPES:
+            raise UserError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+        self.source = ExportSource(Opened.in_memory(meta, drafter, loaded), stack, dtype)
+        to = format_of(meta.family, stack)
+        if (why := to.refuse(self.source)) is not None:
+            raise UserError(f"this {meta.family} drafter cannot be given to {stack}: {why}")
+        self.files: Files = to.write(self.source)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors as in the files of an export, on the drafter's device. They may share memory with the drafter."""
+        for name, tensor in self.files.tensors.items():
+            keeps = name in self.files.as_is or not tensor.is_floating_point()
+            yield name, tensor.detach() if keeps else tensor.detach().to(DTYPES[self.source.dtype])
+
+    def write(self, directory: Path) -> None:
+        """Write the files of an export, without a model card, into an existing directory."""
+        write(directory, self.files, self.source, "5GB")

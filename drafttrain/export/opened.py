@@ -16,7 +16,6 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import (
     ADAPTER,
     CheckpointMeta,
-    TargetRecord,
     check_target,
     filled,
     load_checkpoint,
@@ -113,10 +112,10 @@ class Opened:
         return Opened(directory, meta, loaded, target, drafter, tensors, matrices, apart if meta.lora else {})
 
     @staticmethod
-    def untrained(family: str, options: dict[str, Any], drafter: Drafter, loaded: LoadedTarget) -> Opened:
-        """A drafter that has no checkpoint yet, for questions about its form alone."""
-        meta = CheckpointMeta(family, options, drafter.decode_settings(), TargetRecord.of(loaded), 0)
-        return Opened(Path(), meta, loaded, Float32Target(loaded.target), drafter, drafter.state_dict())
+    def in_memory(meta: CheckpointMeta, drafter: Drafter, loaded: LoadedTarget) -> Opened:
+        """A drafter that has no checkpoint. Its tensors share memory with it."""
+        tensors = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
+        return Opened(Path("a drafter in memory"), meta, loaded, Float32Target(loaded.target), drafter, tensors)
 
     @property
     def shape(self) -> TargetShape:

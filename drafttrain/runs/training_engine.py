@@ -24,7 +24,7 @@ from drafttrain.engines.process import ENGINES, EngineJob, batches_with, check_f
 from drafttrain.export import golden
 from drafttrain.export.engine_check import Ending
 from drafttrain.export.exporter import export
-from drafttrain.export.opened import Float32Target, Opened
+from drafttrain.export.opened import Opened
 from drafttrain.measure.cases import encode_cases
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.images import has_images
@@ -267,8 +267,7 @@ def engine_settings(options: RunOptions, loaded: LoadedTarget, drafter: Drafter)
         measure.engine_timeout,
     )
     meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
-    untrained = Opened(Path(), meta, loaded, Float32Target(loaded.target), drafter, dict(drafter.state_dict()))
-    wanted_export(untrained, name, Path("export"), settings.dtype)
+    wanted_export(Opened.in_memory(meta, drafter, loaded), name, Path("export"), settings.dtype)
     return settings
 
 

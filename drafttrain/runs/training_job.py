@@ -16,7 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.contamination import contamination
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.prompts import Prompt
-from drafttrain.drafters.checkpoint import read_meta, start_weights
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, read_meta, start_weights
 from drafttrain.drafters.common.drafter_lora import adapted_maps, added, trained_and_frozen
 from drafttrain.export.exporter import planned
 from drafttrain.export.opened import Opened
@@ -181,14 +181,15 @@ def _check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, c
     """
     family = options.drafter.family
     dtype = "bfloat16" if loaded.target.dtype == torch.bfloat16 else "float32"
-    able, refused = planned(Opened.untrained(family, asdict(options.drafter), drafter, loaded), dtype)
+    meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
+    able, refused = planned(Opened.in_memory(meta, drafter, loaded), dtype)
     if able:
         console.say(f"{load_it(able).removesuffix(' it')} this drafter")
     by_reason: dict[str, list[str]] = {}
     for stack, reason in refused.items():
         by_reason.setdefault(reason.replace(stack, "the stack"), []).append(stack)
     for reason, stacks in by_reason.items():
-        console.say(f"  not {', '.join(stacks)}: {reason}")
+        console.say(f"  not {', '.join(stacks)}: {reason if len(stacks) > 1 else refused[stacks[0]]}")
     for stack in options.export.stacks:
         if stack not in STACKS:
             raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
