@@ -125,7 +125,7 @@ def _cuts(pre: dict[str, Any] | None) -> tuple[str, ...]:
     if pre is None:
         return ()
     steps: list[dict[str, Any]] = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
-    if steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
+    if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
         return ()
     cuts = []
     for step in steps[:-1]:

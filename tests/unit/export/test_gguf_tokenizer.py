@@ -178,6 +178,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: made(bpe(), pre.Whitespace()), "splits texts by a rule that is not known here"),
     (lambda: made(bpe(), pre.ByteLevel(add_prefix_space=True)), "splits texts by a rule that is not known here"),
     (lambda: made(bpe(), split(r"\w+")), "splits texts by a rule that is not known here"),
+    (lambda: made(bpe(), pre.Sequence([])), "splits texts by a rule that is not known here"),
     (lambda: made(bpe(), None), "splits texts by a rule that is not known here"),
     (lambda: made(bpe(ignore_merges=True), WORDS), "splits texts by a rule that is not known here"),
     (lambda: made(bpe(), WORDS, eos_token=None), "has no end token, and llama.cpp would use token 11"),
