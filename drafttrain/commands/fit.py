@@ -163,7 +163,7 @@ def _finish(
         print_line(console, f"not measured: {NO_BLOCKS}; measure it where the whole target fits: {words} engine=vllm")
     elif options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
-        if options.measure.tune and data.held_out:
+        if options.measure.tune and data.train:
             tuned = best_checkpoint(run.path / "checkpoints")
             if tune_run(checkpoints, tuned, loaded, data.held_out, options, console):
                 as_trained = next(ref for ref in refs if ref.path == tuned)

@@ -21,7 +21,7 @@ from drafttrain.drafters.tuned_settings import TUNED, keep_tuned
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions, cells
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case, encode_cases, held_out_cases, left_out_notes
-from drafttrain.measure.plan import Budget
+from drafttrain.measure.plan import LEAST_PROMPTS, Budget
 from drafttrain.measure.report import rounded
 from drafttrain.measure.tuning import DEFAULT, OBJECTIVES, Tuner, search
 from drafttrain.runs.checkpoint_source import CheckpointSource
@@ -34,7 +34,7 @@ from drafttrain.runs.paths import dated_path
 from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.load import LoadedTarget, load_target
 
-CHOOSING = 32  # held-out conversations that a run's proposal is chosen on
+CHOOSING, LEAST_CHOOSING = 32, 8  # held-out conversations that a run's proposal is chosen on; at least, where time is short
 SHARE = 1 / 3  # of measure.minutes, for choosing it
 BY_HAND = ("draft_length", "window", "fallback")  # of decode: what tuning chooses, or tests without
 
@@ -80,7 +80,12 @@ def tune_run(
     minutes = min(options.tune.minutes, SHARE * options.measure.minutes)
     tune = replace(options.tune, batch_size=options.measure.batch_sizes[0], minutes=minutes, repeats=1)  # on more prompts
     cases = held_out_cases(held_out, loaded.target.shape.max_positions - options.decode.max_new_tokens)[:CHOOSING]
-    if _by_hand(options.decode) or len(cases) < tune.batch_size:
+    if set_by_hand := _by_hand(options.decode):
+        print_note(console, f"tuning was left out: decode.{set_by_hand[0]} is set")
+        return None
+    if len(cases) < tune.batch_size:
+        few = f"held-out conversations that fit: {len(cases)}, fewer than a batch of {tune.batch_size}"
+        print_note(console, f"tuning was left out: {few}; raise data.held_out, or run drafttrain tune")
         return None
     try:
         found = _searched(best, loaded, tune, options.decode, cases, (), console)
@@ -112,7 +117,8 @@ def _searched(
     record, restored = read_meta(directory), load_checkpoint(directory, loaded)
     with progress_bars(console) as watch:
         measure = MeasureOptions(minutes=tune.minutes, repeats=tune.repeats)
-        bench = Bench(restored.loaded, decode, measure, Budget(60 * tune.minutes), watch)
+        budget = Budget(60 * tune.minutes, LEAST_PROMPTS if deciding else LEAST_CHOOSING)
+        bench = Bench(restored.loaded, decode, measure, budget, watch)
         found = search(Tuner(bench, restored.drafter.requires_grad_(False), tune, record.decode), choosing, deciding)
     found |= {"checkpoint": str(directory), "prompts": len(choosing) + len(deciding)}
     found |= {"environment": environment(loaded.target.device), "batch_size": tune.batch_size, "objective": tune.objective}

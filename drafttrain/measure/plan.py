@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import monotonic
 
-LEAST_PROMPTS = 40  # acceptance is measured on at least this many prompts, or on all when there are fewer
+LEAST_PROMPTS = 40  # a report's acceptance is measured on at least this many prompts, or on all when there are fewer
 ACCEPTANCE_SHARE = 0.5  # largest share of the budget for acceptance on further prompts
 
 
@@ -14,6 +14,7 @@ class Budget:
     """The time budget of a whole measurement."""
 
     seconds: float
+    least: int = LEAST_PROMPTS  # prompts on which acceptance is measured, whatever they take
     began: float = field(default_factory=monotonic)
     notes: list[str] = field(default_factory=list)  # for the report: what was cut or left out
 
@@ -27,7 +28,7 @@ class Budget:
 
     def enough(self, done: int, seconds_so_far: float, passes: int) -> bool:
         """Whether acceptance should stop after `done` prompts: `passes` such passes would exceed their share of the budget."""
-        return done >= LEAST_PROMPTS and seconds_so_far * passes > ACCEPTANCE_SHARE * self.seconds
+        return done >= self.least and seconds_so_far * passes > ACCEPTANCE_SHARE * self.seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,7 @@ def search(tuner: Tuner, choosing: Sequence[Case], deciding: Sequence[Case] = ()
     """The finalists with their predicted and measured speed, all predictions, and the choice.
 
     choosing: prompts on which the finalists are timed. deciding: others, which say whether the choice is faster than the
-    trained settings; without any, the first ones say it.
+    trained settings; without any, the first ones say it, and the draft temperature stays as it is.
     """
     tuner.use({})
     predicted, shapes = _predictions(tuner, choosing)
@@ -206,8 +206,9 @@ def search(tuner: Tuner, choosing: Sequence[Case], deciding: Sequence[Case] = ()
     raced = tuner.race("tuning: race of the finalists", finalists, choosing, budget.left / 2 if deciding else budget.left)
     name = winner(raced)
     settings = finalists[name]
-    settings = settings | _temperature(tuner, settings, choosing)
     gained = median(raced[name])
+    if deciding:
+        settings = settings | _temperature(tuner, settings, choosing)
     if settings and deciding:
         last = tuner.race("tuning: on the other prompts", {DEFAULT: {}, "chosen": settings}, deciding, budget.left)
         gained = median(last["chosen"])

@@ -57,13 +57,20 @@ def test_fit_stores_and_reports_proposal_that_is_fastest_on_held_out_prompts(
     assert "drafttrain export checkpoint=outputs/medusa/" in said, "a next step, since stacks load the family"
 
 
-def test_fit_without_measure_tune_decodes_as_trained(command: Command, material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_without_measure_tune_decodes_as_trained(
+    command: Command, material: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tune, "search", lambda *_: pytest.fail("nothing is to be tuned"))
     data = ("target=hf", f"target.path={material / 'target'}", f"data.path={material / 'data.jsonl'}", "data.held_out=4")
     small = ("train.steps=1", "train.checkpoint_every=1", "train.global_batch=4", "logger=none", "measure.limit=2")
     measured = ("measure.minutes=0.01", "measure.transformers=false", "decode.max_new_tokens=8")
     assert command("fit", "recipe=medusa", *data, *small, *measured, "measure.tune=off") == 0
+    assert "tuning" not in capsys.readouterr().out
     assert command("fit", "recipe=medusa", *data, *small, *measured, "decode.draft_length=2") == 0
+    assert "tuning was left out: decode.draft_length is set" in " ".join(capsys.readouterr().out.split())
+    assert command("fit", "recipe=medusa", *data, *small, *measured, "data.held_out=1", "measure.batch_sizes=[2]") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tuning was left out: held-out conversations that fit: 1, fewer than a batch of 2; raise data.held_out" in said
 
 
 def test_next_steps_name_no_export_of_a_family_that_no_stack_loads(capsys: pytest.CaptureFixture[str]) -> None:
