@@ -49,6 +49,12 @@ class Encoded:
         """Number of supervised tokens."""
         return int(self.mask.sum())
 
+    @property
+    def last_reply(self) -> int:
+        """The position at which the last supervised run begins: 5 in the mask 0 1 1 0 0 1 1 1; 0 if there is none."""
+        starts = np.flatnonzero(self.mask[1:] & ~self.mask[:-1]) + 1  # a first token is never supervised
+        return int(starts[-1]) if len(starts) else 0
+
     def split(self) -> list[Encoded]:
         """The documents as separate rows."""
         if len(self.starts) == 1:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeVar
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
@@ -61,8 +60,7 @@ def held_out_cases(rows: Sequence[Encoded], room: int) -> list[Case]:
     """
     found = []
     for number, row in enumerate(rows, start=1):
-        ends = np.flatnonzero(row.mask[1:] & ~row.mask[:-1]) + 1
-        end = int(ends[-1]) if len(ends) and ends[-1] > 1 else len(row.token_ids) // 2
+        end = row.last_reply if row.last_reply > 1 else len(row.token_ids) // 2
         if 0 < end <= room:
             found.append(Case(f"held-out {number}", "held-out", row.token_ids[:end].tolist()))
     return found

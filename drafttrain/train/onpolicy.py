@@ -54,7 +54,7 @@ class OnPolicy:
         sampling = Sampling(self.options.on_policy_temperature, seed=self.options.seed + STREAM)
         policy = "greedy" if sampling.greedy else "lossless"
         decoder = Decoder(lm, None, policy, sampling, self.stop_ids, controls=Controls(capture=False))
-        starts = [last_reply(row) for row in rows]
+        starts = [row.last_reply for row in rows]
         longest = [min(len(row.token_ids), lm.shape.max_positions) for row in rows]
         requests = {
             i: Request(row.token_ids[: starts[i]].tolist(), keys[i], longest[i] - starts[i], stop_ids=self.stop_ids)
@@ -84,13 +84,6 @@ def check_on_policy(drafter: Drafter, options: TrainOptions, deepspeed: DeepSpee
         )
     if options.on_policy and deepspeed.zero_stage == 3:
         raise UserError("train.on_policy needs whole weights, but ZeRO stage 3 shards them; set a lower stage, or on_policy=0")
-
-
-def last_reply(row: Encoded) -> int:
-    """The position at which the last supervised run begins: 5 in the mask 0 1 1 0 0 1 1 1."""
-    mask = row.mask
-    starts = np.flatnonzero(mask[1:] & ~mask[:-1]) + 1  # a first token is never supervised
-    return int(starts[-1])
 
 
 def with_reply(row: Encoded, start: int, reply: list[int]) -> Encoded:

@@ -38,7 +38,7 @@ from drafttrain.model.batch import TrainBatch
 from drafttrain.model.images import has_images
 from drafttrain.train.engine import World
 from drafttrain.train.job import TrainingJob
-from drafttrain.train.onpolicy import OnPolicy, last_reply
+from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.telemetry import Meter
 from drafttrain.train.ulysses import sequence_group
 
@@ -90,7 +90,7 @@ class Answers:
         return batch
 
     def _request(self, row: Encoded, place: int) -> AnswerRequest:
-        writing, prompt = self.states.writing, row.token_ids[: last_reply(row)].tolist()
+        writing, prompt = self.states.writing, row.token_ids[: row.last_reply].tolist()
         assert writing is not None, "otherwise the given answers are trained on"
         if len(prompt) < 2:  # plain text is supervised from its second token on
             raise UserError(

@@ -25,7 +25,7 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import World
-from drafttrain.train.onpolicy import OnPolicy, check_on_policy, last_reply
+from drafttrain.train.onpolicy import OnPolicy, check_on_policy
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_model, tiny_target
 
@@ -202,7 +202,7 @@ def test_on_policy_replies_depend_on_step_not_on_process_count() -> None:
     assert 0 < len(changed) < 8
     assert [r.token_ids.tolist() for r in first] != [r.token_ids.tolist() for r in other]
     for i in changed:
-        start = last_reply(rows[i])
+        start = rows[i].last_reply
         assert start == 7 and first[i].token_ids[:7].tolist() == rows[i].token_ids[:7].tolist()
         assert (
             8 <= len(first[i].token_ids) <= 11
