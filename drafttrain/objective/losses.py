@@ -259,10 +259,7 @@ def _scores(
     confident drafter the `confidence_of` its choice, else 0."""
     distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
     empty = [torch.zeros(2, len(p.label_M), device=token_P.device) for p in predictions]
-    found = [
-        (torch.empty_like(p.label_M), *acceptance_and_confidence_2M)
-        for p, acceptance_and_confidence_2M in zip(predictions, empty, strict=True)
-    ]
+    found = [(torch.empty_like(p.label_M), *means_2M) for p, means_2M in zip(predictions, empty, strict=True)]
     places = [batch.teacher_index(batch.on_host(p.label_M)) for p in predictions]
     for chunk in chunks(places, list(range(len(predictions))), EVAL_CHUNK, token_P.device):
         rows = distribution.at(chunk.position_U)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafttrain.ops import jit, library
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # [C] from log p_CV, log q_CV and label_C; differentiable in log q
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # [C] from log q_CV, log p_CV and label_C; differentiable in log q
 FUSED = ("ce", "kl", "rkl", "jsd", "tvd", "lk")  # losses whose gradients are written by hand, here and as kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = {"cpu": 1 << 20}  # logits per pass of the twin, so that its intermediate results stay in the processor's cache
@@ -218,33 +218,33 @@ def reference(
     return Scores(loss_C, top1_C, acceptance_C, grad_logits_CV.to(dtype) if out is None else out.copy_(grad_logits_CV))
 
 
-def cross_entropy(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+def cross_entropy(log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
     """-log q(label)."""
     return -log_q_CV.gather(1, label_C[:, None])[:, 0]
 
 
-def forward_kl(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+def forward_kl(log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
     """KL(p || q)."""
     return _relative(log_p_CV, log_q_CV)
 
 
-def reverse_kl(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+def reverse_kl(log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
     """KL(q || p)."""
     return _relative(log_q_CV, log_p_CV)
 
 
-def jensen_shannon(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+def jensen_shannon(log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
     """The mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (arXiv 2310.08461)."""
     log_m_CV = _log_mean(log_q_CV, log_p_CV)
     return 0.5 * (_relative(log_p_CV, log_m_CV) + _relative(log_q_CV, log_m_CV))
 
 
-def total_variation(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+def total_variation(log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
     """1 - sum min(p, q)."""
     return (log_p_CV.exp() - log_q_CV.exp()).clamp_min(0.0).sum(-1)
 
 
-def log_acceptance(log_p_CV: Tensor, log_q_CV: Tensor, label_C: Tensor) -> Tensor:
+def log_acceptance(log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
     """-log sum min(p, q) (arXiv 2602.23881)."""
     return -torch.minimum(log_p_CV, log_q_CV).logsumexp(-1)
 
@@ -264,7 +264,7 @@ def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -
     """[C] the loss `name` from log-probabilities; differentiable. Raises ValueError for an unknown name."""
     if name not in LOSSES:
         raise ValueError(f"loss.name is {name!r}; choose {', '.join(LOSSES)}")
-    return LOSSES[name](log_p_CV, log_q_CV, label_C)
+    return LOSSES[name](log_q_CV, log_p_CV, label_C)
 
 
 def _differentiated(name: str, logits_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor]:
