@@ -126,8 +126,9 @@ def test_objective_chunked_loss_and_gradients_equal_naive(name: str, loss: str, 
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
 
-def brier(log_p_CV: torch.Tensor, log_q_CV: torch.Tensor, label_C: torch.Tensor) -> torch.Tensor:
-    return (log_p_CV.exp() - log_q_CV.exp()).square().sum(-1)
+def brier(log_q_CV: torch.Tensor, log_p_CV: torch.Tensor, label_C: torch.Tensor) -> torch.Tensor:
+    """Weighted by p, so that it is another loss where draft and target change places."""
+    return (log_p_CV.exp() * (log_p_CV.exp() - log_q_CV.exp()).square()).sum(-1)
 
 
 def test_new_loss_where_kernels_serve_is_differentiated_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_new_loss_where_kernels_serve_is_differentiated_by_torch(monkeypatch: py
     monkeypatch.setattr(jit, "serves", lambda *_: True)  # as on a GPU
     q, p, label, row = torch.randn(5, 11), torch.randn(3, 11), torch.arange(5), torch.tensor([0, 2, 1, 1, 0])
     q_grad = q.clone().requires_grad_()
-    loss = brier(p[row].log_softmax(-1), q_grad.log_softmax(-1), label)
+    loss = brier(q_grad.log_softmax(-1), p[row].log_softmax(-1), label)
     loss.sum().backward()
     found = scores(q, p, label, "brier", want_grad=True, out=q, row_C=row)
     assert found.grad_logits_CV is q
