@@ -49,9 +49,11 @@ def work_in_process(
     rank, launcher = int(os.environ["RANK"]), end_with_parent()
     (folder / STARTED.replace("*", f"{os.getpid()}-{rank}")).touch()
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    signal.signal(signal.SIGTERM, end_at_first_signal)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, end_at_first_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the launcher handles it
     if (folder / SIGNALLED).exists():
+        outlive_signals(launcher, folder)
         return
     for earlier in folder.glob(INTERRUPTIONS):  # a process that fails has the others ended by a signal before all restart
         if not earlier.match(INTERRUPTIONS.replace("*", f"{start}-*")):
@@ -84,6 +86,7 @@ def work_in_process(
         if reason is not None:
             raise SystemExit(1) from error
         raise
+    outlive_signals(launcher, folder)
     (folder / ENDED.replace("*", str(os.getpid()))).touch()
 
 
@@ -130,6 +133,22 @@ def end_at_first_signal(number: int, frame: FrameType | None) -> None:
     if not is_interruption(sys.exception()):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def outlive_signals(launcher: int, folder: Path) -> None:
+    """From now on, signals to the launching process and its children do not end this process, whose work is done.
+
+    It waits for torch's launcher to read its result. If a signal ends it there, the launcher may wait for it without end
+    (`multiprocessing.Event.set`), and so do those of the other machines. SIGTERM still ends it if the launcher has died, or if
+    torch sends it because another process has failed.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if orphaned(launcher, folder) or not (folder / SIGNALLED).exists():
+            end_at_first_signal(number, frame)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def leave_orphaned(rank: int, interrupted: Interrupted) -> NoReturn:

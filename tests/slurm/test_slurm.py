@@ -133,8 +133,6 @@ def test_slurm_job_saving_in_grace_time_is_requeued_and_resumes(
     assert "is saved; resume=auto continues the run" in said(tmp_path) and "resumed at step" in said(tmp_path)
 
 
-# left to `make test-all`: one run in four, submitit has asked for the requeue and Slurm ends the job with its time limit
-@pytest.mark.grid
 def test_slurm_two_node_job_saves_before_time_limit_and_resumes(cluster: Cluster, material: Path, tmp_path: Path) -> None:
     job = submitted(cluster, material, tmp_path, "launcher.nodes=2", "launcher.slurm.save_before=20")
     stopped = frozen(cluster, tmp_path)

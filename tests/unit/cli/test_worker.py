@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import pytest
 from drafttrain.cli import worker
 from drafttrain.cli.launch import _forwarding
 from drafttrain.core.errors import Interrupted
+from drafttrain.runs.options import RunOptions
 
 
 @pytest.fixture
@@ -74,6 +76,39 @@ def test_worker_whose_launcher_died_during_its_imports_ends(tmp_path: Path) -> N
     launcher.join()
     psutil.wait_procs([late], timeout=300)
     assert not late.is_running() and not survived.exists()
+
+
+def work_and_wait(folder: Path, waits: Event) -> None:
+    """A worker as torch's launcher starts it: after its work it waits."""
+    os.environ["RANK"] = "0"
+    worker.work_in_process(lambda options, resolved: None, RunOptions(), {}, folder)
+    waits.set()
+    while True:
+        signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("number", "signalled"), [("SIGUSR1", False), ("SIGUSR1", True), ("SIGTERM", False), ("SIGTERM", True)]
+)
+def test_worker_whose_work_is_done_ends_only_when_torch_says_so(
+    number: str, signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's launcher waits without end for a process that a signal to the whole job ends between its work and its exit."""
+    monkeypatch.setattr(worker, "DYING", 0.1)
+    context = multiprocessing.get_context("fork")
+    waits = context.Event()
+    child = context.Process(target=work_and_wait, args=(tmp_path, waits))
+    child.start()
+    waits.wait()
+    if signalled:
+        (tmp_path / worker.SIGNALLED).touch()
+    os.kill(child.pid or 0, signal.Signals[number])
+    by_torch = number == "SIGTERM" and not signalled  # another process has failed
+    child.join(300 if by_torch else 1)
+    ended = child.exitcode
+    child.kill()
+    child.join()
+    assert ended == (-signal.SIGTERM if by_torch else None)
 
 
 def test_end_at_first_signal_during_interruption_is_ignored(killed: list[tuple[int, int]]) -> None:
