@@ -19,6 +19,8 @@ __all__ = ["ASSISTANT", "FORMS", "UNANSWERED", "Conversation", "TokenText", "che
 
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")  # of `input_ids`: 1 on supervised tokens
 UNLABELLED = -100  # in `labels`: the token is not supervised
+ARGUMENTS = "chat_template_kwargs"  # TRL's field of a record: what the template gets besides the messages
+TAKEN = ("tools", "documents", "chat_template", "conversations", "messages", "continue_final_message", "add_generation_prompt")
 DOCUMENTS, TOKENIZER = "documents", "tokenizer"  # of a record of `prepare`: its texts as tokens, and whose tokens they are
 
 
@@ -43,6 +45,7 @@ class Conversation:
     tokens: tuple[TokenText, ...] = ()  # instead of messages; or the same conversation as the target read and wrote it
     tokenizer: str | None = None  # fingerprint of the tokenizer of `tokens`; None: the user vouches for it
     spans: tuple[tuple[int, int], ...] = ()  # [start, end) characters of the text that are supervised; none: all of it
+    arguments: dict[str, Any] = field(default_factory=dict)  # for the chat template
 
     def learnt(self, turn: int) -> bool:
         """Whether the data lets this message be learnt."""
@@ -107,7 +110,8 @@ def conversation(
     tokenizer = filled.get(TOKENIZER) if DOCUMENTS in filled else None
     tokens = _documents(origin, filled[DOCUMENTS]) if isinstance(tokenizer, str) else ()
     known = tokenizer if tokens else None
-    return Conversation(origin, tuple(parsed), tools=tools, form=name, tokens=tokens, tokenizer=known)
+    arguments = _arguments(origin, filled.get(ARGUMENTS))
+    return Conversation(origin, tuple(parsed), tools=tools, form=name, tokens=tokens, tokenizer=known, arguments=arguments)
 
 
 def check_form(form: str) -> None:
@@ -287,6 +291,16 @@ FORMS = {  # in the order in which they are tried
     "question": Form((("question",), ("prompt",)), _question),
 }
 UNANSWERED = ("turns", "question")
+
+
+def _arguments(origin: str, value: Any) -> dict[str, Any]:
+    """What the record passes to the chat template."""
+    found = unpacked(value) or {}
+    if not isinstance(found, dict) or any(name in found for name in TAKEN):
+        raise UserError(
+            f"{origin}: expected an object in `{ARGUMENTS}`, without {', '.join(TAKEN)}, got {value!r:.60}; correct it"
+        )
+    return found
 
 
 def _tools(origin: str, value: Any) -> tuple[dict[str, Any], ...]:

@@ -16,9 +16,9 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import PrepareOptions
+from drafttrain.data.forms import ARGUMENTS, ASSISTANT, Conversation
 from drafttrain.data.pictures import Content, sources_of, text_of
 from drafttrain.data.rules import Reply
-from drafttrain.data.sources import ASSISTANT, Conversation
 
 PROMPT_ROLES = ("system", "developer", "user")
 TOO_LONG = "too_long"  # reason of a failed turn: it leaves no room for a reply
@@ -32,6 +32,7 @@ class PromptScript:
     id: str  # hash of the text
     messages: tuple[Message, ...]
     origin: str  # file and line, for messages
+    arguments: dict[str, Any] = field(default_factory=dict)  # for the chat template
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,11 @@ def read_scripts(conversations: Iterable[Conversation], unusable: int = 0) -> Pr
             skipped[reason] += 1
             continue
         script = tuple({"role": m["role"], "content": m["content"]} for m in conversation.messages if m["role"] != ASSISTANT)
-        text = json.dumps([[m["role"], _stripped(m["content"])] for m in script])
+        arguments = conversation.arguments
+        text = json.dumps([*([m["role"], _stripped(m["content"])] for m in script), *([arguments] if arguments else [])])
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         skipped["duplicate"] += name in scripts
-        scripts.setdefault(name, PromptScript(name, script, conversation.origin))
+        scripts.setdefault(name, PromptScript(name, script, conversation.origin, arguments))
     if not scripts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no record"
         raise UserError(f"data.path has no prompt to ask ({reasons}); give conversations with user turns")
@@ -200,6 +202,7 @@ class Dialogue:
         last = max(i for i, m in enumerate(self.messages) if m["role"] == ASSISTANT)
         about |= {"temperature": job.temperature, "seed": job.seed, "messages": self.messages[: last + 1]}
         about |= {"finish": self.finish, "tokens": self.tokens}
+        about |= {ARGUMENTS: job.script.arguments} if job.script.arguments else {}
         known = [turn for turn in self.turns if turn is not None]
         without = len(known) < len(self.turns) or sources_of(self.messages)  # ids of images are this process's own
         return about if without else about | {"turns": packed_turns(known)}

@@ -67,7 +67,7 @@ class _ActiveDialogues:
         messages = dialogue.next_prompt()
         if messages is not None:
             try:
-                tokens = encode_messages(self.tokenizer, messages, self.images)
+                tokens = encode_messages(self.tokenizer, messages, self.images, arguments=dialogue.job.script.arguments)
                 request = self.session.decoder.request(tokens, dialogue.job.seed)
             except UserError as error:  # some templates refuse system turns; other prompts may pass
                 dialogue.fail(str(error))
@@ -86,6 +86,7 @@ class _ActiveDialogues:
         if dialogue is None:
             return
         ids = result.tokens[:-1] if result.ended_by == "stop" else result.tokens
-        text = Continuation.of_messages(self.tokenizer, prompt, dialogue.messages, self.images).text(ids)
+        arguments = dialogue.job.script.arguments
+        text = Continuation.of_messages(self.tokenizer, prompt, dialogue.messages, self.images, arguments).text(ids)
         dialogue.add_reply(Reply(text, str(result.ended_by)), len(result.tokens), TokenTurn(prompt, result.tokens))
         self.submit(dialogue, finished)

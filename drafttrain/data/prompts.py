@@ -144,10 +144,11 @@ def encode_messages(
     messages: Sequence[Mapping[str, Any]],
     images: Images = TEXT_ONLY,
     reply: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation that ends in a user turn. Templates are applied as in `encode_prompt`.
 
-    images: of the target, for contents with images. reply: follows the conversation.
+    images: of the target, for contents with images. reply: follows the conversation. arguments: for the template.
     """
     sources = sources_of(messages)
     if not tokenizer.chat_template:
@@ -159,7 +160,8 @@ def encode_messages(
     answered = [dict(m) for m in messages] + ([] if reply is None else [{"role": "assistant", "content": reply}])
     refused = f"the chat template refuses the prompt {text_of(messages[0]['content'])[:40]!r}"
     with template_errors(refused, template_origin(tokenizer), "use a template that takes user turns"):
-        text = str(tokenizer.apply_chat_template(answered, add_generation_prompt=reply is None, tokenize=False))
+        how = {"add_generation_prompt": reply is None, "tokenize": False}
+        text = str(tokenizer.apply_chat_template(answered, **{**(arguments or {}), **how}))
     if not sources:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     origin = f"the prompt {text_of(messages[0]['content'])[:40]!r}"

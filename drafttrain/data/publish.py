@@ -18,7 +18,7 @@ from typing import Any
 from drafttrain.core.checksums import list_files
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, atomic_write_json
-from drafttrain.data.forms import DOCUMENTS, TOKENIZER
+from drafttrain.data.forms import ARGUMENTS, DOCUMENTS, TOKENIZER
 from drafttrain.data.generation_jobs import TOO_LONG, GenerationJob, documents_of
 from drafttrain.data.journal import read, record_of
 from drafttrain.data.provenance import FILE
@@ -136,7 +136,7 @@ def _judged(record: dict[str, Any], drop: list[str], counts: PublishedCounts) ->
     counts.kept += 1
     counts.replies += judged.kept
     counts.shortened += judged.kept < len(places) or "failed" in record
-    about = {name: record[name] for name in ("id", "prompt_id", "sample", "temperature", "seed")}
+    about = {name: record[name] for name in ("id", "prompt_id", "sample", "temperature", "seed", ARGUMENTS) if name in record}
     messages = record["messages"][: places[judged.kept - 1] + 1]
     turns = record.get("turns", [])[: judged.kept]
     return {"messages": messages, **about, "finish": record["finish"][: judged.kept], "turns": turns}

@@ -58,9 +58,12 @@ class Continuation:
         prompt: Sequence[int],
         messages: Sequence[Mapping[str, Any]],
         images: Images = TEXT_ONLY,
+        arguments: Mapping[str, Any] | None = None,
     ) -> Continuation:
-        """Of a conversation whose ids are `prompt`."""
-        return Continuation(tokenizer, list(prompt), lambda reply: encode_messages(tokenizer, messages, images, reply))
+        """Of a conversation whose ids are `prompt`. arguments: for the template."""
+        return Continuation(
+            tokenizer, list(prompt), lambda reply: encode_messages(tokenizer, messages, images, reply, arguments)
+        )
 
     @staticmethod
     def of_ids(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Continuation:

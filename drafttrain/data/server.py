@@ -21,6 +21,7 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.errors import UserError
+from drafttrain.data.forms import ARGUMENTS
 from drafttrain.data.generation_jobs import Dialogue, GenerationJob, Message, TokenTurn
 from drafttrain.data.local_generator import Finished, Tick
 from drafttrain.data.pictures import INLINE
@@ -169,6 +170,7 @@ class Server:
     def _body(self, job: GenerationJob, messages: list[Message]) -> dict[str, Any]:
         options = self.options
         asked = {"prompt": messages[0]["content"]} if self.plain else {"messages": [_served(m) for m in messages]}
+        asked |= {ARGUMENTS: job.script.arguments} if job.script.arguments and not self.plain else {}
         body: dict[str, Any] = {"model": options.model, **asked, "max_tokens": options.max_new_tokens}
         body |= {"temperature": job.temperature, "top_p": options.top_p, "seed": job.seed}
         body |= IDS.get(self.engine or "", {}) if self.tokenizer is not None else {}

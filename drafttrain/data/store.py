@@ -166,7 +166,8 @@ def _digest(conversation: Conversation) -> bytes:
         text = [text, conversation.spans]
     if not text:
         text = [[tokens.ids.tolist(), tokens.mask.tolist()] for tokens in conversation.tokens]
-    content = json.dumps([text, conversation.tools] if conversation.tools else text, sort_keys=True)
+    more = [part for part in (conversation.tools, conversation.arguments) if part]
+    content = json.dumps([text, *more] if more else text, sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 

@@ -169,9 +169,7 @@ class Template:
                 tools=list(conversation.tools) or None,
                 chat_template=text,
                 return_assistant_tokens_mask=marks,
-                **self.tokenizer.special_tokens_map,
-                **self.arguments,
-                **how,
+                **(self.tokenizer.special_tokens_map | conversation.arguments | self.arguments | how),
             )
         found: list[tuple[int, int]] = marked[0] if marks else []
         if not (sources := sources_of(messages)):

@@ -179,6 +179,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"query": "hi", "response": "yes", "history": ["a"]}, "auto", r"expected \[question, reply\] entries in `history`"),
     ({"messages": [HI, YES], "tools": "f"}, "auto", "expected a list of JSON schemas in `tools`, got 'f'"),
+    ({"messages": [HI, YES], "chat_template_kwargs": "f"}, "auto", "expected an object in `chat_template_kwargs`"),
+    (
+        {"messages": [HI, YES], "chat_template_kwargs": {"chat_template": "x"}},
+        "auto",
+        "expected an object in `chat_template_kwargs`, without tools, .* got {'chat_template': 'x'}",
+    ),
     (
         {"messages": [HI, {"role": "assistant", "tool_calls": [{"x": 1}]}]},
         "auto",

@@ -54,7 +54,8 @@ class Numbers:
     chat_template = "numbers"
 
     def apply_chat_template(self, messages: list[dict[str, str]], **how: Any) -> str:
-        return " ".join(f"{m['content']} {STOP}" if m["role"] == "assistant" else m["content"] for m in messages)
+        said = (f"{m['content']} {STOP}" if m["role"] == "assistant" else m["content"] for m in messages)
+        return " ".join([*how.get("before", ()), *said])
 
     def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
@@ -156,6 +157,15 @@ def test_local_generator_keeps_tokens_that_target_read_and_wrote() -> None:
             reply = generated(model, prompt)
             assert any(prompt + reply == text["input_ids"][: len(prompt) + len(reply)] for text in texts)
         assert sum(sum(text["loss_mask"]) for text in texts) == sum(record["tokens"])
+
+
+def test_local_generator_chat_template_kwargs_of_record_reach_the_template() -> None:
+    talks = [replace(conversation("1 2", "3"), arguments=arguments) for arguments in ({}, {"before": ["9"]})]
+    plain, other = read_scripts(talks).scripts
+    found = written(list(jobs_of([plain, other], PrepareOptions())), 2)
+    firsts = [documents_of(found[f"{script.id}-0"]["turns"])[0]["input_ids"][:3] for script in (plain, other)]
+    assert firsts[0][:2] == [1, 2] and firsts[1] == [9, 1, 2]
+    assert found[f"{other.id}-0"]["chat_template_kwargs"] == {"before": ["9"]}
 
 
 def test_local_generator_reply_after_word_mark_keeps_its_space(subtests: pytest.Subtests) -> None:

@@ -22,10 +22,11 @@ import httpx
 import pytest
 
 from drafttrain.core.errors import UserError
+from drafttrain.data import DataOptions
 from drafttrain.data import server as server_file
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import EMBEDDED, load_tokenizer
-from tests.helpers import certificates
+from tests.helpers import certificates, read_conversations
 from tests.tokenizers import tokenizer_of
 
 Command = Callable[..., int]
@@ -228,6 +229,20 @@ def test_prepare_server_token_ids_that_are_not_the_texts_are_dropped(
     assert prepare(command, fake, prompts, *target, "out=c") == 0
     assert "return_token_ids" not in fake.requests[-1]
     assert not any("documents" in path.read_text() for path in tmp_path.glob("?/part-*"))
+
+
+def test_prepare_server_chat_template_kwargs_of_record_are_sent_and_kept(command: Command, serve: Any, tmp_path: Path) -> None:
+    asked = [{"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}, {"prompt": "a"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in asked))
+    fake = serve()
+    for more in ("prepare.format=jsonl", "prepare.format=parquet"):
+        assert prepare(command, fake, tmp_path / "prompts.jsonl", more) == 0
+        found = read_conversations(DataOptions(path=str(tmp_path / "out")))
+        assert [conversation.arguments for conversation in found] == [{"enable_thinking": False}, {}]
+    assert sorted(str(request.get("chat_template_kwargs")) for request in fake.requests) == [
+        "None",
+        "{'enable_thinking': False}",
+    ]
 
 
 def test_prepare_server_of_base_model_continues_plain_text(command: Command, serve: Any, tmp_path: Path) -> None:

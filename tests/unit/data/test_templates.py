@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.forms import Conversation
+from drafttrain.data.forms import conversation as parsed
 from drafttrain.data.statistics import template_rows
 from drafttrain.data.templates import Template, TemplateOptions, read_template, special_tokens
 from tests.unit.data.templates import CHATML, STYLES
@@ -174,6 +175,20 @@ def test_encoder_thinking_drop_leaves_reasoning_out() -> None:
     assert all("<think>\n\n</think>\n\n" in tokenizer("qwen3").decode(ids) for ids in row.documents)
     with pytest.raises(UserError, match=r"data.thinking is 'never'; set it to keep or drop"):
         Encoder(tokenizer("qwen3"), 1000, TemplateOptions(thinking="never"))
+
+
+def test_encoder_chat_template_kwargs_of_record_reach_its_template_alone() -> None:
+    """TRL's field. What the command asks for comes first."""
+    turns = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+    def replies(arguments: Any, **options: Any) -> list[str]:
+        encoder = Encoder(tokenizer("qwen3"), 1000, TemplateOptions(**options))
+        return runs(encoder(parsed("x:1", turns | {"chat_template_kwargs": arguments})), tokenizer("qwen3"))
+
+    told = ["b<|im_end|>"]  # the prompt holds the empty thoughts
+    assert replies({"enable_thinking": False}) == replies('{"enable_thinking": false}') == told
+    assert replies({"enable_thinking": True}) == replies({}) == replies(None) == ["<think>\n\n</think>\n\nb<|im_end|>"]
+    assert replies({"enable_thinking": True}, thinking="drop") == told
 
 
 def test_encoder_template_without_thinking_puts_reasoning_into_reply() -> None:
