@@ -23,6 +23,7 @@ from drafttrain.drafters.checkpoint import (
 from drafttrain.drafters.checkpoint import save_drafter as save_weights
 from drafttrain.model.drafter import Drafter
 from drafttrain.runs.checkpoint_source import CheckpointSource
+from drafttrain.runs.derived import for_target
 from drafttrain.runs.placement import built
 from drafttrain.targets.load import LoadedTarget
 
@@ -95,8 +96,8 @@ def build_drafter(recipe: str, target: LoadedTarget, *, seed: int = 0, **options
 
 def for_recipe(recipe: str | None, settings: dict[str, Any], target: LoadedTarget) -> Any:
     """A recipe's configuration for this target, and for data that is in memory."""
-    run = composed(recipe, {"data.path": "memory", **settings})
-    return for_drafter(run, target, run.options.drafter)
+    run = composed(recipe, {"target": target.description["name"], "data.path": "memory", **settings})
+    return for_drafter(run, target, for_target(run.options, target.target.shape).drafter)
 
 
 def load_drafter(checkpoint: str | Path, target: LoadedTarget, *, trainable: bool = False) -> LoadedDrafter:

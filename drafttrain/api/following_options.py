@@ -40,7 +40,7 @@ def options_for(recipe: str | Path, overrides: Sequence[str]) -> RunOptions:
     if not (directory / META).is_file():
         if again := [word for word in overrides if _key(word) == "recipe"]:  # before it composes another configuration
             raise UserError(f"{again[0]} has no effect: the second argument names the recipe; leave it out")
-        return compose_run(str(recipe), ["data.path=memory", *overrides]).options
+        return compose_run(str(recipe), ["target=hf", "data.path=memory", *overrides]).options
     if fixed := [word for word in overrides if _within(_key(word), ("drafter", "train.init"))]:
         raise UserError(f"{fixed[0]}: the checkpoint {directory} has its options; leave it out, or give a recipe")
     meta = read_meta(directory)

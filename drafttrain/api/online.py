@@ -28,6 +28,7 @@ from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import Objective
+from drafttrain.runs.derived import for_target, from_device, with_values
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.placement import built
 from drafttrain.targets.ends import EndsTarget
@@ -78,10 +79,12 @@ class OnlineDrafter:
     ) -> None:
         with user_errors():
             self.options: RunOptions = options_for(recipe, overrides)
+        self.options = with_values(self.options, from_device(self.options))
         check_options(self.options, lag, capacity)
         check_overrides(overrides, target, optimizer is not None)
         self.recipe, self.lag, self.version, self.steps = str(recipe), lag, 0, 0
         self.target = target_of(target, self.options, tokenizer)
+        self.options = for_target(self.options, self.target.shape)
         self._make_optimizer, self._group = optimizer, group
         self._replay, self._prepared = Replay(capacity, self.options.train.seed), False
         self._trained: FollowingSteps | None = None

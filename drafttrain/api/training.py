@@ -80,6 +80,7 @@ def train_drafter(
     records = None if isinstance(conversations, str | Path) else listed(conversations)
     asked = {"train.steps": steps, "train.global_batch": batch, "train.lr": lr, "data.max_length": max_length}
     named = _named(records, conversations) | {"logger": "none", "measure": "off", "output": str(out)}
+    named |= {"target": drafter.base.description["name"]}
     run = composed(drafter.recipe, {**drafter.settings, **named, **given(asked), **(settings or {})})
     run = for_drafter(run, drafter.base, drafter.options)
     module, state = built(run.options, drafter.base.target), drafter.module.state_dict()

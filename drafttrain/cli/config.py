@@ -22,6 +22,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import schemas
 from drafttrain.runs.options import RunOptions, understood
 
+TARGETS = ("embedded", "hf")  # a recipe's sections: its settings for the small target of the package, and for any other
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -33,7 +35,7 @@ class Run:
 
 
 def register(config_dir: Path | None = None) -> None:
-    """Register schemas and recipes with Hydra.
+    """Register schemas and recipes with Hydra. A recipe's section of the target's name is composed after the rest of it.
 
     config_dir: the user's folder; the YAML files in its `recipes/` become recipes.
     Raises UserError for a recipe that is not a YAML mapping.
@@ -43,7 +45,11 @@ def register(config_dir: Path | None = None) -> None:
     for family, schema in schemas().items():
         store.store(group="drafter", name=f"{family}_schema", node=schema)
     for name, file in recipe_files(config_dir).items():
-        store.store(group="recipe", name=name, node=_read_recipe(name, file.read_text(encoding="utf-8")), package="_global_")
+        body = _read_recipe(name, file.read_text(encoding="utf-8"))
+        of_targets = {target: body.pop(target) for target in TARGETS if target in body}
+        store.store(group="recipe", name=name, node=body, package="_global_")
+        for target, own in of_targets.items():
+            store.store(group="on_target", name=f"{target}_{name}", node=own, package="_global_")
     OmegaConf.register_new_resolver("drafttrain_required", _required, replace=True)
     OmegaConf.register_new_resolver("drafttrain_scratch", _scratch, use_cache=True, replace=True)
 
@@ -64,7 +70,7 @@ def compose_run(recipe: str | None, overrides: Sequence[str]) -> Run:
     Raises what Hydra raises for an unknown recipe, key or value.
     """
     register()
-    words = [*([] if recipe is None else [f"recipe={recipe}"]), *(part for word in overrides for part in understood(word))]
+    words = [*([] if recipe is None else [f"recipe={recipe}"]), *understood(overrides)]
     with initialize_config_module("drafttrain.conf", version_base="1.3"):
         return _run(compose("config", words), recipe, words)
 

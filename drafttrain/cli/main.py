@@ -136,7 +136,7 @@ def _dispatch(arguments: list[str]) -> int:
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
     from drafttrain.runs.options import understood  # with what it imports, which help does without
 
-    typed = [part for word in flags.overrides if word not in words for part in understood(word)]
+    typed = understood([word for word in flags.overrides if word not in words])
     overrides = [quote(word, sweep=flags.multirun) for word in typed]
     if words:
         overrides.append(f"{POSITIONAL[command]}=[{','.join(map(_quoted, words))}]".replace("${", "\\${"))

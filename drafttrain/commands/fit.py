@@ -23,6 +23,7 @@ from drafttrain.measure.runner import CheckpointRef
 from drafttrain.measure.tuning import DEFAULT
 from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import data_report, measurement_prompts, print_counts, write_rejected
+from drafttrain.runs.derived import derived, from_device, lines_of, recorded, with_values
 from drafttrain.runs.directory import RunDirectory
 from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.runs.placement import check_placement, place, target_to_measure
@@ -62,12 +63,21 @@ def fit(options: RunOptions, resolved: dict[str, Any], ready: Ready | None = Non
 def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, ready: Ready | None) -> Path:
     world = join_world(device_of(options.target.device), options.train.hang_timeout)
     console = Console(RichConsole() if world.first and not (ready and ready.quiet) else None)
+    device = from_device(options)
+    options, resolved = with_values(options, device), recorded(resolved, device)
     options = replace(options, train=_divided(options.train, world, console))
     _check(options)
     if ready is None:
         check_sources(options.data)
     where = ready.place if ready else place(options, world, console.say)
     job = prepare_job(options, world, where, console, ready)
+    shape, rows = job.loaded.target.shape, len(job.data.train)
+    found = derived(options, shape, rows, world.size // options.train.sequence_parallel)
+    asked, options, resolved = options, with_values(options, found), recorded(resolved, found)
+    for line in lines_of(asked, options, shape, rows):
+        console.say(line)
+    options = replace(options, train=divided(options.train, world))
+    job = replace(job, train=options.train)
     with ExitStack() as logged, ExitStack() as served:
         job = with_features(job, options, world, console, served)
         run = RunDirectory.open(options, resolved, world, console.say)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,9 +133,27 @@ def target_arguments(options: RunOptions) -> str:
     return f" target={target.path}" if "/" in str(target.path) else f" target={target.name} target.path={target.path}"
 
 
-def understood(word: str) -> list[str]:
-    """The overrides that a word stands for: `target=DIR` names a model's directory or hub id."""
-    key, _, value = word.partition("=")
-    if key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value))):
-        return ["target=hf", f"target.path={value}"]
-    return [word]
+# settings, and what would change those of a recipe
+EXPLICIT = {
+    "train.steps": ("train.epochs", "train.least_steps"),
+    "train.global_batch": ("train.least_steps",),
+    "train.lr": ("train.lr_width",),
+}
+
+
+def understood(words: Sequence[str]) -> list[str]:
+    """The overrides that these words stand for.
+
+    `target=DIR` names a model's directory or hub id, and `target.path=DIR` alone is such a target too. A rate, a batch or a
+    number of steps that is typed holds as it is; a recipe's follow the target and the data.
+    """
+    found: list[str] = []
+    for word in words:
+        key, _, value = word.partition("=")
+        is_path = key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value)))
+        found += ["target=hf", f"target.path={value}"] if is_path else [word]
+    keys = {word.partition("=")[0] for word in found}
+    if "target.path" in keys and "target" not in keys:
+        found.append("target=hf")
+    fixed = {other for key, others in EXPLICIT.items() if key in keys for other in others if other not in keys}
+    return found + [f"{key}=null" for key in sorted(fixed)]

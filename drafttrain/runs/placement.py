@@ -17,6 +17,7 @@ from drafttrain.drafters.common.drafter_lora import trained_and_frozen
 from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import Target
+from drafttrain.runs.derived import for_target
 from drafttrain.runs.lock_step import only_first_prints
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.target_ends import ends_alone
@@ -24,7 +25,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, format_bytes, free_bytes, need_of, outline
 from drafttrain.targets.experts import DispatchedTarget, check_experts, experts_of
-from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, load_target
+from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, dtype_of, load_target
 from drafttrain.targets.parallel import Part, leave
 from drafttrain.targets.round_robin import RoundRobinTarget, part_among_neighbours
 from drafttrain.train import DeepSpeedOptions, TrainOptions
@@ -115,7 +116,7 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
 def built(options: RunOptions, target: Target) -> Drafter:
     """Build the drafter for this target. Raises UserError for options that do not fit."""
     try:
-        return families()[options.drafter.family].build(options.drafter, target)
+        return families()[options.drafter.family].build(for_target(options, target.shape).drafter, target)
     except UserError:
         raise
     except ValueError as error:  # a drafter's own checks of options against the target
@@ -125,7 +126,7 @@ def built(options: RunOptions, target: Target) -> Drafter:
 def load_for_training(options: RunOptions, found: Placement) -> LoadedTarget:
     """Load the whole target for training. Raises UserError as `load_target` does."""
     if found.placement == "zero3":
-        return load_target(options.target, shards=ZeroShards(DTYPES[options.target.dtype]))
+        return load_target(options.target, shards=ZeroShards(DTYPES[dtype_of(options.target)]))
     if found.placement == "tensor_parallel":
         return load_target(options.target, part_among_neighbours(found.sharing), kind=RoundRobinTarget)
     if found.placement == "expert_parallel":

@@ -35,6 +35,7 @@ from drafttrain.model.images import has_images
 from drafttrain.ops import library
 from drafttrain.runs.checkpoint_source import CheckpointSource, check_start
 from drafttrain.runs.data import measurement_prompts, print_vocabulary, training_data
+from drafttrain.runs.derived import for_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.placement import Placement, built, load_for_training
 from drafttrain.runs.provenance import origin_of
@@ -70,6 +71,7 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
     torch.manual_seed(options.train.seed)
     ends = load_ends(options.target, world.first, world.share) if ends_alone(options) else None
     loaded = ends.loaded if ends else ready.loaded if ready else load_for_training(options, where)
+    options = for_target(options, loaded.target.shape)
     drafter = ready.drafter if ready else built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
     start = (ready.start if ready else None) or _start(options, loaded, drafter, adapter, console)

@@ -12,7 +12,7 @@ class TargetOptions:
     name: str = "embedded"  # embedded: the model in the wheel. hf: any transformers causal LM at `path`; a path implies hf
     path: str | None = None  # directory or hub id, for hf
     revision: str | None = None
-    dtype: str = "float32"  # float32 | bfloat16 | float16
+    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto: bfloat16 on a GPU, else float32
     weights: str | None = None  # fp8, int8, int4: quantise the blocks' linear maps at load time; the result is the target
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
     attention: str = "auto"  # transformers' attn_implementation: sdpa | eager. auto: sdpa where the model has it, else eager

@@ -19,7 +19,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.live import LiveTarget
-from drafttrain.targets.load import DTYPES, reason
+from drafttrain.targets.load import DTYPES, dtype_of, reason
 from drafttrain.targets.stored import StoredTensors
 from drafttrain.targets.structure import find_blocks, set_depth, shape_of
 from drafttrain.targets.weights import model_class
@@ -36,7 +36,7 @@ class EndsTarget(LiveTarget):
         own = set_depth_of_copy(config)
         device = device_of(options.device)
         with torch.device(device), no_init_weights():
-            model: Any = model_class(own).from_config(own, dtype=DTYPES[options.dtype])
+            model: Any = model_class(own).from_config(own, dtype=DTYPES[dtype_of(options)])
         super().__init__(model, tokenizer=tokenizer)
         parts: list[nn.Module] = [model.get_input_embeddings(), model.get_output_embeddings(), self.norm_module]
         find_blocks(model, 1).to("meta")

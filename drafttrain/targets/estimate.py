@@ -21,7 +21,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.experts import expert_size
 from drafttrain.targets.fp8_checkpoint import holds_fp8
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.load import DTYPES, path_of, reason
+from drafttrain.targets.load import DTYPES, dtype_of, path_of, reason
 from drafttrain.targets.quantised import FP8, weight_bytes
 from drafttrain.targets.structure import find_blocks
 from drafttrain.targets.weights import model_class
@@ -52,7 +52,7 @@ def outline(options: TargetOptions) -> Outline:
     try:
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path, **more)
-            model = model_class(config).from_config(config, dtype=DTYPES[options.dtype])
+            model = model_class(config).from_config(config, dtype=DTYPES[dtype_of(options)])
     except Exception as error:  # as in `load_target`
         raise UserError(
             f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error, path, options.revision)}"

@@ -38,6 +38,14 @@ from drafttrain.targets.weights import INDEX, PICKLED, PICKLED_INDEX, check_sett
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
 ADAPTER, MODEL = "adapter_config.json", ("model.safetensors", INDEX, PICKLED, PICKLED_INDEX)  # files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTO = "auto"
+
+
+def dtype_of(options: TargetOptions) -> str:
+    """The name of the target's format: of `auto`, bfloat16 on a GPU and float32 on a CPU."""
+    if options.dtype != AUTO:
+        return options.dtype
+    return "bfloat16" if device_of(options.device).type == "cuda" else "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,7 @@ def _read(
             read = read if fp8 is None else fp8.load
         settings: dict[str, Any] = {
             "read": read,
-            "dtype": DTYPES[options.dtype],
+            "dtype": DTYPES[dtype_of(options)],
             "attn_implementation": None if options.attention == "auto" else options.attention,
         }
         with nullcontext() if shards is None else shards.loading():
@@ -215,8 +223,8 @@ def reason(error: Exception, path: str, revision: str | None = None) -> str:
 
 def check_options(options: TargetOptions, shared: bool = False) -> None:
     """Raise UserError for unknown or incompatible values. shared: several processes share the target."""
-    if options.dtype not in DTYPES:
-        raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if options.dtype not in (*DTYPES, AUTO):
+        raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join((*DTYPES, AUTO))}")
     if options.attention not in ("auto", "sdpa", "eager"):
         raise UserError(f"target.attention is {options.attention!r}; choose auto, sdpa or eager")
     if options.image_inputs not in INPUTS:
@@ -239,7 +247,7 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
 def _description(options: TargetOptions, target: HFTarget, parameters: int, failed: str | None) -> dict[str, Any]:
     """failed: why the probe refused the fast runner; None: it did not."""
     kept = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
-    described = {name: getattr(options, name) for name in kept}
+    described = {name: getattr(options, name) for name in kept} | {"dtype": dtype_of(options)}
     described |= {
         "runner": target.name,
         "runner_reason": failed or _why_slow(options, target),

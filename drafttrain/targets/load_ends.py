@@ -20,6 +20,7 @@ from drafttrain.targets.load import (
     check_options,
     check_pair,
     compared,
+    dtype_of,
     keep_freed_memory,
     path_of,
     reason,
@@ -78,7 +79,7 @@ def _read(options: TargetOptions, path: str) -> tuple[Pieces, Any, PreTrainedTok
         f"target.path {path!r}",
         options.revision,
         options.trust_remote_code,
-        dtype=DTYPES[options.dtype],
+        dtype=DTYPES[dtype_of(options)],
         attn_implementation=None if options.attention == "auto" else options.attention,
     )
     tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
@@ -115,7 +116,7 @@ def _probed(options: TargetOptions, model: Any, pieces: Pieces, stop_ids: frozen
 def _description(options: TargetOptions, target: FrozenEnds, probed: ProbedEnds) -> dict[str, Any]:
     """As of a whole target, without what running its blocks would show."""
     kept = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
-    described = {name: getattr(options, name) for name in kept}
+    described = {name: getattr(options, name) for name in kept} | {"dtype": dtype_of(options)}
     described |= {
         "runner": target.name,
         "runner_reason": None,

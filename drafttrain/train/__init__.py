@@ -12,11 +12,15 @@ from drafttrain.model.lora import LoraOptions
 class TrainOptions:
     """The optimisation. Batch sizes are in sequences."""
 
-    steps: int = 400
+    steps: int = 400  # at most
+    epochs: float | None = None  # passes over the training data, if these are fewer steps; null: `steps` alone counts
+    least_steps: int | None = None  # with epochs: if they are fewer steps than this, the batch is halved, to 4 at least
     global_batch: int = 8  # per optimiser step: over all processes and accumulation steps
     micro_batch: int = 8  # at most, per process and forward pass; lowered to a divisor of a process's share of global_batch
     sequence_parallel: int = 1  # processes that split each sequence; each holds an equal part of its positions
     lr: float = 1e-3
+    # hidden size from which `lr` is meant; a narrower target's is lr * lr_width / hidden size, a halved batch's lr / sqrt 2
+    lr_width: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     optimizer: str = "adamw"  # adamw | muon (for hidden matrices; AdamW for the other parameters)
@@ -26,7 +30,7 @@ class TrainOptions:
     warmup: float = 0.1  # share of the steps
     decay: float = 0.2  # wsd: share of the steps, at the end
     min_lr: float = 0.0  # learning rate at the end, as a share of lr
-    precision: str = "float32"  # of the drafter: float32 | bfloat16
+    precision: str = "float32"  # of the drafter: float32 | bfloat16 | auto: bfloat16 on a GPU
     activation_checkpointing: bool = False  # recompute layers for the gradient: less memory, more time
     compile: str = "off"  # on: torch.compile of the drafter's layers, or a line that says why not. Not with ZeRO stage 3
     on_policy: float = 0.0  # share of a batch's conversations whose reply the drafter's own model writes (arXiv 2306.13649)

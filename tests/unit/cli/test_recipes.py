@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.cli.config import TARGETS
 from drafttrain.runs.options import RunOptions
 from tests import helpers
 from tests.composing import compose
@@ -43,11 +44,27 @@ def test_recipe_repeats_no_default_of_config(subtests: pytest.Subtests) -> None:
         with subtests.test(recipe=path.stem):
             body = OmegaConf.create(path.read_text())
             chosen = {key.removeprefix("override /"): name for entry in body.pop("defaults") for key, name in entry.items()}
-            plain = _plain(chosen)
-            repeated = [key for key, value in _leaves(body) if _select(plain, key) == value]
-            assert not repeated, f"the recipe repeats what conf/ says: {repeated}"
-            for key, value in body.items():
-                OmegaConf.merge({key: plain[key]}, {key: value})
+            plain, sections = _plain(chosen), [body.pop(target) for target in TARGETS if target in body]
+            for part in (body, *sections):
+                repeated = [key for key, value in _leaves(part) if _select(plain, key) == value]
+                assert not repeated, f"the recipe repeats what conf/ says: {repeated}"
+                for key, value in part.items():
+                    OmegaConf.merge({key: plain[key]}, {key: value})
+
+
+def test_recipe_of_family_is_that_of_published_targets_but_for_target_and_data(subtests: pytest.Subtests) -> None:
+    """What suits the embedded target reaches no other. A family's steps follow the data, its taps the target's depth."""
+    own = ("name", "target", "data", "measure", "deepspeed", "recipe", "drafter.taps", "train.checkpoint_every")
+    own += ("train.steps", "train.epochs", "train.least_steps", "train.lr_width", "train.precision")
+    for path in RECIPES:
+        family, _, model = path.stem.partition("_")
+        if model in ("llama31_8b", "qwen3_8b"):
+            with subtests.test(recipe=path.stem):
+                published, general = (
+                    dict(_leaves(compose([f"recipe={name}", "target=hf", "target.path=DIR", "data.path=FILE"])))
+                    for name in (path.stem, family)
+                )
+                assert {k for k in published | general if published.get(k) != general.get(k) and not k.startswith(own)} == set()
 
 
 def _plain(chosen: dict[str, str]) -> dict[str, object]:

@@ -1,0 +1,108 @@
+"""Settings that a recipe leaves to the device, the target and the data. A run's configuration has what they became."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from drafttrain.core.errors import UserError
+from drafttrain.model.shapes import TargetShape
+from drafttrain.runs.options import RunOptions
+from drafttrain.targets.devices import device_of
+from drafttrain.targets.load import AUTO, dtype_of
+
+SMALLEST = 4  # conversations of a batch that is halved
+Derived = dict[str, Any]  # values by key, such as `train.lr`
+
+
+def from_device(options: RunOptions) -> Derived:
+    """`target.dtype` and `train.precision` where they are `auto`."""
+    found: Derived = {"target.dtype": dtype_of(options.target)} if options.target.dtype == AUTO else {}
+    if options.train.precision == AUTO:
+        found["train.precision"] = "bfloat16" if device_of(options.target.device).type == "cuda" else "float32"
+    return found
+
+
+def from_target(options: RunOptions, shape: TargetShape) -> Derived:
+    """The learning rate of a narrow target, and all of its tokens where the draft vocabulary would not be a part of them.
+
+    Hidden matrices' rates go as 1 / width (Tensor Programs V, arXiv 2203.03466).
+    """
+    found: Derived = {}
+    train, size = options.train, getattr(options.drafter, "draft_vocab", None)
+    if train.lr_width is not None:
+        if train.lr_width < 1:
+            raise UserError(f"train.lr_width is {train.lr_width}; set it to a hidden size, or null for train.lr as it is")
+        found["train.lr"] = train.lr * max(1.0, train.lr_width / shape.hidden_size)
+    if size is not None and size >= shape.vocab_size:
+        found["drafter.draft_vocab"] = None
+    return found
+
+
+def from_data(options: RunOptions, conversations: int, processes: int) -> Derived:
+    """Steps for `train.epochs` passes over the data at most, and a batch with which these are `train.least_steps`.
+
+    Adam's rate goes as the square root of the batch (arXiv 2205.10287). processes: that divide a batch.
+    """
+    train = options.train
+    if train.epochs is None or not conversations:
+        return {}
+    if not train.epochs > 0:
+        raise UserError(f"train.epochs is {train.epochs:g}; set it to more than 0, or null for train.steps alone")
+    batch, least = train.global_batch, min(train.steps, train.least_steps or 0)
+    while train.epochs * conversations < least * batch and batch % 2 == 0 and batch // 2 >= max(SMALLEST, processes):
+        batch //= 2
+    found: Derived = {"train.steps": min(train.steps, math.ceil(train.epochs * conversations / batch))}
+    if batch != train.global_batch:
+        found["train.global_batch"] = batch
+        if train.lr_width is not None:
+            found["train.lr"] = train.lr * math.sqrt(batch / train.global_batch)
+    return found
+
+
+def derived(options: RunOptions, shape: TargetShape, conversations: int, processes: int) -> Derived:
+    """All that follows from the target and the data. Nothing follows from a configuration with these values."""
+    found = from_target(options, shape)
+    found |= from_data(with_values(options, found), conversations, processes)
+    return found | {"train.epochs": None, "train.least_steps": None, "train.lr_width": None}
+
+
+def lines_of(before: RunOptions, after: RunOptions, shape: TargetShape, conversations: int) -> list[str]:
+    """What to print of the values that are not as in the recipe."""
+    was, train, lines = before.train, after.train, list[str]()
+    if (was.steps, was.global_batch) != (train.steps, train.global_batch):
+        passes = f"{was.epochs:g} passes over {conversations:,} conversations"
+        usual = f"{was.steps:,} of {was.global_batch:,}"
+        lines.append(
+            f"train.steps: {train.steps:,} in batches of {train.global_batch:,}, {passes} (in the recipe at most {usual})"
+        )
+    if was.lr != train.lr:
+        usual = f"{was.lr:g} from a hidden size of {was.lr_width:,} on, in batches of {was.global_batch:,}"
+        lines.append(f"train.lr: {train.lr:.2g} for a hidden size of {shape.hidden_size:,} (in the recipe {usual})")
+    if getattr(before.drafter, "draft_vocab", None) != getattr(after.drafter, "draft_vocab", None):
+        lines.append(f"drafter.draft_vocab: all {shape.vocab_size:,} tokens (in the recipe {before.drafter.draft_vocab:,})")
+    return lines
+
+
+def recorded(resolved: Mapping[str, Any], values: Derived) -> dict[str, Any]:
+    """The configuration as plain data, with these values."""
+    found = dict(resolved)
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        found[group] = found[group] | {name: value}
+    return found
+
+
+def with_values(options: RunOptions, values: Derived) -> RunOptions:
+    """The options with these values."""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        options = replace(options, **{group: replace(getattr(options, group), **{name: value})})
+    return options
+
+
+def for_target(options: RunOptions, shape: TargetShape) -> RunOptions:
+    """The options for a target of this shape."""
+    return with_values(options, from_target(options, shape))
