@@ -49,6 +49,7 @@ class Policy:
     keyed: bool = False  # the target samples with plain sampling's noise at each position: the output is plain sampling's
     at_zero: bool = True  # may be used at temperature 0
     above_zero: bool = True  # may be used at temperatures above 0
+    parameter: str | None = None  # the key of `decode` that `accept` takes too, within 0 and 1
 
     def repeats_plain(self, sampling: Sampling) -> bool:
         """Whether the output equals plain decoding's token for token."""
@@ -97,13 +98,12 @@ def threshold(
     logits_BNV: Tensor,
     position_BN: Tensor,
     sampling: Sampling,
-    least: float,
+    threshold: float = 0.3,
 ) -> AcceptedPath:
-    """A draft is accepted where the target gives it more than `least`. Not lossless."""
-    return AcceptedPath(*likely_accept(tree, logits_BNV, position_BN, sampling, least, math.inf))
+    """A draft is accepted where the target gives it more than `threshold`. Not lossless."""
+    return AcceptedPath(*likely_accept(tree, logits_BNV, position_BN, sampling, threshold, math.inf))
 
 
-LEAST = 0.3  # of the threshold policy, unless set
 POLICIES = {
     p.name: p
     for p in (
@@ -111,15 +111,15 @@ POLICIES = {
         Policy("lossless", True, lossless),
         Policy("coupled", True, coupled, keyed=True),
         Policy("typical", False, typical, at_zero=False),
-        Policy("threshold", False, partial(threshold, least=LEAST), at_zero=False),
+        Policy("threshold", False, threshold, at_zero=False, parameter="threshold"),
     )
 }
 
 
-def policy_for(name: str, sampling: Sampling, least: float = LEAST) -> Policy:
+def policy_for(name: str, sampling: Sampling, parameter: float | None = None) -> Policy:
     """The named policy; raises ValueError for an unknown name or one that contradicts the temperature.
 
-    least: the probability that the threshold policy asks of a draft.
+    parameter: of policies that have one; None: its default.
     """
     if name not in POLICIES:
         raise ValueError(f"decode.policy is {name!r}; choose one of {', '.join(POLICIES)}")
@@ -130,8 +130,8 @@ def policy_for(name: str, sampling: Sampling, least: float = LEAST) -> Policy:
         )
     if sampling.greedy and not policy.at_zero:
         raise ValueError(f"decode.policy={name} at temperature 0; set decode.temperature above 0, or decode.policy=greedy")
-    if name == "threshold":
-        if not 0.0 < least < 1.0:
-            raise ValueError(f"decode.threshold is {least}; set it above 0 and below 1")
-        return replace(policy, accept=partial(threshold, least=least))
+    if policy.parameter is not None and parameter is not None:
+        if not 0.0 < parameter < 1.0:
+            raise ValueError(f"decode.{policy.parameter} is {parameter}; set it above 0 and below 1")
+        return replace(policy, accept=partial(policy.accept, **{policy.parameter: parameter}))
     return policy

@@ -8,7 +8,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.acceptance import LEAST, policy_for
+from drafttrain.decoding.acceptance import policy_for
 from drafttrain.decoding.draft_length import Cut, Fallback
 from drafttrain.decoding.graph_runner import RING, capturable
 from drafttrain.decoding.guards.guard import Guard
@@ -24,7 +24,7 @@ class Controls:
 
     draft_length: int | None = None  # deepest proposal; None: as trained
     window: int | None = None  # drafts of a path that one verification gets at most
-    threshold: float = LEAST  # of the policy of that name
+    parameter: float | None = None  # of policies that have one; None: its default
     fallback: bool = False  # draft and verify only as far as it saves time (`Fallback`, `Cut`)
     read_every: int | None = None  # steps launched before the host reads earlier results; None: 1 where steps are captured as
     # CUDA graphs, elsewhere each step is run and read by itself
@@ -62,7 +62,7 @@ class DecoderSettings:
         guard: Guard | None = None,
     ) -> None:
         self.target, self.drafter, self.controls = target, drafter, controls
-        self.policy = policy_for(policy, sampling, controls.threshold)
+        self.policy = policy_for(policy, sampling, controls.parameter)
         self.sampling = replace(sampling, shared_noise=self.policy.keyed)
         if drafter is not None and not target.trees and any(set(path) != {0} for path in drafter.proposal.paths):
             raise UserError("the drafter proposes trees; this target's architecture is exact for chains only: draft a chain")

@@ -75,7 +75,7 @@ def decoder_of(
             loaded.target.stop_ids,
             length,
             controls=Controls(
-                depth_limit(decode, drafter), decode.window, decode.threshold, decode.fallback, decode.read_every
+                depth_limit(decode, drafter), decode.window, parameter_of(decode), decode.fallback, decode.read_every
             ),
             min_new_tokens=min(decode.min_new_tokens, length),
             stop_text=stop_text_of(loaded, decode),
@@ -85,6 +85,12 @@ def decoder_of(
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def parameter_of(decode: DecodeOptions) -> float | None:
+    """The parameter of the policy, if it has one."""
+    policy = POLICIES.get(decode.policy)
+    return None if policy is None or policy.parameter is None else getattr(decode, policy.parameter)
 
 
 def depth_limit(decode: DecodeOptions, drafter: Drafter | None) -> int | None:

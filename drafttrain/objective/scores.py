@@ -161,7 +161,8 @@ def _scores_over_part(
     loss_C = torch.zeros_like(part.log_sum_C)
     top1_C, acceptance_C = torch.zeros_like(label_C, dtype=torch.bool), loss_C
     for name, weight in terms.items():
-        learnt_C = (label_C if name == "ce" else best_C if name in divergence.FUSED else torch.minimum(label_C, best_C)) >= 0
+        by_target = name in divergence.OF_DISTRIBUTIONS
+        learnt_C = (label_C if name == "ce" else best_C if by_target else torch.minimum(label_C, best_C)) >= 0
         own_C = None if grad_output_C is None or end_to_end else torch.where(learnt_C, weight * grad_output_C, 0.0)
         given = (logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, inplace, None, part.log_sum_C, own_C)
         apart_C, top1_C, acceptance_C = ScoresFunction.apply(*given)

@@ -258,6 +258,9 @@ LOSSES: dict[str, Loss] = {
     "tvd": total_variation,
     "lk": log_acceptance,
 }
+# Losses that do not read the label. Over a draft vocabulary they are learnt where the target's choice is in it, others only
+# where the data's token is in it too.
+OF_DISTRIBUTIONS = {"kl", "rkl", "jsd", "tvd", "lk"}
 
 
 def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:

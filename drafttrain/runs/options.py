@@ -141,6 +141,9 @@ EXPLICIT = {
 }
 
 
+FREE = ("loss.mix", "deepspeed.extra", "launcher.slurm.extra")  # take keys of any name, which Hydra wants marked
+
+
 def understood(words: Sequence[str]) -> list[str]:
     """The overrides that these words stand for.
 
@@ -151,7 +154,8 @@ def understood(words: Sequence[str]) -> list[str]:
     for word in words:
         key, _, value = word.partition("=")
         is_path = key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value)))
-        found += ["target=hf", f"target.path={value}"] if is_path else [word]
+        marked = f"++{word}" if key in FREE and value.startswith("{") else word
+        found += ["target=hf", f"target.path={value}"] if is_path else [marked]
     keys = {word.partition("=")[0] for word in found}
     if "target.path" in keys and "target" not in keys:
         found.append("target=hf")

@@ -99,7 +99,7 @@ def test_drafter_dynamic_tree_output_equals_plain_decoding(name: str, temperatur
     target, asked, family = fast_target(), prompts(5, seed=3), families()[name]
     torch.manual_seed(1)
     options = family.options(
-        **{k: v for k, v in SHAPES[name].items() if k != "paths"} | {"tree": "dynamic", "width": 3, "nodes": 9}
+        **{k: v for k, v in SHAPES.get(name, {}).items() if k != "paths"} | {"tree": "dynamic", "width": 3, "nodes": 9}
     )
     sampling = Sampling(temperature=temperature, seed=5)
     policy = "greedy" if sampling.greedy else "coupled"
@@ -116,7 +116,7 @@ def test_drafter_small_tree_at_page_end_output_equals_plain_decoding(name: str, 
     """Whatever a family computes beside its nodes; the text and its tree end where a page of the cache does."""
     target, asked, family = fast_target(), prompts(1, seed=3), families()[name]
     torch.manual_seed(1)
-    settings = {k: v for k, v in SHAPES[name].items() if k not in ("paths", "tree")}
+    settings = {k: v for k, v in SHAPES.get(name, {}).items() if k not in ("paths", "tree")}
     drafter = family.build(family.options(**settings | tree), target).eval()
     tokens = 2 * PAGE - len(asked[0]) - drafter.proposal.max_nodes
     assert decode(target, drafter, asked, 1, tokens=tokens)[0].tokens == decode(target, None, asked, 1, tokens=tokens)[0].tokens
@@ -188,7 +188,7 @@ def test_drafter_fallback_to_plain_decoding_continues_as_target(name: str, every
     """Under a lossy policy, cut back at different times in one batch; later requests take their slots."""
     target, asked, sampling = fast_target(), prompts(6, seed=8), Sampling(1.0, repetition_penalty=1.1, seed=3)
     guard = Guard(json="plain", decode=lambda ids: "".join("x" if i % 7 == 5 else " " for i in ids))
-    controls = Controls(threshold=1e-4, read_every=every)
+    controls = Controls(parameter=1e-4, read_every=every)
     decoder = Decoder(
         target, build(name, target, 0.5), "threshold", sampling, max_new_tokens=30, controls=controls, guard=guard
     )

@@ -36,7 +36,7 @@ def train_every_family(options: RunOptions, resolved: dict[str, Any]) -> None:
     world = join_world(torch.device("cpu"))
     for name in resolved["families"]:
         drafter = build(name, loaded.target)
-        shape = asdict(families()[name].options(**SHAPES[name]))
+        shape = asdict(families()[name].options(**SHAPES.get(name, {})))
         stage = DeepSpeedOptions(zero_stage=resolved["stage"])
         job = TrainingJob(loaded, drafter, name, shape, data, OPTIONS, stage, LossOptions(), 4)
         progress = Trainer(job, world, Path(resolved["output"]) / name).train(None, Console(None))

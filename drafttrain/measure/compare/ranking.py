@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.core.errors import UserError
+from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.rows import FLOPS, HOURS, TOKENS, Row
 from drafttrain.measure.compare.significance import Interval, Pair, all_pairs, interval, speedup, tau
@@ -132,8 +133,8 @@ def conditions(row: Row, digests: bool) -> dict[str, Any]:
         "temperature": entry["temperature"],
         "batch size": entry["batch_size"],
     }
-    if entry["policy"] == "threshold":
-        found["threshold"] = measure["decode"].get("threshold")
+    if (policy := POLICIES.get(entry["policy"])) is not None and policy.parameter is not None:
+        found[policy.parameter] = measure["decode"].get(policy.parameter)
     guard = measure["decode"].get("guard") or {}
     if acting := {name: guard[name] for name in ("loop", "json") if guard.get(name, "off") != "off"}:
         found["guards"] = acting

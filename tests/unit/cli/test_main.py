@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,24 @@ def test_cli_sweep_flag_between_overrides_is_accepted(command: Command, runs: li
     assert [options.train.lr for options, _ in runs] == [1e-3, 1e-4]
     assert {(options.name, options.train.steps) for options, _ in runs} == {("eagle3", 7)}
     assert not list(tmp_path.iterdir())
+
+
+def test_cli_recipe_has_published_settings_unless_target_is_embedded(command: Command, runs: list[Any]) -> None:
+    """A setting that is typed holds: nothing of the target or the data changes it."""
+    for words in (["target=org/model"], ["target.path=model"], ["target.path=model", "train.steps=7", "train.lr=1e-3"], []):
+        assert command("fit", "recipe=eagle3", *words) == 0
+    published, alone, typed, embedded = (options for options, _ in runs)
+    assert alone == replace(published, target=alone.target) and alone.target.name == "hf"
+    assert (published.train.lr, published.train.lr_width, published.drafter.fc_norm) == (5e-5, 2048, False)
+    assert (embedded.train.lr, embedded.train.lr_width, embedded.drafter.fc_norm) == (7e-3, None, True)
+    train = typed.train
+    assert (train.steps, train.epochs, train.least_steps, train.lr, train.lr_width) == (7, None, None, 1e-3, None)
+
+
+def test_cli_mapping_of_free_keys_is_taken_as_typed(command: Command, runs: list[Any]) -> None:
+    assert command("fit", "loss=mix", "loss.mix={ce: 0.1, tvd: 1.8}", "deepspeed.extra={steps_per_print: 5}") == 0
+    options, _ = runs[0]
+    assert (options.loss.mix, options.deepspeed.extra) == ({"ce": 0.1, "tvd": 1.8}, {"steps_per_print": 5})
 
 
 QUOTED = [

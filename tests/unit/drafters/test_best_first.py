@@ -121,7 +121,7 @@ def test_best_first_tree_is_accepted_by_families_of_independent_drafts() -> None
 @pytest.fixture
 def best(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
-    settings = {k: v for k, v in contract.SHAPES[name].items() if k != "paths"} | {"tree": "best_first", "nodes": 9}
+    settings = {k: v for k, v in contract.SHAPES.get(name, {}).items() if k != "paths"} | {"tree": "best_first", "nodes": 9}
     monkeypatch.setitem(contract.SHAPES, name, settings)
     return name
 

@@ -17,7 +17,7 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.ops import jit
-from drafttrain.ops.divergence import AT_ONCE, FUSED, LOSSES, divergence, reference, scores
+from drafttrain.ops.divergence import AT_ONCE, LOSSES, OF_DISTRIBUTIONS, divergence, reference, scores
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.tiny import built
@@ -170,7 +170,7 @@ def naive_loss(name: str, q_MV: torch.Tensor, p_MV: torch.Tensor, label_M: torch
     for q_V, p_V, label in zip(q_MV, p_MV, label_M.tolist(), strict=True):
         token_D = (q_V > -torch.inf).nonzero()[:, 0].tolist()
         best = int(p_V.argmax())
-        learnt = [label] if name == "ce" else [best] if name in FUSED else [label, best]
+        learnt = [label] if name == "ce" else [best] if name in OF_DISTRIBUTIONS else [label, best]
         if not set(learnt) <= set(token_D):
             losses.append(torch.zeros(()))
             continue
