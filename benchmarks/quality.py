@@ -60,6 +60,7 @@ def trained(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
     command += ["measure=off", "logger=none", "train.keep_last=1", *given.also]
     if given.target:
         command += ["target=hf", f"target.path={given.target}", f"data.path={given.data}"]
+        command += [f"on_target=embedded_{setting.recipe}"]  # a small target, too
         command += [f"data.template={given.template}"] if given.template else []
     before, said = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, given.out / "run.log"
     process = multiprocessing.get_context("fork").Process(target=_fit, args=([*command, *setting.vary.split()], said))

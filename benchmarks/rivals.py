@@ -34,13 +34,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from benchmarks.common import DiffersError
 from benchmarks.quality import ROWS, rows_of
 from drafttrain.cli import main as cli
-from drafttrain.cli.help import recipe_files
+from drafttrain.cli.config import compose_run
 from drafttrain.commands import fit
 from drafttrain.core.errors import UserError
 from drafttrain.core.intervals import accepted_length
@@ -147,9 +146,8 @@ class Ground:
 
 
 def recipe_options(recipe: str) -> Any:
-    """The drafter's options in the recipe."""
-    body = yaml.safe_load(recipe_files(None)[recipe].read_text(encoding="utf-8"))
-    return families()[recipe].options(**body.get("drafter", {}))
+    """The drafter's options in the recipe, for a small target."""
+    return compose_run(recipe, []).options.drafter
 
 
 @torch.no_grad()
@@ -185,6 +183,7 @@ def ours(setting: Setting, ground: Ground) -> dict[str, Any]:
     command += [f"train.steps={setting.steps}", f"train.checkpoint_every={setting.steps}", f"train.seed={setting.seed}"]
     if given.target:
         command += ["target=hf", f"target.path={given.target}", f"data.path={given.data}"]
+        command += [f"on_target=embedded_{setting.recipe}"]  # a small target, too
         command += [f"data.template={given.template}"] if given.template else []
     process = multiprocessing.get_context("spawn").Process(target=_fit, args=(command, log))
     process.start()

@@ -145,11 +145,12 @@ def taps_of(options: Tapped, blocks: int) -> list[int]:
 
 def default_taps(blocks: int, rule: str = "official") -> list[int]:
     """Low, middle and high block outputs; shallow targets get what they have. Raises UserError for an unknown rule."""
-    if rule not in ("official", "thirds"):
-        raise UserError(f"drafter.tap_rule is {rule!r}; choose official or thirds, or give drafter.taps")
-    if rule == "thirds":
-        return sorted({max(blocks * third // 3 - 1, 0) for third in (1, 2, 3)})
-    return sorted({min(1, blocks - 1), max(blocks // 2 - 1, 0), max(blocks - 4, 0)})
+    if rule not in ("official", "thirds", "auto"):
+        raise UserError(f"drafter.tap_rule is {rule!r}; choose official, thirds or auto, or give drafter.taps")
+    official = sorted({min(1, blocks - 1), max(blocks // 2 - 1, 0), max(blocks - 4, 0)})
+    if rule == "official" or (rule == "auto" and len(official) == 3):
+        return official
+    return sorted({max(blocks * third // 3 - 1, 0) for third in (1, 2, 3)})
 
 
 FAMILY = Family("eagle3", Eagle3Options, Eagle3)

@@ -29,9 +29,11 @@ def apart(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_drafter_lora_from_checkpoint_trains_resumes_and_exports_merged(
     command: Command, material: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = trained(command, material)
+    heads = ("drafter.heads=4", "drafter.layers=2")
+    first = trained(command, material, *heads)
     capsys.readouterr()
-    steps = ("name=second", f"train.init={first}", *RANK, "train.steps=3", "train.checkpoint_every=1", "train.keep_last=4")
+    steps = (*heads, "name=second", f"train.init={first}", *RANK, "train.steps=3", "train.checkpoint_every=1")
+    steps += ("train.keep_last=4",)
     last = trained(command, material, *steps)
     said = " ".join(capsys.readouterr().out.split())
     assert f"frozen parameters, from {first}; LoRA of rank 2 on 8 linear maps, 1,024 trainable parameters" in said
@@ -59,9 +61,10 @@ def test_drafter_lora_from_checkpoint_trains_resumes_and_exports_merged(
     moved = exported["blocks.0.layers.0.weight"]
     a_RI, b_OR = (ended[1][f"lora.heads.0.blocks.0.linear.lora_{x}.weight"] for x in "AB")
     torch.testing.assert_close(moved, start["heads.0.blocks.0.linear.weight"] + 4.0 * b_OR @ a_RI)
-    assert command(*arguments(material, "name=third", f"train.init={last}", "train.lr=1e-30", "train.steps=1")) == 0
-    (third,) = Path("outputs/third").glob("*/checkpoints/step-00001/drafter.safetensors")
-    assert torch.equal(load_file(third)["heads.0.blocks.0.linear.weight"], moved)
+    third = ("name=third", *heads, f"train.init={last}", "train.lr=1e-30", "train.steps=1")
+    assert command(*arguments(material, *third)) == 0
+    (weights,) = Path("outputs/third").glob("*/checkpoints/step-00001/drafter.safetensors")
+    assert torch.equal(load_file(weights)["heads.0.blocks.0.linear.weight"], moved)
 
 
 @pytest.mark.parametrize(
