@@ -128,7 +128,7 @@ def _read(
         config = AutoConfig.from_pretrained(path, **shared)
         if part.size > 1 and not by_experts:
             check_divides(shape_of(config.get_text_config()), part.size)
-        tokenizer = AutoTokenizer.from_pretrained(path, **shared)
+        tokenizer = tokenizer_of(path, options)
         read: Any = partial(load_share, part=part) if by_experts else None
         if part.size == 1 and shards is None and runs(config):
             fp8 = Fp8Checkpoint.of(config, path, options.revision, options.trust_remote_code)
@@ -203,11 +203,26 @@ def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
     path = path_of(options)
     check_settings(path)
     try:
-        return AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
+        return tokenizer_of(path, options)
+    except UserError:
+        raise
     except Exception as error:  # as in `load_target`; tokenizers raises plain Exceptions
         raise UserError(
             f"target.path {path!r} has no tokenizer that transformers can load: {reason(error, path, options.revision)}"
         ) from error
+
+
+def tokenizer_of(path: str, options: TargetOptions) -> PreTrainedTokenizerBase:
+    """The tokenizer of this path. Raises UserError for a length that is no number, which fails only when a text is read."""
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path, revision=options.revision, trust_remote_code=options.trust_remote_code
+    )
+    if not isinstance(found.model_max_length, int | float):
+        raise UserError(
+            f"tokenizer_config.json of {path!r}: expected a number in model_max_length, got {found.model_max_length!r:.60}; "
+            "correct it, or remove the key"
+        )
+    return found
 
 
 def reason(error: Exception, path: str, revision: str | None = None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
 from drafttrain.targets import TargetOptions
@@ -26,6 +26,7 @@ from drafttrain.targets.load import (
     reason,
     runner_of,
     stop_ids_of,
+    tokenizer_of,
 )
 from drafttrain.targets.parallel import WHOLE
 from drafttrain.targets.pieces import Pieces
@@ -82,8 +83,7 @@ def _read(options: TargetOptions, path: str) -> tuple[Pieces, Any, PreTrainedTok
         dtype=DTYPES[dtype_of(options)],
         attn_implementation=None if options.attention == "auto" else options.attention,
     )
-    tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    return pieces, pieces.outside(device_of(options.device)), tokenizer
+    return pieces, pieces.outside(device_of(options.device)), tokenizer_of(path, options)
 
 
 def _explained(options: TargetOptions, work: Callable[[], Any]) -> Any:

@@ -166,6 +166,16 @@ def test_target_tokenizer_that_is_damaged_is_refused(directory: Path, subtests: 
             load_tokenizer(options(directory))
 
 
+def test_target_tokenizer_whose_length_is_no_number_is_refused(directory: Path, subtests: pytest.Subtests) -> None:
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    for value in ("", "512", [512], {}):
+        file.write_text(json.dumps(settings | {"model_max_length": value}))
+        for read in (load_tokenizer, load_target):
+            with subtests.test(value=value, read=read), pytest.raises(UserError, match="expected a number in model_max_length"):
+                read(options(directory))
+
+
 def test_companion_incomplete_draft_model_is_refused(directory: Path) -> None:
     rewritten(directory, lambda tensors: without(tensors, "layers.2."))
     with pytest.raises(UserError, match=r"drafter\.path .* they lack model\.layers\.2"):
