@@ -150,6 +150,9 @@ def default_taps(blocks: int, rule: str = "official") -> list[int]:
     official = sorted({min(1, blocks - 1), max(blocks // 2 - 1, 0), max(blocks - 4, 0)})
     if rule == "official" or (rule == "auto" and len(official) == 3):
         return official
+    if rule == "auto" and blocks > 3:  # not the last, whose state few stacks give
+        low, high = min(1, blocks - 4), blocks - 2
+        return [low, (low + high) // 2, high]
     return sorted({max(blocks * third // 3 - 1, 0) for third in (1, 2, 3)})
 
 

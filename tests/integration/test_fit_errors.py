@@ -159,5 +159,5 @@ def test_fit_says_which_stacks_load_the_drafter_before_training(
     normed = (*eagle3, "drafter.fc_norm=true", "export.stacks=[vllm,sglang]")
     refused(command, capsys, "export.stacks names sglang, which cannot load this drafter", *normed)
     refused(command, capsys, "export.stacks names 'vlm'; choose of vllm, sglang", *eagle3, "export.stacks=[vlm]")
-    assert command(*eagle3, "drafter.taps=[0,1,2]", "export.stacks=[vllm,openvino]") == 0
+    assert command(*eagle3, "export.stacks=[vllm,openvino]") == 0
     assert "vllm, sglang, trtllm, speculators, openvino load this drafter" in capsys.readouterr().out

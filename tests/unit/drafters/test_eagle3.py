@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafttrain.core.errors import UserError
-from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options
+from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options, default_taps
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.objective.scores import restricted
@@ -81,6 +81,15 @@ def test_eagle3_of_other_trainers_training_predictions_equal_draft_tokens(tree: 
     options = OTHERS | {"tree": tree, "width": 2, "nodes": 12, "layer": {"sliding_window": 9, "full_attention_layers": [1]}}
     drafted, predicted = drafted_and_predicted(target, build("eagle3", target, 0.5, **options), prompt)
     assert predicted == drafted
+
+
+def test_default_taps_are_the_official_ones_or_three_without_the_last() -> None:
+    assert [default_taps(n) for n in (32, 7, 5)] == [[1, 15, 28], [1, 2, 3], [1]]
+    assert all(default_taps(n, "auto") == default_taps(n) for n in range(7, 40))
+    assert [default_taps(n, "auto") for n in (3, 4, 5, 6)] == [[0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 4]]
+    assert default_taps(12, "thirds") == [3, 7, 11]
+    with pytest.raises(UserError, match=r"drafter\.tap_rule is 'last'; choose official, thirds or auto"):
+        default_taps(12, "last")
 
 
 def test_eagle3_d2t_maps_most_frequent_tokens() -> None:
