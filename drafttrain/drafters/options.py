@@ -170,7 +170,7 @@ class Eagle3Options(TreeOptions):
     steps: int = 3  # of training-time test
     draft_length: int = 4
     taps: list[int] | None = None  # three block outputs, from 0; None: by the rule
-    # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks. auto: official, and three others below 7 blocks
+    # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks. auto: official, three others below 7 blocks
     tap_rule: str = "official"
     step_decay: float = 0.8  # step i (from 0) weighs step_decay ** i in the loss
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
@@ -303,7 +303,7 @@ class PEagleOptions(TreeOptions):
     draft_length: int = 8
     layers: int = 4
     taps: list[int] | None = None  # three block outputs, from 0; None: by the rule
-    # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks. auto: official, and three others below 7 blocks
+    # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks. auto: official, three others below 7 blocks
     tap_rule: str = "official"
     mask_token: int | None = None  # an id of the embedding; None: the last one
     retention: float = 0.8  # in training a share retention ** d of the anchors has a slot d
