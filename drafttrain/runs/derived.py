@@ -13,6 +13,7 @@ from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.load import AUTO, dtype_of
 
+NARROWEST = 128  # hidden size below which the rate grows no more
 SMALLEST = 4  # conversations of a batch that is halved
 Derived = dict[str, Any]  # values by key, such as `train.lr`
 
@@ -35,7 +36,7 @@ def from_target(options: RunOptions, shape: TargetShape) -> Derived:
     if train.lr_width is not None:
         if train.lr_width < 1:
             raise UserError(f"train.lr_width is {train.lr_width}; set it to a hidden size, or null for train.lr as it is")
-        found["train.lr"] = train.lr * max(1.0, train.lr_width / shape.hidden_size)
+        found["train.lr"] = train.lr * max(1.0, train.lr_width / max(NARROWEST, shape.hidden_size))
     if size is not None and size >= shape.vocab_size:
         found["drafter.draft_vocab"] = None
     return found
