@@ -96,7 +96,7 @@ def _find(options: RunOptions, resolved: dict[str, Any], say: Callable[[str], No
         state = _state(path)
         if state is None:
             raise UserError(
-                f"resume is {options.resume!r}, which is not a run directory (it has no run.json); name one, or set resume=auto"
+                f"resume is {options.resume!r}, which is not a run directory (it has no run.json of a run); name one, or set resume=auto"
             )
         steps = _steps(path, state)
         if other := _other_settings(path, state, options, _of_steps(resolved, steps)):
@@ -205,10 +205,15 @@ def _lengthened(path: Path, options: RunOptions, resolved: dict[str, Any], done:
 
 
 def _state(path: Path) -> dict[str, Any] | None:
+    """What `run.json` says; None without one of a run."""
     try:
-        return json.loads((path / "run.json").read_text(encoding="utf-8"))
+        state = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    usual = {"config_hash": str, "finished": bool}
+    kept = isinstance(state, dict) and all(isinstance(state.get(name), kind) for name, kind in usual.items())
+    numbers = kept and all(isinstance(state.get(name, 1), int | None) for name in ("steps", "first_steps"))
+    return state if numbers else None
 
 
 def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:

@@ -18,6 +18,8 @@ from tests import forked
 SETTINGS = (
     "logger=none",
     "measure.enabled=false",
+    "target.dtype=float32",  # on a stand-in for a GPU too
+    "train.precision=float32",
     "data.held_out=4",
     "train.global_batch=4",
     "train.micro_batch=2",

@@ -110,6 +110,19 @@ def test_run_directory_of_older_version_goes_on_where_new_settings_have_their_de
         asked(tmp_path, str(run.path), 8, said, 2e-3)
 
 
+def test_run_directory_whose_record_is_of_no_run_is_none(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """As a damaged or an exchanged file may be."""
+    run, said = opened(tmp_path), list[str]()
+    state = json.loads((run.path / "run.json").read_text())
+    without = [{k: v for k, v in state.items() if k != name} for name in state]
+    for content in ([], None, 3, {"family": "medusa"}, *without, state | {"finished": "no"}, state | {"steps": "x"}):
+        (run.path / "run.json").write_text(json.dumps(content))
+        with subtests.test(content=content):
+            assert opened(tmp_path).path != run.path
+            with pytest.raises(UserError, match="which is not a run directory"):
+                asked(tmp_path, str(run.path), 8, said)
+
+
 def test_run_directory_failed_creation_leaves_no_partial_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its run.json nothing could go on with it."""
     with monkeypatch.context() as patched:
