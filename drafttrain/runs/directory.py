@@ -96,7 +96,7 @@ def _find(options: RunOptions, resolved: dict[str, Any], say: Callable[[str], No
         state = _state(path)
         if state is None:
             raise UserError(
-                f"resume is {options.resume!r}, which is not a run directory (it has no run.json of a run); name one, or set resume=auto"
+                f"resume is {options.resume!r}, which is not a run directory (no run.json of one); name one, or set resume=auto"
             )
         steps = _steps(path, state)
         if other := _other_settings(path, state, options, _of_steps(resolved, steps)):
