@@ -92,7 +92,7 @@ def recorded(resolved: Mapping[str, Any], values: Derived) -> dict[str, Any]:
     found = dict(resolved)
     for key, value in values.items():
         group, _, name = key.partition(".")
-        found[group] = found[group] | {name: value}
+        found[group] = found.get(group, {}) | {name: value}
     return found
 
 
