@@ -21,12 +21,12 @@ from torch import Tensor
 from benchmarks.gpu.rounding import own_logits
 from drafttrain.core.sampling import Lane, Sampling, distribution, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.acceptance import DELTA, EPSILON, LEAST, AcceptedPath, Policy
+from drafttrain.decoding.acceptance import DELTA, EPSILON, THRESHOLD, AcceptedPath, Policy
 from drafttrain.measure.exactness import first_difference
 from drafttrain.targets.hf import HFTarget
 
 NEAR = 1e-4  # distance of a number from its boundary, in cumulative probability
-LIKELY = {"typical": (EPSILON, DELTA), "threshold": (LEAST, math.inf)}
+LIKELY = {"typical": (EPSILON, DELTA), "threshold": (THRESHOLD, math.inf)}
 
 
 @dataclass(frozen=True, slots=True)

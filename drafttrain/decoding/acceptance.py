@@ -84,7 +84,8 @@ def lossless(
     return AcceptedPath(*lossless_accept(tree, logits_BNV, position_BN, sampling))
 
 
-EPSILON, DELTA = 0.09, 0.3
+EPSILON, DELTA = 0.09, 0.3  # of the typical policy
+THRESHOLD = 0.3  # of the threshold policy, unless set
 
 
 def typical(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> AcceptedPath:
@@ -98,7 +99,7 @@ def threshold(
     logits_BNV: Tensor,
     position_BN: Tensor,
     sampling: Sampling,
-    threshold: float = 0.3,
+    threshold: float = THRESHOLD,
 ) -> AcceptedPath:
     """A draft is accepted where the target gives it more than `threshold`. Not lossless."""
     return AcceptedPath(*likely_accept(tree, logits_BNV, position_BN, sampling, threshold, math.inf))

@@ -13,7 +13,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.suite import RedError
 from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.acceptance import LEAST, policy_for
+from drafttrain.decoding.acceptance import THRESHOLD, policy_for
 
 MACHINE = Machine(torch.device("cpu"), True, "rehearsal", {"torch": torch.__version__})
 PROMPTS = [[5, 6, 7], [8, 9]]
@@ -63,7 +63,7 @@ def test_ladder_acceptance_difference_is_explained_only_near_boundary(
     """A chain of one draft at the position of the token that differs, accepted by a hair or by much."""
     rung, watch = ladder.Rung("llama-tiny", "float32", "medusa", policy), Watch()
     sampling = rung.sampling.rows(torch.tensor([REQUEST]))
-    least = number(rung.sampling, AT, Lane.ACCEPT, 1) if policy == "lossless" else LEAST
+    least = number(rung.sampling, AT, Lane.ACCEPT, 1) if policy == "lossless" else THRESHOLD
     logits_V = laws(least + CASES[case], 0.5 * (1 - least)) * sampling.temperature
     last_V = laws(0.5) * sampling.temperature
     logits_BNV = torch.stack([logits_V, torch.cat([last_V, torch.tensor([-40.0])])]).float()[None]
