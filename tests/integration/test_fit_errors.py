@@ -154,10 +154,10 @@ def test_fit_data_mix_option_reports_sources_and_refuses_unknown_key(
 def test_fit_says_which_stacks_load_the_drafter_before_training(
     command: Command, material: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The recipe's drafter is for all, with a norm of EAGLE 3.1 it is not."""
+    """The recipe's drafter is for all, one that reads the last block is not."""
     eagle3 = [word.replace("recipe=medusa", "recipe=eagle3") for word in arguments(material)]
-    normed = (*eagle3, "drafter.fc_norm=true", "export.stacks=[vllm,sglang]")
-    refused(command, capsys, "export.stacks names sglang, which cannot load this drafter", *normed)
+    last = (*eagle3, "drafter.taps=[0,1,3]", "export.stacks=[vllm,sglang]")
+    refused(command, capsys, "export.stacks names sglang, which cannot load this drafter", *last)
     refused(command, capsys, "export.stacks names 'vlm'; choose of vllm, sglang", *eagle3, "export.stacks=[vlm]")
     assert command(*eagle3, "export.stacks=[vllm,openvino]") == 0
     assert "vllm, sglang, trtllm, speculators, openvino load this drafter" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def decoded(
 ) -> list[Result]:
     drafter = None if guess is None else Scripted(guess, CHAIN)  # type: ignore[arg-type]
     sampling = Sampling() if policy == "greedy" else SAMPLING
-    controls = Controls(threshold=1e-9, read_every=every, fallback=fallback)
+    controls = Controls(parameter=1e-9, read_every=every, fallback=fallback)
     decoder = Decoder(TARGET, drafter, policy, sampling, max_new_tokens=NEW, controls=controls, guard=guard)
     return decoder.run(ASKED, rows, as_json=[True] * len(ASKED)).results
 
@@ -108,7 +108,7 @@ class Alternating(Cut):
 @pytest.mark.parametrize("kind", sorted(GUARDS))
 def test_guard_fallback_with_cut_drafts_continues_as_plain_decoding(kind: str) -> None:
     guess, guard = GUARDS[kind]
-    controls, seen = Controls(threshold=1e-9, fallback=True), list[int]()
+    controls, seen = Controls(parameter=1e-9, fallback=True), list[int]()
     drafter = Scripted(guess, CHAIN, Confident)  # type: ignore[arg-type]
     decoder = Decoder(TARGET, drafter, "threshold", SAMPLING, max_new_tokens=NEW, controls=controls, guard=guard)
     decoder.cut, always = Alternating(seen), SimpleNamespace(depth=lambda rows: len(CHAIN), record=lambda *step: None)
@@ -137,7 +137,7 @@ def test_guard_fallback_of_all_requests_stops_drafting() -> None:
             return super().propose(slot_B, sampling, depth)
 
     decoder = Decoder(TARGET, Scripted(lambda text: [5] * 8, CHAIN, Watched), "threshold", SAMPLING, max_new_tokens=NEW,
-                      controls=Controls(threshold=1e-9), guard=Guard(loop="plain"))  # fmt: skip
+                      controls=Controls(parameter=1e-9), guard=Guard(loop="plain"))  # fmt: skip
     results = decoder.run(ASKED, 5).results
     assert all(r.plain for r in results)
     assert len(asked) < max(r.verifications for r in results) - 10
@@ -172,14 +172,14 @@ def test_guard_with_lossless_policy_has_no_fallback() -> None:
 def test_guard_ignores_request_ended_by_stop_token() -> None:
     stop = frozenset({5})
     decoder = Decoder(TARGET, Scripted(looping, CHAIN), "threshold", SAMPLING, stop, NEW,
-                      controls=Controls(threshold=1e-9), guard=Guard(loop="stop"))  # fmt: skip
+                      controls=Controls(parameter=1e-9), guard=Guard(loop="stop"))  # fmt: skip
     found = decoder.run(ASKED, 3).results
     assert {r.ended_by for r in found if r.tokens[-1] == 5} == {"stop"} and not any(r.acts for r in found)
 
 
 def test_guard_fallback_frees_pages_and_streams_all_tokens() -> None:
     decoder = Decoder(TARGET, Scripted(looping, CHAIN), "threshold", SAMPLING, max_new_tokens=NEW,
-                      controls=Controls(threshold=1e-9, fallback=True), guard=Guard(loop="plain"))  # fmt: skip
+                      controls=Controls(parameter=1e-9, fallback=True), guard=Guard(loop="plain"))  # fmt: skip
     requests = [decoder.request(prompt, key) for key, prompt in enumerate(ASKED)]
     session = Session(decoder, 2, max(map(decoder.positions, requests)), pages=12)
     results = [r for request in requests for r in session.submit(request)]

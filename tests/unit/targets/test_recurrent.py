@@ -171,7 +171,7 @@ def test_recurrent_target_guard_fallback_continues_as_plain_decoding(name: str, 
     def looping(text: list[int]) -> list[int]:
         return [5] * 8 if text[0] % 2 == 0 else random_guess(3)(text)
 
-    controls = Controls(threshold=1e-9, read_every=every)
+    controls = Controls(parameter=1e-9, read_every=every)
     decoder = Decoder(target, Scripted(looping, chain), "threshold", sampling, max_new_tokens=new, prefill_chunk=8,
                       controls=controls, guard=Guard(loop="plain"))  # fmt: skip
     results = decoder.run(asked, 3).results
