@@ -84,13 +84,15 @@ def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed looks for MPI without it
     number_by_gpu(device)
     if not formed:
-        with hushed():
-            backend, deepspeed = "nccl" if device.type == "cuda" else "gloo", load_deepspeed()
-            with contextlib.nullcontext() if lone else meeting():
-                deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(minutes=30, seconds=hang_timeout))
-        end_at_exit()
-        for name in lone.keys() - {"LOCAL_RANK"}:  # child processes must not join this group
-            del os.environ[name]
+        try:
+            with hushed():
+                backend, deepspeed = "nccl" if device.type == "cuda" else "gloo", load_deepspeed()
+                with contextlib.nullcontext() if lone else meeting():
+                    deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(minutes=30, seconds=hang_timeout))
+            end_at_exit()
+        finally:
+            for name in lone.keys() - {"LOCAL_RANK"}:  # child processes must not join this group
+                del os.environ[name]
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.targets.parallel import end_at_exit
-from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.train import DeepSpeedOptions, TrainOptions, engine
 from drafttrain.train.engine import TrainingEngine, World, accumulation, divided
 from drafttrain.train.muon import Muon
 from drafttrain.train.optimizer import OPTIMIZERS
@@ -152,6 +152,20 @@ def test_end_at_exit_destroys_group_only_in_process_that_formed_it(monkeypatch: 
         monkeypatch.setattr(distributed, "destroy_process_group", lambda process=process: ended.append(process))
         at_exit[0]()
     assert len(at_exit) == 1 and ended == [owner]
+
+
+def test_join_world_that_fails_leaves_no_variables_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later commands of this process would take themselves for one of several."""
+    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(engine, "load_deepspeed", lambda: [][1])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(IndexError):
+        engine.join_world(torch.device("cpu"))
+    left = {"RANK", "WORLD_SIZE"} & os.environ.keys()
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    assert not left
 
 
 @pytest.mark.slow
