@@ -238,7 +238,8 @@ def test_online_drafter_saved_and_loaded_continues_with_optimizer(tmp_path: Path
     for name, tensor in online.module.state_dict().items():
         assert torch.equal(tensor, again.module.state_dict()[name])
     third = dt.OnlineDrafter(model, path, ["train.lr=1e-4"])
-    assert third.step(tokens()).loss == found.loss and third.optimizer.param_groups[0]["lr"] == 1e-4
+    # weights that lie elsewhere in memory may add up in another order
+    assert third.step(tokens()).loss == pytest.approx(found.loss, rel=1e-6) and third.optimizer.param_groups[0]["lr"] == 1e-4
     with pytest.raises(dt.UserError, match=r"drafter\.heads=3: the checkpoint"):
         dt.OnlineDrafter(model, path, ["drafter.heads=3"])
     with pytest.raises(dt.UserError, match="exists"):
