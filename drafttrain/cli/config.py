@@ -14,13 +14,15 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.cli.help import recipe_files
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import schemas
-from drafttrain.runs.options import RunOptions, understood
+from drafttrain.objective.options import MIX
+from drafttrain.runs.options import FREE, RunOptions, understood
 
 TARGETS = ("embedded", "hf")  # a recipe's sections: its settings for the small target of the package, and for any other
 
@@ -94,6 +96,7 @@ def _typed(value: Any) -> str:
 
 def _run(composed: DictConfig, recipe: str | None, overrides: list[str]) -> Run:
     with_choice = OmegaConf.merge(composed, {"recipe": recipe})
+    _hold(with_choice, overrides)
     options = OmegaConf.to_object(with_choice)
     assert isinstance(options, RunOptions)
     if strays := list(_strays(options)):
@@ -101,6 +104,18 @@ def _run(composed: DictConfig, recipe: str | None, overrides: list[str]) -> Run:
     resolved = OmegaConf.to_container(with_choice, resolve=True, throw_on_missing=True)
     assert isinstance(resolved, dict)
     return Run(options, {str(key): value for key, value in resolved.items()}, overrides)
+
+
+def _hold(composed: Any, overrides: Sequence[str]) -> None:
+    """Let what is typed hold where Hydra composes a recipe's section later, or adds its keys to those that are typed."""
+    for typed in OverridesParser.create().parse_overrides(list(overrides)):
+        key, value = typed.key_or_group, typed.value()
+        if key == "loss":
+            composed.loss.name = value
+            if value != MIX:
+                composed.loss.mix = {}
+        elif key in FREE and isinstance(value, dict):
+            OmegaConf.update(composed, key, value, merge=False)
 
 
 def known_keys() -> list[str]:

@@ -139,8 +139,6 @@ EXPLICIT = {
     "train.global_batch": ("train.least_steps",),
     "train.lr": ("train.lr_width",),
 }
-
-
 FREE = ("loss.mix", "deepspeed.extra", "launcher.slurm.extra")  # take keys of any name, which Hydra wants marked
 
 
@@ -156,6 +154,8 @@ def understood(words: Sequence[str]) -> list[str]:
         is_path = key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value)))
         marked = f"++{word}" if key in FREE and value.startswith("{") else word
         found += ["target=hf", f"target.path={value}"] if is_path else [marked]
+        if key == "loss" and value.isidentifier():  # a recipe's section is composed after the choice; of a sweep see `_hold`
+            found.append(f"loss.name={value}")
     keys = {word.partition("=")[0] for word in found}
     if "target.path" in keys and "target" not in keys:
         found.append("target=hf")

@@ -168,6 +168,18 @@ def test_cli_mapping_of_free_keys_is_taken_as_typed(command: Command, runs: list
     assert (options.loss.mix, options.deepspeed.extra) == ({"ce": 0.1, "tvd": 1.8}, {"steps_per_print": 5})
 
 
+def test_cli_loss_that_is_chosen_holds_against_the_recipe(command: Command, runs: list[Any]) -> None:
+    """Against a section's loss, and against weights of a mix, which are not added to those that are typed."""
+    asked = (["recipe=domino", "target.path=model"], ["recipe=domino", "target.path=model", "loss=tvd"])
+    for words in (*asked, ["recipe=dspark", "loss=kl"], ["recipe=dspark", "loss.mix={kl: 1.0}"], ["recipe=dspark"]):
+        assert command("fit", *words) == 0
+    assert command("fit", "-m", "recipe=domino", "target.path=model", "loss=kl,tvd") == 0
+    losses = [(options.loss.name, options.loss.mix) for options, _ in runs]
+    assert losses[5:] == [("kl", {}), ("tvd", {})]
+    assert losses[:5] == [("ce", {}), ("tvd", {}), ("kl", {}), ("mix", {"kl": 1.0}), ("mix", {"ce": 0.1, "tvd": 1.8})]
+    assert all(resolved["loss"]["mix"] == options.loss.mix for options, resolved in runs)
+
+
 QUOTED = [
     ("data.path=a/b.jsonl", False, "data.path=a/b.jsonl"),
     ("data.path=a=b, c.jsonl", False, "data.path='a=b, c.jsonl'"),
