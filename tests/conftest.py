@@ -25,6 +25,7 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
 RESUME = Path(os.environ["RESUME"]) if os.environ.get("RESUME") else None  # names of the cases that need not run again
+LAUNCHER = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # variables
 FAILED = set[str]()
 LEFT = pytest.StashKey[int]()  # cases of grids that this run leaves out
 
@@ -33,6 +34,17 @@ LEFT = pytest.StashKey[int]()  # cases of grids that this run leaves out
 def root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_is_left() -> Iterator[None]:
+    """A test that leaves a launcher's variables fails itself, rather than a later test of this process."""
+    before = LAUNCHER & os.environ.keys()
+    yield
+    left = (LAUNCHER & os.environ.keys()) - before
+    for name in left:
+        del os.environ[name]
+    assert not left
 
 
 @pytest.fixture
