@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
 RESUME = Path(os.environ["RESUME"]) if os.environ.get("RESUME") else None  # names of the cases that need not run again
-LAUNCHER = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # variables
+LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}  # variables
 FAILED = set[str]()
 LEFT = pytest.StashKey[int]()  # cases of grids that this run leaves out
 
@@ -38,13 +38,11 @@ def root() -> Path:
 
 @pytest.fixture(autouse=True)
 def no_launcher_is_left() -> Iterator[None]:
-    """A test that leaves a launcher's variables fails itself, rather than a later test of this process."""
+    """Take away a launcher's variables that a test has left: accelerate sets them where a process group is there."""
     before = LAUNCHER & os.environ.keys()
     yield
-    left = (LAUNCHER & os.environ.keys()) - before
-    for name in left:
+    for name in (LAUNCHER & os.environ.keys()) - before:
         del os.environ[name]
-    assert not left
 
 
 @pytest.fixture
