@@ -1,13 +1,17 @@
-"""Reports as a measurement writes them, made up: what reads them needs no model."""
+"""Reports as a measurement writes them, and runs as training leaves them, made up: what reads them needs no model."""
 
 from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from drafttrain.core.files import write_sealed_json
+from drafttrain.train.checkpoint_manager import Progress
 
 
 def prompts_of(tau: float, count: int, seed: int, plain_ms: float = 4.0, speedup: float = 1.5) -> list[dict[str, Any]]:
@@ -122,3 +126,18 @@ def write(folder: Path, made: dict[str, Any], config: str = "") -> Path:
     if config:
         (folder / "config.yaml").write_text(config, encoding="utf-8")
     return folder
+
+
+def trained(folder: Path, tau: float | None, lr: float) -> None:
+    """A run that was not measured, with one checkpoint of this expected tau, if any."""
+    save_run(folder, f"train: {{lr: {lr}}}\ndrafter: {{family: medusa}}\ntarget: {{path: /models/tiny, name: hf}}\n")
+    if tau is not None:
+        progress = Progress(step=80, expected_tau=tau, expected_interval=[tau - 0.1, tau + 0.1])
+        write_sealed_json(folder / "checkpoints/step-00080/trainer.json", asdict(progress))
+        (folder / "checkpoints/step-00080/drafter.json").write_text("{}", encoding="utf-8")
+
+
+def save_run(folder: Path, settings: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text("{}", encoding="utf-8")
+    (folder / "config.yaml").write_text(settings, encoding="utf-8")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.cli.rendezvous import CALL, JOINING, address_towards, not_stuck, wait_for_rendezvous, without_rendezvous
-from drafttrain.cli.worker import INTERRUPTIONS, NOTES, SIGNALLED, STARTED, log_of, work_in_process
+from drafttrain.cli.worker import INTERRUPTIONS, MADE, NOTES, SIGNALLED, STARTED, log_of, work_in_process
 from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.server_machines import MEETING, end, meeting_folder
@@ -36,8 +36,10 @@ NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_RESTAR
 LAST = 20  # lines of a failed process's log to show
 
 
-def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
+def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> Path | None:
     """Call `work(options, resolved)` in this process, or in every process of a new group, with torchrun's environment.
+
+    Returns the path that `work` returns on rank 0; None if it returns something else, or rank 0 is on another machine.
 
     work: a module-level function, because other processes import it by name.
     Raises UserError for bad `launcher` options and for a UserError of any process, Interrupted when a signal has ended the
@@ -53,11 +55,11 @@ def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
         )
     if launcher.role == "server":
         _serve(options)
-        return
+        return None
     nproc = 1 if "RANK" in os.environ and launcher.nproc == "auto" else _processes(options)
     trainers = replace(launcher, nproc=nproc, nodes=launcher.nodes - options.features.nodes)
     with _told_to_servers(options):
-        _launch(work, replace(options, launcher=trainers), resolved)
+        return _launch(work, replace(options, launcher=trainers), resolved)
 
 
 def check_launcher(options: RunOptions) -> None:
@@ -134,21 +136,21 @@ def check_variables() -> None:
             )
 
 
-def _launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
+def _launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> Path | None:
     launcher = options.launcher
     if launcher.nproc == launcher.nodes == 1 and not launcher.restarts:
-        work(options, resolved)
-        return
+        made = work(options, resolved)
+        return made if isinstance(made, Path) else None
     if "RANK" in os.environ:
         raise UserError(
             f"launcher.nproc={launcher.nproc} under torchrun, which has already started the processes, as RANK="
             f"{os.environ['RANK']} in the environment says; leave out launcher.nproc, nodes and restarts, or unset RANK"
         )
     with tempfile.TemporaryDirectory(prefix="drafttrain-") as folder:
-        _launch_here(work, options, resolved, Path(folder))
+        return _launch_here(work, options, resolved, Path(folder))
 
 
-def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], folder: Path) -> None:
+def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], folder: Path) -> Path | None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -176,6 +178,7 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
             raise UserError(note.read_text(encoding="utf-8")) from error
         raise _shown(error, options, folder) from error
     _raise_interrupted(folder)
+    return Path((folder / MADE).read_text(encoding="utf-8")) if (folder / MADE).exists() else None
 
 
 def _start_tracker() -> None:

@@ -207,11 +207,12 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
 
     register(config_dir)
     for_slurm: list[SlurmRequest] = []
+    made: list[Path] = []
 
     def task(composed: DictConfig) -> None:
         try:
             with user_errors():
-                _execute(command, to_run(composed), config_dir, for_slurm)
+                made.extend(_execute(command, to_run(composed), config_dir, for_slurm))
         except UserError as error:
             raise Stop(str(error)) from error
         except (ParityError, OutputError) as error:
@@ -223,24 +224,30 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()
     if for_slurm:
         import_module("drafttrain.cli.slurm").submit(command, for_slurm)
+    if command == "fit" and len(made) > 1 and os.environ.get("RANK", "0") == "0":
+        import_module("drafttrain.commands.compare").show_sweep(made)
 
 
-def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[SlurmRequest]) -> None:
-    """Run the command. for_slurm: gets what Slurm shall run, because the jobs of a sweep are submitted together."""
+def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[SlurmRequest]) -> list[Path]:
+    """Run the command; returns the path that it has made, if any.
+
+    for_slurm: gets what Slurm shall run, because the jobs of a sweep are submitted together.
+    """
     with _without_collection():
         function = getattr(import_module(f"drafttrain.commands.{command}"), command)
     if command == "doctor":
         function(Path(run.options.output))
-        return
+        return []
     launcher = run.options.launcher
     if launcher.name == "slurm":
         own = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
         for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*own, *run.overrides], run.options))
-        return
+        return []
     if launcher.name != "local":
         raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")
     launch = import_module("drafttrain.cli.launch").launch
-    launch(partial(_run_explained, function), run.options, run.resolved)
+    path = launch(partial(_run_explained, function), run.options, run.resolved)
+    return [] if path is None else [path]
 
 
 @cache
@@ -266,10 +273,10 @@ def _without_collection() -> Iterator[None]:
         _freeze_objects()
 
 
-def _run_explained(function: Callable[[Any, dict[str, Any]], object], options: Any, resolved: dict[str, Any]) -> None:
+def _run_explained(function: Callable[[Any, dict[str, Any]], object], options: Any, resolved: dict[str, Any]) -> object:
     """Run the command in a process of a launch, and turn users' mistakes into UserErrors there."""
     with user_errors():
-        function(options, resolved)
+        return function(options, resolved)
 
 
 @contextmanager

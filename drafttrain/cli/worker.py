@@ -25,6 +25,7 @@ INTERRUPTIONS = "interrupted-*"  # files: the message of a process that a signal
 NOTES = "mistake-*"  # files: the message of a UserError
 STARTED = "started-*"  # files: the machines have met, and a process has started; named by process id and rank
 ENDED = "ended-*"  # files: the process has ended without a failure; named by process id
+MADE = "made"  # file: the path that the command has returned on rank 0
 DYING = 1.0  # seconds that the threads of a killed process may take to end
 NCCL_SIGNS = ("ncclRemoteError", "remote process exited")
 LOST = (
@@ -66,7 +67,7 @@ def work_in_process(
     if int(start) and options.resume is None:
         options = replace(options, resume="auto")
     try:
-        work(options, resolved)
+        made = work(options, resolved)
     except Interrupted as interrupted:
         if orphaned(launcher, folder):
             leave_orphaned(rank, interrupted)
@@ -86,6 +87,8 @@ def work_in_process(
         if reason is not None:
             raise SystemExit(1) from error
         raise
+    if rank == 0 and isinstance(made, Path):
+        (folder / MADE).write_text(str(made), encoding="utf-8")
     outlive_signals(launcher, folder)
     (folder / ENDED.replace("*", str(os.getpid()))).touch()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +15,94 @@ from rich.text import Text
 
 from drafttrain.core.errors import UserError
 from drafttrain.measure import cells
+from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cost_text, engines_of, varied_text
 from drafttrain.measure.compare.files import write_comparison
-from drafttrain.measure.compare.ranking import Comparison, check_options, ranked
+from drafttrain.measure.compare.ranking import Comparison, check_options, differences, listed, ranked
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
 from drafttrain.measure.compare.wandb_report import check_project, save_report
 from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.overview import console_list, list_runs, write_list
 from drafttrain.train.lineage import recorded_run
 
 _COLUMNS = ("", "run", "tau\n95 %", "alpha\nby depth", "c_d\nc_v", "speedup\nmin-max\ntokens/s", "vs 1")
 _LEFT = ("run", "vs 1")
+EXPECTED = "expected tau on held-out conversations"
 
 
 def compare(options: RunOptions, resolved: dict[str, Any]) -> Path | None:
     """Print the table, and write the files to `out` if it is set; returns `out`.
 
-    Raises UserError for runs that cannot be found or read, and for runs that were measured under different conditions.
+    Raises UserError for runs that cannot be found or read, and for named runs that were measured under different conditions.
+    The runs of a folder are listed then.
     """
     check_options(options.compare)
     check_project(options.compare.wandb)
-    out = _folder(options.out)
-    runs, notes = find_runs(options.runs)
-    comparison = ranked(rows_of(runs, options.compare.checkpoints), options.compare, notes)
-    console = Console()
-    console.print(console_table(comparison))
-    for note in comparison.notes:
-        print_note(console, note)
-    if out is not None:
-        keyed = [word for word in sys.argv[1:] if not word.startswith("runs=")]
-        for file in write_comparison(out, comparison, shlex.join(["drafttrain", "compare", *options.runs, *keyed])):
-            print_line(console, f"wrote {file}")
-    if options.compare.wandb is not None:
-        known = [_at_wandb(row.run.where) for row in comparison.rows]
-        address = save_report(comparison, options.compare.wandb, known)
-        without = [row.label for row, path in zip(comparison.rows, known, strict=True) if path is None]
+    out, console = _folder(options.out), Console()
+    written, project = show(options.runs, options.compare, console, out), options.compare.wandb
+    for file in written.files:
+        print_line(console, f"wrote {file}")
+    if project is not None:
+        if written.comparison is None:
+            raise UserError(f"compare.wandb is {project!r}, but the runs cannot be ranked: {written.why}")
+        rows = written.comparison.rows
+        known = [_at_wandb(row.run.where) for row in rows]
+        address = save_report(written.comparison, project, known)
+        without = [row.label for row, path in zip(rows, known, strict=True) if path is None]
         left = f" (these runs are not at W&B and are in its table only: {', '.join(without)})" if without else ""
         print_line(console, f"saved {address}{left}")
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What `show` has printed and written."""
+
+    comparison: Comparison | None  # None where the runs are listed
+    why: str  # not ranked
+    files: list[Path]
+
+
+def show(
+    words: Sequence[str], options: CompareOptions, console: Console, out: Path | None = None, mixed: bool = False
+) -> Shown:
+    """Print the ranking of the runs that the words name, or a list of them. Write the files to `out`.
+
+    They are listed where none was measured, and where they were measured under different conditions and a word names several
+    of them, or `mixed`. Raises UserError where others cannot be ranked.
+    """
+    found = find_runs(words)
+    rows = rows_of(found.reports, options.checkpoints)
+    why = "" if rows else "none was measured"
+    if rows and (mixed or found.together) and not options.mixed and (different := differences(rows)):
+        why = f"measured under different conditions: {listed(different)}"
+    keyed = [word for word in sys.argv[1:] if not word.startswith("runs=")]
+    command = shlex.join(["drafttrain", "compare", *words, *keyed])
+    runs = list_runs(found.reports, found.unmeasured)
+    notes = [f"not ranked, because they were {why}; compare.mixed=true ranks them nevertheless"] if why and rows else []
+    files = [] if out is None or not (why or found.together) else write_list(out, runs, notes, command)
+    if why:
+        console.print(console_list(runs, f"{len(runs)} runs by {'speedup' if rows else EXPECTED}"))
+        for note in notes:
+            print_note(console, note)
+        return Shown(None, why, files)
+    comparison = ranked(rows, options, found.notes)
+    console.print(console_table(comparison))
+    if found.unmeasured:
+        console.print(console_list(list_runs([], found.unmeasured), f"not measured, by {EXPECTED}"))
+    for note in comparison.notes:
+        if note not in found.notes:
+            print_note(console, note)
+    return Shown(comparison, why, [*(write_comparison(out, comparison, command) if out else []), *files])
+
+
+def show_sweep(runs: Sequence[Path]) -> None:
+    """Print the table of a sweep's runs."""
+    console = Console()
+    print_line(console, "")
+    show([str(run) for run in runs], CompareOptions(), console, mixed=True)
 
 
 def _at_wandb(where: str) -> str | None:

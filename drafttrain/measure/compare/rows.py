@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +69,11 @@ class Row:
 
 def rows_of(runs: Sequence[RunReport], checkpoints: str) -> list[Row]:
     """A row for each run's best checkpoint, or for each checkpoint, with distinct labels."""
-    varied = _varied([run.config for run in runs if run.config])
+    differ = varied([run.config for run in runs if run.config])
     pairs = [(run, entry) for run in runs for entry in _chosen(run, checkpoints)]
     labels = _labels(pairs)
     return [
-        Row(label, run, entry, {key: run.config[key] for key in varied if key in run.config})
+        Row(label, run, entry, {key: run.config[key] for key in differ if key in run.config})
         for label, (run, entry) in zip(labels, pairs, strict=True)
     ]
 
@@ -85,16 +86,19 @@ def _chosen(run: RunReport, checkpoints: str) -> list[dict[str, Any]]:
 
 
 def _labels(pairs: Sequence[tuple[RunReport, dict[str, Any]]]) -> list[str]:
-    """The shortest path ends that are distinct, and the checkpoint's name where a run has several rows."""
-    paths = list(dict.fromkeys(run.where for run, _ in pairs))
-    parts = {where: Path(where).parts for where in paths}
-    length = next((n for n in range(2, 64) if len({parts[w][-n:] for w in paths}) == len(paths)), 64)
-    short = {where: "/".join(parts[where][-length:]) for where in paths}
-    several = {where for where in paths if sum(run.where == where for run, _ in pairs) > 1}
-    return [f"{short[run.where]} {entry['name']}" if run.where in several else short[run.where] for run, entry in pairs]
+    """The runs' names, and the checkpoint's name where a run has several rows."""
+    short, count = names_of([run.where for run, _ in pairs]), Counter(run.where for run, _ in pairs)
+    return [f"{short[run.where]} {entry['name']}" if count[run.where] > 1 else short[run.where] for run, entry in pairs]
 
 
-def _varied(configs: Iterable[dict[str, Any]]) -> list[str]:
+def names_of(paths: Sequence[str]) -> dict[str, str]:
+    """The shortest ends of the paths that tell them apart, of two parts at least."""
+    parts = {path: Path(path).parts for path in paths}
+    length = next((n for n in range(2, 64) if len({own[-n:] for own in parts.values()}) == len(parts)), 64)
+    return {path: "/".join(own[-length:]) for path, own in parts.items()}
+
+
+def varied(configs: Iterable[dict[str, Any]]) -> list[str]:
     """Settings that all runs have and in which they differ."""
     configs = list(configs)
     shared = [key for key in configs[0] if all(key in c for c in configs)] if configs else []

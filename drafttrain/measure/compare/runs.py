@@ -16,6 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import META
 from drafttrain.measure.report import FILE, Report, read_report
 
+RUN = "run.json"
 WANDB = re.compile(r"(?:https?://[^/]+/)?([\w.-]+)/([\w.-]+)/(?:runs/)?([\w-]+)")
 
 
@@ -29,44 +30,63 @@ class RunReport:
     checkpoint: str | None = None  # the checkpoint that the user named
 
 
-def find_runs(words: Sequence[str]) -> tuple[list[RunReport], list[str]]:
-    """(the reports that the words name, each once; notes on runs without a report). Raises UserError for a word without any."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The runs that words name."""
+
+    reports: list[RunReport]
+    unmeasured: list[Path] = field(default_factory=list)  # directories of runs without a report
+    together: bool = False  # a word names several, as a folder of runs does
+
+    @property
+    def notes(self) -> list[str]:
+        """What a ranking leaves out."""
+        return [f"left out, because there is no {FILE}: {', '.join(map(str, self.unmeasured))}"] if self.unmeasured else []
+
+
+def find_runs(words: Sequence[str]) -> Found:
+    """The runs that the words name, each once. Raises UserError for a word that names none."""
     if not words:
         raise UserError("no run is named; give run directories, as in drafttrain compare RUN RUN")
-    found: dict[tuple[str, str | None], RunReport] = {}
-    notes: list[str] = []
-    for word in words:
-        reports, without = _of_word(word)
-        found |= {(run.where, run.checkpoint): run for run in reports if (run.where, run.checkpoint) not in found}
-        notes += without
-    return list(found.values()), list(dict.fromkeys(notes))
+    each, reports = [_of_word(word) for word in words], dict[tuple[str, str | None], RunReport]()
+    for run in (run for found in each for run in found.reports):
+        reports.setdefault((run.where, run.checkpoint), run)
+    unmeasured = dict.fromkeys(run for found in each for run in found.unmeasured)
+    return Found(list(reports.values()), list(unmeasured), any(found.together for found in each))
 
 
-def _of_word(word: str) -> tuple[list[RunReport], list[str]]:
+def _of_word(word: str) -> Found:
     path = Path(word).expanduser()
     if path.exists():
         return _of_path(path)
     if glob.has_magic(word):
         hits = [Path(hit) for hit in sorted(glob.glob(str(path), recursive=True))]
-        files = dict.fromkeys(file for hit in hits for file in _report_files(hit))
-        if not files:
+        found = _below(hits)
+        if not found.reports and not found.unmeasured:
             raise UserError(f"{word!r} matches {len(hits)} paths, but none has a {FILE}; name runs that were measured")
-        folders = [hit for hit in hits if hit.is_dir()]
-        return [_local(file) for file in files], _unmeasured(folders)
+        return found
     if match := WANDB.fullmatch(word):
-        return [_at_wandb("/".join(match.groups()))], []
+        return Found([_at_wandb("/".join(match.groups()))])
     raise UserError(f"no run {word!r}: not a path, a glob, or a W&B run as entity/project/run; name a run directory")
 
 
-def _of_path(path: Path) -> tuple[list[RunReport], list[str]]:
+def _of_path(path: Path) -> Found:
     if path.is_file():
-        return [_local(path)], []
+        return Found([_local(path)])
     if (path / META).exists():
-        return [_of_checkpoint(path)], []
-    files = _report_files(path)
-    if not files:
+        return Found([_of_checkpoint(path)])
+    found = _below([path])
+    if not found.reports and not found.unmeasured:
         raise UserError(f"{path} has no {FILE}; measure it: drafttrain measure checkpoint=DIR writes one")
-    return [_local(file) for file in files], _unmeasured([path])
+    return found
+
+
+def _below(paths: Sequence[Path]) -> Found:
+    """The runs that these paths are, or that are below them."""
+    files = dict.fromkeys(file for path in paths for file in _report_files(path))
+    runs = {file.parent for path in paths if path.is_dir() for file in path.rglob(RUN)}
+    unmeasured = sorted(run for run in runs if not (run / FILE).exists())
+    return Found([_local(file) for file in files], unmeasured, len(files) + len(unmeasured) > 1)
 
 
 def _report_files(path: Path) -> list[Path]:
@@ -76,15 +96,10 @@ def _report_files(path: Path) -> list[Path]:
     return [path / FILE] if (path / FILE).exists() else sorted(path.rglob(FILE))
 
 
-def _unmeasured(folders: Sequence[Path]) -> list[str]:
-    """A note on the runs that were not measured."""
-    runs = {file.parent for folder in folders for file in folder.rglob("run.json")}
-    left = sorted(str(run) for run in runs if not (run / FILE).exists())
-    return [f"left out, because there is no {FILE}: {', '.join(left)}"] if left else []
-
-
 def _local(file: Path) -> RunReport:
-    return RunReport(str(file.parent if file.name == FILE else file), read_report(file), _settings(file.parent / "config.yaml"))
+    return RunReport(
+        str(file.parent if file.name == FILE else file), read_report(file), settings_of(file.parent / "config.yaml")
+    )
 
 
 def _of_checkpoint(directory: Path) -> RunReport:
@@ -120,7 +135,7 @@ def _at_wandb(path: str) -> RunReport:
     return RunReport(path, report, flat(dict(run.config)))
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def settings_of(file: Path) -> dict[str, Any]:
     """The run's config.yaml by dotted key; empty if there is none, as for reports of `drafttrain measure`."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))

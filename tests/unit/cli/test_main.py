@@ -18,6 +18,7 @@ from drafttrain.commands import fit
 from drafttrain.core.errors import UserError
 from drafttrain.runs import environment
 from drafttrain.runs.options import RunOptions
+from tests.runs import trained
 
 Command = Callable[..., int]
 
@@ -108,6 +109,20 @@ def test_cli_command_error_ends_single_run_and_sweep_with_code_2(
     err = capfd.readouterr().err
     assert err.startswith(f"drafttrain: {message}")
     assert err.count("\n") == 1
+
+
+def test_cli_sweep_of_unmeasured_runs_ends_with_their_expected_tau(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(options: RunOptions, resolved: dict[str, Any]) -> Path:
+        trained(tmp_path / f"rate-{options.train.lr}", 1000 * options.train.lr, options.train.lr)
+        return tmp_path / f"rate-{options.train.lr}"
+
+    monkeypatch.setattr(fit, "fit", train)
+    assert command("fit", "recipe=medusa", "-m", "train.lr=1.5e-3,2e-3") == 0
+    said = capsys.readouterr().out
+    assert "2 runs by expected tau" in said and said.index("rate-0.002") < said.index("rate-0.0015")
+    assert command("fit", "recipe=medusa", "train.lr=1.5e-3") == 0 and "expected tau" not in capsys.readouterr().out
 
 
 def test_cli_unexpected_exception_keeps_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from drafttrain.measure.compare.runs import RunReport, find_runs
 from drafttrain.measure.compare.significance import Pair, holm, interval, permutation_p, speedup, tau
 from drafttrain.runs.options import RunOptions
 from tests.reports import engine_of
-from tests.runs import report, version_1, write
+from tests.runs import report, save_run, trained, version_1, write
 
 Command = Callable[..., int]
 FAST = CompareOptions(samples=500)
@@ -223,7 +223,8 @@ def test_compare_command_writes_csv_markdown_and_html(command: Command, tmp_path
     said = capsys.readouterr().out
     assert "behind" in said and "train.lr=0.0003" in said and "runs/unmeasured" in said
     folder = tmp_path / "it's out"
-    assert {file.name for file in folder.iterdir()} == {"compare.csv", "pairs.csv", "compare.md", "compare.html"}
+    written = {"compare.csv", "pairs.csv", "compare.md", "compare.html", "runs.csv", "runs.html"}
+    assert {file.name for file in folder.iterdir()} == written
     lines = list(csv.DictReader((folder / "compare.csv").open(encoding="utf-8")))
     assert [line["run"] for line in lines] == ["runs/b <i>", "runs/lr=0.1, x"]
     assert [line["train.lr"] for line in lines] == ["0.0003", "0.001"]
@@ -237,6 +238,49 @@ def test_compare_command_writes_csv_markdown_and_html(command: Command, tmp_path
     page.feed(text)
     assert page.open == [] and page.links == ["data:,"] and "://" not in text and "b <i>" not in text
     assert len(page.abouts) == 4 and all("1.73x" in a or "1.33x" in a for a in page.abouts)
+
+
+def test_compare_unmeasured_runs_are_listed_by_expected_tau(command: Command, tmp_path: Path, capsys: Any) -> None:
+    trained(tmp_path / "runs/a", 1.4, 0.001)
+    trained(tmp_path / "runs/b", 1.9, 0.002)
+    trained(tmp_path / "runs/begun", None, 0.003)
+    assert command("compare", "runs/a", "runs/b", "runs/begun", "out=out") == 0
+    said = capsys.readouterr().out
+    assert "3 runs by expected tau" in said and "1.90" in said and "train.lr=0.002" in said
+    lines = list(csv.DictReader((tmp_path / "out/runs.csv").open(encoding="utf-8")))
+    assert [line["run"] for line in lines] == ["runs/b", "runs/a", "runs/begun"]
+    first = {
+        "family": "medusa",
+        "target": "tiny",
+        "steps": "80",
+        "expected tau": "1.90 (1.80 to 2.00)",
+        "speedup [min-max]": "-",
+    }
+    assert lines[0].items() >= (first | {"differs in": "train.lr=0.002"}).items()
+    assert lines[2]["steps"] == "-" and {file.name for file in (tmp_path / "out").iterdir()} == {"runs.csv", "runs.html"}
+
+
+def test_compare_folder_of_different_conditions_is_listed_not_ranked(command: Command, tmp_path: Path, capsys: Any) -> None:
+    for name, made in {"a": report(2.0, 1.4), "b": report(2.4, 1.7, environment__threads=9)}.items():
+        write(tmp_path / "runs" / name, made)
+        save_run(tmp_path / "runs" / name, "train: {lr: 0.1}\n")
+    (tmp_path / "runs/b/report.html").write_text("", encoding="utf-8")
+    trained(tmp_path / "runs/c", 1.5, 0.2)
+    assert command("compare", "runs", "out=it's out") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "3 runs by speedup" in said
+        and "not ranked, because they were measured under different conditions: threads (1; 9)" in said
+    )
+    lines = list(csv.DictReader((tmp_path / "it's out/runs.csv").open(encoding="utf-8")))
+    assert [(line["run"], line["speedup [min-max]"]) for line in lines] == [
+        ("runs/b", "1.70x [1.60-1.80]"), ("runs/a", "1.40x [1.30-1.50]"), ("runs/c", "-"),
+    ]  # fmt: skip
+    page = Page()
+    page.feed((tmp_path / "it's out/runs.html").read_text(encoding="utf-8"))
+    assert page.open == [] and page.links == ["data:,", "../runs/b/report.html"]
+    assert command("compare", "runs", "compare.mixed=true", "compare.samples=100") == 0
+    assert "ranks mean little" in " ".join(capsys.readouterr().out.split())
 
 
 def test_compare_runs_are_found_by_path_glob_and_checkpoint(
@@ -261,7 +305,7 @@ def test_compare_runs_are_found_by_path_glob_and_checkpoint(
     assert sorted(line["where"] for line in lines) == ["b/lr=1", "c/deep/er/lr=2"]
     for words, found in cases.items():
         with subtests.test(words=words):
-            rows = [rows_of(find_runs(words)[0], checkpoints) for checkpoints in ("best", "all")]
+            rows = [rows_of(find_runs(words).reports, checkpoints) for checkpoints in ("best", "all")]
             assert [sorted(str(Path(row.run.where)) for row in own) for own in rows] == [found, found]
 
 
