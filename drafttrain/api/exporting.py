@@ -52,4 +52,6 @@ def export_drafter(
         if quiet:
             stack_of_contexts.enter_context(redirect_stdout(StringIO()))
         stack_of_contexts.enter_context(user_errors())
-        return export(run.options, run.resolved, target)
+        made = export(run.options, run.resolved, target)
+        assert made is not None, "export.plan is for the command line"
+        return made

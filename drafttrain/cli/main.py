@@ -56,6 +56,7 @@ BARE = (
     "fit needs to know what to train: drafttrain fit recipe=NAME for the small embedded target, drafttrain fit recipe=NAME "
     "target=DIR data.path=FILE for your model; drafttrain --help lists the recipes"
 )
+PLAN = "--plan"
 POSITIONAL = {"compare": "runs"}  # by command: the key for arguments without a key
 
 
@@ -133,6 +134,8 @@ def _dispatch(arguments: list[str]) -> int:
         raise UserError(f"there is no command; use one of {', '.join(COMMANDS)}, or drafttrain --help")
     if command == "fit" and not (flags.overrides or flags.cfg or flags.info):
         raise UserError(BARE)
+    if flags.plan and not (command == "export" and flags.overrides):
+        raise UserError(f"{PLAN} says what an export would give: drafttrain export {PLAN} recipe=NAME target=DIR")
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
     from drafttrain.runs.options import understood  # with what it imports, which help does without
 
@@ -140,7 +143,11 @@ def _dispatch(arguments: list[str]) -> int:
     overrides = [quote(word, sweep=flags.multirun) for word in typed]
     if words:
         overrides.append(f"{POSITIONAL[command]}=[{','.join(map(_quoted, words))}]".replace("${", "\\${"))
-    _hydra(command, [word for word in arguments if word not in flags.overrides] + overrides, config_dir)
+    if flags.plan:
+        data = [] if any(word.startswith("data.path=") for word in overrides) else ["data.path=unread"]
+        overrides += ["export.plan=true", *data]
+    flagged = [word for word in arguments if word not in flags.overrides and word != PLAN]
+    _hydra(command, flagged + overrides, config_dir)
     return 0
 
 
@@ -152,7 +159,9 @@ def _parser() -> argparse.ArgumentParser:
         def error(self, message: str) -> NoReturn:
             raise UserError(f"{message}; drafttrain --help lists the flags")
 
-    return Parser(parents=[get_args_parser()], add_help=False)
+    parser = Parser(parents=[get_args_parser()], add_help=False)
+    parser.add_argument(PLAN, action="store_true", help="of export: only say which stacks load the recipe's drafter")
+    return parser
 
 
 def _is_positional(word: str) -> bool:

@@ -20,17 +20,23 @@ from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import line_printer, print_line
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.stacks import plan
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train.logger import log_export
 
 
-def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget | None = None) -> Path:
-    """Export to the stacks of `format` and return the directory. loaded: the target, if it is in memory already.
+def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget | None = None) -> Path | None:
+    """Export to the stacks of `format` and return the directory; with `export.plan` only print the plan, and return None.
+
+    loaded: the target, if it is in memory already.
 
     Raises UserError for a checkpoint that is missing, damaged or of another target, and for a family that the stack does not
     load. Raises ParityError if the written files draft other tokens than the checkpoint. In both cases nothing is left on disk,
     unless only the upload failed.
     """
+    if options.export.plan:
+        plan(options, line_printer(Console()))
+        return None
     name, out = _required("checkpoint", options.checkpoint), Path(_required("out", options.out)).expanduser()
     stack = options.format
     if stack is None:

@@ -67,6 +67,7 @@ class ExportOptions:
     """Changes of the drafter on its way into a stack's files."""
 
     stacks: list[str] = field(default_factory=list)  # fit: stacks that must load the drafter; else nothing is trained
+    plan: bool = False  # only print which stacks load the recipe's drafter for this target, as `export --plan` does
     rope_scaling: Any = None  # of the drafter's layers, for contexts longer than it was trained on: {rope_type: yarn, ...}
 
 

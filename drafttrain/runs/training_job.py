@@ -16,12 +16,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.contamination import contamination
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.prompts import Prompt
-from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, read_meta, start_weights
+from drafttrain.drafters.checkpoint import read_meta, start_weights
 from drafttrain.drafters.common.drafter_lora import adapted_maps, added, trained_and_frozen
-from drafttrain.export.exporter import planned
-from drafttrain.export.opened import Opened
-from drafttrain.export.serve import STACKS
-from drafttrain.export.table import load_it, stacks_for
 from drafttrain.features.engine import EngineStates
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
@@ -40,6 +36,7 @@ from drafttrain.runs.options import RunOptions
 from drafttrain.runs.placement import Placement, built, load_for_training
 from drafttrain.runs.provenance import origin_of
 from drafttrain.runs.ready import Ready
+from drafttrain.runs.stacks import check_stacks
 from drafttrain.runs.states_servers import states_servers
 from drafttrain.runs.target_ends import ends_alone
 from drafttrain.runs.training_engine import ENGINE, engine_settings
@@ -94,7 +91,7 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
         )
     _print_models(options, loaded, drafter, adapter, bool(start), lora, console)
     if options.export.stacks or not (where.shared or ends):
-        _check_stacks(options, loaded, drafter, console)
+        check_stacks(options, loaded, drafter, console.say)
     data = Dataset([], [], {})
     if drafter.trained:
         records = ready.records if ready else None
@@ -174,30 +171,6 @@ def _print_models(
         console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
     if drafter.remark:
         console.say(drafter.remark)
-
-
-def _check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, console: Console) -> None:
-    """Print which serving stacks load this drafter, and what stands in the way of others that load its family.
-
-    Raises UserError where `export.stacks` names one that does not.
-    """
-    family = options.drafter.family
-    dtype = "bfloat16" if loaded.target.dtype == torch.bfloat16 else "float32"
-    meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
-    able, refused = planned(Opened.in_memory(meta, drafter, loaded), dtype)
-    if able:
-        console.say(f"{load_it(able).removesuffix(' it')} this drafter")
-    by_reason: dict[str, list[str]] = {}
-    for stack, reason in refused.items():
-        by_reason.setdefault(reason.replace(stack, "the stack"), []).append(stack)
-    for reason, stacks in by_reason.items():
-        console.say(f"  not {', '.join(stacks)}: {reason if len(stacks) > 1 else refused[stacks[0]]}")
-    for stack in options.export.stacks:
-        if stack not in STACKS:
-            raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
-        stacks_for(family, stack)
-        if stack not in able:
-            raise UserError(f"export.stacks names {stack}, which cannot load this drafter: {refused[stack]}")
 
 
 def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> None:

@@ -1,0 +1,61 @@
+"""Which serving stacks load the drafter of a run, said before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from drafttrain.core.errors import UserError
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord
+from drafttrain.export.exporter import planned
+from drafttrain.export.opened import Opened
+from drafttrain.export.serve import STACKS
+from drafttrain.export.table import load_it, loads, rows, stacks_for
+from drafttrain.model.drafter import Drafter
+from drafttrain.runs.options import RunOptions
+from drafttrain.runs.placement import built
+from drafttrain.targets.estimate import outline
+from drafttrain.targets.load import LoadedTarget, dtype_of, load_tokenizer, path_of
+
+
+def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, say: Callable[[str], None]) -> None:
+    """Print which serving stacks load this drafter, and what stands in the way of others that load its family.
+
+    Raises UserError where `export.stacks` names one that does not.
+    """
+    family = options.drafter.family
+    dtype = "bfloat16" if loaded.target.dtype == torch.bfloat16 else "float32"
+    meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
+    able, refused = planned(Opened.in_memory(meta, drafter, loaded), dtype)
+    if able:
+        say(f"{load_it(able).removesuffix(' it')} this drafter")
+    by_reason: dict[str, list[str]] = {}
+    for stack, reason in refused.items():
+        by_reason.setdefault(reason.replace(stack, "the stack"), []).append(stack)
+    for reason, stacks in by_reason.items():
+        say(f"  not {', '.join(stacks)}: {reason if len(stacks) > 1 else refused[stacks[0]]}")
+    for stack in options.export.stacks:
+        if stack not in STACKS:
+            raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
+        stacks_for(family, stack)
+        if stack not in able:
+            raise UserError(f"export.stacks names {stack}, which cannot load this drafter: {refused[stack]}")
+
+
+def plan(options: RunOptions, say: Callable[[str], None]) -> None:
+    """Print the same from the target's configuration alone. Its weights need not be there.
+
+    Raises UserError as `check_stacks` does, and for a family that no stack loads.
+    """
+    target, family = outline(options.target), options.drafter.family
+    with torch.device("meta"):
+        drafter = built(options, target)
+    architecture = type(target.model).__name__
+    about = asdict(options.target) | {"dtype": dtype_of(options.target), "architecture": architecture}
+    loaded = LoadedTarget(target, load_tokenizer(options.target), path_of(options.target), about)
+    say(f"drafter: {family}, for {architecture}, {target.shape.blocks} blocks ({loaded.path})")
+    if not loads(family):
+        raise UserError(f"no stack loads {family}: {next(iter(rows(family).values()))}")
+    check_stacks(options, loaded, drafter, say)
