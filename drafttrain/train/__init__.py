@@ -61,10 +61,11 @@ class DeepSpeedOptions:
 class LoggerOptions:
     """Where metrics go, in addition to the console and metrics.jsonl."""
 
-    name: str = "wandb"  # wandb | none
+    name: str = "wandb"  # wandb | tensorboard | mlflow | trackio | none
+    also: list[str] = field(default_factory=list)  # further ones of the same names
     project: str = "drafttrain"
     entity: str | None = None
     group: str | None = None  # null: the recipe and the target
-    mode: str = "auto"  # auto: online when logged in, else offline. online | offline
-    finish_timeout: float = 600.0  # seconds to wait at the end until W&B has everything; 0: without a limit
-    artifacts: str = "none"  # log checkpoints and exports as W&B artifacts: none | reference (paths only) | files (uploaded)
+    mode: str = "auto"  # of W&B; auto: online when logged in, else offline. online | offline
+    finish_timeout: float = 600.0  # seconds to wait at the end until they have everything; 0: without a limit
+    artifacts: str = "none"  # checkpoints and exports as artifacts of W&B: none | reference (paths only) | files (uploaded)

@@ -1,4 +1,4 @@
-"""Logs a run's figures: always to metrics.jsonl, and to W&B if configured. Rank 0 only."""
+"""Logs a run's figures: always to metrics.jsonl, and to W&B and other trackers as configured. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_text
+from drafttrain.measure.compare.runs import flat
 from drafttrain.train import LoggerOptions
 from drafttrain.train.lineage import (
     COLUMNS,
@@ -24,11 +25,12 @@ from drafttrain.train.lineage import (
     run_of,
     summary_of,
 )
-from drafttrain.train.wandb_run import ANSWER, Say, start
+from drafttrain.train.trackers import TRACKERS, GuardedTracker, check_installed
+from drafttrain.train.wandb_run import ANSWER, WANDB, Say, start
 
 
 class Logger:
-    """Logs figures as JSON lines and to W&B. W&B is offline unless the user is logged in; none of its failures ends a training.
+    """Logs figures as JSON lines and to trackers. W&B is offline unless the user is logged in; no failure ends a training.
 
     kept_steps: the steps of a resumed run's checkpoint, else 0. say: prints a line.
     """
@@ -40,8 +42,12 @@ class Logger:
         kept = _drop_after(self.file, kept_steps)
         self._lines = self.file.open("a", encoding="utf-8")
         self.options = replace(options, group=options.group or group_of(config))
+        self.last, name = kept_steps, f"{run_dir.parent.name}/{run_dir.name}"
         resumed = continued_run(run_dir, options.project, options.entity)
-        self.run = start(self.options, run_dir, config, f"{run_dir.parent.name}/{run_dir.name}", "fit", say, resumed)
+        self.run = start(self.options, run_dir, config, name, "fit", say, resumed)
+        about = (self.options, run_dir, flat(config), name, kept_steps)
+        wanted = [kind for kind in dict.fromkeys((options.name, *options.also)) if kind in TRACKERS]
+        self.trackers = [GuardedTracker(kind, partial(TRACKERS[kind], *about), say, options.finish_timeout) for kind in wanted]
         if self.run is None:
             return
         raw = self.run.raw
@@ -58,11 +64,16 @@ class Logger:
         values = plain_json(dict(values))
         self._lines.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._lines.flush()
+        self.last, figures = step, _figures(values)
         if self.run is not None:
-            self.run.log(step, _figures(values))
+            self.run.log(step, figures)
+        for tracker in self.trackers:
+            tracker.log(step, figures)
 
     def report(self, report: dict[str, Any], plots: list[Path], checkpoints: list[Path], files: list[Path]) -> None:
         """Log the measurement: summary, table, pictures and artifacts."""
+        for tracker in self.trackers:
+            tracker.report(self.last, summary_of(report), plots)
         if self.run is None:
             return
         raw = self.run.raw
@@ -76,6 +87,8 @@ class Logger:
     def close(self, failed: bool = False) -> None:
         """End the log. failed: the run was interrupted, or ended with an error."""
         self._lines.close()
+        for tracker in self.trackers:
+            tracker.finish(failed)
         if self.run is not None:
             self.run.finish(failed)
 
@@ -106,8 +119,11 @@ def log_export(
 
 def check_logger(options: LoggerOptions) -> None:
     """Raise UserError for bad options."""
-    if options.name not in ("wandb", "none"):
-        raise UserError(f"logger.name is {options.name!r}; choose wandb or none")
+    for key, names in (("name", [options.name]), ("also", options.also)):
+        for name in names:
+            if name not in (WANDB, *TRACKERS, "none"):
+                raise UserError(f"logger.{key} is {name!r}; choose {WANDB}, {', '.join(TRACKERS)} or none")
+    check_installed([options.name, *options.also])
     if options.mode not in ("auto", "online", "offline"):
         raise UserError(f"logger.mode is {options.mode!r}; choose auto, online or offline")
     check_artifacts(options.artifacts)

@@ -20,6 +20,7 @@ from drafttrain.core.errors import one_line
 from drafttrain.train import LoggerOptions
 from drafttrain.train.login import logged_in, setting
 
+WANDB = "wandb"
 ANSWER = 60.0  # seconds that a run waits for W&B at its start, and for each artifact that it uses
 EARLIER = "earlier"  # next to a run's files: those of the same W&B run that later ones replace
 OFFLINE = ("offline", "dryrun")
@@ -99,7 +100,7 @@ def start(
     mode = options.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or setting("mode") or ("online" if logged_in() else "offline")
-    if options.name == "none" or mode == "disabled":
+    if WANDB not in (options.name, *options.also) or mode == "disabled":
         return None
     import wandb
 

@@ -207,7 +207,8 @@ def test_lineage_summary_omits_missing_exactness_and_rows_fit_columns() -> None:
 def test_check_logger_unknown_option_value_is_refused() -> None:
     for options, message in (
         (LoggerOptions(artifacts="all"), "logger.artifacts is 'all'; choose none, reference, files"),
-        (LoggerOptions(name="x"), "logger.name is 'x'; choose wandb or none"),
+        (LoggerOptions(name="x"), "logger.name is 'x'; choose wandb, tensorboard, mlflow, trackio or none"),
+        (LoggerOptions(also=["x"]), "logger.also is 'x'; choose wandb, tensorboard"),
         (LoggerOptions(mode="x"), "logger.mode is 'x'; choose auto, online or offline"),
     ):
         with pytest.raises(UserError, match=message):
