@@ -106,7 +106,7 @@ def test_pyproject_declares_every_imported_package(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared = [*project["dependencies"], *extras["server"], *extras["slurm"], *extras["reports"]]
-    declared += [*extras["vision"], *extras["mooncake"]]
+    declared += [*extras["vision"], *extras["mooncake"], *extras["trackers"]]
     names = [re.split(r"[<>=; \[]", requirement)[0] for requirement in declared]
     there = {IMPORTED_AS.get(name, name) for name in names} | ENGINES | sys.stdlib_module_names | {"drafttrain"}
     for path in FILES:
