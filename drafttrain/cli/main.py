@@ -137,9 +137,10 @@ def _dispatch(arguments: list[str]) -> int:
     if flags.plan and not (command == "export" and flags.overrides):
         raise UserError(f"{PLAN} says what an export would give: drafttrain export {PLAN} recipe=NAME target=DIR")
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
-    from drafttrain.runs.options import understood  # with what it imports, which help does without
+    from drafttrain.runs.options import check_read, understood  # with what they import, which help does without
 
     typed = understood([word for word in flags.overrides if word not in words])
+    check_read(command, typed)
     overrides = [quote(word, sweep=flags.multirun) for word in typed]
     if words:
         overrides.append(f"{POSITIONAL[command]}=[{','.join(map(_quoted, words))}]".replace("${", "\\${"))

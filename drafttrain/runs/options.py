@@ -126,6 +126,14 @@ class RunOptions:
     recipe: str | None = None
 
 
+def check_read(command: str, words: Sequence[str]) -> None:
+    """Raise UserError for an override that this command would ignore."""
+    for key in (word.partition("=")[0].lstrip("+") for word in words):
+        if command not in (readers := READ_BY.get(key, (command,))):
+            way_out = HINTS.get((command, key), f"it is of {', '.join(readers)}; leave it out")
+            raise UserError(f"{command} does not read {key}: {way_out}")
+
+
 def target_arguments(options: RunOptions) -> str:
     """` target=DIR`: the target's part of a command line to print; empty for the embedded target."""
     target = options.target
@@ -139,6 +147,23 @@ EXPLICIT = {
     "train.steps": ("train.epochs", "train.least_steps"),
     "train.global_batch": ("train.least_steps",),
     "train.lr": ("train.lr_width",),
+}
+# the keys of the top level that only some commands read
+READ_BY = {
+    "resume": ("fit",),
+    "checkpoint": ("measure", "tune", "generate", "export", "verify", "simulate"),
+    "prompts": ("fit", "measure", "tune", "verify", "inspect"),
+    "out": ("prepare", "inspect", "export", "verify", "compare", "simulate"),
+    "report": ("simulate",),
+    **dict.fromkeys(("prompt", "chat"), ("generate",)),
+    **dict.fromkeys(("format", "dtype", "adapter", "overwrite", "max_shard_size", "with_target"), ("export",)),
+    **dict.fromkeys(("push_to_hub", "push_private"), ("export",)),
+    **dict.fromkeys(("engine", "engine_python"), ("fit", "measure", "verify")),
+    **dict.fromkeys(("engine_url", "engine_plain_url", "engine_model", "engine_key_env", "engine_api"), ("measure",)),
+}
+HINTS = {
+    ("fit", "checkpoint"): "train.init=DIR starts from a checkpoint's weights, resume=DIR continues a run",
+    ("measure", "out"): "the report goes into output=DIR",
 }
 FREE = ("loss.mix", "deepspeed.extra", "launcher.slurm.extra")  # take keys of any name, which Hydra wants marked
 

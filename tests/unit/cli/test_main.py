@@ -39,6 +39,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 MISTAKES: list[tuple[list[str], str]] = [
+    (["measure", "out=x"], "measure does not read out: the report goes into output=DIR"),
+    (
+        ["fit", "recipe=medusa", "checkpoint=x"],
+        "fit does not read checkpoint: train.init=DIR starts from a checkpoint's weights",
+    ),
+    (["tune", "format=vllm"], "tune does not read format: it is of export; leave it out"),
     (["fot"], "unknown command 'fot'; did you mean fit?"),
     (["xyz"], "unknown command 'xyz'; use one of fit, measure, tune, generate, "),
     ([], "there is no command; use one of fit, measure, tune, generate, "),
@@ -213,10 +219,10 @@ def test_cli_quote_escapes_override_values(subtests: pytest.Subtests) -> None:
 
 
 def test_cli_paths_with_special_characters_reach_command(command: Command, runs: list[Any]) -> None:
-    assert command("fit", "data.path=/a b/x=1,2 (it's).jsonl", "checkpoint=a\\b=c", "resume=~/x") == 0
+    assert command("fit", "data.path=/a b/x=1,2 (it's).jsonl", "train.init=a\\b=c", "resume=~/x") == 0
     options = runs[0][0]
     assert options.data.path == "/a b/x=1,2 (it's).jsonl"
-    assert options.checkpoint == "a\\b=c"
+    assert options.train.init == "a\\b=c"
     assert options.resume == str(Path.home() / "x")
 
 
