@@ -42,7 +42,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["measure", "out=x"], "measure does not read out: the report goes into output=DIR"),
     (
         ["fit", "recipe=medusa", "checkpoint=x"],
-        "fit does not read checkpoint: train.init=DIR starts from a checkpoint's weights",
+        "fit does not read checkpoint: train.init=DIR starts from a",
     ),
     (["tune", "format=vllm"], "tune does not read format: it is of export; leave it out"),
     (["fot"], "unknown command 'fot'; did you mean fit?"),
