@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from drafttrain.decoding.guards.guard import Act, Guard, Watch
 
+CONTEXT = 5  # tokens of the prompt that a text's first token is decoded after
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -89,7 +91,7 @@ class Result:
         """End the text if it ends within its `new` last tokens. Gives how many of them stay."""
         tokens, before = self.tokens, len(self.tokens) - new
         ends = [(i + 1, "stop") for i in range(before, len(tokens)) if tokens[i] in request.stop_ids][:1]
-        if request.stop_text is not None and (end := request.stop_text.end(tokens, new)) is not None:
+        if request.stop_text is not None and (end := request.stop_text.end(request.prompt, tokens, new)) is not None:
             ends.append((end, "text"))
         if len(tokens) >= request.max_new_tokens:
             ends.append((request.max_new_tokens, "length"))
@@ -137,16 +139,23 @@ class StopText:
         if not self.strings or not all(self.strings):
             raise ValueError(f"stop strings are {list(self.strings)}; give at least one, none of them empty")
 
-    def end(self, tokens: list[int], new: int) -> int | None:
+    def end(self, prompt: Sequence[int], tokens: list[int], new: int) -> int | None:
         """How many tokens the text keeps, if one of its last `new` tokens completes a string; else None."""
         reach = 4 * max(map(len, self.strings)) + 4  # a character takes up to four byte tokens
-        if not self._within(tokens[max(0, len(tokens) - new - reach) :]):
+        if not self._within(prompt, tokens, max(0, len(tokens) - new - reach)):
             return None
         for end in range(len(tokens) - new + 1, len(tokens) + 1):
-            if self._within(tokens[max(0, end - 1 - reach) : end]):
+            if self._within(prompt, tokens[:end], max(0, end - 1 - reach)):
                 return end
         return None
 
-    def _within(self, tokens: list[int]) -> bool:
-        text = self.decode(tokens)
+    def _within(self, prompt: Sequence[int], tokens: list[int], start: int) -> bool:
+        """Whether a string is in the text of the tokens from `start` on.
+
+        Tokenizers of SentencePiece leave out the space of the first token that they decode. So the first token is decoded after
+        the prompt's last ones, whose own text does not count.
+        """
+        before = [] if start else list(prompt[-CONTEXT:])
+        text, known = self.decode(before + tokens[start:]), self.decode(before) if before else ""
+        text = text[len(known) :] if text.startswith(known) else self.decode(tokens[start:])
         return any(string in text for string in self.strings)

@@ -60,8 +60,8 @@ def generate(
             generation_config=settings,
             stopping_criteria=StoppingCriteriaList([stopwatch]),
         )
-    rows = zip(text_BT[:, longest:].tolist(), guards or [None] * len(prompts), strict=True)
-    outputs = [_cut(row, stop_ids, stop_text, guard) for row, guard in rows]
+    rows = zip(prompts, text_BT[:, longest:].tolist(), guards or [None] * len(prompts), strict=True)
+    outputs = [_cut(prompt, row, stop_ids, stop_text, guard) for prompt, row, guard in rows]
     ended = perf_counter()
     first = ended if stopwatch.first is None else stopwatch.first
     results = [
@@ -96,9 +96,11 @@ def _greedy(stop_ids: Collection[int], pad: int, decode: DecodeOptions) -> Gener
     )
 
 
-def _cut(tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None, guard: Guard | None) -> list[int]:
+def _cut(
+    prompt: Sequence[int], tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None, guard: Guard | None
+) -> list[int]:
     end = next((i + 1 for i, t in enumerate(tokens) if t in stop_ids), len(tokens))
-    text_end = stop_text.end(tokens, len(tokens)) if stop_text else None
+    text_end = stop_text.end(prompt, tokens, len(tokens)) if stop_text else None
     kept = tokens[: min(end, text_end or end)]
     act = Watch(guard).act(kept, len(kept)) if guard else None
     return kept[: act.kept] if act else kept

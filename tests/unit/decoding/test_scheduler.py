@@ -312,6 +312,19 @@ def test_stop_text_cuts_output_where_string_is_complete() -> None:
         StopText(("a", ""), str)
 
 
+def test_stop_text_has_space_of_first_token_and_nothing_of_prompt() -> None:
+    """As SentencePiece decodes: without the space of the first token."""
+    pieces = ["<s>", " Once", " upon", " a", "!"]
+
+    def decode(ids: list[int]) -> str:
+        return "".join(pieces[i] for i in ids).removeprefix(" ")
+
+    assert StopText((" upon",), decode).end([0, 1], [2], 1) == 1
+    assert StopText((" upon a",), decode).end([1], [2, 3, 4], 3) == 2
+    for string in (" Once", "Once upon", "e u"):
+        assert StopText((string,), decode).end([1], [2, 3], 2) is None, "a part of it is the prompt's"
+
+
 def test_repetition_penalty_and_min_new_tokens_equal_transformers() -> None:
     asked, stop = prompts(4, seed=8), frozenset(range(40))
     decoder = Decoder(FAST, drafter_of("random", [], TREE), "greedy", Sampling(repetition_penalty=1.7))
