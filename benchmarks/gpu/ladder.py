@@ -24,6 +24,7 @@ from benchmarks.gpu.suite import Job, RedError, SkipError
 from benchmarks.gpu.trace import busy
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.decoder import Decoded, Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
@@ -42,7 +43,7 @@ from tests.tiny import built
 
 EMBEDDED = "embedded"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SAMPLED = {"lossless": 0.8, "coupled": 0.9, "typical": 0.7, "threshold": 0.9}  # policies and the temperatures they run at
+SAMPLED = {name: 0.8 for name, policy in POLICIES.items() if policy.above_zero}  # policies and the temperatures they run at
 WATCHED = ("lossless", "typical", "threshold")  # policies that judge drafts by chance or by a threshold
 REHEARSED = 3  # drafters, plain decoding included, with more than greedy texts in a rehearsal
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]

@@ -11,7 +11,7 @@ import torch
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding import scheduler
+from drafttrain.decoding import acceptance, scheduler
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request, Result, StopText
 from drafttrain.decoding.scheduler import Session
@@ -32,7 +32,7 @@ __all__ = ["cpu_graphs"]
 TARGET = FastTarget(tiny_model())
 AHEAD = (None, "medusa", "eagle3", "draft_model", "suffix")  # the last has no captured steps
 ASKED = (None, "medusa", "eagle3", "dspark", "cascade")
-POLICIES = {"greedy": 0.0, "lossless": 0.8, "coupled": 0.9, "typical": 0.7, "threshold": 0.9}  # with its temperature
+POLICIES = {name: 0.8 if policy.above_zero else 0.0 for name, policy in acceptance.POLICIES.items()}  # with its temperature
 
 
 @pytest.fixture
