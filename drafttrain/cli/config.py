@@ -22,7 +22,7 @@ from drafttrain.cli.help import recipe_files
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import schemas
 from drafttrain.objective.options import MIX
-from drafttrain.runs.options import FREE, RunOptions, understood
+from drafttrain.runs.options import FREE, RENAMED, RunOptions, note_renamed, understood
 
 TARGETS = ("embedded", "hf")  # a recipe's sections: its settings for the small target of the package, and for any other
 
@@ -152,6 +152,11 @@ def _read_recipe(name: str, text: str) -> dict[str, Any]:
         raise UserError(f"recipe {name}, line {line}: {error.problem}; correct the YAML") from error
     if not isinstance(body, dict):
         raise UserError(f"recipe {name} is {type(body).__name__}, not a mapping; write key: value lines")
+    for part in (body, *(body[target] for target in TARGETS if isinstance(body.get(target), dict))):
+        for old, new in ((old.split("."), new.split(".")) for old, new in RENAMED.items()):
+            if isinstance(group := part.get(old[0]), dict) and old[1] in group:
+                group[new[1]] = group.pop(old[1])
+                note_renamed(".".join(old))
     return body
 
 

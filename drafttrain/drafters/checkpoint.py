@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import read_sealed_json, remove_directory, remove_leftovers, write_sealed_json
 from drafttrain.drafters import META, families
 from drafttrain.drafters.common.drafter_lora import merged
+from drafttrain.drafters.options import RENAMED
 from drafttrain.drafters.tuned_settings import tuned_settings, with_tuned
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.lora import LoraOptions, LoraSpec
@@ -235,7 +236,7 @@ def _checked(meta: CheckpointMeta) -> CheckpointMeta:
         if not isinstance(value := getattr(meta, name), kind):
             raise TypeError(f"{name} is {value!r:.60}")
     LoraOptions(**(meta.lora or {}))  # also for an unknown setting
-    return meta
+    return replace(meta, options={RENAMED.get(name, name): value for name, value in meta.options.items()})
 
 
 def check_target(directory: Path, trained: TargetRecord, target: Target) -> None:

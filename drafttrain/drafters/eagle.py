@@ -78,7 +78,7 @@ class Eagle(Recurrent):
             aux = options.feature_weight * apart_M.sum()
             if options.top_weight:
                 aux = aux + options.top_weight * self._top_loss(hidden_MH, wanted_MH)
-            yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, options.law_weight, aux=aux)
+            yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, options.distribution_weight, aux=aux)
 
     def _noisy(self, state_BTH: Tensor, batch: TrainBatch) -> Tensor:
         """Noise that is a function of the batch alone: the same in a run that was resumed."""

@@ -10,6 +10,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.lora import LoraSpec
 from drafttrain.model.shapes import LayerOptions
 
+RENAMED = {"law_weight": "distribution_weight"}  # options of earlier versions, which checkpoints have
+
 
 @dataclass
 class TreeOptions:
@@ -153,7 +155,7 @@ class EagleOptions(TreeOptions):
     steps: int = 1  # forwards of training: the first on the target's features, each further one on the drafter's own
     draft_length: int = 4
     bias: bool = True  # of fc, as officially; not every serving stack has a place for one (docs/export.md)
-    law_weight: float = 0.1  # of the divergence between the distributions
+    distribution_weight: float = 0.1  # of the divergence between the distributions
     feature_weight: float = 1.0  # of the smooth L1 distance between the features
     noise: float = 0.0  # uniform in +- noise * 512 / length, added to the target's features in training; officially 0.1
     top_weight: float = 0.0  # of a cross-entropy over the target's likeliest tokens alone (HASS: 1)

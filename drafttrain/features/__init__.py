@@ -41,8 +41,8 @@ class FeatureOptions:
     dir: str | None = None
     # of cached
     format: str = "bfloat16"  # of states: float32 | bfloat16 | float8 (e4m3, one scale a row)
-    law: str = "hidden"  # the target's distribution: its post-norm state (hidden), or its k largest log-probabilities (top_k)
-    k: int = 64  # of law=top_k: tokens stored per position
+    distribution: str = "hidden"  # the target's: its post-norm state (hidden), or its k largest log-probabilities (top_k)
+    k: int = 64  # of distribution=top_k: tokens stored per position
     verify: bool = True  # checks all shards' checksums before training; false: only their sizes
     confirm_above: float = 50.0  # GiB; writing more asks for confirmation
     yes: bool = False  # writes without asking
@@ -78,10 +78,10 @@ class FeatureOptions:
 
     def check(self, vocab_size: int) -> None:
         """Raise UserError for unknown values and for k outside the vocabulary."""
-        for name, choices in (("name", NAMES), ("format", FORMATS), ("law", DISTRIBUTIONS)):
+        for name, choices in (("name", NAMES), ("format", FORMATS), ("distribution", DISTRIBUTIONS)):
             if getattr(self, name) not in choices:
                 raise UserError(f"features.{name} is {getattr(self, name)!r}; choose {', '.join(choices)}")
-        if self.law == "top_k" and not 1 <= self.k < vocab_size:
+        if self.distribution == "top_k" and not 1 <= self.k < vocab_size:
             raise UserError(f"features.k is {self.k}, the target has {vocab_size} tokens; set it within 1..{vocab_size - 1}")
         if self.answers and self.name != "engine":
             raise UserError(f"features.answers needs an engine to write them, but features is {self.name}; set features=engine")

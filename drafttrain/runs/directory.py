@@ -18,7 +18,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text, new_directory, remove_abandoned
 from drafttrain.drafters.checkpoint import list_checkpoints, step_of
 from drafttrain.runs.environment import environment
-from drafttrain.runs.options import RunOptions
+from drafttrain.runs.options import RENAMED, RunOptions
 from drafttrain.runs.paths import dated_path
 from drafttrain.train.checkpoint_checksums import newest_valid
 from drafttrain.train.engine import World
@@ -136,7 +136,8 @@ def _other_settings(path: Path, state: dict[str, Any], options: RunOptions, reso
     if state["config_hash"] == config_hash(resolved):
         return []
     try:
-        old = _flat(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
+        saved = _flat(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
+        old = {RENAMED.get(key, key): value for key, value in saved.items()}
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return [f"{path / 'config.yaml'} cannot be read"]
     drafter = None if options.drafter is None else type(options.drafter)()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions, InspectOptions, PrepareOptions
+from drafttrain.drafters.options import RENAMED as RENAMED_OPTIONS
 from drafttrain.features import FeatureOptions
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
 from drafttrain.measure.compare import CompareOptions
@@ -126,6 +128,11 @@ class RunOptions:
     recipe: str | None = None
 
 
+def note_renamed(key: str) -> None:
+    """Say the new name of a key of an earlier version, which is read as that."""
+    print(f"note: {key} is called {RENAMED[key]} now", file=sys.stderr)
+
+
 def check_read(command: str, words: Sequence[str]) -> None:
     """Raise UserError for an override that this command would ignore."""
     for key in (word.partition("=")[0].lstrip("+") for word in words):
@@ -165,6 +172,11 @@ HINTS = {
     ("fit", "checkpoint"): "train.init=DIR starts from a checkpoint's weights, resume=DIR continues a run",
     ("measure", "out"): "the report goes into output=DIR",
 }
+# keys of earlier versions, by their whole names
+RENAMED = {
+    "features.law": "features.distribution",
+    **{f"drafter.{old}": f"drafter.{new}" for old, new in RENAMED_OPTIONS.items()},
+}
 FREE = ("loss.mix", "deepspeed.extra", "launcher.slurm.extra")  # take keys of any name, which Hydra wants marked
 
 
@@ -177,6 +189,10 @@ def understood(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for word in words:
         key, _, value = word.partition("=")
+        if (stem := key.lstrip("+~")) in RENAMED:
+            key = key.replace(stem, RENAMED[stem])
+            word = f"{key}={value}"
+            note_renamed(stem)
         is_path = key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value)))
         marked = f"++{word}" if key in FREE and value.startswith("{") else word
         found += ["target=hf", f"target.path={value}"] if is_path else [marked]

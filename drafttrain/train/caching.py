@@ -34,7 +34,7 @@ from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
 
 MIB, GIB = 2**20, 2**30
-WAYS_OUT = "set features.format=float8, features.law=top_k, data.limit or features.dir, or features=online"
+WAYS_OUT = "set features.format=float8, features.distribution=top_k, data.limit or features.dir, or features=online"
 
 
 def check_features(options: FeatureOptions, drafter: Drafter, train: TrainOptions, vocab_size: int) -> None:
@@ -52,8 +52,10 @@ def check_features(options: FeatureOptions, drafter: Drafter, train: TrainOption
         raise UserError(f"features={options.name} {kind} in advance, but {reason}; set features=online")
     if options.name == "engine":
         _check_engine(options, train)
-    elif options.law == "top_k" and drafter.taps.final:
-        raise UserError("features.law=top_k stores no final state, but this drafter reads it; set features.law=hidden")
+    elif options.distribution == "top_k" and drafter.taps.final:
+        raise UserError(
+            "features.distribution=top_k stores no final state, but this drafter reads it; set features.distribution=hidden"
+        )
 
 
 def _check_engine(options: FeatureOptions, train: TrainOptions) -> None:
@@ -96,7 +98,7 @@ class Caching:
         return Cached(store, target.device, target.dtype)
 
     def _store(self, rows: Sequence[Encoded]) -> FeatureStore:
-        target, sparse = self.loaded.target, self.options.law == "top_k"
+        target, sparse = self.loaded.target, self.options.distribution == "top_k"
         keys = (self.taps if sparse else self.taps | Taps(final=True)).keys
         form = FeatureFormat(keys, self.options.format, target.shape.hidden_size, self.options.k if sparse else 0)
         layout = ShardLayout.of((document for row in rows for document in row.documents), form.bytes)

@@ -135,15 +135,18 @@ def test_cached_states_float8_or_top_k_loss_stays_near_exact(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     exact = float((train("eagle3", loaded, data, world, tmp_path / "online", None) / "loss").read_text())
-    cases: tuple[tuple[dict[str, object], float], ...] = (({"format": "float8"}, 0.02), ({"law": "top_k", "k": 56}, 0.03))
+    cases: tuple[tuple[dict[str, object], float], ...] = (
+        ({"format": "float8"}, 0.02),
+        ({"distribution": "top_k", "k": 56}, 0.03),
+    )
     for options, error in cases:
         with subtests.test(options=options):
             folder = tmp_path / "-".join(options)
             features, said = cached("eagle3", loaded, data, world, folder / "features", **options)
-            assert ("top 56 tokens:" in said) == ("law" in options)
+            assert ("top 56 tokens:" in said) == ("distribution" in options)
             found = float((train("eagle3", loaded, data, world, folder / "run", features) / "loss").read_text())
             assert found == pytest.approx(exact, rel=error) and found != exact
-            assert found < exact or "law" not in options, "other tokens as one outcome: never a larger divergence"
+            assert found < exact or "distribution" not in options, "other tokens as one outcome: never a larger divergence"
 
 
 def test_cached_states_are_reused_and_damaged_shards_recomputed(
@@ -214,8 +217,8 @@ def test_check_features_unsupported_cached_options_are_refused(loaded: LoadedTar
     for drafter, features, train_options, says in [
         (lookup, options, OPTIONS, "this drafter trains nothing; set features=online"),
         (medusa, options, replace(OPTIONS, on_policy=0.5), "train.on_policy writes new replies"),
-        (medusa, replace(options, law="top_k", k=8), OPTIONS, "stores no final state, but this drafter reads it"),
-        (medusa, replace(options, law="top_k", k=64), OPTIONS, "features.k is 64, the target has 64 tokens"),
+        (medusa, replace(options, distribution="top_k", k=8), OPTIONS, "stores no final state, but this drafter reads it"),
+        (medusa, replace(options, distribution="top_k", k=64), OPTIONS, "features.k is 64, the target has 64 tokens"),
         (medusa, replace(options, format="int4"), OPTIONS, "features.format is 'int4'; choose float32, bfloat16, float8"),
         (medusa, FeatureOptions("offline"), OPTIONS, "features.name is 'offline'; choose online, cached"),
     ]:

@@ -32,8 +32,6 @@ AVOID = {
 PLURALS = {f"{word}s": word for word in AVOID if not word.endswith("s")}
 # Keys of the configuration and of files keep their names, and so do functions of libraries.
 KEPT = {
-    "law",  # features.law
-    "law_weight",  # drafter.law_weight
     "round",  # Python's and torch's function
     "RoundRobinTarget",
     "same_texts",  # of docs/engines.json

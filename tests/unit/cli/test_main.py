@@ -347,17 +347,27 @@ def test_family_options_are_defined_in_the_module_without_torch() -> None:
     assert {schema.__module__ for schema in schemas().values()} == {"drafttrain.drafters.options"}
 
 
+def test_cli_renamed_keys_are_read_with_a_note(command: Command, runs: list[Any], tmp_path: Path, capsys: Any) -> None:
+    assert command("fit", "recipe=eagle", "features.law=top_k", "drafter.law_weight=0.2") == 0
+    options = runs[0][0]
+    assert (options.features.distribution, options.drafter.distribution_weight) == ("top_k", 0.2)
+    note = "note: features.law is called features.distribution now\n"
+    assert capsys.readouterr().err == note + "note: drafter.law_weight is called drafter.distribution_weight now\n"
+
+
 # last: after the recipes of a folder all is registered again
 def test_cli_config_dir_recipes_and_groups_are_used(command: Command, runs: list[Any], tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "own" / "recipes").mkdir(parents=True)
     (tmp_path / "own" / "loss").mkdir()
     (tmp_path / "own" / "recipes" / "mine.yaml").write_text(
         "# my own run\n# @package _global_\ndefaults:\n  - override /drafter: eagle3\n  - override /loss: mine\nname: mine\n"
+        "features:\n  law: top_k\n"
     )
     (tmp_path / "own" / "loss" / "mine.yaml").write_text("# my loss\nname: ce\nchunk: 77\n")
     assert command("fit", "--config-dir", "own", "recipe=mine") == 0
     options = runs[0][0]
     assert (options.name, options.drafter.family, options.loss.chunk) == ("mine", "eagle3", 77)
+    assert options.features.distribution == "top_k", "it was renamed"
     assert command("--help", "--config-dir", "own") == 0
     shown = capsys.readouterr().out
     assert "my own run" in shown

@@ -109,6 +109,13 @@ def test_checkpoint_save_and_load_round_trip_keeps_weights_and_meta(saved: Path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in read_weights(saved).items())
 
 
+def test_read_meta_option_of_earlier_version_has_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(checkpoint.RENAMED, "breadth", "width")
+    path = write_checkpoint(tmp_path, state(), dataclasses.replace(META, options={"family": "toy", "breadth": 3}))
+    assert read_meta(path).options == {"family": "toy", "width": 3}
+    assert load_drafter(path, target())[0].state_dict().keys() == {"head.weight", "head.bias", "counts"}
+
+
 def test_load_drafter_places_weights_on_target_device(saved: Path) -> None:
     drafter, _ = load_drafter(saved, dataclasses.replace(target(), device=torch.device("meta")))
     assert all(tensor.is_meta for tensor in (*drafter.parameters(), *drafter.buffers()))

@@ -96,13 +96,14 @@ def test_run_directory_resume_says_what_it_does_beside_finished_run(tmp_path: Pa
 def test_run_directory_of_older_version_goes_on_where_new_settings_have_their_defaults(tmp_path: Path) -> None:
     said = list[str]()
     run = asked(tmp_path, "auto", 8, said)
-    old = {"name": "medusa", "train": {"steps": 8, "lr": 1e-3, "gone": True}}
+    old = {"name": "medusa", "train": {"steps": 8, "lr": 1e-3, "gone": True}, "features": {"law": "top_k"}}
     (run.path / "config.yaml").write_text(yaml.safe_dump(old))
     (run.path / "run.json").write_text(json.dumps({"config_hash": "of other settings", "finished": False}))
     train = TrainOptions(steps=8, lr=1e-3)
     for seed, same in ((train.seed, True), (train.seed + 1, False)):
         options = RunOptions(output=str(tmp_path), name="medusa", resume="auto", train=train)
-        resolved = {"name": "medusa", "train": {"steps": 8, "lr": 1e-3, "seed": seed}}
+        resolved: dict[str, Any] = {"name": "medusa", "train": {"steps": 8, "lr": 1e-3, "seed": seed}}
+        resolved["features"] = {"distribution": "top_k"}  # it was renamed
         found = RunDirectory.open(options, resolved, Alone(), said.append)  # type: ignore[arg-type]
         assert (found.path == run.path) == same
     assert f"no unfinished run of these settings (of {run.path}, train.seed was 0, is 1), so a new one begins" in said[-1]
