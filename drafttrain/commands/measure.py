@@ -15,6 +15,7 @@ from drafttrain.core.files import new_directory, remove_abandoned
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import named_prompts
 from drafttrain.drafters.checkpoint import read_meta
+from drafttrain.export.table import loads
 from drafttrain.measure import cells
 from drafttrain.measure.engine_report import engines_table
 from drafttrain.measure.flags import broken_guarantees
@@ -107,7 +108,8 @@ def measured(
     with progress_bars(console) as watch:
         body = measure_checkpoints(loaded, checkpoints, prompts, options.decode, options.measure, watch, held_out)
     record = read_meta(checkpoints[-1].path)
-    drafter = {"family": record.family, "parameters": body["checkpoints"][-1]["parameters"], "options": record.options}
+    parameters, stacks = body["checkpoints"][-1]["parameters"], loads(record.family)
+    drafter = {"family": record.family, "parameters": parameters, "options": record.options, "stacks": stacks}
     for entry in body["checkpoints"]:
         entry["training"] = training_cost(Path(entry["path"]))
     body["measure"]["prompts"] = named_prompts(options.prompts or options.measure.prompts)

@@ -61,7 +61,10 @@ def headline(report: Report) -> str:
     text = f"# {report['drafter'].get('family', 'Drafter')}: tau {cells.number(entry['tau'])}"
     if entry["speedup"] is not None:
         text += f", {cells.speedups(entry)} the speed of plain decoding"
-    text += f"\n\nBest checkpoint **{entry['name']}**: {cells.number(entry['tau'])} tokens per target forward"
+    text += f"\n\nBest checkpoint **{entry['name']}**"
+    if entry.get("proposal"):
+        text += f", which drafts as a {entry['proposal']}{', chosen for this machine' if entry.get('tuned') else ''}"
+    text += f": {cells.number(entry['tau'])} tokens per target forward"
     text += f" over {entry['prompts']} prompts (policy {entry['policy']}, temperature {entry['temperature']:g})"
     if entry["exact_matches"] is not None:
         whose = " of the adapted target" if entry.get("target_change") else ""

@@ -160,6 +160,7 @@ def page(report: dict[str, Any], metrics: Path | None) -> str:
         title=title,
         summary=f"{summary.replace('**', '')} drafttrain {drafttrain.__version__}.",
         cards=_cards(best_entry(report)),
+        steps=_next_steps(report),
         notes=[*flags, *engine_report.flags(report), *report["measure"]["notes"]],
         charts=CHARTS,
         tables=_tables(report),
@@ -169,7 +170,8 @@ def page(report: dict[str, Any], metrics: Path | None) -> str:
 
 def _cards(best: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(name, figure, explanation) of each headline figure."""
-    found = [("tau", cells.number(best["tau"]), f"expected {cells.expected(best)}")]
+    about = "tokens per pass of the target" if best["expected_tau"] is None else f"expected {cells.expected(best)}"
+    found = [("tau", cells.number(best["tau"]), about)]
     if best["speedup"] is not None:
         low, high = (cells.number(best[key]) for key in ("speedup_min", "speedup_max"))
         found.append(("speedup", f"{best['speedup']:.2f}x", f"repeats {low} to {high}, batch {best['batch_size']}"))
@@ -181,6 +183,15 @@ def _cards(best: dict[str, Any]) -> list[tuple[str, str, str]]:
     if best["floor_fraction"] is not None:
         found.append(("memory floor", cells.share(best["floor_fraction"]), "of a step: reading weights and cache once"))
     return found
+
+
+def _next_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """(purpose, command) of what comes next."""
+    checkpoint, target = best_entry(report)["path"], report["target"]
+    where = f"checkpoint={checkpoint}" + ("" if target.get("name") == "embedded" else f" target={target.get('path')}")
+    stacks = report["drafter"].get("stacks")
+    export = [(f"write it for {', '.join(stacks)}", f"drafttrain export {where} format=all out=DIR")] if stacks else []
+    return [*export, ("measure it on your prompts", f"drafttrain measure {where} prompts=FILE")]
 
 
 def _tables(report: dict[str, Any]) -> str:

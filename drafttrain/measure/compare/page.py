@@ -101,7 +101,7 @@ def scatter(marks: Sequence[dict[str, Any]], width: int, height: int) -> Scatter
     costs, speeds = [m["cost"] for m in marks], [x for m in marks for x in (m["low"], m["high"], 1.0)]
     place_x, x_ticks = _cost_axis(costs, LEFT + 2 * RADIUS, width - RIGHT - 2 * RADIUS)
     step = _nice((max(speeds) - min(speeds)) / 4 or 0.1)
-    low, high = step * math.floor(min(speeds) / step - 0.2), step * math.ceil(max(speeds) / step + 0.2)
+    low, high = step * max(0, math.floor(min(speeds) / step - 0.2)), step * math.ceil(max(speeds) / step + 0.2)
 
     def place_y(speed: float) -> float:
         return round(height - BOTTOM - (speed - low) / (high - low) * (height - BOTTOM - TOP), 1)
