@@ -136,7 +136,11 @@ class Session:
         return chunks
 
     def _launch(self, runner: GraphRunner, limit: int | None) -> list[Chunk]:
-        """Launch decode steps, then read those launched before."""
+        """Launch decode steps, then read those launched before.
+
+        So the device has work while the host reads. The price is that the host does not know yet how long the texts are that it
+        launches for, nor which of them have ended: it launches for the longest that they can be, and drops what comes too late.
+        """
         before, steps = self._in_flight, self.decoder.read_every or 1
         known = max(result.prompt_tokens + len(result.tokens) for _, result in self.active.values())
         unknown = steps + (before.steps if before else 0)
@@ -162,6 +166,8 @@ class Session:
             result.queued += made.seconds
 
     def _read(self, before: _InFlight) -> list[Chunk]:
+        # The host knows only when results came. The time between two of its readings is that of the steps in between; their
+        # parts are measured on the device, scaled down where they are more than that, and what is left is the host's.
         chunks, last_read = [], self._read_at
         found = before.launched.rows()
         self._read_at = perf_counter()

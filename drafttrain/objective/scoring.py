@@ -62,6 +62,9 @@ class Gradients:
     @torch.no_grad()
     def add(self, piece: Sequence[PredictionPart], input_CH: Tensor, logits: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Add the gradients, where the head made these logits of these predictions. grads: of the logits."""
+        # A head is mostly one linear map. Autograd would make a [V, H] gradient for each chunk and add it to the last one; here
+        # one is made and added to in place. Autograd's nodes can only be told by the names of their classes: one that a later
+        # torch calls otherwise takes the general way below, which costs memory and is never wrong.
         if len(logits) == 1 and _is_product(logits[0]):
             product: Any = logits[0].grad_fn
             self._add_product(product, grads[0])
@@ -291,7 +294,7 @@ class Scoring:
         with torch.no_grad():
             rows = target(joined_index([part.place_C for part in parts], label_C.device), first, logits_CD)
         own_CD = logits_CD.detach().requires_grad_(logits_CD.requires_grad)
-        inplace = type(logits_CD.grad_fn).__name__ in KEEP_NO_OUTPUT
+        inplace = type(logits_CD.grad_fn).__name__ in KEEP_NO_OUTPUT  # the loss's gradient may overwrite the logits
         weight_C = None if weights is None else joined([weights[part.step][part.row_C] for part in parts]).float()
         scored_C = scores_of(first, own_CD, rows, label_C, self.terms, self.end_to_end, inplace, weight_C)
         for own, whole_C in zip(zip(*(_fields(scores[part.step]) for part in parts), strict=True), scored_C, strict=True):

@@ -254,7 +254,11 @@ class TrainingEngine:
         return getattr(self._wrapped, "optimizer", self._wrapped)
 
     def _shards(self) -> list[ParameterShard]:
-        """This process's shard of each trained parameter, from DeepSpeed's maps of its flat partitions."""
+        """This process's shard of each trained parameter, from DeepSpeed's maps of its flat partitions.
+
+        The maps are private to DeepSpeed, which has no public way to say which elements of a parameter a process optimises. With
+        them a checkpoint is in elements, and can be read by any number of processes at any stage.
+        """
         parts = []
         for g, group in enumerate(self._groups):
             for i, (name, parameter) in enumerate(group):
