@@ -256,8 +256,8 @@ class TrainingEngine:
     def _shards(self) -> list[ParameterShard]:
         """This process's shard of each trained parameter, from DeepSpeed's maps of its flat partitions.
 
-        The maps are private to DeepSpeed, which has no public way to say which elements of a parameter a process optimises. With
-        them a checkpoint is in elements, and can be read by any number of processes at any stage.
+        The maps are private to DeepSpeed, which does not say publicly which elements of a parameter a process optimises. With
+        them a checkpoint is in elements, and any number of processes at any stage can read it.
         """
         parts = []
         for g, group in enumerate(self._groups):
