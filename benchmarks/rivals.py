@@ -320,7 +320,7 @@ class Rival:
     def options(self, options: Any) -> Any:
         """The recipe's options, with those of the rival's drafter."""
         config = self.model.config
-        changed = {"taps": self.blocks}
+        changed = {"target_layer_ids": self.blocks}
         if self.recipe in SHIFTED:
             changed |= {"fc_norm": config.fc_norm, "norm_before_residual": config.norm_before_residual}
         if self.recipe == "eagle3":

@@ -38,7 +38,7 @@ PREPARING, LIMIT = 90.0, 90.0  # seconds: of all recipes' preparation; of a turn
 # changes to the recipes, which are made for a target of 192 hidden units, for one of 1,024 and some hundred steps
 RECIPES: dict[str, tuple[str, ...]] = {
     "medusa": ("train.lr=1.5e-3",),
-    "eagle3": ("train.lr=1.2e-3", "drafter.taps=null"),
+    "eagle3": ("train.lr=1.2e-3", "drafter.target_layer_ids=null"),
     "dflash": ("train.lr=1.5e-3", "drafter.block_size=8", "drafter.layers=3", "drafter.anchors=64"),
     "draft_model": ("train.lr=5e-4", "drafter.blocks=3"),
 }

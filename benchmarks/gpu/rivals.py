@@ -50,7 +50,7 @@ def measure(name: str, setting: Setting, machine: Machine) -> dict[str, Any]:
         blocks = target_of(setting.model, machine).shape.blocks
         more = {"draft_vocab": 80} if machine.rehearsal else {}
         # three blocks, as the rivals' modules want
-        training = Training(setting, machine, taps=[0, blocks // 2, blocks - 2], **more)
+        training = Training(setting, machine, target_layer_ids=[0, blocks // 2, blocks - 2], **more)
         batch = training.online.fill(training.rows(len(training.batch.token_BT)))
         training.drafter.prepare(partial(chosen, training, batch))
         config = (REHEARSED if machine.rehearsal else TIMED)[setting.model].to_dict()

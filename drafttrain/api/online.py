@@ -155,7 +155,7 @@ class OnlineDrafter:
         if blocks - 1 in self.taps.blocks:
             raise UserError(
                 f"the drafter reads block {blocks - 1}, whose output is in no output.hidden_states; leave states out, or set "
-                "drafter.taps to earlier blocks"
+                "drafter.target_layer_ids to earlier blocks"
             )
         return {block: hidden_states[block + 1] for block in self.taps.blocks} | {FINAL: hidden_states[-1]}
 

@@ -228,6 +228,11 @@ def read_meta(directory: Path) -> CheckpointMeta:
     raise UserError(f"{file}: schema_version {content['schema_version']} is newer than {SCHEMA_VERSION}; update drafttrain")
 
 
+def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, by their names of today."""
+    return {RENAMED.get(name, name): value for name, value in options.items()}
+
+
 def _checked(meta: CheckpointMeta) -> CheckpointMeta:
     """Raises TypeError for a field of another type than its own: a file changed by hand has no checksum."""
     kinds = {"family": str, "options": dict, "decode": dict, "step": int, "sha256": str}
@@ -236,7 +241,9 @@ def _checked(meta: CheckpointMeta) -> CheckpointMeta:
         if not isinstance(value := getattr(meta, name), kind):
             raise TypeError(f"{name} is {value!r:.60}")
     LoraOptions(**(meta.lora or {}))  # also for an unknown setting
-    return replace(meta, options={RENAMED.get(name, name): value for name, value in meta.options.items()})
+    given = meta.imported or {}
+    determined = {"determined": [RENAMED.get(name, name) for name in given["determined"]]} if "determined" in given else {}
+    return replace(meta, options=renamed(meta.options), imported=given | determined if given else meta.imported)
 
 
 def check_target(directory: Path, trained: TargetRecord, target: Target) -> None:

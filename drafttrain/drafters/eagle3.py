@@ -108,7 +108,7 @@ class Eagle3(FusedDrafter, Recurrent):
 
     def resolved_options(self) -> dict[str, Any]:
         own = LayerOptions.between(self.layer_shape, self._target.module.shape)
-        return {"taps": list(self.taps.blocks), "layer": asdict(own)}
+        return {"target_layer_ids": list(self.taps.blocks), "layer": asdict(own)}
 
     def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         return self.midlayer.enter(self.embed(token_BN, state_BNH), state_BNH, self.before)
@@ -135,18 +135,21 @@ def own_embedding(target: Target, shape: TargetShape) -> nn.Embedding:
 
 
 class Tapped(Protocol):
-    taps: list[int] | None
-    tap_rule: str
+    target_layer_ids: list[int] | None
+    target_layer_rule: str
 
 
 def taps_of(options: Tapped, blocks: int) -> list[int]:
-    return list(options.taps) if options.taps is not None else default_taps(blocks, options.tap_rule)
+    given = options.target_layer_ids
+    return default_taps(blocks, options.target_layer_rule) if given is None else list(given)
 
 
 def default_taps(blocks: int, rule: str = "official") -> list[int]:
     """Low, middle and high block outputs; shallow targets get what they have. Raises UserError for an unknown rule."""
     if rule not in ("official", "thirds", "auto"):
-        raise UserError(f"drafter.tap_rule is {rule!r}; choose official, thirds or auto, or give drafter.taps")
+        raise UserError(
+            f"drafter.target_layer_rule is {rule!r}; choose official, thirds or auto, or give drafter.target_layer_ids"
+        )
     official = sorted({min(1, blocks - 1), max(blocks // 2 - 1, 0), max(blocks - 4, 0)})
     if rule == "official" or (rule == "auto" and len(official) == 3):
         return official

@@ -10,7 +10,12 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.lora import LoraSpec
 from drafttrain.model.shapes import LayerOptions
 
-RENAMED = {"law_weight": "distribution_weight"}  # options of earlier versions, which checkpoints have
+# options of earlier versions, which checkpoints have
+RENAMED = {
+    "law_weight": "distribution_weight",
+    "taps": "target_layer_ids",
+    "tap_rule": "target_layer_rule",
+}
 
 
 @dataclass
@@ -27,14 +32,14 @@ class TreeOptions:
 class BlockOptions(TreeOptions):
     """The block, the weights of its slots in training, and the tree that is drafted."""
 
-    TAPS: ClassVar[int] = 5  # how many `taps=None` are, in a target that is deep enough
+    TAPS: ClassVar[int] = 5  # how many `target_layer_ids=None` are, in a target that is deep enough
 
     tree: str = "chain"
     width: int = 4  # as wide as a block of 16 can be
     block_size: int = 16  # slots, the anchor's included
     slots: str = "in_place"  # in_place: slot k predicts the token k after the anchor. shifted: the one k + 1 after it
     layers: int = 5
-    taps: list[int] | None = None  # block outputs, from 0; None: five, evenly from 1 to n - 3
+    target_layer_ids: list[int] | None = None  # block outputs, from 0; None: five, evenly from 1 to n - 3
     mask_token: int | None = None  # an id that the target embeds; None: the last one
     anchors: int = 512  # blocks of a sequence in one step at most
     causal: bool = False  # slots see no later slot of their block, in all layers
@@ -85,7 +90,7 @@ class DFlareOptions(BlockOptions):
 
     family: str = "dflare"
     layers: int = 7
-    taps: list[int] | None = None  # block outputs, from 0; None: nine, evenly from 1 to n - 3
+    target_layer_ids: list[int] | None = None  # block outputs, from 0; None: nine, evenly from 1 to n - 3
 
 
 @dataclass
@@ -171,9 +176,9 @@ class Eagle3Options(TreeOptions):
     tree: str = "chain"
     steps: int = 3  # of training-time test
     draft_length: int = 4
-    taps: list[int] | None = None  # three block outputs, from 0; None: by the rule
+    target_layer_ids: list[int] | None = None  # three block outputs, from 0; None: by the rule
     # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks. auto: official, three others below 7 blocks
-    tap_rule: str = "official"
+    target_layer_rule: str = "official"
     step_decay: float = 0.8  # step i (from 0) weighs step_decay ** i in the loss
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
     fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
@@ -304,9 +309,9 @@ class PEagleOptions(TreeOptions):
     width: int = 4
     draft_length: int = 8
     layers: int = 4
-    taps: list[int] | None = None  # three block outputs, from 0; None: by the rule
+    target_layer_ids: list[int] | None = None  # three block outputs, from 0; None: by the rule
     # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks. auto: official, three others below 7 blocks
-    tap_rule: str = "official"
+    target_layer_rule: str = "official"
     mask_token: int | None = None  # an id of the embedding; None: the last one
     retention: float = 0.8  # in training a share retention ** d of the anchors has a slot d
     least_retention: float = 0.2  # and no less than this

@@ -83,7 +83,7 @@ class PEagle(FusedDrafter):
 
     def resolved_options(self) -> dict[str, Any]:
         own = LayerOptions.between(self.layer_shape, self._target.module.shape)
-        return {"taps": list(self.taps.blocks), "mask_token": self.mask_token, "layer": asdict(own)}
+        return {"target_layer_ids": list(self.taps.blocks), "mask_token": self.mask_token, "layer": asdict(own)}
 
     @property
     def _slots(self) -> int:

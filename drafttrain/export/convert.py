@@ -16,7 +16,7 @@ from drafttrain import __version__
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, cache_home, remove_directory
 from drafttrain.drafters import families
-from drafttrain.drafters.checkpoint import META, CheckpointMeta, TargetRecord, build, read_meta, save_drafter
+from drafttrain.drafters.checkpoint import META, CheckpointMeta, TargetRecord, build, read_meta, renamed, save_drafter
 from drafttrain.export.drafter_adapter import check_merged
 from drafttrain.export.external import ExternalCheckpoint, check_unread, listed
 from drafttrain.export.format import ConvertedDrafter, Importer
@@ -59,7 +59,7 @@ def taken(row: Importer, found: ExternalCheckpoint, loaded: LoadedTarget) -> tup
     draft = _draft(row, found, loaded)
     record, determined = _record(found, row.family), dict(draft.options)
     known = {f.name for f in fields(families()[row.family].options)}
-    others = {key: value for key, value in record.get("options", {}).items() if key in known - DROPPED}
+    others = {key: value for key, value in renamed(record.get("options", {})).items() if key in known - DROPPED}
     options = asdict(families()[row.family].options(**(others | determined)))
     meta = CheckpointMeta(row.family, options, {}, TargetRecord.of(loaded), step=0)
     drafter = _built(found, meta, loaded)

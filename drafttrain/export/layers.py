@@ -41,7 +41,7 @@ def refuse_last_block(source: ExportSource, reads: Reads = NOTHING) -> str | Non
         return None
     return (
         f"it taps the target's last block, and {source.stack} is known to capture only the inputs of blocks; "
-        f"train with drafter.taps below {blocks - 1}"
+        f"train with drafter.target_layer_ids below {blocks - 1}"
     )
 
 

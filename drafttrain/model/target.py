@@ -34,7 +34,8 @@ class Taps:
         """Raise ValueError when a tap is outside a target of so many blocks."""
         if any(not 0 <= b < blocks for b in self.blocks):
             raise ValueError(
-                f"taps {list(self.blocks)} exceed the target's {blocks} blocks; set drafter.taps within 0..{blocks - 1}"
+                f"target layers {list(self.blocks)} exceed the target's {blocks} blocks; set drafter.target_layer_ids within "
+                f"0..{blocks - 1}"
             )
 
     def __or__(self, other: Taps) -> Taps:

@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "outputs" / "engines"  # kept, so that only the first time takes long
 FACTS = ROOT / "docs" / "engines.json"
 COMMON = ("measure.enabled=false", "logger=none")
-PLAIN = ("drafter.fc_norm=false", "drafter.norm_output=false", "drafter.tap_rule=official", "drafter.tree=chain")
+PLAIN = ("drafter.fc_norm=false", "drafter.norm_output=false", "drafter.target_layer_rule=official", "drafter.tree=chain")
 
 # by what a test calls them: the recipe, steps, and what differs from it
 DRAFTERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "eagle3.1": ("eagle3", 300, ("drafter.draft_vocab=512",)),
     "eagle3": ("eagle3", 300, (*PLAIN, "drafter.draft_vocab=512")),
     "eagle3, whole vocabulary": ("eagle3", 300, PLAIN),
-    "eagle3.1, other taps": ("eagle3", 200, ("drafter.draft_vocab=512", "drafter.tap_rule=official")),
+    "eagle3.1, other taps": ("eagle3", 200, ("drafter.draft_vocab=512", "drafter.target_layer_rule=official")),
     "eagle": ("eagle", 150, ()),
     "medusa": ("medusa", 150, ()),
     "dflash": ("dflash", 600, ()),
@@ -35,7 +35,7 @@ DRAFTERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "dflash2": ("dflash2", 600, ("drafter.candidates=12",)),  # llama.cpp takes k where k (k + 1) is at most the hidden size
     "draft_model": ("draft_model", 150, ()),
     "peagle": ("peagle", 400, ("drafter.tree=chain", "drafter.draft_vocab=512")),
-    "peagle, plain": ("peagle", 400, ("drafter.tree=chain", "drafter.fc_norm=false", "drafter.tap_rule=official")),
+    "peagle, plain": ("peagle", 400, ("drafter.tree=chain", "drafter.fc_norm=false", "drafter.target_layer_rule=official")),
     "pard": ("pard", 300, ("drafter.draft_length=4",)),
 }
 

@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "minimax_m2": {**EXPERTS, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
-PLAIN = ("drafter.fc_norm=false", "drafter.norm_output=false", "drafter.taps=[0,1,2]", "drafter.tree=chain")
+PLAIN = ("drafter.fc_norm=false", "drafter.norm_output=false", "drafter.target_layer_ids=[0,1,2]", "drafter.tree=chain")
 WIDTH = 96  # tokens of a row of the target's training
 QUIET = ("measure.enabled=false", "logger=none")
 

@@ -156,7 +156,7 @@ def test_fit_says_which_stacks_load_the_drafter_before_training(
 ) -> None:
     """The recipe's drafter is for all, one that reads the last block is not."""
     eagle3 = [word.replace("recipe=medusa", "recipe=eagle3") for word in arguments(material)]
-    last = (*eagle3, "drafter.taps=[0,1,3]", "export.stacks=[vllm,sglang]")
+    last = (*eagle3, "drafter.target_layer_ids=[0,1,3]", "export.stacks=[vllm,sglang]")
     refused(command, capsys, "export.stacks names sglang, which cannot load this drafter", *last)
     refused(command, capsys, "export.stacks names 'vlm'; choose of vllm, sglang", *eagle3, "export.stacks=[vlm]")
     assert command(*eagle3, "export.stacks=[vllm,openvino]") == 0

@@ -38,8 +38,8 @@ def prompts_in(folder: Path) -> Path:
     ("name", "recipe", "more"),
     [
         pytest.param("qwen2_5_vl", "medusa", (), marks=pytest.mark.grid),  # unit/export has the refusal of its export
-        ("qwen3_vl", "eagle3", ("features=cached", "drafter.taps=[0,1,2]")),
-        ("gemma3", "eagle3", ("data.pack=true", "data.max_length=64", "drafter.taps=[0,1,2]")),
+        ("qwen3_vl", "eagle3", ("features=cached", "drafter.target_layer_ids=[0,1,2]")),
+        ("gemma3", "eagle3", ("data.pack=true", "data.max_length=64", "drafter.target_layer_ids=[0,1,2]")),
         ("qwen3_vl", "dflash", ("drafter.layers=1", "drafter.block_size=4", "target.image_inputs=placeholder")),
     ],
 )

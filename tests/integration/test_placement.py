@@ -45,7 +45,7 @@ from tests.unit.targets.test_placement import packed_batch
 PLACEMENTS = ("replicated", "zero3", "tensor_parallel")
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {  # family, options, ZeRO stage of the drafter
     "heads": ("medusa", {"heads": 2, "paths": [[0], [1], [0, 0]]}, 0),
-    "unrolled": ("eagle3", {"taps": [0, 1, 3], "steps": 2, "draft_length": 2}, 3),
+    "unrolled": ("eagle3", {"target_layer_ids": [0, 1, 3], "steps": 2, "draft_length": 2}, 3),
     "model": ("draft_model", {"source": "scratch", "blocks": 2, "draft_length": 2}, 2),
 }
 TRAIN = TrainOptions(steps=3, global_batch=8, micro_batch=2, warmup=0.0, checkpoint_every=3)

@@ -89,7 +89,7 @@ def test_sglang_states_training_equals_training_on_local_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit in float32, one conversation a micro-batch, with two failures."""
-    monkeypatch.setitem(SHAPES["eagle3"], "taps", [0, 1, 2])  # few models give the last block's output
+    monkeypatch.setitem(SHAPES["eagle3"], "target_layer_ids", [0, 1, 2])  # few models give the last block's output
     faults, memory, blocks = {4: "status", 9: "nan"}, Memory(), build(name, loaded.target).taps.blocks
     compute, last = computed(loaded.target), loaded.target.shape.blocks - 1
     monkeypatch.setattr("drafttrain.train.engine_features.MooncakeStore", lambda settings: memory)
@@ -111,7 +111,7 @@ def test_sglang_states_training_equals_training_on_local_target(
 def test_sglang_states_over_mooncake_training_equals_local_target(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SHAPES["eagle3"], "taps", [0, 1, 2])
+    monkeypatch.setitem(SHAPES["eagle3"], "target_layer_ids", [0, 1, 2])
     master = Master(f"127.0.0.1:{free_port()}").start()
     try:
         client, blocks = connected(master.address, 64 << 20), build("eagle3", loaded.target).taps.blocks

@@ -136,7 +136,7 @@ def test_fit_zero_stage_losses_equal_one_process(recipe: str, stage: int, materi
 
 
 XPRESS = ("drafter.block_size=4", "loss.chunk=480")
-BLOCKS = ("train.optimizer=adamw", "drafter.taps=[0,1]", "drafter.anchors=64")
+BLOCKS = ("train.optimizer=adamw", "drafter.target_layer_ids=[0,1]", "drafter.anchors=64")
 UNLIKE = [  # in make test-slow: steps, a confidence beside them, a module of the target
     ("recipe=eagle3", "train.optimizer=adamw", "train.lr=5e-3"),
     ("recipe=dspark", *BLOCKS, "drafter.weights=dpace"),

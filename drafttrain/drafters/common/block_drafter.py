@@ -191,7 +191,7 @@ class BlockDrafter(DraftVocabulary):
 
     def resolved_options(self) -> dict[str, Any]:
         own = LayerOptions.between(self.layer_shape, self._target.module.shape)
-        return {"taps": list(self.shape.taps), "mask_token": self.shape.mask_token, "layer": asdict(own)}
+        return {"target_layer_ids": list(self.shape.taps), "mask_token": self.shape.mask_token, "layer": asdict(own)}
 
     def training_positions(self, length: int) -> int:
         return length + min(length, self.shape.anchors) * self.shape.size

@@ -29,7 +29,7 @@ class BlockShape:
         return BlockShape(
             options.block_size,
             options.layers,
-            spread_taps(target.blocks, options.TAPS) if options.taps is None else tuple(options.taps),
+            spread_taps(target.blocks, options.TAPS) if options.target_layer_ids is None else tuple(options.target_layer_ids),
             target.vocab_size - 1 if options.mask_token is None else options.mask_token,
             options.slots,
             options.anchors,
@@ -43,7 +43,7 @@ class BlockShape:
             raise UserError(f"drafter.block_size is {self.size}; choose 2..{MOST_NODES}")
         if self.layers < 1 or self.anchors < 1 or not self.taps:
             raise UserError(
-                f"drafter.layers is {self.layers}, drafter.anchors {self.anchors}, drafter.taps {list(self.taps)}; "
+                f"drafter.layers is {self.layers}, drafter.anchors {self.anchors}, drafter.target_layer_ids {list(self.taps)}; "
                 "each needs at least one"
             )
 

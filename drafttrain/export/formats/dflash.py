@@ -61,7 +61,7 @@ def refuse_sorted(source: ExportSource) -> str | None:
     """Why TensorRT-LLM, which sorts the layer ids, would join the states in another order; None where it does not."""
     if source.stack != "trtllm" or source.layer_inputs == sorted(source.layer_inputs):
         return None
-    return "its taps do not ascend, but TensorRT-LLM sorts them; train with ascending drafter.taps"
+    return "its taps do not ascend, but TensorRT-LLM sorts them; train with ascending drafter.target_layer_ids"
 
 
 def refuse_shifted(source: ExportSource) -> str | None:
@@ -86,7 +86,7 @@ def lmdeploy_refuse(source: ExportSource, reads: Reads) -> str | None:
     if kind != "qwen3":
         return f"LMDeploy captures no states of {kind} targets for this family, only of qwen3"
     if source.layer_inputs != sorted(source.layer_inputs):
-        return "its taps do not ascend, as LMDeploy requires; train with ascending drafter.taps"
+        return "its taps do not ascend, as LMDeploy requires; train with ascending drafter.target_layer_ids"
     return refuse(source, reads)
 
 
@@ -272,7 +272,7 @@ def speculators_options(
         "layer": own,
         **({} if own["sliding_window"] is None else {"causal_windows": not non_causal}),
         "layers": found.number("num_hidden_layers", INNER),
-        "taps": [k - 1 for k in layers],
+        "target_layer_ids": [k - 1 for k in layers],
         "mask_token": found.number("mask_token_id", least=0),
         "slots": "shifted" if given else "in_place",
     }
@@ -375,7 +375,7 @@ def _options(found: ExternalCheckpoint, layers: Mapping[str, Any], target: Targe
         "block_size": number_of(found, "block_size"),
         "layer": layer_options(found, layers, target, "qwen3"),
         "layers": found.number("num_hidden_layers"),
-        "taps": taps,
+        "target_layer_ids": taps,
         "mask_token": found.number("mask_token_id", *inside(found, "mask_token_id"), least=0),
     }
 

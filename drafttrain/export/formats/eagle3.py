@@ -59,9 +59,9 @@ def refuse(source: ExportSource, reads: Reads) -> str | None:
     if reason is not None:
         return reason
     if len(layers) != 3 and "other layers" not in reads:
-        return f"it taps {len(layers)} blocks, but {stack} takes exactly three; train with three drafter.taps"
+        return f"it taps {len(layers)} blocks, but {stack} takes exactly three; train with three drafter.target_layer_ids"
     if stack == "lmdeploy" and layers != [2, blocks // 2, blocks - 3]:
-        return "its taps are not the official ones, which lmdeploy requires; train with drafter.tap_rule=official"
+        return "its taps are not the official ones, which lmdeploy requires; train with drafter.target_layer_rule=official"
     if stack == "lmdeploy" and source.target_architecture != "LlamaForCausalLM":
         return f"lmdeploy captures no states of {source.target_architecture} targets for this family, only of LlamaForCausalLM"
     return None
@@ -252,7 +252,7 @@ def _shared_options(found: ExternalCheckpoint, inner: Mapping[str, Any], target:
     _check_module(found)
     same_size(found, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layers))
     return {
-        "taps": [k - 1 for k in layers],
+        "target_layer_ids": [k - 1 for k in layers],
         "draft_vocab": draft_vocab(found, target.shape.vocab_size),
         "fc_norm": _flag(found, "fc_norm", found.has("fc_norm.0.weight")),
         "norm_before_fc": _flag(found, "norm_before_fc", found.has("input_norm.weight")),

@@ -285,7 +285,7 @@ def read_eagle3(directory: Path, source: ExportSource) -> ReadBack:
             0, ids_D.clamp(0, shape.vocab_size - 1), True
         )
     options = {
-        "taps": _taps(file),
+        "target_layer_ids": _taps(file),
         "norm_before_residual": bool(file.own("norm_before_residual", "norm flags")),
         "draft_vocab": None if ids_D is None else len(ids_D),
     }
@@ -296,7 +296,7 @@ def read_block(directory: Path, source: ExportSource) -> ReadBack:
     """A block drafter in its file, with its head, if it has one."""
     file = _opened(directory, DRAFT, "dflash", source)
     options = {
-        "taps": _taps(file),
+        "target_layer_ids": _taps(file),
         "block_size": file.own("block_size", "block size"),
         "layers": file.own("block_count", "config"),
         "mask_token": file.get("tokenizer.ggml.mask_token_id", "mask token"),

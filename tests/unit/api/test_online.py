@@ -29,7 +29,7 @@ from tests.helpers import tiny_model
 
 FOLLOWERS: dict[str, list[str]] = {
     "medusa": ["drafter.heads=2", "drafter.init=share"],
-    "eagle3": ["drafter.draft_length=2", "drafter.steps=2", "drafter.tap_rule=official"],
+    "eagle3": ["drafter.draft_length=2", "drafter.steps=2", "drafter.target_layer_rule=official"],
     "dflash": ["drafter.block_size=4", "drafter.layers=1"],
     "draft_model": ["drafter.draft_length=2", "drafter.blocks=1"],
     "mtp": ["drafter.draft_length=2", "drafter.steps=2"],

@@ -42,7 +42,7 @@ INNERS: list[dict[str, Any]] = [
     LOOKUP,
     {"family": "prompt_lookup", "max_ngram": None, "draft_length": 12},
     {"family": "medusa", "heads": 3, "paths": [[0], [1], [0, 0], [0, 1]]},
-    {"family": "eagle3", "taps": [0, 1, 2], "draft_length": 2},
+    {"family": "eagle3", "target_layer_ids": [0, 1, 2], "draft_length": 2},
     {"family": "draft_model", "blocks": 1, "draft_length": 1},
     {"family": "cascade", "middle": {"family": "draft_model", "blocks": 2, "draft_length": 3}, "inner": LOOKUP},
     {"family": "cascade", "middle": {"family": "medusa", "heads": 2}, "inner": LOOKUP, "join": "merge"},

@@ -34,7 +34,7 @@ from drafttrain.model.shapes import TargetShape
 class ToyOptions:
     family: str = "toy"
     width: int = 3
-    taps: tuple[int, ...] = (1, 2)
+    target_layer_ids: tuple[int, ...] = (1, 2)
 
 
 class Toy(nn.Module):
@@ -42,7 +42,7 @@ class Toy(nn.Module):
 
     def __init__(self, options: ToyOptions) -> None:
         super().__init__()
-        assert isinstance(options.taps, tuple)
+        assert isinstance(options.target_layer_ids, tuple)
         self.head = nn.Linear(options.width, 2)
         self.register_buffer("counts", torch.zeros(4, dtype=torch.long))
         self.register_buffer("scratch", torch.zeros(4), persistent=False)
@@ -102,7 +102,9 @@ def test_checkpoint_save_and_load_round_trip_keeps_weights_and_meta(saved: Path)
     drafter, meta = load_drafter(saved, target())
     assert not drafter.training
     assert drafter.settings == {"paths": [[0], [0, 1]]}
-    assert dataclasses.replace(meta, sha256="") == dataclasses.replace(META, options={**META.options, "taps": [1, 2]})
+    assert dataclasses.replace(meta, sha256="") == dataclasses.replace(
+        META, options={**META.options, "target_layer_ids": [1, 2]}
+    )
     loaded = drafter.state_dict()
     assert loaded.keys() == {"head.weight", "head.bias", "counts"}
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())

@@ -20,7 +20,7 @@ from tests.helpers import drafted_and_predicted, prompts, tiny_target
 from tests.unit.drafters.test_dflash import naive, packed, slot_states
 from tests.unit.drafters.test_dspark import proposed, read
 
-SMALL: dict[str, Any] = {"block_size": 4, "layers": 3, "taps": [0, 1, 2], "mask_token": 9}
+SMALL: dict[str, Any] = {"block_size": 4, "layers": 3, "target_layer_ids": [0, 1, 2], "mask_token": 9}
 
 
 def built(target: HFTarget, **options: Any) -> DFlare:

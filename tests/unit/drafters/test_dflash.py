@@ -32,7 +32,7 @@ from drafttrain.targets.hf import HFTarget
 from tests.helpers import prompts, tiny_model, tiny_target
 
 LENGTHS = [[7, 9], [12], [3, 2, 8]]  # of the documents of each row
-SMALL: dict[str, Any] = {"block_size": 4, "layers": 2, "taps": [0, 2], "mask_token": 9}
+SMALL: dict[str, Any] = {"block_size": 4, "layers": 2, "target_layer_ids": [0, 2], "mask_token": 9}
 Contexts = Callable[[Any, list[Tensor]], list[Tensor]]  # (drafter, tapped states [N, H]) -> each layer's context [N, H]
 
 
@@ -293,7 +293,13 @@ def test_dflash_state_dict_has_official_names_and_spread_target_layers() -> None
 
 def test_dflash_invalid_block_options_are_refused(subtests: pytest.Subtests) -> None:
     target = tiny_target()
-    wrong: dict[str, list[Any]] = {"slots": ["both"], "block_size": [1, 257], "layers": [0], "taps": [[]], "mask_token": [64]}
+    wrong: dict[str, list[Any]] = {
+        "slots": ["both"],
+        "block_size": [1, 257],
+        "layers": [0],
+        "target_layer_ids": [[]],
+        "mask_token": [64],
+    }
     wrong |= {"anchors": [0], "weights": ["none"], "gamma": [0.0], "alpha": [0.0]}
     for name, value in ((name, value) for name, values in wrong.items() for value in values):
         with subtests.test(name=name, value=value), pytest.raises(UserError, match=r"drafter\."):

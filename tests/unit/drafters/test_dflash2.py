@@ -17,7 +17,7 @@ from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.unit.drafters.test_dspark import proposed, read
 
-SMALL: dict[str, Any] = {"block_size": 4, "layers": 2, "taps": [0, 2], "mask_token": 9}
+SMALL: dict[str, Any] = {"block_size": 4, "layers": 2, "target_layer_ids": [0, 2], "mask_token": 9}
 OWN: dict[str, Any] = {"rank": 8, "candidates": 6, "group": 8}
 
 

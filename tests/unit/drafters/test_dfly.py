@@ -18,7 +18,13 @@ from tests.helpers import tiny_target
 from tests.unit.drafters.test_dflash import naive, packed, slot_states
 from tests.unit.drafters.test_dspark import proposed, read
 
-SMALL: dict[str, Any] = {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 9, "hidden_correction_size": 12}
+SMALL: dict[str, Any] = {
+    "block_size": 4,
+    "layers": 2,
+    "target_layer_ids": [0, 1, 2],
+    "mask_token": 9,
+    "hidden_correction_size": 12,
+}
 
 
 def built(target: HFTarget, noise: float = 0.3, **options: Any) -> DFly:

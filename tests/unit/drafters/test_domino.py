@@ -22,7 +22,7 @@ STATE = 12
 
 def built(target: HFTarget, **options: Any) -> Domino:
     torch.manual_seed(1)
-    own = {"block_size": 4, "layers": 2, "taps": [0, 2], "rank": 8, "state": STATE}
+    own = {"block_size": 4, "layers": 2, "target_layer_ids": [0, 2], "rank": 8, "state": STATE}
     drafter = Domino(DominoOptions(**own | options), target)
     for parameter in drafter.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))

@@ -25,7 +25,7 @@ from tests.unit.drafters.test_dflash import slot_states
 
 def built(target: HFTarget, **options: Any) -> DSpark:
     torch.manual_seed(1)
-    drafter = DSpark(DSparkOptions(**{"block_size": 4, "layers": 2, "taps": [0, 2], "rank": 8} | options), target)
+    drafter = DSpark(DSparkOptions(**{"block_size": 4, "layers": 2, "target_layer_ids": [0, 2], "rank": 8} | options), target)
     for parameter in drafter.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))
     return drafter.eval().requires_grad_(False)

@@ -153,13 +153,13 @@ def token_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
 
 FAMILIES = [
     ("eagle", {}),
-    ("eagle3", {"taps": [0, 1, 3]}),
+    ("eagle3", {"target_layer_ids": [0, 1, 3]}),
     ("eagle3", {"draft_vocab": 40, "norm_output": True}),
     ("draft_model", {"blocks": 2}),
     ("medusa", {}),
     ("hydra", {"layers": 2}),
-    ("dflash", {"layers": 2, "taps": [0, 1, 3]}),
-    ("dflash", {"layers": 2, "taps": [0, 1, 3], "slots": "shifted"}),
+    ("dflash", {"layers": 2, "target_layer_ids": [0, 1, 3]}),
+    ("dflash", {"layers": 2, "target_layer_ids": [0, 1, 3], "slots": "shifted"}),
 ]
 
 

@@ -35,7 +35,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def drafter_of(**options: Any) -> Eagle3:
-    drafter = Eagle3(Eagle3Options(**{"taps": [0, 1, 3], **options}), tiny_target())
+    drafter = Eagle3(Eagle3Options(**{"target_layer_ids": [0, 1, 3], **options}), tiny_target())
     drafter.prepare(lambda: COUNTS)
     return shaken(drafter)  # type: ignore[return-value]
 
@@ -88,7 +88,7 @@ def test_default_taps_are_the_official_ones_or_three_without_the_last() -> None:
     assert all(default_taps(n, "auto") == default_taps(n) for n in range(7, 40))
     assert [default_taps(n, "auto") for n in (3, 4, 5, 6)] == [[0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 4]]
     assert default_taps(12, "thirds") == [3, 7, 11]
-    with pytest.raises(UserError, match=r"drafter\.tap_rule is 'last'; choose official, thirds or auto"):
+    with pytest.raises(UserError, match=r"drafter\.target_layer_rule is 'last'; choose official, thirds or auto"):
         default_taps(12, "last")
 
 
@@ -164,8 +164,8 @@ CHECKS = [
     contract.test_drafter_sampling_follows_target_distribution,
 ]
 FULL: list[dict[str, Any]] = [
-    {"taps": [0, 1, 3], "draft_vocab": 40, "norm_output": True, "fc_norm": True},
-    {"taps": [0, 1, 3], "draft_vocab": 50, "draft_length": 3, "tree": "dynamic", "width": 2, "nodes": 10},
+    {"target_layer_ids": [0, 1, 3], "draft_vocab": 40, "norm_output": True, "fc_norm": True},
+    {"target_layer_ids": [0, 1, 3], "draft_vocab": 50, "draft_length": 3, "tree": "dynamic", "width": 2, "nodes": 10},
 ]
 
 

@@ -19,7 +19,9 @@ from tests.unit.drafters.test_dynamic_tree import likeliest
 
 def built(target: HFTarget, **options: Any) -> JetSpec:
     torch.manual_seed(1)
-    drafter = JetSpec(JetSpecOptions(**{"block_size": 5, "layers": 2, "taps": [0, 2], "nodes": 7} | options), target)
+    drafter = JetSpec(
+        JetSpecOptions(**{"block_size": 5, "layers": 2, "target_layer_ids": [0, 2], "nodes": 7} | options), target
+    )
     for parameter in drafter.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))
     return drafter.eval().requires_grad_(False)

@@ -27,7 +27,7 @@ from tests.unit.drafters.test_dspark import proposed, read
 from tests.unit.drafters.test_dynamic_tree import likeliest, token_paths
 
 C, D, FACTORS, HEADS, SCALE = 4, 16, 12, 2, 5.0
-SMALL: dict[str, Any] = {"block_size": 5, "layers": 2, "taps": [0, 2], "mask_token": 9}
+SMALL: dict[str, Any] = {"block_size": 5, "layers": 2, "target_layer_ids": [0, 2], "mask_token": 9}
 OWN: dict[str, Any] = {"candidates": C, "hidden_size": D, "factor_dim": FACTORS, "heads": HEADS, "logit_scale": SCALE}
 Weights = dict[str, Tensor]
 

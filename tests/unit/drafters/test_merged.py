@@ -31,12 +31,15 @@ from tests.unit.objective.test_losses import one_document
 
 LOOKUP = {"family": "prompt_lookup", "draft_length": 9}
 MEDUSA = {"family": "medusa", "heads": 3, "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
-EAGLE3 = {"family": "eagle3", "taps": [0, 1, 2], "draft_length": 3, "tree": "dynamic", "width": 3, "nodes": 8}
+EAGLE3 = {"family": "eagle3", "target_layer_ids": [0, 1, 2], "draft_length": 3, "tree": "dynamic", "width": 3, "nodes": 8}
 DRAFT_MODEL = {"family": "draft_model", "blocks": 3, "draft_length": 3}
 PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (MEDUSA, LOOKUP),
     ({"family": "eagle", "steps": 3}, MEDUSA),
-    ({"family": "dflash", "block_size": 5, "layers": 1, "taps": [0, 3]}, {"family": "redrafter", "width": 3, "length": 3}),
+    (
+        {"family": "dflash", "block_size": 5, "layers": 1, "target_layer_ids": [0, 3]},
+        {"family": "redrafter", "width": 3, "length": 3},
+    ),
     (EAGLE3, LOOKUP),
     (DRAFT_MODEL, {"family": "hydra", "heads": 2, "layers": 1, "paths": [[0], [1], [0, 0], [1, 0]]}),
     (DRAFT_MODEL, {"family": "prompt_lookup", "draft_length": 12}),  # commits that the middle has no room for

@@ -22,7 +22,7 @@ from tests.helpers import tiny_target
 from tests.unit.drafters.test_dflash import packed, slot_states
 from tests.unit.drafters.test_dspark import proposed, read
 
-SMALL: dict[str, Any] = {"block_size": 5, "layers": 2, "taps": [0, 2], "mask_token": 9, "rank": 6, "mlp_hidden": 10}
+SMALL: dict[str, Any] = {"block_size": 5, "layers": 2, "target_layer_ids": [0, 2], "mask_token": 9, "rank": 6, "mlp_hidden": 10}
 
 
 def fresh(target: HFTarget, **options: Any) -> XPress:
@@ -221,7 +221,7 @@ class Products(TorchDispatchMode):
 def test_xpress_training_step_runs_target_head_once_per_slot(options: dict[str, Any], chunk: int) -> None:
     """Forward, and once for the gradient, whatever the number of losses; the target's states once for each position."""
     target = tiny_target()
-    drafter = fresh(target, taps=[0, 1, 2], **options).train()  # no matrix of its own has the head's shape
+    drafter = fresh(target, target_layer_ids=[0, 1, 2], **options).train()  # no matrix of its own has the head's shape
     batch = packed(target, drafter)  # type: ignore[arg-type]
     predictions = [p for p in drafter.predict(batch) if p.counted]
     blocks = len(torch.cat([p.source_M for p in predictions]).unique())

@@ -88,7 +88,7 @@ def test_export_command_scales_positions_of_trained_drafter(
     """Its golden drafts, which are those of the positions that it was trained with, are not the export's."""
     target, yarn = embedded(), {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
     monkeypatch.setattr(export, "load_target", lambda *_: target)
-    trained = checkpoint(tmp_path, "eagle3", target, taps=[0, 1])
+    trained = checkpoint(tmp_path, "eagle3", target, target_layer_ids=[0, 1])
     store(trained, made(Opened.of(trained, target), sequences_for(target)))
     asked = "export.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:32}"
     assert command("export", f"checkpoint={trained}", "format=vllm", "out=out", asked) == 0

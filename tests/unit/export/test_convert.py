@@ -89,9 +89,15 @@ READERS = {  # of layouts whose directories have all that a stack's reader asks 
     "lilicorr": lilicorr.reader("vllm"),
 }
 NETWORK = {
-    "eagle3": {"taps": [0, 1, 2], "draft_vocab": D, "fc_norm": False, "norm_output": False, "norm_before_residual": False},
-    "eagle3, speculators": {"taps": [0, 1, 2], "draft_vocab": D, "norm_before_residual": True},
-    "peagle": {"taps": [0, 1, 2], "layers": 3, "mask_token": 60, "draft_vocab": D, "fc_norm": False},
+    "eagle3": {
+        "target_layer_ids": [0, 1, 2],
+        "draft_vocab": D,
+        "fc_norm": False,
+        "norm_output": False,
+        "norm_before_residual": False,
+    },
+    "eagle3, speculators": {"target_layer_ids": [0, 1, 2], "draft_vocab": D, "norm_before_residual": True},
+    "peagle": {"target_layer_ids": [0, 1, 2], "layers": 3, "mask_token": 60, "draft_vocab": D, "fc_norm": False},
     "peagle, speculators": {"layers": 3, "mask_token": 60, "norm_before_residual": True},
     "pard": {"source": "hf", "mask_token": 60},
     "eagle": {"bias": True},
@@ -100,15 +106,15 @@ NETWORK = {
     "hydra": {"heads": 2, "layers": 2, "prefix_layer": False},
     "redrafter": {"layers": 2, "length": 4},
     "mlp_speculator": {"n_predict": 3, "inner_dim": 24, "tie_weights": False, "scale_input": True},
-    "dflash": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 63, "slots": "in_place"},
-    "dflash, DeepSpec": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 63, "slots": "shifted"},
-    "dspark": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 63, "slots": "shifted", "rank": 8},
+    "dflash": {"block_size": 4, "layers": 2, "target_layer_ids": [0, 1, 2], "mask_token": 63, "slots": "in_place"},
+    "dflash, DeepSpec": {"block_size": 4, "layers": 2, "target_layer_ids": [0, 1, 2], "mask_token": 63, "slots": "shifted"},
+    "dspark": {"block_size": 4, "layers": 2, "target_layer_ids": [0, 1, 2], "mask_token": 63, "slots": "shifted", "rank": 8},
     "dflash2": {"block_size": 4, "slots": "in_place", "rank": 8, "candidates": 6, "group": 16, "causal": False},
     "jetspec": {"block_size": 4, "slots": "in_place", "causal": True},
     "domino": {"block_size": 4, "slots": "in_place", "state": 12, "rank": 8, "causal": False},
-    "dspark, speculators": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "shifted", "rank": 8},
+    "dspark, speculators": {"block_size": 4, "layers": 2, "target_layer_ids": [0, 1, 2], "slots": "shifted", "rank": 8},
     "dflash2, speculators": {"block_size": 4, "layers": 2, "slots": "in_place", "rank": 8, "candidates": 6, "group": 16},
-    "xpress": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "in_place", "rank": 8, "mlp_hidden": 12},
+    "xpress": {"block_size": 4, "layers": 2, "target_layer_ids": [0, 1, 2], "slots": "in_place", "rank": 8, "mlp_hidden": 12},
     "lilicorr": {
         "block_size": 4,
         "layers": 2,
@@ -309,12 +315,12 @@ def test_import_eagle3_layer_ids_are_read_from_any_field(tmp_path: Path, subtest
         tensors["fc.weight"] = tensors["fc.weight"][:, : len(taps) * H].contiguous()
         with subtests.test(number=number):
             found, _ = imported(put(tmp_path / str(number), (config, tensors, file)))
-            assert found.meta.options["taps"] == taps
+            assert found.meta.options["target_layer_ids"] == taps
 
 
 def test_import_eagle3_missing_layer_ids_use_official_defaults(tmp_path: Path) -> None:
     folder = put(tmp_path / "hand", changed("eagle3", no_ids))
-    assert imported(folder, deep())[0].meta.options["taps"] == [1, 3, 4]
+    assert imported(folder, deep())[0].meta.options["target_layer_ids"] == [1, 3, 4]
     with pytest.raises(UserError, match=r"names no layer ids, and the usual ones are \[2, 2, 1\]; of a target of 4 blocks"):
         imported(folder)
 
@@ -450,7 +456,7 @@ def test_import_eagle3_of_deepspec_drafts_as_same_weights_of_speculators(tmp_pat
     other |= {"norm_before_residual": False, "draft_vocab_size": V}
     other["transformer_layer_config"] |= {"model_type": "qwen3"}
     two, _ = imported(put(tmp_path / "speculators", (other, tensors, file)))
-    assert one.meta.options["qk_norm"] and one.meta.options["taps"] == [0, 1, 2]
+    assert one.meta.options["qk_norm"] and one.meta.options["target_layer_ids"] == [0, 1, 2]
     assert (one.meta.options, one.meta.sha256) == (two.meta.options, two.meta.sha256)
     golden = made(two, TEXTS)
     reading = READERS["eagle3, speculators"](tmp_path / "speculators", target_parts(two), points_of(golden))
@@ -950,9 +956,10 @@ def test_check_start_mismatch_lists_options_in_hydra_syntax(tmp_path: Path) -> N
     scaled = changed("eagle3", lambda config, _: config.update(rope_scaling=dict(LINEAR), rope_theta=500.0))
     meta = imported(put(tmp_path / "hand", scaled))[0].meta
     plain = dataclasses.asdict(families()["eagle3"].options(draft_vocab=D))
-    words = "add drafter.layer.rope_theta=500.0 drafter.layer.rope_scaling='{rope_type:linear,factor:2.0}' drafter.taps=[0,1,2]"
+    words = "add drafter.layer.rope_theta=500.0 drafter.layer.rope_scaling='{rope_type:linear,factor:2.0}' "
+    words += "drafter.target_layer_ids=[0,1,2]"
     with pytest.raises(UserError, match=re.escape(words)):
-        check_start("hand", meta, plain, {"taps": [1, 2]})
+        check_start("hand", meta, plain, {"target_layer_ids": [1, 2]})
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}

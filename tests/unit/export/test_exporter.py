@@ -308,7 +308,7 @@ REFUSED = {  # by case and stack: what the message says
     "eagle3-normed": {
         "openvino": "trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it",
     },
-    "eagle3-last": {"sglang": "last block, and sglang .* train with drafter.taps below 3; vllm loads it unchanged"},
+    "eagle3-last": {"sglang": "last block, and sglang .* train with drafter.target_layer_ids below 3; vllm loads it unchanged"},
     "eagle3-two": {"openvino": "taps 2 blocks, but openvino takes exactly three"},
     "dflash-part": {
         "official": "it drafts a part of the vocabulary, which official does not read; .*vllm, sglang, speculators"
@@ -396,7 +396,7 @@ def test_export_table_has_row_for_each_family_and_stack() -> None:
 @pytest.mark.parametrize("stack", ["openvino", "lmdeploy"])
 def test_export_eagle3_whole_vocabulary_writes_d2t_for_mapping_stacks(stack: str, tmp_path: Path) -> None:
     """Without it optimum-intel leaves the buffer uninitialised: OpenVINO accepted 0.5 % of such drafts."""
-    whole, golden = opened(tmp_path, "eagle3-whole", deep(), taps=None)
+    whole, golden = opened(tmp_path, "eagle3-whole", deep(), target_layer_ids=None)
     written(whole, golden, stack, tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert not tensors["d2t"].any() and tensors["t2d"].all()
@@ -406,12 +406,12 @@ def test_export_eagle3_whole_vocabulary_writes_d2t_for_mapping_stacks(stack: str
 def test_export_lmdeploy_eagle3_accepts_default_layers_of_llama_only(tmp_path: Path) -> None:
     """Which it finds by itself; a target of six blocks or more has three of them."""
     target = deep()
-    found, golden = opened(tmp_path, "eagle3", target, taps=None)
+    found, golden = opened(tmp_path, "eagle3", target, target_layer_ids=None)
     assert found.drafter.taps.blocks == (1, 3, 4)
     for dtype in DTYPES:
         assert written(found, golden, "lmdeploy", tmp_path / dtype, dtype).written["lmdeploy"].gap < 0.5
     other = LoadedTarget(target.target, target.tokenizer, "deep", target.description | {"architecture": "Qwen3ForCausalLM"})
-    found, golden = opened(tmp_path / "other", "eagle3", other, taps=None)
+    found, golden = opened(tmp_path / "other", "eagle3", other, target_layer_ids=None)
     with pytest.raises(UserError, match="lmdeploy captures no states of Qwen3ForCausalLM targets for this family"):
         written(found, golden, "lmdeploy", tmp_path / "none")
 
@@ -424,7 +424,7 @@ def test_export_lmdeploy_dflash_accepts_ascending_layers_of_qwen3_only(tmp_path:
         ("llama", [0, 1, 2], "LMDeploy captures no states of llama targets"),
         ("qwen3", [1, 0, 2], "its taps do not ascend"),
     ):
-        found, golden = opened(tmp_path / target / str(taps[0]), "dflash", loaded(target), taps=taps)
+        found, golden = opened(tmp_path / target / str(taps[0]), "dflash", loaded(target), target_layer_ids=taps)
         with pytest.raises(UserError, match=says):
             written(found, golden, "lmdeploy", tmp_path / "none")
 
@@ -432,7 +432,7 @@ def test_export_lmdeploy_dflash_accepts_ascending_layers_of_qwen3_only(tmp_path:
 @pytest.mark.parametrize("family", ["dflash", "dspark"])
 def test_export_trtllm_unordered_target_layers_are_refused(family: str, tmp_path: Path) -> None:
     """It sorts the layer ids, and the states would be joined in another order than in training."""
-    found, golden = opened(tmp_path, family, taps=[1, 0, 2])
+    found, golden = opened(tmp_path, family, target_layer_ids=[1, 0, 2])
     with pytest.raises(UserError, match="its taps do not ascend, but TensorRT-LLM sorts them"):
         written(found, golden, "trtllm", tmp_path / "none")
     assert list(written(found, golden, "sglang", tmp_path / "out").written) == ["sglang"]

@@ -75,7 +75,7 @@ def most(work: Callable[[], Any]) -> int:
 FAST = ("medusa", "eagle3", "dspark", "draft_model")
 SLOW = ("mtp_native", "peagle", "pard", "uno")  # the other kinds of attention in training
 CASES = [pytest.param(name, SHAPES.get(name, {}), marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES]
-CASES += [("hydra", {"prefix_layer": True}), ("dflash", {"block_size": 4, "taps": [1], "weights": "dpace"})]
+CASES += [("hydra", {"prefix_layer": True}), ("dflash", {"block_size": 4, "target_layer_ids": [1], "weights": "dpace"})]
 
 
 @pytest.mark.sampled(name=(*FAST, *SLOW))

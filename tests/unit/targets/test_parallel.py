@@ -30,7 +30,7 @@ from tests.helpers import prompts, tiny_model, tiny_target
 
 LENGTHS = [[7, 9], [12], [3, 2, 8]]  # of the documents of each row
 SMALL: dict[str, dict[str, Any]] = {
-    "peagle": {"taps": [0, 2], "layers": 2, "draft_length": 4, "mask_token": 9},
+    "peagle": {"target_layer_ids": [0, 2], "layers": 2, "draft_length": 4, "mask_token": 9},
     "pard": {"blocks": 2, "draft_length": 4, "mask_token": 9},
 }
 NAMES = sorted(SMALL)
@@ -258,7 +258,7 @@ def test_parallel_drafter_state_dict_names_and_options_match_published() -> None
     names = set(drafter.state_dict())
     assert {"fc.weight", "mask.hidden", "embed_tokens.weight", "norm.weight", "lm_head.weight"} <= names
     assert drafter.layers[0].self_attn.q_proj.in_features == 64 and drafter.layers[1].self_attn.q_proj.in_features == 32
-    assert drafter.resolved_options() | {"layer": None} == {"taps": [0, 2], "mask_token": 9, "layer": None}
+    assert drafter.resolved_options() | {"layer": None} == {"target_layer_ids": [0, 2], "mask_token": 9, "layer": None}
     assert drafter.embed_tokens.weight.requires_grad and drafter.mask.hidden.shape == (1, 1, 64)
     assert built("pard", tiny_target(), mask_token=None).resolved_options() == {"mask_token": 63}
 

@@ -62,7 +62,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def open_case(case: str, target: str) -> tuple[Opened, Golden, LoadedTarget]:
         of = deep() if target == "deep" else loaded(target)
-        more: dict[str, Any] = {"taps": None} if target == "deep" else {}
+        more: dict[str, Any] = {"target_layer_ids": None} if target == "deep" else {}
         return *opened(tmp_path_factory.mktemp("run"), case, of, **more), of
 
     return open_case
