@@ -84,6 +84,9 @@ def main() -> NoReturn:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # while the final message was printed
         code = 130
+    except BrokenPipeError:  # as of `drafttrain --help | head`; Python would print a traceback when it closes the stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it would print tracebacks in exit handlers
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()  # Python would otherwise look for garbage in all modules before it ends, which takes a second
@@ -181,11 +184,14 @@ def quote(override: str, sweep: bool = False) -> str:
         return f"{key}={_quoted(text)}".replace("${", "\\${")  # texts have no interpolation
     if not equals or key.lstrip("+") not in PATH_KEYS or value[:1] in ("'", '"') or "${" in value:
         return override
+    if value[:1] + value[-1:] == "[]":  # several
+        inner = value[1:-1]
+        return override if sweep or "'" in inner or '"' in inner else f"{key}=[{','.join(map(_quote_path, inner.split(',')))}]"
     return f"{key}=" + ",".join(map(_quote_path, value.split(",") if sweep else [value]))
 
 
 def _quote_path(value: str) -> str:
-    path = os.path.expanduser(value)
+    path = os.path.expanduser(value.strip())
     return path if re.fullmatch(r"[\w./-]*", path) else _quoted(path)
 
 
@@ -243,12 +249,14 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
 
     for_slurm: gets what Slurm shall run, because the jobs of a sweep are submitted together.
     """
+    launcher = run.options.launcher
+    if launcher.name == "local" and launcher.role == "trainer":
+        import_module("drafttrain.runs.paths").check_paths(run.options)
     with _without_collection():
         function = getattr(import_module(f"drafttrain.commands.{command}"), command)
     if command == "doctor":
         function(Path(run.options.output))
         return []
-    launcher = run.options.launcher
     if launcher.name == "slurm":
         own = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
         for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*own, *run.overrides], run.options))

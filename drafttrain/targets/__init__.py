@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+
+from drafttrain.core.errors import UserError
 
 
 @dataclass
@@ -37,3 +40,12 @@ class TargetOptions:
         if self.expert_parallel != 1:
             return "target.expert_parallel", self.expert_parallel
         return "target.tensor_parallel", self.tensor_parallel
+
+
+def check_there(options: TargetOptions) -> None:
+    """Raise UserError for a path that does not exist, and that is no hub id."""
+    path = options.path
+    if options.name != "hf" or not path or os.path.exists(os.path.expanduser(path)):
+        return
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(f"target.path {path!r} does not exist; set it to a model directory or a hub id")

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from drafttrain.core.errors import UserError
 from drafttrain.core.hub_errors import hub_reason, without_token
 from drafttrain.model.shapes import TargetShape
-from drafttrain.targets import TargetOptions
+from drafttrain.targets import TargetOptions, check_there
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.expert_weights import load_share
 from drafttrain.targets.experts import ExpertTarget, whole_size
@@ -302,11 +302,9 @@ def path_of(options: TargetOptions) -> str:
         raise UserError(f"target.name is {options.name!r}; choose embedded or hf")
     if not options.path:
         raise UserError("target=hf needs target.path; set it to a model directory or a hub id")
+    check_there(options)
     path = Path(options.path).expanduser()
     if not path.exists():
-        looks_local = options.path.startswith((".", "/", "~")) or options.path.count("/") != 1
-        if looks_local:
-            raise UserError(f"target.path {options.path!r} does not exist; set it to a model directory or a hub id")
         return options.path
     if (path / ADAPTER).is_file() and not any((path / name).is_file() for name in MODEL):
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from drafttrain.cli import main as cli
 from drafttrain.commands import fit
 from drafttrain.core.errors import UserError
-from drafttrain.runs import environment
+from drafttrain.runs import environment, paths
 from drafttrain.runs.options import RunOptions
 from tests.runs import trained
 
@@ -25,7 +26,8 @@ Command = Callable[..., int]
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunOptions, dict[str, Any]]]:
-    """Every call of `fit`, which does nothing else."""
+    """Every call of `fit`, which does nothing else. Nothing needs to be where it is said to be."""
+    monkeypatch.setattr(paths, "check_paths", lambda options: None)
     calls: list[tuple[RunOptions, dict[str, Any]]] = []
     monkeypatch.setattr(fit, "fit", lambda options, resolved: calls.append((options, resolved)))
     return calls
@@ -201,6 +203,7 @@ def test_cli_loss_that_is_chosen_holds_against_the_recipe(command: Command, runs
     assert all(resolved["loss"]["mix"] == options.loss.mix for options, resolved in runs)
 
 
+PROMPTS = "measure.prompts=[mt_bench,gsm8k,humaneval:~/x]"
 QUOTED = [
     ("data.path=a/b.jsonl", False, "data.path=a/b.jsonl"),
     ("data.path=a=b, c.jsonl", False, "data.path='a=b, c.jsonl'"),
@@ -208,6 +211,8 @@ QUOTED = [
     ("data.path=a=1,b=2", True, "data.path='a=1','b=2'"),
     ("data.path='a=1'", False, "data.path='a=1'"),
     ("output=${name}/x", False, "output=${name}/x"),
+    ("measure.prompts=[mt_bench, humaneval:a b.jsonl]", False, "measure.prompts=[mt_bench,'humaneval:a b.jsonl']"),
+    ("measure.prompts=['a,b.jsonl',gsm8k]", False, "measure.prompts=['a,b.jsonl',gsm8k]"),
     ("train.betas=[0.9, 0.95]", False, "train.betas=[0.9, 0.95]"),
 ]
 
@@ -219,9 +224,10 @@ def test_cli_quote_escapes_override_values(subtests: pytest.Subtests) -> None:
 
 
 def test_cli_paths_with_special_characters_reach_command(command: Command, runs: list[Any]) -> None:
-    assert command("fit", "data.path=/a b/x=1,2 (it's).jsonl", "train.init=a\\b=c", "resume=~/x") == 0
+    assert command("fit", "data.path=a b/x=1,2 (it's).jsonl", "train.init=a\\b=c", "resume=~/x", PROMPTS) == 0
     options = runs[0][0]
-    assert options.data.path == "/a b/x=1,2 (it's).jsonl"
+    assert options.data.path == "a b/x=1,2 (it's).jsonl"
+    assert options.measure.prompts == ["mt_bench", "gsm8k", "humaneval:~/x"]
     assert options.train.init == "a\\b=c"
     assert options.resume == str(Path.home() / "x")
 
@@ -338,6 +344,27 @@ def test_cli_command_imports_only_needed_packages(command: list[str], unneeded: 
     )
     done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout[-500:]
+
+
+def test_cli_output_whose_reader_has_gone_ends_without_a_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "drafttrain", "--help"], stdout=write, stderr=subprocess.PIPE, timeout=300)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_cli_missing_path_is_said_before_torch_is_imported(command: Command, subtests: pytest.Subtests, capfd: Any) -> None:
+    for word, message in (
+        ("data.path=/no/data.jsonl", "/no/data.jsonl: expected a data file, got nothing there"),
+        ("target=./no", "target.path './no' does not exist; set it to a model directory or a hub id"),
+        ("prompts=~no.jsonl", "~no.jsonl: expected a data file, got nothing there"),
+        ("measure.prompts=[mt_bench,./no.jsonl]", "no.jsonl: expected a data file, got nothing there"),
+    ):
+        with subtests.test(word=word), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "drafttrain.commands.fit", None)  # an import would fail
+            assert command("fit", "recipe=medusa", word) == 2
+            assert capfd.readouterr().err.startswith(f"drafttrain: {message}")
 
 
 def test_family_options_are_defined_in_the_module_without_torch() -> None:
