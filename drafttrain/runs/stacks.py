@@ -45,7 +45,7 @@ def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, sa
 
 
 def plan(options: RunOptions, say: Callable[[str], None]) -> None:
-    """Print the same from the target's configuration alone. Its weights need not be there.
+    """Print the same from the target's configuration and tokenizer. Its weights are not read.
 
     Raises UserError as `check_stacks` does, and for a family that no stack loads.
     """
