@@ -6,7 +6,9 @@ the chain of exceptions.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
+from pathlib import Path
 
 ACCESS = "accept its terms or ask for access at"
 LOGIN = "hf auth login, or set HF_TOKEN"
@@ -42,9 +44,12 @@ def hub_reason(error: BaseException, name: str, kind: str = "model", revision: s
     transport = next((e for e in chain if _is_transport(e)), None)
     if transport is not None:
         what = " ".join(str(transport).split())[:SHOWN] or type(transport).__name__
+        folder = Path(name).parent
+        near = difflib.get_close_matches(Path(name).name, [p.name for p in folder.iterdir()], 1) if folder.is_dir() else []
+        meant = f"if it is a path, did you mean {folder / near[0]}? Else " if near else ""
         return (
-            f"the connection to {constants.ENDPOINT} failed ({what}); run the same command again, it keeps the files that are "
-            "complete"
+            f"the connection to {constants.ENDPOINT} failed ({what}); {meant}run the same command again, it keeps the files "
+            "that are complete"
         )
     return None
 

@@ -58,8 +58,9 @@ class Contamination:
             return None
         first = self.copies[0]
         return (
-            f"warning: {len(self.copies)} of {self.prompts} evaluation prompts are in the training data, {first.question_id} "
-            f"in {first.origin}; drafttrain inspect lists them, and results on them are too good"
+            f"warning: {len(self.copies)} of {self.prompts} evaluation prompts are in the training data, the first is "
+            f"prompt {first.question_id}, in {first.origin}; drafttrain inspect with the same prompts lists them, and results "
+            "on them are too good"
         )
 
 

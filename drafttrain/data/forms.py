@@ -131,12 +131,15 @@ def _recognised(origin: str, filled: dict[str, Any]) -> str:
     raise UserError(f"{origin}: expected {known}, got {keys_of(filled)}; rename the fields to one of these forms")
 
 
+ANSWER_IT = "add the reply, remove the record, or let the target answer all prompts: drafttrain prepare"
+
+
 def _check_replies(origin: str, filled: dict[str, Any], form: str, messages: list[dict[str, Any]]) -> None:
     """Raise UserError unless there is a reply to learn."""
     replies = [turn for turn in messages if turn["role"] == ASSISTANT]
     if not replies:
         got = " ".join(", ".join(turn["role"] for turn in messages)[:60].split()) or "no turn"
-        way_out = "write them with drafttrain prepare" if form in UNANSWERED else "add the reply, or remove the record"
+        way_out = "write them with drafttrain prepare" if form in UNANSWERED else ANSWER_IT
         raise UserError(f"{origin}: expected an assistant turn to learn from, got {got}; {way_out}")
     if not any(turn.get(LEARN, True) for turn in replies):
         raise UserError(

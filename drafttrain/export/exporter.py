@@ -152,7 +152,7 @@ def export(opened: Opened, golden: Golden, wanted: ExportSettings) -> Exported:
             written[stack] = check(folder, to, files, source, golden, expected)
             if wanted.with_target and stack == GGUF:
                 _write_gguf_target(folder, source, wanted)
-            _describe(folder, wanted.repository or str(place), to, source, written[stack])
+            _describe(folder, wanted.repository or str(place.absolute()), to, source, written[stack])
         if wanted.several:
             listed = {stack: row for stack, row in TABLE[family].items() if isinstance(row, str)} | refused
             _record(aside, {"version": __version__, "written": able, "refused": listed})

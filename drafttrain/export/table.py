@@ -117,7 +117,9 @@ def refuse_pictures(source: ExportSource) -> str | None:
 def serving_command(source: ExportSource, directory: str) -> str:
     """The command, or the lines of Python, that serve the target with the drafter in this directory."""
     row = row_of(source.opened.meta.family, source.stack)
-    drafts = source.drafter.draft_length
+    drafts, tuned = source.drafter.draft_length, source.drafter.proposal.preferred.draft_length
+    if tuned is not None and "block_size" not in source.options:  # stacks draft a chain; of a block they take the whole
+        drafts = min(drafts, tuned)
     return STACKS[source.stack].command(ServingCommand(source, directory, source.target_name, drafts, row.method, row.settings))
 
 

@@ -80,7 +80,8 @@ def lines_of(before: RunOptions, after: RunOptions, shape: TargetShape, conversa
             f"train.steps: {train.steps:,} in batches of {train.global_batch:,}, {passes} (in the recipe at most {usual})"
         )
     if was.lr != train.lr:
-        usual = f"{was.lr:g} from a hidden size of {was.lr_width:,} on, in batches of {was.global_batch:,}"
+        usual = f"{was.lr:g} from a hidden size of {was.lr_width:,} on"
+        usual += f", in batches of {was.global_batch:,}" if was.global_batch != train.global_batch else ""
         lines.append(f"train.lr: {train.lr:.2g} for a hidden size of {shape.hidden_size:,} (in the recipe {usual})")
     if getattr(before.drafter, "draft_vocab", None) != getattr(after.drafter, "draft_vocab", None):
         lines.append(f"drafter.draft_vocab: all {shape.vocab_size:,} tokens (in the recipe {before.drafter.draft_vocab:,})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord
 from drafttrain.export.exporter import planned
 from drafttrain.export.opened import Opened
-from drafttrain.export.serve import STACKS
+from drafttrain.export.serve import NO_LOADER, STACKS
 from drafttrain.export.table import load_it, loads, rows, stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.runs.options import RunOptions
@@ -58,4 +58,9 @@ def plan(options: RunOptions, say: Callable[[str], None]) -> None:
     say(f"drafter: {family}, for {architecture}, {target.shape.blocks} blocks ({loaded.path})")
     if not loads(family):
         raise UserError(f"no stack loads {family}: {next(iter(rows(family).values()))}")
-    check_stacks(options, loaded, drafter, say)
+    named = [] if options.format in (None, "all") else [options.format]
+    wanted = replace(options, export=replace(options.export, stacks=[*options.export.stacks, *named]))
+    check_stacks(wanted, loaded, drafter, say)
+    others = [stack for stack, row in rows(family).items() if row == NO_LOADER]
+    if others:
+        say(f"  not {', '.join(others)}: {NO_LOADER}")

@@ -110,7 +110,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> RunOptions:
 @pytest.mark.parametrize("stack", ["vllm", "sglang"])
 def test_readme_serve_commands_equal_export(stack: str, trained: RunOptions) -> None:
     """With the draft length of the recipe that README trains."""
-    drafter = SimpleNamespace(draft_length=trained.drafter.draft_length)
+    untuned = SimpleNamespace(preferred=SimpleNamespace(draft_length=None))
+    drafter = SimpleNamespace(draft_length=trained.drafter.draft_length, proposal=untuned)
     opened = SimpleNamespace(meta=SimpleNamespace(family=trained.drafter.family))
     source: Any = SimpleNamespace(opened=opened, drafter=drafter, stack=stack, target_name=trained.target.path)
     assert serving_command(cast(ExportSource, source), f"exported/{stack}") in shell(TEXTS["README.md"])

@@ -69,7 +69,7 @@ def test_contamination_searches_all_sources_and_reports_copies(tmp_path: Path) -
     sources = open_sources(DataOptions(mix=[SourceOptions(str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl")]))
     found = contamination(sources, [asked(FOX, name="fox"), asked("x " * 30, name="no")], 8, 0.5, 4)
     assert (found.searched, found.records, found.prompts) == (5, 12, 2), "4 of a, and the sound one of b"
-    assert "1 of 2 evaluation prompts are in the training data, fox" in str(found.line())
+    assert "1 of 2 evaluation prompts are in the training data, the first is prompt fox" in str(found.line())
     copy = f"{tmp_path / 'b.jsonl'}:2"
     assert found.summary["copies"][0]["origin"] == copy
     report = dict.fromkeys(COUNTS, 0) | {"path": "x", "sources": [], "supervised_fraction": 1, "lengths": [[1, 2]]}

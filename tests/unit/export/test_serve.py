@@ -24,7 +24,8 @@ EVERY = [(family, stack) for family in families() for stack in loads(family)]
 def source_of(family: str, stack: str, **shape: Any) -> ExportSource:
     """What the commands read of a source. shape: of the drafter's layers."""
     layers = LayerShape(64, 32, 4, 4, 2, 8, 48, 512, 1e4, 1e-5, **shape)
-    drafter = SimpleNamespace(draft_length=3, resolved_options=lambda: {"mask_token": 5})
+    proposal = SimpleNamespace(preferred=SimpleNamespace(draft_length=None))
+    drafter = SimpleNamespace(draft_length=3, proposal=proposal, resolved_options=lambda: {"mask_token": 5})
     options = {"block_size": 4, "slots": "in_place", "layers": 2}
     opened = SimpleNamespace(meta=SimpleNamespace(family=family))
     fields = {"stack": stack, "target_name": TARGET, "layer_inputs": [1, 2], "options": options, "layer_shape": layers}
@@ -54,6 +55,14 @@ def test_serve_command_quotes_directory_names(subtests: pytest.Subtests) -> None
             words |= {str(value) for held in objects for value in held.values()}
             given = {word for word in words if " " in word and not word.startswith("{")}
             assert given and all(word.startswith((DRAFTER, TARGET)) for word in given - {"0 1"}), said
+
+
+def test_serve_command_has_tuned_length_of_chain_and_whole_block() -> None:
+    source: Any = source_of("eagle3", "vllm")
+    source.drafter.proposal.preferred.draft_length = 1
+    assert "'num_speculative_tokens': 3" in serving_command(source, DRAFTER).replace('"', "'"), "the block's"
+    del source.options["block_size"]
+    assert "'num_speculative_tokens': 1" in serving_command(source, DRAFTER).replace('"', "'")
 
 
 def test_serve_command_mixed_windows_use_second_vllm_runner(subtests: pytest.Subtests) -> None:

@@ -38,7 +38,7 @@ def test_plan_without_weights_says_what_fit_says(names: tuple[str, ...], subtest
             check_stacks(options, loaded, built(options, loaded.target), by_fit.append)
             plan(options, planned.append)
             assert planned[0].startswith(f"drafter: {family}, for LlamaForCausalLM, 12 blocks")
-            assert planned[1:] == by_fit and by_fit
+            assert planned[1 : 1 + len(by_fit)] == by_fit and by_fit
 
 
 def test_plan_of_family_that_no_stack_loads_is_refused_with_reason() -> None:
@@ -49,5 +49,7 @@ def test_plan_of_family_that_no_stack_loads_is_refused_with_reason() -> None:
 def test_export_plan_flag_prints_plan_and_writes_nothing(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
     assert command("export", "--plan", "recipe=medusa", "out=exported") == 0
     assert "vllm, tgi load this drafter" in capfd.readouterr().out
+    assert command("export", "--plan", "recipe=medusa", "format=sglang") == 2
+    assert "medusa cannot be exported to sglang: it has no loader for this family" in capfd.readouterr().err
     for words in (["fit", "--plan", "recipe=medusa"], ["export", "--plan"]):
         assert command(*words) == 2 and "drafttrain export --plan recipe=NAME target=DIR" in capfd.readouterr().err
