@@ -40,7 +40,7 @@ def refuse_embedding(source: ExportSource, reads: Reads = NOTHING) -> str | None
 def refuse_bias(source: ExportSource, reads: Reads = NOTHING) -> str | None:
     """Why a drafter that uses the target's head cannot be exported; None where it can. reads: as for `refuse_embedding`."""
     bias = getattr(source.target.model.get_output_embeddings(), "bias", None)
-    if bias is None or not bool(bias.any()) or "target modules" in reads:
+    if bias is None or not (bias.is_meta or bool(bias.any())) or "target modules" in reads:
         return None
     return (
         f"the target's output matrix has a bias, which {source.stack} leaves out for drafters; choose a "

@@ -23,7 +23,7 @@ ATTENTION = "layers.0.self_attn.q_proj.weight"
 def refuse(source: ExportSource) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     bias = source.tensors.get("fc.bias")
-    if source.stack in ("vllm", "lmdeploy") and bias is not None and bool(bias.any()):
+    if source.stack in ("vllm", "lmdeploy") and bias is not None and not bias.is_meta and bool(bias.any()):
         return f"its fc has a trained bias, which {source.stack} cannot load; train with drafter.bias=false"
     own = str(source.opened.loaded.target.dtype).removeprefix("torch.")
     if source.stack == "lmdeploy" and source.dtype not in (own, "float32"):

@@ -31,7 +31,7 @@ def run_options(*words: str) -> RunOptions:
 def test_plan_without_weights_says_what_fit_says(names: tuple[str, ...], subtests: pytest.Subtests) -> None:
     """As a family's recipe makes the drafter for the embedded target."""
     loaded = load_target(run_options("recipe=medusa").target)
-    for family in filter(loads, names):
+    for family in (name for name in names if loads(name) and name != "mtp_native"):  # the embedded target has no such module
         with subtests.test(family=family):
             options, by_fit, planned = run_options(f"recipe={family}", "data.path=x"), list[str](), list[str]()
             torch.manual_seed(0)
