@@ -223,7 +223,7 @@ def options_of(output: Path, placement: str) -> RunOptions:
         train=TrainOptions(steps=2, global_batch=4, micro_batch=2, checkpoint_every=2),
         loss=LossOptions(chunk=64),
         decode=DecodeOptions(max_new_tokens=12, tree_nodes=3),
-        measure=MeasureOptions(limit=2, repeats=1, timed_prompts=1, batch_sizes=[1], untimed_batch=2),
+        measure=MeasureOptions(limit=2, repeats=1, timed_prompts=1, batch_sizes=[1], untimed_batch=2, tune=False),
         logger=LoggerOptions(name="none"),
         launcher=LauncherOptions(nproc=2),
         output=str(output),
