@@ -66,6 +66,7 @@ def work_in_process(
         _redirect(log_of(folder, rank))
     if int(start) and options.resume is None:
         options = replace(options, resume="auto")
+    made: object = None  # where it is interrupted together with all others
     try:
         made = work(options, resolved)
     except Interrupted as interrupted:
