@@ -8,6 +8,7 @@ import signal
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,6 +49,33 @@ def test_launcher_forwards_no_signal_of_a_forked_process(tmp_path: Path) -> None
         child.start()
         child.join()
     assert child.exitcode == -signal.SIGTERM and not (tmp_path / worker.SIGNALLED).exists()
+
+
+def is_interrupted(options: RunOptions, resolved: dict[str, Any]) -> None:
+    raise Interrupted("after step 3", together=True)
+
+
+def returns_path(options: RunOptions, resolved: dict[str, Any]) -> Path:
+    return Path("outputs/run")
+
+
+def test_worker_leaves_its_path_or_its_interruption_and_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interruption of all processes together is no failure of this one."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(worker, "outlive_signals", lambda launcher, folder: None)
+    for work, name, said in (
+        (returns_path, worker.MADE, "outputs/run"),
+        (is_interrupted, worker.INTERRUPTIONS, "after step 3"),
+    ):
+        folder = tmp_path / work.__name__
+        folder.mkdir()
+        run = (work, RunOptions(), {}, folder)
+        child = multiprocessing.get_context("fork").Process(target=worker.work_in_process, args=run)
+        child.start()
+        child.join()
+        (file,) = folder.glob(name)
+        assert child.exitcode == 0 and file.read_text(encoding="utf-8") == said
+        assert len(list(folder.glob(worker.ENDED))) == 1
 
 
 def import_for_long(told: Path, survived: Path) -> None:
