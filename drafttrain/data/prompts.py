@@ -45,7 +45,7 @@ def load_prompts(prompts: str | Sequence[str], limit: int | None = None) -> list
         raise UserError(
             f"the prompt limit must be at least 1, got {limit}; raise measure.limit, or leave it out to read everything"
         )
-    named = [prompts] if isinstance(prompts, str) else list(prompts)
+    named: list[Any] = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
     if not named or not all(isinstance(name, str) for name in named):
         raise UserError(f"measure.prompts is {prompts!r}; name embedded, a file, or one or more of {', '.join(SETS)}")
     return [prompt for name in named for prompt in _load(name, limit)]

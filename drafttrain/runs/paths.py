@@ -21,8 +21,8 @@ def check_paths(options: RunOptions) -> None:
     """Raise UserError for a path that is not there, before what reads it is imported. What may be of the hub is left alone."""
     check_there(options.target)
     prompts = options.prompts or options.measure.prompts
-    for name in (options.data.path, *([prompts] if isinstance(prompts, str) else prompts)):
-        if str(name).startswith(("/", "./", "../", "~")) and not has_magic(name):
+    for name in (options.data.path, *(prompts if isinstance(prompts, list) else [prompts])):
+        if isinstance(name, str) and name.startswith(("/", "./", "../", "~")) and not has_magic(name):
             path = Path(os.path.expanduser(name))
             if not path.exists():
                 check_file(path)

@@ -78,6 +78,12 @@ def test_load_prompts_missing_file_or_bad_limit_is_refused(tmp_path: Path) -> No
         load_prompts(str(tmp_path / "prompts.jsonl"), limit=0)
 
 
+@pytest.mark.parametrize("prompts", [3, None, [], [1, 2]])
+def test_load_prompts_what_names_none_is_refused(prompts: Any) -> None:
+    with pytest.raises(UserError, match=r"measure.prompts is .*; name embedded, a file, or one or more of"):
+        load_prompts(prompts)
+
+
 def test_encode_prompt_renders_turns_up_to_next_reply() -> None:
     chat, plain = word_tokenizer(TEMPLATE), word_tokenizer(None)
     assert chat.decode(encode_prompt(chat, ["a", "b"])) == "user a assistant"
