@@ -80,9 +80,10 @@ def show(
         why = f"measured under different conditions: {listed(different)}"
     keyed = [word for word in sys.argv[1:] if not word.startswith("runs=")]
     command = shlex.join(["drafttrain", "compare", *words, *keyed])
-    runs = list_runs(found.reports, found.unmeasured)
+    listing = bool(why or (out and found.together))
+    runs = list_runs(found.reports, found.unmeasured) if listing else []
     notes = [f"not ranked, because they were {why}; compare.mixed=true ranks them nevertheless"] if why and rows else []
-    files = [] if out is None or not (why or found.together) else write_list(out, runs, notes, command)
+    files = write_list(out, runs, notes, command) if out and listing else []
     if why:
         console.print(console_list(runs, f"{len(runs)} runs by {'speedup' if rows else EXPECTED}"))
         for note in notes:

@@ -61,7 +61,7 @@ def _measured(run: RunReport) -> ListedRun:
         Path(str(target.get("path") or target.get("name"))).name,
         entry["step"],
         cells.expected(entry),
-        (entry["speedup"] or 0.0, entry["expected_tau"] or 0.0),
+        (entry["speedup"] or 0.0, entry.get("expected_tau") or 0.0),
         (
             cells.number(entry["tau"]),
             cells.speedups(entry),
