@@ -19,9 +19,8 @@ from drafttrain.core.files import atomic_write_text, new_file
 from drafttrain.data import InspectOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.contamination import Copy, copies
-from drafttrain.data.dataset import encoder_of
+from drafttrain.data.dataset import encoder_of, tokenising
 from drafttrain.data.pictures import sources_of
-from drafttrain.data.progress import bar
 from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, Faults, read_usable
@@ -117,7 +116,7 @@ def _statistics(
     statistics, most = Statistics(), max(options.inspect.page_samples, options.inspect.samples)
     kept: dict[int, Encoded | None] = dict.fromkeys(chosen(len(conversations), most, options.data.seed))
     encode = encoder_of(options.data, tokenizer, _images(options, conversations, tokenizer))
-    with bar("tokenising", len(conversations), shown=True) as advance:
+    with tokenising(len(conversations)) as advance:
         for i, conversation in enumerate(conversations):
             advance(1)
             try:

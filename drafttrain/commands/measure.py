@@ -12,6 +12,7 @@ from rich.text import Text
 
 from drafttrain.core.errors import OutputError, UserError
 from drafttrain.core.files import new_directory, remove_abandoned
+from drafttrain.core.progress import stages
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import named_prompts
 from drafttrain.drafters.checkpoint import read_meta
@@ -29,7 +30,6 @@ from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
-from drafttrain.runs.progress import progress_bars
 from drafttrain.runs.serving_engines import EngineChoice, EngineExport, exports, measure_engines
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train.checkpoint_manager import PROGRESS, Progress
@@ -105,7 +105,7 @@ def measured(
     `report_of`.
     """
     prompts = measurement_prompts(options)
-    with progress_bars(console) as watch:
+    with stages(console) as watch:
         body = measure_checkpoints(loaded, checkpoints, prompts, options.decode, options.measure, watch, held_out)
     record = read_meta(checkpoints[-1].path)
     parameters, stacks = body["checkpoints"][-1]["parameters"], loads(record.family)

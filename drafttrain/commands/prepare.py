@@ -16,6 +16,7 @@ from torch import distributed
 
 import drafttrain
 from drafttrain.core.errors import Interrupted, UserError, check_at_least
+from drafttrain.core.progress import stages
 from drafttrain.data import PrepareOptions
 from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, PromptScripts, jobs_of, read_scripts
 from drafttrain.data.journal import Journal, check_settings, scan
@@ -28,7 +29,6 @@ from drafttrain.runs.answerers import decoder_answerer, sampling_at, server_answ
 from drafttrain.runs.console import print_line
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions, target_arguments
-from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.parallel import Part, end_at_exit, meeting
 from drafttrain.train.interrupt import Interrupt
 
@@ -82,7 +82,7 @@ def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Shar
     if found.damaged:
         damaged = f"{len(found.damaged):,} damaged lines are ignored and their texts written again"
         print_line(console, f"{damaged}: {found.damaged[0]}")
-    with progress_bars(console) as watch, _writing(folder, share.rank, first or part is None) as write:
+    with stages(console) as watch, _writing(folder, share.rank, first or part is None) as write:
         progress = _Progress(write, options.prepare.failures, len(own), len(own) - len(left), watch)
         try:
             answerer.answer(left, progress.finished, progress.tick)

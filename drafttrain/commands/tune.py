@@ -15,6 +15,7 @@ from rich.console import Console
 
 from drafttrain.core.errors import UserError, check_at_least
 from drafttrain.core.files import atomic_write_json, new_directory
+from drafttrain.core.progress import stages
 from drafttrain.data.chat import Encoded
 from drafttrain.drafters.checkpoint import load_checkpoint, read_meta
 from drafttrain.drafters.tuned_settings import TUNED, keep_tuned
@@ -31,7 +32,6 @@ from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
-from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.load import LoadedTarget, load_target
 
 CHOOSING, LEAST_CHOOSING = 32, 8  # held-out conversations that a run's proposal is chosen on; at least, where time is short
@@ -115,7 +115,7 @@ def _searched(
 ) -> dict[str, Any]:
     """The result of `search` for this checkpoint, with what it depends on."""
     record, restored = read_meta(directory), load_checkpoint(directory, loaded)
-    with progress_bars(console) as watch:
+    with stages(console) as watch:
         measure = MeasureOptions(minutes=tune.minutes, repeats=tune.repeats)
         budget = Budget(60 * tune.minutes, LEAST_PROMPTS if deciding else LEAST_CHOOSING)
         bench = Bench(restored.loaded, decode, measure, budget, watch)

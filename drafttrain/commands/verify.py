@@ -13,6 +13,7 @@ from rich.table import Table
 from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, new_directory
+from drafttrain.core.progress import counting
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
 from drafttrain.export.drafter_adapter import check_merged
@@ -60,11 +61,15 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
         drafter = chain_drafter(opened, length, export.record["dtype"])
         cases, left_out = cases_of(options, opened.loaded, length, console)
         ids, names = [case.tokens for case in cases], [case.question_id for case in cases]
-        with console.status(f"{ENGINES[export.engine].label}: {len(ids)} prompts, chains of {length}"):
+        print_line(console, f"{ENGINES[export.engine].label}: {len(ids)} prompts, chains of {length}, after it has loaded")
+        with console.status("waiting for the engine"):
             outcome = run(export.engine, export.python, job_of(export, opened, ids, ending, length))
         own = opened.loaded.target
-        with console.status("our own decoder"):
-            sequences: list[DecodedSequence] = [decoded(own, drafter, prompt, ending, length, outcome.begins) for prompt in ids]
+        sequences: list[DecodedSequence] = []
+        with counting(console, "our own decoder", len(ids)) as advance:
+            for prompt in ids:
+                sequences.append(decoded(own, drafter, prompt, ending, length, outcome.begins))
+                advance(1)
             found = engine_check(outcome, names, plain(own, ids, ending), sequences, ending, length)
     about = {key: export.record[key] for key in RECORDED} | found.as_json() | {"left_out": left_out}
     base = dated_path(options.output, "verify")

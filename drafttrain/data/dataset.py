@@ -7,21 +7,23 @@ takes its own rows from it. Shapes: B sequences, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.progress import counting
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.order import Mixture, Order, SingleRows, generator
 from drafttrain.data.packing import Packed, pack
 from drafttrain.data.pool import Conversations, PoolRows, Workers
-from drafttrain.data.progress import bar
 from drafttrain.data.records import Records
 from drafttrain.data.sources import Faults, Source, cache_folder, open_sources
 from drafttrain.data.summary import summarise
@@ -36,6 +38,7 @@ T = TypeVar("T")
 LARGE = 8192  # records; larger data is prepared by several processes while training runs
 FIRST = 2048  # records that training waits for, in addition to the held-out ones
 HELD_OUT, SHARE = 64, 8  # without data.held_out one conversation of SHARE is held out, HELD_OUT at most
+BAR_FROM = 2000  # conversations; fewer need no progress bar
 COUNTED = 1024  # rows whose tokens are counted in one call
 
 
@@ -130,12 +133,18 @@ def encoder_of(
     return Encoder(tokenizer, options.max_length, template, images, vocab_size)
 
 
+def tokenising(total: int) -> AbstractContextManager[Callable[[float], None]]:
+    """Progress of tokenising so many conversations, on stderr; a few need none."""
+    return counting(Console(stderr=True) if total >= BAR_FROM else None, "tokenising", total)
+
+
 def _dataset(options: DataOptions, conversations: Conversations, progress: bool) -> Dataset:
     count, waits = conversations.count, options.pack or conversations.workers.folder is None
     apart = min(HELD_OUT, max(1, count // SHARE), count - 1) if options.held_out is None else options.held_out
     if not waits and count <= apart:
         raise _none_left(conversations, count, apart)
-    with bar("tokenising", conversations.missing if waits else min(conversations.missing, apart + FIRST), progress) as advance:
+    missing = conversations.missing if waits else min(conversations.missing, apart + FIRST)
+    with tokenising(missing if progress else 0) as advance:
         if waits:
             conversations.wait(np.arange(count), advance)
         held_out_numbers = _held_out_numbers(options, conversations, apart, advance)

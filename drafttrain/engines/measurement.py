@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from drafttrain.core.progress import Watch
 from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs
 from drafttrain.engines.answers import TimedEngine, WaveOutputs
 from drafttrain.measure.acceptance import Interval, chain_alphas
-from drafttrain.measure.bench import BASELINE, Watch
+from drafttrain.measure.bench import BASELINE
 from drafttrain.measure.cases import waves
 from drafttrain.measure.entry import speed_keys
 from drafttrain.measure.expected import FLAGGED_GAP, gap

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
+from drafttrain.core.progress import Watch
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoded, Decoder
 from drafttrain.decoding.request import Result
@@ -20,8 +21,6 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.parallel import Part
 from drafttrain.targets.quantised import rounded_to
-
-Watch = Callable[[str, int, int, int], None]  # stage, waves done, waves in all, tokens this time
 
 BASELINE, REFERENCE = "baseline", "transformers"
 

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from drafttrain.core.errors import UserError, check_at_least
+from drafttrain.core.progress import Watch
 from drafttrain.data.chat import Encoded
 from drafttrain.data.documents import read_documents
 from drafttrain.data.prompts import Prompt
@@ -16,7 +17,7 @@ from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.request import Result
 from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_meta
 from drafttrain.measure import DecodeOptions, MeasureOptions
-from drafttrain.measure.bench import Bench, Watch
+from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case, encode_cases, follow_ups, left_out_notes
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
+from drafttrain.core.progress import Watch, stages
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import Prompt, encode_prompt
 from drafttrain.data.server import base_of
@@ -30,14 +31,13 @@ from drafttrain.export.exporter import GGUF, TARGET, ExportSettings, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads, stacks_for
-from drafttrain.measure.bench import BASELINE, Watch
+from drafttrain.measure.bench import BASELINE
 from drafttrain.measure.cases import encode_cases, left_out_notes
 from drafttrain.measure.entry import prompt_digest
 from drafttrain.measure.flags import best_entry
 from drafttrain.measure.report import Report
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import weights_of
 
@@ -153,7 +153,7 @@ def measure_engines(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The report's `engines`. An engine that fails has the reason in `error` and no figures."""
     entries = []
-    with progress_bars(console) as watch:
+    with stages(console) as watch:
         watch("our chains", 0, 1, 0)
         inputs = _inputs(choice, report, directory, loaded, options)
         inputs.here("plain")

@@ -15,6 +15,7 @@ import torch
 from rich.prompt import Confirm
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.progress import counting
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
@@ -112,8 +113,9 @@ class Caching:
     def _missing(self, store: FeatureStore, world: World, console: Console) -> list[int]:
         """Numbers of the shards that are missing or damaged. Every process checks its share."""
         flag_S = torch.zeros(len(store.numbers), dtype=torch.long, device=self.loaded.target.device)
-        bar = console if store.folder.exists() and store.bytes(store.numbers) > GIB else Console(None)
-        with bar.counting("checking features", store.bytes(store.numbers) / MIB, "MiB/s") as advance:
+        size = store.bytes(store.numbers)
+        shown = console.rich if store.folder.exists() and size > GIB else None
+        with counting(shown, "checking features", round(size / MIB), "MiB/s") as advance:
             for number in store.numbers[world.rank :: world.size]:
                 flag_S[number] = store.fault(number, self.options.verify) is not None
                 advance(world.size * store.bytes([number]) / MIB)
@@ -145,7 +147,7 @@ class Caching:
                 store.describe(self.loaded.description)
             world.wait()
             own = sum(store.layout.tokens(number) for number in missing[world.rank :: world.size])
-            with console.counting("features", tokens, "tokens/s") as advance:
+            with counting(console.rich, "features", tokens, "tokens/s") as advance:
                 writer.write(missing, world.rank, world.size, lambda done: advance(done * tokens / own))
             world.wait()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from drafttrain.objective.losses import StepCounts
 from drafttrain.train.checkpoint_manager import Progress
 from drafttrain.train.logger import Logger
-from drafttrain.train.progress import Bar, RunningMeans
+from drafttrain.train.progress import RunningMeans, TrainingProgress
 
 
 class ToHost:
@@ -65,7 +65,7 @@ class LateLog:
 
     progress: Progress
     logger: Logger | None
-    bar: Bar
+    bar: TrainingProgress
     every: int  # steps between the console's lines
     more: dict[str, Any] = field(default_factory=dict)  # further figures of the step that is not logged yet
     bad: int = 0  # logged steps in a row that changed nothing

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
 from time import monotonic
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
+
+from drafttrain.core.progress import StageProgress, bars
 
 WIDE = 100  # columns from which the bar also shows the shares of time
 LINES = 40  # of figures at most, where no terminal shows them
@@ -18,31 +20,31 @@ WINDOW = 50  # steps of a running mean
 AVERAGED = ("loss", "expected_tau")
 
 
-class Bar:
-    """The progress bar of training, with the rate since it began."""
+class TrainingProgress:
+    """The progress bar of training, with the rate since it began. progress: None on ranks above 0, which print nothing."""
 
     def __init__(self, progress: Progress | None, total: int, done: int) -> None:
         self.progress, self.total, self.tokens, self.began = progress, total, 0, monotonic()
-        self.printed, self.apart = done, 0.0  # steps of the last line; between two lines at least
-        if progress is not None and not progress.console.is_terminal:
-            self.apart = total / LINES
-        self.task = progress.add_task("training", total=total, completed=done, rate="") if progress else None
+        self.stage = StageProgress(progress, "training", total, done, lines=False) if progress else None
+        self.terminal = progress is not None and progress.console.is_terminal
+        self.printed = -total  # step of the last line
 
     def step(self, step: int, tokens: int, values: Mapping[str, Any], line: bool) -> None:
         """Advance the bar. line: also print the step's figures above the bar; without a terminal `LINES` times at most."""
-        if self.progress is None or self.task is None:
+        if self.progress is None or self.stage is None:
             return
         self.tokens += tokens
         rate = self.tokens / max(monotonic() - self.began, 1e-6)
         parts = shares(values) if self.progress.console.width >= WIDE else ""
-        self.progress.update(self.task, completed=step, rate=f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}{parts}")
-        if line and step - self.printed >= self.apart:
+        self.stage.update(step, f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}{parts}")
+        if line and (self.terminal or step - self.printed >= self.total / LINES):
             self.printed = step
             agreement = " ".join(f"{a:.2f}" for a in values["agreement"])
             loss, tau = (f"{values[name]:.{d}f}{_mean(values, name, d)}" for name, d in (("loss", 3), ("expected_tau", 2)))
             self.progress.console.print(
                 f"step {step:>{len(str(self.total))}}/{self.total}  loss {loss}  agreement {agreement}  "
-                f"expected tau {tau}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}{shares(values)}",
+                f"expected tau {tau}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}{shares(values)}"
+                + ("" if self.terminal else f"  {self.stage.left(step)}"),
                 highlight=False,
                 soft_wrap=True,
             )
@@ -99,28 +101,10 @@ class Console:
             self.rich.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def bar(self, total: int, done: int) -> Iterator[Bar]:
+    def bar(self, total: int, done: int) -> Iterator[TrainingProgress]:
         """The progress bar of training."""
         if self.rich is None:
-            yield Bar(None, total, done)
+            yield TrainingProgress(None, total, done)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.rich) as progress:
-            yield Bar(progress, total, done)
-
-    @contextmanager
-    def counting(self, what: str, total: float, unit: str) -> Iterator[Callable[[float], None]]:
-        """A progress bar for work other than training. Yields a function that advances it by an amount."""
-        if self.rich is None:
-            yield lambda amount: None
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-        rate = TextColumn("{task.fields[rate]}")
-        with Progress(*columns, rate, TimeElapsedColumn(), TimeRemainingColumn(), console=self.rich) as progress:
-            task, began = progress.add_task(what, total=total, rate=""), monotonic()
-
-            def advance(amount: float) -> None:
-                done = progress.tasks[0].completed + amount
-                progress.update(task, completed=done, rate=f"{done / max(monotonic() - began, 1e-6):,.0f} {unit}")
-
-            yield advance
+        with bars(self.rich) as progress:
+            yield TrainingProgress(progress, total, done)

@@ -22,6 +22,7 @@ from safetensors.torch import save
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_bytes, cache_home, sealed, unsealed
+from drafttrain.core.progress import counting
 from drafttrain.data.prompts import load_prompts
 from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.fingerprint import fingerprint_from
@@ -74,7 +75,7 @@ class StreamedStates:
             return kept
         began, size = monotonic(), format_bytes(pieces.bytes)
         console.say(f"features: computing the target's states of {len(ids)} tokens block by block ({size} of weights, once)")
-        with console.counting("features", pieces.count, "blocks/s") as advance:
+        with counting(console.rich, "features", pieces.count, "blocks/s") as advance:
 
             def tell(number: int) -> None:
                 advance(1)

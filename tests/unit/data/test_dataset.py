@@ -138,7 +138,7 @@ def test_load_dataset_no_rows_left_or_bad_option_is_refused(tmp_path: Path) -> N
 def test_load_dataset_progress_bar_appears_for_many_conversations_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafttrain.data.progress.BAR_FROM", 100)
+    monkeypatch.setattr("drafttrain.data.dataset.BAR_FROM", 100)
     path = write(tmp_path / "a.jsonl", 100)
     load_dataset(DataOptions(path=path), word_tokenizer(), progress=False)
     load_dataset(DataOptions(path=path, limit=99), word_tokenizer())

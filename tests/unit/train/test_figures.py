@@ -8,7 +8,7 @@ import torch
 
 from drafttrain.train.checkpoint_manager import Progress
 from drafttrain.train.figures import LateLog, StepResult, ToHost
-from drafttrain.train.progress import Bar
+from drafttrain.train.progress import TrainingProgress
 
 
 class Lines:
@@ -28,7 +28,7 @@ def taken(loss: float) -> StepResult:
 
 def test_late_log_flush_writes_each_step_once_under_its_number() -> None:
     progress, lines = Progress(), Lines()
-    log = LateLog(progress, lines, Bar(None, 2, 0), every=1)  # type: ignore[arg-type]
+    log = LateLog(progress, lines, TrainingProgress(None, 2, 0), every=1)  # type: ignore[arg-type]
     log.flush()
     log.add(1, taken(8.0), {"mfu": 0.1})
     log.more |= {"measured_tau": 3.0}
@@ -46,7 +46,7 @@ def test_late_log_flush_writes_each_step_once_under_its_number() -> None:
 
 def test_late_log_counts_steps_in_a_row_that_changed_nothing() -> None:
     progress, lines = Progress(), Lines()
-    log = LateLog(progress, lines, Bar(None, 5, 0), every=1)  # type: ignore[arg-type]
+    log = LateLog(progress, lines, TrainingProgress(None, 5, 0), every=1)  # type: ignore[arg-type]
     found = []
     bad = StepResult(ToHost(torch.tensor([torch.nan]), torch.ones(6, 2), torch.tensor(torch.inf)), 4, 1e-3, 9, False)
     for step, result in enumerate(
