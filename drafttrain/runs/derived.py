@@ -45,17 +45,20 @@ def from_target(options: RunOptions, shape: TargetShape) -> Derived:
 def from_data(options: RunOptions, conversations: int, processes: int) -> Derived:
     """Steps for `train.epochs` passes over the data at most, and a batch with which these are `train.least_steps`.
 
-    Adam's rate goes as the square root of the batch (arXiv 2205.10287). processes: that divide a batch.
+    A shorter trial, by `train.exact_steps`, has the batch and the rate of the whole run. Adam's rate goes as the square root of the batch (arXiv 2205.10287). processes: that divide a batch.
     """
     train = options.train
     if train.epochs is None or not conversations:
         return {}
     if not train.epochs > 0:
         raise UserError(f"train.epochs is {train.epochs:g}; set it to more than 0, or null for train.steps alone")
-    batch, least = train.global_batch, min(train.steps, train.least_steps or 0)
+    batch, least = train.global_batch, train.least_steps or 0
+    if not train.exact_steps:
+        least = min(least, train.steps)
     while train.epochs * conversations < least * batch and batch % 2 == 0 and batch // 2 >= max(SMALLEST, processes):
         batch //= 2
-    found: Derived = {"train.steps": min(train.steps, math.ceil(train.epochs * conversations / batch))}
+    steps = train.steps if train.exact_steps else min(train.steps, math.ceil(train.epochs * conversations / batch))
+    found: Derived = {"train.steps": steps}
     if batch != train.global_batch:
         found["train.global_batch"] = batch
         if train.lr_width is not None:
@@ -67,13 +70,17 @@ def derived(options: RunOptions, shape: TargetShape, conversations: int, process
     """All that follows from the target and the data. Nothing follows from a configuration with these values."""
     found = from_target(options, shape)
     found |= from_data(with_values(options, found), conversations, processes)
-    return found | {"train.epochs": None, "train.least_steps": None, "train.lr_width": None}
+    return found | dict.fromkeys(("train.epochs", "train.least_steps", "train.lr_width")) | {"train.exact_steps": False}
 
 
 def lines_of(before: RunOptions, after: RunOptions, shape: TargetShape, conversations: int) -> list[str]:
     """What to print of the values that are not as in the recipe."""
     was, train, lines = before.train, after.train, list[str]()
-    if (was.steps, was.global_batch) != (train.steps, train.global_batch):
+    if was.steps == train.steps and was.global_batch != train.global_batch:
+        lines.append(
+            f"train.global_batch: {train.global_batch:,} for {conversations:,} conversations (in the recipe {was.global_batch:,})"
+        )
+    elif was.steps != train.steps:
         passes = f"{was.epochs:g} passes over {conversations:,} conversations"
         usual = f"{was.steps:,} of {was.global_batch:,}"
         lines.append(

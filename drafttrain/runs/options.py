@@ -149,11 +149,11 @@ def target_arguments(options: RunOptions) -> str:
     return f" target={target.path}" if "/" in str(target.path) else f" target={target.name} target.path={target.path}"
 
 
-# settings, and what would change those of a recipe
+# settings that hold as they are typed, and what makes them so: without it a recipe's follow the target and the data
 EXPLICIT = {
-    "train.steps": ("train.epochs", "train.least_steps"),
-    "train.global_batch": ("train.least_steps",),
-    "train.lr": ("train.lr_width",),
+    "train.steps": ("train.exact_steps", "true"),
+    "train.global_batch": ("train.least_steps", "null"),
+    "train.lr": ("train.lr_width", "null"),
 }
 # the keys of the top level that only some commands read
 READ_BY = {
@@ -183,8 +183,7 @@ FREE = ("loss.mix", "deepspeed.extra", "launcher.slurm.extra")  # take keys of a
 def understood(words: Sequence[str]) -> list[str]:
     """The overrides that these words stand for.
 
-    `target=DIR` names a model's directory or hub id, and `target.path=DIR` alone is such a target too. A rate, a batch or a
-    number of steps that is typed holds as it is; a recipe's follow the target and the data.
+    `target=DIR` names a model's directory or hub id, and `target.path=DIR` alone is such a target too.
     """
     found: list[str] = []
     for word in words:
@@ -201,5 +200,4 @@ def understood(words: Sequence[str]) -> list[str]:
     keys = {word.partition("=")[0] for word in found}
     if "target.path" in keys and "target" not in keys:
         found.append("target=hf")
-    fixed = {other for key, others in EXPLICIT.items() if key in keys for other in others if other not in keys}
-    return found + [f"{key}=null" for key in sorted(fixed)]
+    return found + [f"{key}={value}" for typed, (key, value) in EXPLICIT.items() if typed in keys and key not in keys]

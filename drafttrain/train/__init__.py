@@ -13,6 +13,7 @@ class TrainOptions:
     """The optimisation. Batch sizes are in sequences."""
 
     steps: int = 400  # at most
+    exact_steps: bool = False  # `steps` whatever the data are, which still settle the batch. Typing train.steps sets it
     epochs: float | None = None  # passes over the training data, if these are fewer steps; null: `steps` alone counts
     least_steps: int | None = None  # with epochs: if they are fewer steps than this, the batch is halved, to 4 at least
     global_batch: int = 8  # per optimiser step: over all processes and accumulation steps

@@ -182,7 +182,7 @@ def test_cli_recipe_has_published_settings_unless_target_is_embedded(command: Co
     assert (published.train.lr, published.train.lr_width, published.drafter.fc_norm) == (5e-5, 2048, False)
     assert (embedded.train.lr, embedded.train.lr_width, embedded.drafter.fc_norm) == (7e-3, None, True)
     train = typed.train
-    assert (train.steps, train.epochs, train.least_steps, train.lr, train.lr_width) == (7, None, None, 1e-3, None)
+    assert (train.steps, train.exact_steps, train.lr, train.lr_width) == (7, True, 1e-3, None)
 
 
 def test_cli_mapping_of_free_keys_is_taken_as_typed(command: Command, runs: list[Any]) -> None:

@@ -46,6 +46,15 @@ def test_derived_steps_and_batch_follow_number_of_conversations(
     assert train.lr == pytest.approx(5e-5 * math.sqrt(batch / 16))
 
 
+def test_derived_batch_and_rate_of_shorter_trial_are_those_of_the_whole_run() -> None:
+    whole, trial = (derived(options, shape(4096), 2_000, 1) for options in (asked(), asked(steps=500, exact_steps=True)))
+    assert (trial["train.steps"], trial["train.global_batch"], trial["train.lr"]) == (500, 8, whole["train.lr"])
+    settled = with_values(asked(steps=500, exact_steps=True), trial)
+    assert lines_of(asked(steps=500), settled, shape(4096), 2_000)[0].startswith("train.global_batch: 8 for 2,000")
+    longer = derived(asked(steps=9000, exact_steps=True), shape(4096), 2_000, 1)
+    assert (longer["train.steps"], longer["train.global_batch"]) == (9000, 8), "more passes than the recipe's"
+
+
 @pytest.mark.parametrize(("width", "factor"), [(8192, 1), (2048, 1), (512, 4), (128, 16), (64, 16)])
 def test_derived_rate_grows_for_narrow_targets(width: int, factor: float) -> None:
     assert derived(asked(), shape(width), 500_000, 1)["train.lr"] == pytest.approx(5e-5 * factor)
