@@ -6,7 +6,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.cli.help import recipe_files
@@ -34,6 +35,7 @@ class Run:
     options: RunOptions
     resolved: dict[str, Any]  # the same as plain data, to be recorded
     overrides: list[str]  # of this job, if it is one of a sweep
+    sweep: str | None = None  # the job's number in a sweep and its values, to be printed
 
 
 def register(config_dir: Path | None = None) -> None:
@@ -63,7 +65,10 @@ def to_run(composed: DictConfig) -> Run:
     cannot be resolved.
     """
     running = HydraConfig.get()
-    return _run(composed, running.runtime.choices.get("recipe"), list(running.overrides.task))
+    run = _run(composed, running.runtime.choices.get("recipe"), list(running.overrides.task))
+    if running.mode != RunMode.MULTIRUN:
+        return run
+    return replace(run, sweep=f"run {running.job.num + 1}, {' '.join(running.overrides.task)}")
 
 
 def compose_run(recipe: str | None, overrides: Sequence[str]) -> Run:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+
+from drafttrain.core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +19,8 @@ class Command:
 
     summary: str
     examples: tuple[str, ...]
+    keys: tuple[str, ...] = ()  # of the top level, that not all commands read
+    groups: tuple[str, ...] = ()  # of the configuration, that it reads
 
 
 COMMANDS = {
@@ -26,6 +33,11 @@ COMMANDS = {
             "drafttrain fit recipe=NAME launcher.nproc=2 deepspeed=zero2",
             "drafttrain fit recipe=NAME -m train.lr=1e-3,3e-4",
         ),
+        keys=("prompts", "resume", "engine_python"),
+        groups=(
+            *("target", "drafter", "data", "features", "loss", "train", "deepspeed", "decode"),
+            *("measure", "logger", "launcher"),
+        ),
     ),
     "measure": Command(
         "measure a checkpoint: acceptance, speed and exactness, also in serving engines",
@@ -36,6 +48,11 @@ COMMANDS = {
             "drafttrain measure checkpoint=DIR engine=http engine_url=http://HOST:8000/v1 engine_plain_url=http://HOST:8001/v1",
             "drafttrain measure checkpoint=DIR target=DIR target.tensor_parallel=4 launcher.nproc=4",
         ),
+        keys=(
+            *("checkpoint", "prompts", "engine", "engine_python", "engine_url", "engine_plain_url", "engine_model"),
+            *("engine_key_env", "engine_api"),
+        ),
+        groups=("measure", "decode", "target", "launcher"),
     ),
     "tune": Command(
         "find the fastest draft length or tree on this machine, and store it with the checkpoint",
@@ -44,6 +61,8 @@ COMMANDS = {
             "drafttrain tune checkpoint=DIR tune.batch_size=8 tune.objective=throughput prompts=FILE",
             "drafttrain tune checkpoint=DIR decode=sampling",
         ),
+        keys=("checkpoint", "prompts"),
+        groups=("tune", "decode", "target"),
     ),
     "generate": Command(
         "complete a prompt or chat with a checkpoint, streaming; accepted draft tokens are coloured",
@@ -52,6 +71,8 @@ COMMANDS = {
             "drafttrain generate checkpoint=DIR decode=sampling",
             "drafttrain generate checkpoint=DIR chat=false < FILE",
         ),
+        keys=("checkpoint", "prompt", "chat"),
+        groups=("decode", "target"),
     ),
     "prepare": Command(
         "have the target answer the prompts of a data set again: drafters learn best from replies of their target",
@@ -62,6 +83,8 @@ COMMANDS = {
             "drafttrain prepare data.path=FILE out=DIR prepare.temperatures=[0,0.8] prepare.weights=[4,1] prepare.samples=2",
             "drafttrain fit recipe=NAME target=DIR data.path=DIR",
         ),
+        keys=("out",),
+        groups=("prepare", "data", "target", "launcher"),
     ),
     "inspect": Command(
         "show training data as the drafter sees it: supervised tokens, statistics, copies of evaluation prompts",
@@ -70,6 +93,8 @@ COMMANDS = {
             "drafttrain inspect target=DIR data.path=FILE",
             "drafttrain inspect data.path=FILE prompts=FILE out=PAGE.html",
         ),
+        keys=("prompts", "out"),
+        groups=("inspect", "data", "target"),
     ),
     "export": Command(
         "write a checkpoint for a serving stack, and check that it drafts the same tokens there",
@@ -80,6 +105,11 @@ COMMANDS = {
             "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true push_to_hub=OWNER/NAME",
             "drafttrain export checkpoint=PUBLISHED target=DIR format=sglang out=DIR",
         ),
+        keys=(
+            *("checkpoint", "format", "out", "dtype", "adapter", "overwrite", "max_shard_size", "with_target"),
+            *("push_to_hub", "push_private"),
+        ),
+        groups=("target",),
     ),
     "verify": Command(
         "run a serving engine on an export, and check that it accepts as many drafts as our decoder",
@@ -88,6 +118,8 @@ COMMANDS = {
             "drafttrain verify engine=openvino out=DIR checkpoint=DIR prompts=FILE decode.draft_length=3",
             "drafttrain verify engine=vllm out=DIR checkpoint=DIR engine_python=VENV/bin/python",
         ),
+        keys=("engine", "out", "checkpoint", "prompts", "engine_python"),
+        groups=("decode", "target"),
     ),
     "compare": Command(
         "rank measured runs, and test which differences are significant",
@@ -96,6 +128,8 @@ COMMANDS = {
             "drafttrain compare 'outputs/NAME/*' ENTITY/PROJECT/RUN out=DIR",
             "drafttrain compare 'multirun/**' compare.sort=tau compare.checkpoints=all",
         ),
+        keys=("out",),
+        groups=("compare",),
     ),
     "simulate": Command(
         "compute speedup and break-even points from acceptance, draft cost, batch size and tree shape",
@@ -104,14 +138,33 @@ COMMANDS = {
             "drafttrain simulate checkpoint=DIR simulate.alpha=+0.05",
             "drafttrain simulate report=FILE out=PICTURE.png",
         ),
+        keys=("checkpoint", "report", "out"),
+        groups=("simulate",),
     ),
     "doctor": Command(
         "print versions, devices, compilers, kernel backend, writable paths and W&B state",
         ("drafttrain doctor",),
     ),
 }
+# the options that a command has to itself
+OWN_OPTIONS = {
+    "prepare": ("data/__init__.py", "PrepareOptions"),
+    "inspect": ("data/__init__.py", "InspectOptions"),
+    "measure": ("measure/__init__.py", "MeasureOptions"),
+    "tune": ("measure/__init__.py", "TuneOptions"),
+    "compare": ("measure/compare/__init__.py", "CompareOptions"),
+    "simulate": ("measure/simulate/__init__.py", "SimulateOptions"),
+}
+# where a key that the command does not read may come from another idea of it
+HINTS = {
+    ("fit", "checkpoint"): "train.init=DIR starts from a checkpoint's weights, resume=DIR continues a run",
+    ("fit", "engine"): "measure.every=STEPS measure.engine=NAME measures with an engine while training goes on",
+    ("measure", "out"): "the report goes into output=DIR",
+}
+COLUMNS = 120
 FLAGS = {
     "-m": "sweep: key=a,b,c runs each value",
+    "--plan": "export: only say which stacks load the drafter of recipe=NAME for target=DIR",
     "--cfg job": "print the configuration and stop; -p GROUP prints one group",
     "--config-dir DIR": "your own groups in DIR, your own recipes in DIR/recipes/",
     "--shell-completion install=SHELL": 'bash, zsh or fish: eval "$(drafttrain --shell-completion install=bash)"',
@@ -141,12 +194,22 @@ def command_help(name: str, config_dir: Path | None = None) -> str:
             "",
             "examples",
             *(f"  {line}" for line in COMMANDS[name].examples),
-            *_choices(config_dir),
-            *_section("flags", FLAGS),
+            *_keys(name),
+            *_choices(config_dir, name),
+            *_section("flags", {flag: about for flag, text in FLAGS.items() if (about := _for_command(name, text))}),
             "",
             f"drafttrain {name} --cfg job prints every key with its value.",
         ]
     )
+
+
+def check_read(command: str, words: Sequence[str]) -> None:
+    """Raise UserError for an override that this command would ignore."""
+    for key in (word.partition("=")[0].lstrip("+") for word in words):
+        readers = [name for name, each in COMMANDS.items() if key in each.keys]
+        if readers and command not in readers:
+            way_out = HINTS.get((command, key), f"it is of {', '.join(readers)}; leave it out")
+            raise UserError(f"{command} does not read {key}: {way_out}")
 
 
 def recipe_files(config_dir: Path | None = None) -> dict[str, Traversable]:
@@ -157,24 +220,63 @@ def recipe_files(config_dir: Path | None = None) -> dict[str, Traversable]:
     return {name: file for folder in folders for name, file in _yaml_files(folder).items()}
 
 
-def _choices(config_dir: Path | None) -> list[str]:
-    """The sections on recipes and groups."""
-    lines = _section("recipes (recipe=NAME)", {name: _headline(file) for name, file in recipe_files(config_dir).items()})
+def _choices(config_dir: Path | None, command: str | None = None) -> list[str]:
+    """The sections on groups, of those that the command reads, and on recipes if it reads a drafter's. None: all."""
+    commands = COMMANDS if command is None else [command]
+    groups_read, lines = {group for name in commands for group in COMMANDS[name].groups}, list[str]()
+    if "drafter" in groups_read:
+        recipes = {name: _headline(file) for name, file in recipe_files(config_dir).items()}
+        lines += _section("recipes (recipe=NAME)", recipes)
     groups: dict[str, dict[str, Traversable]] = {}
     for root in [resources.files("drafttrain.conf"), *([config_dir] if config_dir else [])]:
         for folder in root.iterdir():
-            if folder.is_dir() and folder.name not in ("recipes", "recipe") and (files := _yaml_files(folder)):
+            if folder.name in groups_read and folder.is_dir() and (files := _yaml_files(folder)):
                 groups[folder.name] = groups.get(folder.name, {}) | files
-    lines += ["", "groups (group=CHOICE)"]
+    lines += ["", "groups (group=CHOICE)"] if groups else []
     for group, files in sorted(groups.items()):
         choices = {name: _headline(file) for name, file in files.items()}
         lines += [f"  {group}", *(f"    {name:<14}{text}" for name, text in choices.items())]
     return lines
 
 
+def _keys(command: str) -> list[str]:
+    """The section on a command's own keys, with the comments beside their fields."""
+    comments = field_comments("runs/options.py", "RunOptions")
+    rows = {key: _for_command(command, comments[key]) for key in COMMANDS[command].keys}
+    if command in OWN_OPTIONS:
+        own = {key: _for_command(command, text) for key, text in field_comments(*OWN_OPTIONS[command]).items()}
+        rows |= {f"{command}.{key}": text for key, text in own.items() if text}
+    return _section("keys (key=VALUE)", rows) if rows else []
+
+
+def _for_command(command: str, text: str) -> str:
+    """Of a comment such as `prepare, tune: A; export: B` what is about this command, or about all."""
+    parts = re.split(rf"(?:^|; )((?:(?:{'|'.join(COMMANDS)})(?:, |: ))+)", text)
+    about = [text for names, text in zip(parts[1::2], parts[2::2], strict=True) if command in re.findall(r"\w+", names)]
+    return "; ".join(filter(None, [parts[0], *about]))
+
+
+def field_comments(file: str, name: str) -> dict[str, str]:
+    """The comments of a dataclass by field, each beside it or in the lines above it, without an import of the file."""
+    source = (resources.files("drafttrain") / file).read_text(encoding="utf-8")
+    body = source.partition(f"class {name}:")[2].partition("\n\n\n")[0]
+    comments, above = dict[str, str](), list[str]()
+    for line in body.splitlines():
+        code, _, comment = line.partition("  # " if not line.startswith("    #") else "# ")
+        if not code.strip():
+            above.append(comment)
+        elif found := re.match(r" {4}(\w+): ", code):
+            comments[found[1]] = " ".join([*above, comment]).strip()
+            above = []
+    return comments
+
+
 def _section(title: str, rows: dict[str, str]) -> list[str]:
     width = max(map(len, rows), default=0)
-    return ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows.items())]
+    lines = ["", title]
+    for name, text in rows.items():
+        lines += textwrap.wrap(text, COLUMNS, initial_indent=f"  {name:<{width}}  ", subsequent_indent=" " * (width + 4))
+    return lines
 
 
 def _yaml_files(folder: Traversable) -> dict[str, Traversable]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from drafttrain import __version__
 from drafttrain.cli.error_messages import explain, nearest
-from drafttrain.cli.help import COMMANDS, command_help, general_help
+from drafttrain.cli.help import COMMANDS, check_read, command_help, general_help
 from drafttrain.cli.quiet import quiet, settle_streams
 from drafttrain.core.errors import Interrupted, OutputError, ParityError, UserError, WorkerError, one_line
 
@@ -140,7 +140,7 @@ def _dispatch(arguments: list[str]) -> int:
     if flags.plan and not (command == "export" and flags.overrides):
         raise UserError(f"{PLAN} says what an export would give: drafttrain export {PLAN} recipe=NAME target=DIR")
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
-    from drafttrain.runs.options import check_read, understood  # with what they import, which help does without
+    from drafttrain.runs.options import understood  # with what they import, which help does without
 
     typed = understood([word for word in flags.overrides if word not in words])
     check_read(command, typed)
@@ -223,12 +223,16 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
 
     register(config_dir)
     for_slurm: list[SlurmRequest] = []
-    made: list[Path] = []
+    made: list[tuple[Path, Any]] = []  # what the command has made, and its options
+    first = os.environ.get("RANK", "0") == "0"
 
     def task(composed: DictConfig) -> None:
         try:
             with user_errors():
-                made.extend(_execute(command, to_run(composed), config_dir, for_slurm))
+                run = to_run(composed)
+                if run.sweep and first:
+                    print(f"sweep: {run.sweep}", flush=True)
+                made.extend((path, run.options) for path in _execute(command, run, config_dir, for_slurm))
         except UserError as error:
             raise Stop(str(error)) from error
         except (ParityError, OutputError) as error:
@@ -240,8 +244,11 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()
     if for_slurm:
         import_module("drafttrain.cli.slurm").submit(command, for_slurm)
-    if command == "fit" and len(made) > 1 and os.environ.get("RANK", "0") == "0":
-        import_module("drafttrain.commands.compare").show_sweep(made)
+    if command == "fit" and made and first:
+        if len(made) > 1:
+            import_module("drafttrain.commands.compare").show_sweep([path for path, _ in made])
+        else:
+            import_module("drafttrain.commands.fit").next_steps(*made[0])
 
 
 def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[SlurmRequest]) -> list[Path]:

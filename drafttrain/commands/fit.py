@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +18,13 @@ from drafttrain.core.errors import Interrupted, UserError, check_at_least
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.sources import check_sources
 from drafttrain.drafters.checkpoint import list_checkpoints, read_meta
+from drafttrain.engines.process import ENGINES
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
+from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.curves import engine_steps
+from drafttrain.measure.report import FILE
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.measure.tuning import DEFAULT
 from drafttrain.runs.console import line_printer, print_line, print_note
@@ -101,7 +107,7 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
             if measured is not None:
                 if options.measure.enabled or not where.shared:  # otherwise the target is still shared among processes
                     _store_golden(list_checkpoints(run.path / "checkpoints"), measured, console.rich or RichConsole())
-                _finish(options, measured, run, progress, data, states, logger, console.rich or RichConsole(), ready is None)
+                _finish(options, measured, run, progress, data, states, logger, console.rich or RichConsole())
     return run.path
 
 
@@ -145,9 +151,8 @@ def _finish(
     states: dict[str, Any] | None,
     logger: Logger | None,
     console: RichConsole,
-    advise: bool,
 ) -> None:
-    """Measure the kept checkpoints, log, mark the run as finished, and print the next steps if `advise`.
+    """Measure the kept checkpoints, log, and mark the run as finished.
 
     logger: on rank 0 only. states: what the servers of `features=engine` gave to training.
     """
@@ -166,10 +171,9 @@ def _finish(
             training["engine"] = by_engine
     checkpoints = list_checkpoints(run.path / "checkpoints")
     chosen = _chosen_by_engine(options, checkpoints, console)
-    best = chosen or checkpoints[-1].name
     if ends_alone(options):
-        best = chosen or best_checkpoint(run.path / "checkpoints").name
-        words = f"drafttrain measure checkpoint={run.path / 'checkpoints' / best}{target_arguments(options)}"
+        best = run.path / "checkpoints" / chosen if chosen else best_checkpoint(run.path / "checkpoints")
+        words = f"drafttrain measure {shlex.quote(f'checkpoint={best}')}{target_arguments(options)}"
         print_line(console, f"not measured: {NO_BLOCKS}; measure it where the whole target fits: {words} engine=vllm")
     elif options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
@@ -181,14 +185,11 @@ def _finish(
         report = measure_run(
             loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out, chosen
         )
-        best = report["best"].split()[0]  # a variant's row is named after its checkpoint
         files = [run.path / f"report.{kind}" for kind in ("json", "md", "html")]
         if logger is not None:
             logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
     if logger is not None:
         run.finish()
-    if advise:
-        _next_steps(run.path / "checkpoints" / best, options, console)
 
 
 def _chosen_by_engine(options: RunOptions, checkpoints: list[Path], console: RichConsole) -> str | None:
@@ -232,14 +233,33 @@ def _data_report(
     return report
 
 
-def _next_steps(best: Path, options: RunOptions, console: RichConsole) -> None:
-    target = target_arguments(options)
+def next_steps(run: Path, options: RunOptions) -> None:
+    """Print what can be done with the best checkpoint of a finished run."""
+    checkpoint, report = run, run / FILE
+    if report.is_file():
+        best = run / "checkpoints" / json.loads(report.read_text(encoding="utf-8"))["best"].split()[0]
+        checkpoint = run if best == best_checkpoint(run / "checkpoints") else best
+    console = RichConsole()
     print_line(console, "\nnext:")
-    export = f"drafttrain export checkpoint={best}{target} format=all out=DIR"
-    for command, purpose in (
-        (f"drafttrain measure checkpoint={best}{target} prompts=FILE", "measure it on your own prompts (MT-bench format)"),
-        (f"drafttrain measure checkpoint={best}{target} decode=sampling", "measure lossless sampling at temperature 1"),
-        *([(export, "write it for the serving stacks that load it")] if loads(options.drafter.family) else []),
-        ("drafttrain fit recipe=NAME target=DIR data.path=FILE", "distil a drafter for your own target"),
-    ):
-        print_line(console, f"  {command}\n      {purpose}")
+    for command, purpose in _commands(shlex.quote(f"checkpoint={checkpoint}"), options, report.is_file()):
+        print_line(console, f"  drafttrain {command}\n      {purpose}")
+
+
+def _commands(checkpoint: str, options: RunOptions, measured: bool) -> Iterator[tuple[str, str]]:
+    """Commands and what they are for."""
+    stacks = loads(options.drafter.family)
+    if measured:
+        if options.prompts is None and options.measure.prompts == MeasureOptions().prompts:
+            yield f"measure {checkpoint} prompts=FILE", "measure it on your own prompts (MT-bench format)"
+        if options.decode.policy == DecodeOptions().policy:
+            yield f"measure {checkpoint} decode=sampling", "measure lossless sampling at temperature 1"
+    elif not ends_alone(options):
+        yield f"tune {checkpoint}", "find the fastest draft length or tree on this machine"
+        yield f"measure {checkpoint}", "measure acceptance and speed"
+    if stacks:
+        yield f"export {checkpoint} format=all out=exported", f"write it for {', '.join(stacks)}"
+        if engine := next((name for name, engine in ENGINES.items() if set(engine.loads) & set(stacks)), None):
+            stack = next(stack for stack in ENGINES[engine].loads if stack in stacks)
+            yield f"verify engine={engine} out=exported/{stack} {checkpoint}", f"count the drafts that {engine} accepts"
+    if options.target.name == "embedded":
+        yield "fit recipe=NAME target=DIR data.path=FILE", "distil a drafter for your own target"

@@ -10,7 +10,7 @@ from typing import Any
 class MeasureOptions:
     """What is measured after training. Definitions: docs/metrics.md."""
 
-    enabled: bool = True
+    enabled: bool = True  # fit: measure after training; measure=off
     # embedded; a JSON-lines file with `question_id`, `category`, `turns`; a public set (spec_bench, mt_bench, humaneval, gsm8k,
     # math500, alpaca, cnn_dm); NAME:FILE for a local copy of such a set; or a list of these
     prompts: Any = "embedded"
@@ -25,15 +25,15 @@ class MeasureOptions:
     # fit: choose the fastest chain or tree on prompts of held-out conversations first, within a third of measure.minutes. It is
     # kept in decode.json; the report shows it beside the one that was trained
     tune: bool = True
-    every: int = 0  # steps between small measurements during training, which also choose the best checkpoint; 0: none
-    every_prompts: int = 8  # prompts of a small measurement
-    # fit, with every: vllm | openvino | transformers | llamacpp loads each measured drafter too, in a process of its own while
+    every: int = 0  # fit: steps between small measurements, which also choose the best checkpoint; 0: none
+    every_prompts: int = 8  # fit: prompts of a small measurement
+    # fit: with every, vllm | openvino | transformers | llamacpp loads each measured drafter too, in a process of its own while
     # training goes on, and counts its acceptance. engine_python names its Python
     engine: str | None = None
-    engine_device: Any = None  # cpu, or a GPU that training leaves free, as in CUDA_VISIBLE_DEVICES; null: cpu, for CPU targets
-    engine_threads: int = 1  # CPU threads of the engine
-    engine_timeout: float = 1800.0  # seconds after which a measurement by the engine is given up
-    best: str = "own"  # whose tau chooses the best checkpoint of a training: own (see every) | engine
+    engine_device: Any = None  # fit: cpu, or a GPU that training does not use, as in CUDA_VISIBLE_DEVICES; null: cpu
+    engine_threads: int = 1  # fit: CPU threads of the engine
+    engine_timeout: float = 1800.0  # fit: seconds after which a measurement by the engine is given up
+    best: str = "own"  # fit: whose tau chooses the best checkpoint of a training: own (see every) | engine
     documents: str | None = None  # a text file or a folder for measure.contexts; null: Python's standard library
     untimed_batch: int = 8  # prompts decoded together where nothing is timed: acceptance and the comparison of tokens
     transformers: bool = True  # also time transformers' generate, and compare its greedy tokens

@@ -6,6 +6,7 @@ report.html is one page that works offline.
 from __future__ import annotations
 
 import json
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,9 @@ def _cards(best: dict[str, Any]) -> list[tuple[str, str, str]]:
 def _next_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
     """(purpose, command) of what comes next."""
     checkpoint, target = best_entry(report)["path"], report["target"]
-    where = f"checkpoint={checkpoint}" + ("" if target.get("name") == "embedded" else f" target={target.get('path')}")
+    where = shlex.quote(f"checkpoint={checkpoint}")
+    if target.get("name") != "embedded":
+        where += " " + shlex.quote(f"target={target.get('path')}")
     stacks = report["drafter"].get("stacks")
     export = [(f"write it for {', '.join(stacks)}", f"drafttrain export {where} format=all out=DIR")] if stacks else []
     return [*export, ("measure it on your prompts", f"drafttrain measure {where} prompts=FILE")]

@@ -45,7 +45,8 @@ def from_target(options: RunOptions, shape: TargetShape) -> Derived:
 def from_data(options: RunOptions, conversations: int, processes: int) -> Derived:
     """Steps for `train.epochs` passes over the data at most, and a batch with which these are `train.least_steps`.
 
-    A shorter trial, by `train.exact_steps`, has the batch and the rate of the whole run. Adam's rate goes as the square root of the batch (arXiv 2205.10287). processes: that divide a batch.
+    A shorter trial, by `train.exact_steps`, has the batch and the rate of the whole run. Adam's rate goes as the square root of
+    the batch (arXiv 2205.10287). processes: that divide a batch.
     """
     train = options.train
     if train.epochs is None or not conversations:
@@ -77,9 +78,8 @@ def lines_of(before: RunOptions, after: RunOptions, shape: TargetShape, conversa
     """What to print of the values that are not as in the recipe."""
     was, train, lines = before.train, after.train, list[str]()
     if was.steps == train.steps and was.global_batch != train.global_batch:
-        lines.append(
-            f"train.global_batch: {train.global_batch:,} for {conversations:,} conversations (in the recipe {was.global_batch:,})"
-        )
+        usual = f"(in the recipe {was.global_batch:,})"
+        lines.append(f"train.global_batch: {train.global_batch:,} for {conversations:,} conversations {usual}")
     elif was.steps != train.steps:
         passes = f"{was.epochs:g} passes over {conversations:,} conversations"
         usual = f"{was.steps:,} of {was.global_batch:,}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,11 +101,11 @@ class RunOptions:
     # stack); verify: an exported directory; compare: directory of its files; simulate: the .png file
     out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    # measure, tune, generate, export, verify, simulate: a checkpoint directory; all but the last also take a run, whose best
-    # checkpoint it is, the first four published drafters too, by directory or hub id
+    # measure, tune, generate, export: a checkpoint directory, a run, whose best checkpoint it is, or a published drafter, by
+    # directory or hub id; verify: a checkpoint directory or a run; simulate: a checkpoint directory
     checkpoint: str | None = None
     report: str | None = None  # simulate: the report.json to start from, or its run
-    prompts: str | None = None  # measure, tune, verify, inspect: a prompt file instead of measure.prompts
+    prompts: str | None = None  # fit, measure, tune, verify, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the prompt; null: standard input, or a chat on a terminal
     chat: bool = True  # generate: apply the chat template and remember turns; false: continue the text without a template
     format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | llamacpp | openvino | ... | all
@@ -115,12 +116,12 @@ class RunOptions:
     with_target: bool = False  # export: also write the target as GGUF, with format=llamacpp
     push_to_hub: str | None = None  # export: upload `out` to this repository of the Hugging Face hub, OWNER/NAME
     push_private: bool = True  # export: make a new repository private
-    # verify: vllm | openvino | transformers | speculators | llamacpp. measure: one of these except speculators, a server
-    # (http | sglang), a list, or all (every engine that is installed and loads the drafter)
+    # verify: vllm | openvino | transformers | speculators | llamacpp; measure: vllm | openvino | transformers | llamacpp, a
+    # server (http | sglang), a list, or all (every engine that is installed and loads the drafter)
     engine: Any = None
     engine_python: str | None = None  # the Python with the engine; null: .venv-engines/<engine>/bin/python, else this one
-    engine_url: str | None = None  # measure engine=http: a server with speculation, http://HOST:PORT/v1
-    engine_plain_url: str | None = None  # measure engine=http: a server without speculation
+    engine_url: str | None = None  # measure: a server with speculation, http://HOST:PORT/v1, for engine=http
+    engine_plain_url: str | None = None  # measure: a server without speculation, for engine=http
     engine_model: str | None = None  # the model's name at both servers; null: their only model
     engine_key_env: str = "OPENAI_API_KEY"  # environment variable with the servers' API key, if they need one
     engine_api: str = "tokens"  # tokens: completions of our token ids | chat: messages, with the server's template
@@ -133,20 +134,13 @@ def note_renamed(key: str) -> None:
     print(f"note: {key} is called {RENAMED[key]} now", file=sys.stderr)
 
 
-def check_read(command: str, words: Sequence[str]) -> None:
-    """Raise UserError for an override that this command would ignore."""
-    for key in (word.partition("=")[0].lstrip("+") for word in words):
-        if command not in (readers := READ_BY.get(key, (command,))):
-            way_out = HINTS.get((command, key), f"it is of {', '.join(readers)}; leave it out")
-            raise UserError(f"{command} does not read {key}: {way_out}")
-
-
 def target_arguments(options: RunOptions) -> str:
     """` target=DIR`: the target's part of a command line to print; empty for the embedded target."""
     target = options.target
     if target.name == "embedded":
         return ""
-    return f" target={target.path}" if "/" in str(target.path) else f" target={target.name} target.path={target.path}"
+    path = shlex.quote(str(target.path))
+    return f" target={path}" if "/" in path else f" target={target.name} target.path={path}"
 
 
 # settings that hold as they are typed, and what makes them so: without it a recipe's follow the target and the data
@@ -154,23 +148,6 @@ EXPLICIT = {
     "train.steps": ("train.exact_steps", "true"),
     "train.global_batch": ("train.least_steps", "null"),
     "train.lr": ("train.lr_width", "null"),
-}
-# the keys of the top level that only some commands read
-READ_BY = {
-    "resume": ("fit",),
-    "checkpoint": ("measure", "tune", "generate", "export", "verify", "simulate"),
-    "prompts": ("fit", "measure", "tune", "verify", "inspect"),
-    "out": ("prepare", "inspect", "export", "verify", "compare", "simulate"),
-    "report": ("simulate",),
-    **dict.fromkeys(("prompt", "chat"), ("generate",)),
-    **dict.fromkeys(("format", "dtype", "adapter", "overwrite", "max_shard_size", "with_target"), ("export",)),
-    **dict.fromkeys(("push_to_hub", "push_private"), ("export",)),
-    **dict.fromkeys(("engine", "engine_python"), ("fit", "measure", "verify")),
-    **dict.fromkeys(("engine_url", "engine_plain_url", "engine_model", "engine_key_env", "engine_api"), ("measure",)),
-}
-HINTS = {
-    ("fit", "checkpoint"): "train.init=DIR starts from a checkpoint's weights, resume=DIR continues a run",
-    ("measure", "out"): "the report goes into output=DIR",
 }
 # keys of earlier versions, by their whole names
 RENAMED = {

@@ -206,11 +206,6 @@ class RunEngine:
 def check_engine_options(options: RunOptions) -> None:
     """Raise UserError for settings of `measure.engine` that are wrong for every target and drafter."""
     measure = options.measure
-    if options.engine is not None:
-        raise UserError(
-            f"engine is {options.engine!r}, which measure and verify take; during training set measure.every=STEPS "
-            "measure.engine=NAME"
-        )
     if measure.best not in (OWN, ENGINE):
         raise UserError(f"measure.best is {measure.best!r}; choose {OWN} or {ENGINE}")
     if measure.engine is None:

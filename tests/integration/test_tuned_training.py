@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from drafttrain.commands import fit as fit_file
 from drafttrain.commands import tune
-from drafttrain.drafters.options import CascadeOptions
+from drafttrain.drafters.options import CascadeOptions, Eagle3Options
 from drafttrain.drafters.tuned_settings import tuned_settings
 from drafttrain.measure.cases import Case
 from drafttrain.measure.tuning import Tuner
@@ -73,8 +72,11 @@ def test_fit_without_measure_tune_decodes_as_trained(
     assert "tuning was left out: held-out conversations that fit: 1, fewer than a batch of 2; raise data.held_out" in said
 
 
-def test_next_steps_name_no_export_of_a_family_that_no_stack_loads(capsys: pytest.CaptureFixture[str]) -> None:
-    options = RunOptions(drafter=CascadeOptions())
-    fit_file._next_steps(Path("outputs/x/checkpoints/step-00001"), options, Console())
+def test_next_steps_of_run_with_measure_off_measure_and_export_it(capsys: pytest.CaptureFixture[str]) -> None:
+    fit_file.next_steps(Path("outputs/x y"), RunOptions(drafter=CascadeOptions()))
     said = capsys.readouterr().out
-    assert "drafttrain measure checkpoint=outputs/x" in said and "export" not in said
+    assert "drafttrain tune 'checkpoint=outputs/x y'\n" in said and "export" not in said, "no stack loads the family"
+    fit_file.next_steps(Path("outputs/x"), RunOptions(drafter=Eagle3Options()))
+    said = capsys.readouterr().out
+    assert "drafttrain export checkpoint=outputs/x format=all out=exported\n" in said
+    assert "drafttrain verify engine=vllm out=exported/vllm checkpoint=outputs/x\n" in said

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,7 @@ def test_cli_help_lists_commands_recipes_and_groups(command: Command, root: Path
     names = [*cli.COMMANDS, *(path.stem for path in (root / "recipes").glob("*.yaml"))]
     names += [part for path in (root / "conf").glob("*/*.yaml") for part in (path.stem, path.parent.name)]
     assert not [name for name in names if f"  {name}" not in shown]
-    assert all(len(line.split()) > 1 for line in shown.splitlines() if line.startswith("    "))
+    assert all(len(line.split()) > 1 for line in shown.splitlines() if re.match(r" {4}\S", line))
 
 
 def test_cli_each_command_has_help(command: Command, capsys: Any, subtests: pytest.Subtests) -> None:
@@ -246,6 +247,16 @@ def test_cli_each_command_has_help(command: Command, capsys: Any, subtests: pyte
         with subtests.test(name=name):
             code = command(name, "--help")
             assert f"drafttrain {name}" in capsys.readouterr().out and code == 0
+
+
+def test_cli_help_of_command_shows_its_own_keys_and_groups(command: Command, capsys: Any) -> None:
+    assert command("verify", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "out            an exported directory" in shown and "recipe=NAME" not in shown and "deepspeed" not in shown
+    assert command("tune", "--help") == 0
+    assert "tune.objective   tpot: time per token of a request" in capsys.readouterr().out
+    keys = {field.name for field in fields(RunOptions)}
+    assert all({*each.keys, *each.groups} <= keys for each in cli.COMMANDS.values())
 
 
 def test_cli_cfg_flag_prints_configuration_without_running(command: Command, runs: list[Any], capsys: Any) -> None:
