@@ -80,10 +80,10 @@ def _refuse_speculators(all_causal: bool, layer_windows: list[int | None], causa
 
 def field_of(found: ExternalCheckpoint, key: str, default: Any = None) -> Any:
     """A field's value in either place. Raises UserError where the places contradict each other."""
-    inner = found.config.get(NESTED) or {}
-    if not isinstance(inner, Mapping):
-        raise UserError(f"{found.origin}: {NESTED} is {inner!r}; an object is needed")
-    values = [section[key] for section in (found.config, inner) if section.get(key) is not None]
+    dflash_config = found.config.get(NESTED) or {}
+    if not isinstance(dflash_config, Mapping):
+        raise UserError(f"{found.origin}: {NESTED} is {dflash_config!r}; an object is needed")
+    values = [section[key] for section in (found.config, dflash_config) if section.get(key) is not None]
     if len(values) == 2 and values[0] != values[1]:
         raise UserError(
             f"{found.origin}: {key} is {values[0]!r} at the top level and {values[1]!r} in {NESTED}; correct one of them"
@@ -110,8 +110,8 @@ def causal_options(found: ExternalCheckpoint, windows: bool) -> dict[str, Any]:
     Without them layers with a window are causal, and the others not.
     """
     field_of(found, "causal")  # raises if dflash_config is no object
-    inner = found.config.get(NESTED) or {}
-    flags = {"is_causal": found.config.get("is_causal")} | {key: inner.get(key) for key in ("causal", "causal_head")}
+    dflash_config = found.config.get(NESTED) or {}
+    flags = {"is_causal": found.config.get("is_causal")} | {key: dflash_config.get(key) for key in ("causal", "causal_head")}
     causal = next((found.flag(key, value) for key, value in flags.items() if value is not None), None)
     return {"causal": bool(causal)} | ({"causal_windows": causal is None} if windows and not causal else {})
 

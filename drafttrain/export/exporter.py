@@ -102,32 +102,32 @@ def planned(opened: Opened, dtype: str) -> tuple[list[str], dict[str, str]]:
     return [stack for stack in stacks if stack not in refused], refused
 
 
-def _apart(opened: Opened, settings: ExportSettings) -> bool:
+def _apart(checkpoint: Opened, settings: ExportSettings) -> bool:
     """Whether the drafter's own low-rank matrices are exported. For a trained target, adapter=true concerns only the target."""
-    if not settings.adapter or opened.meta.adapter is not None:
+    if not settings.adapter or checkpoint.meta.adapter is not None:
         return False
-    if opened.meta.lora is not None:
+    if checkpoint.meta.lora is not None:
         return True
     from peft.tuners.lora import LoraLayer  # takes seconds, and few runs need it
 
-    if not any(isinstance(module, LoraLayer) for module in opened.drafter.modules()):
-        raise UserError(f"adapter=true, but this {opened.meta.family} drafter has no low-rank adapter; leave it out")
+    if not any(isinstance(module, LoraLayer) for module in checkpoint.drafter.modules()):
+        raise UserError(f"adapter=true, but this {checkpoint.meta.family} drafter has no low-rank adapter; leave it out")
     return True
 
 
-def _to(opened: Opened, stack: str, settings: ExportSettings) -> Format | None:
+def _to(checkpoint: Opened, stack: str, settings: ExportSettings) -> Format | None:
     """The format for this stack. None: the stack takes no adapter."""
-    merged_format = format_of(opened.meta.family, stack)
-    if not _apart(opened, settings):
+    merged_format = format_of(checkpoint.meta.family, stack)
+    if not _apart(checkpoint, settings):
         return merged_format
-    return merged_format.adapter if opened.meta.lora is None else adapter_of(merged_format)
+    return merged_format.adapter if checkpoint.meta.lora is None else adapter_of(merged_format)
 
 
-def _refusal(opened: Opened, stack: str, settings: ExportSettings) -> str | None:
-    export_format = _to(opened, stack, settings)
+def _refusal(checkpoint: Opened, stack: str, settings: ExportSettings) -> str | None:
+    export_format = _to(checkpoint, stack, settings)
     if export_format is None:
         return "it takes no adapter as a drafter; leave adapter out to export it merged"
-    source = ExportSource(opened, stack, settings.dtype)
+    source = ExportSource(checkpoint, stack, settings.dtype)
     common_reason = refuse_pictures(source) or refuse_scaling(source)
     return common_reason or export_format.refuse(source)
 
@@ -165,20 +165,20 @@ def export(opened: Opened, golden: Golden, wanted: ExportSettings) -> Exported:
     return Exported(parities, {})
 
 
-def _write_target(staging_dir: Path, opened: Opened, settings: ExportSettings) -> tuple[str, str | None]:
+def _write_target(staging_dir: Path, checkpoint: Opened, settings: ExportSettings) -> tuple[str, str | None]:
     """Write the target that was trained with the drafter: merged, in its own dtype, or as a peft adapter, in float32.
 
     Returns the final place of the merged target, and that of the adapter if it is to be merged from there.
     """
     root = str(settings.out) if settings.repository is None else settings.repository.folder
-    if settings.adapter and opened.meta.adapter is not None:
-        spec = opened.meta.adapter
-        write_alone(staging_dir / TARGET, opened.matrices, spec["rank"], spec["alpha"], opened.loaded.path)
+    if settings.adapter and checkpoint.meta.adapter is not None:
+        spec = checkpoint.meta.adapter
+        write_alone(staging_dir / TARGET, checkpoint.matrices, spec["rank"], spec["alpha"], checkpoint.loaded.path)
         list_files(staging_dir / TARGET)
         return f"{root}/{TARGET}-merged", f"{root}/{TARGET}"
-    model: Any = opened.loaded.target.model
+    model: Any = checkpoint.loaded.target.model
     model.save_pretrained(staging_dir / TARGET, max_shard_size=settings.max_shard_size)
-    opened.loaded.tokenizer.save_pretrained(staging_dir / TARGET)
+    checkpoint.loaded.tokenizer.save_pretrained(staging_dir / TARGET)
     check_model(staging_dir / TARGET, model)
     list_files(staging_dir / TARGET)
     return f"{root}/{TARGET}", None
@@ -209,12 +209,12 @@ def _record(folder: Path, record: dict[str, Any]) -> None:
     list_files(folder, without=(CARD,))
 
 
-def _nowhere(opened: Opened, settings: ExportSettings, refused: dict[str, str]) -> str:
-    family, stack = opened.meta.family, settings.stacks[0]
+def _nowhere(checkpoint: Opened, settings: ExportSettings, refused: dict[str, str]) -> str:
+    family, stack = checkpoint.meta.family, settings.stacks[0]
     if settings.several:
         return f"no stack loads this {family} drafter: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     other_stacks = [candidate for candidate in loads(family) if candidate != stack]
-    alternatives = [candidate for candidate in other_stacks if _refusal(opened, candidate, settings) is None]
+    alternatives = [candidate for candidate in other_stacks if _refusal(checkpoint, candidate, settings) is None]
     loaders = f"{load_it(alternatives)} unchanged" if alternatives else "no other stack loads it unchanged"
     return f"this {family} drafter cannot be exported to {stack}: {refused[stack]}; {loaders}"
 

@@ -73,8 +73,10 @@ def theirs(name: str, own: Mapping[str, str] = USUAL) -> str:
     """llama.cpp's name of a tensor. own: names of a kind's blocks, in place of the usual ones."""
     stem, _, param_name = name.rpartition(".")
     if stem.startswith("layers."):
-        _, block_number, inner = stem.split(".", 2)
-        return f"blk.{block_number}.{own.get(inner) or NAMES[inner]}" + ("" if param_name == BARE else f".{param_name}")
+        _, block_number, module_path = stem.split(".", 2)
+        return f"blk.{block_number}.{own.get(module_path) or NAMES[module_path]}" + (
+            "" if param_name == BARE else f".{param_name}"
+        )
     return f"{ENDS.get(stem, stem)}.{param_name}"
 
 

@@ -74,9 +74,9 @@ def read_back(directory: Path, to: Format, source: ExportSource) -> ReadBack:
 
 def _opened_again(directory: Path, readback: ReadBack, source: ExportSource) -> ExportSource:
     """The source of an export whose checkpoint is what was read back."""
-    opened = source.opened
-    drafter = filled(directory, readback.meta, opened.target, readback.tensors).requires_grad_(False)
-    return replace(source, opened=replace(opened, meta=readback.meta, drafter=drafter, tensors=readback.tensors))
+    checkpoint = source.opened
+    drafter = filled(directory, readback.meta, checkpoint.target, readback.tensors).requires_grad_(False)
+    return replace(source, opened=replace(checkpoint, meta=readback.meta, drafter=drafter, tensors=readback.tensors))
 
 
 def _check_settings(

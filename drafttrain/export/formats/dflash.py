@@ -158,10 +158,10 @@ def speculators(source: ExportSource) -> Files:
 def speculators_config(source: ExportSource, algorithm: str, architecture: str) -> dict[str, Any]:
     """Speculators' configuration. Its layer ids name the blocks that read the states, unlike the authors' ids."""
     layers = source.options["layers"]
-    inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, layers, source.dtype)}
+    layer_config = {"model_type": "qwen3", **llama_fields(source.layer_shape, layers, source.dtype)}
     return {
         **header(source, algorithm, architecture),
-        "transformer_layer_config": inner | _kinds(source),
+        "transformer_layer_config": layer_config | _kinds(source),
         "draft_vocab_size": source.shape.vocab_size,
         **vocabulary_field(source),
         "target_hidden_size": source.shape.hidden_size,
@@ -248,7 +248,7 @@ def speculators_options(
     """Options from speculators' configuration. Its layer ids are k, blocks whose inputs are read. shifted: the default
     convention; None: it must be said. non_causal: the default for slots of layers with windows. part: as for `zlab_options`.
     """
-    inner, blocks = found.object(INNER), target.shape.blocks
+    layer_config, blocks = found.object(INNER), target.shape.blocks
     same_size(found, "target_hidden_size", found.config.get("target_hidden_size"), target.shape.hidden_size)
     layer_ids = found.field("aux_hidden_state_layer_ids")
     if not isinstance(layer_ids, list) or not all(isinstance(k, int) and 1 <= k <= blocks for k in layer_ids):
@@ -265,7 +265,7 @@ def speculators_options(
         )
     non_causal_windows = found.config.get("sliding_window_non_causal")
     non_causal = non_causal if non_causal_windows is None else found.flag("sliding_window_non_causal", non_causal_windows)
-    layer = layer_options(found, inner, target, "qwen3")
+    layer = layer_options(found, layer_config, target, "qwen3")
     return {
         **_vocabulary(found, target, part),
         "block_size": found.number("block_size"),

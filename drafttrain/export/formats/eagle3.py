@@ -156,9 +156,9 @@ def parallel_speculators(source: ExportSource) -> Files:
 
 def _speculators_config(source: ExportSource, tensors: dict[str, Tensor], layers: int) -> dict[str, Any]:
     shape, model_type = source.layer_shape, "qwen3" if source.options.get("qk_norm") else "llama"
-    inner = {"model_type": model_type, **llama_fields(shape, layers, source.dtype), **window_fields(shape, layers)}
+    layer_config = {"model_type": model_type, **llama_fields(shape, layers, source.dtype), **window_fields(shape, layers)}
     return {
-        "transformer_layer_config": inner,
+        "transformer_layer_config": layer_config,
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         **_flags(source),
         "target_hidden_size": source.shape.hidden_size,

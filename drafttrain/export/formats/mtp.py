@@ -72,11 +72,11 @@ def deepseek(source: ExportSource) -> Files:
 
 def speculators(source: ExportSource) -> Files:
     """speculators' layout."""
-    inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, 1, source.dtype)}
+    layer_config = {"model_type": "qwen3", **llama_fields(source.layer_shape, 1, source.dtype)}
     config = {
         **header(source, "mtp", "MTPDraftModel"),
         MODULES: 1,
-        "transformer_layer_config": inner | {"layer_types": ["full_attention"], "use_sliding_window": False},
+        "transformer_layer_config": layer_config | {"layer_types": ["full_attention"], "use_sliding_window": False},
     }
     return Files(config, _named(source, SPECULATORS_NAMES))
 
@@ -118,9 +118,11 @@ def _deepseek_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[st
 
 def _speculators_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     checkpoint.wants(MODULES, checkpoint.config.get(MODULES, 1), (1,), "but here one module drafts every depth")
-    inner = checkpoint.object(INNER)
-    checkpoint.wants(f"{INNER}'s model_type", inner.get("model_type"), ("qwen3",), "but only Qwen3's blocks are supported here")
-    return {"norm_output": True, "qk_norm": True, "layer": layer_options(checkpoint, inner, target, "qwen3")}
+    layer_config = checkpoint.object(INNER)
+    checkpoint.wants(
+        f"{INNER}'s model_type", layer_config.get("model_type"), ("qwen3",), "but only Qwen3's blocks are supported here"
+    )
+    return {"norm_output": True, "qk_norm": True, "layer": layer_options(checkpoint, layer_config, target, "qwen3")}
 
 
 def _deepseek_names(checkpoint: ExternalCheckpoint) -> Renames:
