@@ -32,8 +32,8 @@ def causal_layers(source: ExportSource) -> list[bool]:
     options = source.options
     if options.get("causal", False):
         return [True] * options["layers"]
-    of_windows = bool(options.get("causal_windows", True))
-    return [of_windows and window is not None for window in windows(source) or [None] * options["layers"]]
+    causal_windows = bool(options.get("causal_windows", True))
+    return [causal_windows and window is not None for window in windows(source) or [None] * options["layers"]]
 
 
 def causal_key(source: ExportSource) -> bool | None:
@@ -49,21 +49,21 @@ def refuse_causal(source: ExportSource, reads: Reads, per_layer: bool = False) -
     reads: has "causal" for stacks that read a flag of all layers. per_layer: in speculators' layout each layer is causal if it
     has a window, whatever its flag says.
     """
-    whole, of_windows = source.options.get("causal", False), windows(source)
-    if "causal" in reads or not (whole or any(of_windows)):
+    all_causal, layer_windows = source.options.get("causal", False), windows(source)
+    if "causal" in reads or not (all_causal or any(layer_windows)):
         return None
     causal = causal_layers(source)
     if source.stack == "transformers":
-        where, option = ("all layers", "causal") if whole else ("its layers with windows", "causal_windows")
-        reason = f"slots of {where} see no later slot; transformers' do: train with drafter.{option}=false"
+        scope, option = ("all layers", "causal") if all_causal else ("its layers with windows", "causal_windows")
+        reason = f"slots of {scope} see no later slot; transformers' do: train with drafter.{option}=false"
         return reason if any(causal) else None
     if source.stack == "speculators":
-        return _refuse_speculators(whole, of_windows, causal, per_layer)
+        return _refuse_speculators(all_causal, layer_windows, causal, per_layer)
     return f"slots see no later slot of their block, which {source.stack} is not known to read; train with drafter.causal=false"
 
 
-def _refuse_speculators(whole: bool, of_windows: list[int | None], causal: list[bool], per_layer: bool) -> str | None:
-    if whole and not (of_windows and all(of_windows)):
+def _refuse_speculators(all_causal: bool, layer_windows: list[int | None], causal: list[bool], per_layer: bool) -> str | None:
+    if all_causal and not (layer_windows and all(layer_windows)):
         return (
             "slots of all layers see no later slot; speculators has a flag only for layers with windows: use format=vllm, or "
             "train with drafter.causal=false"
@@ -80,10 +80,10 @@ def _refuse_speculators(whole: bool, of_windows: list[int | None], causal: list[
 
 def field_of(found: ExternalCheckpoint, key: str, default: Any = None) -> Any:
     """A field's value in either place. Raises UserError where the places contradict each other."""
-    inner = found.config.get(NESTED) or {}
-    if not isinstance(inner, Mapping):
-        raise UserError(f"{found.origin}: {NESTED} is {inner!r}; an object is needed")
-    values = [holder[key] for holder in (found.config, inner) if holder.get(key) is not None]
+    dflash_config = found.config.get(NESTED) or {}
+    if not isinstance(dflash_config, Mapping):
+        raise UserError(f"{found.origin}: {NESTED} is {dflash_config!r}; an object is needed")
+    values = [section[key] for section in (found.config, dflash_config) if section.get(key) is not None]
     if len(values) == 2 and values[0] != values[1]:
         raise UserError(
             f"{found.origin}: {key} is {values[0]!r} at the top level and {values[1]!r} in {NESTED}; correct one of them"
@@ -94,8 +94,8 @@ def field_of(found: ExternalCheckpoint, key: str, default: Any = None) -> Any:
 def inside(found: ExternalCheckpoint, key: str) -> tuple[str, ...]:
     """Where the field is, as `ExternalCheckpoint.field` takes it."""
     field_of(found, key)
-    top = found.config.get(key) is not None or NESTED not in found.config
-    return () if top else (NESTED,)
+    top_level = found.config.get(key) is not None or NESTED not in found.config
+    return () if top_level else (NESTED,)
 
 
 def number_of(found: ExternalCheckpoint, key: str) -> int:
@@ -110,10 +110,10 @@ def causal_options(found: ExternalCheckpoint, windows: bool) -> dict[str, Any]:
     Without them layers with a window are causal, and the others not.
     """
     field_of(found, "causal")  # raises if dflash_config is no object
-    inner = found.config.get(NESTED) or {}
-    keys = {"is_causal": found.config.get("is_causal")} | {key: inner.get(key) for key in ("causal", "causal_head")}
-    given = next((found.flag(key, value) for key, value in keys.items() if value is not None), None)
-    return {"causal": bool(given)} | ({"causal_windows": given is None} if windows and not given else {})
+    dflash_config = found.config.get(NESTED) or {}
+    flags = {"is_causal": found.config.get("is_causal")} | {key: dflash_config.get(key) for key in ("causal", "causal_head")}
+    causal = next((found.flag(key, value) for key, value in flags.items() if value is not None), None)
+    return {"causal": bool(causal)} | ({"causal_windows": causal is None} if windows and not causal else {})
 
 
 def check_factor(found: ExternalCheckpoint, key: str, own: float, absent: float) -> None:

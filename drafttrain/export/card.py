@@ -72,7 +72,7 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
     """
     meta, measured = source.opened.meta, CardFigures.of(source.opened.directory)
     base = {"base_model": source.target_name} if is_repository(source.target_name) else {}  # the hub takes no directories
-    head = yaml.safe_dump(base | {"tags": TAGS}, sort_keys=False)
+    front_matter = yaml.safe_dump(base | {"tags": TAGS}, sort_keys=False)
     rows: dict[str, Any] = {
         "target": f"`{source.target_name}` ({source.target_architecture}, fingerprint `{meta.target.fingerprint[:12]}`)",
         "family": meta.family,
@@ -84,25 +84,25 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     stack = STACKS[source.stack]
-    kind = "python" if stack.python else "bash"
-    by_name = stack.by_name and source.merged is None and not apart
-    files = isinstance(place, Repository) and not by_name
-    directory = place if isinstance(place, str) else place.folder if files else place.name
-    parts = [
-        f"---\n{head}---",
+    language = "python" if stack.python else "bash"
+    loads_by_name = stack.by_name and source.merged is None and not apart
+    needs_download = isinstance(place, Repository) and not loads_by_name
+    directory = place if isinstance(place, str) else place.folder if needs_download else place.name
+    sections = [
+        f"---\n{front_matter}---",
         f"# {meta.family} drafter for {source.target_name}",
         _about_target(source),
         f"| | |\n|---|---|\n{table}",
         *(
             [f"The command below reads the files from a directory. Download them first: `{place.download}`."]
-            if isinstance(place, Repository) and files
+            if isinstance(place, Repository) and needs_download
             else []
         ),
         *([about(directory)] if apart else []),
-        f"```{kind}\n{serving_command(source, merged_place(directory) if apart else directory)}\n```",
+        f"```{language}\n{serving_command(source, merged_place(directory) if apart else directory)}\n```",
     ]
     note = row_of(meta.family, source.stack).note
-    return "\n\n".join(parts + ([note] if note else [])) + "\n"
+    return "\n\n".join(sections + ([note] if note else [])) + "\n"
 
 
 def _about_target(source: ExportSource) -> str:
@@ -122,8 +122,8 @@ def _measured(measured: CardFigures) -> str:
     if measured.tau is None:
         return "no: the training run has no report"
     speed = "" if measured.speedup is None else f", {measured.speedup:.2f}x the speed of plain decoding"
-    where = "" if measured.device is None else f" on {measured.device}"
-    return f"tau {measured.tau:.2f} tokens per decode step (policy {measured.policy}){speed}, in drafttrain's decoder{where}"
+    device = "" if measured.device is None else f" on {measured.device}"
+    return f"tau {measured.tau:.2f} tokens per decode step (policy {measured.policy}){speed}, in drafttrain's decoder{device}"
 
 
 def _parity(source: ExportSource, parity: Parity) -> str:

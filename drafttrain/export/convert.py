@@ -37,19 +37,19 @@ def converted(found: ExternalCheckpoint, loaded: LoadedTarget, say: Say) -> Path
 
     Raises UserError for a directory that is no drafter, not for this target, or damaged. Nothing is left in these cases.
     """
-    row = recognised(found)
+    importer = recognised(found)
     check_merged(found.origin, found.record)
-    final = cache_home() / "imports" / f"{found.directory.resolve().name}-{_key(found, loaded)}"
-    if not (final / META).is_file():
-        _keep(final, taken(row, found, loaded))
-    about = read_meta(final).imported
-    assert about is not None, "`imported` is always written"
-    say(f"imported: {found.origin} ({about['layout']}, {row.family}, {about['dtype']})")
+    cached_dir = cache_home() / "imports" / f"{found.directory.resolve().name}-{_key(found, loaded)}"
+    if not (cached_dir / META).is_file():
+        _keep(cached_dir, taken(importer, found, loaded))
+    imported = read_meta(cached_dir).imported
+    assert imported is not None, "`imported` is always written"
+    say(f"imported: {found.origin} ({imported['layout']}, {importer.family}, {imported['dtype']})")
     if found.pickled:
-        say(f"note: {found.weights} is a pickle; only its tensors were read, and they are kept as safetensors in {final}")
-    for note in about["notes"]:
+        say(f"note: {found.weights} is a pickle; only its tensors were read, and they are kept as safetensors in {cached_dir}")
+    for note in imported["notes"]:
         say(f"note: {note}")
-    return final
+    return cached_dir
 
 
 def taken(row: Importer, found: ExternalCheckpoint, loaded: LoadedTarget) -> tuple[CheckpointMeta, dict[str, Tensor]]:
@@ -58,117 +58,128 @@ def taken(row: Importer, found: ExternalCheckpoint, loaded: LoadedTarget) -> tup
     """
     draft = _draft(row, found, loaded)
     record, determined = _record(found, row.family), dict(draft.options)
-    known = {f.name for f in fields(families()[row.family].options)}
-    others = {key: value for key, value in renamed(record.get("options", {})).items() if key in known - DROPPED}
-    options = asdict(families()[row.family].options(**(others | determined)))
+    option_names = {f.name for f in fields(families()[row.family].options)}
+    recorded_options = {
+        key: value for key, value in renamed(record.get("options", {})).items() if key in option_names - DROPPED
+    }
+    options = asdict(families()[row.family].options(**(recorded_options | determined)))
     meta = CheckpointMeta(row.family, options, {}, TargetRecord.of(loaded), step=0)
     drafter = _built(found, meta, loaded)
-    own = drafter.state_dict()
-    row.complete(draft, own)
-    _check(row, draft, own)
+    drafter_tensors = drafter.state_dict()
+    row.complete(draft, drafter_tensors)
+    _check(row, draft, drafter_tensors)
     if row.usual is not None:
         check_unread(found, row.family, row.usual())
     drafter.use_decode_settings(record.get("decode", {}))
-    about = {
+    import_info = {
         "from": found.origin,
         "layout": row.name,
         "dtype": row.dtype(found),
         "determined": sorted(determined.keys() - set(row.places)),
     }
     return (
-        CheckpointMeta(row.family, options, drafter.decode_settings(), meta.target, 0, imported=about | {"notes": draft.notes}),
+        CheckpointMeta(
+            row.family, options, drafter.decode_settings(), meta.target, 0, imported=import_info | {"notes": draft.notes}
+        ),
         draft.tensors,
     )
 
 
-def _draft(row: Importer, found: ExternalCheckpoint, loaded: LoadedTarget) -> ConvertedDrafter:
+def _draft(importer: Importer, checkpoint: ExternalCheckpoint, loaded: LoadedTarget) -> ConvertedDrafter:
     """The tensors under our names and in our form, without those that come from elsewhere."""
-    tensors, strange, renames = dict[str, Tensor](), list[str](), row.names(found)
-    shared = row.shared.keys() - row.own(found, loaded.target)
-    for name, tensor in found.tensors.items():
-        if name in shared:
+    tensors, unknown_names, renames = dict[str, Tensor](), list[str](), importer.names(checkpoint)
+    shared_names = importer.shared.keys() - importer.own(checkpoint, loaded.target)
+    for name, tensor in checkpoint.tensors.items():
+        if name in shared_names:
             continue
-        if (ours := renames.ours(name)) is None:
-            strange.append(name)
+        if (our_name := renames.ours(name)) is None:
+            unknown_names.append(name)
         else:
-            tensors[ours] = tensor
-    if strange:
+            tensors[our_name] = tensor
+    if unknown_names:
         raise UserError(
-            f"{found.origin}: {found.weights} has {UNKNOWN} {listed(strange)}, for which drafters of {row.family} have no "
-            f"place here ({row.name}); {UNSUPPORTED}"
+            f"{checkpoint.origin}: {checkpoint.weights} has {UNKNOWN} {listed(unknown_names)}, for which drafters of "
+            f"{importer.family} have no place here ({importer.name}); {UNSUPPORTED}"
         )
-    options = row.options(found, loaded.target)  # before the shared tensors: their sizes may be those of a draft vocabulary
-    for name in sorted(found.tensors.keys() & shared):
-        check_shared(found, name, row.shared[name], loaded.target)
-    draft = ConvertedDrafter(found, loaded.target, options, tensors)
-    row.mend(draft)
+    # before the shared tensors: their sizes may be those of a draft vocabulary
+    options = importer.options(checkpoint, loaded.target)
+    for name in sorted(checkpoint.tensors.keys() & shared_names):
+        check_shared(checkpoint, name, importer.shared[name], loaded.target)
+    draft = ConvertedDrafter(checkpoint, loaded.target, options, tensors)
+    importer.mend(draft)
     return draft
 
 
-def _built(found: ExternalCheckpoint, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafter:
+def _built(checkpoint: ExternalCheckpoint, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafter:
     try:
-        return build(found.directory, meta, loaded.target)
+        return build(checkpoint.directory, meta, loaded.target)
     except ValueError as error:  # UserError is one too: of options that do not fit this target
-        raise UserError(f"{found.origin}: {error}") from error
+        raise UserError(f"{checkpoint.origin}: {error}") from error
     except (KeyError, TypeError, RuntimeError) as error:  # transformers' of other fields, torch's of sizes too large
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise UserError(
-            f"{found.origin}: no drafter can be built from {found.config_name} ({reason}); correct it, or fetch it again"
+            f"{checkpoint.origin}: no drafter can be built from {checkpoint.config_name} ({reason}); correct it, or fetch it "
+            "again"
         ) from error
 
 
-def _check(row: Importer, draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
+def _check(importer: Importer, draft: ConvertedDrafter, drafter_tensors: Mapping[str, Tensor]) -> None:
     """Raise UserError, with the directory's own names, unless these tensors fill the drafter."""
-    found, given, renames = draft.found, draft.tensors, row.names(draft.found)
+    checkpoint, tensors, renames = draft.found, draft.tensors, importer.names(draft.found)
 
     def named(names: set[str]) -> str:
         return listed([renames.theirs(name) or name for name in names])
 
-    missing, strange = set(own) - set(given), set(given) - set(own)
-    if missing or strange:
-        biases = " (biases: drafters here have none)" if all(name.endswith(".bias") for name in strange) else ""
-        parts = [f"lacks {named(missing)}"] * bool(missing) + [f"has {UNKNOWN} {named(strange)}{biases}"] * bool(strange)
-        mend = UNSUPPORTED if strange else "correct it, or fetch it again"
-        raise UserError(f"{found.origin}: {found.weights} {' and '.join(parts)}, according to {found.config_name}; {mend}")
-    for name, tensor in own.items():
-        theirs = renames.theirs(name) or name
-        if given[name].shape != tensor.shape:
+    missing, unknown = set(drafter_tensors) - set(tensors), set(tensors) - set(drafter_tensors)
+    if missing or unknown:
+        biases = " (biases: drafters here have none)" if all(name.endswith(".bias") for name in unknown) else ""
+        problems = [f"lacks {named(missing)}"] * bool(missing) + [f"has {UNKNOWN} {named(unknown)}{biases}"] * bool(unknown)
+        remedy = UNSUPPORTED if unknown else "correct it, or fetch it again"
+        raise UserError(
+            f"{checkpoint.origin}: {checkpoint.weights} {' and '.join(problems)}, according to {checkpoint.config_name}; "
+            f"{remedy}"
+        )
+    for name, tensor in drafter_tensors.items():
+        their_name = renames.theirs(name) or name
+        if tensors[name].shape != tensor.shape:
             raise UserError(
-                f"{found.origin}: {theirs} is {list(given[name].shape)}, by {found.config_name} and this target it should be "
-                f"{list(tensor.shape)}; {TRAINED_FOR}"
+                f"{checkpoint.origin}: {their_name} is {list(tensors[name].shape)}, by {checkpoint.config_name} and this "
+                f"target it should be {list(tensor.shape)}; {TRAINED_FOR}"
             )
-        if given[name].is_floating_point() != tensor.is_floating_point():
-            raise UserError(f"{found.origin}: {theirs} is {given[name].dtype}, {tensor.dtype} is needed; {UNSUPPORTED}")
+        if tensors[name].is_floating_point() != tensor.is_floating_point():
+            raise UserError(
+                f"{checkpoint.origin}: {their_name} is {tensors[name].dtype}, {tensor.dtype} is needed; {UNSUPPORTED}"
+            )
 
 
-def _record(found: ExternalCheckpoint, family: str) -> dict[str, Any]:
+def _record(checkpoint: ExternalCheckpoint, family: str) -> dict[str, Any]:
     """The record that our own export of this family wrote into the directory; empty where there is none."""
-    return found.record if found.record.get("family") == family else {}
+    return checkpoint.record if checkpoint.record.get("family") == family else {}
 
 
-def _key(found: ExternalCheckpoint, loaded: LoadedTarget) -> str:
+def _key(checkpoint: ExternalCheckpoint, loaded: LoadedTarget) -> str:
     """A hash that differs for other files and for another target."""
-    named, folders = found.config.get("base_model_name_or_path"), [found.directory]
-    if found.adapter:  # its base model's weights are kept too
-        bases = [found.directory / "base", *([Path(str(named)).expanduser()] if named else [])]
-        folders += [place for place in bases if place.is_dir()]
+    base_name, folders = checkpoint.config.get("base_model_name_or_path"), [checkpoint.directory]
+    if checkpoint.adapter:  # its base model's weights are kept too
+        base_dirs = [checkpoint.directory / "base", *([Path(str(base_name)).expanduser()] if base_name else [])]
+        folders += [directory for directory in base_dirs if directory.is_dir()]
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    about = [FORM, __version__, str(found.directory.resolve()), stats, asdict(TargetRecord.of(loaded))]
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    fingerprint = [FORM, __version__, str(checkpoint.directory.resolve()), stats, asdict(TargetRecord.of(loaded))]
+    return hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()[:16]
 
 
-def _keep(final: Path, made: tuple[CheckpointMeta, dict[str, Tensor]]) -> None:
+def _keep(final_dir: Path, meta_and_tensors: tuple[CheckpointMeta, dict[str, Tensor]]) -> None:
     """Write the checkpoint. Several processes may convert the same drafter at once; the first one to finish wins."""
-    meta, tensors = made
-    own = final.with_name(f"{final.name}.{os.getpid()}")
+    meta, tensors = meta_and_tensors
+    temporary_dir = final_dir.with_name(f"{final_dir.name}.{os.getpid()}")
     with atomic_directory(
-        own, f"free space under {final.parent}, or set XDG_CACHE_HOME to a directory on another disk"
-    ) as aside:
-        save_drafter(aside, tensors, meta)
+        temporary_dir, f"free space under {final_dir.parent}, or set XDG_CACHE_HOME to a directory on another disk"
+    ) as staging_dir:
+        save_drafter(staging_dir, tensors, meta)
     try:
-        own.rename(final)
+        temporary_dir.rename(final_dir)
     except OSError:
-        remove_directory(own)
-        if not (final / META).is_file():
+        remove_directory(temporary_dir)
+        if not (final_dir / META).is_file():
             raise

@@ -66,33 +66,38 @@ def merge(adapter: str | Path, out: str | Path) -> None:
     directory, out = Path(adapter), Path(out)
     if out.exists():
         raise UserError(f"{out} is there already; name another directory, or remove it")
-    found = ExternalCheckpoint(directory)
-    found.wants("peft_type", found.field("peft_type"), ("LORA",), "which is no adapter of an exported drafter")
-    check_plain(found)
-    matrices = dict(found.tensors)
-    scale = found.field("lora_alpha") / found.number("r")
+    checkpoint = ExternalCheckpoint(directory)
+    checkpoint.wants("peft_type", checkpoint.field("peft_type"), ("LORA",), "which is no adapter of an exported drafter")
+    check_plain(checkpoint)
+    matrices = dict(checkpoint.tensors)
+    scale = checkpoint.field("lora_alpha") / checkpoint.number("r")
     paths = sorted(name.removesuffix(DOWN) for name in matrices if name.endswith(DOWN))
-    named = [path.removeprefix(PEFT) for path in paths]
-    if found.config.get("target_modules") != named:
-        raise UserError(f"{found.origin}: target_modules is {found.config.get('target_modules')!r}, its tensors are of {named}")
+    module_names = [path.removeprefix(PEFT) for path in paths]
+    if checkpoint.config.get("target_modules") != module_names:
+        raise UserError(
+            f"{checkpoint.origin}: target_modules is {checkpoint.config.get('target_modules')!r}, its tensors are of "
+            f"{module_names}"
+        )
     with atomic_directory(out) as folder:
         shutil.copytree(directory / BASE, folder, dirs_exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):
             tensors = load_file(file)
             for path in [path for path in paths if f"{path.removeprefix(PEFT)}.weight" in tensors]:
                 name = f"{path.removeprefix(PEFT)}.weight"
-                tensors[name] = tensors[name].float() + _product(found, matrices, path, tensors[name]) * scale
+                tensors[name] = tensors[name].float() + _product(checkpoint, matrices, path, tensors[name]) * scale
             save_file(tensors, file, {"format": "pt"})
         if matrices:
-            raise UserError(f"{found.origin}: the drafter in {BASE} has no weights for {listed(list(matrices))}")
+            raise UserError(f"{checkpoint.origin}: the drafter in {BASE} has no weights for {listed(list(matrices))}")
 
 
-def _product(found: ExternalCheckpoint, matrices: dict[str, Tensor], path: str, weight: Tensor) -> Tensor:
+def _product(checkpoint: ExternalCheckpoint, matrices: dict[str, Tensor], path: str, weight: Tensor) -> Tensor:
     """What an adapter adds to a weight; its matrices are taken out. Raises UserError for other shapes than the weight's."""
     down, up = matrices.pop(path + DOWN), matrices.pop(path + UP, None)
-    rank = found.number("r")
+    rank = checkpoint.number("r")
     if up is None or weight.shape != (len(up), down.shape[1]) or not len(down) == up.shape[1] == rank:
-        raise UserError(f"{found.origin}: the matrices of {path} are not of rank {rank} for a weight of {list(weight.shape)}")
+        raise UserError(
+            f"{checkpoint.origin}: the matrices of {path} are not of rank {rank} for a weight of {list(weight.shape)}"
+        )
     return up.float() @ down.float()
 
 
@@ -103,36 +108,38 @@ def _merged(directory: Path) -> Iterator[Path]:
         yield Path(folder) / "merged"
 
 
-def _write(whole: Format, source: ExportSource) -> Files:
-    base = whole.write(_of_base(source))
+def _write(drafter_format: Format, source: ExportSource) -> Files:
+    base_files = drafter_format.write(_of_base(source))
     tensors: dict[str, Tensor] = {}
-    for path, pair in matrices_of(source.opened.apart).items():
+    for path, lora_pair in matrices_of(source.opened.apart).items():
         weight = source.opened.apart[f"{path}.weight"]
-        for theirs in (name.removesuffix(".weight") for name, tensor in base.tensors.items() if tensor is weight):
-            tensors |= {f"{PEFT}{theirs}.lora_{which}.weight": x.clone() for which, x in zip("AB", pair, strict=True)}
-    lora, place = source.opened.meta.lora, str(Path(source.place, BASE).absolute())
+        for module_name in (name.removesuffix(".weight") for name, tensor in base_files.tensors.items() if tensor is weight):
+            tensors |= {
+                f"{PEFT}{module_name}.lora_{letter}.weight": x.clone() for letter, x in zip("AB", lora_pair, strict=True)
+            }
+    lora, base_path = source.opened.meta.lora, str(Path(source.place, BASE).absolute())
     assert lora is not None, "refused before"
-    config = config_of(tensors, lora["rank"], lora["alpha"], place, whole_names=True)
-    return Files(config, tensors, WEIGHTS, base.tokenizer, CONFIG, folders={BASE: base})
+    config = config_of(tensors, lora["rank"], lora["alpha"], base_path, whole_names=True)
+    return Files(config, tensors, WEIGHTS, base_files.tokenizer, CONFIG, folders={BASE: base_files})
 
 
-def _refuse(whole: Format, source: ExportSource) -> str | None:
+def _refuse(drafter_format: Format, source: ExportSource) -> str | None:
     if source.dtype != "float32":
         return f"dtype is {source.dtype}, but adapters are written in float32; leave dtype out"
-    reason = whole.refuse(source)
+    reason = drafter_format.refuse(source)
     if reason is not None:
         return reason
-    base = whole.write(_of_base(source))
-    if base.weights.endswith(SUFFIX):
+    base_files = drafter_format.write(_of_base(source))
+    if base_files.weights.endswith(SUFFIX):
         return "its files are GGUF, in which weights have other names and orders; leave adapter out to export it merged"
-    kept = {id(tensor) for name, tensor in base.tensors.items() if name.endswith(".weight")}
+    weight_ids = {id(tensor) for name, tensor in base_files.tensors.items() if name.endswith(".weight")}
     for path in matrices_of(source.opened.apart):
-        if id(source.opened.apart[f"{path}.weight"]) not in kept:
+        if id(source.opened.apart[f"{path}.weight"]) not in weight_ids:
             return f"its layout does not hold {path}.weight as a linear map's weight; leave adapter out to export it merged"
     return None
 
 
 def _of_base(source: ExportSource) -> ExportSource:
     """The drafter without its LoRA."""
-    own = {name: tensor for name, tensor in source.opened.apart.items() if not name.startswith(PREFIX)}
-    return replace(source, opened=replace(source.opened, tensors=own))
+    base_tensors = {name: tensor for name, tensor in source.opened.apart.items() if not name.startswith(PREFIX)}
+    return replace(source, opened=replace(source.opened, tensors=base_tensors))

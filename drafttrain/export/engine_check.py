@@ -59,14 +59,14 @@ class DecodedSequence:
         Example: a sequence of 5 tokens, the first from the prefill. Steps that accept 2 and 3 drafts yield 3 and 4 tokens, of
         which 3 and 1 are kept. The last step counts 3 as `whole`, 1 as `cut`, 0 as `capped`, and 0 as `none`.
         """
-        end, at, counts = ending.of(self.tokens), self.first, list[int]()
+        end, position, counts = ending.of(self.tokens), self.first, list[int]()
         for accepted in self.accepted:
-            if at >= end:
+            if position >= end:
                 break
-            kept, last = min(accepted + 1, end - at), at + accepted + 1 >= end
-            by_end = {"whole": accepted, "cut": min(accepted, kept), "capped": kept - 1, "none": 0}
-            counts.append(by_end[ends] if last else accepted)
-            at += accepted + 1
+            kept_tokens, is_last = min(accepted + 1, end - position), position + accepted + 1 >= end
+            accepted_by_end = {"whole": accepted, "cut": min(accepted, kept_tokens), "capped": kept_tokens - 1, "none": 0}
+            counts.append(accepted_by_end[ends] if is_last else accepted)
+            position += accepted + 1
         return counts
 
 
@@ -119,10 +119,10 @@ def decoded(
     if begins == "drafted" and len(prompt) < 2:
         raise UserError("a prompt has one token, and this engine drafts from the first token on; make it longer")
     forced = begins == "drafted"
-    own: Any = ForcedFirstToken(target, prompt[-1]) if forced else target
+    decode_target: Any = ForcedFirstToken(target, prompt[-1]) if forced else target
     controls = Controls(draft_length=length, capture=False)
-    reach = ending.max_new_tokens + length + 1 + forced  # so that no counted step is cut off
-    decoder = Decoder(own, drafter, "greedy", GREEDY, max_new_tokens=reach, controls=controls)
+    max_new_tokens = ending.max_new_tokens + length + 1 + forced  # so that no counted step is cut off
+    decoder = Decoder(decode_target, drafter, "greedy", GREEDY, max_new_tokens=max_new_tokens, controls=controls)
     request = decoder.request(prompt[:-1] if forced else prompt)
     try:
         session = Session(decoder, 1, decoder.positions(request))
@@ -192,9 +192,9 @@ class EngineCheck:
 
     def _difference(self) -> str:
         """The part that differs although the sums are equal."""
-        other = [line for line in self.lines if not line.holds]
-        if other:
-            line = other[0]
+        mismatches = [line for line in self.lines if not line.holds]
+        if mismatches:
+            line = mismatches[0]
             return f"not of the same texts: of prompt {line.prompt} it accepts {line.theirs}, we {line.ours}"
         return f"not at the same positions: {self.theirs_by_position} there, {self.ours_by_position} here"
 
@@ -214,14 +214,20 @@ def engine_check(
     """Compare an engine's result with our own. names: of the prompts. own: the target's plain greedy output. sequences: our
     decode steps, which begin as the engine's do.
     """
-    lines, counts, agreed = [], list[int](), list[int]()
-    counted_there: Sequence[PromptCounts | None] = outcome.prompts or [None] * len(names)
-    for name, text, output, ours, theirs in zip(names, own, outcome.outputs, sequences, counted_there, strict=True):
-        counted = ours.counted(ending, outcome.ends)
-        counts += counted
-        agreed += ours.counted(ending, "whole")
-        differs = first_difference(text, output, ending.stop_ids)
-        lines.append(SequenceCheck(name, len(text), differs, sum(counted), None if theirs is None else theirs.accepted))
+    lines, counts, accepted_counts = [], list[int](), list[int]()
+    engine_counts: Sequence[PromptCounts | None] = outcome.prompts or [None] * len(names)
+    for name, target_tokens, engine_tokens, sequence, prompt_counts in zip(
+        names, own, outcome.outputs, sequences, engine_counts, strict=True
+    ):
+        step_counts = sequence.counted(ending, outcome.ends)
+        counts += step_counts
+        accepted_counts += sequence.counted(ending, "whole")
+        differs = first_difference(target_tokens, engine_tokens, ending.stop_ids)
+        lines.append(
+            SequenceCheck(
+                name, len(target_tokens), differs, sum(step_counts), None if prompt_counts is None else prompt_counts.accepted
+            )
+        )
     by_position = outcome.accepted_by_position or []
     return EngineCheck(
         outcome.engine,
@@ -229,7 +235,7 @@ def engine_check(
         draft_length,
         sum(counts),
         outcome.accepted,
-        1.0 + sum(agreed) / len(agreed) if agreed else None,
+        1.0 + sum(accepted_counts) / len(accepted_counts) if accepted_counts else None,
         [sum(count > i for count in counts) for i in range(len(by_position))],
         by_position,
         lines,
@@ -238,5 +244,5 @@ def engine_check(
 
 def first_difference(text: Sequence[int], output: Sequence[int], stop_ids: frozenset[int]) -> int | None:
     """Index of the first token that differs; None for the same output. The token that ended it may be left out."""
-    ours, theirs = ([*tokens[:-1], *(t for t in tokens[-1:] if t not in stop_ids)] for tokens in (text, output))
-    return next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
+    target_ids, engine_ids = ([*tokens[:-1], *(t for t in tokens[-1:] if t not in stop_ids)] for tokens in (text, output))
+    return next((i for i, (a, b) in enumerate(zip_longest(target_ids, engine_ids)) if a != b), None)

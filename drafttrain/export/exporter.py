@@ -83,51 +83,53 @@ def refusals(opened: Opened, wanted: ExportSettings) -> dict[str, str]:
     """The stacks that cannot load this very drafter, with the reasons. Raises UserError where none of them can."""
     reasons = {stack: _refusal(opened, stack, wanted) for stack in wanted.stacks}
     if wanted.with_target and reasons.get(GGUF, "refused") is None:
-        why = gguf.refuse_target(ExportSource(opened, GGUF, wanted.dtype))
-        reasons[GGUF] = None if why is None else f"the target cannot be written as GGUF: {why}; leave out with_target"
-    found = {stack: reason for stack, reason in reasons.items() if reason is not None}
-    if len(found) == len(reasons):
-        raise UserError(_nowhere(opened, wanted, found))
-    return found
+        target_reason = gguf.refuse_target(ExportSource(opened, GGUF, wanted.dtype))
+        reasons[GGUF] = (
+            None if target_reason is None else f"the target cannot be written as GGUF: {target_reason}; leave out with_target"
+        )
+    refused = {stack: reason for stack, reason in reasons.items() if reason is not None}
+    if len(refused) == len(reasons):
+        raise UserError(_nowhere(opened, wanted, refused))
+    return refused
 
 
 def planned(opened: Opened, dtype: str) -> tuple[list[str], dict[str, str]]:
     """(the stacks that can load drafters of this form, why other stacks that load the family cannot)."""
     stacks = loads(opened.meta.family)
-    wanted = ExportSettings(stacks, Path(), dtype, several=True)
-    reasons = {stack: _refusal(opened, stack, wanted) for stack in stacks}
+    settings = ExportSettings(stacks, Path(), dtype, several=True)
+    reasons = {stack: _refusal(opened, stack, settings) for stack in stacks}
     refused = {stack: reason for stack, reason in reasons.items() if reason is not None}
     return [stack for stack in stacks if stack not in refused], refused
 
 
-def _apart(opened: Opened, wanted: ExportSettings) -> bool:
+def _apart(checkpoint: Opened, settings: ExportSettings) -> bool:
     """Whether the drafter's own low-rank matrices are exported. For a trained target, adapter=true concerns only the target."""
-    if not wanted.adapter or opened.meta.adapter is not None:
+    if not settings.adapter or checkpoint.meta.adapter is not None:
         return False
-    if opened.meta.lora is not None:
+    if checkpoint.meta.lora is not None:
         return True
     from peft.tuners.lora import LoraLayer  # takes seconds, and few runs need it
 
-    if not any(isinstance(module, LoraLayer) for module in opened.drafter.modules()):
-        raise UserError(f"adapter=true, but this {opened.meta.family} drafter has no low-rank adapter; leave it out")
+    if not any(isinstance(module, LoraLayer) for module in checkpoint.drafter.modules()):
+        raise UserError(f"adapter=true, but this {checkpoint.meta.family} drafter has no low-rank adapter; leave it out")
     return True
 
 
-def _to(opened: Opened, stack: str, wanted: ExportSettings) -> Format | None:
+def _to(checkpoint: Opened, stack: str, settings: ExportSettings) -> Format | None:
     """The format for this stack. None: the stack takes no adapter."""
-    whole = format_of(opened.meta.family, stack)
-    if not _apart(opened, wanted):
-        return whole
-    return whole.adapter if opened.meta.lora is None else adapter_of(whole)
+    merged_format = format_of(checkpoint.meta.family, stack)
+    if not _apart(checkpoint, settings):
+        return merged_format
+    return merged_format.adapter if checkpoint.meta.lora is None else adapter_of(merged_format)
 
 
-def _refusal(opened: Opened, stack: str, wanted: ExportSettings) -> str | None:
-    to = _to(opened, stack, wanted)
-    if to is None:
+def _refusal(checkpoint: Opened, stack: str, settings: ExportSettings) -> str | None:
+    export_format = _to(checkpoint, stack, settings)
+    if export_format is None:
         return "it takes no adapter as a drafter; leave adapter out to export it merged"
-    source = ExportSource(opened, stack, wanted.dtype)
-    general = refuse_pictures(source) or refuse_scaling(source)
-    return general or to.refuse(source)
+    source = ExportSource(checkpoint, stack, settings.dtype)
+    common_reason = refuse_pictures(source) or refuse_scaling(source)
+    return common_reason or export_format.refuse(source)
 
 
 def export(opened: Opened, golden: Golden, wanted: ExportSettings) -> Exported:
@@ -137,75 +139,83 @@ def export(opened: Opened, golden: Golden, wanted: ExportSettings) -> Exported:
     ParityError where the written files draft something else. Nothing is left in these cases.
     """
     refused, family = refusals(opened, wanted), opened.meta.family
-    able = [stack for stack in wanted.stacks if stack not in refused]
-    written, expected = dict[str, Parity](), rounded(opened, golden, wanted.dtype)
+    supported = [stack for stack in wanted.stacks if stack not in refused]
+    parities, expected = dict[str, Parity](), rounded(opened, golden, wanted.dtype)
     remove_abandoned(wanted.out.parent, f"{glob.escape(wanted.out.name)}.tmp-*")
-    with atomic_directory(wanted.out, f"free space under {wanted.out.parent}, or name another out=") as aside:
-        merged, matrices = (None, None) if opened.meta.adapter is None else _write_target(aside, opened, wanted)
-        for stack in able:
-            folder, place = (aside / stack, wanted.out / stack) if wanted.several else (aside, wanted.out)
+    with atomic_directory(wanted.out, f"free space under {wanted.out.parent}, or name another out=") as staging_dir:
+        merged_path, adapter_path = (None, None) if opened.meta.adapter is None else _write_target(staging_dir, opened, wanted)
+        for stack in supported:
+            folder, final_dir = (staging_dir / stack, wanted.out / stack) if wanted.several else (staging_dir, wanted.out)
             folder.mkdir(exist_ok=True)
-            source, to = ExportSource(opened, stack, wanted.dtype, merged, matrices, str(place)), _to(opened, stack, wanted)
-            assert to is not None, "refused above"
-            files = to.write(source)
+            source, export_format = (
+                ExportSource(opened, stack, wanted.dtype, merged_path, adapter_path, str(final_dir)),
+                _to(opened, stack, wanted),
+            )
+            assert export_format is not None, "refused above"
+            files = export_format.write(source)
             write(folder, files, source, wanted.max_shard_size)
-            written[stack] = check(folder, to, files, source, golden, expected)
+            parities[stack] = check(folder, export_format, files, source, golden, expected)
             if wanted.with_target and stack == GGUF:
                 _write_gguf_target(folder, source, wanted)
-            _describe(folder, wanted.repository or str(place.absolute()), to, source, written[stack])
+            _describe(folder, wanted.repository or str(final_dir.absolute()), export_format, source, parities[stack])
         if wanted.several:
-            listed = {stack: row for stack, row in TABLE[family].items() if isinstance(row, str)} | refused
-            _record(aside, {"version": __version__, "written": able, "refused": listed})
-            return Exported(written, listed)
-    return Exported(written, {})
+            refusal_reasons = {stack: row for stack, row in TABLE[family].items() if isinstance(row, str)} | refused
+            _record(staging_dir, {"version": __version__, "written": supported, "refused": refusal_reasons})
+            return Exported(parities, refusal_reasons)
+    return Exported(parities, {})
 
 
-def _write_target(aside: Path, opened: Opened, wanted: ExportSettings) -> tuple[str, str | None]:
+def _write_target(staging_dir: Path, checkpoint: Opened, settings: ExportSettings) -> tuple[str, str | None]:
     """Write the target that was trained with the drafter: merged, in its own dtype, or as a peft adapter, in float32.
 
     Returns the final place of the merged target, and that of the adapter if it is to be merged from there.
     """
-    root = str(wanted.out) if wanted.repository is None else wanted.repository.folder
-    if wanted.adapter and opened.meta.adapter is not None:
-        spec = opened.meta.adapter
-        write_alone(aside / TARGET, opened.matrices, spec["rank"], spec["alpha"], opened.loaded.path)
-        list_files(aside / TARGET)
+    root = str(settings.out) if settings.repository is None else settings.repository.folder
+    if settings.adapter and checkpoint.meta.adapter is not None:
+        spec = checkpoint.meta.adapter
+        write_alone(staging_dir / TARGET, checkpoint.matrices, spec["rank"], spec["alpha"], checkpoint.loaded.path)
+        list_files(staging_dir / TARGET)
         return f"{root}/{TARGET}-merged", f"{root}/{TARGET}"
-    model: Any = opened.loaded.target.model
-    model.save_pretrained(aside / TARGET, max_shard_size=wanted.max_shard_size)
-    opened.loaded.tokenizer.save_pretrained(aside / TARGET)
-    check_model(aside / TARGET, model)
-    list_files(aside / TARGET)
+    model: Any = checkpoint.loaded.target.model
+    model.save_pretrained(staging_dir / TARGET, max_shard_size=settings.max_shard_size)
+    checkpoint.loaded.tokenizer.save_pretrained(staging_dir / TARGET)
+    check_model(staging_dir / TARGET, model)
+    list_files(staging_dir / TARGET)
     return f"{root}/{TARGET}", None
 
 
-def _write_gguf_target(folder: Path, source: ExportSource, wanted: ExportSettings) -> None:
+def _write_gguf_target(folder: Path, source: ExportSource, settings: ExportSettings) -> None:
     files = gguf.target_files(source)
-    write(folder, files, source, wanted.max_shard_size)
+    write(folder, files, source, settings.max_shard_size)
     gguf.check_target(folder, source)
 
 
-def _describe(folder: Path, place: str | Repository, to: Format, source: ExportSource, parity: Parity) -> None:
-    (folder / CARD).write_text(card(source, to.name, place, parity, to.apart), encoding="utf-8")
-    about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
+def _describe(folder: Path, destination: str | Repository, export_format: Format, source: ExportSource, parity: Parity) -> None:
+    (folder / CARD).write_text(card(source, export_format.name, destination, parity, export_format.apart), encoding="utf-8")
+    record: dict[str, Any] = {
+        "version": __version__,
+        "stack": source.stack,
+        "layout": export_format.name,
+        "dtype": source.dtype,
+    }
     meta = source.opened.meta  # an import reads options and decode settings here that the layout cannot hold
-    about |= {"family": meta.family, "checkpoint": meta.sha256, "options": meta.options, "decode": meta.decode}
-    _record(folder, about)
+    record |= {"family": meta.family, "checkpoint": meta.sha256, "options": meta.options, "decode": meta.decode}
+    _record(folder, record)
 
 
-def _record(folder: Path, about: dict[str, Any]) -> None:
+def _record(folder: Path, record: dict[str, Any]) -> None:
     """Mark a directory as one that `overwrite` may replace, and list the checksums of all files but the model card."""
-    (folder / RECORD).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     list_files(folder, without=(CARD,))
 
 
-def _nowhere(opened: Opened, wanted: ExportSettings, refused: dict[str, str]) -> str:
-    family, stack = opened.meta.family, wanted.stacks[0]
-    if wanted.several:
+def _nowhere(checkpoint: Opened, settings: ExportSettings, refused: dict[str, str]) -> str:
+    family, stack = checkpoint.meta.family, settings.stacks[0]
+    if settings.several:
         return f"no stack loads this {family} drafter: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-    others = [other for other in loads(family) if other != stack]
-    fit = [other for other in others if _refusal(opened, other, wanted) is None]
-    loaders = f"{load_it(fit)} unchanged" if fit else "no other stack loads it unchanged"
+    other_stacks = [candidate for candidate in loads(family) if candidate != stack]
+    alternatives = [candidate for candidate in other_stacks if _refusal(checkpoint, candidate, settings) is None]
+    loaders = f"{load_it(alternatives)} unchanged" if alternatives else "no other stack loads it unchanged"
     return f"this {family} drafter cannot be exported to {stack}: {refused[stack]}; {loaders}"
 
 
@@ -222,16 +232,16 @@ class CurrentDrafter:
         if dtype not in DTYPES:
             raise UserError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
         self.source = ExportSource(Opened.in_memory(meta, drafter, loaded), stack, dtype)
-        to = format_of(meta.family, stack)
-        if (why := to.refuse(self.source)) is not None:
-            raise UserError(f"this {meta.family} drafter cannot be given to {stack}: {why}")
-        self.files: Files = to.write(self.source)
+        export_format = format_of(meta.family, stack)
+        if (reason := export_format.refuse(self.source)) is not None:
+            raise UserError(f"this {meta.family} drafter cannot be given to {stack}: {reason}")
+        self.files: Files = export_format.write(self.source)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors as in the files of an export, on the drafter's device. They may share memory with the drafter."""
         for name, tensor in self.files.tensors.items():
-            keeps = name in self.files.as_is or not tensor.is_floating_point()
-            yield name, tensor.detach() if keeps else tensor.detach().to(DTYPES[self.source.dtype])
+            keeps_dtype = name in self.files.as_is or not tensor.is_floating_point()
+            yield name, tensor.detach() if keeps_dtype else tensor.detach().to(DTYPES[self.source.dtype])
 
     def write(self, directory: Path) -> None:
         """Write the files of an export, without a model card, into an existing directory."""

@@ -134,17 +134,19 @@ class ExternalCheckpoint:
     def _find(self) -> tuple[str, list[Path]]:
         """(the name of its weights, their files): safetensors before pickles."""
         for names in (SAFE, PICKLED):
-            there = [name for name in names if self._parts(name)]
-            if len(there) > 1:
-                raise UserError(f"{self.origin}: holds {' and '.join(there)}; keep the drafter's own weights in a directory")
-            if there:
-                return there[0], self._parts(there[0])
-        found = sorted(
+            weight_names = [name for name in names if self._parts(name)]
+            if len(weight_names) > 1:
+                raise UserError(
+                    f"{self.origin}: holds {' and '.join(weight_names)}; keep the drafter's own weights in a directory"
+                )
+            if weight_names:
+                return weight_names[0], self._parts(weight_names[0])
+        file_names = sorted(
             path.name for path in self.directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
         )
-        got = f"got {', '.join(found)}" if found else "got none"
+        actual = f"got {', '.join(file_names)}" if file_names else "got none"
         raise UserError(
-            f"{self.origin}: expected weights in one of {', '.join(SAFE + PICKLED)}, {got}; rename the file, or {AGAIN}"
+            f"{self.origin}: expected weights in one of {', '.join(SAFE + PICKLED)}, {actual}; rename the file, or {AGAIN}"
         )
 
     def _parts(self, name: str) -> list[Path]:
@@ -180,25 +182,29 @@ class ExternalCheckpoint:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors on the CPU, as they were saved. Raises UserError for values that cannot be weights."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file in self.files:
-            tensors = _readable(file, lambda: (_unpickled if self.pickled else load_file)(file))  # noqa: B023
-            _check_weights(file, tensors)
-            found |= tensors
-        return found
+            shard = _readable(file, lambda: (_unpickled if self.pickled else load_file)(file))  # noqa: B023
+            _check_weights(file, shard)
+            tensors |= shard
+        return tensors
 
     @cached_property
     def kinds(self) -> dict[str, str]:
         """Each tensor's dtype, in safetensors' words. Only the headers of safetensors files are read."""
         if self.pickled:
             return {name: KINDS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in self.tensors.items()}
-        return {name: kind for file in self.files for name, kind in _readable(file, lambda: _kinds(file)).items()}  # noqa: B023
+        return {name: dtype_name for file in self.files for name, dtype_name in _readable(file, lambda: _kinds(file)).items()}  # noqa: B023
 
     def dtype(self, without: Container[str] = ()) -> str:
         """The narrowest dtype that holds all weights but the named ones: float32, bfloat16 or float16."""
-        names = {kind: str(dtype).removeprefix("torch.") for dtype, kind in KINDS.items()}
-        held = {names[kind] for name, kind in self.kinds.items() if kind in names and name not in without}
-        return held.pop() if len(held) == 1 else "float32"
+        torch_names = {dtype_name: str(dtype).removeprefix("torch.") for dtype, dtype_name in KINDS.items()}
+        dtypes = {
+            torch_names[dtype_name]
+            for name, dtype_name in self.kinds.items()
+            if dtype_name in torch_names and name not in without
+        }
+        return dtypes.pop() if len(dtypes) == 1 else "float32"
 
     def has(self, *names: str) -> bool:
         """Whether there are tensors with these names."""
@@ -206,11 +212,13 @@ class ExternalCheckpoint:
 
     def summary(self) -> str:
         """A short summary for messages."""
-        about = {
+        fields = {
             key: self.config[key] for key in ("architectures", "model_type", "speculators_model_type") if key in self.config
         }
-        kind = ", ".join(f"{key} {value!r}" for key, value in about.items()) or f"no architecture in {self.config_name}"
-        return f"{kind}, and {len(self.kinds)} tensors in {self.weights} ({listed(list(self.kinds))})"
+        architecture = (
+            ", ".join(f"{key} {value!r}" for key, value in fields.items()) or f"no architecture in {self.config_name}"
+        )
+        return f"{architecture}, and {len(self.kinds)} tensors in {self.weights} ({listed(list(self.kinds))})"
 
     @property
     def config_name(self) -> str:
@@ -220,13 +228,13 @@ class ExternalCheckpoint:
 
     def field(self, key: str, *inside: str) -> Any:
         """A value of the configuration, or of an object inside it. Raises UserError where it is missing."""
-        values: Any = self.config
+        section: Any = self.config
         for name in inside:
-            values = values.get(name) if isinstance(values, Mapping) else None
-        if not isinstance(values, Mapping) or values.get(key) is None:
-            where = "'s ".join([self.config_name, *inside])
-            raise UserError(f"{self.origin}: {where} does not say {key}, which the drafter cannot be built without; add it")
-        return values[key]
+            section = section.get(name) if isinstance(section, Mapping) else None
+        if not isinstance(section, Mapping) or section.get(key) is None:
+            location = "'s ".join([self.config_name, *inside])
+            raise UserError(f"{self.origin}: {location} does not say {key}, which the drafter cannot be built without; add it")
+        return section[key]
 
     def number(self, key: str, *inside: str, least: int = 1) -> int:
         """A field that is a whole number from `least` on. Raises UserError, as `field` does, and for other values."""
@@ -245,10 +253,10 @@ class ExternalCheckpoint:
     @property
     def architectures(self) -> list[str]:
         """The classes that the configuration names. Raises UserError where they are no list of names."""
-        given = self.config.get("architectures") or []
-        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-            raise UserError(f"{self.origin}: architectures is {given!r} in {self.config_name}; a list of names is needed")
-        return given
+        names = self.config.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{self.origin}: architectures is {names!r} in {self.config_name}; a list of names is needed")
+        return names
 
     def flag(self, key: str, value: Any) -> bool:
         """A field's value, if it is true or false. Raises UserError for others: a text such as "false" would count as true."""
@@ -259,8 +267,8 @@ class ExternalCheckpoint:
     def wants(self, key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
         """Raise UserError unless our drafter supports this value. why: continues the message after the value."""
         if value not in allowed:
-            shown = " or ".join(repr(x) for x in allowed if x is not None)
-            raise UserError(f"{self.origin}: {key} is {value!r}, {why}; only {shown} can be imported")
+            choices = " or ".join(repr(x) for x in allowed if x is not None)
+            raise UserError(f"{self.origin}: {key} is {value!r}, {why}; only {choices} can be imported")
 
 
 def fetched(name: str) -> Path:
@@ -277,8 +285,8 @@ def fetched(name: str) -> Path:
             pickles = [f"{Path(file).stem}*{Path(file).suffix}" for file in PICKLED]
             directory = Path(snapshot_download(**query, allow_patterns=[*(f"*{suffix}" for suffix in FETCHED[:-1]), *pickles]))
     except (HTTPError, HFValidationError, OSError, ValueError) as error:
-        if (found := hub_reason(error, repository, revision=revision or None)) is not None:
-            raise UserError(f"checkpoint {name!r} is no directory here, and {found}") from error
+        if (hub_error := hub_reason(error, repository, revision=revision or None)) is not None:
+            raise UserError(f"checkpoint {name!r} is no directory here, and {hub_error}") from error
         reason = without_token(" ".join(str(error).split()))[:160]
         raise UserError(
             f"checkpoint {name!r} is no directory here, and could not be fetched as a hub id ({reason}); "
@@ -289,29 +297,29 @@ def fetched(name: str) -> Path:
 
 def check_unread(found: ExternalCheckpoint, family: str, usual: Mapping[str, Any]) -> None:
     """Raise UserError for a field that nothing asked for and that may change drafts. usual: values that change nothing."""
-    left = sorted(f"{path} {value!r}"[:80] for path, value in _unread(found.config, usual))
-    if left:
+    unread = sorted(f"{path} {value!r}"[:80] for path, value in _unread(found.config, usual))
+    if unread:
         raise UserError(
-            f"{found.origin}: {found.config_name} says {', '.join(left[:4])}, which drafters of {family} do not know here; "
+            f"{found.origin}: {found.config_name} says {', '.join(unread[:4])}, which drafters of {family} do not know here; "
             "if the drafter does not need it, remove it there"
         )
 
 
-def _unread(fields: Fields, usual: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+def _unread(fields: Fields, defaults: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in fields.items():
         if value is None or value in ({}, []) or key.startswith("_") or key in ROTARY or key in HARMLESS:
             continue
         if key not in fields.asked:
-            if key not in usual or usual[key] != value:
-                yield f"{inside}{key}", value
+            if key not in defaults or defaults[key] != value:
+                yield f"{prefix}{key}", value
         elif isinstance(value, Fields):
-            yield from _unread(value, usual, f"{inside}{key}.")
+            yield from _unread(value, defaults, f"{prefix}{key}.")
 
 
 def listed(names: list[str]) -> str:
     """The first names, in order, and the number of the others."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(sorted(names)[:SHOWN]) + more
+    suffix = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(sorted(names)[:SHOWN]) + suffix
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -324,20 +332,20 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _readable(file: Path, read: Callable[[], dict[str, Found]]) -> dict[str, Found]:
+def _readable(file: Path, load: Callable[[], dict[str, Found]]) -> dict[str, Found]:
     try:
-        return read()
+        return load()
     except (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
         raise UserError(f"{file}: damaged, cut off, or no tensors ({' '.join(str(error).split())[:120]}); {AGAIN}") from error
 
 
 def _kinds(file: Path) -> dict[str, str]:
-    with safe_open(file, "pt") as opened:
-        return {name: str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118
+    with safe_open(file, "pt") as reader:
+        return {name: str(reader.get_slice(name).get_dtype()) for name in reader.keys()}  # noqa: SIM118
 
 
-def _check_weights(file: Path, found: Mapping[str, Tensor]) -> None:
-    for name, tensor in found.items():
+def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in KINDS:
             raise UserError(f"{file}: {name} is {tensor.dtype}; weights must be float32, bfloat16 or float16")
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):

@@ -69,8 +69,8 @@ class ExportSource:
         target = self.target
         if type(target.model.get_input_embeddings()) is nn.Embedding:
             return self.embedding
-        found: Tensor = target.embed(torch.arange(target.shape.vocab_size, device=target.device))
-        return found
+        embeddings: Tensor = target.embed(torch.arange(target.shape.vocab_size, device=target.device))
+        return embeddings
 
     @property
     def shape(self) -> TargetShape:
@@ -127,9 +127,9 @@ def write(directory: Path, files: Files, source: ExportSource, max_shard_size: s
         save_file(tensors, directory / files.weights, {"format": "pt"})
     if files.tokenizer:
         source.opened.loaded.tokenizer.save_pretrained(directory)
-    for name, others in files.folders.items():
+    for name, folder_files in files.folders.items():
         (directory / name).mkdir()
-        write(directory / name, others, source, max_shard_size)
+        write(directory / name, folder_files, source, max_shard_size)
 
 
 def write_config(file: Path, config: dict[str, Any]) -> None:
@@ -140,13 +140,13 @@ def write_config(file: Path, config: dict[str, Any]) -> None:
 def _write_shards(directory: Path, tensors: dict[str, Tensor], max_shard_size: str) -> None:
     """Write the weights as transformers does: one file, or numbered ones with an index."""
     try:
-        split = split_torch_state_dict_into_shards(
+        state_dict_split = split_torch_state_dict_into_shards(
             tensors, max_shard_size=max_shard_size, filename_pattern="model{suffix}.safetensors"
         )
     except ValueError as error:
         raise UserError(f"max_shard_size is {max_shard_size!r}; write a size such as 5GB or 500MB") from error
-    for file, names in split.filename_to_tensors.items():
+    for file, names in state_dict_split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, directory / file, {"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    if state_dict_split.is_sharded:
+        index = {"metadata": state_dict_split.metadata, "weight_map": state_dict_split.tensor_to_filename}
         (directory / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

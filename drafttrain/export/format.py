@@ -27,10 +27,10 @@ PIECES = {"rest": ".+", "path": ".+", "part": "weight|bias"}  # what a placehold
 
 def compiled(pattern: str) -> re.Pattern[str]:
     """The regular expression of a pattern with placeholders."""
-    before, *others = PLACE.split(pattern)
-    text = re.escape(before)
-    for name, after in zip(others[::2], others[1::2], strict=True):
-        text += f"(?P<{name}>{PIECES.get(name, '[0-9]+')})" + re.escape(after)
+    prefix, *tokens = PLACE.split(pattern)
+    text = re.escape(prefix)
+    for name, literal in zip(tokens[::2], tokens[1::2], strict=True):
+        text += f"(?P<{name}>{PIECES.get(name, '[0-9]+')})" + re.escape(literal)
     return re.compile(text)
 
 
@@ -41,8 +41,8 @@ class Renames:
     """
 
     def __init__(self, pairs: Mapping[str, str]) -> None:
-        self._out = [(compiled(ours), theirs) for ours, theirs in pairs.items()]
-        self._back = [(compiled(theirs), ours) for ours, theirs in pairs.items()]
+        self._out = [(compiled(our_pattern), format_pattern) for our_pattern, format_pattern in pairs.items()]
+        self._back = [(compiled(format_pattern), our_pattern) for our_pattern, format_pattern in pairs.items()]
 
     def theirs(self, name: str) -> str | None:
         """Their name of our tensor; None where they have none."""
@@ -58,9 +58,9 @@ class Renames:
 
 
 def _renamed(name: str, pairs: list[tuple[re.Pattern[str], str]]) -> str | None:
-    for pattern, other in pairs:
+    for pattern, template in pairs:
         if match := pattern.fullmatch(name):
-            return other.format(**match.groupdict())
+            return template.format(**match.groupdict())
     return None
 
 
@@ -103,7 +103,7 @@ class Importer:
     shared: Mapping[str, str] = field(default_factory=dict)  # tensors that must equal the target's; they are not kept
     mend: Callable[[ConvertedDrafter], None] = nothing  # brings tensors into our form, under our names
     # those of the shared tensors that are not the target's, but the drafter's own
-    own: Callable[[ExternalCheckpoint, Target], tuple[str, ...]] = lambda found, target: ()
+    own: Callable[[ExternalCheckpoint, Target], tuple[str, ...]] = lambda checkpoint, target: ()
     # adds tensors that come from elsewhere, given those of the built drafter
     complete: Callable[[ConvertedDrafter, Mapping[str, Tensor]], None] = as_built
     places: tuple[str, ...] = ()  # options that tell where weights are, not what they are

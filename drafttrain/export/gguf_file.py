@@ -36,15 +36,15 @@ def write_gguf(
     from gguf import GGMLQuantizationType as Kind
     from gguf import GGUFWriter
 
-    kinds = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16, torch.int64: Kind.I64}
+    ggml_types = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16, torch.int64: Kind.I64}
     writer = GGUFWriter(file, fields[ARCHITECTURE])
     try:
         for key, value in fields.items():
             _add(writer, key, value)
         for name, tensor in tensors.items():
-            stored = _stored(name, tensor, tensor.dtype if name in as_is else dtype)
+            stored_dtype = _stored(name, tensor, tensor.dtype if name in as_is else dtype)
             writer.add_tensor_info(
-                name, list(tensor.shape), np.dtype(np.float32), tensor.numel() * stored.itemsize, kinds[stored]
+                name, list(tensor.shape), np.dtype(np.float32), tensor.numel() * stored_dtype.itemsize, ggml_types[stored_dtype]
             )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -59,23 +59,23 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous copy on the CPU in this dtype; integers keep theirs. Raises UserError for weights that the dtype cannot
     hold.
     """
-    own = tensor.detach().cpu()
-    if not own.is_floating_point():
-        return own.contiguous().clone()
-    rounded = own.to(dtype)
+    cpu_tensor = tensor.detach().cpu()
+    if not cpu_tensor.is_floating_point():
+        return cpu_tensor.contiguous().clone()
+    rounded = cpu_tensor.to(dtype)
     if not bool(rounded.isfinite().all()):
-        narrow = str(dtype).removeprefix("torch.")
+        dtype_name = str(dtype).removeprefix("torch.")
         raise UserError(
-            f"{name} reaches {own.abs().max():.3g}, more than {narrow} holds; export with dtype=bfloat16 or float32"
+            f"{name} reaches {cpu_tensor.abs().max():.3g}, more than {dtype_name} holds; export with dtype=bfloat16 or float32"
         )
     return rounded.contiguous().clone()
 
 
 def _arrays(name: str, tensors: dict[str, Tensor], dtype: torch.dtype, as_is: tuple[str, ...]) -> Iterator[Any]:
-    long = sum(x.numel() * x.element_size() for x in tensors.values()) > LONG
-    for key, tensor in track(tensors.items(), description=name, disable=not long):
-        own = tensor.dtype if key in as_is else dtype
-        stored = cast(key, tensor, torch.float32 if key == FACTORS else own).to(_stored(key, tensor, own))
+    show_progress = sum(x.numel() * x.element_size() for x in tensors.values()) > LONG
+    for key, tensor in track(tensors.items(), description=name, disable=not show_progress):
+        weight_dtype = tensor.dtype if key in as_is else dtype
+        stored = cast(key, tensor, torch.float32 if key == FACTORS else weight_dtype).to(_stored(key, tensor, weight_dtype))
         yield (stored.view(torch.uint8) if stored.dtype == torch.bfloat16 else stored).numpy()  # numpy has no bfloat16
 
 
@@ -127,14 +127,14 @@ class GgufFile:
 
     def expect(self, key: str, value: Any, name: str) -> None:
         """Raise ParityError unless a field has this value."""
-        if (got := self.fields.get(key)) != value:
-            raise ParityError(name, f"{self.file.name} has {key} {got!r}, {value!r} is needed")
+        if (actual := self.fields.get(key)) != value:
+            raise ParityError(name, f"{self.file.name} has {key} {actual!r}, {value!r} is needed")
 
     @property
     def names(self) -> list[str]:
         """The names of all tensors."""
-        found: list[str] = self._read("tensors", lambda reader: [x.name for x in reader.tensors])
-        return found
+        tensor_names: list[str] = self._read("tensors", lambda reader: [x.name for x in reader.tensors])
+        return tensor_names
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors one by one, floats in float32. Raises ParityError for a type that llama.cpp does not take there."""
@@ -158,10 +158,12 @@ def _value(field: Any) -> Any:
 
 
 def _tensor(stored: Any) -> Tensor:
-    kind, array = stored.tensor_type.name, np.array(stored.data)
-    if kind not in ("F32", "F16", "BF16", "I64"):
-        raise ParityError("tensors", f"{stored.name} is {kind}, which is not written here")
-    if kind not in ("F32", "I64") and array.ndim != 2 and not stored.name.endswith(EXPERTS):
-        raise ParityError("tensors", f"{stored.name} has {array.ndim} dimensions and is {kind}, but llama.cpp takes float32")
+    ggml_type, array = stored.tensor_type.name, np.array(stored.data)
+    if ggml_type not in ("F32", "F16", "BF16", "I64"):
+        raise ParityError("tensors", f"{stored.name} is {ggml_type}, which is not written here")
+    if ggml_type not in ("F32", "I64") and array.ndim != 2 and not stored.name.endswith(EXPERTS):
+        raise ParityError(
+            "tensors", f"{stored.name} has {array.ndim} dimensions and is {ggml_type}, but llama.cpp takes float32"
+        )
     tensor = torch.from_numpy(array)
-    return tensor if kind == "I64" else (tensor.view(torch.bfloat16) if kind == "BF16" else tensor).float()
+    return tensor if ggml_type == "I64" else (tensor.view(torch.bfloat16) if ggml_type == "BF16" else tensor).float()

@@ -71,31 +71,33 @@ BARE = "base_kernel"  # a parameter whose name there has no ending
 
 def theirs(name: str, own: Mapping[str, str] = USUAL) -> str:
     """llama.cpp's name of a tensor. own: names of a kind's blocks, in place of the usual ones."""
-    stem, _, part = name.rpartition(".")
+    stem, _, param_name = name.rpartition(".")
     if stem.startswith("layers."):
-        _, number, inner = stem.split(".", 2)
-        return f"blk.{number}.{own.get(inner) or NAMES[inner]}" + ("" if part == BARE else f".{part}")
-    return f"{ENDS.get(stem, stem)}.{part}"
+        _, block_number, module_path = stem.split(".", 2)
+        return f"blk.{block_number}.{own.get(module_path) or NAMES[module_path]}" + (
+            "" if param_name == BARE else f".{param_name}"
+        )
+    return f"{ENDS.get(stem, stem)}.{param_name}"
 
 
 def ours(name: str, own: Mapping[str, str] = USUAL) -> str:
     """The other way round. A name that is none of llama.cpp's stays."""
     if not name.startswith("blk."):
-        stem, _, part = name.rpartition(".")
-        return f"{_inverse(ENDS).get(stem, stem)}.{part}"
-    _, number, rest = name.split(".", 2)
-    stem, _, part = rest.rpartition(".") if "." in rest else (rest, "", BARE)
-    return f"layers.{number}.{(_inverse(NAMES) | _inverse(own)).get(stem, stem)}.{part}"
+        stem, _, param_name = name.rpartition(".")
+        return f"{_inverse(ENDS).get(stem, stem)}.{param_name}"
+    _, block_number, rest = name.split(".", 2)
+    stem, _, param_name = rest.rpartition(".") if "." in rest else (rest, "", BARE)
+    return f"layers.{block_number}.{(_inverse(NAMES) | _inverse(own)).get(stem, stem)}.{param_name}"
 
 
 def _inverse(names: Mapping[str, str]) -> dict[str, str]:
-    return {there: here for here, there in names.items()}
+    return {gguf_name: our_name for our_name, gguf_name in names.items()}
 
 
 def neighbours(weight: Tensor, head_dim: int) -> Tensor:
     """Make rows i and i + head_dim / 2 of each head neighbours."""
-    both = weight.unflatten(0, (-1, 2, head_dim // 2))
-    return both.transpose(1, 2).flatten(0, 2)
+    head_halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return head_halves.transpose(1, 2).flatten(0, 2)
 
 
 def halves(weight: Tensor, head_dim: int) -> Tensor:
@@ -129,13 +131,13 @@ def _alone(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 def _split_stacked(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Experts whose gates and values are in one tensor [E, 2I, H], the gates first."""
-    stem, _, last = name.rpartition(".")
-    if last == "gate_up_proj":
+    stem, _, param_name = name.rpartition(".")
+    if param_name == "gate_up_proj":
         gate_EIH, up_EIH = tensor.chunk(2, 1)
         return {f"{stem}.gate_proj.weight": gate_EIH, f"{stem}.up_proj.weight": up_EIH}
-    if last == "e_score_correction_bias":
+    if param_name == "e_score_correction_bias":
         return {f"{stem}.scores.bias": tensor}
-    return {f"{name}.weight" if last == "down_proj" else name: tensor}
+    return {f"{name}.weight" if param_name == "down_proj" else name: tensor}
 
 
 def _whole_stacked(name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -144,22 +146,22 @@ def _whole_stacked(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     return name.replace("scores.bias", "e_score_correction_bias"), tensor
 
 
-def _joined_stacked(stem: str, part: str, gate_EIH: Tensor, up_EIH: Tensor) -> tuple[str, Tensor]:
+def _joined_stacked(stem: str, param_name: str, gate_EIH: Tensor, up_EIH: Tensor) -> tuple[str, Tensor]:
     return f"{stem}.gate_up_proj", torch.cat([gate_EIH, up_EIH], 1)
 
 
 def _split_interleaved(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Experts in one tensor [E, H, 2I], gates and values alternating, with biases; and sinks."""
-    stem, _, last = name.rpartition(".")
-    if last == "sinks":
+    stem, _, param_name = name.rpartition(".")
+    if param_name == "sinks":
         return {f"{name}.weight": tensor}
     if ".experts." not in name:
         return {name: tensor}
-    part = "bias" if last.endswith("_bias") else "weight"
-    transposed = tensor if part == "bias" else tensor.transpose(1, 2)
-    if last.startswith("down_proj"):
-        return {f"{stem}.down_proj.{part}": transposed}
-    return {f"{stem}.gate_proj.{part}": transposed[:, ::2], f"{stem}.up_proj.{part}": transposed[:, 1::2]}
+    stored_name = "bias" if param_name.endswith("_bias") else "weight"
+    transposed = tensor if stored_name == "bias" else tensor.transpose(1, 2)
+    if param_name.startswith("down_proj"):
+        return {f"{stem}.down_proj.{stored_name}": transposed}
+    return {f"{stem}.gate_proj.{stored_name}": transposed[:, ::2], f"{stem}.up_proj.{stored_name}": transposed[:, 1::2]}
 
 
 def _whole_interleaved(name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -170,8 +172,8 @@ def _whole_interleaved(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     return name.removesuffix(".weight") if name.endswith("sinks.weight") else name, tensor
 
 
-def _joined_interleaved(stem: str, part: str, gate: Tensor, up: Tensor) -> tuple[str, Tensor]:
-    if part == "bias":
+def _joined_interleaved(stem: str, param_name: str, gate: Tensor, up: Tensor) -> tuple[str, Tensor]:
+    if param_name == "bias":
         return f"{stem}.gate_up_proj_bias", torch.stack([gate, up], 2).flatten(1)
     return f"{stem}.gate_up_proj", torch.stack([gate, up], 2).flatten(1, 2).transpose(1, 2)
 
@@ -209,20 +211,20 @@ def _qwen_moe(config: Any) -> Fields:
 
 
 def _gpt_oss(config: Any) -> Fields:
-    windows = [kind == "sliding_attention" for kind in config.layer_types]
-    own = {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": windows}
-    return _experts(config, config.intermediate_size) | own
+    window_pattern = [layer_type == "sliding_attention" for layer_type in config.layer_types]
+    window_fields = {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": window_pattern}
+    return _experts(config, config.intermediate_size) | window_fields
 
 
 def _minimax(config: Any) -> Fields:
-    part = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    own = {"rope.dimension_count": int(config.head_dim * part)}
-    return _experts(config, config.intermediate_size) | own
+    rotary_factor = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    rope_fields = {"rope.dimension_count": int(config.head_dim * rotary_factor)}
+    return _experts(config, config.intermediate_size) | rope_fields
 
 
 def _lfm(config: Any) -> Fields:
-    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
-    return {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache}
+    kv_heads = [config.num_key_value_heads if layer_type == "full_attention" else 0 for layer_type in config.layer_types]
+    return {"attention.head_count_kv": kv_heads, "shortconv.l_cache": config.conv_L_cache}
 
 
 def _refuse_qwen_moe(config: Any) -> str | None:
@@ -316,20 +318,20 @@ def rope_of(config: Any) -> dict[str, Any]:
 def scaling_fields(config: Any) -> Fields:
     """The fields of scaled rotary positions. For the kind `llama3` there are none: it has a tensor of factors."""
     rope = rope_of(config)
-    kind = rope.get("rope_type", "default")
-    if kind not in ("linear", "yarn"):
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ("linear", "yarn"):
         return {}
-    found: Fields = {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
-    if kind == "yarn":
-        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-        found |= {f"rope.scaling.yarn_{key}": float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key)}
-    return found
+    fields: Fields = {"rope.scaling.type": rope_type, "rope.scaling.factor": float(rope["factor"])}
+    if rope_type == "yarn":
+        fields["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        fields |= {f"rope.scaling.yarn_{key}": float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key)}
+    return fields
 
 
 def facts_of(config: Any, head_dim: int) -> dict[str, Any]:
     """The settings that a written model must have again when it is read back, beside the dimensions."""
-    types = getattr(config, "layer_types", None) or []
-    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in types]
+    layer_types = getattr(config, "layer_types", None) or []
+    windows = [config.sliding_window if layer_type == "sliding_attention" else None for layer_type in layer_types]
     return {
         "layers": config.num_hidden_layers,
         "experts": experts_of(config),
@@ -337,7 +339,9 @@ def facts_of(config: Any, head_dim: int) -> dict[str, Any]:
         "rope scaling": rope_of(config).get("rope_type", "default"),
         "scaling fields": scaling_fields(config),
         "rotated": int(head_dim * rope_of(config).get("partial_rotary_factor", 1.0)),
-        "attention layers": [i for i, kind in enumerate(types) if kind != "conv"] if "conv" in types else [],
+        "attention layers": [i for i, layer_type in enumerate(layer_types) if layer_type != "conv"]
+        if "conv" in layer_types
+        else [],
     }
 
 
@@ -373,19 +377,19 @@ def layer_facts(shape: TargetShape) -> dict[str, Any]:
 
 def settings_of(file: GgufFile, kind: GgufKind) -> dict[str, Any]:
     """A language model's settings in its file, in the terms of `golden.facts_of` and of `facts_of`."""
-    shape, name = shape_of(file), file.architecture
+    shape, architecture = shape_of(file), file.architecture
     for key in kind.needed:
         file.own(key, "config")
     for key, value in kind.fixed.items():
-        file.expect(f"{name}.{key}", value, "config")
-    file.expect(f"{name}.attention.value_length", shape.head_dim, "head_dim")
-    experts, kv_heads = f"{name}.expert_count" in file.fields, file.own("attention.head_count_kv", "heads")
-    scaling = {key: value for key in SCALING_FIELDS if (value := file.fields.get(f"{name}.{key}")) is not None}
+        file.expect(f"{architecture}.{key}", value, "config")
+    file.expect(f"{architecture}.attention.value_length", shape.head_dim, "head_dim")
+    has_experts, kv_heads = f"{architecture}.expert_count" in file.fields, file.own("attention.head_count_kv", "heads")
+    scaling = {key: value for key in SCALING_FIELDS if (value := file.fields.get(f"{architecture}.{key}")) is not None}
     return layer_facts(shape) | {
         "rope scaling": "llama3" if FACTORS in file.names else scaling.get(SCALING_FIELDS[0], "default"),
         "scaling fields": scaling,
         "layers": shape.blocks,
-        "experts": [file.own(key, "experts") for key in ("expert_count", "expert_used_count")] if experts else [],
+        "experts": [file.own(key, "experts") for key in ("expert_count", "expert_used_count")] if has_experts else [],
         "windows": _windows(file),
         "rotated": file.own("rope.dimension_count", "head_dim"),
         "attention layers": [i for i, count in enumerate(kv_heads) if count] if isinstance(kv_heads, list) else [],
@@ -395,7 +399,7 @@ def settings_of(file: GgufFile, kind: GgufKind) -> dict[str, Any]:
 def _windows(file: GgufFile) -> list[int | None]:
     if (window := file.fields.get(f"{file.architecture}.attention.sliding_window")) is None:
         return []
-    return [window if own else None for own in file.own("attention.sliding_window_pattern", "windows")]
+    return [window if is_sliding else None for is_sliding in file.own("attention.sliding_window_pattern", "windows")]
 
 
 def weights_of(file: GgufFile, kind: GgufKind) -> Iterator[tuple[str, Tensor]]:
@@ -403,21 +407,21 @@ def weights_of(file: GgufFile, kind: GgufKind) -> Iterator[tuple[str, Tensor]]:
 
     Raises ParityError for gates of experts without values, or values without gates.
     """
-    head_dim, waiting = file.own("attention.key_length", "head_dim"), dict[str, Tensor]()
-    for stored, tensor in file.tensors():
-        name = ours(stored, kind.names)
+    head_dim, unpaired = file.own("attention.key_length", "head_dim"), dict[str, Tensor]()
+    for gguf_name, tensor in file.tensors():
+        name = ours(gguf_name, kind.names)
         if kind.paired and rotates(name):
             tensor = halves(tensor, head_dim)
-        stem, _, part = name.rpartition(".")
-        owner, _, half = stem.rpartition(".")
-        if kind.storage.joined is not None and owner.endswith(".experts") and half in HALVES:
-            waiting[name] = tensor
-            both = [f"{owner}.{half}.{part}" for half in HALVES]
-            if not all(one in waiting for one in both):
+        stem, _, param_name = name.rpartition(".")
+        owner, _, projection = stem.rpartition(".")
+        if kind.storage.joined is not None and owner.endswith(".experts") and projection in HALVES:
+            unpaired[name] = tensor
+            pair_names = [f"{owner}.{half}.{param_name}" for half in HALVES]
+            if not all(pair_name in unpaired for pair_name in pair_names):
                 continue
-            name, tensor = kind.storage.joined(owner, part, *(waiting.pop(one) for one in both))
+            name, tensor = kind.storage.joined(owner, param_name, *(unpaired.pop(pair_name) for pair_name in pair_names))
         else:
             name, tensor = kind.storage.whole(name, tensor)
-        yield name if stem == "lm_head" or stored == FACTORS else f"model.{name}", tensor
-    if waiting:
-        raise ParityError("target", f"{theirs(next(iter(waiting)), kind.names)} has no other half")
+        yield name if stem == "lm_head" or gguf_name == FACTORS else f"model.{name}", tensor
+    if unpaired:
+        raise ParityError("target", f"{theirs(next(iter(unpaired)), kind.names)} has no other half")

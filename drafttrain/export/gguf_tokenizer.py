@@ -53,8 +53,8 @@ class _Parts:
 
 def refuse(tokenizer: Any) -> str | None:
     """Why llama.cpp cannot have this tokenizer; None where it can."""
-    found = _parts(tokenizer)
-    return found if isinstance(found, str) else None
+    parts = _parts(tokenizer)
+    return parts if isinstance(parts, str) else None
 
 
 def fields(tokenizer: Any, vocab: int, stop_ids: frozenset[int]) -> dict[str, Any]:
@@ -68,35 +68,39 @@ def fields(tokenizer: Any, vocab: int, stop_ids: frozenset[int]) -> dict[str, An
             f"the tokenizer has {len(tokenizer)} tokens, the target {vocab}, and llama.cpp needs a row for each; "
             "remove the tokens that the target does not have from the tokenizer"
         )
-    tokens, kinds = [f"[PAD{i}]" for i in range(vocab)], [UNUSED] * vocab
+    tokens, token_types = [f"[PAD{i}]" for i in range(vocab)], [UNUSED] * vocab
     for piece, i in parts.model["vocab"].items():
-        tokens[i], kinds[i] = piece, NORMAL
-    for added in parts.added:
-        tokens[added["id"]], kinds[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+        tokens[i], token_types[i] = piece, NORMAL
+    for token in parts.added:
+        tokens[token["id"]], token_types[token["id"]] = token["content"], CONTROL if token["special"] else USER_DEFINED
     merges = [x if isinstance(x, str) else " ".join(x) for x in parts.model["merges"]]
-    found: dict[str, Any] = {
+    gguf_fields: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": parts.name,
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.token_type": token_types,
         "tokenizer.ggml.merges": merges,
     }
-    return found | _special(tokenizer, stop_ids)
+    return gguf_fields | _special(tokenizer, stop_ids)
 
 
 def _special(tokenizer: Any, stop_ids: frozenset[int]) -> dict[str, Any]:
     """The special tokens. llama.cpp has its own defaults for missing ones, such as token 11 for the end of a text."""
     eos = tokenizer.eos_token_id
-    found: dict[str, Any] = {"tokenizer.ggml.eos_token_id": eos}
-    others = sorted(stop_ids - {eos})
-    named = {"bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id, "eot": others[0] if others else None}
-    found |= {f"tokenizer.ggml.{name}_token_id": i for name, i in named.items() if i is not None}
-    ids = tokenizer("a")["input_ids"]
-    found["tokenizer.ggml.add_bos_token"] = bool(ids) and ids[0] == tokenizer.bos_token_id
-    found["tokenizer.ggml.add_eos_token"] = bool(ids) and ids[-1] == eos
+    gguf_fields: dict[str, Any] = {"tokenizer.ggml.eos_token_id": eos}
+    other_stop_ids = sorted(stop_ids - {eos})
+    special_ids = {
+        "bos": tokenizer.bos_token_id,
+        "padding": tokenizer.pad_token_id,
+        "eot": other_stop_ids[0] if other_stop_ids else None,
+    }
+    gguf_fields |= {f"tokenizer.ggml.{name}_token_id": i for name, i in special_ids.items() if i is not None}
+    input_ids = tokenizer("a")["input_ids"]
+    gguf_fields["tokenizer.ggml.add_bos_token"] = bool(input_ids) and input_ids[0] == tokenizer.bos_token_id
+    gguf_fields["tokenizer.ggml.add_eos_token"] = bool(input_ids) and input_ids[-1] == eos
     if isinstance(tokenizer.chat_template, str):
-        found["tokenizer.chat_template"] = tokenizer.chat_template
-    return found
+        gguf_fields["tokenizer.chat_template"] = tokenizer.chat_template
+    return gguf_fields
 
 
 def _parts(tokenizer: Any) -> _Parts | str:
@@ -104,10 +108,12 @@ def _parts(tokenizer: Any) -> _Parts | str:
     if backend is None:
         return f"the target's tokenizer is no fast one, but GGUF files are written from tokenizer.json; {CONVERTER}"
     content = json.loads(backend.to_str())
-    model, added = content["model"], content["added_tokens"]
+    model, added_tokens = content["model"], content["added_tokens"]
     if model["type"] != "BPE" or model.get("byte_fallback") or not model["merges"]:
-        kind = f"{model['type']}, {'with byte fallback' if model.get('byte_fallback') else 'no merges'}"
-        return f"the target's tokenizer is no byte-level BPE ({kind if model['type'] == 'BPE' else model['type']}); {CONVERTER}"
+        variant = f"{model['type']}, {'with byte fallback' if model.get('byte_fallback') else 'no merges'}"
+        return (
+            f"the target's tokenizer is no byte-level BPE ({variant if model['type'] == 'BPE' else model['type']}); {CONVERTER}"
+        )
     if (content["normalizer"] or {}).get("type", "NFC") != "NFC":
         return (
             f"the target's tokenizer normalizes texts ({content['normalizer']['type']}), which llama.cpp does not; {CONVERTER}"
@@ -117,7 +123,7 @@ def _parts(tokenizer: Any) -> _Parts | str:
         return f"the target's tokenizer splits texts by a rule that is not known here; {CONVERTER}"
     if tokenizer.eos_token_id is None:
         return "the target's tokenizer has no end token, and llama.cpp would use token 11 instead; set its eos_token"
-    return _Parts(model, name, added)
+    return _Parts(model, name, added_tokens)
 
 
 def _cuts(pre: dict[str, Any] | None) -> tuple[str, ...]:
@@ -127,15 +133,15 @@ def _cuts(pre: dict[str, Any] | None) -> tuple[str, ...]:
     steps: list[dict[str, Any]] = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
         return ()
-    cuts = []
+    split_patterns = []
     for step in steps[:-1]:
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
-            cuts.append(step["pattern"].get("Regex", ""))
+            split_patterns.append(step["pattern"].get("Regex", ""))
         elif step["type"] == "Digits" and step["individual_digits"]:
-            cuts.append(DIGITS)
+            split_patterns.append(DIGITS)
         else:
             return ()
-    return tuple(cuts) + ((GPT2,) if steps[-1]["use_regex"] else ())
+    return tuple(split_patterns) + ((GPT2,) if steps[-1]["use_regex"] else ())
 
 
 # tokenizers split these differently: contractions, numbers, scripts, marks, spaces and line ends
@@ -182,30 +188,35 @@ def check_tokenizer(file: GgufFile, rows: int, pieces: Mapping[str, int], texts:
     file.get("tokenizer.ggml.eos_token_id", "tokenizer")
     if pre not in CUTS:
         raise ParityError("tokenizer", f"tokenizer.ggml.pre is {pre!r}; the reader knows {', '.join(CUTS)}")
-    kinds = file.get("tokenizer.ggml.token_type", "tokenizer")
-    if len(tokens) != rows or len(kinds) != len(tokens):
-        raise ParityError("tokenizer", f"it has {len(tokens)} tokens, {len(kinds)} kinds, the target {rows} tokens")
-    own = {piece: i for i, piece in enumerate(tokens) if kinds[i] != UNUSED}
-    if own != pieces:
-        other = next(piece for piece in {**own, **pieces} if own.get(piece) != pieces.get(piece))
-        raise ParityError("tokenizer", f"{other!r} is token {own.get(other)} there, the target's is {pieces.get(other)}")
-    bpe = Bpe(own, kinds, file.get("tokenizer.ggml.merges", "tokenizer"), pre)
+    token_types = file.get("tokenizer.ggml.token_type", "tokenizer")
+    if len(tokens) != rows or len(token_types) != len(tokens):
+        raise ParityError("tokenizer", f"it has {len(tokens)} tokens, {len(token_types)} kinds, the target {rows} tokens")
+    file_vocab = {piece: i for i, piece in enumerate(tokens) if token_types[i] != UNUSED}
+    if file_vocab != pieces:
+        mismatch = next(piece for piece in {**file_vocab, **pieces} if file_vocab.get(piece) != pieces.get(piece))
+        raise ParityError(
+            "tokenizer", f"{mismatch!r} is token {file_vocab.get(mismatch)} there, the target's is {pieces.get(mismatch)}"
+        )
+    bpe = Bpe(file_vocab, token_types, file.get("tokenizer.ggml.merges", "tokenizer"), pre)
     for text, ids in texts:
         if pre in UNMARKED and MARK.search(text):
             continue
-        made = [*_start(file), *bpe.encode(text), *_end(file)]
-        if made != ids:
-            at = next((i for i, (a, b) in enumerate(zip(made, ids, strict=False)) if a != b), min(len(made), len(ids)))
+        encoded_ids = [*_start(file), *bpe.encode(text), *_end(file)]
+        if encoded_ids != ids:
+            index = next(
+                (i for i, (a, b) in enumerate(zip(encoded_ids, ids, strict=False)) if a != b), min(len(encoded_ids), len(ids))
+            )
             raise ParityError(
-                "tokenizer", f"token {at + 1} of a text is {made[at : at + 1]} there, the target's {ids[at : at + 1]}"
+                "tokenizer",
+                f"token {index + 1} of a text is {encoded_ids[index : index + 1]} there, the target's {ids[index : index + 1]}",
             )
 
 
 def _start(file: GgufFile) -> list[int]:
-    adds = file.fields.get("tokenizer.ggml.add_bos_token")
-    if adds is None:
+    add_bos = file.fields.get("tokenizer.ggml.add_bos_token")
+    if add_bos is None:
         raise ParityError("tokenizer", f"{file.file.name} does not say tokenizer.ggml.add_bos_token")
-    return [file.get("tokenizer.ggml.bos_token_id", "tokenizer")] if adds else []
+    return [file.get("tokenizer.ggml.bos_token_id", "tokenizer")] if add_bos else []
 
 
 def _end(file: GgufFile) -> list[int]:
@@ -218,23 +229,25 @@ class Bpe:
     """
 
     def __init__(self, pieces: dict[str, int], kinds: list[int], merges: list[str], pre: str) -> None:
-        self.pieces, self.whole, self.cuts = pieces, pre in WHOLE, [regex.compile(cut) for cut in CUTS[pre]]
+        self.pieces, self.whole, self.cuts = pieces, pre in WHOLE, [regex.compile(pattern) for pattern in CUTS[pre]]
         self.ranks = {_pair(merge): rank for rank, merge in reversed(list(enumerate(merges)))}
         special = sorted((p for p, i in pieces.items() if kinds[i] in (CONTROL, USER_DEFINED)), key=len, reverse=True)
         self.special = regex.compile("(" + "|".join(map(regex.escape, special)) + ")") if special else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        parts: list[str] = [text] if self.special is None else self.special.split(text)
-        found: list[int] = []
-        for number, part in enumerate(parts):
-            found += [self.pieces[part]] if number % 2 else [i for word in self._words(part) for i in self._merged(word)]
-        return found
+        segments: list[str] = [text] if self.special is None else self.special.split(text)
+        token_ids: list[int] = []
+        for index, segment in enumerate(segments):
+            token_ids += (
+                [self.pieces[segment]] if index % 2 else [i for word in self._words(segment) for i in self._merged(word)]
+            )
+        return token_ids
 
     def _words(self, text: str) -> Iterator[str]:
         words = [text] if text else []
-        for cut in self.cuts:
-            words = [piece for word in words for piece in _split(cut, word)]
+        for pattern in self.cuts:
+            words = [piece for word in words for piece in _split(pattern, word)]
         yield from ("".join(BYTE_LETTERS[byte] for byte in word.encode()) for word in words)
 
     def _merged(self, word: str) -> list[int]:
@@ -242,34 +255,34 @@ class Bpe:
             return [self.pieces[word]]
         symbols = list(word)
         while len(symbols) > 1:
-            rank, at = min((self.ranks.get(pair, len(self.ranks)), i) for i, pair in enumerate(pairwise(symbols)))
+            rank, index = min((self.ranks.get(pair, len(self.ranks)), i) for i, pair in enumerate(pairwise(symbols)))
             if rank == len(self.ranks):
                 break
-            symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
+            symbols[index : index + 2] = ["".join(symbols[index : index + 2])]
         return [self.pieces[symbol] for symbol in symbols if symbol in self.pieces]
 
 
 def _pair(merge: str) -> tuple[str, str]:
     """The two pieces of a merge rule. A piece may begin with a space."""
-    at = merge.find(" ", 1)
-    return merge[:at], merge[at + 1 :]
+    boundary = merge.find(" ", 1)
+    return merge[:boundary], merge[boundary + 1 :]
 
 
-def _split(cut: Any, word: str) -> Iterator[str]:
+def _split(pattern: Any, word: str) -> Iterator[str]:
     """The matches of an expression, and the parts between them."""
-    at = 0
-    for match in cut.finditer(word):
-        yield from (piece for piece in (word[at : match.start()], match.group()) if piece)
-        at = match.end()
-    if at < len(word):
-        yield word[at:]
+    start = 0
+    for match in pattern.finditer(word):
+        yield from (piece for piece in (word[start : match.start()], match.group()) if piece)
+        start = match.end()
+    if start < len(word):
+        yield word[start:]
 
 
 def _letters() -> list[str]:
     """GPT-2's letters for bytes: printable bytes are themselves, the others follow in order from 256."""
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    code_points = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(code_points)) for byte in range(256)]
 
 
 BYTE_LETTERS = _letters()

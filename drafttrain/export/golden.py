@@ -62,9 +62,9 @@ class Golden:
 
     def to(self, device: torch.device) -> Golden:
         """The same with tensors on this device."""
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TENSORS}
+        tensors: dict[str, Any] = {name: getattr(self, name).to(device) for name in TENSORS}
         ids = None if self.ids is None else self.ids.to(device)
-        return replace(self, **moved, states={k: x.to(device) for k, x in self.states.items()}, ids=ids)
+        return replace(self, **tensors, states={k: x.to(device) for k, x in self.states.items()}, ids=ids)
 
 
 def stored(directory: Path) -> Golden | None:
@@ -75,13 +75,13 @@ def stored(directory: Path) -> Golden | None:
     if not file.is_file():
         return None
     try:
-        with safe_open(file, "pt") as opened:
-            about = unsealed(json.loads(opened.metadata()["drafttrain"]))
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        if about is None or about.pop("tensors", None) not in (None, _digest(tensors)):
+        with safe_open(file, "pt") as reader:
+            metadata = unsealed(json.loads(reader.metadata()["drafttrain"]))
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+        if metadata is None or metadata.pop("tensors", None) not in (None, _digest(tensors)):
             raise ValueError("its checksum is not that of its contents")
         states = {_key(name): tensors.pop(name) for name in list(tensors) if name.startswith(STATE)}
-        golden = Golden(**tensors, states=states, **about)
+        golden = Golden(**tensors, states=states, **metadata)
     except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file}: damaged or cut off ({error}); delete it, and export makes it again") from error
     return golden if golden.sha256 == read_meta(directory).sha256 else None
@@ -92,8 +92,8 @@ def store(directory: Path, golden: Golden) -> None:
     tensors = {name: getattr(golden, name) for name in TENSORS} | ({} if golden.ids is None else {"ids": golden.ids})
     tensors |= {f"{STATE}{FINAL_STATE if k == FINAL else k}": x for k, x in golden.states.items()}
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
-    about = sealed({"facts": golden.facts, "sha256": golden.sha256, "tensors": _digest(tensors)})
-    content = save(tensors, {"drafttrain": json.dumps(about)})
+    metadata = sealed({"facts": golden.facts, "sha256": golden.sha256, "tensors": _digest(tensors)})
+    content = save(tensors, {"drafttrain": json.dumps(metadata)})
     remove_abandoned(directory, f"{GOLDEN}.tmp-*")
     atomic_write_bytes(directory / GOLDEN, content, f"the checkpoint is whole; free space under {directory}")
 
@@ -116,9 +116,9 @@ def sequences_for(loaded: LoadedTarget) -> list[list[int]]:
         return [loaded.target.known.ids[:length] for length in range(SHORTEST, LONGEST + 1, (LONGEST - SHORTEST) // TEXTS)]
     vocab, texts = loaded.target.shape.vocab_size, []
     for number, prompt in enumerate(load_prompts("embedded", TEXTS)):
-        known = list(loaded.tokenizer(prompt.turns[0], add_special_tokens=False, verbose=False)["input_ids"])
-        others = [(7919 * (i + 1) + 104729 * number) % vocab for i in range(LONGEST)]
-        texts += [(known + others)[:LONGEST], (known + others)[:SHORTEST]]
+        prompt_ids = list(loaded.tokenizer(prompt.turns[0], add_special_tokens=False, verbose=False)["input_ids"])
+        filler_ids = [(7919 * (i + 1) + 104729 * number) % vocab for i in range(LONGEST)]
+        texts += [(prompt_ids + filler_ids)[:LONGEST], (prompt_ids + filler_ids)[:SHORTEST]]
     return texts
 
 
@@ -126,20 +126,20 @@ def sequences_for(loaded: LoadedTarget) -> list[list[int]]:
 def made(opened: Opened, texts: Sequence[Sequence[int]]) -> Golden:
     """Run the target over these texts and let the drafter draft after each."""
     target, drafter, device = opened.target, opened.drafter, opened.loaded.target.device
-    room = target.shape.max_positions - drafter.draft_length - 1
-    rows = [torch.tensor(text[:room], device=device) for text in texts]
+    max_tokens = target.shape.max_positions - drafter.draft_length - 1
+    rows = [torch.tensor(text[:max_tokens], device=device) for text in texts]
     text_PT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     count_P = torch.tensor([len(row) for row in rows], device=device)
-    keys = _wanted(drafter.taps, target.shape.blocks)
-    blocks = tuple(sorted(k - 1 for k in keys if k > 0))
+    state_keys = _wanted(drafter.taps, target.shape.blocks)
+    blocks = tuple(sorted(k - 1 for k in state_keys if k > 0))
     position_PT = torch.arange(text_PT.shape[1], device=device).expand_as(text_PT)
-    out = target(text_PT, None, None, position_PT, Taps(blocks, FINAL in keys), (count_P - 1)[:, None])
-    found = {block + 1 if block != FINAL else FINAL: x for block, x in out.hidden.items()}
-    states = found | ({0: opened.loaded.target.embed(text_PT)} if 0 in keys else {})
+    out = target(text_PT, None, None, position_PT, Taps(blocks, FINAL in state_keys), (count_P - 1)[:, None])
+    hidden_states = {block + 1 if block != FINAL else FINAL: x for block, x in out.hidden.items()}
+    states = hidden_states | ({0: opened.loaded.target.embed(text_PT)} if 0 in state_keys else {})
     root_P = out.logits_BRV[:, 0].argmax(-1)
     empty = torch.empty(0, device=device)
-    bare = Golden(text_PT, count_P, root_P, empty, empty, empty, empty, states, sha256=opened.meta.sha256)
-    golden = drafted(drafter, bare, target.shape.vocab_size)
+    undrafted = Golden(text_PT, count_P, root_P, empty, empty, empty, empty, states, sha256=opened.meta.sha256)
+    golden = drafted(drafter, undrafted, target.shape.vocab_size)
     return replace(golden, facts=facts_of(opened))
 
 
@@ -162,8 +162,10 @@ def check_facts(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raise ParityError for a setting of exported files that is not the checkpoint's."""
     for name, value in found.items():
         if value != expected[name]:
-            got, wanted = (str(x) if len(str(x)) <= SHOWN else f"{str(x)[:SHOWN]}..." for x in (value, expected[name]))
-            raise ParityError(name, f"the files have {got}, the checkpoint's drafts come from {wanted}")
+            actual_text, expected_text = (
+                str(x) if len(str(x)) <= SHOWN else f"{str(x)[:SHOWN]}..." for x in (value, expected[name])
+            )
+            raise ParityError(name, f"the files have {actual_text}, the checkpoint's drafts come from {expected_text}")
 
 
 @torch.no_grad()
@@ -196,22 +198,22 @@ def _chain(drafter: Drafter, golden: Golden, vocab: int) -> tuple[Tensor, Tensor
     T, K, device = golden.text_PT.shape[1], drafter.draft_length, golden.text_PT.device
     width, count_P = T + 1 + K, golden.count_P
     column_T = torch.arange(width, device=device)
-    known_PT = F.pad(golden.text_PT, (0, 1 + K)).scatter(1, count_P[:, None], golden.root_P[:, None])
+    token_PT = F.pad(golden.text_PT, (0, 1 + K)).scatter(1, count_P[:, None], golden.root_P[:, None])
     slot_PK = count_P[:, None] + 1 + torch.arange(K, device=device)
-    given = golden.draft_PK.numel() > 0
-    if given:
-        known_PT = known_PT.scatter(1, slot_PK, golden.draft_PK)
+    teacher_forced = golden.draft_PK.numel() > 0
+    if teacher_forced:
+        token_PT = token_PT.scatter(1, slot_PK, golden.draft_PK)
     row_P = torch.arange(len(count_P), device=device)
     document_PT = torch.where(column_T < count_P[:, None] + 1 + K, row_P[:, None], -1)
     states = {(k - 1 if k != FINAL else FINAL): F.pad(x, (0, 0, 0, 1 + K)).float() for k, x in golden.states.items() if k != 0}
     logits, ids = [], None
     for step in range(K):
-        batch = TrainBatch(known_PT, column_T.expand_as(known_PT), document_PT, document_PT >= 0, states)
+        batch = TrainBatch(token_PT, column_T.expand_as(token_PT), document_PT, document_PT >= 0, states)
         logits_PV, ids = _predicted(drafter, batch, step, count_P - 1, slot_PK[:, step], vocab)
         logits.append(logits_PV)
-        if not given:
-            known_PT = known_PT.scatter(1, slot_PK[:, step, None], logits_PV.argmax(-1, keepdim=True))
-    return torch.stack(logits, 1).float(), ids, known_PT.gather(1, slot_PK)
+        if not teacher_forced:
+            token_PT = token_PT.scatter(1, slot_PK[:, step, None], logits_PV.argmax(-1, keepdim=True))
+    return torch.stack(logits, 1).float(), ids, token_PT.gather(1, slot_PK)
 
 
 def _predicted(
@@ -234,8 +236,8 @@ def _predicted(
 def _wanted(taps: Taps, blocks: int) -> set[int]:
     """The tapped states and their neighbours, so that reading a wrong layer changes the figures."""
     tapped = [block + 1 for block in taps.blocks] + ([blocks] if taps.final else [])
-    near = {k + d for k in tapped for d in (-1, 0, 1) if 0 <= k + d <= blocks}
-    return near | ({FINAL} if tapped else set())
+    neighbours = {k + d for k in tapped for d in (-1, 0, 1) if 0 <= k + d <= blocks}
+    return neighbours | ({FINAL} if tapped else set())
 
 
 def _scaling(shape: TargetShape) -> str:
@@ -251,5 +253,5 @@ def _model_scaling(model: Any) -> str:
 
 
 def _key(name: str) -> int:
-    word = name.removeprefix(STATE)
-    return FINAL if word == FINAL_STATE else int(word)
+    suffix = name.removeprefix(STATE)
+    return FINAL if suffix == FINAL_STATE else int(suffix)

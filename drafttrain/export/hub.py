@@ -60,9 +60,9 @@ def push(directory: Path, repository: Repository, message: str) -> str:
         api.create_repo(repository.name, private=repository.private, exist_ok=True)
         commit = api.upload_folder(repo_id=repository.name, folder_path=directory, commit_message=message)
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        again = f"hf upload {repository.name} {directory} ." + (" --private" if repository.private else "")
-        failed = f"its upload to {repository.name} failed ({_reason(error)})"
-        raise UserError(f"{directory} is complete and stays, but {failed}; repeat it: {again}") from error
+        retry_command = f"hf upload {repository.name} {directory} ." + (" --private" if repository.private else "")
+        failure = f"its upload to {repository.name} failed ({_reason(error)})"
+        raise UserError(f"{directory} is complete and stays, but {failure}; repeat it: {retry_command}") from error
     return str(commit.commit_url)
 
 

@@ -62,12 +62,15 @@ def refuse_scaling(source: ExportSource) -> str | None:
     """
     shape = source.layer_shape
     scaling = (shape.rope_scaling if isinstance(shape, LayerShape) else None) or {}
-    kind, given = str(scaling.get("rope_type", "default")), {key for key, value in scaling.items() if value is not None}
-    if source.stack not in ENGINES or (kind in ENGINE_SCALINGS and not given & YARN_UNREAD):
+    rope_type, scaling_keys = (
+        str(scaling.get("rope_type", "default")),
+        {key for key, value in scaling.items() if value is not None},
+    )
+    if source.stack not in ENGINES or (rope_type in ENGINE_SCALINGS and not scaling_keys & YARN_UNREAD):
         return None
-    unread = f" with {', '.join(sorted(given & YARN_UNREAD))}" if kind in ENGINE_SCALINGS else ""
+    unread = f" with {', '.join(sorted(scaling_keys & YARN_UNREAD))}" if rope_type in ENGINE_SCALINGS else ""
     return (
-        f"its layers have rotary scaling of the type {kind}{unread}, which {source.stack} is not known to compute as "
+        f"its layers have rotary scaling of the type {rope_type}{unread}, which {source.stack} is not known to compute as "
         "transformers does; train without drafter.layer.rope_scaling, or leave out export.rope_scaling"
     )
 
@@ -84,8 +87,8 @@ def window_fields(shape: TargetShape, layers: int) -> dict[str, Any]:
     windows = windows_of(shape, layers)
     if not any(windows):
         return {}
-    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    return {"layer_types": kinds, "sliding_window": max(filter(None, windows)), "use_sliding_window": True}
+    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"layer_types": layer_types, "sliding_window": max(filter(None, windows)), "use_sliding_window": True}
 
 
 def llama_fields(shape: TargetShape, layers: int, dtype: str) -> dict[str, Any]:
@@ -118,12 +121,12 @@ def written_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ParityError for a field that is missing, because stacks would take defaults of their own.
     """
-    holder = config.get(INNER, config)
+    layer_config = config.get(INNER, config)
     for name, key in NAMED.items():
-        if holder.get(key) is None:
+        if layer_config.get(key) is None:
             raise ParityError(name, f"the configuration does not say {key}, for which stacks have defaults of their own")
-    heads = [holder["num_attention_heads"], holder["num_key_value_heads"]]
-    return {name: holder[key] for name, key in NAMED.items() if name != "heads"} | {"heads": heads}
+    heads = [layer_config["num_attention_heads"], layer_config["num_key_value_heads"]]
+    return {name: layer_config[key] for name, key in NAMED.items() if name != "heads"} | {"heads": heads}
 
 
 def usual_layers() -> Mapping[str, Any]:
@@ -140,30 +143,33 @@ def layer_options(found: ExternalCheckpoint, fields: Mapping[str, Any], target: 
     same_size(found, "vocabulary", fields.get("vocab_size"), target.shape.vocab_size)
     found.wants("hidden_act", fields.get("hidden_act"), (None, "silu", "swish"), "but drafter layers are gated by SiLU")
     _check_rope(found, fields)
-    known = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    rope = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-    given = {key: fields[key] for key in known + rope if fields.get(key) is not None}
-    of: Any = Qwen3Config if kind == "qwen3" else LlamaConfig
+    shape_keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    rope_keys = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+    config_fields = {key: fields[key] for key in shape_keys + rope_keys if fields.get(key) is not None}
+    config_class: Any = Qwen3Config if kind == "qwen3" else LlamaConfig
     try:
-        config = of(hidden_size=target.shape.hidden_size, **copy.deepcopy(given))  # a copy, because it changes its arguments
+        # a copy, because it changes its arguments
+        config = config_class(hidden_size=target.shape.hidden_size, **copy.deepcopy(config_fields))
         shape = shape_of(config)
     except Exception as error:  # its validation raises many kinds
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{found.origin}: {found.config_name} describes no decoder layer ({reason}); correct it") from error
-    own = replace(_scaled(found, shape, config, target.shape.max_positions), **_windows(found, fields))
-    return asdict(LayerOptions.between(own, target.shape))
+    layer_shape = replace(_scaled(found, shape, config, target.shape.max_positions), **_windows(found, fields))
+    return asdict(LayerOptions.between(layer_shape, target.shape))
 
 
-def _check_rope(found: ExternalCheckpoint, fields: Mapping[str, Any]) -> None:
+def _check_rope(checkpoint: ExternalCheckpoint, fields: Mapping[str, Any]) -> None:
     """Raise UserError for rotations that drafters' layers do not have. Transformers 5 writes them into `rope_parameters`."""
-    for holder in (fields, fields.get("rope_parameters"), fields.get("rope_scaling")):
-        part = holder.get("partial_rotary_factor") if isinstance(holder, Mapping) and not _proportional(holder) else None
-        found.wants("partial_rotary_factor", part, (None, 1.0), "but drafter layers rotate whole heads")
+    for section in (fields, fields.get("rope_parameters"), fields.get("rope_scaling")):
+        rotary_factor = (
+            section.get("partial_rotary_factor") if isinstance(section, Mapping) and not _proportional(section) else None
+        )
+        checkpoint.wants("partial_rotary_factor", rotary_factor, (None, 1.0), "but drafter layers rotate whole heads")
     for key in ("is_neox_style", "rope_is_neox_style"):
-        found.wants(key, fields.get(key), (None, True), "but drafter layers rotate the two halves of a head")
+        checkpoint.wants(key, fields.get(key), (None, True), "but drafter layers rotate the two halves of a head")
     rope = fields.get("rope_parameters")
     if isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError(f"{found.origin}: rope_parameters differ by kind of layer; drafter layers have the same rotation")
+        raise UserError(f"{checkpoint.origin}: rope_parameters differ by kind of layer; drafter layers have the same rotation")
 
 
 def _proportional(rope: Mapping[str, Any]) -> bool:
@@ -171,51 +177,59 @@ def _proportional(rope: Mapping[str, Any]) -> bool:
     return "proportional" in (rope.get("rope_type"), rope.get("type"))
 
 
-def _windows(found: ExternalCheckpoint, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _windows(checkpoint: ExternalCheckpoint, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The sliding windows of `LayerShape`. A window that no layer has is ignored: targets' fields are often copied.
 
     So are kinds of further layers, as engines look up those of the layers that there are.
     """
-    layers, used = fields.get("num_hidden_layers", 1), fields.get("use_sliding_window")
+    layers, use_sliding_window = fields.get("num_hidden_layers", 1), fields.get("use_sliding_window")
     if not isinstance(layers, int) or isinstance(layers, bool):
-        raise UserError(f"{found.origin}: num_hidden_layers is {layers!r}; a number is needed")
-    kinds = fields.get("layer_types") or ["sliding_attention" if used else "full_attention"] * layers
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise UserError(f"{found.origin}: layer_types is {kinds!r}; a list of names is needed")
-    kinds = kinds[:layers]
-    found.wants("layer_types", sorted(set(kinds)), KINDS, "but layers of drafters see all positions or a window")
-    if len(kinds) < layers:
-        raise UserError(f"{found.origin}: layer_types names {len(kinds)} layers, num_hidden_layers is {layers}; correct one")
-    if "sliding_attention" not in kinds:
+        raise UserError(f"{checkpoint.origin}: num_hidden_layers is {layers!r}; a number is needed")
+    layer_types = fields.get("layer_types") or ["sliding_attention" if use_sliding_window else "full_attention"] * layers
+    if not isinstance(layer_types, list) or not all(isinstance(layer_type, str) for layer_type in layer_types):
+        raise UserError(f"{checkpoint.origin}: layer_types is {layer_types!r}; a list of names is needed")
+    layer_types = layer_types[:layers]
+    checkpoint.wants("layer_types", sorted(set(layer_types)), KINDS, "but layers of drafters see all positions or a window")
+    if len(layer_types) < layers:
+        raise UserError(
+            f"{checkpoint.origin}: layer_types names {len(layer_types)} layers, num_hidden_layers is {layers}; correct one"
+        )
+    if "sliding_attention" not in layer_types:
         return {}
-    found.wants("use_sliding_window", used, (None, True), "but layer_types has layers with a window")
+    checkpoint.wants("use_sliding_window", use_sliding_window, (None, True), "but layer_types has layers with a window")
     window = fields.get("sliding_window")
     if not isinstance(window, int) or isinstance(window, bool):
-        raise UserError(f"{found.origin}: sliding_window is {window!r}, and layers have windows; a number is needed")
-    full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
-    return {"sliding_window": window, "full_attention_layers": full}
+        raise UserError(f"{checkpoint.origin}: sliding_window is {window!r}, and layers have windows; a number is needed")
+    full_attention_layers = tuple(i for i, layer_type in enumerate(layer_types) if layer_type == "full_attention")
+    return {"sliding_window": window, "full_attention_layers": full_attention_layers}
 
 
-def _scaled(found: ExternalCheckpoint, shape: Any, config: Any, positions: int) -> LayerShape:
+def _scaled(checkpoint: ExternalCheckpoint, shape: Any, config: Any, positions: int) -> LayerShape:
     """The layers' dimensions with their rotary scaling. positions: of the target."""
     rope = {key: value for key, value in config.rope_parameters.items() if value is not None}
-    kind, own = str(rope.get("rope_type", "default")), config.max_position_embeddings
-    scaling = {"rope_type": kind} | {key: value for key, value in rope.items() if key not in (*ROPE, *_unread_rope(kind))}
-    if kind == "longrope":  # transformers takes the ratio of the contexts for a factor that is missing
-        scaling.setdefault("factor", own / scaling[CONTEXT])
-    if kind == "dynamic" and own < positions:
+    rope_type, max_positions = str(rope.get("rope_type", "default")), config.max_position_embeddings
+    scaling = {"rope_type": rope_type} | {
+        key: value for key, value in rope.items() if key not in (*ROPE, *_unread_rope(rope_type))
+    }
+    if rope_type == "longrope":  # transformers takes the ratio of the contexts for a factor that is missing
+        scaling.setdefault("factor", max_positions / scaling[CONTEXT])
+    if rope_type == "dynamic" and max_positions < positions:
         raise UserError(
-            f"{found.origin}: its positions are scaled dynamically beyond {own}, this target has {positions}; drafter layers "
-            "rotate all texts alike"
+            f"{checkpoint.origin}: its positions are scaled dynamically beyond {max_positions}, this target has {positions}; "
+            "drafter layers rotate all texts alike"
         )
     try:
         check_scaling(scaling, shape.head_dim)
     except UserError as error:
-        raise UserError(f"{found.origin}: {error}") from error
-    return LayerShape(**asdict(shape), rope_scaling=None if kind == "default" else scaling)
+        raise UserError(f"{checkpoint.origin}: {error}") from error
+    return LayerShape(**asdict(shape), rope_scaling=None if rope_type == "default" else scaling)
 
 
-def _unread_rope(kind: str) -> tuple[str, ...]:
+def _unread_rope(rope_type: str) -> tuple[str, ...]:
     """Fields that transformers does not read in this kind of scaling."""
-    whole = () if kind == "proportional" else ("partial_rotary_factor",)  # 1, as `_check_rope` found
-    return (*whole, *(() if CONTEXT in scaling_fields(kind) else (CONTEXT,)), *(MROPE if kind == "default" else ()))
+    rotary_keys = () if rope_type == "proportional" else ("partial_rotary_factor",)  # 1, as `_check_rope` found
+    return (
+        *rotary_keys,
+        *(() if CONTEXT in scaling_fields(rope_type) else (CONTEXT,)),
+        *(MROPE if rope_type == "default" else ()),
+    )

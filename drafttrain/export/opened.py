@@ -57,10 +57,10 @@ class Float32Target:
 
     def with_added(self, added: Mapping[str, LowRank]) -> Any:
         """A target of float32 weights, which are copies where the target's own are narrower."""
-        narrow = self._narrow
-        if narrow.dtype == torch.float32:
-            return narrow.with_added(added)
-        return narrow._view(weight_sharing_copy(narrow.model).float()).with_added(added)
+        target = self._narrow
+        if target.dtype == torch.float32:
+            return target.with_added(added)
+        return target._view(weight_sharing_copy(target.model).float()).with_added(added)
 
     @cached_property
     def head_weight(self) -> Tensor:
@@ -106,10 +106,10 @@ class Opened:
         for name, x in tensors.items():
             if x.is_floating_point() and not bool(x.isfinite().all()):
                 raise UserError(f"{directory}: {name} holds NaN or infinity: training diverged; use an earlier checkpoint")
-        apart, tensors = tensors, merged(tensors, meta.lora)
+        unmerged, tensors = tensors, merged(tensors, meta.lora)
         target = Float32Target(loaded.target)
         drafter = filled(directory, meta, target, tensors).requires_grad_(False)
-        return Opened(directory, meta, loaded, target, drafter, tensors, matrices, apart if meta.lora else {})
+        return Opened(directory, meta, loaded, target, drafter, tensors, matrices, unmerged if meta.lora else {})
 
     @staticmethod
     def in_memory(meta: CheckpointMeta, drafter: Drafter, loaded: LoadedTarget) -> Opened:

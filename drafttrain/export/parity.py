@@ -44,13 +44,13 @@ def check(directory: Path, to: Format, files: Files, source: ExportSource, golde
     if files.tokenizer:
         check_tokenizer(directory, source.opened.loaded.tokenizer.get_vocab())
     try:
-        back = read_back(directory, to, source)
-        again = _opened_again(directory, back, source)
+        readback = read_back(directory, to, source)
+        reopened = _opened_again(directory, readback, source)
     except (UserError, OSError, ValueError) as error:
         raise ParityError("files", str(error)) from error
     vocab = golden.facts["vocabulary"]
-    _check_settings(again, to, back, source, golden)
-    logits_PKV, ids_D = followed(again.drafter, golden.to(again.target.device), vocab)
+    _check_settings(reopened, to, readback, source, golden)
+    logits_PKV, ids_D = followed(reopened.drafter, golden.to(reopened.target.device), vocab)
     check_facts({"d2t": _ids(ids_D, vocab)}, {"d2t": _ids(golden.ids, vocab)})
     return compared(logits_PKV.cpu(), golden, expected)
 
@@ -65,23 +65,25 @@ def read_back(directory: Path, to: Format, source: ExportSource) -> ReadBack:
         if not isinstance(to.read, Importer):
             return to.read(folder, source)
         record = {"family": meta.family, "options": meta.options}
-        found = ExternalCheckpoint(folder, "the written directory", record)
-        if not to.read.knows(found):
-            raise ParityError("files", f"they are not recognised as {to.name}: {found.summary()}")
-        facts = {} if source.drafter.layer_shape is None else written_fields(found.config)
-        return ReadBack(*taken(to.read, found, source.opened.loaded), facts)
+        checkpoint = ExternalCheckpoint(folder, "the written directory", record)
+        if not to.read.knows(checkpoint):
+            raise ParityError("files", f"they are not recognised as {to.name}: {checkpoint.summary()}")
+        facts = {} if source.drafter.layer_shape is None else written_fields(checkpoint.config)
+        return ReadBack(*taken(to.read, checkpoint, source.opened.loaded), facts)
 
 
-def _opened_again(directory: Path, back: ReadBack, source: ExportSource) -> ExportSource:
+def _opened_again(directory: Path, readback: ReadBack, source: ExportSource) -> ExportSource:
     """The source of an export whose checkpoint is what was read back."""
-    opened = source.opened
-    drafter = filled(directory, back.meta, opened.target, back.tensors).requires_grad_(False)
-    return replace(source, opened=replace(opened, meta=back.meta, drafter=drafter, tensors=back.tensors))
+    checkpoint = source.opened
+    drafter = filled(directory, readback.meta, checkpoint.target, readback.tensors).requires_grad_(False)
+    return replace(source, opened=replace(checkpoint, meta=readback.meta, drafter=drafter, tensors=readback.tensors))
 
 
-def _check_settings(again: ExportSource, to: Format, back: ReadBack, source: ExportSource, golden: Golden) -> None:
-    expected = golden.facts | to.facts(source)
-    check_facts(facts_of(again.opened) | to.facts(again) | back.facts, expected)
+def _check_settings(
+    reopened: ExportSource, export_format: Format, readback: ReadBack, source: ExportSource, golden: Golden
+) -> None:
+    expected = golden.facts | export_format.facts(source)
+    check_facts(facts_of(reopened.opened) | export_format.facts(reopened) | readback.facts, expected)
 
 
 def _ids(ids_D: Tensor | None, vocab: int) -> list[int]:
@@ -91,57 +93,59 @@ def _ids(ids_D: Tensor | None, vocab: int) -> list[int]:
 def compared(logits_PKV: Tensor, golden: Golden, expected: Golden) -> Parity:
     """The result for these logits. expected: as for `check`. Raises ParityError where they differ."""
     gap_PK = gaps(logits_PKV, expected)
-    worst = float(gap_PK.max())
-    if not worst <= 1.0:  # NaN is no parity
+    max_gap = float(gap_PK.max())
+    if not max_gap <= 1.0:  # NaN is no parity
         point, draft = divmod(int(gap_PK.nan_to_num(torch.inf).argmax()), gap_PK.shape[1])
-        raise ParityError("logits", f"draft {draft + 1} at point {point + 1} is off by {worst:.3g} times the tolerance")
+        raise ParityError("logits", f"draft {draft + 1} at point {point + 1} is off by {max_gap:.3g} times the tolerance")
     check_tokens(logits_PKV, expected)
-    return Parity(gap_PK.numel(), worst, int((expected.token_PKR[..., 0].cpu() != golden.draft_PK.cpu()).sum()))
+    return Parity(gap_PK.numel(), max_gap, int((expected.token_PKR[..., 0].cpu() != golden.draft_PK.cpu()).sum()))
 
 
 def gaps(logits_PKV: Tensor, expected: Golden) -> Tensor:
     """[P, K] the largest difference of each draft's recorded logits and logsumexp, in units of `TOLERANCE`."""
     token_PKR, logit_PKR, lse_PK = (x.cpu() for x in (expected.token_PKR, expected.logit_PKR, expected.lse_PK))
-    apart_PK = (logits_PKV.gather(-1, token_PKR) - logit_PKR).abs().amax(-1)
-    apart_PK = torch.maximum(apart_PK, (logits_PKV.logsumexp(-1) - lse_PK).abs())
-    return apart_PK / (TOLERANCE * logit_PKR.abs().amax(-1).clamp_min(1.0))
+    gap_PK = (logits_PKV.gather(-1, token_PKR) - logit_PKR).abs().amax(-1)
+    gap_PK = torch.maximum(gap_PK, (logits_PKV.logsumexp(-1) - lse_PK).abs())
+    return gap_PK / (TOLERANCE * logit_PKR.abs().amax(-1).clamp_min(1.0))
 
 
 def check_tokens(logits_PKV: Tensor, expected: Golden) -> None:
     """Raise ParityError unless every draft is the expected token, up to ties within the tolerance."""
-    wanted_PK, bound_PK = expected.token_PKR[..., 0].cpu(), expected.logit_PKR.cpu().abs().amax(-1).clamp_min(1.0) * TOLERANCE
-    other_PK = logits_PKV.amax(-1) - logits_PKV.gather(-1, wanted_PK[..., None])[..., 0] > 2 * bound_PK
-    if bool(other_PK.any()):
-        raise ParityError("draft tokens", f"{int(other_PK.sum())} of {other_PK.numel()} differ")
+    expected_PK, bound_PK = expected.token_PKR[..., 0].cpu(), expected.logit_PKR.cpu().abs().amax(-1).clamp_min(1.0) * TOLERANCE
+    differs_PK = logits_PKV.amax(-1) - logits_PKV.gather(-1, expected_PK[..., None])[..., 0] > 2 * bound_PK
+    if bool(differs_PK.any()):
+        raise ParityError("draft tokens", f"{int(differs_PK.sum())} of {differs_PK.numel()} differ")
 
 
 def check_tokenizer(directory: Path, pieces: dict[str, int]) -> None:
     """Raise ParityError unless tokenizer.json gives these pieces of the target's tokenizer their ids."""
     try:
         content: dict[str, Any] = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-        listed = content["model"]["vocab"]
-        own = listed if isinstance(listed, dict) else {piece: i for i, (piece, _) in enumerate(listed)}
-        own = own | {added["content"]: added["id"] for added in content.get("added_tokens", ())}
+        vocab = content["model"]["vocab"]
+        file_vocab = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
+        file_vocab = file_vocab | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ParityError("tokenizer", f"tokenizer.json cannot be read ({error})") from error
-    if own != pieces:
-        other = next(piece for piece in {**own, **pieces} if own.get(piece) != pieces.get(piece))
-        raise ParityError("tokenizer", f"{other!r} is token {own.get(other)} there, the target's is {pieces.get(other)}")
+    if file_vocab != pieces:
+        mismatch = next(piece for piece in {**file_vocab, **pieces} if file_vocab.get(piece) != pieces.get(piece))
+        raise ParityError(
+            "tokenizer", f"{mismatch!r} is token {file_vocab.get(mismatch)} there, the target's is {pieces.get(mismatch)}"
+        )
 
 
 def check_model(directory: Path, model: Any) -> None:
     """Raise ParityError unless a model's saved weights equal its own, bit for bit. Of tied weights one is enough."""
-    saved: set[int] = set()
+    saved_pointers: set[int] = set()
     weights = dict(model.named_parameters(remove_duplicate=False))
     for file in directory.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                if name not in weights or not torch.equal(opened.get_tensor(name), weights[name].detach().cpu()):
+        with safe_open(file, "pt") as reader:
+            for name in reader.keys():  # noqa: SIM118
+                if name not in weights or not torch.equal(reader.get_tensor(name), weights[name].detach().cpu()):
                     raise ParityError("target", f"{name} was not saved as it is")
-                saved.add(weights[name].data_ptr())
-    lost = [name for name, weight in weights.items() if weight.data_ptr() not in saved]
-    if lost:
-        raise ParityError("target", f"{lost[0]} was not saved")
+                saved_pointers.add(weights[name].data_ptr())
+    missing = [name for name, weight in weights.items() if weight.data_ptr() not in saved_pointers]
+    if missing:
+        raise ParityError("target", f"{missing[0]} was not saved")
 
 
 @torch.no_grad()

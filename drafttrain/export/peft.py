@@ -31,12 +31,12 @@ def config_of(names: Iterable[str], rank: int, alpha: float, base: str, whole_na
     from peft import LoraConfig  # takes seconds, and few runs need it
 
     paths = {name.rpartition(".lora_")[0].removeprefix(PEFT) for name in names}
-    modules = paths if whole_names else {path.rpartition(".")[2] for path in paths}
-    whole = int(alpha) if alpha == int(alpha) else alpha
+    target_modules = paths if whole_names else {path.rpartition(".")[2] for path in paths}
+    lora_alpha = int(alpha) if alpha == int(alpha) else alpha
     config = LoraConfig(
         r=rank,
-        lora_alpha=whole,  # type: ignore[arg-type]
-        target_modules=sorted(modules),
+        lora_alpha=lora_alpha,  # type: ignore[arg-type]
+        target_modules=sorted(target_modules),
         base_model_name_or_path=base,
         task_type=None if whole_names else "CAUSAL_LM",
         inference_mode=True,
@@ -53,9 +53,9 @@ def write_alone(directory: Path, matrices: dict[str, Tensor], rank: int, alpha: 
     directory.mkdir()
     write_config(directory / CONFIG, config_of(tensors, rank, alpha, base))
     save_file(tensors, directory / WEIGHTS, {"format": "pt"})
-    again = load_file(directory / WEIGHTS)
+    reloaded = load_file(directory / WEIGHTS)
     for name, tensor in sorted(tensors.items()):
-        if name not in again or not again[name].equal(tensor):
+        if name not in reloaded or not reloaded[name].equal(tensor):
             raise ParityError("target", f"{name} of the adapter was not saved as it is")
 
 

@@ -109,27 +109,29 @@ def _speculators(served: ServingCommand) -> str:
 
 
 def _transformers(served: ServingCommand) -> str:
-    model, kind = ("AutoModel", ', speculation_type="dflash"') if served.method == "dflash" else ("AutoModelForCausalLM", "")
+    auto_class, speculation_argument = (
+        ("AutoModel", ', speculation_type="dflash"') if served.method == "dflash" else ("AutoModelForCausalLM", "")
+    )
     return (
-        f"assistant = {model}.from_pretrained({served.directory!r})\n"
+        f"assistant = {auto_class}.from_pretrained({served.directory!r})\n"
         f"target = AutoModelForCausalLM.from_pretrained({served.target!r})\n"
-        f"target.generate(**inputs, assistant_model=assistant{kind})"
+        f"target.generate(**inputs, assistant_model=assistant{speculation_argument})"
     )
 
 
 def _openvino(served: ServingCommand) -> str:
-    convert = f"optimum-cli export openvino -m {quote(served.directory)} --task text-generation-with-past"
+    convert_command = f"optimum-cli export openvino -m {quote(served.directory)} --task text-generation-with-past"
     if served.method == "draft_model":
-        return f'{convert} ov-draft\nopenvino_genai.draft_model("ov-draft", "CPU")'
-    lines, last = [f"{convert} --trust-remote-code ov-draft"], "ov-draft"
+        return f'{convert_command} ov-draft\nopenvino_genai.draft_model("ov-draft", "CPU")'
+    lines, model_dir = [f"{convert_command} --trust-remote-code ov-draft"], "ov-draft"
     if served.method == "eagle3":
-        ids, last = " ".join(str(k - 1) for k in served.source.layer_inputs), "ov-draft-eagle3"
+        ids, model_dir = " ".join(str(k - 1) for k in served.source.layer_inputs), "ov-draft-eagle3"
         lines += [
             'model = openvino.Core().read_model("ov-draft/openvino_model.xml")',
             f'model.set_rt_info("{ids}", "hidden_layers_list")',
-            f'openvino.save_model(model, "{last}/openvino_model.xml")',
+            f'openvino.save_model(model, "{model_dir}/openvino_model.xml")',
         ]
-    return "\n".join([*lines, f'openvino_genai.draft_model("{last}", "CPU")'])
+    return "\n".join([*lines, f'openvino_genai.draft_model("{model_dir}", "CPU")'])
 
 
 def _llamacpp(served: ServingCommand) -> str:

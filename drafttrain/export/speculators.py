@@ -14,7 +14,7 @@ INNER, TYPE = "transformer_layer_config", "speculators_model_type"  # keys of it
 
 def speculators_type(kind: str) -> Callable[[ExternalCheckpoint], bool]:
     """Recognises speculators' layout of this type."""
-    return lambda found: found.config.get(TYPE) == kind
+    return lambda checkpoint: checkpoint.config.get(TYPE) == kind
 
 
 def header(source: ExportSource, algorithm: str, architecture: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from drafttrain.targets.vision import ARCHITECTURES
 HEADS = (eagle3, eagle, medusa, hydra, redrafter, mlp_speculator)
 BLOCKS = (dflash, dspark, dflash2, dflash_heads)
 MODELS = (transformers, mtp)
-IMPORTERS: list[Importer] = [one for module in (*HEADS, mtp, *BLOCKS, transformers) for one in module.IMPORTERS]
+IMPORTERS: list[Importer] = [importer for module in (*HEADS, mtp, *BLOCKS, transformers) for importer in module.IMPORTERS]
 
 SAME_EXIT = "only the target is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)"
 NO_RELEASE = "no released engine loads it"
@@ -48,15 +48,15 @@ NO_ROW = "no layout is written for it yet; add its rows to a file of drafttrain/
 
 def joined(formats: Sequence[Rows]) -> Rows:
     """All rows. A stack that no row names has no loader, for its usual reason."""
-    given: Rows = {}
-    for own in formats:
-        for family, row in own.items():
-            given.setdefault(family, {}).update(row)
-    return {family: {name: row.get(name, stack.usual) for name, stack in STACKS.items()} for family, row in given.items()}
+    table: Rows = {}
+    for format_rows in formats:
+        for family, row in format_rows.items():
+            table.setdefault(family, {}).update(row)
+    return {family: {name: row.get(name, stack.usual) for name, stack in STACKS.items()} for family, row in table.items()}
 
 
 TABLE: Rows = joined([module.ROWS for module in (*HEADS, *BLOCKS, *MODELS, stitched, gguf)])
-TABLE |= {family: dict.fromkeys(STACKS, why) for family, why in NOWHERE.items()}
+TABLE |= {family: dict.fromkeys(STACKS, reason) for family, reason in NOWHERE.items()}
 
 
 def rows(family: str) -> dict[str, StackRow | str]:
@@ -81,22 +81,22 @@ def stacks_for(family: str, stack: str) -> list[str]:
     """
     if stack != "all" and stack not in STACKS:
         raise UserError(f"format is {stack!r}; choose one of {', '.join(STACKS)}, or all")
-    able = loads(family)
-    if not able:
+    supported = loads(family)
+    if not supported:
         raise UserError(f"{family} cannot be exported: {next(iter(rows(family).values()))}")
     if stack == "all":
-        return able
+        return supported
     reason = rows(family)[stack]
     if isinstance(reason, str):
-        raise UserError(f"{family} cannot be exported to {stack}: {reason}; {load_it(able)}")
+        raise UserError(f"{family} cannot be exported to {stack}: {reason}; {load_it(supported)}")
     return [stack]
 
 
 def row_of(family: str, stack: str) -> StackRow:
     """The row of a family for a stack that loads it."""
-    found = rows(family)[stack]
-    assert isinstance(found, StackRow), "the stack is one of `loads`"
-    return found
+    row = rows(family)[stack]
+    assert isinstance(row, StackRow), "the stack is one of `loads`"
+    return row
 
 
 def format_of(family: str, stack: str) -> Format:
@@ -109,18 +109,20 @@ def refuse_pictures(source: ExportSource) -> str | None:
     family, architecture = source.opened.meta.family, source.target_architecture
     if architecture not in ARCHITECTURES or architecture in row_of(family, source.stack).pictures:
         return None
-    able = sorted(name for name in loads(family) if architecture in row_of(family, name).pictures)
-    way_out = f"export to {' or '.join(able)}" if able else "measure it with drafttrain measure"
-    return f"it is not known to draft with this family for {architecture}, which reads images; {way_out}"
+    supported = sorted(name for name in loads(family) if architecture in row_of(family, name).pictures)
+    advice = f"export to {' or '.join(supported)}" if supported else "measure it with drafttrain measure"
+    return f"it is not known to draft with this family for {architecture}, which reads images; {advice}"
 
 
 def serving_command(source: ExportSource, directory: str) -> str:
     """The command, or the lines of Python, that serve the target with the drafter in this directory."""
     row = row_of(source.opened.meta.family, source.stack)
-    drafts, tuned = source.drafter.draft_length, source.drafter.proposal.preferred.draft_length
-    if tuned is not None and "block_size" not in source.options:  # stacks draft a chain; of a block they take the whole
-        drafts = min(drafts, tuned)
-    return STACKS[source.stack].command(ServingCommand(source, directory, source.target_name, drafts, row.method, row.settings))
+    draft_length, tuned_length = source.drafter.draft_length, source.drafter.proposal.preferred.draft_length
+    if tuned_length is not None and "block_size" not in source.options:  # stacks draft a chain; of a block they take the whole
+        draft_length = min(draft_length, tuned_length)
+    return STACKS[source.stack].command(
+        ServingCommand(source, directory, source.target_name, draft_length, row.method, row.settings)
+    )
 
 
 def recognised(found: ExternalCheckpoint) -> Importer:
@@ -128,12 +130,12 @@ def recognised(found: ExternalCheckpoint) -> Importer:
 
     Files that several families could have written are of the family that our own export's record names.
     """
-    fits = [row for row in IMPORTERS if row.knows(found)]
-    fits = [row for row in fits if row.family == found.record.get("family")] or fits
-    if len(fits) == 1:
-        return fits[0]
-    if fits:
-        named = " and ".join(f"{row.name} ({row.family})" for row in fits)
-        raise UserError(f"{found.origin}: could be {named}: {found.summary()}; keep one drafter's files in a directory")
+    matches = [row for row in IMPORTERS if row.knows(found)]
+    matches = [row for row in matches if row.family == found.record.get("family")] or matches
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = " and ".join(f"{row.name} ({row.family})" for row in matches)
+        raise UserError(f"{found.origin}: could be {names}: {found.summary()}; keep one drafter's files in a directory")
     layouts = ", ".join(dict.fromkeys(f"{row.name} ({row.family})" for row in IMPORTERS))
     raise UserError(f"{found.origin}: no known kind of drafter: {found.summary()}; known: {layouts}")

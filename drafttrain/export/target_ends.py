@@ -60,9 +60,9 @@ def refuse_logits(source: ExportSource, reads: Reads = NOTHING) -> str | None:
         return None
     if cap is None and "logit scale" in reads:
         return None
-    does = f"multiplies its logits by {scale:.4g}" if scale != 1.0 else f"caps its logits at {cap:g}"
+    operation = f"multiplies its logits by {scale:.4g}" if scale != 1.0 else f"caps its logits at {cap:g}"
     return (
-        f"the target {does}, which {source.stack} leaves out where a drafter of this family adds scores to them; choose a "
+        f"the target {operation}, which {source.stack} leaves out where a drafter of this family adds scores to them; choose a "
         "family that adds none (docs/export.md), or another target"
     )
 
@@ -91,38 +91,41 @@ def same_size(found: ExternalCheckpoint, what: str, got: Any, wanted: int) -> No
 
 def check_shared(found: ExternalCheckpoint, name: str, what: str, target: Any) -> None:
     """Raise UserError unless this tensor equals the target's, up to the rounding of either."""
-    own = _shared(what, target).detach().cpu()
-    given = found.tensors[name]
-    if own.shape != given.shape:
+    target_weight = _shared(what, target).detach().cpu()
+    weight = found.tensors[name]
+    if target_weight.shape != weight.shape:
         raise UserError(
-            f"{found.origin}: {name} is {list(given.shape)}, this target's {what} is {list(own.shape)}; {TRAINED_FOR}"
+            f"{found.origin}: {name} is {list(weight.shape)}, this target's {what} is {list(target_weight.shape)}; "
+            f"{TRAINED_FOR}"
         )
-    if not is_shared(given, what, target):
+    if not is_shared(weight, what, target):
         raise UserError(f"{found.origin}: {name} is not this target's {what}, which drafters here use; {TRAINED_FOR}")
 
 
 def is_shared(given: Tensor, what: str, target: Any) -> bool:
     """Whether a tensor of this shape is the target's, up to the rounding of either."""
-    own = _shared(what, target).detach().cpu()
-    return _alike(own, given) or (what == EMBEDDING and _alike(_embedded(target), given))
+    target_weight = _shared(what, target).detach().cpu()
+    return _alike(target_weight, given) or (what == EMBEDDING and _alike(_embedded(target), given))
 
 
-def _alike(own: Tensor, given: Tensor) -> bool:
+def _alike(target_weight: Tensor, weight: Tensor) -> bool:
     """Whether two weights are equal up to the rounding of either."""
-    step = 2 * max(torch.finfo(own.dtype).eps, torch.finfo(given.dtype).eps)
-    return torch.allclose(own.float(), given.float(), rtol=step, atol=step * float(own.abs().max()) * 2**-8)
+    tolerance = 2 * max(torch.finfo(target_weight.dtype).eps, torch.finfo(weight.dtype).eps)
+    return torch.allclose(
+        target_weight.float(), weight.float(), rtol=tolerance, atol=tolerance * float(target_weight.abs().max()) * 2**-8
+    )
 
 
 @torch.no_grad()
 def _embedded(target: Any) -> Tensor:
     """[V, H] all tokens as the target embeds them: some apply a factor, which files may have in them."""
-    found: Tensor = target.embed(torch.arange(target.shape.vocab_size, device=target.device))
-    return found.detach().cpu()
+    embeddings: Tensor = target.embed(torch.arange(target.shape.vocab_size, device=target.device))
+    return embeddings.detach().cpu()
 
 
-def _shared(what: str, target: Any) -> Tensor:
-    if what == NORM:
+def _shared(module_name: str, target: Any) -> Tensor:
+    if module_name == NORM:
         weight: Tensor = final_norm(target.model, target.shape.blocks).weight  # type: ignore[assignment]
         return weight
-    found: Tensor = target.model.get_input_embeddings().weight if what == EMBEDDING else target.head_weight
-    return found
+    shared_weight: Tensor = target.model.get_input_embeddings().weight if module_name == EMBEDDING else target.head_weight
+    return shared_weight

@@ -38,13 +38,13 @@ def draft_vocab(found: ExternalCheckpoint, vocab: int) -> int | None:
         raise UserError(
             f"{found.origin}: it drafts {rows} of this target's {vocab} tokens, but has no d2t that names them; {TRAINED_FOR}"
         )
-    whole = rows == vocab and found.has("d2t") and not bool(found.tensors["d2t"].any())  # each token is itself
-    return rows if found.has("d2t") and not whole else None
+    is_identity = rows == vocab and found.has("d2t") and not bool(found.tensors["d2t"].any())  # each token is itself
+    return rows if found.has("d2t") and not is_identity else None
 
 
 def store_vocabulary(draft: ConvertedDrafter) -> None:
     """Store d2t as ascending offsets, with the head's rows in their order, and t2d as bool, also where it is missing."""
-    found, tensors, vocab = draft.found, draft.tensors, draft.target.shape.vocab_size
+    checkpoint, tensors, vocab = draft.found, draft.tensors, draft.target.shape.vocab_size
     if draft.options["draft_vocab"] is None:
         tensors.pop("d2t", None)
         if "t2d" in tensors and bool(tensors["t2d"].all()):
@@ -53,13 +53,13 @@ def store_vocabulary(draft: ConvertedDrafter) -> None:
     d2t = tensors["d2t"]
     if d2t.is_floating_point() or d2t.ndim != 1 or len(d2t) != draft.options["draft_vocab"]:
         raise UserError(
-            f"{found.origin}: d2t is {d2t.dtype} {list(d2t.shape)}; whole numbers are needed, one for each of "
+            f"{checkpoint.origin}: d2t is {d2t.dtype} {list(d2t.shape)}; whole numbers are needed, one for each of "
             f"{draft.options['draft_vocab']} draft tokens"
         )
-    marked = tensors.get("t2d")
-    if marked is not None and (marked.is_floating_point() or list(marked.shape) != [vocab]):
-        raise UserError(f"{found.origin}: t2d is {marked.dtype} {list(marked.shape)}; bool [{vocab}] is needed")
-    ids_D = _target_ids(draft, d2t.long(), None if marked is None else marked.bool())
+    t2d = tensors.get("t2d")
+    if t2d is not None and (t2d.is_floating_point() or list(t2d.shape) != [vocab]):
+        raise UserError(f"{checkpoint.origin}: t2d is {t2d.dtype} {list(t2d.shape)}; bool [{vocab}] is needed")
+    ids_D = _target_ids(draft, d2t.long(), None if t2d is None else t2d.bool())
     order_D = ids_D.argsort()
     if not torch.equal(ids_D[order_D], ids_D):
         draft.notes.append("d2t does not ascend: the rows of the head are sorted by the target's ids")
@@ -70,18 +70,20 @@ def store_vocabulary(draft: ConvertedDrafter) -> None:
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids_D, True)
 
 
-def _target_ids(draft: ConvertedDrafter, d2t: Tensor, marked: Tensor | None) -> Tensor:
+def _target_ids(draft: ConvertedDrafter, d2t: Tensor, t2d: Tensor | None) -> Tensor:
     """[D] the target's ids in the order of the files, from offsets (target = i + d2t[i]) or from ids, which some converters
     write. Some trainers order them by how often they occur.
 
     Ids that could be both are offsets, as stacks read them.
     """
-    vocab, found = draft.target.shape.vocab_size, draft.found
+    vocab, checkpoint = draft.target.shape.vocab_size, draft.found
     for ids, absolute in ((d2t + torch.arange(len(d2t)), False), (d2t, True)):
-        apart = len(ids.unique()) == len(ids) and int(ids.min()) >= 0 and int(ids.max()) < vocab
-        if apart and (marked is None or (int(marked.sum()) == len(ids) and bool(marked[ids].all()))):
+        is_valid = len(ids.unique()) == len(ids) and int(ids.min()) >= 0 and int(ids.max()) < vocab
+        if is_valid and (t2d is None or (int(t2d.sum()) == len(ids) and bool(t2d[ids].all()))):
             if absolute:
                 draft.notes.append("d2t holds the target's ids; they are stored as offsets, as stacks read them")
             return ids
-    why = "different ids of the target" if marked is None else "the tokens that t2d marks"
-    raise UserError(f"{found.origin}: d2t gives {why} neither as offsets nor as ids, of {vocab} tokens; {TRAINED_FOR}")
+    expected_ids = "different ids of the target" if t2d is None else "the tokens that t2d marks"
+    raise UserError(
+        f"{checkpoint.origin}: d2t gives {expected_ids} neither as offsets nor as ids, of {vocab} tokens; {TRAINED_FOR}"
+    )

@@ -75,16 +75,16 @@ def refuse_last(source: ExportSource, reads: Reads, per_layer: bool = False) -> 
     """Why a stack that accepts shifted slots cannot load this drafter; None where it can. per_layer: as in `refuse_causal`."""
     if source.options.get("draft_vocab") is not None and "draft_vocab" not in reads:
         return f"it drafts a part of the vocabulary, which {source.stack} does not read; train with drafter.draft_vocab=null"
-    windowed = refuse_windows(source, reads)
-    taps = refuse_last_block(source, reads) or windowed or refuse_causal(source, reads, per_layer)
-    return taps or refuse_embedding(source, reads) or refuse_bias(source, reads)
+    window_reason = refuse_windows(source, reads)
+    reason = refuse_last_block(source, reads) or window_reason or refuse_causal(source, reads, per_layer)
+    return reason or refuse_embedding(source, reads) or refuse_bias(source, reads)
 
 
 def lmdeploy_refuse(source: ExportSource, reads: Reads) -> str | None:
     """Why LMDeploy cannot load this drafter. Of the targets known here it captures only Qwen3's states."""
-    kind = source.target.model.config.model_type
-    if kind != "qwen3":
-        return f"LMDeploy captures no states of {kind} targets for this family, only of qwen3"
+    model_type = source.target.model.config.model_type
+    if model_type != "qwen3":
+        return f"LMDeploy captures no states of {model_type} targets for this family, only of qwen3"
     if source.layer_inputs != sorted(source.layer_inputs):
         return "its taps do not ascend, as LMDeploy requires; train with ascending drafter.target_layer_ids"
     return refuse(source, reads)
@@ -116,16 +116,16 @@ def jetspec(source: ExportSource) -> Files:
 
 def zlab_config(source: ExportSource, architecture: str, **inner: Any) -> dict[str, Any]:
     """config.json of the authors' layout. inner: further fields of `dflash_config`."""
-    key = causal_key(source)
-    own = {"mask_token_id": mask_token(source), "target_layer_ids": outputs(source)}
+    is_causal = causal_key(source)
+    dflash_fields = {"mask_token_id": mask_token(source), "target_layer_ids": outputs(source)}
     return {
         "architectures": [architecture],
         "model_type": "qwen3",
         **block_fields(source),
-        **({} if key is None else {"is_causal": key}),
+        **({} if is_causal is None else {"is_causal": is_causal}),
         "num_target_layers": source.shape.blocks,
         **vocabulary_field(source),
-        "dflash_config": own | ({} if key is None else {"causal": key}) | inner,
+        "dflash_config": dflash_fields | ({} if is_causal is None else {"causal": is_causal}) | inner,
     }
 
 
@@ -158,10 +158,10 @@ def speculators(source: ExportSource) -> Files:
 def speculators_config(source: ExportSource, algorithm: str, architecture: str) -> dict[str, Any]:
     """Speculators' configuration. Its layer ids name the blocks that read the states, unlike the authors' ids."""
     layers = source.options["layers"]
-    inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, layers, source.dtype)}
+    layer_config = {"model_type": "qwen3", **llama_fields(source.layer_shape, layers, source.dtype)}
     return {
         **header(source, algorithm, architecture),
-        "transformer_layer_config": inner | _kinds(source),
+        "transformer_layer_config": layer_config | _kinds(source),
         "draft_vocab_size": source.shape.vocab_size,
         **vocabulary_field(source),
         "target_hidden_size": source.shape.hidden_size,
@@ -187,8 +187,8 @@ def block_fields(source: ExportSource) -> dict[str, Any]:
 def _kinds(source: ExportSource) -> dict[str, Any]:
     """What kind of attention each layer has. Written always, because stacks have different defaults."""
     layers = source.options["layers"]
-    full = {"layer_types": ["full_attention"] * layers, "use_sliding_window": False}
-    return full | window_fields(source.layer_shape, layers)
+    full_attention = {"layer_types": ["full_attention"] * layers, "use_sliding_window": False}
+    return full_attention | window_fields(source.layer_shape, layers)
 
 
 def outputs(source: ExportSource) -> list[int]:
@@ -215,9 +215,9 @@ def facts(source: ExportSource) -> dict[str, Any]:
 
 def plain(found: ExternalCheckpoint) -> bool:
     """Recognises the authors' tensor names without a head. speculators has its own layout with the same names."""
-    named = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight") and TYPE not in found.config
-    mixed = found.has("layers.0.attention_conv.base_kernel")
-    return named and not mixed and all(name.split(".")[0] in PLAIN for name in found.kinds)
+    has_names = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight") and TYPE not in found.config
+    has_convolution = found.has("layers.0.attention_conv.base_kernel")
+    return has_names and not has_convolution and all(name.split(".")[0] in PLAIN for name in found.kinds)
 
 
 def causal_head(found: ExternalCheckpoint) -> bool:
@@ -225,21 +225,21 @@ def causal_head(found: ExternalCheckpoint) -> bool:
     return bool(field_of(found, "causal_head", False))
 
 
-def _anchored(found: ExternalCheckpoint) -> bool:
-    return any(name in ANCHORED for name in found.architectures)
+def _anchored(checkpoint: ExternalCheckpoint) -> bool:
+    return any(name in ANCHORED for name in checkpoint.architectures)
 
 
-def _knows_zlab(found: ExternalCheckpoint) -> bool:
-    return plain(found) and not causal_head(found) and not _anchored(found)
+def _knows_zlab(checkpoint: ExternalCheckpoint) -> bool:
+    return plain(checkpoint) and not causal_head(checkpoint) and not _anchored(checkpoint)
 
 
-def _knows_deepspec(found: ExternalCheckpoint) -> bool:
+def _knows_deepspec(checkpoint: ExternalCheckpoint) -> bool:
     """Files of a class with a Markov head, of rank 0: their block is this family's, with shifted slots."""
-    return plain(found) and _anchored(found)
+    return plain(checkpoint) and _anchored(checkpoint)
 
 
-def _knows_transformers(found: ExternalCheckpoint) -> bool:
-    return found.has("encoder.fc.weight", "encoder.output_norm_enc.weight")
+def _knows_transformers(checkpoint: ExternalCheckpoint) -> bool:
+    return checkpoint.has("encoder.fc.weight", "encoder.output_norm_enc.weight")
 
 
 def speculators_options(
@@ -248,33 +248,33 @@ def speculators_options(
     """Options from speculators' configuration. Its layer ids are k, blocks whose inputs are read. shifted: the default
     convention; None: it must be said. non_causal: the default for slots of layers with windows. part: as for `zlab_options`.
     """
-    inner, blocks = found.object(INNER), target.shape.blocks
+    layer_config, blocks = found.object(INNER), target.shape.blocks
     same_size(found, "target_hidden_size", found.config.get("target_hidden_size"), target.shape.hidden_size)
-    layers = found.field("aux_hidden_state_layer_ids")
-    if not isinstance(layers, list) or not all(isinstance(k, int) and 1 <= k <= blocks for k in layers):
+    layer_ids = found.field("aux_hidden_state_layer_ids")
+    if not isinstance(layer_ids, list) or not all(isinstance(k, int) and 1 <= k <= blocks for k in layer_ids):
         raise UserError(
-            f"{found.origin}: aux_hidden_state_layer_ids is {layers!r}; of a target of {blocks} blocks, 1 to {blocks} can be "
-            f"read; {TRAINED_FOR}"
+            f"{found.origin}: aux_hidden_state_layer_ids is {layer_ids!r}; of a target of {blocks} blocks, 1 to {blocks} can "
+            f"be read; {TRAINED_FOR}"
         )
-    given = found.config.get(SHIFTED)
-    given = shifted if given is None else found.flag(SHIFTED, given)
-    if given is None:
+    sample_from_anchor = found.config.get(SHIFTED)
+    sample_from_anchor = shifted if sample_from_anchor is None else found.flag(SHIFTED, sample_from_anchor)
+    if sample_from_anchor is None:
         raise UserError(
             f"{found.origin}: {found.config_name} does not say {SHIFTED}, for which vLLM takes false here and SGLang true; add "
             "it as the drafter was trained"
         )
-    given_windows = found.config.get("sliding_window_non_causal")
-    non_causal = non_causal if given_windows is None else found.flag("sliding_window_non_causal", given_windows)
-    own = layer_options(found, inner, target, "qwen3")
+    non_causal_windows = found.config.get("sliding_window_non_causal")
+    non_causal = non_causal if non_causal_windows is None else found.flag("sliding_window_non_causal", non_causal_windows)
+    layer = layer_options(found, layer_config, target, "qwen3")
     return {
         **_vocabulary(found, target, part),
         "block_size": found.number("block_size"),
-        "layer": own,
-        **({} if own["sliding_window"] is None else {"causal_windows": not non_causal}),
+        "layer": layer,
+        **({} if layer["sliding_window"] is None else {"causal_windows": not non_causal}),
         "layers": found.number("num_hidden_layers", INNER),
-        "target_layer_ids": [k - 1 for k in layers],
+        "target_layer_ids": [k - 1 for k in layer_ids],
         "mask_token": found.number("mask_token_id", least=0),
-        "slots": "shifted" if given else "in_place",
+        "slots": "shifted" if sample_from_anchor else "in_place",
     }
 
 
@@ -282,15 +282,15 @@ def own_head(found: ExternalCheckpoint, target: Target) -> tuple[str, ...]:
     """The head's tensor, where the drafter drafts a part of the target's vocabulary."""
     if not found.has("d2t", "lm_head.weight"):
         return ()
-    apart = len(found.tensors["lm_head.weight"]) < target.shape.vocab_size or bool(found.tensors["d2t"].any())
-    return ("lm_head.weight",) if apart else ()
+    has_own_head = len(found.tensors["lm_head.weight"]) < target.shape.vocab_size or bool(found.tensors["d2t"].any())
+    return ("lm_head.weight",) if has_own_head else ()
 
 
-def _vocabulary(found: ExternalCheckpoint, target: Target, part: bool) -> dict[str, Any]:
+def _vocabulary(checkpoint: ExternalCheckpoint, target: Target, part: bool) -> dict[str, Any]:
     """The option of drafters that can draft a part of the target's vocabulary. part: whether these can."""
-    if part and own_head(found, target):
-        return {"draft_vocab": draft_vocab(found, target.shape.vocab_size)}
-    check_vocabulary(found, target.shape.vocab_size)
+    if part and own_head(checkpoint, target):
+        return {"draft_vocab": draft_vocab(checkpoint, target.shape.vocab_size)}
+    check_vocabulary(checkpoint, target.shape.vocab_size)
     return {"draft_vocab": None} if part else {}
 
 
@@ -302,94 +302,101 @@ def zlab_options(found: ExternalCheckpoint, target: Target, shifted: bool = Fals
     """
     factor = embedding_scale(target) or 1.0
     check_factor(found, EMBEDDED, factor, factor)  # loaders differ in whether embeddings have the target's without the field
-    fields, forced = _windowed(found)
+    fields, swa_forced = _windowed(found)
     options = _options(found, fields, target)
-    windows = options["layer"]["sliding_window"] is not None
-    causal = causal_options(found, windows)
-    if forced and not causal["causal"]:
+    has_windows = options["layer"]["sliding_window"] is not None
+    causal = causal_options(found, has_windows)
+    if swa_forced and not causal["causal"]:
         causal["causal_windows"] = False
     slots = "shifted" if found.flag(SHIFTED, field_of(found, SHIFTED, shifted)) else "in_place"
     return options | causal | {"slots": slots} | _vocabulary(found, target, part)
 
 
-def _windowed(found: ExternalCheckpoint) -> tuple[Mapping[str, Any], bool]:
+def _windowed(checkpoint: ExternalCheckpoint) -> tuple[Mapping[str, Any], bool]:
     """(the layers' fields, whether `use_swa` alone gives them windows) with the keys of `dflash_config` that vLLM reads.
 
     `swa_window_size` counts before `sliding_window`. With `use_swa` all layers have windows where `layer_types` names none, and
     slots see later slots of their block.
     """
-    inner, kinds = found.config.get(NESTED) or {}, found.config.get("layer_types") or []
-    forced = inner.get("use_swa") is not None and found.flag("use_swa", inner["use_swa"]) and "sliding_attention" not in kinds
-    own: dict[str, Any] = {}
-    if forced:
-        own = {"layer_types": ["sliding_attention"] * found.number("num_hidden_layers"), "use_sliding_window": True}
-    if inner.get("swa_window_size") is not None:
-        own["sliding_window"] = inner["swa_window_size"]
-    return found.config.having(own), forced
+    dflash_config, layer_types = checkpoint.config.get(NESTED) or {}, checkpoint.config.get("layer_types") or []
+    swa_forced = (
+        dflash_config.get("use_swa") is not None
+        and checkpoint.flag("use_swa", dflash_config["use_swa"])
+        and "sliding_attention" not in layer_types
+    )
+    layer_fields: dict[str, Any] = {}
+    if swa_forced:
+        layer_fields = {
+            "layer_types": ["sliding_attention"] * checkpoint.number("num_hidden_layers"),
+            "use_sliding_window": True,
+        }
+    if dflash_config.get("swa_window_size") is not None:
+        layer_fields["sliding_window"] = dflash_config["swa_window_size"]
+    return checkpoint.config.having(layer_fields), swa_forced
 
 
-def _deepspec_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    rank = field_of(found, "markov_rank", 0)
-    found.wants("markov_rank", rank, (0,), "but there are no markov_head tensors")
-    return zlab_options(found, target, shifted=True, part=True)
+def _deepspec_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    rank = field_of(checkpoint, "markov_rank", 0)
+    checkpoint.wants("markov_rank", rank, (0,), "but there are no markov_head tensors")
+    return zlab_options(checkpoint, target, shifted=True, part=True)
 
 
-def _zlab_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    return zlab_options(found, target, part=True)
+def _zlab_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    return zlab_options(checkpoint, target, part=True)
 
 
-def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    return speculators_options(found, target, part=True)
+def _speculators_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    return speculators_options(checkpoint, target, part=True)
 
 
-def _transformers_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+def _transformers_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """No layer is causal. The window counts the positions to either side, and all layers have one of 2048 by default."""
-    window, layers = found.config.get("sliding_window", 2048), found.number("num_hidden_layers")
-    kinds = found.config.get("layer_types") or ["sliding_attention"] * layers
-    more = {"sliding_window": window + 1 if isinstance(window, int) else window, "layer_types": kinds}
-    options = _options(found, found.config.having(more), target)
-    windows = {} if options["layer"]["sliding_window"] is None else {"causal_windows": False}
-    return options | {"causal": False, "slots": "in_place"} | windows
+    window, layers = checkpoint.config.get("sliding_window", 2048), checkpoint.number("num_hidden_layers")
+    layer_types = checkpoint.config.get("layer_types") or ["sliding_attention"] * layers
+    layer_fields = {"sliding_window": window + 1 if isinstance(window, int) else window, "layer_types": layer_types}
+    options = _options(checkpoint, checkpoint.config.having(layer_fields), target)
+    causal_fields = {} if options["layer"]["sliding_window"] is None else {"causal_windows": False}
+    return options | {"causal": False, "slots": "in_place"} | causal_fields
 
 
-def _options(found: ExternalCheckpoint, layers: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def _options(checkpoint: ExternalCheckpoint, layers: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """The options that the authors' and transformers' layouts give alike. layers: the fields of the drafter's own layers."""
     blocks = target.shape.blocks
-    if (found.directory / MASK_EMBEDDING).is_file():
+    if (checkpoint.directory / MASK_EMBEDDING).is_file():
         raise UserError(
-            f"{found.origin}: {MASK_EMBEDDING} holds an embedding of its own for masks, but drafters here embed a token of the "
-            "target; take one without it"
+            f"{checkpoint.origin}: {MASK_EMBEDDING} holds an embedding of its own for masks, but drafters here embed a token "
+            "of the target; take one without it"
         )
-    same_size(found, "num_target_layers", found.config.get("num_target_layers"), blocks)
-    taps = found.field("target_layer_ids", *inside(found, "target_layer_ids"))
-    if isinstance(taps, list) and -1 in taps:
+    same_size(checkpoint, "num_target_layers", checkpoint.config.get("num_target_layers"), blocks)
+    layer_ids = checkpoint.field("target_layer_ids", *inside(checkpoint, "target_layer_ids"))
+    if isinstance(layer_ids, list) and -1 in layer_ids:
         raise UserError(
-            f"{found.origin}: target_layer_ids names -1, the target's embedding, which drafters here do not read; this layout "
-            "is not supported"
+            f"{checkpoint.origin}: target_layer_ids names -1, the target's embedding, which drafters here do not read; this "
+            "layout is not supported"
         )
-    if not isinstance(taps, list) or not all(isinstance(b, int) and 0 <= b < blocks for b in taps):
+    if not isinstance(layer_ids, list) or not all(isinstance(b, int) and 0 <= b < blocks for b in layer_ids):
         raise UserError(
-            f"{found.origin}: target_layer_ids is {taps!r}, this target has blocks 0 to {blocks - 1}; {TRAINED_FOR}"
+            f"{checkpoint.origin}: target_layer_ids is {layer_ids!r}, this target has blocks 0 to {blocks - 1}; {TRAINED_FOR}"
         )
     return {
-        "block_size": number_of(found, "block_size"),
-        "layer": layer_options(found, layers, target, "qwen3"),
-        "layers": found.number("num_hidden_layers"),
-        "target_layer_ids": taps,
-        "mask_token": found.number("mask_token_id", *inside(found, "mask_token_id"), least=0),
+        "block_size": number_of(checkpoint, "block_size"),
+        "layer": layer_options(checkpoint, layers, target, "qwen3"),
+        "layers": checkpoint.number("num_hidden_layers"),
+        "target_layer_ids": layer_ids,
+        "mask_token": checkpoint.number("mask_token_id", *inside(checkpoint, "mask_token_id"), least=0),
     }
 
 
-def _knows_jetspec(found: ExternalCheckpoint) -> bool:
-    return plain(found) and causal_head(found)
+def _knows_jetspec(checkpoint: ExternalCheckpoint) -> bool:
+    return plain(checkpoint) and causal_head(checkpoint)
 
 
-def _jetspec_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    options = zlab_options(found, target)
+def _jetspec_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    options = zlab_options(checkpoint, target)
     if not options["causal"]:
         raise UserError(
-            f"{found.origin}: dflash_config's causal_head is true, but is_causal or causal, which engines follow, is false; "
-            "correct one of them"
+            f"{checkpoint.origin}: dflash_config's causal_head is true, but is_causal or causal, which engines follow, is "
+            "false; correct one of them"
         )
     return options
 
@@ -403,9 +410,9 @@ JETSPEC = Importer("JetSpec", "jetspec", _knows_jetspec, _jetspec_options, share
 IMPORTERS = [ZLAB, DEEPSPEC, SPECULATORS, TRANSFORMERS, JETSPEC]
 
 
-def _format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:
+def _format(write: Callable[[ExportSource], Files], importer: Importer, *reads: str) -> Format:
     """reads: what the stack is known to read beyond slots in place that see their whole block and all positions."""
-    return Format(read.name, write, read, partial(refuse, reads=frozenset(reads)), facts)
+    return Format(importer.name, write, importer, partial(refuse, reads=frozenset(reads)), facts)
 
 
 def _jetspec(*reads: str) -> Format:

@@ -63,27 +63,29 @@ def speculators(source: ExportSource) -> Files:
 
 def shapes(source: ExportSource) -> dict[str, Any]:
     """The fields of the convolutions and of the selector, with the same names in every format."""
-    return {"conv_kernel_size": TAPS} | {theirs: source.options[ours] for theirs, ours in SHAPES.items()}
+    return {"conv_kernel_size": TAPS} | {key: source.options[option] for key, option in SHAPES.items()}
 
 
-def _knows(found: ExternalCheckpoint) -> bool:
-    return found.has(*BOOKS) and TYPE not in found.config
+def _knows(checkpoint: ExternalCheckpoint) -> bool:
+    return checkpoint.has(*BOOKS) and TYPE not in checkpoint.config
 
 
-def _zlab_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+def _zlab_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     scale, cap = logit_ends(target)
-    check_factor(found, MULTIPLIER, scale, 1.0)
-    check_factor(found, CAP, cap or 0.0, 0.0)
-    return zlab_options(found, target) | _shape_options(found)
+    check_factor(checkpoint, MULTIPLIER, scale, 1.0)
+    check_factor(checkpoint, CAP, cap or 0.0, 0.0)
+    return zlab_options(checkpoint, target) | _shape_options(checkpoint)
 
 
-def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    return speculators_options(found, target, non_causal=True) | _shape_options(found)
+def _speculators_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    return speculators_options(checkpoint, target, non_causal=True) | _shape_options(checkpoint)
 
 
-def _shape_options(found: ExternalCheckpoint) -> dict[str, Any]:
-    found.wants("conv_kernel_size", field_of(found, "conv_kernel_size", TAPS), (TAPS,), "but convolutions here have two taps")
-    return {ours: number_of(found, theirs) for theirs, ours in SHAPES.items()}
+def _shape_options(checkpoint: ExternalCheckpoint) -> dict[str, Any]:
+    checkpoint.wants(
+        "conv_kernel_size", field_of(checkpoint, "conv_kernel_size", TAPS), (TAPS,), "but convolutions here have two taps"
+    )
+    return {option: number_of(checkpoint, key) for key, option in SHAPES.items()}
 
 
 ZLAB = Importer("z-lab", "dflash2", _knows, _zlab_options, RENAMES, COPIES)

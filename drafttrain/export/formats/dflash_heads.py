@@ -34,35 +34,37 @@ def domino_refuse(source: ExportSource, reads: Reads) -> str | None:
 def domino(source: ExportSource) -> Files:
     """Domino's layout. `shift_label` says whether slots are shifted."""
     options = source.options
-    head = {
+    head_fields = {
         "projector_type": "domino",
         "shift_label": options["slots"] == "shifted",
         "pure_draft_prefix_len": PREFIX,
         "gru_hidden_dim": options["state"],
         "emb_dim": options["rank"],
     }
-    return Files(zlab_config(source, "DFlashDraftModel", **head), source.tensors)
+    return Files(zlab_config(source, "DFlashDraftModel", **head_fields), source.tensors)
 
 
-def _knows_domino(found: ExternalCheckpoint) -> bool:
-    named = found.has("prefix_gru.weight_ih_l0", "embed_proj.0.weight") or found.has(WRAPPED_GRU)
-    return named and TYPE not in found.config
+def _knows_domino(checkpoint: ExternalCheckpoint) -> bool:
+    has_names = checkpoint.has("prefix_gru.weight_ih_l0", "embed_proj.0.weight") or checkpoint.has(WRAPPED_GRU)
+    return has_names and TYPE not in checkpoint.config
 
 
-def _domino_names(found: ExternalCheckpoint) -> Renames:
-    return wrapped("prefix_gru", "embed_proj") if found.has(WRAPPED_GRU) else SAME
+def _domino_names(checkpoint: ExternalCheckpoint) -> Renames:
+    return wrapped("prefix_gru", "embed_proj") if checkpoint.has(WRAPPED_GRU) else SAME
 
 
-def _domino_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    shifted = found.field("shift_label", NESTED)
+def _domino_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    shifted = checkpoint.field("shift_label", NESTED)
     if not isinstance(shifted, bool):
-        raise UserError(f"{found.origin}: shift_label is {shifted!r}; true or false is needed")
-    prefix = field_of(found, "pure_draft_prefix_len", PREFIX)
-    found.wants("pure_draft_prefix_len", prefix, (PREFIX,), "but here only the first draft comes from its slot alone")
-    return zlab_options(found, target) | {
+        raise UserError(f"{checkpoint.origin}: shift_label is {shifted!r}; true or false is needed")
+    prefix_length = field_of(checkpoint, "pure_draft_prefix_len", PREFIX)
+    checkpoint.wants(
+        "pure_draft_prefix_len", prefix_length, (PREFIX,), "but here only the first draft comes from its slot alone"
+    )
+    return zlab_options(checkpoint, target) | {
         "slots": "shifted" if shifted else "in_place",
-        "state": number_of(found, "gru_hidden_dim"),
-        "rank": number_of(found, "emb_dim"),
+        "state": number_of(checkpoint, "gru_hidden_dim"),
+        "rank": number_of(checkpoint, "emb_dim"),
     }
 
 
@@ -92,7 +94,7 @@ def added_refuse(source: ExportSource, reads: Reads) -> str | None:
 def xpress(source: ExportSource) -> Files:
     """vLLM's layout. Its drafts are the decoder's if it scores the whole vocabulary and runs a pass for each draft."""
     files, slots = dflash.zlab(source), source.options["block_size"]
-    own: dict[str, Any] = {
+    xpress_fields: dict[str, Any] = {
         "architectures": ["Qwen3XPressModel"],
         "xpress_block_size": slots,
         "xpress_rank": source.options["rank"],
@@ -101,28 +103,28 @@ def xpress(source: ExportSource) -> Files:
         "xpress_num_passes": slots - 1,
         "sample_from_anchor": False,
     }
-    return replace(files, config=files.config | own)
+    return replace(files, config=files.config | xpress_fields)
 
 
-def _knows_xpress(found: ExternalCheckpoint) -> bool:
-    return found.has(f"{HEAD}.w1.weight", f"{HEAD}.mix.L")
+def _knows_xpress(checkpoint: ExternalCheckpoint) -> bool:
+    return checkpoint.has(f"{HEAD}.w1.weight", f"{HEAD}.mix.L")
 
 
-def _xpress_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+def _xpress_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """The number of passes and of scored tokens are settings of vLLM, not of the drafter."""
-    options = zlab_options(found, target) | _in_place(found)
-    size = found.config.get("xpress_block_size")
-    found.wants("xpress_block_size", size, (None, options["block_size"]), "but the blocks have another size")
-    return options | {"rank": found.number("xpress_rank"), "mlp_hidden": found.number("xpress_mlp_hidden")}
+    options = zlab_options(checkpoint, target) | _in_place(checkpoint)
+    block_size = checkpoint.config.get("xpress_block_size")
+    checkpoint.wants("xpress_block_size", block_size, (None, options["block_size"]), "but the blocks have another size")
+    return options | {"rank": checkpoint.number("xpress_rank"), "mlp_hidden": checkpoint.number("xpress_mlp_hidden")}
 
 
-def _xpress_speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    rank, ratio = found.number("xpress_rank"), found.number("xpress_mlp_ratio")
-    return speculators_options(found, target) | _in_place(found) | {"rank": rank, "mlp_hidden": ratio * rank}
+def _xpress_speculators_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    rank, mlp_ratio = checkpoint.number("xpress_rank"), checkpoint.number("xpress_mlp_ratio")
+    return speculators_options(checkpoint, target) | _in_place(checkpoint) | {"rank": rank, "mlp_hidden": mlp_ratio * rank}
 
 
-def _in_place(found: ExternalCheckpoint) -> dict[str, Any]:
-    found.wants(SHIFTED, found.config.get(SHIFTED), (None, False), "but slot 0 of this family drafts nothing")
+def _in_place(checkpoint: ExternalCheckpoint) -> dict[str, Any]:
+    checkpoint.wants(SHIFTED, checkpoint.config.get(SHIFTED), (None, False), "but slot 0 of this family drafts nothing")
     return {"slots": "in_place"}
 
 
@@ -171,7 +173,7 @@ def lilicorr(source: ExportSource) -> Files:
 
 def _shape(source: ExportSource) -> dict[str, Any]:
     """The network's fields."""
-    return {theirs: source.options[ours] for theirs, ours in FIELDS.items()}
+    return {key: source.options[option] for key, option in FIELDS.items()}
 
 
 def lilicorr_facts(source: ExportSource) -> dict[str, Any]:
@@ -179,34 +181,34 @@ def lilicorr_facts(source: ExportSource) -> dict[str, Any]:
     return facts(source) | _shape(source)
 
 
-def _knows_lilicorr(found: ExternalCheckpoint) -> bool:
-    return found.has("lilicorr.out_head.weight", "lilicorr.anchor_out_head.weight") and TYPE not in found.config
+def _knows_lilicorr(checkpoint: ExternalCheckpoint) -> bool:
+    return checkpoint.has("lilicorr.out_head.weight", "lilicorr.anchor_out_head.weight") and TYPE not in checkpoint.config
 
 
-def _lilicorr_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+def _lilicorr_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """Width 0 is the target's."""
-    taps = field_of(found, "conv_kernel_size")
-    found.wants("conv_kernel_size", taps, (None, 0), "but layers of this family have no convolutions here")
-    own: dict[str, Any] = {}
-    for theirs, ours in FIELDS.items():
-        if ours in REALS:
-            own[ours] = _real(found, theirs)
-        elif ours == "hidden_size" and found.field(theirs, NESTED) == 0:
-            own[ours] = target.shape.hidden_size
+    kernel_size = field_of(checkpoint, "conv_kernel_size")
+    checkpoint.wants("conv_kernel_size", kernel_size, (None, 0), "but layers of this family have no convolutions here")
+    head_options: dict[str, Any] = {}
+    for key, option in FIELDS.items():
+        if option in REALS:
+            head_options[option] = _real(checkpoint, key)
+        elif option == "hidden_size" and checkpoint.field(key, NESTED) == 0:
+            head_options[option] = target.shape.hidden_size
         else:
-            own[ours] = found.number(theirs, NESTED)
-    return zlab_options(found, target) | own
+            head_options[option] = checkpoint.number(key, NESTED)
+    return zlab_options(checkpoint, target) | head_options
 
 
-def _real(found: ExternalCheckpoint, key: str) -> float:
-    value = found.field(key, NESTED)
+def _real(checkpoint: ExternalCheckpoint, key: str) -> float:
+    value = checkpoint.field(key, NESTED)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{found.origin}: {key} is {value!r}; a number is needed")
+        raise UserError(f"{checkpoint.origin}: {key} is {value!r}; a number is needed")
     return float(value)
 
 
-def _lilicorr_names(found: ExternalCheckpoint) -> Renames:
-    return NUMBERED if found.has("lilicorr.feature_mlp.0.weight") else LATTICE
+def _lilicorr_names(checkpoint: ExternalCheckpoint) -> Renames:
+    return NUMBERED if checkpoint.has("lilicorr.feature_mlp.0.weight") else LATTICE
 
 
 LILICORR = Importer("LiLiCorr", "lilicorr", _knows_lilicorr, _lilicorr_options, _lilicorr_names, COPIES)

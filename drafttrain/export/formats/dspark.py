@@ -57,12 +57,12 @@ def deepspec(source: ExportSource) -> Files:
 
     vLLM takes the number of layers for that of tapped blocks, unless `dflash_config` names these (pull request 48932).
     """
-    key = causal_key(source)
+    is_causal = causal_key(source)
     config = {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
         **block_fields(source),
-        **({} if key is None else {"is_causal": key}),
+        **({} if is_causal is None else {"is_causal": is_causal}),
         "num_target_layers": source.shape.blocks,
         "mask_token_id": mask_token(source),
         "target_layer_ids": outputs(source),
@@ -112,20 +112,23 @@ WRAPPED = wrapped("markov_head", "confidence_head")
 MARKOV = {"markov_head.markov_w1.weight": SAME, "markov_w1.weight": FLAT, "logit_head.markov_head.markov_w1.weight": WRAPPED}
 
 
-def _knows(found: ExternalCheckpoint) -> bool:
-    return any(found.has(name) for name in MARKOV) and TYPE not in found.config
+def _knows(checkpoint: ExternalCheckpoint) -> bool:
+    return any(checkpoint.has(name) for name in MARKOV) and TYPE not in checkpoint.config
 
 
-def _names(found: ExternalCheckpoint) -> Renames:
-    return next(names for name, names in MARKOV.items() if found.has(name))
+def _names(checkpoint: ExternalCheckpoint) -> Renames:
+    return next(names for name, names in MARKOV.items() if checkpoint.has(name))
 
 
-def _deepspec_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+def _deepspec_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """Some files have `shift_label` for `sample_from_anchor`."""
-    shifted, given = found.flag(SHIFT, field_of(found, SHIFT, True)), field_of(found, SHIFTED)
-    if field_of(found, SHIFT) is not None and given not in (None, shifted):
-        raise UserError(f"{found.origin}: {SHIFT} is {shifted} and {SHIFTED} {given}, which contradict each other; correct one")
-    return zlab_options(found, target, shifted, part=True) | _head_options(found)
+    shifted, sample_from_anchor = checkpoint.flag(SHIFT, field_of(checkpoint, SHIFT, True)), field_of(checkpoint, SHIFTED)
+    if field_of(checkpoint, SHIFT) is not None and sample_from_anchor not in (None, shifted):
+        raise UserError(
+            f"{checkpoint.origin}: {SHIFT} is {shifted} and {SHIFTED} {sample_from_anchor}, which contradict each other; "
+            "correct one"
+        )
+    return zlab_options(checkpoint, target, shifted, part=True) | _head_options(checkpoint)
 
 
 def _note(draft: ConvertedDrafter) -> None:
@@ -135,16 +138,18 @@ def _note(draft: ConvertedDrafter) -> None:
         draft.notes.append(f"{draft.found.config_name} does not say {SHIFTED}: true, as vLLM, SGLang and llama.cpp take it")
 
 
-def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    return speculators_options(found, target, shifted=None, part=True) | _head_options(found)
+def _speculators_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    return speculators_options(checkpoint, target, shifted=None, part=True) | _head_options(checkpoint)
 
 
-def _head_options(found: ExternalCheckpoint) -> dict[str, Any]:
-    kind = field_of(found, "markov_head_type", "vanilla")
-    found.wants("markov_head_type", kind, ("vanilla",), "but here the token before gives a plain bias")
+def _head_options(checkpoint: ExternalCheckpoint) -> dict[str, Any]:
+    head_type = field_of(checkpoint, "markov_head_type", "vanilla")
+    checkpoint.wants("markov_head_type", head_type, ("vanilla",), "but here the token before gives a plain bias")
     for key in ("enable_confidence_head", "use_confidence_head", "confidence_head_with_markov"):
-        found.wants(key, field_of(found, key, True), (True,), "but the confidence here reads the state and the token before")
-    return {"rank": number_of(found, "markov_rank")}
+        checkpoint.wants(
+            key, field_of(checkpoint, key, True), (True,), "but the confidence here reads the state and the token before"
+        )
+    return {"rank": number_of(checkpoint, "markov_rank")}
 
 
 DEEPSPEC = Importer("DeepSpec", "dspark", _knows, _deepspec_options, _names, **PART | {"mend": _note})
@@ -152,9 +157,9 @@ SPECULATORS = Importer("speculators", "dspark", speculators_type("dspark"), _spe
 IMPORTERS = [DEEPSPEC, SPECULATORS]
 
 
-def _format(write: Callable[[ExportSource], Files], read: Importer, *reads: str) -> Format:
+def _format(write: Callable[[ExportSource], Files], importer: Importer, *reads: str) -> Format:
     """reads: what the stack is known to read, as in DFlash's rows."""
-    return Format(read.name, write, read, partial(refuse, reads=frozenset(reads)), facts)
+    return Format(importer.name, write, importer, partial(refuse, reads=frozenset(reads)), facts)
 
 
 ROWS: Rows = {

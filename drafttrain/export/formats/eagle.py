@@ -25,9 +25,12 @@ def refuse(source: ExportSource) -> str | None:
     bias = source.tensors.get("fc.bias")
     if source.stack in ("vllm", "lmdeploy") and bias is not None and not bias.is_meta and bool(bias.any()):
         return f"its fc has a trained bias, which {source.stack} cannot load; train with drafter.bias=false"
-    own = str(source.opened.loaded.target.dtype).removeprefix("torch.")
-    if source.stack == "lmdeploy" and source.dtype not in (own, "float32"):
-        return f"lmdeploy reads the target's embedding, which is {own}, from the drafter's files; export with dtype={own}"
+    target_dtype = str(source.opened.loaded.target.dtype).removeprefix("torch.")
+    if source.stack == "lmdeploy" and source.dtype not in (target_dtype, "float32"):
+        return (
+            f"lmdeploy reads the target's embedding, which is {target_dtype}, from the drafter's files; export with "
+            f"dtype={target_dtype}"
+        )
     return refuse_windows(source) or refuse_embedding(source) or refuse_bias(source)
 
 
@@ -40,22 +43,25 @@ def files(source: ExportSource) -> Files:
         "bias": False,
     }
     if source.stack == "lmdeploy":  # it loads no bias, and reads the embedding from these files
-        own = {name: x for name, x in source.tensors.items() if name != "fc.bias"}
-        return Files(config, own | {"embed_tokens.weight": source.embedding})
+        tensors = {name: x for name, x in source.tensors.items() if name != "fc.bias"}
+        return Files(config, tensors | {"embed_tokens.weight": source.embedding})
     return Files(config, {"fc.bias": torch.zeros(source.shape.hidden_size)} | source.tensors)
 
 
-def _knows(found: ExternalCheckpoint) -> bool:
-    return found.has("fc.weight", ATTENTION) and not any("hidden_norm" in name for name in found.kinds)
+def _knows(checkpoint: ExternalCheckpoint) -> bool:
+    return checkpoint.has("fc.weight", ATTENTION) and not any("hidden_norm" in name for name in checkpoint.kinds)
 
 
-def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+def _options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """The tensor decides about the bias: zeros count as none, because `bias` in config.json is false for SGLang too."""
-    found.wants(
-        "num_hidden_layers", found.config.get("num_hidden_layers", 1), (1,), "but drafters of this family have one layer"
+    checkpoint.wants(
+        "num_hidden_layers", checkpoint.config.get("num_hidden_layers", 1), (1,), "but drafters of this family have one layer"
     )
-    own = found.has("fc.bias") and bool(found.tensors["fc.bias"].any())
-    return {"bias": own or found.config.get("bias") is True, "layer": layer_options(found, found.config, target)}
+    has_bias = checkpoint.has("fc.bias") and bool(checkpoint.tensors["fc.bias"].any())
+    return {
+        "bias": has_bias or checkpoint.config.get("bias") is True,
+        "layer": layer_options(checkpoint, checkpoint.config, target),
+    }
 
 
 def _mend(draft: ConvertedDrafter) -> None:

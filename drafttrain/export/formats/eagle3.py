@@ -49,7 +49,7 @@ MODULES = (  # fields of ModelOpt's eagle_config, their usual values, and why ot
 
 def refuse(source: ExportSource, reads: Reads) -> str | None:
     """Why a stack cannot load this drafter; None where it can. reads: as in `ROWS`."""
-    options, stack, layers, blocks = source.options, source.stack, source.layer_inputs, source.shape.blocks
+    options, stack, layer_ids, blocks = source.options, source.stack, source.layer_inputs, source.shape.blocks
     for flag in FLAGS:
         if options.get(flag) and flag not in reads:
             return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
@@ -58,9 +58,9 @@ def refuse(source: ExportSource, reads: Reads) -> str | None:
     reason = refuse_last_block(source, reads) or refuse_windows(source, reads)
     if reason is not None:
         return reason
-    if len(layers) != 3 and "other layers" not in reads:
-        return f"it taps {len(layers)} blocks, but {stack} takes exactly three; train with three drafter.target_layer_ids"
-    if stack == "lmdeploy" and layers != [2, blocks // 2, blocks - 3]:
+    if len(layer_ids) != 3 and "other layers" not in reads:
+        return f"it taps {len(layer_ids)} blocks, but {stack} takes exactly three; train with three drafter.target_layer_ids"
+    if stack == "lmdeploy" and layer_ids != [2, blocks // 2, blocks - 3]:
         return "its taps are not the official ones, which lmdeploy requires; train with drafter.target_layer_rule=official"
     if stack == "lmdeploy" and source.target_architecture != "LlamaForCausalLM":
         return f"lmdeploy captures no states of {source.target_architecture} targets for this family, only of LlamaForCausalLM"
@@ -69,9 +69,9 @@ def refuse(source: ExportSource, reads: Reads) -> str | None:
 
 def refuse_parallel(source: ExportSource, reads: Reads) -> str | None:
     """Why a stack cannot load this P-EAGLE drafter; None where it can."""
-    for flag, why in (("fc_norm", "vLLM drops"), ("norm_before_fc", "vLLM is not known to read")):
+    for flag, behaviour in (("fc_norm", "vLLM drops"), ("norm_before_fc", "vLLM is not known to read")):
         if source.stack == "speculators" and source.options.get(flag):
-            return f"it was trained with {flag}, which {why} from these files; export it with format=vllm"
+            return f"it was trained with {flag}, which {behaviour} from these files; export it with format=vllm"
     if source.stack == "vllm" and source.options.get("qk_norm"):
         return "it was trained with qk_norm, which vllm is not known to read here; train with drafter.qk_norm=false"
     return refuse_last_block(source, reads) or refuse_windows(source, reads)
@@ -102,8 +102,8 @@ def portable(source: ExportSource) -> Files:
     if layers > 1:
         tensors = LAYERED.named(tensors)
     scaled = source.stack == "vllm" and embedding_scale(source.target) is not None
-    own = {EMBED: source.embedded} if scaled and EMBED not in tensors else {}
-    return Files(_portable_config(source, tensors, layers), tensors | own, as_is=tuple(own))
+    embedding_tensors = {EMBED: source.embedded} if scaled and EMBED not in tensors else {}
+    return Files(_portable_config(source, tensors, layers), tensors | embedding_tensors, as_is=tuple(embedding_tensors))
 
 
 def parallel(source: ExportSource) -> Files:
@@ -114,7 +114,7 @@ def parallel(source: ExportSource) -> Files:
 
 def _portable_config(source: ExportSource, tensors: dict[str, Tensor], layers: int) -> dict[str, Any]:
     """config.json of the portable layout."""
-    ids, shape = source.layer_inputs, source.layer_shape
+    layer_ids, shape = source.layer_inputs, source.layer_shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -122,16 +122,16 @@ def _portable_config(source: ExportSource, tensors: dict[str, Tensor], layers: i
         **window_fields(shape, layers),
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         "target_hidden_size": shape.hidden_size,
-        IDS: ids,
+        IDS: layer_ids,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            IDS: [k - 1 for k in ids],
+            IDS: [k - 1 for k in layer_ids],
             "return_hidden_post_norm": source.options.get("norm_output", False),
         },
         **_flags(source),
     }
-    if len(ids) != 3:
-        config["num_aux_hidden_states"] = len(ids)
+    if len(layer_ids) != 3:
+        config["num_aux_hidden_states"] = len(layer_ids)
     return config
 
 
@@ -155,10 +155,10 @@ def parallel_speculators(source: ExportSource) -> Files:
 
 
 def _speculators_config(source: ExportSource, tensors: dict[str, Tensor], layers: int) -> dict[str, Any]:
-    shape, kind = source.layer_shape, "qwen3" if source.options.get("qk_norm") else "llama"
-    inner = {"model_type": kind, **llama_fields(shape, layers, source.dtype), **window_fields(shape, layers)}
+    shape, model_type = source.layer_shape, "qwen3" if source.options.get("qk_norm") else "llama"
+    layer_config = {"model_type": model_type, **llama_fields(shape, layers, source.dtype), **window_fields(shape, layers)}
     return {
-        "transformer_layer_config": inner,
+        "transformer_layer_config": layer_config,
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         **_flags(source),
         "target_hidden_size": source.shape.hidden_size,
@@ -196,150 +196,166 @@ def parallel_facts(source: ExportSource) -> dict[str, Any]:
     return facts(source) | {"mask token": mask_token(source)}
 
 
-def _knows(found: ExternalCheckpoint) -> bool:
-    layered = found.has("midlayer.hidden_norm.weight") or found.has("layers.0.hidden_norm.weight")
-    return found.has("fc.weight") and layered and TYPE not in found.config and not found.has("mask_hidden")
+def _knows(checkpoint: ExternalCheckpoint) -> bool:
+    has_layer = checkpoint.has("midlayer.hidden_norm.weight") or checkpoint.has("layers.0.hidden_norm.weight")
+    return checkpoint.has("fc.weight") and has_layer and TYPE not in checkpoint.config and not checkpoint.has("mask_hidden")
 
 
-def _knows_parallel(found: ExternalCheckpoint) -> bool:
-    return found.has("fc.weight", "mask_hidden") and TYPE not in found.config
+def _knows_parallel(checkpoint: ExternalCheckpoint) -> bool:
+    return checkpoint.has("fc.weight", "mask_hidden") and TYPE not in checkpoint.config
 
 
-def _parallel_names(found: ExternalCheckpoint) -> Renames:
-    return PARALLEL_ONE if found.has("midlayer.hidden_norm.weight") else PARALLEL
+def _parallel_names(checkpoint: ExternalCheckpoint) -> Renames:
+    return PARALLEL_ONE if checkpoint.has("midlayer.hidden_norm.weight") else PARALLEL
 
 
-def _inside(found: ExternalCheckpoint) -> tuple[str, ...]:
+def _inside(checkpoint: ExternalCheckpoint) -> tuple[str, ...]:
     """Where the fields of the layers are."""
-    return (INNER,) if TYPE in found.config else ()
+    return (INNER,) if TYPE in checkpoint.config else ()
 
 
-def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    inside = _inside(found)
-    inner = found.object(INNER) if inside else found.config
-    layers = found.number("num_hidden_layers", *inside) if "num_hidden_layers" in inner else 1
-    if found.has("layers.1.hidden_norm.weight"):
+def _options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    config_path = _inside(checkpoint)
+    layer_config = checkpoint.object(INNER) if config_path else checkpoint.config
+    layers = checkpoint.number("num_hidden_layers", *config_path) if "num_hidden_layers" in layer_config else 1
+    if checkpoint.has("layers.1.hidden_norm.weight"):
         raise UserError(
-            f"{found.origin}: each of its {layers} layers reads the embedding, but here the first alone does; this layout is "
-            "not supported"
+            f"{checkpoint.origin}: each of its {layers} layers reads the embedding, but here the first alone does; this layout "
+            "is not supported"
         )
-    own = {"layers": layers, "own_embedding": bool(_own_embedding(found, target))}
-    return _shared_options(found, inner, target) | own | {"norm_output": _norm_output(found)}
+    eagle3_options = {"layers": layers, "own_embedding": bool(_own_embedding(checkpoint, target))}
+    return _shared_options(checkpoint, layer_config, target) | eagle3_options | {"norm_output": _norm_output(checkpoint)}
 
 
-def _own_embedding(found: ExternalCheckpoint, target: Target) -> tuple[str, ...]:
+def _own_embedding(checkpoint: ExternalCheckpoint, target: Target) -> tuple[str, ...]:
     """The embedding's tensor, where the drafter has one that is not the target's."""
-    given, of = found.tensors.get(EMBED), target.shape
-    if given is None or list(given.shape) != [of.vocab_size, of.hidden_size]:
+    embedding, shape = checkpoint.tensors.get(EMBED), target.shape
+    if embedding is None or list(embedding.shape) != [shape.vocab_size, shape.hidden_size]:
         return ()
     # one that was hardly trained may be the target's up to the rounding of its export
-    return (EMBED,) if found.exported("own_embedding") or not is_shared(given, EMBEDDING, target) else ()
+    return (EMBED,) if checkpoint.exported("own_embedding") or not is_shared(embedding, EMBEDDING, target) else ()
 
 
-def _check_module(found: ExternalCheckpoint) -> None:
+def _check_module(checkpoint: ExternalCheckpoint) -> None:
     """Raise UserError for modules that ModelOpt can put around the layer."""
-    eagle = found.config.get("eagle_config") or {}
-    for key, usual, why in MODULES:
-        found.wants(key, eagle.get(key, usual), (usual, None), why)
+    eagle_config = checkpoint.config.get("eagle_config") or {}
+    for key, default, reason in MODULES:
+        checkpoint.wants(key, eagle_config.get(key, default), (default, None), reason)
 
 
-def _shared_options(found: ExternalCheckpoint, inner: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def _shared_options(checkpoint: ExternalCheckpoint, inner: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """The options that P-EAGLE has too. inner: the fields of the layers."""
-    config = found.config
-    same_size(found, "target_hidden_size", config.get("target_hidden_size"), target.shape.hidden_size)
-    same_size(found, "num_target_layers", config.get("num_target_layers"), target.shape.blocks)
-    layers = _layer_inputs(found, target.shape.blocks)
-    _check_module(found)
-    same_size(found, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layers))
+    config = checkpoint.config
+    same_size(checkpoint, "target_hidden_size", config.get("target_hidden_size"), target.shape.hidden_size)
+    same_size(checkpoint, "num_target_layers", config.get("num_target_layers"), target.shape.blocks)
+    layer_ids = _layer_inputs(checkpoint, target.shape.blocks)
+    _check_module(checkpoint)
+    same_size(checkpoint, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layer_ids))
     return {
-        "target_layer_ids": [k - 1 for k in layers],
-        "draft_vocab": draft_vocab(found, target.shape.vocab_size),
-        "fc_norm": _flag(found, "fc_norm", found.has("fc_norm.0.weight")),
-        "norm_before_fc": _flag(found, "norm_before_fc", found.has("input_norm.weight")),
-        "qk_norm": any(name.endswith(".self_attn.q_norm.weight") for name in found.kinds),
-        "norm_before_residual": _flag(found, "norm_before_residual"),
-        "layer": layer_options(found, inner, target, "qwen3" if inner.get("model_type") == "qwen3" else "llama"),
+        "target_layer_ids": [k - 1 for k in layer_ids],
+        "draft_vocab": draft_vocab(checkpoint, target.shape.vocab_size),
+        "fc_norm": _flag(checkpoint, "fc_norm", checkpoint.has("fc_norm.0.weight")),
+        "norm_before_fc": _flag(checkpoint, "norm_before_fc", checkpoint.has("input_norm.weight")),
+        "qk_norm": any(name.endswith(".self_attn.q_norm.weight") for name in checkpoint.kinds),
+        "norm_before_residual": _flag(checkpoint, "norm_before_residual"),
+        "layer": layer_options(checkpoint, inner, target, "qwen3" if inner.get("model_type") == "qwen3" else "llama"),
     }
 
 
-def _layer_inputs(found: ExternalCheckpoint, blocks: int) -> list[int]:
+def _layer_inputs(checkpoint: ExternalCheckpoint, blocks: int) -> list[int]:
     """The blocks whose inputs are read, from where stacks look: k at the top level, k - 1 in eagle_config and in DeepSpec's
     target_layer_ids; by default 2, n // 2, n - 3.
     """
-    config, eagle = found.config, found.config.get("eagle_config") or {}
-    if not isinstance(eagle, Mapping):
-        raise UserError(f"{found.origin}: eagle_config is {eagle!r}; an object is needed")
-    found.wants("use_aux_hidden_state", eagle.get("use_aux_hidden_state", True), (True,), "which is no EAGLE-3")
-    given = {IDS: _ids(found, IDS, config), f"{IDS} in eagle_config": _ids(found, IDS, eagle, 1)}
-    given |= {OUTPUTS: _ids(found, OUTPUTS, config, 1)}
-    named = {key: ids for key, ids in given.items() if ids is not None}
-    layers = next(iter(named.values()), [2, blocks // 2, blocks - 3])
-    if any(ids != layers for ids in named.values()):
-        said = ", ".join(f"{key} means {ids}" for key, ids in named.items())
-        raise UserError(f"{found.origin}: its layer ids contradict each other, as inputs of blocks: {said}; correct one")
-    if 0 in layers:
+    config, eagle_config = checkpoint.config, checkpoint.config.get("eagle_config") or {}
+    if not isinstance(eagle_config, Mapping):
+        raise UserError(f"{checkpoint.origin}: eagle_config is {eagle_config!r}; an object is needed")
+    checkpoint.wants("use_aux_hidden_state", eagle_config.get("use_aux_hidden_state", True), (True,), "which is no EAGLE-3")
+    ids_by_key = {IDS: _ids(checkpoint, IDS, config), f"{IDS} in eagle_config": _ids(checkpoint, IDS, eagle_config, 1)}
+    ids_by_key |= {OUTPUTS: _ids(checkpoint, OUTPUTS, config, 1)}
+    named_ids = {key: ids for key, ids in ids_by_key.items() if ids is not None}
+    layer_ids = next(iter(named_ids.values()), [2, blocks // 2, blocks - 3])
+    if any(ids != layer_ids for ids in named_ids.values()):
+        listing = ", ".join(f"{key} means {ids}" for key, ids in named_ids.items())
         raise UserError(
-            f"{found.origin}: its layer ids name the target's embedding ({OUTPUTS} -1, or the input of block 0), which "
+            f"{checkpoint.origin}: its layer ids contradict each other, as inputs of blocks: {listing}; correct one"
+        )
+    if 0 in layer_ids:
+        raise UserError(
+            f"{checkpoint.origin}: its layer ids name the target's embedding ({OUTPUTS} -1, or the input of block 0), which "
             "drafters here do not read; this layout is not supported"
         )
-    if any(not 1 <= k <= blocks for k in layers) or len(set(layers)) != len(layers):
-        ids = f"its layer ids are {layers}" if named else f"it names no layer ids, and the usual ones are {layers}"
-        raise UserError(
-            f"{found.origin}: {ids}; of a target of {blocks} blocks, 1 to {blocks} can be read, once each; {TRAINED_FOR}"
+    if any(not 1 <= k <= blocks for k in layer_ids) or len(set(layer_ids)) != len(layer_ids):
+        id_text = (
+            f"its layer ids are {layer_ids}" if named_ids else f"it names no layer ids, and the usual ones are {layer_ids}"
         )
-    return layers
+        raise UserError(
+            f"{checkpoint.origin}: {id_text}; of a target of {blocks} blocks, 1 to {blocks} can be read, once each; "
+            f"{TRAINED_FOR}"
+        )
+    return layer_ids
 
 
-def _ids(found: ExternalCheckpoint, key: str, holder: Mapping[str, Any], more: int = 0) -> list[int] | None:
+def _ids(checkpoint: ExternalCheckpoint, key: str, section: Mapping[str, Any], more: int = 0) -> list[int] | None:
     """The blocks whose inputs are read; None where there is no such field. more: what stacks add to it."""
-    given = holder.get(key)
-    if given is None:
+    layer_ids = section.get(key)
+    if layer_ids is None:
         return None
-    if not isinstance(given, list) or not given or not all(isinstance(k, int) and not isinstance(k, bool) for k in given):
-        raise UserError(f"{found.origin}: {key} is {given!r}; a list of numbers is needed")
-    return [k + more for k in given]
+    if (
+        not isinstance(layer_ids, list)
+        or not layer_ids
+        or not all(isinstance(k, int) and not isinstance(k, bool) for k in layer_ids)
+    ):
+        raise UserError(f"{checkpoint.origin}: {key} is {layer_ids!r}; a list of numbers is needed")
+    return [k + more for k in layer_ids]
 
 
-def _flag(found: ExternalCheckpoint, key: str, default: bool = False) -> bool:
-    value = found.config.get(key)
-    return default if value is None else found.flag(key, value)
+def _flag(checkpoint: ExternalCheckpoint, key: str, default: bool = False) -> bool:
+    value = checkpoint.config.get(key)
+    return default if value is None else checkpoint.flag(key, value)
 
 
-def _norm_output(found: ExternalCheckpoint) -> bool:
+def _norm_output(checkpoint: ExternalCheckpoint) -> bool:
     """Whether the normed state goes to the next step, as the two keys that there are say it."""
-    given = {"norm_output": found.config.get("norm_output")}
-    given["return_hidden_post_norm"] = (found.config.get("eagle_config") or {}).get("return_hidden_post_norm")
-    flags = {found.flag(key, value) for key, value in given.items() if value is not None}
+    norm_fields = {"norm_output": checkpoint.config.get("norm_output")}
+    norm_fields["return_hidden_post_norm"] = (checkpoint.config.get("eagle_config") or {}).get("return_hidden_post_norm")
+    flags = {checkpoint.flag(key, value) for key, value in norm_fields.items() if value is not None}
     if len(flags) > 1:
-        raise UserError(f"{found.origin}: norm_output and eagle_config's return_hidden_post_norm differ; correct one of them")
+        raise UserError(
+            f"{checkpoint.origin}: norm_output and eagle_config's return_hidden_post_norm differ; correct one of them"
+        )
     return flags.pop() if flags else False
 
 
 def _mend(draft: ConvertedDrafter) -> None:
     """Note what is not said, and store the vocabulary in our form."""
-    found = draft.found
+    checkpoint = draft.found
     if draft.options.get("own_embedding"):
         draft.notes.append(f"{EMBED} is not this target's embedding: it is the drafter's own")
-    if found.config.get(TYPE) and "norm_before_residual" not in found.config:
+    if checkpoint.config.get(TYPE) and "norm_before_residual" not in checkpoint.config:
         draft.notes.append("config.json does not say norm_before_residual: false, as speculators takes it (vLLM takes true)")
     store_vocabulary(draft)
 
 
-def _parallel_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    inside = _inside(found)
-    inner = found.object(INNER) if inside else found.config
-    own = {"layers": found.number("num_hidden_layers", *inside), "mask_token": _mask(found)}
-    own |= _shared_options(found, inner, target)
-    found.wants("norm_output", _norm_output(found), (False,), "but drafters of this family draft in one pass")
-    return own
+def _parallel_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    config_path = _inside(checkpoint)
+    layer_config = checkpoint.object(INNER) if config_path else checkpoint.config
+    peagle_options = {"layers": checkpoint.number("num_hidden_layers", *config_path), "mask_token": _mask(checkpoint)}
+    peagle_options |= _shared_options(checkpoint, layer_config, target)
+    checkpoint.wants("norm_output", _norm_output(checkpoint), (False,), "but drafters of this family draft in one pass")
+    return peagle_options
 
 
-def _mask(found: ExternalCheckpoint) -> int:
-    masks = {key: found.config[key] for key in MASKS if found.config.get(key) is not None}
-    if not all(isinstance(x, int) and not isinstance(x, bool) for x in masks.values()) or len(set(masks.values())) != 1:
-        got = ", ".join(f"{key} {value!r}" for key, value in masks.items()) or "none"
-        raise UserError(f"{found.origin}: one mask token is needed, as {' or '.join(MASKS)}; config.json has {got}: correct it")
-    return next(iter(masks.values()))
+def _mask(checkpoint: ExternalCheckpoint) -> int:
+    mask_tokens = {key: checkpoint.config[key] for key in MASKS if checkpoint.config.get(key) is not None}
+    if (
+        not all(isinstance(x, int) and not isinstance(x, bool) for x in mask_tokens.values())
+        or len(set(mask_tokens.values())) != 1
+    ):
+        listing = ", ".join(f"{key} {value!r}" for key, value in mask_tokens.items()) or "none"
+        raise UserError(
+            f"{checkpoint.origin}: one mask token is needed, as {' or '.join(MASKS)}; config.json has {listing}: correct it"
+        )
+    return next(iter(mask_tokens.values()))
 
 
 def _parallel_mend(draft: ConvertedDrafter) -> None:
@@ -347,11 +363,11 @@ def _parallel_mend(draft: ConvertedDrafter) -> None:
     draft.tensors["mask.hidden"] = draft.tensors["mask.hidden"].reshape(1, 1, -1)
 
 
-def _complete(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
+def _complete(draft: ConvertedDrafter, drafter_tensors: Mapping[str, Tensor]) -> None:
     """Use the target's embedding if the drafter has none, as stacks do."""
     if EMBED not in draft.tensors:
         draft.notes.append("it has no embedding: the target's is used")
-        draft.tensors[EMBED] = own[EMBED]
+        draft.tensors[EMBED] = drafter_tensors[EMBED]
 
 
 SHARED = {EMBED: EMBEDDING}

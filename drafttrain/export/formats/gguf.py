@@ -88,7 +88,9 @@ def refuse_dflash2(source: ExportSource) -> str | None:
 def refuse_model(source: ExportSource) -> str | None:
     """Why llama.cpp cannot load this draft model; None where it can."""
     lm: Any = source.drafter.language_model()
-    return models.refuse(source) or refuse_language_model(source, lm.model, [k for k in KINDS if KINDS[k].drafts])
+    return models.refuse(source) or refuse_language_model(
+        source, lm.model, [model_type for model_type in KINDS if KINDS[model_type].drafts]
+    )
 
 
 def refuse_target(source: ExportSource) -> str | None:
@@ -103,14 +105,14 @@ def refuse_language_model(source: ExportSource, model: Any, able: list[str]) -> 
         return f"its weights are {weights}, but GGUF files need unquantised ones; leave out target.weights"
     if config.model_type not in able:
         return f"its architecture is {config.model_type}, but GGUF files can be written only for {', '.join(able)}"
-    kind = KINDS[config.model_type]
-    if not kind.biases and (getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False)):
+    gguf_kind = KINDS[config.model_type]
+    if not gguf_kind.biases and (getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False)):
         return "its linear maps have biases, but GGUF files can be checked only without them"
-    if (scaling := rope_of(config).get("rope_type", "default")) not in kind.scalings:
-        return f"its rotary scaling is {scaling!r}, for which llama.cpp has no field in {config.model_type} models"
-    if not kind.windows and "sliding_attention" in (getattr(config, "layer_types", None) or [_window(config)]):
+    if (rope_type := rope_of(config).get("rope_type", "default")) not in gguf_kind.scalings:
+        return f"its rotary scaling is {rope_type!r}, for which llama.cpp has no field in {config.model_type} models"
+    if not gguf_kind.windows and "sliding_attention" in (getattr(config, "layer_types", None) or [_window(config)]):
         return "it has sliding-window attention, which llama.cpp does not support for this architecture"
-    return kind.refuse(config) or tokens.refuse(source.opened.loaded.tokenizer)
+    return gguf_kind.refuse(config) or tokens.refuse(source.opened.loaded.tokenizer)
 
 
 def eagle3_files(source: ExportSource) -> Files:
@@ -121,7 +123,7 @@ def eagle3_files(source: ExportSource) -> Files:
     tensors = _renamed({name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}, shape, paired=True)
     if d2t is not None:
         tensors["d2t"] = d2t + torch.arange(len(d2t))  # the target's ids and not offsets
-    own = {
+    eagle3_fields = {
         "target_layers": source.layer_inputs,
         "target_hidden_size": shape.hidden_size,
         "norm_before_residual": eagle3.before(source),
@@ -129,7 +131,7 @@ def eagle3_files(source: ExportSource) -> Files:
     }
     if embedding_scale(source.target) is not None:
         tensors[EMBED] = source.embedded
-    fields = _fields("eagle3", source, shape, 1) | _own("eagle3", own)
+    fields = _fields("eagle3", source, shape, 1) | _own("eagle3", eagle3_fields)
     return Files(fields, tensors, DRAFT, as_is=(EMBED,) if EMBED in tensors else ())
 
 
@@ -151,18 +153,18 @@ def dflash2_files(source: ExportSource) -> Files:
 def _block_files(source: ExportSource, **more: Any) -> Files:
     """The layer ids name the blocks that read the states, unlike in the authors' configuration. more: fields of the head."""
     shape, mask = source.layer_shape, dflash.mask_token(source)
-    own = {
+    dflash_fields = {
         "block_size": source.options["block_size"],
         "target_layers": source.layer_inputs,
         "attention.causal": all(causal_layers(source)),
         **more,
     }
     if (scale := embedding_scale(source.target)) is not None:
-        own["embedding_scale"] = scale
+        dflash_fields["embedding_scale"] = scale
     _, cap = logit_ends(source.target)
     if cap is not None:
-        own["final_logit_softcapping"] = cap
-    fields = _fields("dflash", source, shape, source.options["layers"]) | _own("dflash", own)
+        dflash_fields["final_logit_softcapping"] = cap
+    fields = _fields("dflash", source, shape, source.options["layers"]) | _own("dflash", dflash_fields)
     fields["tokenizer.ggml.mask_token_id"] = mask
     return Files(fields, _renamed(source.tensors, shape, paired=False), DRAFT)
 
@@ -180,13 +182,13 @@ def target_files(source: ExportSource) -> Files:
 
 
 def _language_model(source: ExportSource, model: Any, shape: TargetShape, weights: dict[str, Tensor], file: str) -> Files:
-    config, kind = model.config, KINDS[model.config.model_type]
-    parts: dict[str, Tensor] = {}
+    config, gguf_kind = model.config, KINDS[model.config.model_type]
+    stored_tensors: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        parts |= kind.storage.split(name.removeprefix("model."), tensor)
-    fields = _fields(kind.architecture, source, shape, config.num_hidden_layers)
-    fields |= _own(kind.architecture, {**kind.fields(config), **kind.fixed, **scaling_fields(config)})
-    tensors = _renamed(parts, shape, kind.paired, kind.names)
+        stored_tensors |= gguf_kind.storage.split(name.removeprefix("model."), tensor)
+    fields = _fields(gguf_kind.architecture, source, shape, config.num_hidden_layers)
+    fields |= _own(gguf_kind.architecture, {**gguf_kind.fields(config), **gguf_kind.fixed, **scaling_fields(config)})
+    tensors = _renamed(stored_tensors, shape, gguf_kind.paired, gguf_kind.names)
     return Files(fields, tensors | _factors(model, shape), file)
 
 
@@ -200,7 +202,7 @@ def _factors(model: Any, shape: TargetShape) -> dict[str, Tensor]:
 
 def _fields(architecture: str, source: ExportSource, shape: TargetShape, blocks: int) -> dict[str, Any]:
     """Every field is written, even if llama.cpp has a default for it."""
-    own = {
+    architecture_fields = {
         "vocab_size": shape.vocab_size,
         "context_length": shape.max_positions,
         "embedding_length": shape.hidden_size,
@@ -214,14 +216,14 @@ def _fields(architecture: str, source: ExportSource, shape: TargetShape, blocks:
         "rope.freq_base": float(shape.rope_theta),
         "rope.dimension_count": shape.head_dim,
     }
-    general = {
+    general_fields = {
         ARCHITECTURE: architecture,
         "general.name": f"{source.opened.meta.family} for {Path(source.target_name).name}",
         "general.file_type": FILE_TYPES[source.dtype],
     }
     loaded = source.opened.loaded
-    vocab = tokens.fields(loaded.tokenizer, loaded.target.shape.vocab_size, frozenset(loaded.target.stop_ids))
-    return general | _own(architecture, own) | vocab
+    tokenizer_fields = tokens.fields(loaded.tokenizer, loaded.target.shape.vocab_size, frozenset(loaded.target.stop_ids))
+    return general_fields | _own(architecture, architecture_fields) | tokenizer_fields
 
 
 def _own(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -234,12 +236,12 @@ def _renamed(
     """The tensors under llama.cpp's names. paired: reorder rows of queries and keys for rotating neighbours. names: a kind's
     own.
     """
-    found = {}
+    gguf_tensors = {}
     for name, tensor in tensors.items():
         if paired and rotates(name):
             tensor = neighbours(tensor, shape.head_dim)
-        found[theirs(name, names or {})] = tensor
-    return found
+        gguf_tensors[theirs(name, names or {})] = tensor
+    return gguf_tensors
 
 
 def _refuse_windows(source: ExportSource) -> str | None:
@@ -250,9 +252,9 @@ def _refuse_windows(source: ExportSource) -> str | None:
 
 
 def _refuse_states(source: ExportSource) -> str | None:
-    kind = _text(source).model_type
-    if kind not in CAPTURED:
-        return f"llama.cpp captures no states of {kind} targets, only of {', '.join(CAPTURED)}"
+    model_type = _text(source).model_type
+    if model_type not in CAPTURED:
+        return f"llama.cpp captures no states of {model_type} targets, only of {', '.join(CAPTURED)}"
     if getattr(source.layer_shape, "rope_scaling", None) is not None:
         return "its layers have rotary scaling, which is not written to GGUF; train without drafter.layer.rope_scaling"
     return tokens.refuse(source.opened.loaded.tokenizer)
@@ -315,15 +317,15 @@ def read_block(directory: Path, source: ExportSource) -> ReadBack:
 def read_model(directory: Path, source: ExportSource) -> ReadBack:
     """A draft model in its file. An adapter was merged into it."""
     model: Any = source.drafter.language_model()
-    kind = KINDS[model.model.config.model_type]
-    file = _opened(directory, DRAFT, kind.architecture, source)
-    tensors = {f"lm.model.{name}": tensor for name, tensor in weights_of(file, kind)}
+    gguf_kind = KINDS[model.model.config.model_type]
+    file = _opened(directory, DRAFT, gguf_kind.architecture, source)
+    tensors = {f"lm.model.{name}": tensor for name, tensor in weights_of(file, gguf_kind)}
     _check_factors(tensors.pop(f"lm.model.{FACTORS}", None), model.model, source.shape)
     if model.model.config.tie_word_embeddings:
         tensors["lm.model.lm_head.weight"] = tensors["lm.model.model.embed_tokens.weight"]
     meta = source.opened.meta
     meta = replace(meta, options=meta.options | {"lora_rank": 0})
-    return ReadBack(meta, tensors, settings_of(file, kind))
+    return ReadBack(meta, tensors, settings_of(file, gguf_kind))
 
 
 def _read_back(source: ExportSource, file: GgufFile, options: dict[str, Any], tensors: dict[str, Tensor]) -> ReadBack:
@@ -360,11 +362,14 @@ def _check_embedding(stored: Tensor | None, source: ExportSource) -> None:
 
 def _check_ends(file: GgufFile, source: ExportSource) -> None:
     """Raise ParityError unless a block drafter's fields have the target's factor on embeddings and its cap of logits."""
-    ends = {"embedding_scale": embedding_scale(source.target), "final_logit_softcapping": logit_ends(source.target)[1]}
-    for name, value in ends.items():
-        got = file.fields.get(f"dflash.{name}")
-        if got != value and (got is None or value is None or not math.isclose(got, value, rel_tol=1e-6)):
-            raise ParityError(name.replace("_", " "), f"{file.file.name} has {got}, the target has {value}")
+    expected_fields = {
+        "embedding_scale": embedding_scale(source.target),
+        "final_logit_softcapping": logit_ends(source.target)[1],
+    }
+    for name, value in expected_fields.items():
+        actual = file.fields.get(f"dflash.{name}")
+        if actual != value and (actual is None or value is None or not math.isclose(actual, value, rel_tol=1e-6)):
+            raise ParityError(name.replace("_", " "), f"{file.file.name} has {actual}, the target has {value}")
 
 
 def _check_factors(stored: Tensor | None, model: Any, shape: TargetShape) -> None:
@@ -381,18 +386,18 @@ def check_target(directory: Path, source: ExportSource) -> None:
     """Raise ParityError unless a target in its file has the target's settings and all its weights, bit for bit."""
     target = source.opened.loaded.target
     shape, model = target.shape, target.model
-    kind = KINDS[model.config.model_type]
-    file = _opened(directory, TARGET, kind.architecture, source)
-    check_facts(settings_of(file, kind), layer_facts(shape) | facts_of(model.config, shape.head_dim))
-    left, factors = models.merged(model), None
-    for name, tensor in weights_of(file, kind):
+    gguf_kind = KINDS[model.config.model_type]
+    file = _opened(directory, TARGET, gguf_kind.architecture, source)
+    check_facts(settings_of(file, gguf_kind), layer_facts(shape) | facts_of(model.config, shape.head_dim))
+    unchecked, rope_factors = models.merged(model), None
+    for name, tensor in weights_of(file, gguf_kind):
         if name == FACTORS:
-            factors = tensor
-        elif name not in left or not torch.equal(tensor, cast(name, left.pop(name), DTYPES[source.dtype]).float()):
+            rope_factors = tensor
+        elif name not in unchecked or not torch.equal(tensor, cast(name, unchecked.pop(name), DTYPES[source.dtype]).float()):
             raise ParityError("target", f"{name} was not saved as it is")
-    if left:
-        raise ParityError("target", f"{next(iter(left))} was not saved")
-    _check_factors(factors, model, shape)
+    if unchecked:
+        raise ParityError("target", f"{next(iter(unchecked))} was not saved")
+    _check_factors(rope_factors, model, shape)
 
 
 def model_facts(source: ExportSource) -> dict[str, Any]:
@@ -402,10 +407,12 @@ def model_facts(source: ExportSource) -> dict[str, Any]:
 
 
 def _block_row(
-    write: Callable[[ExportSource], Files], own: Callable[[ExportSource, Reads], str | None], method: str = "draft-dflash"
+    write: Callable[[ExportSource], Files],
+    refuse_family: Callable[[ExportSource, Reads], str | None],
+    method: str = "draft-dflash",
 ) -> StackRow:
-    to = Format("GGUF", write, read_block, partial(refuse_block, own, READS), dflash.facts)
-    return StackRow(to, method, note=TARGET_NOTE)
+    gguf_format = Format("GGUF", write, read_block, partial(refuse_block, refuse_family, READS), dflash.facts)
+    return StackRow(gguf_format, method, note=TARGET_NOTE)
 
 
 READS = frozenset({"causal", "embedding scale"})

@@ -53,14 +53,16 @@ def facts(source: ExportSource) -> dict[str, Any]:
     return {"heads of the drafter": source.options["heads"]}
 
 
-def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    config = found.config
-    found.wants("hydra_head_arch", config.get("hydra_head_arch", "mlp"), ("mlp",), "which is not supported here")
-    found.wants("grounded_heads", config.get("grounded_heads", True), (True,), "but heads here read the tokens before them")
-    found.wants("hidden_state_offset", config.get("hidden_state_offset", 0), (0,), "but heads here read the last state")
-    same_size(found, "hidden size", config.get("hidden_size"), target.shape.hidden_size)
-    same_size(found, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)
-    heads, layers = found.number("hydra_num_heads"), found.number("hydra_num_layers")
+def _options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    config = checkpoint.config
+    checkpoint.wants("hydra_head_arch", config.get("hydra_head_arch", "mlp"), ("mlp",), "which is not supported here")
+    checkpoint.wants(
+        "grounded_heads", config.get("grounded_heads", True), (True,), "but heads here read the tokens before them"
+    )
+    checkpoint.wants("hidden_state_offset", config.get("hidden_state_offset", 0), (0,), "but heads here read the last state")
+    same_size(checkpoint, "hidden size", config.get("hidden_size"), target.shape.hidden_size)
+    same_size(checkpoint, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)
+    heads, layers = checkpoint.number("hydra_num_heads"), checkpoint.number("hydra_num_layers")
     return {"heads": heads, "layers": layers, "prefix_layer": False}
 
 

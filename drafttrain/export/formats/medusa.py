@@ -31,9 +31,9 @@ def official_names(layers: int) -> Renames:
 
 def refuse(source: ExportSource) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
-    own = str(source.opened.loaded.target.dtype).removeprefix("torch.")
-    if source.options["init"] == "share" and source.dtype not in (own, "float32"):
-        return f"its heads share the target's output matrix, which is {own}; export with dtype={own}"
+    target_dtype = str(source.opened.loaded.target.dtype).removeprefix("torch.")
+    if source.options["init"] == "share" and source.dtype not in (target_dtype, "float32"):
+        return f"its heads share the target's output matrix, which is {target_dtype}; export with dtype={target_dtype}"
     return None
 
 
@@ -75,8 +75,8 @@ def official(source: ExportSource) -> Files:
 
 def _tensors(source: ExportSource, renames: Renames) -> dict[str, Tensor]:
     """Every head with its output matrix, which may be the target's."""
-    outputs = {str(renames.theirs(f"heads.{head}.output.weight")) for head in range(source.options["heads"])}
-    return dict.fromkeys(sorted(outputs), source.opened.target.head_weight) | renames.named(source.tensors)
+    output_names = {str(renames.theirs(f"heads.{head}.output.weight")) for head in range(source.options["heads"])}
+    return dict.fromkeys(sorted(output_names), source.opened.target.head_weight) | renames.named(source.tensors)
 
 
 def facts(source: ExportSource) -> dict[str, Any]:
@@ -84,63 +84,66 @@ def facts(source: ExportSource) -> dict[str, Any]:
     return {"heads of the drafter": source.options["heads"]}
 
 
-def _official(found: ExternalCheckpoint) -> Renames:
+def _official(checkpoint: ExternalCheckpoint) -> Renames:
     """The names; the output matrix follows the blocks, so that its number is the number of blocks."""
-    return official_names(_numbers(found, "0.{i}.linear.weight"))
+    return official_names(_numbers(checkpoint, "0.{i}.linear.weight"))
 
 
-def _numbers(found: ExternalCheckpoint, pattern: str) -> int:
+def _numbers(checkpoint: ExternalCheckpoint, pattern: str) -> int:
     """The number of tensors with such a name."""
-    return sum(compiled(pattern).fullmatch(name) is not None for name in found.kinds)
+    return sum(compiled(pattern).fullmatch(name) is not None for name in checkpoint.kinds)
 
 
-def _sizes(found: ExternalCheckpoint, target: Target) -> None:
+def _sizes(checkpoint: ExternalCheckpoint, target: Target) -> None:
     for key in ("vocab_size", "truncated_vocab_size"):
-        same_size(found, key, found.config.get(key), target.shape.vocab_size)
-    same_size(found, "hidden size", found.config.get("hidden_size"), target.shape.hidden_size)
+        same_size(checkpoint, key, checkpoint.config.get(key), target.shape.vocab_size)
+    same_size(checkpoint, "hidden size", checkpoint.config.get("hidden_size"), target.shape.hidden_size)
 
 
-def _vllm_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    _sizes(found, target)
-    heads, layers = _numbers(found, "lm_heads.{i}.weight"), _numbers(found, "blocks.0.layers.{i}.weight")
+def _vllm_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    _sizes(checkpoint, target)
+    heads, layers = _numbers(checkpoint, "lm_heads.{i}.weight"), _numbers(checkpoint, "blocks.0.layers.{i}.weight")
     return {"heads": heads, "layers": layers, "init": "copy"}
 
 
-def _official_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    _sizes(found, target)
-    heads = _numbers(found, "{i}.0.linear.weight")
-    return {"heads": heads, "layers": _numbers(found, "0.{i}.linear.weight"), "init": "copy"}
+def _official_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    _sizes(checkpoint, target)
+    heads = _numbers(checkpoint, "{i}.0.linear.weight")
+    return {"heads": heads, "layers": _numbers(checkpoint, "0.{i}.linear.weight"), "init": "copy"}
 
 
 def _mend(draft: ConvertedDrafter) -> None:
     """Add zero biases to blocks without biases (vLLM's medusa_fc_bias). Share the target's matrix if all heads have it."""
-    found, tensors, heads = draft.found, draft.tensors, draft.options["heads"]
+    checkpoint, tensors, heads = draft.found, draft.tensors, draft.options["heads"]
     for key in ("medusa_num_heads", "num_heads"):
-        _counted(found, key, heads, "heads", draft.notes)
+        _counted(checkpoint, key, heads, "heads", draft.notes)
     for key in ("medusa_num_layers", "num_hidden_layers"):
-        _counted(found, key, draft.options["layers"], "blocks in a head", draft.notes)
-    biases, weights = ([n for n in tensors if n.endswith(f"linear.{part}")] for part in ("bias", "weight"))
-    if not biases and not found.config.get("medusa_fc_bias", False):
+        _counted(checkpoint, key, draft.options["layers"], "blocks in a head", draft.notes)
+    biases, weights = ([n for n in tensors if n.endswith(f"linear.{param_name}")] for param_name in ("bias", "weight"))
+    if not biases and not checkpoint.config.get("medusa_fc_bias", False):
         for name in weights:
             tensors[name.replace("weight", "bias")] = tensors[name].new_zeros(len(tensors[name]))
-    if biases and found.config.get("medusa_fc_bias") is False:
-        raise UserError(f"{found.origin}: config.json says medusa_fc_bias false, but its blocks have biases; correct one")
-    if found.exported("init") == "copy":  # heads that were not trained yet, or only in bits that the export rounded off
+    if biases and checkpoint.config.get("medusa_fc_bias") is False:
+        raise UserError(f"{checkpoint.origin}: config.json says medusa_fc_bias false, but its blocks have biases; correct one")
+    if checkpoint.exported("init") == "copy":  # heads that were not trained yet, or only in bits that the export rounded off
         return
-    own = draft.target.head_weight.detach().cpu()
-    outputs = [f"heads.{i}.output.weight" for i in range(heads)]
-    given = [tensors.get(name) for name in outputs]
-    if all(x is not None and x.shape == own.shape and torch.equal(x.float(), own.to(x.dtype).float()) for x in given):
+    head_weight = draft.target.head_weight.detach().cpu()
+    output_names = [f"heads.{i}.output.weight" for i in range(heads)]
+    output_weights = [tensors.get(name) for name in output_names]
+    if all(
+        x is not None and x.shape == head_weight.shape and torch.equal(x.float(), head_weight.to(x.dtype).float())
+        for x in output_weights
+    ):
         draft.options["init"] = "share"
-        for name in outputs:
+        for name in output_names:
             del tensors[name]
 
 
-def _counted(found: ExternalCheckpoint, key: str, there: int, what: str, notes: list[str]) -> None:
+def _counted(checkpoint: ExternalCheckpoint, key: str, count: int, unit: str, notes: list[str]) -> None:
     """Note a number in the configuration that differs from the weights. Some published drafters have such."""
-    number = found.config.get(key)
-    if number is not None and number != there:
-        notes.append(f"{found.config_name} says {key} {number}, its weights have {there} {what}: {there} is used")
+    config_count = checkpoint.config.get(key)
+    if config_count is not None and config_count != count:
+        notes.append(f"{checkpoint.config_name} says {key} {config_count}, its weights have {count} {unit}: {count} is used")
 
 
 MEDUSA_MODEL = Importer("MedusaModel", "medusa", lambda f: f.has("lm_heads.0.weight"), _vllm_options, VLLM, mend=_mend)

@@ -20,14 +20,14 @@ PARTS = {"emb": ["weight"], "proj": ["weight"], "ln": ["weight", "bias"], "head"
 
 def files(source: ExportSource) -> Files:
     """Every stage has all its tensors, shared ones too."""
-    options, count = source.options, source.options["n_predict"]
+    options, stages = source.options, source.options["n_predict"]
     tensors = {}
-    for part, names in PARTS.items():
-        own = sum(name.startswith(f"{part}.") and name.endswith(".weight") for name in source.tensors)
-        for stage in range(count):
+    for module, names in PARTS.items():
+        stored_stages = sum(name.startswith(f"{module}.") and name.endswith(".weight") for name in source.tensors)
+        for stage in range(stages):
             for name in names:
-                theirs = str(RENAMES.theirs(f"{part}.{stage}.{name}"))
-                tensors[theirs] = source.tensors[f"{part}.{min(stage, own - 1)}.{name}"]
+                exported_name = str(RENAMES.theirs(f"{module}.{stage}.{name}"))
+                tensors[exported_name] = source.tensors[f"{module}.{min(stage, stored_stages - 1)}.{name}"]
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
@@ -35,10 +35,10 @@ def files(source: ExportSource) -> Files:
         "vocab_size": source.shape.vocab_size,
         "emb_dim": source.shape.hidden_size,
         "inner_dim": tensors["speculator.proj.0.weight"].shape[0],
-        "n_predict": count,
+        "n_predict": stages,
         # settings of decoding: candidates tried at once, and tokens of each stage in them
         "n_candidates": 5,
-        "top_k_tokens_per_head": [5] + [1] * (count - 1),
+        "top_k_tokens_per_head": [5] + [1] * (stages - 1),
         "tie_weights": options["tie_weights"],
         "scale_input": options["scale_input"],
         "torch_dtype": source.dtype,
@@ -51,14 +51,14 @@ def facts(source: ExportSource) -> dict[str, Any]:
     return {"stages of the drafter": source.options["n_predict"]}
 
 
-def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    config, width = found.config, target.shape.hidden_size
-    same_size(found, "emb_dim", config.get("emb_dim"), width)
-    same_size(found, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)
+def _options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    config, width = checkpoint.config, target.shape.hidden_size
+    same_size(checkpoint, "emb_dim", config.get("emb_dim"), width)
+    same_size(checkpoint, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)
     return {
-        "n_predict": found.number("n_predict"),
-        "inner_dim": found.number("inner_dim") if config.get("inner_dim") else width,
-        **{key: found.flag(key, config.get(key) or False) for key in ("tie_weights", "scale_input")},
+        "n_predict": checkpoint.number("n_predict"),
+        "inner_dim": checkpoint.number("inner_dim") if config.get("inner_dim") else width,
+        **{key: checkpoint.flag(key, config.get(key) or False) for key in ("tie_weights", "scale_input")},
     }
 
 
@@ -67,14 +67,19 @@ def _mend(draft: ConvertedDrafter) -> None:
     if not draft.options["tie_weights"]:
         return
     for name in list(draft.tensors):
-        part, stage, what = name.split(".", 2) if name.count(".") >= 2 else (name, "0", "")
-        last = 1 if part == "proj" else 0  # the first projection reads the target's state
-        if not stage.isdigit() or int(stage) <= last:
+        module, stage, param_name = name.split(".", 2) if name.count(".") >= 2 else (name, "0", "")
+        shared_stage = 1 if module == "proj" else 0  # the first projection reads the target's state
+        if not stage.isdigit() or int(stage) <= shared_stage:
             continue
-        first = draft.tensors.get(f"{part}.{last}.{what}")
-        if int(stage) >= draft.options["n_predict"] or first is None or not torch.equal(first, draft.tensors[name]):
+        shared_weight = draft.tensors.get(f"{module}.{shared_stage}.{param_name}")
+        if (
+            int(stage) >= draft.options["n_predict"]
+            or shared_weight is None
+            or not torch.equal(shared_weight, draft.tensors[name])
+        ):
             raise UserError(
-                f"{draft.found.origin}: config.json says tie_weights, but {RENAMES.theirs(name)} is not that of stage {last}; "
+                f"{draft.found.origin}: config.json says tie_weights, but {RENAMES.theirs(name)} is not that of stage "
+                f"{shared_stage}; "
                 "set tie_weights to false there, or fetch it again"
             )
         del draft.tensors[name]

@@ -34,8 +34,8 @@ SPECULATORS_NAMES = Renames(
 
 def deepseek_names(blocks: int) -> Renames:
     """The names in DeepSeek's layout. blocks: of the target; the module is numbered as the next one."""
-    place = f"model.layers.{blocks}"
-    return Renames({"norm.{rest}": place + ".shared_head.norm.{rest}", "module.{rest}": place + ".{rest}"})
+    layer_prefix = f"model.layers.{blocks}"
+    return Renames({"norm.{rest}": layer_prefix + ".shared_head.norm.{rest}", "module.{rest}": layer_prefix + ".{rest}"})
 
 
 def refuse(source: ExportSource) -> str | None:
@@ -46,9 +46,9 @@ def refuse(source: ExportSource) -> str | None:
         return reason
     if source.stack == "official":
         return _refuse_deepseek(source)
-    lacking = [name for name in ("norm_output", "qk_norm") if not source.options.get(name)]
-    if lacking:
-        settings = " and ".join(f"drafter.{name}=true" for name in lacking)
+    missing_options = [name for name in ("norm_output", "qk_norm") if not source.options.get(name)]
+    if missing_options:
+        settings = " and ".join(f"drafter.{name}=true" for name in missing_options)
         return f"{source.stack} reads Qwen3's blocks and passes the normed output to the next depth; train with {settings}"
     return None
 
@@ -72,11 +72,11 @@ def deepseek(source: ExportSource) -> Files:
 
 def speculators(source: ExportSource) -> Files:
     """speculators' layout."""
-    inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, 1, source.dtype)}
+    layer_config = {"model_type": "qwen3", **llama_fields(source.layer_shape, 1, source.dtype)}
     config = {
         **header(source, "mtp", "MTPDraftModel"),
         MODULES: 1,
-        "transformer_layer_config": inner | {"layer_types": ["full_attention"], "use_sliding_window": False},
+        "transformer_layer_config": layer_config | {"layer_types": ["full_attention"], "use_sliding_window": False},
     }
     return Files(config, _named(source, SPECULATORS_NAMES))
 
@@ -101,30 +101,32 @@ def _plain(norm: nn.Module, width: int, eps: float) -> bool:
         norm = copy.deepcopy(norm).to_empty(device="cpu")
         weight = norm.weight.fill_(1.5)  # type: ignore[operator]
     x_2H = torch.linspace(-1.0, 2.0, 2 * width, device=weight.device).view(2, width)
-    wanted_2H = x_2H * torch.rsqrt(x_2H.square().mean(-1, keepdim=True) + eps) * weight.float()
-    return torch.allclose(norm(x_2H.to(weight.dtype)).float(), wanted_2H, rtol=2e-2, atol=1e-3)
+    expected_2H = x_2H * torch.rsqrt(x_2H.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return torch.allclose(norm(x_2H.to(weight.dtype)).float(), expected_2H, rtol=2e-2, atol=1e-3)
 
 
-def _knows_deepseek(found: ExternalCheckpoint) -> bool:
-    return any(name.endswith(".eh_proj.weight") for name in found.kinds)
+def _knows_deepseek(checkpoint: ExternalCheckpoint) -> bool:
+    return any(name.endswith(".eh_proj.weight") for name in checkpoint.kinds)
 
 
-def _deepseek_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    found.wants(MODULES, found.config.get(MODULES), (1,), "but here one module drafts every depth")
-    same_size(found, "number of blocks", found.number("num_hidden_layers"), target.shape.blocks)
-    normed = any(name.endswith(".self_attn.q_norm.weight") for name in found.kinds)
-    return {"norm_output": False, "qk_norm": normed, "layer": layer_options(found, found.config, target)}
+def _deepseek_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    checkpoint.wants(MODULES, checkpoint.config.get(MODULES), (1,), "but here one module drafts every depth")
+    same_size(checkpoint, "number of blocks", checkpoint.number("num_hidden_layers"), target.shape.blocks)
+    has_qk_norm = any(name.endswith(".self_attn.q_norm.weight") for name in checkpoint.kinds)
+    return {"norm_output": False, "qk_norm": has_qk_norm, "layer": layer_options(checkpoint, checkpoint.config, target)}
 
 
-def _speculators_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    found.wants(MODULES, found.config.get(MODULES, 1), (1,), "but here one module drafts every depth")
-    inner = found.object(INNER)
-    found.wants(f"{INNER}'s model_type", inner.get("model_type"), ("qwen3",), "but only Qwen3's blocks are supported here")
-    return {"norm_output": True, "qk_norm": True, "layer": layer_options(found, inner, target, "qwen3")}
+def _speculators_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    checkpoint.wants(MODULES, checkpoint.config.get(MODULES, 1), (1,), "but here one module drafts every depth")
+    layer_config = checkpoint.object(INNER)
+    checkpoint.wants(
+        f"{INNER}'s model_type", layer_config.get("model_type"), ("qwen3",), "but only Qwen3's blocks are supported here"
+    )
+    return {"norm_output": True, "qk_norm": True, "layer": layer_options(checkpoint, layer_config, target, "qwen3")}
 
 
-def _deepseek_names(found: ExternalCheckpoint) -> Renames:
-    return deepseek_names(found.number("num_hidden_layers"))
+def _deepseek_names(checkpoint: ExternalCheckpoint) -> Renames:
+    return deepseek_names(checkpoint.number("num_hidden_layers"))
 
 
 def _mend(draft: ConvertedDrafter) -> None:

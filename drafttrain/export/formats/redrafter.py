@@ -29,14 +29,16 @@ def files(source: ExportSource) -> Files:
     return Files(config, source.tensors)
 
 
-def _options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+def _options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """num_lookback_tokens is the length of its beams."""
-    config, width = found.config, target.shape.hidden_size
-    same_size(found, "hidden size", config.get("hidden_size"), width)
-    same_size(found, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)
-    found.wants("rnn", config.get("rnn", True), (True,), "but drafters of this family are recurrent")
-    found.wants("exit_dim", config.get("exit_dim", 2 * width), (2 * width,), "after a projection that is not supported here")
-    return {"layers": found.number("num_draft_layers"), "length": found.number("num_lookback_tokens")}
+    config, width = checkpoint.config, target.shape.hidden_size
+    same_size(checkpoint, "hidden size", config.get("hidden_size"), width)
+    same_size(checkpoint, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)
+    checkpoint.wants("rnn", config.get("rnn", True), (True,), "but drafters of this family are recurrent")
+    checkpoint.wants(
+        "exit_dim", config.get("exit_dim", 2 * width), (2 * width,), "after a projection that is not supported here"
+    )
+    return {"layers": checkpoint.number("num_draft_layers"), "length": checkpoint.number("num_lookback_tokens")}
 
 
 IMPORTER = Importer("recurrent_drafting", "redrafter", lambda f: f.has("rnn_u.weight", "rnn_w.weight"), _options)

@@ -46,28 +46,28 @@ class StitchedTarget:
     def of(source: ExportSource) -> StitchedTarget | str:
         """Or why there are none."""
         model: Any = source.target.model
-        kind, directory = str(source.opened.loaded.target.backbone.module.config.model_type), directory_of(model)
-        if kind not in LAYOUTS:
-            return f"no stack reads a module from the files of a {kind}; such targets are {', '.join(LAYOUTS)}"
+        model_type, directory = str(source.opened.loaded.target.backbone.module.config.model_type), directory_of(model)
+        if model_type not in LAYOUTS:
+            return f"no stack reads a module from the files of a {model_type}; such targets are {', '.join(LAYOUTS)}"
         if directory is None:
             return "the target was not loaded from a directory that is on this machine"
         try:
-            return StitchedTarget(LAYOUTS[kind], StoredTensors.of(directory, str(directory)), source.shape.blocks)
+            return StitchedTarget(LAYOUTS[model_type], StoredTensors.of(directory, str(directory)), source.shape.blocks)
         except UserError as error:
             return str(error)
 
     @property
     def modules(self) -> int:
         """How many the files have."""
-        first = Numbered(self.layout, self.blocks).projection
-        return count_of(self.layout, self.blocks, self.stored) if first in self.stored else 0
+        projection_name = Numbered(self.layout, self.blocks).projection
+        return count_of(self.layout, self.blocks, self.stored) if projection_name in self.stored else 0
 
     def pieces(self, number: int, tensors: dict[str, Tensor]) -> dict[str, list[StoredPiece]]:
         """The pieces of a module's tensors, as they are stored, or as they will be."""
-        one = Numbered(self.layout, self.blocks, number)
+        module = Numbered(self.layout, self.blocks, number)
         if number < self.modules:
-            return one.stored_as(self.stored, tensors)
-        return {name: one.pieces(name, tensor.shape) for name, tensor in tensors.items()}
+            return module.stored_as(self.stored, tensors)
+        return {name: module.pieces(name, tensor.shape) for name, tensor in tensors.items()}
 
 
 def refuse(source: ExportSource) -> str | None:
@@ -94,40 +94,40 @@ def refuse(source: ExportSource) -> str | None:
 
 def _refuse_dtype(source: ExportSource, target: StitchedTarget) -> str | None:
     """The parity check rounds all weights to one dtype."""
-    for number, tensors in enumerate(_own(source)):
+    for number, module_tensors in enumerate(_own(source)):
         trained = dict(source.drafter.get_submodule(f"{MODULES}.{number}").named_parameters())
-        for name, row in target.pieces(number, tensors).items():
-            for piece in row:
+        for name, pieces in target.pieces(number, module_tensors).items():
+            for piece in pieces:
                 dtype = target.stored.dtype(piece.name) if piece.name in target.stored else DTYPES[source.dtype]
                 if name in trained and dtype != DTYPES[source.dtype]:
-                    kept = str(dtype).removeprefix("torch.")
-                    return f"{piece.name} is stored as {kept} and keeps its dtype; export with dtype={kept}"
+                    stored_dtype = str(dtype).removeprefix("torch.")
+                    return f"{piece.name} is stored as {stored_dtype} and keeps its dtype; export with dtype={stored_dtype}"
     return None
 
 
 def files(source: ExportSource) -> Files:
     """The target's files with these modules."""
-    target, written = StitchedTarget.of(source), dict[str, Tensor]()
+    target, written_tensors = StitchedTarget.of(source), dict[str, Tensor]()
     assert not isinstance(target, str), "refused above"
-    own = _own(source)
-    for number, tensors in enumerate(own):
+    modules = _own(source)
+    for number, module_tensors in enumerate(modules):
         buffers = dict(source.drafter.get_submodule(f"{MODULES}.{number}").named_buffers())
-        for name, row in target.pieces(number, tensors).items():
-            new = torch.float32 if name in buffers else DTYPES[source.dtype]  # buffers are no weights
-            for piece in row:
-                dtype = target.stored.dtype(piece.name) if piece.name in target.stored else new
-                written[piece.name] = piece.of(tensors[name]).to(dtype)
-    base = Base(target.stored.directory, APPENDED, {target.layout.count_key: len(own)})
-    return Files({}, written, put=partial(stitch, base=base, tensors=written))
+        for name, pieces in target.pieces(number, module_tensors).items():
+            new_dtype = torch.float32 if name in buffers else DTYPES[source.dtype]  # buffers are no weights
+            for piece in pieces:
+                dtype = target.stored.dtype(piece.name) if piece.name in target.stored else new_dtype
+                written_tensors[piece.name] = piece.of(module_tensors[name]).to(dtype)
+    base = Base(target.stored.directory, APPENDED, {target.layout.count_key: len(modules)})
+    return Files({}, written_tensors, put=partial(stitch, base=base, tensors=written_tensors))
 
 
 def _own(source: ExportSource) -> list[dict[str, Tensor]]:
     """Each module's tensors by their names in it."""
-    found: dict[int, dict[str, Tensor]] = {}
+    modules: dict[int, dict[str, Tensor]] = {}
     for name, tensor in source.opened.tensors.items():
         _, number, rest = name.split(".", 2)
-        found.setdefault(int(number), {})[rest] = tensor
-    return [found[number] for number in sorted(found)]
+        modules.setdefault(int(number), {})[rest] = tensor
+    return [modules[number] for number in sorted(modules)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +151,15 @@ class TensorPlace:
 
 def places(file: Path) -> dict[str, TensorPlace]:
     """The tensors of a safetensors file."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(LENGTH), "little")
-        header = json.loads(opened.read(length))
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(LENGTH), "little")
+        header = json.loads(stream.read(length))
     start = LENGTH + length
     return {
         name: TensorPlace(
-            start + about["data_offsets"][0], start + about["data_offsets"][1], about["dtype"], tuple(about["shape"])
+            start + entry["data_offsets"][0], start + entry["data_offsets"][1], entry["dtype"], tuple(entry["shape"])
         )
-        for name, about in header.items()
+        for name, entry in header.items()
         if name != "__metadata__"
     }
 
@@ -169,30 +169,30 @@ def stitch(directory: Path, base: Base, tensors: Mapping[str, Tensor]) -> None:
     shutil.copytree(base.directory, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
     if (directory / CARD).is_file():
         (directory / CARD).rename(directory / OWN_CARD)
-    written: dict[Path, list[TensorPlace]] = {}
-    left = dict(tensors)
+    ranges_by_file: dict[Path, list[TensorPlace]] = {}
+    remaining = dict(tensors)
     for file in sorted(directory.glob("*.safetensors")):
-        found = {name: place for name, place in places(file).items() if name in left}
-        if found:
+        byte_ranges = {name: byte_range for name, byte_range in places(file).items() if name in remaining}
+        if byte_ranges:
             file.chmod(0o644)  # a cache's files may be read-only
-            _replace(file, found, left)
-            written[file] = sorted(found.values(), key=lambda place: place.first)
-    if left:
-        _append(directory, base, left)
+            _replace(file, byte_ranges, remaining)
+            ranges_by_file[file] = sorted(byte_ranges.values(), key=lambda byte_range: byte_range.first)
+    if remaining:
+        _append(directory, base, remaining)
     _set(directory / CONFIG, base.settings)
-    _check_untouched(directory, base, written)
+    _check_untouched(directory, base, ranges_by_file)
 
 
-def _replace(file: Path, found: Mapping[str, TensorPlace], left: dict[str, Tensor]) -> None:
+def _replace(file: Path, byte_ranges: Mapping[str, TensorPlace], left: dict[str, Tensor]) -> None:
     """Write tensors at their places, and take them out of `left`."""
-    with file.open("r+b") as opened:
-        for name, place in found.items():
+    with file.open("r+b") as stream:
+        for name, byte_range in byte_ranges.items():
             tensor = left.pop(name)
             content_R = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            if tuple(tensor.shape) != place.shape or content_R.numel() != place.last - place.first:
-                raise ParityError("target", f"{name} is {list(tensor.shape)}, {file.name} has {list(place.shape)}")
-            opened.seek(place.first)
-            opened.write(content_R.numpy().data)
+            if tuple(tensor.shape) != byte_range.shape or content_R.numel() != byte_range.last - byte_range.first:
+                raise ParityError("target", f"{name} is {list(tensor.shape)}, {file.name} has {list(byte_range.shape)}")
+            stream.seek(byte_range.first)
+            stream.write(content_R.numpy().data)
 
 
 def _append(directory: Path, base: Base, tensors: Mapping[str, Tensor]) -> None:
@@ -202,9 +202,9 @@ def _append(directory: Path, base: Base, tensors: Mapping[str, Tensor]) -> None:
     if (directory / INDEX).is_file():
         index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
     else:
-        own = places(directory / WEIGHTS)
-        size = sum(place.last - place.first for place in own.values())
-        index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(own, WEIGHTS)}
+        byte_ranges = places(directory / WEIGHTS)
+        size = sum(byte_range.last - byte_range.first for byte_range in byte_ranges.values())
+        index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(byte_ranges, WEIGHTS)}
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, file, {"format": "pt"})
     index["weight_map"] |= dict.fromkeys(tensors, file.name)
     if "total_size" in (index.get("metadata") or {}):
@@ -216,37 +216,39 @@ def _append(directory: Path, base: Base, tensors: Mapping[str, Tensor]) -> None:
 def _set(file: Path, settings: Mapping[str, Any]) -> None:
     """Change settings of the text model where they differ."""
     config = json.loads(file.read_text(encoding="utf-8"))
-    text = _text_of(config)
-    if all(text.get(name) == value for name, value in settings.items()):
+    text_config = _text_of(config)
+    if all(text_config.get(name) == value for name, value in settings.items()):
         return
-    text |= settings
+    text_config |= settings
     file.unlink()
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _text_of(config: dict[str, Any]) -> dict[str, Any]:
     """The text model's settings."""
-    text: dict[str, Any] = config["text_config"] if "num_hidden_layers" not in config and "text_config" in config else config
-    return text
+    text_config: dict[str, Any] = (
+        config["text_config"] if "num_hidden_layers" not in config and "text_config" in config else config
+    )
+    return text_config
 
 
-def _check_untouched(directory: Path, base: Base, written: Mapping[Path, list[TensorPlace]]) -> None:
+def _check_untouched(directory: Path, base: Base, ranges_by_file: Mapping[Path, list[TensorPlace]]) -> None:
     """Raise ParityError unless the weights' files equal the model's, but for the bytes that were written."""
     for file in sorted(base.directory.glob("*.safetensors")):
         copy = directory / file.name
-        at, ends = 0, [*written.get(copy, []), None]
-        with file.open("rb") as before, copy.open("rb") as after:
-            for place in ends:
-                last = file.stat().st_size if place is None else place.first
-                while at < last:
-                    size = min(CHUNK, last - at)
-                    if before.read(size) != after.read(size):
+        offset, byte_ranges = 0, [*ranges_by_file.get(copy, []), None]
+        with file.open("rb") as original, copy.open("rb") as stitched:
+            for byte_range in byte_ranges:
+                end = file.stat().st_size if byte_range is None else byte_range.first
+                while offset < end:
+                    size = min(CHUNK, end - offset)
+                    if original.read(size) != stitched.read(size):
                         raise ParityError("target", f"{file.name} differs from the target's where nothing was written")
-                    at += size
-                if place is not None:
-                    at = place.last
-                    before.seek(at)
-                    after.seek(at)
+                    offset += size
+                if byte_range is not None:
+                    offset = byte_range.last
+                    original.seek(offset)
+                    stitched.seek(offset)
         if copy.stat().st_size != file.stat().st_size:
             raise ParityError("target", f"{file.name} has another length than the target's")
 
@@ -255,28 +257,28 @@ def read(directory: Path, source: ExportSource) -> ReadBack:
     """The modules in the written files, in float32. Raises ParityError for files that hold others than the drafter's."""
     target = StitchedTarget.of(source)
     assert not isinstance(target, str), "refused above"
-    own = _own(source)
+    modules = _own(source)
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    if (count := _text_of(config).get(target.layout.count_key)) != len(own):
-        raise ParityError("config", f"{CONFIG} has {target.layout.count_key} {count!r}, the drafter has {len(own)} modules")
+    if (count := _text_of(config).get(target.layout.count_key)) != len(modules):
+        raise ParityError("config", f"{CONFIG} has {target.layout.count_key} {count!r}, the drafter has {len(modules)} modules")
     stored, tensors = StoredTensors.of(directory, str(directory)), dict[str, Tensor]()
-    for number, expected in enumerate(own):
-        one = Numbered(target.layout, target.blocks, number)
-        for name, row in one.stored_as(stored, expected).items():
-            whole = torch.full_like(expected[name], torch.nan, dtype=torch.float32)
-            for piece in row:
-                piece.of(whole).copy_(stored.read(piece.name))
-            tensors[f"{MODULES}.{number}.{name}"] = whole
-        _check_copies(one, stored, source)
+    for number, expected in enumerate(modules):
+        module = Numbered(target.layout, target.blocks, number)
+        for name, pieces in module.stored_as(stored, expected).items():
+            full_tensor = torch.full_like(expected[name], torch.nan, dtype=torch.float32)
+            for piece in pieces:
+                piece.of(full_tensor).copy_(stored.read(piece.name))
+            tensors[f"{MODULES}.{number}.{name}"] = full_tensor
+        _check_copies(module, stored, source)
     return ReadBack(source.opened.meta, tensors)
 
 
-def _check_copies(one: Numbered, stored: StoredTensors, source: ExportSource) -> None:
+def _check_copies(module: Numbered, stored: StoredTensors, source: ExportSource) -> None:
     """Raise ParityError for a copy of the target's embedding or head that is not the target's."""
     for name, shared in zip(COPIES, (source.embedding, source.target.head_weight), strict=True):
-        place = one.prefix(one.layout.block) + name
-        if place in stored and not torch.equal(stored.read(place).float(), shared.detach().float().cpu()):
-            raise ParityError("tensors", f"{place} is not the target's, which the module was trained with")
+        stored_name = module.prefix(module.layout.block) + name
+        if stored_name in stored and not torch.equal(stored.read(stored_name).float(), shared.detach().float().cpu()):
+            raise ParityError("tensors", f"{stored_name} is not the target's, which the module was trained with")
 
 
 ROWS: Rows = {

@@ -72,11 +72,11 @@ def refuse_adapter(source: ExportSource) -> str | None:
 
 def adapter(source: ExportSource) -> Files:
     """The matrices, with a copy of their model in a folder unless that has a directory of its own."""
-    tensors = {theirs: x for name, x in source.tensors.items() if (theirs := ADAPTED.theirs(name)) is not None}
-    elsewhere = _elsewhere(source)
-    base = str(Path(source.place, BASE).absolute()) if elsewhere is None else str(source.options["path"])
-    config = config_of(tensors, source.options["lora_rank"], source.options["lora_alpha"], base)
-    folders = {BASE: Files(_config(source), _own(_model(source)))} if elsewhere is None else {}
+    tensors = {peft_name: x for name, x in source.tensors.items() if (peft_name := ADAPTED.theirs(name)) is not None}
+    base_dir = _elsewhere(source)
+    base_path = str(Path(source.place, BASE).absolute()) if base_dir is None else str(source.options["path"])
+    config = config_of(tensors, source.options["lora_rank"], source.options["lora_alpha"], base_path)
+    folders = {BASE: Files(_config(source), _own(_model(source)))} if base_dir is None else {}
     tokenizer = source.opened.loaded.tokenizer is not None
     return Files(config, tensors, WEIGHTS, tokenizer, config_file=CONFIG, folders=folders)
 
@@ -130,10 +130,10 @@ def _own(model: Any) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     layers = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     for name, tensor in model.state_dict().items():
-        owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
-        if owner is None:
+        lora_layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if lora_layer is None:
             tensors[name] = tensor
-        elif name.startswith(f"{owner}{LAYER}."):
+        elif name.startswith(f"{lora_layer}{LAYER}."):
             tensors[name.replace(LAYER, "")] = tensor
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
@@ -142,8 +142,8 @@ def _own(model: Any) -> dict[str, Tensor]:
 
 def parallel(source: ExportSource) -> Files:
     """PARD's directory, with the mask token, as the authors' code writes it."""
-    made, mask = files(source), mask_token(source)
-    return replace(made, config=made.config | {MASK: mask, "spd_type": "pard"})
+    model_files, mask = files(source), mask_token(source)
+    return replace(model_files, config=model_files.config | {MASK: mask, "spd_type": "pard"})
 
 
 def uno(source: ExportSource) -> Files:
@@ -160,19 +160,19 @@ def parallel_facts(source: ExportSource) -> dict[str, Any]:
 
 def whole_model(found: ExternalCheckpoint) -> bool:
     """Whether this is a language model. Some drafter heads and layers are named like one, but have an `fc` or no embedding."""
-    named = found.architectures or [""]
-    inside = any(name.endswith(EMBEDDINGS) for name in found.kinds)
-    whole = found.weights in WHOLE and named[0].endswith(MODELS) and inside
-    return whole and not found.has("fc.weight")
+    architectures = found.architectures or [""]
+    has_embedding = any(name.endswith(EMBEDDINGS) for name in found.kinds)
+    is_causal_lm = found.weights in WHOLE and architectures[0].endswith(MODELS) and has_embedding
+    return is_causal_lm and not found.has("fc.weight")
 
 
-def _plain(found: ExternalCheckpoint) -> bool:
+def _plain(checkpoint: ExternalCheckpoint) -> bool:
     """Whether it is a language model that does not draft from masks."""
-    return whole_model(found) and MASK not in found.config
+    return whole_model(checkpoint) and MASK not in checkpoint.config
 
 
-def _adapter(found: ExternalCheckpoint) -> bool:
-    return found.adapter
+def _adapter(checkpoint: ExternalCheckpoint) -> bool:
+    return checkpoint.adapter
 
 
 def options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
@@ -181,19 +181,19 @@ def options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
 
 
 def _from(path: str, rank: int = 0, alpha: int = 16) -> dict[str, Any]:
-    own = {"source": "hf", "path": path, "revision": None, "hidden_size": None}
-    return own | {"lora_rank": rank, "lora_alpha": alpha}
+    source_options = {"source": "hf", "path": path, "revision": None, "hidden_size": None}
+    return source_options | {"lora_rank": rank, "lora_alpha": alpha}
 
 
-def _adapter_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+def _adapter_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     """Options from the adapter's configuration. Its base model is in the folder `base`, if exported there, or where it says."""
-    check_plain(found)
-    alpha = found.field("lora_alpha")
+    check_plain(checkpoint)
+    alpha = checkpoint.field("lora_alpha")
     if not isinstance(alpha, int | float) or int(alpha) != alpha:
-        raise UserError(f"{found.origin}: lora_alpha is {alpha!r}; a whole number is needed")
-    inside = found.directory.resolve() / "base"
-    base = str(inside) if (inside / "config.json").is_file() else str(found.field("base_model_name_or_path"))
-    return _from(base, found.number("r"), int(alpha))
+        raise UserError(f"{checkpoint.origin}: lora_alpha is {alpha!r}; a whole number is needed")
+    base_dir = checkpoint.directory.resolve() / "base"
+    base_path = str(base_dir) if (base_dir / "config.json").is_file() else str(checkpoint.field("base_model_name_or_path"))
+    return _from(base_path, checkpoint.number("r"), int(alpha))
 
 
 def complete(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
@@ -206,17 +206,22 @@ def complete(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
     if draft.found.config.get("tie_word_embeddings"):
         _tie(draft, own)
     for name, tensor in own.items():
-        given = tensors.get(name)
-        padded = given is not None and given.ndim == 2 and given.shape[1:] == tensor.shape[1:] and given.shape != tensor.shape
-        if padded and given is not None and bool(tensor.isfinite().all()):
-            tensors[name] = tensor.to(given.dtype)
+        saved_tensor = tensors.get(name)
+        padded = (
+            saved_tensor is not None
+            and saved_tensor.ndim == 2
+            and saved_tensor.shape[1:] == tensor.shape[1:]
+            and saved_tensor.shape != tensor.shape
+        )
+        if padded and saved_tensor is not None and bool(tensor.isfinite().all()):
+            tensors[name] = tensor.to(saved_tensor.dtype)
 
 
-def _tie(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
+def _tie(draft: ConvertedDrafter, drafter_tensors: Mapping[str, Tensor]) -> None:
     """Store the tied head once. A head that differs from the embedding raises UserError, because it would be lost."""
     tensors = draft.tensors
     (embedding,) = [name for name in tensors if name.endswith(EMBEDDINGS)]
-    head = next((name for name in own if name.endswith("lm_head.weight")), None)
+    head = next((name for name in drafter_tensors if name.endswith("lm_head.weight")), None)
     if head is None:
         return
     if head in tensors and not torch.equal(tensors[head], tensors[embedding]):
@@ -227,43 +232,47 @@ def _tie(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
     tensors[head] = tensors[embedding]
 
 
-def _complete_adapter(draft: ConvertedDrafter, own: Mapping[str, Tensor]) -> None:
+def _complete_adapter(draft: ConvertedDrafter, drafter_tensors: Mapping[str, Tensor]) -> None:
     """Add the base model's weights, and fresh matrices, which change nothing, where the adapter has none."""
-    given = set(draft.tensors)
-    strange = sorted(given - own.keys())
-    matrices = {name for name in own if ".lora_" in name}
+    adapter_names = set(draft.tensors)
+    unknown_names = sorted(adapter_names - drafter_tensors.keys())
+    matrices = {name for name in drafter_tensors if ".lora_" in name}
     if not matrices:
         raise UserError(
             f"{draft.found.origin}: its base model has another tokenizer than the target, so an adapter has no effect; "
             "set checkpoint= to the base model"
         )
-    if not all(bool(x.isfinite().all()) for name, x in own.items() if ".lora_" not in name):
+    if not all(bool(x.isfinite().all()) for name, x in drafter_tensors.items() if ".lora_" not in name):
         raise UserError(
             f"{draft.found.origin}: its base model {draft.options['path']!r} has no safetensors weights; put them there"
         )
-    if not strange and (fresh := sorted(matrices - given)):
-        draft.notes.append(f"the adapter has no matrices for {listed(fresh)}: fresh ones are used, which change nothing")
-    draft.tensors |= {name: tensor for name, tensor in own.items() if name not in given}
+    if not unknown_names and (fresh_names := sorted(matrices - adapter_names)):
+        draft.notes.append(f"the adapter has no matrices for {listed(fresh_names)}: fresh ones are used, which change nothing")
+    draft.tensors |= {name: tensor for name, tensor in drafter_tensors.items() if name not in adapter_names}
 
 
-def _knows_parallel(found: ExternalCheckpoint) -> bool:
-    return whole_model(found) and MASK in found.config
+def _knows_parallel(checkpoint: ExternalCheckpoint) -> bool:
+    return whole_model(checkpoint) and MASK in checkpoint.config
 
 
-def _parallel_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    found.wants("spd_type", found.config.get("spd_type"), (None, "pard"), "which reads more than tokens")
-    return options(found, target) | {"mask_token": found.number(MASK)}
+def _parallel_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    checkpoint.wants("spd_type", checkpoint.config.get("spd_type"), (None, "pard"), "which reads more than tokens")
+    return options(checkpoint, target) | {"mask_token": checkpoint.number(MASK)}
 
 
-def _knows_uno(found: ExternalCheckpoint) -> bool:
+def _knows_uno(checkpoint: ExternalCheckpoint) -> bool:
     """Only an export of ours says that it is one: an adapter of a draft model looks the same."""
-    return found.adapter and found.record.get("family") == "uno"
+    return checkpoint.adapter and checkpoint.record.get("family") == "uno"
 
 
-def _uno_options(found: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    check_plain(found)
-    kinds = sorted(found.field("target_modules"))
-    return {"lora_rank": found.number("r"), "lora_alpha": float(found.field("lora_alpha")), "lora_targets": kinds}
+def _uno_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
+    check_plain(checkpoint)
+    target_modules = sorted(checkpoint.field("target_modules"))
+    return {
+        "lora_rank": checkpoint.number("r"),
+        "lora_alpha": float(checkpoint.field("lora_alpha")),
+        "lora_targets": target_modules,
+    }
 
 
 PLAIN = Importer("transformers", "draft_model", _plain, options, RENAMES, complete=complete, places=PLACES, usual=None)
