@@ -137,8 +137,8 @@ def check_read(command: str, words: Sequence[str]) -> None:
     """Raise UserError for an override that this command would ignore."""
     for key in (word.partition("=")[0].lstrip("+") for word in words):
         if command not in (readers := READ_BY.get(key, (command,))):
-            way_out = HINTS.get((command, key), f"it is of {', '.join(readers)}; leave it out")
-            raise UserError(f"{command} does not read {key}: {way_out}")
+            remedy = HINTS.get((command, key), f"it is of {', '.join(readers)}; leave it out")
+            raise UserError(f"{command} does not read {key}: {remedy}")
 
 
 def target_arguments(options: RunOptions) -> str:
@@ -186,7 +186,7 @@ def understood(words: Sequence[str]) -> list[str]:
     `target=DIR` names a model's directory or hub id, and `target.path=DIR` alone is such a target too. A rate, a batch or a
     number of steps that is typed holds as it is; a recipe's follow the target and the data.
     """
-    found: list[str] = []
+    overrides: list[str] = []
     for word in words:
         key, _, value = word.partition("=")
         if (stem := key.lstrip("+~")) in RENAMED:
@@ -195,11 +195,13 @@ def understood(words: Sequence[str]) -> list[str]:
             note_renamed(stem)
         is_path = key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value)))
         marked = f"++{word}" if key in FREE and value.startswith("{") else word
-        found += ["target=hf", f"target.path={value}"] if is_path else [marked]
+        overrides += ["target=hf", f"target.path={value}"] if is_path else [marked]
         if key == "loss" and value.isidentifier():  # a recipe's section is composed after the choice; of a sweep see `_hold`
-            found.append(f"loss.name={value}")
-    keys = {word.partition("=")[0] for word in found}
+            overrides.append(f"loss.name={value}")
+    keys = {word.partition("=")[0] for word in overrides}
     if "target.path" in keys and "target" not in keys:
-        found.append("target=hf")
-    fixed = {other for key, others in EXPLICIT.items() if key in keys for other in others if other not in keys}
-    return found + [f"{key}=null" for key in sorted(fixed)]
+        overrides.append("target=hf")
+    superseded = {
+        dependent for key, dependents in EXPLICIT.items() if key in keys for dependent in dependents if dependent not in keys
+    }
+    return overrides + [f"{key}=null" for key in sorted(superseded)]
