@@ -63,8 +63,8 @@ def generate(
     Raises:
         UserError: A prompt is empty or too long, an option is unknown or out of range, or the drafter is of another target.
     """
-    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, **options}
-    decode = with_options(DecodeOptions(policy=policy or ("lossless" if temperature else "greedy")), asked, "generate")
+    overrides = {"max_new_tokens": max_new_tokens, "temperature": temperature, **options}
+    decode = with_options(DecodeOptions(policy=policy or ("lossless" if temperature else "greedy")), overrides, "generate")
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; set it to 1 or more")
     if drafter is not None:
@@ -72,13 +72,16 @@ def generate(
     loaded = target if drafter is None else drafter.target
     decoder = decoder_of(loaded, decode, None if drafter is None else drafter.for_decoding())
     try:
-        given = list(prompts)
-        ids = [tokens_of(loaded, prompt, chat) for prompt in given]
+        prompt_list = list(prompts)
+        ids = [tokens_of(loaded, prompt, chat) for prompt in prompt_list]
         results = decoder.run(ids, batch_size).results
     except ValueError as error:  # an empty prompt, or one that leaves no room
         raise UserError(str(error)) from error
-    following = [_continuation(loaded, *both, chat) for both in zip(given, ids, strict=True)]
-    return [_generation(loaded, *found, drafter is not None) for found in zip(results, following, strict=True)]
+    continuations = [_continuation(loaded, *prompt_and_ids, chat) for prompt_and_ids in zip(prompt_list, ids, strict=True)]
+    return [
+        _generation(loaded, *result_and_continuation, drafter is not None)
+        for result_and_continuation in zip(results, continuations, strict=True)
+    ]
 
 
 def tokens_of(loaded: LoadedTarget, prompt: Prompt, chat: bool) -> list[int]:
@@ -113,6 +116,6 @@ def _continuation(loaded: LoadedTarget, prompt: Prompt, ids: list[int], chat: bo
     return Continuation.of_messages(loaded.tokenizer, ids, messages, loaded.images)
 
 
-def _generation(loaded: LoadedTarget, result: Result, following: Continuation, drafts: bool) -> Generation:
-    text = following.text([token for token in result.tokens if token not in loaded.target.stop_ids])
+def _generation(loaded: LoadedTarget, result: Result, continuation: Continuation, drafts: bool) -> Generation:
+    text = continuation.text([token for token in result.tokens if token not in loaded.target.stop_ids])
     return Generation(text, result.tokens, result.runs if drafts else [], result.tau, result.ended_by or "length")

@@ -51,8 +51,8 @@ class LoadedDrafter:
         """The module that decodes: in evaluation mode and the target's dtype. Of a drafter that can be trained it is a copy."""
         if self.checkpoint is not None:
             return self.module
-        copied = filled(Path("a new drafter"), self.meta(), self.base.target, self.module.state_dict())
-        return copied.requires_grad_(False)
+        decoding_copy = filled(Path("a new drafter"), self.meta(), self.base.target, self.module.state_dict())
+        return decoding_copy.requires_grad_(False)
 
     def check(self, target: LoadedTarget) -> None:
         """Raise UserError unless this is the target that the drafter was built for."""
@@ -115,8 +115,8 @@ def load_drafter(checkpoint: str | Path, target: LoadedTarget, *, trainable: boo
     Raises:
         UserError: The checkpoint is missing, damaged or of another target, or it has an adapter and `trainable` is set.
     """
-    found = CheckpointSource.of(str(checkpoint))
-    directory = found.checkpoint(target, _silent)
+    source = CheckpointSource.of(str(checkpoint))
+    directory = source.checkpoint(target, _silent)
     meta = read_meta(directory)
     options = options_of(directory, meta)
     settings = {"drafter": meta.family, "name": meta.family}
@@ -156,8 +156,8 @@ def save_drafter(drafter: LoadedDrafter, directory: str | Path, *, step: int = 0
         raise UserError(f"the drafter is the checkpoint {drafter.checkpoint}; copy that directory")
     if path.exists():
         raise UserError(f"{path} exists; name a directory that does not")
-    with atomic_directory(path) as aside:
-        save_weights(aside, drafter.module.state_dict(), drafter.meta(step))
+    with atomic_directory(path) as staging_dir:
+        save_weights(staging_dir, drafter.module.state_dict(), drafter.meta(step))
     return path
 
 

@@ -46,12 +46,12 @@ def export_drafter(
     """
     from drafttrain.commands.export import export
 
-    asked = given({"checkpoint": str(checkpoint), "format": stack, "out": str(out), "dtype": dtype})
-    run = composed(None, {**asked, "overwrite": overwrite, "logger": "none", **(settings or {})})
+    overrides = given({"checkpoint": str(checkpoint), "format": stack, "out": str(out), "dtype": dtype})
+    run = composed(None, {**overrides, "overwrite": overwrite, "logger": "none", **(settings or {})})
     with ExitStack() as stack_of_contexts:
         if quiet:
             stack_of_contexts.enter_context(redirect_stdout(StringIO()))
         stack_of_contexts.enter_context(user_errors())
-        made = export(run.options, run.resolved, target)
-        assert made is not None, "export.plan is for the command line"
-        return made
+        exported_dir = export(run.options, run.resolved, target)
+        assert exported_dir is not None, "export.plan is for the command line"
+        return exported_dir

@@ -29,20 +29,22 @@ def target_of(target: Any, options: RunOptions, tokenizer: Any) -> LiveTarget:
     """The target that the loop trains: its model, or its ends."""
     if isinstance(target, str | Path | PreTrainedConfig):
         return ends_of(target, options.target, tokenizer)
-    found = LiveTarget(target, tokenizer=tokenizer)
-    found.stop_ids = stop_ids_of(found.model, tokenizer)
-    return found
+    live_target = LiveTarget(target, tokenizer=tokenizer)
+    live_target.stop_ids = stop_ids_of(live_target.model, tokenizer)
+    return live_target
 
 
 def options_for(recipe: str | Path, overrides: Sequence[str]) -> RunOptions:
     """The configuration of a recipe, or of a checkpoint, whose weights are then the first ones."""
     directory = Path(recipe).expanduser()
     if not (directory / META).is_file():
-        if again := [word for word in overrides if _key(word) == "recipe"]:  # before it composes another configuration
-            raise UserError(f"{again[0]} has no effect: the second argument names the recipe; leave it out")
+        if recipe_overrides := [
+            word for word in overrides if _key(word) == "recipe"
+        ]:  # before it composes another configuration
+            raise UserError(f"{recipe_overrides[0]} has no effect: the second argument names the recipe; leave it out")
         return compose_run(str(recipe), ["target=hf", "data.path=memory", *overrides]).options
-    if fixed := [word for word in overrides if _within(_key(word), ("drafter", "train.init"))]:
-        raise UserError(f"{fixed[0]}: the checkpoint {directory} has its options; leave it out, or give a recipe")
+    if fixed_overrides := [word for word in overrides if _within(_key(word), ("drafter", "train.init"))]:
+        raise UserError(f"{fixed_overrides[0]}: the checkpoint {directory} has its options; leave it out, or give a recipe")
     meta = read_meta(directory)
     words = [f"drafter={meta.family}", f"name={meta.family}", "data.path=memory", override("train.init", str(directory))]
     return replace(compose_run(None, [*words, *overrides]).options, drafter=options_of(directory, meta))
@@ -56,9 +58,9 @@ def check_options(options: RunOptions, lag: int, capacity: int) -> None:
         raise UserError(f"train.precision is {train.precision!r}; choose float32 or bfloat16")
     if train.optimizer not in OPTIMIZERS:
         raise UserError(f"train.optimizer is {train.optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
-    for name, given in (("train.lora.rank", train.lora.rank), ("train.on_policy", train.on_policy)):
-        if given:
-            raise UserError(f"{name} is {given}, which only drafttrain fit has; leave it out")
+    for name, setting in (("train.lora.rank", train.lora.rank), ("train.on_policy", train.on_policy)):
+        if setting:
+            raise UserError(f"{name} is {setting}, which only drafttrain fit has; leave it out")
     if train.sequence_parallel != 1:
         raise UserError(f"train.sequence_parallel is {train.sequence_parallel}, which only drafttrain fit has; leave it out")
     if train.micro_batch < 1 or lag < 0 or capacity < 1:
@@ -69,23 +71,27 @@ def check_options(options: RunOptions, lag: int, capacity: int) -> None:
 
 def check_overrides(overrides: Sequence[str], target: Any, own_optimizer: bool) -> None:
     """Raise UserError for an override that changes nothing here. A recipe may hold such values: `drafttrain fit` uses them."""
-    whole = not isinstance(target, str | Path | PreTrainedConfig)  # a model, which runs and decodes
-    read = () if whole else OF_CONFIGURATION if isinstance(target, PreTrainedConfig) else (*OF_CONFIGURATION, *OF_PATH)
+    is_model = not isinstance(target, str | Path | PreTrainedConfig)  # a model, which runs and decodes
+    readable_keys = (
+        () if is_model else OF_CONFIGURATION if isinstance(target, PreTrainedConfig) else (*OF_CONFIGURATION, *OF_PATH)
+    )
     for word in overrides:
-        key, way_out = _key(word), "leave it out"
+        key, remedy = _key(word), "leave it out"
         if own_optimizer and _within(key, OF_OPTIMIZER):
-            why, way_out = "optimizer= makes the optimiser", "leave one out"
-        elif whole and _within(key, ("target",)):
-            why = "the target is a model, which stays as it is"
-        elif not whole and _within(key, ("decode",)):
-            why = "a target that is no model decodes nothing"
+            reason, remedy = "optimizer= makes the optimiser", "leave one out"
+        elif is_model and _within(key, ("target",)):
+            reason = "the target is a model, which stays as it is"
+        elif not is_model and _within(key, ("decode",)):
+            reason = "a target that is no model decodes nothing"
         elif key == "decode.max_new_tokens":
-            why = "tau has its own max_new_tokens"
-        elif key == "decode.tree_nodes" or not _within(key, ("drafter", "loss", "decode", "recipe", *OF_TRAINING, *read)):
-            why = "OnlineDrafter does not use this option"
+            reason = "tau has its own max_new_tokens"
+        elif key == "decode.tree_nodes" or not _within(
+            key, ("drafter", "loss", "decode", "recipe", *OF_TRAINING, *readable_keys)
+        ):
+            reason = "OnlineDrafter does not use this option"
         else:
             continue
-        raise UserError(f"{word} has no effect: {why}; {way_out}")
+        raise UserError(f"{word} has no effect: {reason}; {remedy}")
 
 
 def _key(word: str) -> str:

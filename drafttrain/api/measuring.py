@@ -73,15 +73,15 @@ def measure_drafter(
     from drafttrain.commands.measure import measure_run, measured, print_report, write_anew  # it imports DeepSpeed's callers
 
     drafter.check(target)
-    asked = given({"decode.max_new_tokens": max_new_tokens, "measure.minutes": minutes})
-    options = for_recipe(drafter.recipe, {**drafter.settings, **asked, **(settings or {})}, target).options
-    named, base, console = isinstance(prompts, str | Path), dated_path("outputs", "measure"), Console(quiet=quiet)
+    overrides = given({"decode.max_new_tokens": max_new_tokens, "measure.minutes": minutes})
+    options = for_recipe(drafter.recipe, {**drafter.settings, **overrides, **(settings or {})}, target).options
+    is_named, base, console = isinstance(prompts, str | Path), dated_path("outputs", "measure"), Console(quiet=quiet)
     folder = Path(out) if out is not None else None
     if folder is not None:
         _keep(folder, prompts, drafter)
-    elif not named or drafter.checkpoint is None:
-        folder = new_directory(base, lambda aside: _keep(aside, prompts, drafter))
-    options.prompts = str(prompts if named or folder is None else folder / PROMPTS)
+    elif not is_named or drafter.checkpoint is None:
+        folder = new_directory(base, lambda staging_dir: _keep(staging_dir, prompts, drafter))
+    options.prompts = str(prompts if is_named or folder is None else folder / PROMPTS)
     path = drafter.checkpoint or (folder or base) / DRAFTER
     refs = [CheckpointRef(path.name, path, None)]
     with user_errors():

@@ -132,8 +132,8 @@ class OnlineDrafter:
     def _fresh(self) -> Drafter:
         module = built(self.options, self._as_target).to(self.target.device)
         if not module.trained or module.adapts is not None:
-            why = "also trains the target" if module.trained else "trains nothing"
-            raise UserError(f"{self.recipe} {why}, so it cannot follow one; choose another recipe")
+            fault = "also trains the target" if module.trained else "trains nothing"
+            raise UserError(f"{self.recipe} {fault}, so it cannot follow one; choose another recipe")
         return module
 
     @property
@@ -222,12 +222,12 @@ class OnlineDrafter:
         is trained. Every process takes as many steps, whatever it holds.
         """
         self._replay.drop_before(self.version - self.lag)
-        found = []
+        metrics = []
         for _ in range(steps):
             with own_modes(self.target.device):
-                drawn = self._replay.draw(self.options.train.micro_batch)
-                found.append(self._stepped(self._steps, [] if drawn is None else [drawn]))
-        return found
+                sample = self._replay.draw(self.options.train.micro_batch)
+                metrics.append(self._stepped(self._steps, [] if sample is None else [sample]))
+        return metrics
 
     @property
     def fed(self) -> int:
@@ -322,9 +322,9 @@ class OnlineDrafter:
         if path.exists():
             raise UserError(f"{path} exists; name a directory that does not")
         state = {"optimizer": self.optimizer.state_dict(), "steps": self.steps, "version": self.version}
-        with atomic_directory(path) as aside:
-            save_weights(aside, self.module.state_dict(), self._meta(target))
-            save_state(aside / RESUME, state)
+        with atomic_directory(path) as staging_dir:
+            save_weights(staging_dir, self.module.state_dict(), self._meta(target))
+            save_state(staging_dir / RESUME, state)
         return path
 
     def load(self, directory: str | Path) -> None:
@@ -356,10 +356,12 @@ class OnlineDrafter:
                 f"sequences have {tokens.shape[-1]} positions, the target's context {self.target.shape.max_positions}; cut them"
             )
         hidden = None if states is None else dict(states) if isinstance(states, Mapping) else self.states_of(states)
-        needed = (self.taps | Taps(final=True)).keys
-        if hidden is not None and (lacking := [key for key in needed if key not in hidden]):
-            raise UserError(f"the states lack {lacking}; give those of {list(needed)}, where -1 is the post-norm state")
-        hidden = {key: hidden[key] for key in needed} if hidden is not None else {}
+        required_keys = (self.taps | Taps(final=True)).keys
+        if hidden is not None and (missing_keys := [key for key in required_keys if key not in hidden]):
+            raise UserError(
+                f"the states lack {missing_keys}; give those of {list(required_keys)}, where -1 is the post-norm state"
+            )
+        hidden = {key: hidden[key] for key in required_keys} if hidden is not None else {}
         dtype = self.target.dtype  # under autocast a pass's states are of another
         batch = batch_of(_plain(tokens), attention, mask, {key: _plain(h).to(dtype) for key, h in hidden.items()})
         return batch.to(self.target.device)
@@ -368,8 +370,8 @@ class OnlineDrafter:
         if not self._prepared:
             self._prepare_from(batches)
         online = Online(self._as_target, self.taps)
-        filled = [batch if batch.hidden else online.fill(batch) for batch in batches]
-        metrics = steps.step(filled, lambda: finite_token(self._as_target))
+        filled_batches = [batch if batch.hidden else online.fill(batch) for batch in batches]
+        metrics = steps.step(filled_batches, lambda: finite_token(self._as_target))
         self.steps += metrics.stepped
         return metrics
 
@@ -392,10 +394,10 @@ class OnlineDrafter:
     def _loaded(self, target: Any, path: str | None = None) -> LoadedTarget:
         """The target as commands know it."""
         model, dtype = self.target.model, str(self.target.dtype).removeprefix("torch.")
-        place = path or str(getattr(model.config, "_name_or_path", "") or "") or "a model in memory"
-        described = {"name": "hf", "path": place, "revision": None, "dtype": dtype, "weights": None}
-        described["architecture"] = (getattr(model.config, "architectures", None) or [type(model).__name__])[0]
-        return LoadedTarget(target, self.target.tokenizer, place, described)
+        source = path or str(getattr(model.config, "_name_or_path", "") or "") or "a model in memory"
+        description = {"name": "hf", "path": source, "revision": None, "dtype": dtype, "weights": None}
+        description["architecture"] = (getattr(model.config, "architectures", None) or [type(model).__name__])[0]
+        return LoadedTarget(target, self.target.tokenizer, source, description)
 
     def _for_decoding(self, loaded: LoadedTarget) -> Drafter:
         return filled(Path("the drafter"), self._meta(), loaded.target, self.module.state_dict()).requires_grad_(False)

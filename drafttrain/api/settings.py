@@ -34,12 +34,12 @@ def given(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_options(options: Options, changes: Mapping[str, Any], group: str) -> Options:
     """An options object with other values. Raises UserError for a field that it does not have. group: its name in messages."""
-    known = [field.name for field in fields(options)]  # type: ignore[arg-type]
+    valid_names = [field.name for field in fields(options)]  # type: ignore[arg-type]
     for name in changes:
-        if name not in known:
-            raise UserError(f"unknown option {name!r} of {group}; {nearest(name, known)}")
-    changed: Options = replace(options, **changes)  # type: ignore[type-var]
-    return changed
+        if name not in valid_names:
+            raise UserError(f"unknown option {name!r} of {group}; {nearest(name, valid_names)}")
+    updated: Options = replace(options, **changes)  # type: ignore[type-var]
+    return updated
 
 
 def target_options(loaded: LoadedTarget) -> TargetOptions:

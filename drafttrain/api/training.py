@@ -78,16 +78,16 @@ def train_drafter(
     if drafter.checkpoint is not None:
         drafter.check_trainable()
     records = None if isinstance(conversations, str | Path) else listed(conversations)
-    asked = {"train.steps": steps, "train.global_batch": batch, "train.lr": lr, "data.max_length": max_length}
-    named = _named(records, conversations) | {"logger": "none", "measure": "off", "output": str(out)}
-    named |= {"target": drafter.base.description["name"]}
-    run = composed(drafter.recipe, {**drafter.settings, **named, **given(asked), **(settings or {})})
+    overrides = {"train.steps": steps, "train.global_batch": batch, "train.lr": lr, "data.max_length": max_length}
+    run_settings = _named(records, conversations) | {"logger": "none", "measure": "off", "output": str(out)}
+    run_settings |= {"target": drafter.base.description["name"]}
+    run = composed(drafter.recipe, {**drafter.settings, **run_settings, **given(overrides), **(settings or {})})
     run = for_drafter(run, drafter.base, drafter.options)
     module, state = built(run.options, drafter.base.target), drafter.module.state_dict()
     if not drafter.prepared:
         module.load_state_dict(state)
-    start = {name: tensor.clone() for name, tensor in state.items()} if drafter.prepared else None
-    return _trained(run.options, run.resolved, Ready(drafter.base, module, start, records, quiet))
+    initial_state = {name: tensor.clone() for name, tensor in state.items()} if drafter.prepared else None
+    return _trained(run.options, run.resolved, Ready(drafter.base, module, initial_state, records, quiet))
 
 
 def _named(records: Listed | None, conversations: Any) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def _trained(options: Any, resolved: dict[str, Any], ready: Ready) -> TrainingRu
     try:
         with user_errors():
             path = fit(options, resolved, ready)
-    except Interrupted as stopped:
-        raise KeyboardInterrupt(str(stopped)) from stopped
+    except Interrupted as interrupt:
+        raise KeyboardInterrupt(str(interrupt)) from interrupt
     folder, metrics = path / "checkpoints", path / "metrics.jsonl"
     best = best_checkpoint(folder, options.measure.best == "engine")
     lines = metrics.read_text(encoding="utf-8").splitlines() if ready.drafter.trained else []
@@ -138,6 +138,6 @@ def loss(drafter: LoadedDrafter, target: LoadedTarget, batch: TrainBatch, *, nam
     options.check()
     if not (supervised := batch.supervised()):
         raise UserError("the batch has no supervised token; give longer conversations, or raise max_length")
-    filled = batch if batch.hidden else Online(target.target, drafter.module.taps).fill(batch)
-    total: Tensor = Objective(drafter.module, target.target, options)(filled)[0]
+    filled_batch = batch if batch.hidden else Online(target.target, drafter.module.taps).fill(batch)
+    total: Tensor = Objective(drafter.module, target.target, options)(filled_batch)[0]
     return total / supervised

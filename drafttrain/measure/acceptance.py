@@ -36,7 +36,7 @@ class Acceptance:
     @property
     def alpha_by_position(self) -> list[Interval]:
         """P(position i accepted | the earlier positions accepted), i from 1, each with its 95 % interval."""
-        return [wilson(hit, tried) for hit, tried in zip(self.accepted, self.offered, strict=True) if tried]
+        return [wilson(hits, trials) for hits, trials in zip(self.accepted, self.offered, strict=True) if trials]
 
     @property
     def rejection_overhead(self) -> float | None:
@@ -61,7 +61,7 @@ def chain_alphas(steps: int, accepted: Sequence[int]) -> list[Interval]:
 
     Every step offers the first draft. A later one is offered where the one before it was accepted.
     """
-    return [wilson(hit, tried) for hit, tried in zip(accepted, (steps, *accepted), strict=False) if tried]
+    return [wilson(hits, trials) for hits, trials in zip(accepted, (steps, *accepted), strict=False) if trials]
 
 
 def wilson(hits: int, trials: int) -> Interval:

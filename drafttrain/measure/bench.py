@@ -57,12 +57,12 @@ class Bench:
         passes: how many such passes the measurement needs; above 1, the budget may end this pass early.
         first: number of the first case, which seeds its noise.
         """
-        decoder, results, began = self.decoder(drafter), [], monotonic()
-        parts = waves(len(cases), self.options.untimed_batch)
-        for done, wave in enumerate(parts, start=1):
+        decoder, results, start_time = self.decoder(drafter), [], monotonic()
+        batches = waves(len(cases), self.options.untimed_batch)
+        for waves_done, wave in enumerate(batches, start=1):
             results += _run(decoder, [cases[i] for i in wave], first + wave[0]).results
-            self.watch(stage, done, len(parts), sum(len(r.tokens) for r in results[-len(wave) :]))
-            if passes > 1 and self.part.share(self.budget.enough(len(results), monotonic() - began, passes)):
+            self.watch(stage, waves_done, len(batches), sum(len(r.tokens) for r in results[-len(wave) :]))
+            if passes > 1 and self.part.share(self.budget.enough(len(results), monotonic() - start_time, passes)):
                 break
         self.part.check([r.tokens for r in results])
         return results
@@ -73,14 +73,14 @@ class Bench:
         A row that differs from plain decoding is generated again alone: the left padding of a batch is not exact in every
         architecture.
         """
-        outputs, parts = [], waves(len(cases), self.options.untimed_batch)
-        for done, wave in enumerate(parts, start=1):
-            found = [r.tokens for r in self._generate([cases[i] for i in wave]).results]
+        outputs, batches = [], waves(len(cases), self.options.untimed_batch)
+        for waves_done, wave in enumerate(batches, start=1):
+            generated = [r.tokens for r in self._generate([cases[i] for i in wave]).results]
             for row, i in enumerate(wave):
-                if first_difference(plain[i].tokens, found[row]) is not None:
-                    found[row] = self._generate([cases[i]]).results[0].tokens
-            outputs += found
-            self.watch("transformers", done, len(parts), sum(map(len, found)))
+                if first_difference(plain[i].tokens, generated[row]) is not None:
+                    generated[row] = self._generate([cases[i]]).results[0].tokens
+            outputs += generated
+            self.watch("transformers", waves_done, len(batches), sum(map(len, generated)))
         return outputs
 
     def matches(self, cases: Sequence[Case], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[Match]:
@@ -125,22 +125,22 @@ class Bench:
         decoders = {BASELINE: self.decoder(None)} | {name: self.decoder(d) for name, d in drafters.items()}
         contenders = {name: self._contender(d, cases) for name, d in decoders.items()}
         numbers = range(len(cases)) if order is None else order
-        wanted, repeats = [[numbers[i] for i in wave] for wave in waves(len(numbers), size)], self.options.repeats
-        once: dict[str, Contender] = {}
+        cases_by_wave, repeats = [[numbers[i] for i in wave] for wave in waves(len(numbers), size)], self.options.repeats
+        first_repeat_only: dict[str, Contender] = {}
         if self.options.transformers and self.sampling.greedy and size == 1:
-            once[REFERENCE] = lambda wave: self._generate([cases[i] for i in wave])
+            first_repeat_only[REFERENCE] = lambda wave: self._generate([cases[i] for i in wave])
         if len(numbers) < size:
             self.budget.notes.append(
                 f"timing at {label}: {len(numbers)} of {size} requests at a time, because there are no more prompts"
             )
-        laps = self.timed(f"timing, {label}", contenders, wanted, repeats, seconds, once)
+        laps = self.timed(f"timing, {label}", contenders, cases_by_wave, repeats, seconds, first_repeat_only)
         timed_waves, timed_repeats = len(laps[BASELINE][0]), len(laps[BASELINE])
-        if timed_waves < len(wanted) or timed_repeats < repeats:
+        if timed_waves < len(cases_by_wave) or timed_repeats < repeats:
             self.budget.notes.append(
-                f"timing at {label} was cut to {timed_waves} of {len(wanted)} waves and {timed_repeats} of {repeats} repeats "
-                f"by measure.minutes={self.options.minutes:g}"
+                f"timing at {label} was cut to {timed_waves} of {len(cases_by_wave)} waves and {timed_repeats} of {repeats} "
+                f"repeats by measure.minutes={self.options.minutes:g}"
             )
-        return Race(size, wanted[:timed_waves], laps)
+        return Race(size, cases_by_wave[:timed_waves], laps)
 
     def timed(
         self,
@@ -155,22 +155,22 @@ class Bench:
 
         once: contenders that run in the first repeat only.
         """
-        began = monotonic()
+        start_time = monotonic()
         race(contenders, wanted[:1], 1)  # warms up and shows what a wave takes; the timings are discarded
-        every_time = monotonic() - began
+        regular_seconds = monotonic() - start_time
         for contender in once.values():
             contender(wanted[0])
-        spent = monotonic() - began
-        seconds_per_wave = every_time + (spent - every_time) / repeats
-        chosen = self.part.share(plan(seconds_per_wave, max(0.0, seconds - spent), len(wanted), repeats))
-        done, total = 0, chosen.waves * (chosen.repeats * len(contenders) + len(once))
+        warmup_seconds = monotonic() - start_time
+        seconds_per_wave = regular_seconds + (warmup_seconds - regular_seconds) / repeats
+        timing_plan = self.part.share(plan(seconds_per_wave, max(0.0, seconds - warmup_seconds), len(wanted), repeats))
+        laps_done, total = 0, timing_plan.waves * (timing_plan.repeats * len(contenders) + len(once))
 
         def tick(lap: Decoded) -> None:
-            nonlocal done
-            done += 1
-            self.watch(stage, done, total, sum(len(r.tokens) for r in lap.results))
+            nonlocal laps_done
+            laps_done += 1
+            self.watch(stage, laps_done, total, sum(len(r.tokens) for r in lap.results))
 
-        return race(contenders | once, wanted[: chosen.waves], chosen.repeats, frozenset(once), tick)
+        return race(contenders | once, wanted[: timing_plan.waves], timing_plan.repeats, frozenset(once), tick)
 
     def _contender(self, decoder: Decoder, cases: Sequence[Case]) -> Contender:
         return lambda wave: _run(decoder, [cases[i] for i in wave], wave[0])

@@ -42,15 +42,15 @@ def encode_cases(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, room: int, images: Images = TEXT_ONLY
 ) -> tuple[list[Case], list[str]]:
     """(cases of at most `room` tokens, names of longer prompts, which are left out). Raises UserError when none is left."""
-    every = [_case(p, tokenizer, images) for p in prompts]
-    kept = [c for c in every if 0 < len(c.tokens) <= room]
-    if not kept:
-        shortest = min((len(c.tokens) for c in every), default=0)
+    encoded = [_case(p, tokenizer, images) for p in prompts]
+    fitting = [c for c in encoded if 0 < len(c.tokens) <= room]
+    if not fitting:
+        shortest = min((len(c.tokens) for c in encoded), default=0)
         raise UserError(
-            f"none of the {len(every)} prompts fits: the shortest has {shortest} tokens, and with decode.max_new_tokens the "
+            f"none of the {len(encoded)} prompts fits: the shortest has {shortest} tokens, and with decode.max_new_tokens the "
             f"target has room for {max(room, 0)}; give shorter prompts or lower decode.max_new_tokens"
         )
-    return alternate_categories(kept), [c.question_id for c in every if not 0 < len(c.tokens) <= room]
+    return alternate_categories(fitting), [c.question_id for c in encoded if not 0 < len(c.tokens) <= room]
 
 
 def held_out_cases(rows: Sequence[Encoded], room: int) -> list[Case]:
@@ -58,20 +58,20 @@ def held_out_cases(rows: Sequence[Encoded], room: int) -> list[Case]:
 
     Prompts of more than `room` tokens are left out.
     """
-    found = []
+    cases = []
     for number, row in enumerate(rows, start=1):
         end = row.last_reply if row.last_reply > 1 else len(row.token_ids) // 2
         if 0 < end <= room:
-            found.append(Case(f"held-out {number}", "held-out", row.token_ids[:end].tolist()))
-    return found
+            cases.append(Case(f"held-out {number}", "held-out", row.token_ids[:end].tolist()))
+    return cases
 
 
 def left_out_notes(names: Sequence[str], count: int, room: int, what: str = "prompts") -> list[str]:
     """A note on the prompts that are left out; none where all fit. count: of all prompts. room: tokens of the longest."""
     if not names:
         return []
-    shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-    return [f"{len(names)} of {count} {what} have more than the {room} tokens that fit, and were left out: {shown}"]
+    listed_names = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return [f"{len(names)} of {count} {what} have more than the {room} tokens that fit, and were left out: {listed_names}"]
 
 
 def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, images: Images) -> Case:
@@ -98,13 +98,13 @@ def follow_ups(
 
     outputs: the replies to these cases, as token ids. most: turns of a dialogue at most.
     """
-    found = []
+    next_turns = []
     for case, output in zip(cases, outputs, strict=True):
         if case.turn < len(case.turns) and (most is None or case.turn < most):
             replies = (*case.replies, str(tokenizer.decode(output, skip_special_tokens=True)).strip())
-            found.append(replace(case, tokens=encode_prompt(tokenizer, case.turns, replies, images), replies=replies))
-    fitting = [case for case in found if len(case.tokens) <= room]
-    return fitting, [case.question_id for case in found if len(case.tokens) > room]
+            next_turns.append(replace(case, tokens=encode_prompt(tokenizer, case.turns, replies, images), replies=replies))
+    fitting = [case for case in next_turns if len(case.tokens) <= room]
+    return fitting, [case.question_id for case in next_turns if len(case.tokens) > room]
 
 
 def interleaved_turns(cases: Sequence[Case]) -> list[int]:

@@ -43,11 +43,11 @@ def guard_of(loaded: LoadedTarget, decode: DecodeOptions) -> Guard:
 
 def idle_guards(decode: DecodeOptions) -> str | None:
     """A note on guards that have no effect under a lossless policy; None where there are none."""
-    named = [f"decode.guard.{name}=plain" for name in ("loop", "json") if getattr(decode.guard, name) == "plain"]
-    if not named or not (decode.policy in POLICIES and POLICIES[decode.policy].lossless):
+    settings = [f"decode.guard.{name}=plain" for name in ("loop", "json") if getattr(decode.guard, name) == "plain"]
+    if not settings or not (decode.policy in POLICIES and POLICIES[decode.policy].lossless):
         return None
     return (
-        f"{' and '.join(named)} has no effect: policy {decode.policy} is lossless, so plain decoding gives the same output; "
+        f"{' and '.join(settings)} has no effect: policy {decode.policy} is lossless, so plain decoding gives the same output; "
         "use stop to end it"
     )
 

@@ -44,8 +44,8 @@ def flags(report: Report) -> list[str]:
 
 def version(entry: Entry) -> str:
     """`OpenVINO GenAI 2026.4.0.0`; for a server, the name and version that it reports."""
-    name, found = next(iter(entry["versions"].items()), ("", ""))
-    return f"{entry['label']} {f'({name} {found})' if entry['url'] else found}".rstrip(" ()")
+    name, version_text = next(iter(entry["versions"].items()), ("", ""))
+    return f"{entry['label']} {f'({name} {version_text})' if entry['url'] else version_text}".rstrip(" ()")
 
 
 def section(report: Report) -> str:
@@ -53,16 +53,16 @@ def section(report: Report) -> str:
     engines = engines_of(report)
     if not engines:
         return ""
-    own = best_entry(report)
-    lines = [_own(own, entry) for entry in own["slices"] if entry["by"] == "batch_size"]
-    lines += [_line(version(entry), entry, part) for entry in engines for part in entry["slices"]]
+    best = best_entry(report)
+    lines = [_own(best, entry) for entry in best["slices"] if entry["by"] == "batch_size"]
+    lines += [_line(version(entry), entry, batch) for entry in engines for batch in entry["slices"]]
     summary = (
         "Serving engines decoded the same prompts greedily, with the exported drafter and without it, each in a separate "
         "process. The engine counts its own tau and acceptance by position; the columns after them are those of our decoder "
         "with the same chains."
     )
-    about = [f"- {version(entry)}: {_about(entry)}" for entry in engines]
-    return f"## Engines\n\n{summary}\n\n{cells.rows(HEADER, lines)}\n\n" + "\n".join(about)
+    engine_lines = [f"- {version(entry)}: {_about(entry)}" for entry in engines]
+    return f"## Engines\n\n{summary}\n\n{cells.rows(HEADER, lines)}\n\n" + "\n".join(engine_lines)
 
 
 def during_training(report: Report) -> str:
@@ -70,7 +70,7 @@ def during_training(report: Report) -> str:
     steps = (report["training"] or {}).get("engine")
     if not steps:
         return ""
-    one = steps[-1]
+    last = steps[-1]
     lines = [
         [
             cells.count(s["step"]),
@@ -81,8 +81,8 @@ def during_training(report: Report) -> str:
         for s in steps
     ]
     summary = (
-        f"{one['name']} {one['version'] or ''} loaded the drafter of these steps while training went on, and decoded "
-        f"{one['prompts']} prompts greedily with chains of {one['draft_length']}. The next columns are tau of our decoder "
+        f"{last['name']} {last['version'] or ''} loaded the drafter of these steps while training went on, and decoded "
+        f"{last['prompts']} prompts greedily with chains of {last['draft_length']}. The next columns are tau of our decoder "
         "with the same chains, and with its own proposal (`measure.every`)."
     )
     return f"## Engine during training\n\n{summary}\n\n{cells.rows(DURING, lines)}"
@@ -91,8 +91,8 @@ def during_training(report: Report) -> str:
 def engines_table(report: Report) -> Table:
     """A row for our decoder and one for each engine, at the first batch size."""
     table = cells.console_table("serving engines, on the same prompts", SHOWN, left=("engine",))
-    own = best_entry(report)
-    table.add_row(*_row("drafttrain", own, ""))
+    best = best_entry(report)
+    table.add_row(*_row("drafttrain", best, ""))
     for entry in engines_of(report):
         table.add_row(*_row(version(entry), entry, cells.number(entry["tau_here"])))
     if warnings := flags(report):
@@ -112,24 +112,24 @@ def short(entry: Entry) -> str:
     return f"{entry['label']} {cells.speedups(entry)}, {_rates(entry)} tokens/s, tau {cells.number(entry['tau'])}"
 
 
-def _own(own: Entry, part: Entry) -> list[str]:
-    runs = f"{part.get('timed_prompts', part['prompts'])} x {part.get('repeats', 1)}"
-    return [*_common(f"drafttrain, {own['name']}", part), "", cells.alphas(part), "", cells.exact(part), "", runs]
+def _own(best: Entry, batch: Entry) -> list[str]:
+    runs = f"{batch.get('timed_prompts', batch['prompts'])} x {batch.get('repeats', 1)}"
+    return [*_common(f"drafttrain, {best['name']}", batch), "", cells.alphas(batch), "", cells.exact(batch), "", runs]
 
 
-def _line(name: str, entry: Entry, part: Entry) -> list[str]:
-    same, runs = f"{entry['same_as_here']}/{entry['prompts']}", f"{part['prompts']} x {part['repeats']}"
-    alphas = [cells.alphas(part), cells.alphas(part, "alpha_by_position_here")]
-    return [*_common(name, part), cells.number(part["tau_here"]), *alphas, cells.exact(part), same, runs]
+def _line(name: str, entry: Entry, batch: Entry) -> list[str]:
+    same_outputs, runs = f"{entry['same_as_here']}/{entry['prompts']}", f"{batch['prompts']} x {batch['repeats']}"
+    alphas = [cells.alphas(batch), cells.alphas(batch, "alpha_by_position_here")]
+    return [*_common(name, batch), cells.number(batch["tau_here"]), *alphas, cells.exact(batch), same_outputs, runs]
 
 
-def _common(name: str, part: Entry) -> list[str]:
-    times = [cells.with_plain(part, key) for key in ("ttft_ms", "tpot_ms")]
-    return [name, str(part["value"]), _rates(part), cells.speedups(part), *times, cells.number(part["tau"])]
+def _common(name: str, entry: Entry) -> list[str]:
+    times = [cells.with_plain(entry, key) for key in ("ttft_ms", "tpot_ms")]
+    return [name, str(entry["value"]), _rates(entry), cells.speedups(entry), *times, cells.number(entry["tau"])]
 
 
-def _rates(part: Entry) -> str:
-    return " / ".join(cells.number(part[key], 0) for key in ("tokens_per_s", "baseline_tokens_per_s"))
+def _rates(entry: Entry) -> str:
+    return " / ".join(cells.number(entry[key], 0) for key in ("tokens_per_s", "baseline_tokens_per_s"))
 
 
 def _about(entry: Entry) -> str:

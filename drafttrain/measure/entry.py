@@ -46,7 +46,8 @@ def checkpoint_keys(evidence: Evidence, name: str, timed: Race, stop_ids: frozen
     keys["monitors"] = monitor_keys(evidence, stop_ids)
     times = {prefix: by_prompt(timed, contender) for prefix, contender in (("", name), ("baseline_", BASELINE))}
     keys["per_prompt"] = [
-        _one(evidence, i, stop_ids) | {f"{prefix}decode_ms": _milli(found.get(i)) for prefix, found in times.items()}
+        _one(evidence, i, stop_ids)
+        | {f"{prefix}decode_ms": _milli(decode_seconds.get(i)) for prefix, decode_seconds in times.items()}
         for i in range(len(evidence.cases))
     ]
     keys["rank_by_position"] = None
@@ -65,15 +66,15 @@ def by_category(evidence: Evidence, name: str, timed: Race) -> list[Keys]:
     Times come from the waves that hold cases of the slice only.
     """
     slices = []
-    for by, values in (
+    for dimension, values in (
         ("category", [case.category for case in evidence.cases]),
         ("set", [case.origin or "other" for case in evidence.cases]),
         ("turn", [case.turn for case in evidence.cases]),
     ):
-        for value in dict.fromkeys(values) if by == "category" or len(set(values)) > 1 else ():
-            chosen = [i for i, own in enumerate(values) if own == value]
-            keys = _of_cases(evidence, chosen) | speed_keys(timed, name, set(chosen))
-            slices.append({"by": by, "value": value, "batch_size": timed.batch_size} | keys)
+        for value in dict.fromkeys(values) if dimension == "category" or len(set(values)) > 1 else ():
+            indices = [i for i, case_value in enumerate(values) if case_value == value]
+            keys = _of_cases(evidence, indices) | speed_keys(timed, name, set(indices))
+            slices.append({"by": dimension, "value": value, "batch_size": timed.batch_size} | keys)
     return slices
 
 
@@ -133,41 +134,41 @@ def speed_keys(timed: Race, name: str, cases: set[int] | None = None) -> Keys:
 def cost_keys(ours: Repeats, baseline: Repeats) -> Keys:
     """Milliseconds per decode step, by part, and each part's cost in plain steps; None where nothing was timed."""
     cost, plain = costs(ours), costs(baseline)
-    names = ("draft_ms", "verify_ms", "commit_ms", "host_ms")
-    rest = ("plain_step_ms", "draft_cost", "verify_cost", "verify_nodes", "draft_share", "verify_share")
+    part_names = ("draft_ms", "verify_ms", "commit_ms", "host_ms")
+    cost_names = ("plain_step_ms", "draft_cost", "verify_cost", "verify_nodes", "draft_share", "verify_share")
     if not cost.steps or not plain.steps:
-        return dict.fromkeys((*names, "graphs", "capture_s", "capture_mib", *rest, "floor_fraction"))
+        return dict.fromkeys((*part_names, "graphs", "capture_s", "capture_mib", *cost_names, "floor_fraction"))
     results = [r for lap in ours for wave in lap for r in wave.results]
     verifications = sum(r.verifications for r in results)
-    parts = [1000 * part / cost.steps for part in (cost.draft, cost.verify, cost.commit, cost.host)]
+    part_ms = [1000 * part_seconds / cost.steps for part_seconds in (cost.draft, cost.verify, cost.commit, cost.host)]
     plain_ms = 1000 * seconds(plain) / plain.steps
     shares = (cost.draft / seconds(cost), cost.verify / seconds(cost))
     nodes = 1 + sum(r.nodes for r in results) / verifications
     return {
-        **dict(zip(names, parts, strict=True)),
+        **dict(zip(part_names, part_ms, strict=True)),
         "graphs": cost.captures,
         "capture_s": cost.capture_seconds,
         "capture_mib": cost.capture_bytes / 2**20,
-        **dict(zip(rest, (plain_ms, parts[0] / plain_ms, parts[1] / plain_ms, nodes, *shares), strict=True)),
+        **dict(zip(cost_names, (plain_ms, part_ms[0] / plain_ms, part_ms[1] / plain_ms, nodes, *shares), strict=True)),
         "floor_fraction": None,
     }
 
 
-def _of_cases(evidence: Evidence, chosen: Sequence[int]) -> Keys:
-    expected = everywhere = None
+def _of_cases(evidence: Evidence, indices: Sequence[int]) -> Keys:
+    expected = all_positions_tau = None
     if evidence.hits is not None:
-        hits, ours = [evidence.hits[i] for i in chosen], [evidence.speculative[i] for i in chosen]
+        hits, ours = [evidence.hits[i] for i in indices], [evidence.speculative[i] for i in indices]
         dialogues = [
-            (case.origin, case.question_id, tuple(map(text_of, case.turns))) for case in (evidence.cases[i] for i in chosen)
+            (case.origin, case.question_id, tuple(map(text_of, case.turns))) for case in (evidence.cases[i] for i in indices)
         ]
         counts_C2 = torch.tensor([[r.emitted - r.verifications, r.verifications] for r in ours])
         expected = predicted(hits, evidence.paths, evidence.sampled, dialogues, counts_C2)
-        everywhere = expected_tau(hits, evidence.paths, evidence.sampled, visited=False)
-    keys = acceptance_keys(pooled(evidence.speculative[i] for i in chosen), expected)
-    keys |= {"expected_tau_all_positions": everywhere, "prompts": len(chosen)}
+        all_positions_tau = expected_tau(hits, evidence.paths, evidence.sampled, visited=False)
+    keys = acceptance_keys(pooled(evidence.speculative[i] for i in indices), expected)
+    keys |= {"expected_tau_all_positions": all_positions_tau, "prompts": len(indices)}
     for prefix, matches in (("", evidence.exact), ("transformers_", evidence.exact_reference)):
-        for key, kind in (("exact_matches", Match.SAME), ("explained", Match.EXPLAINED), ("unexplained", Match.UNEXPLAINED)):
-            keys[f"{prefix}{key}"] = None if matches is None else sum(matches[i] is kind for i in chosen)
+        for key, match in (("exact_matches", Match.SAME), ("explained", Match.EXPLAINED), ("unexplained", Match.UNEXPLAINED)):
+            keys[f"{prefix}{key}"] = None if matches is None else sum(matches[i] is match for i in indices)
     return keys
 
 
@@ -197,24 +198,24 @@ def _one(evidence: Evidence, i: int, stop_ids: frozenset[int]) -> Keys:
 
 def monitor_keys(evidence: Evidence, stop_ids: frozenset[int]) -> Keys:
     """The monitors' counts over all outputs and by category."""
-    every = range(len(evidence.cases))
-    keys, names = _monitored(evidence, every, stop_ids), [case.category for case in evidence.cases]
+    indices = range(len(evidence.cases))
+    keys, names = _monitored(evidence, indices, stop_ids), [case.category for case in evidence.cases]
     keys["categories"] = [
-        {"category": name} | _monitored(evidence, [i for i in every if names[i] == name], stop_ids)
+        {"category": name} | _monitored(evidence, [i for i in indices if names[i] == name], stop_ids)
         for name in dict.fromkeys(names)
     ]
     return keys
 
 
-def _monitored(evidence: Evidence, chosen: Sequence[int], stop_ids: frozenset[int]) -> Keys:
-    keys: Keys = {"prompts": len(chosen)}
+def _monitored(evidence: Evidence, indices: Sequence[int], stop_ids: frozenset[int]) -> Keys:
+    keys: Keys = {"prompts": len(indices)}
     for prefix, results, valid in (
         ("", evidence.speculative, evidence.valid),
         ("baseline_", evidence.plain, evidence.plain_valid),
     ):
-        verdicts = [valid[i] for i in chosen if valid and valid[i] is not None]
-        found = counted([results[i].tokens for i in chosen], stop_ids)
-        keys |= {f"{prefix}{key}": value for key, value in found.items()}
+        verdicts = [valid[i] for i in indices if valid and valid[i] is not None]
+        counts = counted([results[i].tokens for i in indices], stop_ids)
+        keys |= {f"{prefix}{key}": value for key, value in counts.items()}
         keys |= {"json_prompts": len(verdicts), f"{prefix}json_valid": sum(map(bool, verdicts)) if verdicts else None}
     return keys
 

@@ -48,16 +48,16 @@ def compare(
 ) -> list[Match]:
     """Compare outputs prompt by prompt. dtype: of the target's computation, e4m3 of one in FP8. In float32, every difference is
     unexplained."""
-    found = []
+    matches = []
     for prompt, a, b in zip(prompts, ours, theirs, strict=True):
-        at = first_difference(a, b)
-        if at is None:
-            found.append(Match.SAME)
+        position = first_difference(a, b)
+        if position is None:
+            matches.append(Match.SAME)
             continue
-        narrow = dtype in _NARROW and at < min(len(a), len(b))
-        explained = narrow and rounding_explains(target, dtype, [*prompt, *a[:at]], (a[at], b[at]), device)
-        found.append(Match.EXPLAINED if explained else Match.UNEXPLAINED)
-    return found
+        narrow = dtype in _NARROW and position < min(len(a), len(b))
+        explained = narrow and rounding_explains(target, dtype, [*prompt, *a[:position]], (a[position], b[position]), device)
+        matches.append(Match.EXPLAINED if explained else Match.UNEXPLAINED)
+    return matches
 
 
 @torch.no_grad()
@@ -71,20 +71,20 @@ def rounding_explains(
     if its logit is that great in a pass of another shape, which computes the same logits. No pass uses a cache, so that a fault
     of caches or tree masks is never explained.
     """
-    room = target.shape.max_positions - len(context)
-    left = set(tokens)
-    for rows, more in SHAPES:
-        logits_V = _logits(target, context, device, rows, min(more, room))
+    free_positions = target.shape.max_positions - len(context)
+    unexplained = set(tokens)
+    for rows, extra_tokens in SHAPES:
+        logits_V = _logits(target, context, device, rows, min(extra_tokens, free_positions))
         tolerance = torch.finfo(dtype).eps * float(logits_V.max().abs())
-        left -= {token for token in left if float(logits_V.max() - logits_V[token]) <= tolerance}
-        if not left:
+        unexplained -= {token for token in unexplained if float(logits_V.max() - logits_V[token]) <= tolerance}
+        if not unexplained:
             return True
     return False
 
 
-def _logits(target: Target, context: Sequence[int], device: torch.device | str, rows: int, more: int) -> torch.Tensor:
+def _logits(target: Target, context: Sequence[int], device: torch.device | str, rows: int, extra_tokens: int) -> torch.Tensor:
     """[V] the logits behind the context, from the first of some equal rows, with further tokens behind it."""
-    ids = [*context, *([context[-1]] * more)]
+    ids = [*context, *([context[-1]] * extra_tokens)]
     token_BN = torch.tensor([ids] * rows, device=device)
     position_BN = torch.arange(len(ids), device=device).expand(rows, -1)
     row_BR = torch.full((rows, 1), len(context) - 1, device=device)
@@ -113,8 +113,8 @@ def two_sample(ours: Sequence[int], theirs: Sequence[int]) -> float:
     share = len(ours) / (len(ours) + len(theirs))
     statistic = 0.0
     for cell, total in cells.items():
-        for seen, expected in ((first[cell], share * total), (total - first[cell], (1 - share) * total)):
-            statistic += (seen - expected) ** 2 / expected
+        for observed, expected in ((first[cell], share * total), (total - first[cell], (1 - share) * total)):
+            statistic += (observed - expected) ** 2 / expected
     return chi_square_tail(statistic, len(cells) - 1)
 
 

@@ -81,16 +81,16 @@ def predicted(
     if tau is None:
         return None
     forced_C2 = step_sums([_arrivals(h, paths, sampled) for h in hits])
-    both_C4 = added_by(dialogues, torch.cat([forced_C2, measured_C2.double()], 1))
-    paired_C4 = both_C4[(both_C4[:, 1] > 0) & (both_C4[:, 3] > 0)]
+    joint_C4 = added_by(dialogues, torch.cat([forced_C2, measured_C2.double()], 1))
+    paired_C4 = joint_C4[(joint_C4[:, 1] > 0) & (joint_C4[:, 3] > 0)]
 
     def apart(sum_4: Tensor) -> Tensor:
         return accepted_length(sum_4[..., :2]) / accepted_length(sum_4[..., 2:]) - 1.0
 
-    measured_F = both_C4[:, 2:].sum(0)
+    measured_F = joint_C4[:, 2:].sum(0)
     return ExpectedTau(
         tau=tau,
-        interval=tau_interval(both_C4[:, :2]),
+        interval=tau_interval(joint_C4[:, :2]),
         gap=gap(tau, float(accepted_length(measured_F)) if measured_F[1] else None),
         gap_interval=jackknife(apart, paired_C4),
     )
@@ -109,9 +109,9 @@ def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, vis
     rows = [h for h in hits if len(h.rank_MK)]
     if not rows:
         return None
-    found = [_arrivals(h, paths, sampled) for h in rows]
-    arrive_MD = torch.cat(found)
-    weight_M = torch.cat([visits(a) for a in found]) if visited else torch.ones_like(arrive_MD[:, 0])
+    arrivals_per_text = [_arrivals(h, paths, sampled) for h in rows]
+    arrive_MD = torch.cat(arrivals_per_text)
+    weight_M = torch.cat([visits(a) for a in arrivals_per_text]) if visited else torch.ones_like(arrive_MD[:, 0])
     return 1.0 + float((weight_M[:, None] * arrive_MD).sum() / weight_M.sum())
 
 

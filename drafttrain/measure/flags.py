@@ -17,63 +17,63 @@ UNLIKELY = 0.001  # p-value below which a lossless policy's samples count as dif
 
 def flags(entry: dict[str, Any]) -> list[str]:
     """Warnings on one checkpoint's figures."""
-    found, prompts = [], entry["prompts"]
+    warnings, prompts = [], entry["prompts"]
     if (change := entry.get("target_change")) is not None:
-        found.append(
+        warnings.append(
             f"the target was trained too: the output is that of the adapted target, NOT of the original "
             f"({change['changed']} of {change['prompts']} plain outputs differ)"
         )
     if entry["expected_gap_flagged"]:
-        found.append(
+        warnings.append(
             f"expected tau {cells.expected(entry)} is {abs(entry['expected_gap']):.0%} "
             f"{'above' if entry['expected_gap'] > 0 else 'below'} the measured {entry['tau']:.2f}{_tau_causes(entry)}"
         )
     if entry.get("predicted_gap_flagged"):
-        found.append(
+        warnings.append(
             f"predicted speedup {entry['predicted_speedup']:.2f}x is {abs(entry['predicted_gap']):.0%} "
             f"{'above' if entry['predicted_gap'] > 0 else 'below'} the measured {entry['speedup']:.2f}x{_speed_causes(entry)}"
         )
     if entry["unexplained"]:
-        found.append(f"{entry['unexplained']} of {prompts} greedy outputs differ from plain decoding without an explanation")
+        warnings.append(f"{entry['unexplained']} of {prompts} greedy outputs differ from plain decoding without an explanation")
     if entry["transformers_unexplained"]:
         count = entry["transformers_unexplained"]
-        found.append(f"{count} of {prompts} greedy outputs differ from transformers without an explanation")
+        warnings.append(f"{count} of {prompts} greedy outputs differ from transformers without an explanation")
     if entry["distribution_p_value"] is not None and entry["distribution_p_value"] < UNLIKELY:
-        found.append(f"sampled tokens differ from plain sampling (p = {entry['distribution_p_value']:.2g})")
+        warnings.append(f"sampled tokens differ from plain sampling (p = {entry['distribution_p_value']:.2g})")
     loops = entry["monitors"]["loops"]
     if loops > LOOPING * prompts:
-        found.append(f"{loops} of {prompts} outputs end in a loop, which makes acceptance look too good")
+        warnings.append(f"{loops} of {prompts} outputs end in a loop, which makes acceptance look too good")
     if entry["exact_matches"] is not None or not POLICIES[entry["policy"]].lossless:  # else chance alone makes them differ
-        for part in entry["monitors"].get("categories", ()):
-            if part["json_prompts"] and part["json_valid"] != part["baseline_json_valid"]:
-                ours, plain, asked = part["json_valid"], part["baseline_json_valid"], part["json_prompts"]
-                found.append(
-                    f"{part['category']}: {ours} of {asked} outputs are the JSON asked for; with plain decoding {plain} are"
+        for group in entry["monitors"].get("categories", ()):
+            if group["json_prompts"] and group["json_valid"] != group["baseline_json_valid"]:
+                ours, plain, total = group["json_valid"], group["baseline_json_valid"], group["json_prompts"]
+                warnings.append(
+                    f"{group['category']}: {ours} of {total} outputs are the JSON asked for; with plain decoding {plain} are"
                 )
     if entry["speedup"] is not None and entry["speedup"] < 1.0:
-        found.append(f"slower than plain decoding ({entry['speedup']:.2f}x){_break_even(entry)}")
-    most = max(entry["tau"] or 0.0, _timed_tau(entry)) if entry["speedup"] is not None else 0.0
-    if entry["speedup"] is not None and entry["speedup"] > POSSIBLE * most:
-        found.append(
-            f"speedup {entry['speedup']:.2f}x cannot be: a verification takes a plain step or more, so tau {most:.2f} is the "
+        warnings.append(f"slower than plain decoding ({entry['speedup']:.2f}x){_break_even(entry)}")
+    bound = max(entry["tau"] or 0.0, _timed_tau(entry)) if entry["speedup"] is not None else 0.0
+    if entry["speedup"] is not None and entry["speedup"] > POSSIBLE * bound:
+        warnings.append(
+            f"speedup {entry['speedup']:.2f}x cannot be: a verification takes a plain step or more, so tau {bound:.2f} is the "
             "most; something slowed plain decoding down while it was timed, measure again on an idle machine"
         )
-    return found
+    return warnings
 
 
 def broken_guarantees(report: dict[str, Any]) -> list[str]:
     """Sentences on lossless policies whose output was not that of the target."""
-    found = []
+    violations = []
     for entry in report["checkpoints"]:
         if not POLICIES[entry["policy"]].lossless:
             continue
         claim, p_value = f"{entry['name']}: policy {entry['policy']} is lossless", entry["distribution_p_value"]
         if entry["unexplained"]:
             differ = f"{entry['unexplained']} of {entry['prompts']} outputs differ from plain decoding"
-            found.append(f"{claim}, but {differ} and rounding does not explain it")
+            violations.append(f"{claim}, but {differ} and rounding does not explain it")
         if p_value is not None and p_value < UNLIKELY:
-            found.append(f"{claim}, but its samples differ from plain sampling (p = {p_value:.2g})")
-    return found
+            violations.append(f"{claim}, but its samples differ from plain sampling (p = {p_value:.2g})")
+    return violations
 
 
 def _tau_causes(entry: dict[str, Any]) -> str:
@@ -93,9 +93,9 @@ def _break_even(entry: dict[str, Any]) -> str:
     if entry["draft_cost"] is None:
         return ""
     draft, verify = entry["draft_cost"], entry["verify_cost"]
-    rest = (entry["commit_ms"] + entry["host_ms"]) / entry["plain_step_ms"]
-    step, elsewhere = draft + verify + rest, _timed_tau(entry) / (1.0 + draft + rest)
-    costs = f"{step:.2f} plain steps here (draft {draft:.2f}, verification {verify:.2f}, rest {rest:.2f})"
+    overhead = (entry["commit_ms"] + entry["host_ms"]) / entry["plain_step_ms"]
+    step, elsewhere = draft + verify + overhead, _timed_tau(entry) / (1.0 + draft + overhead)
+    costs = f"{step:.2f} plain steps here (draft {draft:.2f}, verification {verify:.2f}, rest {overhead:.2f})"
     return (
         f": a step costs {costs}, and tau must be above that to gain; where a verification costs one plain step, the same "
         f"drafts give {elsewhere:.2f}x"
@@ -112,15 +112,15 @@ def _speed_causes(entry: dict[str, Any]) -> str:
     """The causes of a gap that the figures show, as an end of its sentence."""
     timed = _timed_tau(entry)
     step = sum(entry[key] for key in ("draft_ms", "verify_ms", "commit_ms", "host_ms"))
-    unpaid, causes = (entry["commit_ms"] + entry["host_ms"]) / step, []
+    unmodelled_share, causes = (entry["commit_ms"] + entry["host_ms"]) / step, []
     if abs(entry["expected_gap"]) > NOTICED:
         causes.append(
             f"expected tau is {abs(entry['expected_gap']):.0%} {'above' if entry['expected_gap'] > 0 else 'below'} the measured"
         )
     if abs(entry["tau"] / timed - 1) > NOTICED:
         causes.append(f"tau is {timed:.2f} on the timed prompts and {entry['tau']:.2f} on all prompts")
-    if unpaid > NOTICED:
-        causes.append(f"the prediction leaves out commit and host time, which take {unpaid:.0%} of a step")
+    if unmodelled_share > NOTICED:
+        causes.append(f"the prediction leaves out commit and host time, which take {unmodelled_share:.0%} of a step")
     return ": " + (
         "; ".join(causes) or "times differ between prompts and repeats; raise measure.timed_prompts and measure.repeats"
     )
@@ -149,13 +149,14 @@ def best_entry(report: dict[str, Any]) -> dict[str, Any]:
 
 def distillation(entries: Sequence[dict[str, Any]]) -> list[str]:
     """A sentence on the effect of training, if the drafter was measured before training too."""
-    known = [e for e in entries if e["tau"] is not None and e.get("step") is not None]
-    before, after = (
-        max((e for e in known if bool(e["step"]) is t), key=lambda e: e["tau"], default=None) for t in (False, True)
+    measured = [e for e in entries if e["tau"] is not None and e.get("step") is not None]
+    untrained, trained = (
+        max((e for e in measured if bool(e["step"]) is is_trained), key=lambda e: e["tau"], default=None)
+        for is_trained in (False, True)
     )
-    if before is None or after is None:
+    if untrained is None or trained is None:
         return []
-    first, last = f"({before['name']})", f"({after['name']})"
-    if after["tau"] > before["tau"]:
-        return [f"distillation raised tau from {before['tau']:.2f} {first} to {after['tau']:.2f} {last}"]
-    return [f"distillation did not help: tau {before['tau']:.2f} before it {first}, {after['tau']:.2f} after {last}"]
+    first, last = f"({untrained['name']})", f"({trained['name']})"
+    if trained["tau"] > untrained["tau"]:
+        return [f"distillation raised tau from {untrained['tau']:.2f} {first} to {trained['tau']:.2f} {last}"]
+    return [f"distillation did not help: tau {untrained['tau']:.2f} before it {first}, {trained['tau']:.2f} after {last}"]

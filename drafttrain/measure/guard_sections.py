@@ -18,13 +18,13 @@ def guards_section(report: dict[str, Any]) -> str:
     header = ["checkpoint", "policy", "category", "prompts", "actions on loops", "actions on JSON"]
     acted, quality = [], []
     for e in entries:
-        for part in e["guards"]["categories"]:
-            counts = [str(part[key]) for key in ("prompts", LOOP, JSON)]
-            acted.append([e["name"], e["policy"], part["category"], *counts])
-        for which in ("with", "without"):
-            q = e["guards"][which]
-            counts = [cells.count(q[key]) for key in (*QUALITY, "tokens")]
-            quality.append([e["name"], which, *counts, cells.number(q["log_likelihood"], 3)])
+        for category in e["guards"]["categories"]:
+            counts = [str(category[key]) for key in ("prompts", LOOP, JSON)]
+            acted.append([e["name"], e["policy"], category["category"], *counts])
+        for guard_state in ("with", "without"):
+            figures = e["guards"][guard_state]
+            counts = [cells.count(figures[key]) for key in (*QUALITY, "tokens")]
+            quality.append([e["name"], guard_state, *counts, cells.number(figures["log_likelihood"], 3)])
     guard = entries[0]["guards"]
     actions = f"On a loop: {guard[LOOP]['action']}. On broken JSON: {guard[JSON]['action']}."
     lower = ["checkpoint", "guards", "loops", "no stop token", "longest repetition", "valid JSON", "tokens"]
@@ -36,12 +36,17 @@ def monitors_section(report: dict[str, Any]) -> str:
     """The section of report.md on monitors, by category. Categories with zero counts are left out."""
     body = []
     for e in report["checkpoints"]:
-        for part in e["monitors"].get("categories", ()):
-            if not any(part[f"{prefix}{key}"] for prefix in ("", "baseline_") for key in QUALITY) and not part["json_prompts"]:
+        for category in e["monitors"].get("categories", ()):
+            if (
+                not any(category[f"{prefix}{key}"] for prefix in ("", "baseline_") for key in QUALITY)
+                and not category["json_prompts"]
+            ):
                 continue
-            pairs = [f"{cells.count(part[k])} ({cells.count(part[f'baseline_{k}'])})" for k in QUALITY]
-            json_prompts = cells.count(part["json_prompts"] or None)
-            body.append([e["name"], e["policy"], part["category"], str(part["prompts"]), *pairs[:3], json_prompts, pairs[3]])
+            pairs = [f"{cells.count(category[k])} ({cells.count(category[f'baseline_{k}'])})" for k in QUALITY]
+            json_prompts = cells.count(category["json_prompts"] or None)
+            body.append(
+                [e["name"], e["policy"], category["category"], str(category["prompts"]), *pairs[:3], json_prompts, pairs[3]]
+            )
     if not body:
         return ""
     header = ["checkpoint", "policy", "category", "prompts", "loops (plain)", "no stop token (plain)"]

@@ -46,8 +46,12 @@ def guard_keys(bench: Bench, evidence: Evidence, free: Sequence[Result]) -> Keys
     }
     keys["categories"] = []
     for category in dict.fromkeys(names):
-        own = [r for r, of in zip(evidence.speculative, names, strict=True) if of == category]
-        keys["categories"].append({"category": category, "prompts": len(own)} | {n: _acted(own, n) for n in (LOOP, JSON)})
+        category_results = [
+            r for r, case_category in zip(evidence.speculative, names, strict=True) if case_category == category
+        ]
+        keys["categories"].append(
+            {"category": category, "prompts": len(category_results)} | {n: _acted(category_results, n) for n in (LOOP, JSON)}
+        )
     keys["with"] = _quality(bench, evidence)
     keys["without"] = _quality(bench, replace(evidence, speculative=free, valid=valid_outputs(bench, evidence.cases, free)))
     return keys
@@ -59,6 +63,6 @@ def _acted(results: Sequence[Result], guard: str) -> int:
 
 def _quality(bench: Bench, evidence: Evidence) -> Keys:
     target, outputs = bench.loaded.target, [r.tokens for r in evidence.speculative]
-    found = monitor_keys(evidence, target.stop_ids)
-    likely = mean_log_likelihood(target, [c.tokens for c in evidence.cases], outputs, target.device)
-    return {key: found[key] for key in QUALITY} | {"tokens": sum(map(len, outputs)), "log_likelihood": likely}
+    monitors = monitor_keys(evidence, target.stop_ids)
+    log_likelihood = mean_log_likelihood(target, [c.tokens for c in evidence.cases], outputs, target.device)
+    return {key: monitors[key] for key in QUALITY} | {"tokens": sum(map(len, outputs)), "log_likelihood": log_likelihood}

@@ -67,8 +67,8 @@ def headline(report: Report) -> str:
     text += f": {cells.number(entry['tau'])} tokens per target forward"
     text += f" over {entry['prompts']} prompts (policy {entry['policy']}, temperature {entry['temperature']:g})"
     if entry["exact_matches"] is not None:
-        whose = " of the adapted target" if entry.get("target_change") else ""
-        text += f"; greedy output identical to plain decoding{whose} for {cells.exact(entry)} of them"
+        qualifier = " of the adapted target" if entry.get("target_change") else ""
+        text += f"; greedy output identical to plain decoding{qualifier} for {cells.exact(entry)} of them"
     return text + ". Tokens and tau are deterministic; timings vary by machine. docs/metrics.md defines every term."
 
 
@@ -126,16 +126,16 @@ def _costs(report: Report) -> str:
         line += [cells.number(e.get("predicted_speedup"))]
         line += [cells.with_plain(e, k) for k in ("ttft_ms", "tpot_ms")]
         body.append([*line, cells.share(e["floor_fraction"])])
-    about = "Milliseconds per decode step (draft, verify, commit, host), at the first batch size. Nodes include the root."
-    return f"## Cost of a decode step\n\n{about}\n\n" + rows(header, body)
+    caption = "Milliseconds per decode step (draft, verify, commit, host), at the first batch size. Nodes include the root."
+    return f"## Cost of a decode step\n\n{caption}\n\n" + rows(header, body)
 
 
 def _slices(report: Report) -> str:
     header = ("slice", "prompts", "tau", "expected tau", "alpha", "speedup [min-max]", _RATES, "exact")
-    parts = []
+    sections = []
     for e in report["checkpoints"]:
-        parts.append(f"### {e['name']}\n\n" + rows(header, [_slice(s) for s in e["slices"]]))
-    return "## Slices\n\n" + "\n\n".join(parts)
+        sections.append(f"### {e['name']}\n\n" + rows(header, [_slice(s) for s in e["slices"]]))
+    return "## Slices\n\n" + "\n\n".join(sections)
 
 
 def _slice(s: dict[str, Any]) -> list[str]:
@@ -159,17 +159,17 @@ def _quality(report: Report) -> str:
 
 def _setup(report: Report) -> str:
     training = {key: value for key, value in (report["training"] or {}).items() if key not in ("data", "engine")}
-    parts = [data_section((report["training"] or {}).get("data"))]
+    sections = [data_section((report["training"] or {}).get("data"))]
     for title, values in (("Target", report["target"]), ("Drafter", report["drafter"]), ("Training", training)):
         if values:
             lines = "\n".join(f"- {key}: {_plain(value)}" for key, value in values.items())
-            parts.append(f"## {title}\n\n{lines}")
-    shown = {k: v for k, v in report["measure"].items() if k not in ("notes", "decode", "seconds")}
-    measure = shown | report["measure"]["decode"]
-    parts.append("## Settings\n\n" + "\n".join(f"- {key}: {_plain(value)}" for key, value in measure.items()))
-    parts[-1] += f"\n- measured in {report['measure']['seconds']:.0f} s"
+            sections.append(f"## {title}\n\n{lines}")
+    measure_settings = {k: v for k, v in report["measure"].items() if k not in ("notes", "decode", "seconds")}
+    measure = measure_settings | report["measure"]["decode"]
+    sections.append("## Settings\n\n" + "\n".join(f"- {key}: {_plain(value)}" for key, value in measure.items()))
+    sections[-1] += f"\n- measured in {report['measure']['seconds']:.0f} s"
     lines = "\n".join(f"- {key}: {_plain(value)}" for key, value in report["environment"].items())
-    return "\n\n".join([*filter(None, parts), f"## Environment\n\n{lines}"])
+    return "\n\n".join([*filter(None, sections), f"## Environment\n\n{lines}"])
 
 
 def _plain(value: Any) -> str:
@@ -191,9 +191,13 @@ def data_section(data: dict[str, Any] | None) -> str:
             ["packed rows", cells.count(packing["rows"])],
             ["share of a packed row in use", f"{packing['efficiency']:.1%}"],
         ]
-    parts = [f"## Data\n\nFrom `{data['path']}`.", rows(("", "count"), counts), _sources(data), _lengths(data)]
-    more = [_vocabulary(data.get("vocabulary")), _origin(data.get("origin")), _contamination(data.get("contamination"))]
-    return "\n\n".join(part for part in [*parts, *more] if part)
+    sections = [f"## Data\n\nFrom `{data['path']}`.", rows(("", "count"), counts), _sources(data), _lengths(data)]
+    extra_sections = [
+        _vocabulary(data.get("vocabulary")),
+        _origin(data.get("origin")),
+        _contamination(data.get("contamination")),
+    ]
+    return "\n\n".join(text for text in [*sections, *extra_sections] if text)
 
 
 def _sources(data: dict[str, Any]) -> str:
@@ -235,18 +239,22 @@ def _origin(origin: dict[str, Any] | None) -> str:
     )
     if origin["log_likelihood"] is None:
         return author
-    data, own = origin["log_likelihood"], origin["own_log_likelihood"]
+    data_ll, target_ll = origin["log_likelihood"], origin["own_log_likelihood"]
     return (
-        f"{author} Mean log-likelihood under the target, over {origin['replies']} replies: {data:.2f} nats/token for the data, "
-        f"{own:.2f} for the target's own replies to the same prompts at temperature 1."
+        f"{author} Mean log-likelihood under the target, over {origin['replies']} replies: {data_ll:.2f} nats/token for the "
+        f"data, {target_ll:.2f} for the target's own replies to the same prompts at temperature 1."
     )
 
 
-def _contamination(found: dict[str, Any] | None) -> str:
-    if not found:
+def _contamination(contamination: dict[str, Any] | None) -> str:
+    if not contamination:
         return ""
-    copied = f"{len(found['copies'])} of {found['prompts']} evaluation prompts also occur in the training data"
-    rule = f"{found['overlap']:.0%} or more of their {found['ngram']}-word sequences in one conversation"
-    summary = f"{copied} ({rule}; {found['searched']:,} of {found['records']:,} records were searched)."
-    listed = [[copy["question_id"], copy["category"], f"{copy['share']:.0%}", copy["origin"]] for copy in found["copies"][:20]]
-    return summary + ("\n\n" + rows(("prompt", "category", "found", "in"), listed) if listed else "")
+    copies_text = (
+        f"{len(contamination['copies'])} of {contamination['prompts']} evaluation prompts also occur in the training data"
+    )
+    rule = f"{contamination['overlap']:.0%} or more of their {contamination['ngram']}-word sequences in one conversation"
+    summary = f"{copies_text} ({rule}; {contamination['searched']:,} of {contamination['records']:,} records were searched)."
+    copy_rows = [
+        [copy["question_id"], copy["category"], f"{copy['share']:.0%}", copy["origin"]] for copy in contamination["copies"][:20]
+    ]
+    return summary + ("\n\n" + rows(("prompt", "category", "found", "in"), copy_rows) if copy_rows else "")

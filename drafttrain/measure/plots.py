@@ -25,16 +25,18 @@ def acceptance_plot(entries: Sequence[Entry], path: Path) -> Path | None:
 
     None when nothing was drafted.
     """
-    drawn = [e for e in entries if e["alpha_by_position"]]
-    if not drawn:
+    drafted = [e for e in entries if e["alpha_by_position"]]
+    if not drafted:
         return None
     figure, (axes,) = panels(1, 6.4)
-    for i, entry in enumerate(drawn):
+    for i, entry in enumerate(drafted):
         value, low, high = zip(*entry["alpha_by_position"], strict=True)
-        at = [position + 1 + 0.06 * (i - (len(drawn) - 1) / 2) for position in range(len(value))]
+        positions = [position + 1 + 0.06 * (i - (len(drafted) - 1) / 2) for position in range(len(value))]
         spread = [[v - a for v, a in zip(value, low, strict=True)], [b - v for v, b in zip(value, high, strict=True)]]
         label = f"{entry['name']} (tau {entry['tau']:.2f})"
-        axes.errorbar(at, value, yerr=spread, marker="o", markersize=5, capsize=3, linewidth=1.6, color=colour(i), label=label)
+        axes.errorbar(
+            positions, value, yerr=spread, marker="o", markersize=5, capsize=3, linewidth=1.6, color=colour(i), label=label
+        )
     axes.set(xlabel="draft position", ylabel="acceptance, given the earlier positions", ylim=(0, 1))
     axes.set_title("Acceptance by position", loc="left", fontweight="bold")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -55,12 +57,12 @@ def speedup_plot(entries: Sequence[Entry], path: Path) -> Path | None:
     figure, (axes,) = panels(1, max(5.0, 1.6 + 0.9 * len(sizes) * len(entries)))
     width = 0.8 / len(timed)
     for i, (name, slices) in enumerate(timed):
-        at = [sizes.index(s["value"]) + (i - (len(timed) - 1) / 2) * width for s in slices]
+        bar_x = [sizes.index(s["value"]) + (i - (len(timed) - 1) / 2) * width for s in slices]
         value = [s["speedup"] for s in slices]
         spread = [[s["speedup"] - s["speedup_min"] for s in slices], [s["speedup_max"] - s["speedup"] for s in slices]]
-        axes.bar(at, value, width * 0.88, color=colour(i), label=name)
-        axes.errorbar(at, value, yerr=spread, fmt="none", ecolor=INK, elinewidth=1.2, capsize=4)
-        for x, s in zip(at, slices, strict=True):
+        axes.bar(bar_x, value, width * 0.88, color=colour(i), label=name)
+        axes.errorbar(bar_x, value, yerr=spread, fmt="none", ecolor=INK, elinewidth=1.2, capsize=4)
+        for x, s in zip(bar_x, slices, strict=True):
             at_top, text = (x, s["speedup_max"]), f"{s['speedup']:.2f}x"
             axes.annotate(text, at_top, (0, 4), textcoords="offset points", ha="center", fontsize=9)
     axes.axhline(1.0, color=INK, linewidth=1, linestyle="--", label="plain decoding")
@@ -78,8 +80,8 @@ def training_plot(metrics: Path, path: Path) -> Path | None:
     curves = read_curves(metrics)
     if not curves:
         return None
-    figure, every = panels(len(curves), 4.2 * len(curves))
-    for axes, (name, series) in zip(every, curves.items(), strict=True):
+    figure, panel_axes = panels(len(curves), 4.2 * len(curves))
+    for axes, (name, series) in zip(panel_axes, curves.items(), strict=True):
         for i, (label, points) in enumerate(series.items()):
             style: dict[str, Any] = {"marker": "o" if len(points) < MARKED else None, "markersize": 4}
             if label == SAME_CHAINS:  # the line that it may cover shows through
@@ -97,21 +99,21 @@ def data_plot(data: Entry | None, path: Path) -> Path | None:
     if not data or not data.get("lengths"):
         return None
     vocabulary = data.get("vocabulary")
-    figure, every = panels(2 if vocabulary else 1, 9.6 if vocabulary else 5.0)
+    figure, panel_axes = panels(2 if vocabulary else 1, 9.6 if vocabulary else 5.0)
     edges, counts = zip(*data["lengths"], strict=True)
-    every[0].bar(range(len(edges)), counts, 0.88, color=colour(0))
-    every[0].set_xticks(range(len(edges)), [f"{edge:,}" for edge in edges], rotation=45)
-    every[0].set(xlabel="length in tokens, up to", ylabel="texts")
-    every[0].set_title("Lengths", loc="left", fontweight="bold")
-    every[0].grid(axis="x", visible=False)
+    panel_axes[0].bar(range(len(edges)), counts, 0.88, color=colour(0))
+    panel_axes[0].set_xticks(range(len(edges)), [f"{edge:,}" for edge in edges], rotation=45)
+    panel_axes[0].set(xlabel="length in tokens, up to", ylabel="texts")
+    panel_axes[0].set_title("Lengths", loc="left", fontweight="bold")
+    panel_axes[0].grid(axis="x", visible=False)
     if vocabulary:
         size, share = vocabulary["recommended"], vocabulary["recommended_share"]
-        every[1].plot(*zip(*vocabulary["curve"], strict=True), marker="o", markersize=4, linewidth=1.6, color=colour(0))
-        every[1].plot([size], [share], marker="o", markersize=8, color=colour(1), linestyle="none")
-        every[1].annotate(f"{size:,}: {share:.1%}", (size, share), (8, -14), textcoords="offset points", color=INK)
-        every[1].set_xscale("log", base=2)
-        every[1].set(xlabel="most frequent tokens", ylabel="share of supervised tokens", ylim=(0, 1.04))
-        every[1].set_title("Coverage of a draft vocabulary", loc="left", fontweight="bold")
+        panel_axes[1].plot(*zip(*vocabulary["curve"], strict=True), marker="o", markersize=4, linewidth=1.6, color=colour(0))
+        panel_axes[1].plot([size], [share], marker="o", markersize=8, color=colour(1), linestyle="none")
+        panel_axes[1].annotate(f"{size:,}: {share:.1%}", (size, share), (8, -14), textcoords="offset points", color=INK)
+        panel_axes[1].set_xscale("log", base=2)
+        panel_axes[1].set(xlabel="most frequent tokens", ylabel="share of supervised tokens", ylim=(0, 1.04))
+        panel_axes[1].set_title("Coverage of a draft vocabulary", loc="left", fontweight="bold")
     return save(figure, path)
 
 
@@ -123,24 +125,24 @@ def tuning_plot(surface: Sequence[Entry], chosen: Entry, path: Path) -> Path | N
     if not surface:
         return None
     depths = sorted({s["depth"] for s in surface})
-    along = "depth" if len(depths) == len(surface) else "nodes"
+    x_key = "depth" if len(depths) == len(surface) else "nodes"
     figure, (axes,) = panels(1, 7.2)
-    lines = {None: surface} if along == "depth" else {d: [s for s in surface if s["depth"] == d] for d in depths}
+    lines = {None: surface} if x_key == "depth" else {d: [s for s in surface if s["depth"] == d] for d in depths}
     for i, (depth, points) in enumerate(lines.items()):
-        x, y = zip(*sorted((s[along], s["speedup"]) for s in points), strict=True)
+        x, y = zip(*sorted((s[x_key], s["speedup"]) for s in points), strict=True)
         label = None if depth is None else f"depth {depth}"
         axes.plot(x, y, marker="o", markersize=4, linewidth=1.6, color=colour(i), label=label)
     if (depth := chosen["settings"].get("draft_length")) is not None:
         nodes = len(chosen["settings"].get("paths", ())) or None
-        own = [s for s in surface if s["depth"] == depth and nodes in (None, s["nodes"])]
-        place = (own[0][along], own[0]["speedup"])
-        axes.plot(*place, marker="o", markersize=11, markerfacecolor="none", color=INK, linestyle="none")
-        axes.annotate("chosen", place, (8, 8), textcoords="offset points", color=INK)
+        matching = [s for s in surface if s["depth"] == depth and nodes in (None, s["nodes"])]
+        point = (matching[0][x_key], matching[0]["speedup"])
+        axes.plot(*point, marker="o", markersize=11, markerfacecolor="none", color=INK, linestyle="none")
+        axes.annotate("chosen", point, (8, 8), textcoords="offset points", color=INK)
     axes.axhline(1.0, color=INK, linewidth=1, linestyle="--")
-    label = "draft length" if along == "depth" else "nodes of the tree"
+    label = "draft length" if x_key == "depth" else "nodes of the tree"
     axes.set(xlabel=label, ylabel="predicted speedup over plain decoding")
     axes.set_title("Predicted speedup by proposal", loc="left", fontweight="bold")
-    if along == "nodes":
+    if x_key == "nodes":
         axes.legend(frameon=False, fontsize=9)
     return save(figure, path)
 
@@ -155,19 +157,19 @@ def panels(count: int, width: float, columns: int | None = None, height: float =
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     across = columns or count
-    every = [figure.add_subplot(-(-count // across), across, i + 1) for i in range(count)]
-    for axes in every:
+    panel_axes = [figure.add_subplot(-(-count // across), across, i + 1) for i in range(count)]
+    for axes in panel_axes:
         axes.grid(color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#999999")
         axes.tick_params(colors=INK)
-    return figure, every
+    return figure, panel_axes
 
 
 def save(figure: Figure, path: Path) -> Path:
     """Write the figure atomically."""
-    aside = path.with_suffix(".aside.png")
-    figure.savefig(aside)
-    aside.replace(path)
+    temporary_path = path.with_suffix(".aside.png")
+    figure.savefig(temporary_path)
+    temporary_path.replace(path)
     return path

@@ -19,18 +19,18 @@ def published_for(report: dict[str, Any], sets: set[str | None]) -> list[dict[st
     sets: the public sets that the prompts are from; None for other prompts.
     """
     best = best_entry(report)
-    measured = {part["value"]: part for part in best["slices"] if part["by"] == "set"} or dict.fromkeys(sets, best)
-    drafter, found = report["drafter"], []
-    for known in json.loads(FILE.read_text(encoding="utf-8")):
-        options = known["options"].items()
-        if known["family"] != drafter.get("family") or known["set"] not in measured:
+    measured = {entry["value"]: entry for entry in best["slices"] if entry["by"] == "set"} or dict.fromkeys(sets, best)
+    drafter, published = report["drafter"], []
+    for figure in json.loads(FILE.read_text(encoding="utf-8")):
+        options = figure["options"].items()
+        if figure["family"] != drafter.get("family") or figure["set"] not in measured:
             continue
         if any((drafter.get("options") or {}).get(key) != value for key, value in options):
             continue
-        ours = measured[known["set"]]
-        kept = {key: known[key] for key in ("set", "method", "target", "hardware", "tau", "speedup", "source")}
-        found.append(kept | {"measured_tau": ours["tau"], "measured_speedup": ours["speedup"]})
-    return found
+        ours = measured[figure["set"]]
+        selected = {key: figure[key] for key in ("set", "method", "target", "hardware", "tau", "speedup", "source")}
+        published.append(selected | {"measured_tau": ours["tau"], "measured_speedup": ours["speedup"]})
+    return published
 
 
 def published_lines(report: dict[str, Any]) -> list[str]:
@@ -45,8 +45,8 @@ def published_lines(report: dict[str, Any]) -> list[str]:
 
 def published_section(report: dict[str, Any]) -> str:
     """The section of report.md; empty without published figures."""
-    known = report.get("published") or []
-    if not known:
+    published = report.get("published") or []
+    if not published:
         return ""
     header = ["set", "tau here", "speedup here", "published for", "tau", "speedup", "target", "hardware", "source"]
     body = [
@@ -54,6 +54,6 @@ def published_section(report: dict[str, Any]) -> str:
             *(p["set"], cells.number(p["measured_tau"]), cells.number(p["measured_speedup"]), p["method"]),
             *(cells.number(p["tau"]), cells.number(p["speedup"]), p["target"], p["hardware"], p["source"]),
         ]
-        for p in known
+        for p in published
     ]
     return f"## Published figures\n\n{CAUTION}\n\n" + cells.rows(header, body)

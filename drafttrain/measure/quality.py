@@ -61,13 +61,14 @@ class Original:
         keys: dict[str, Any] = {
             "prompts": count,
             "changed": sum(a != b for a, b in zip(*lists.values(), strict=True)),
-            "perplexity": {kind: perplexity(target, self.held_out, target.device) for kind, target in targets.items()},
+            "perplexity": {label: perplexity(target, self.held_out, target.device) for label, target in targets.items()},
             "parameters": restored.matrices,
             "mib": own_bytes(adapted, self.loaded.target) / 2**20,
         }
         for name, text in lists.items():
             keys[name] = {
-                kind: mean_log_likelihood(target, self.prompts[:count], text, target.device) for kind, target in targets.items()
+                label: mean_log_likelihood(target, self.prompts[:count], text, target.device)
+                for label, target in targets.items()
             }
         return keys
 

@@ -105,11 +105,11 @@ def write_report(folder: Path, report: Report, metrics: Path | None = None, draw
     """
     folder.mkdir(parents=True, exist_ok=True)
     figures = _figures(folder, report, metrics) if draw else []
-    written = [*figures, *write_sheet(folder, report), folder / "report.html", folder / "report.md", folder / FILE]
+    paths = [*figures, *write_sheet(folder, report), folder / "report.html", folder / "report.md", folder / FILE]
     atomic_write_text(folder / "report.html", page(rounded(report), metrics))
     atomic_write_text(folder / "report.md", markdown(report, [path.name for path in figures]))
     atomic_write_json(folder / FILE, rounded(report))
-    return written
+    return paths
 
 
 def _figures(folder: Path, report: Report, metrics: Path | None) -> list[Path]:
@@ -118,13 +118,13 @@ def _figures(folder: Path, report: Report, metrics: Path | None) -> list[Path]:
         return []
     from drafttrain.measure.plots import acceptance_plot, data_plot, speedup_plot, training_plot
 
-    drawn = [
+    figure_paths = [
         acceptance_plot([*report["checkpoints"], *acceptance_entries(report)], folder / "acceptance.png"),
         speedup_plot(report["checkpoints"], folder / "speedup.png"),
         training_plot(metrics, folder / "training.png") if metrics is not None else None,
         data_plot((report["training"] or {}).get("data"), folder / "data.png"),
     ]
-    return [path for path in drawn if path is not None]
+    return [path for path in figure_paths if path is not None]
 
 
 def read_report(file: Path) -> Report:
@@ -133,8 +133,8 @@ def read_report(file: Path) -> Report:
         report = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a report: {error}; name a {FILE} that drafttrain wrote") from error
-    wanted = ("schema_version", "target", "drafter", "environment", "measure", "checkpoints", "best")
-    if not isinstance(report, dict) or any(key not in report for key in wanted) or not report["checkpoints"]:
+    required_keys = ("schema_version", "target", "drafter", "environment", "measure", "checkpoints", "best")
+    if not isinstance(report, dict) or any(key not in report for key in required_keys) or not report["checkpoints"]:
         raise UserError(f"{file} is not the report of a measurement; name a {FILE} that drafttrain wrote")
     if report["schema_version"] > SCHEMA_VERSION:
         raise UserError(f"{file}: schema_version {report['schema_version']} is newer than {SCHEMA_VERSION}; update drafttrain")
@@ -171,30 +171,30 @@ def page(report: dict[str, Any], metrics: Path | None) -> str:
 
 def _cards(best: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(name, figure, explanation) of each headline figure."""
-    about = "tokens per pass of the target" if best["expected_tau"] is None else f"expected {cells.expected(best)}"
-    found = [("tau", cells.number(best["tau"]), about)]
+    tau_note = "tokens per pass of the target" if best["expected_tau"] is None else f"expected {cells.expected(best)}"
+    cards = [("tau", cells.number(best["tau"]), tau_note)]
     if best["speedup"] is not None:
         low, high = (cells.number(best[key]) for key in ("speedup_min", "speedup_max"))
-        found.append(("speedup", f"{best['speedup']:.2f}x", f"repeats {low} to {high}, batch {best['batch_size']}"))
+        cards.append(("speedup", f"{best['speedup']:.2f}x", f"repeats {low} to {high}, batch {best['batch_size']}"))
         plain, reference = (cells.number(best[key], 0) for key in ("baseline_tokens_per_s", "transformers_tokens_per_s"))
-        found.append(("tokens/s", cells.number(best["tokens_per_s"], 0), f"plain {plain}, transformers {reference}"))
-    found.append(("acceptance", cells.number(best["alpha"]), "accepted / offered drafts"))
+        cards.append(("tokens/s", cells.number(best["tokens_per_s"], 0), f"plain {plain}, transformers {reference}"))
+    cards.append(("acceptance", cells.number(best["alpha"]), "accepted / offered drafts"))
     if best["exact_matches"] is not None:
-        found.append(("identical", cells.exact(best), "outputs identical to plain decoding"))
+        cards.append(("identical", cells.exact(best), "outputs identical to plain decoding"))
     if best["floor_fraction"] is not None:
-        found.append(("memory floor", cells.share(best["floor_fraction"]), "of a step: reading weights and cache once"))
-    return found
+        cards.append(("memory floor", cells.share(best["floor_fraction"]), "of a step: reading weights and cache once"))
+    return cards
 
 
 def _next_steps(report: dict[str, Any]) -> list[tuple[str, str]]:
     """(purpose, command) of what comes next."""
     checkpoint, target = best_entry(report)["path"], report["target"]
-    where = shlex.quote(f"checkpoint={checkpoint}")
+    arguments = shlex.quote(f"checkpoint={checkpoint}")
     if target.get("name") != "embedded":
-        where += " " + shlex.quote(f"target={target.get('path')}")
+        arguments += " " + shlex.quote(f"target={target.get('path')}")
     stacks = report["drafter"].get("stacks")
-    export = [(f"write it for {', '.join(stacks)}", f"drafttrain export {where} format=all out=DIR")] if stacks else []
-    return [*export, ("measure it on your prompts", f"drafttrain measure {where} prompts=FILE")]
+    export = [(f"write it for {', '.join(stacks)}", f"drafttrain export {arguments} format=all out=DIR")] if stacks else []
+    return [*export, ("measure it on your prompts", f"drafttrain measure {arguments} prompts=FILE")]
 
 
 def _tables(report: dict[str, Any]) -> str:
@@ -206,8 +206,8 @@ def _tables(report: dict[str, Any]) -> str:
 def _data(report: dict[str, Any], metrics: Path | None) -> dict[str, Any]:
     entries = []
     for entry in report["checkpoints"]:
-        kept = {key: entry.get(key) for key in SHOWN}
-        entries.append(kept | {"slices": [{key: part.get(key) for key in SLICE} for part in entry["slices"]]})
+        fields = {key: entry.get(key) for key in SHOWN}
+        entries.append(fields | {"slices": [{key: entry_slice.get(key) for key in SLICE} for entry_slice in entry["slices"]]})
     curves = {
         name: [{"name": label, "points": points} for label, points in series.items()]
         for name, series in read_curves(metrics).items()

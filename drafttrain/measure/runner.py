@@ -71,9 +71,9 @@ def measure_checkpoints(
     for checkpoint in checkpoints:
         check_target(checkpoint.path, read_meta(checkpoint.path).target, loaded.target)
     check_measurement(loaded, None, decode, options)
-    room = loaded.target.shape.max_positions - decode.max_new_tokens
-    cases, left_out = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
-    notes = left_out_notes(left_out, len(prompts), room)
+    max_prompt_tokens = loaded.target.shape.max_positions - decode.max_new_tokens
+    cases, left_out = encode_cases(prompts, loaded.tokenizer, max_prompt_tokens, loaded.images)
+    notes = left_out_notes(left_out, len(prompts), max_prompt_tokens)
     if reason := loaded.description.get("chains_reason"):
         notes.append(f"the target verifies chains, not trees, so drafts are chains: {reason}")
     if reason := loaded.description.get("attention_reason"):
@@ -82,26 +82,26 @@ def measure_checkpoints(
         notes.append(f"decode steps run without CUDA graphs: {reason}")
     notes.extend(_other_weights(loaded, checkpoints))
     notes.extend(filter(None, [idle_guards(decode)]))
-    began = monotonic()
-    alone = [c for c in checkpoints if read_meta(c.path).adapter is not None]
-    groups = [group for group in ([c for c in checkpoints if c not in alone], *([c] for c in alone)) if group]
-    share = 60 * options.minutes / (len(groups) + bool(alone))
+    start_time = monotonic()
+    adapted = [c for c in checkpoints if read_meta(c.path).adapter is not None]
+    groups = [group for group in ([c for c in checkpoints if c not in adapted], *([c] for c in adapted)) if group]
+    share = 60 * options.minutes / (len(groups) + bool(adapted))
     bench = Bench(loaded, decode, options, Budget(share, notes=notes), watch)
     original = None
-    if alone:
+    if adapted:
         check_whole(loaded.target)
         plain = bench.decode_all("original target", None, cases, passes=2)
         original = Original(loaded, [c.tokens for c in cases], [r.tokens for r in plain], held_out)
-    found: dict[str, Keys] = {}
+    entries_by_name: dict[str, Keys] = {}
     for group in groups:
-        found |= _group(
-            replace(bench, budget=Budget(share, notes=notes)), group, cases, None if group[0] not in alone else original
+        entries_by_name |= _group(
+            replace(bench, budget=Budget(share, notes=notes)), group, cases, None if group[0] not in adapted else original
         )
     order = [str(c.path) for c in checkpoints]
-    entries = sorted(found.values(), key=lambda entry: order.index(entry["path"]))
+    entries = sorted(entries_by_name.values(), key=lambda entry: order.index(entry["path"]))
     notes.extend(distillation(entries))
-    used = {"seconds": monotonic() - began, "notes": list(dict.fromkeys(notes)), "decode": asdict(decode)}
-    return {"checkpoints": entries, "measure": asdict(options) | used}
+    run_info = {"seconds": monotonic() - start_time, "notes": list(dict.fromkeys(notes)), "decode": asdict(decode)}
+    return {"checkpoints": entries, "measure": asdict(options) | run_info}
 
 
 def _group(
@@ -112,9 +112,9 @@ def _group(
     original: the unchanged target, where the checkpoints have an adapted one; the report compares the two.
     """
     restored = {c.name: load_checkpoint(c.path, bench.loaded, c.tuned) for c in checkpoints}
-    first, pictured = checkpoints[0].name, any(has_images(case.tokens) for case in cases)
-    for one in restored.values():
-        check_images(one.drafter, pictured)
+    first, with_images = checkpoints[0].name, any(has_images(case.tokens) for case in cases)
+    for loaded_checkpoint in restored.values():
+        check_images(loaded_checkpoint.drafter, with_images)
     if original is not None:
         watch, label = bench.watch, f"{first}: "
         bench = replace(
@@ -132,17 +132,17 @@ def _group(
     parameters = {name: trainable(drafter) for name, drafter in drafters.items()}
     for drafter in drafters.values():
         drafter.requires_grad_(False)  # the drafters only decode from here on
-    found = {name: _evidence(bench, name, drafter, cases, plain, reference) for name, drafter in drafters.items()}
-    extras = {name: _extras(bench, name, drafter, found[name]) for name, drafter in drafters.items()}
-    further = conditions(bench, cases)
-    races = bench.races(drafters, cases, others=len(further))
-    others = other_slices(further, drafters)
-    entries = [_entry(bench, c, drafters[c.name], found[c.name], races) | extras[c.name] for c in checkpoints]
+    evidence = {name: _evidence(bench, name, drafter, cases, plain, reference) for name, drafter in drafters.items()}
+    extras = {name: _extras(bench, name, drafter, evidence[name]) for name, drafter in drafters.items()}
+    extra_conditions = conditions(bench, cases)
+    races = bench.races(drafters, cases, others=len(extra_conditions))
+    condition_slices = other_slices(extra_conditions, drafters)
+    entries = [_entry(bench, c, drafters[c.name], evidence[c.name], races) | extras[c.name] for c in checkpoints]
     change = None if original is None else original.change(restored[first], [r.tokens for r in plain[:first_turns]])
     for entry in entries:
         entry["parameters"] = parameters[entry["name"]]
         entry["target_change"] = change
-        entry["slices"] += others[entry["name"]]
+        entry["slices"] += condition_slices[entry["name"]]
         entry["flags"] = flags(entry)
     return {entry["name"]: entry for entry in entries}
 
@@ -162,12 +162,12 @@ def _rows(
 
 def _other_weights(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef]) -> list[str]:
     """Notes on checkpoints that were trained for this model with weights of another precision."""
-    here, notes = weights_of(loaded.target.fingerprint), []
+    current, notes = weights_of(loaded.target.fingerprint), []
     for checkpoint in checkpoints:
         trained = weights_of(read_meta(checkpoint.path).target.fingerprint)
-        if trained != here and checkpoint.tuned:
+        if trained != current and checkpoint.tuned:
             notes.append(
-                f"{checkpoint.name} was trained for this target with {trained} weights; here the target has {here} weights"
+                f"{checkpoint.name} was trained for this target with {trained} weights; here the target has {current} weights"
             )
     return notes
 
@@ -201,23 +201,23 @@ def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Ca
     The cases are the given first turns (fewer, when the budget is short), then the dialogues' further turns. Each further turn
     follows the target's own plain replies.
     """
-    compared = bench.options.transformers and bench.sampling.greedy
-    plain = bench.decode_all("plain decoding", None, cases, passes + compared)
+    with_reference = bench.options.transformers and bench.sampling.greedy
+    plain = bench.decode_all("plain decoding", None, cases, passes + with_reference)
     if len(plain) < len(cases):
         bench.budget.notes.append(
             f"acceptance was measured on {len(plain)} of {len(cases)} prompts by measure.minutes={bench.options.minutes:g}"
         )
-    found = turn = list(cases[: len(plain)])
-    replies, room = plain, bench.loaded.target.shape.max_positions - bench.decode.max_new_tokens
+    all_cases = turn = list(cases[: len(plain)])
+    replies, max_prompt_tokens = plain, bench.loaded.target.shape.max_positions - bench.decode.max_new_tokens
     while True:
         outputs = [r.tokens for r in replies]
         loaded = bench.loaded
-        turn, left_out = follow_ups(turn, outputs, loaded.tokenizer, room, bench.options.turns, loaded.images)
-        bench.budget.notes.extend(left_out_notes(left_out, len(turn) + len(left_out), room, "further turns"))
+        turn, left_out = follow_ups(turn, outputs, loaded.tokenizer, max_prompt_tokens, bench.options.turns, loaded.images)
+        bench.budget.notes.extend(left_out_notes(left_out, len(turn) + len(left_out), max_prompt_tokens, "further turns"))
         if not turn:
-            return found, plain, bench.reference(found, plain) if compared else None
-        replies = bench.decode_all(f"plain decoding, turn {turn[0].turn}", None, turn, first=len(found))
-        found, plain = [*found, *turn], [*plain, *replies]
+            return all_cases, plain, bench.reference(all_cases, plain) if with_reference else None
+        replies = bench.decode_all(f"plain decoding, turn {turn[0].turn}", None, turn, first=len(all_cases))
+        all_cases, plain = [*all_cases, *turn], [*plain, *replies]
 
 
 def _evidence(
@@ -289,8 +289,8 @@ def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: 
     keys["outputs"] = [] if POLICIES[bench.decode.policy].lossless else sheet_outputs(evidence, bench.loaded.tokenizer)
     keys |= {"policy": bench.decode.policy, "temperature": bench.decode.temperature, "batch_size": first.batch_size}
     keys["slices"] = by_category(evidence, checkpoint.name, first) + by_batch_size(races, checkpoint.name)
-    for part in (keys, *(s for s in keys["slices"] if s["by"] == "batch_size")):
-        part["floor_fraction"] = _floor_fraction(bench, races[part["batch_size"]], checkpoint.name, part)
+    for slice_keys in (keys, *(s for s in keys["slices"] if s["by"] == "batch_size")):
+        slice_keys["floor_fraction"] = _floor_fraction(bench, races[slice_keys["batch_size"]], checkpoint.name, slice_keys)
     return keys
 
 

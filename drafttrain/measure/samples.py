@@ -18,8 +18,8 @@ HALF = "\ufffd"  # a tokenizer decodes an incomplete character to this
 
 def samples(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """`[accepted drafts, their text, the target's text]` for each verification of the first outputs."""
-    chosen = range(min(OUTPUTS, len(evidence.cases)))
-    return [_sample(evidence, i, tokenizer) for i in chosen]
+    indices = range(min(OUTPUTS, len(evidence.cases)))
+    return [_sample(evidence, i, tokenizer) for i in indices]
 
 
 def _sample(evidence: Evidence, i: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -42,14 +42,14 @@ def _pieces(result: Result, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
     A character of several tokens belongs to the piece with its last token.
     """
-    ends, at = [1], 1
+    ends, token_count = [1], 1
     for drafts, length in zip(result.runs, result.lengths, strict=True):
-        ends += [at + drafts, at + length]
-        at = ends[-1]
-    pieces, shown = [], ""
+        ends += [token_count + drafts, token_count + length]
+        token_count = ends[-1]
+    pieces, previous_text = [], ""
     for end in ends:
         text = str(tokenizer.decode(result.tokens[:end], skip_special_tokens=True))
-        whole = text if end == len(result.tokens) else text.rstrip(HALF)
-        pieces.append(whole[len(shown) :])
-        shown = whole
+        complete_text = text if end == len(result.tokens) else text.rstrip(HALF)
+        pieces.append(complete_text[len(previous_text) :])
+        previous_text = complete_text
     return pieces

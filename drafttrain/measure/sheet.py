@@ -32,12 +32,12 @@ def outputs(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict
     def text(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(without_images(tokens), skip_special_tokens=True))
 
-    found = []
+    differing = []
     for case, plain, ours in zip(evidence.cases, evidence.plain, evidence.speculative, strict=True):
         pair = {PLAIN: text(plain.tokens), SPECULATIVE: text(ours.tokens)}
         if pair[PLAIN] != pair[SPECULATIVE]:
-            found.append({"question_id": case.question_id, "category": case.category, "prompt": text(case.tokens)} | pair)
-    return found[:PAIRS]
+            differing.append({"question_id": case.question_id, "category": case.category, "prompt": text(case.tokens)} | pair)
+    return differing[:PAIRS]
 
 
 def write_sheet(folder: Path, report: dict[str, Any]) -> list[Path]:

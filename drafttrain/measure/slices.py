@@ -32,31 +32,31 @@ def conditions(bench: Bench, cases: Sequence[Case]) -> list[Condition]:
 
     Raises UserError for documents that cannot be read.
     """
-    found = [
+    race_conditions = [
         Condition("temperature", temperature, replace(bench, decode=at_temperature(bench.decode, temperature)), cases)
         for temperature in bench.options.temperatures
         if temperature != bench.decode.temperature
     ]
     if bench.options.contexts:
-        found += _contexts(bench)
-    return found
+        race_conditions += _contexts(bench)
+    return race_conditions
 
 
 def other_slices(wanted: Sequence[Condition], drafters: Mapping[str, Drafter]) -> dict[str, list[Keys]]:
     """The slices of each drafter. Every condition gets an equal share of the remaining budget."""
-    found: dict[str, list[Keys]] = {name: [] for name in drafters}
-    for done, condition in enumerate(wanted):
+    slices_by_name: dict[str, list[Keys]] = {name: [] for name in drafters}
+    for races_done, condition in enumerate(wanted):
         bench = condition.bench
         size = bench.options.batch_sizes[0]
         cases = condition.cases[: bench.options.timed_prompts]
         label = f"{condition.by} {condition.value:g}"
-        timed = bench.race(dict(drafters), cases, size, bench.budget.left / (len(wanted) - done), label)
-        same = POLICIES[bench.decode.policy].repeats_plain(bench.sampling)
+        timed = bench.race(dict(drafters), cases, size, bench.budget.left / (len(wanted) - races_done), label)
+        repeats_plain = POLICIES[bench.decode.policy].repeats_plain(bench.sampling)
         for name in drafters:
             keys = race_keys(timed, name)
-            keys["exact_matches"] = keys["exact_matches"] if same else None
-            found[name].append({"by": condition.by, "value": condition.value, "batch_size": size} | keys)
-    return found
+            keys["exact_matches"] = keys["exact_matches"] if repeats_plain else None
+            slices_by_name[name].append({"by": condition.by, "value": condition.value, "batch_size": size} | keys)
+    return slices_by_name
 
 
 def at_temperature(decode: DecodeOptions, temperature: float) -> DecodeOptions:
@@ -67,15 +67,15 @@ def at_temperature(decode: DecodeOptions, temperature: float) -> DecodeOptions:
 
 
 def _contexts(bench: Bench) -> list[Condition]:
-    room = bench.loaded.target.shape.max_positions - bench.decode.max_new_tokens
-    fitting = [length for length in bench.options.contexts if length <= room]
-    if left := sorted(set(bench.options.contexts) - set(fitting)):
-        lengths = ", ".join(f"{length:,}" for length in left)
-        bench.budget.notes.append(f"contexts of {lengths} tokens were left out: the target has room for {room:,}")
+    max_prompt_tokens = bench.loaded.target.shape.max_positions - bench.decode.max_new_tokens
+    fitting = [length for length in bench.options.contexts if length <= max_prompt_tokens]
+    if dropped_lengths := sorted(set(bench.options.contexts) - set(fitting)):
+        lengths = ", ".join(f"{length:,}" for length in dropped_lengths)
+        bench.budget.notes.append(f"contexts of {lengths} tokens were left out: the target has room for {max_prompt_tokens:,}")
     if not fitting:
         return []
     documents = read_documents(bench.options.documents)
-    found = []
+    context_conditions = []
     for length in fitting:
         prompts = long_prompts(bench.loaded.tokenizer, documents, length, LONG)
         if len(prompts) < LONG:
@@ -84,5 +84,5 @@ def _contexts(bench: Bench) -> list[Condition]:
             )
         if prompts:
             cases = [Case(name, "context", tokens) for name, tokens in prompts]
-            found.append(Condition("context", length, bench, cases))
-    return found
+            context_conditions.append(Condition("context", length, bench, cases))
+    return context_conditions

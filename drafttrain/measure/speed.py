@@ -71,8 +71,8 @@ def throughput(waves: Sequence[Decoded], prefill: bool = False) -> float | None:
     tokens, seconds = 0, 0.0
     for wave in waves:
         tokens += sum(len(r.tokens) - (0 if prefill else 1) for r in wave.results)
-        began = min(r.started if prefill else r.first for r in wave.results)
-        seconds += max(r.ended for r in wave.results) - began
+        start_time = min(r.started if prefill else r.first for r in wave.results)
+        seconds += max(r.ended for r in wave.results) - start_time
     return tokens / seconds if tokens and seconds > 0 else None
 
 
@@ -100,20 +100,20 @@ def speedup(baseline: Repeats, speculative: Repeats) -> Speedup | None:
 
 def by_prompt(timed: Race, name: str) -> dict[int, float]:
     """Seconds from an output's first token to its last, by case number: the median over repeats."""
-    spent: dict[int, list[float]] = {}
+    seconds_by_case: dict[int, list[float]] = {}
     for laps in timed.of(name):
         for wave, lap in zip(timed.waves, laps, strict=True):
             for case, result in zip(wave, lap.results, strict=True):
-                spent.setdefault(case, []).append(result.ended - result.first)
-    return {case: median(times) for case, times in spent.items()}
+                seconds_by_case.setdefault(case, []).append(result.ended - result.first)
+    return {case: median(times) for case, times in seconds_by_case.items()}
 
 
 def costs(repeats: Repeats) -> Costs:
     """Step costs summed over all repeats and waves."""
     total = Costs()
     for lap in (lap for waves in repeats for lap in waves):
-        for part in fields(Costs):
-            setattr(total, part.name, getattr(total, part.name) + getattr(lap.costs, part.name))
+        for cost_field in fields(Costs):
+            setattr(total, cost_field.name, getattr(total, cost_field.name) + getattr(lap.costs, cost_field.name))
     return total
 
 

@@ -50,13 +50,13 @@ def generate(
     longest = max(len(p) for p in prompts)
     pad = min(stop_ids, default=0)
     token_BT = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
-    seen_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    mask_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     settings = _greedy(stop_ids or {model.config.get_text_config().vocab_size}, pad, decode)
     stopwatch, started = _Stopwatch(), perf_counter()
     with torch.inference_mode(), generation_config_of(model, settings):
         text_BT = model.generate(
             **({"input_ids": token_BT} if inputs is None else inputs(token_BT)),
-            attention_mask=seen_BT,
+            attention_mask=mask_BT,
             generation_config=settings,
             stopping_criteria=StoppingCriteriaList([stopwatch]),
         )
@@ -76,11 +76,11 @@ def generation_config_of(model: Any, settings: GenerationConfig) -> Iterator[Non
     """Meanwhile the model has these settings alone. generate() takes what a call leaves open from those of the model's
     generation_config.json, which may suppress tokens, ask for another cache or return something else than tokens.
     """
-    before, model.generation_config = model.generation_config, settings
+    original_config, model.generation_config = model.generation_config, settings
     try:
         yield
     finally:
-        model.generation_config = before
+        model.generation_config = original_config
 
 
 def _greedy(stop_ids: Collection[int], pad: int, decode: DecodeOptions) -> GenerationConfig:
@@ -101,6 +101,6 @@ def _cut(
 ) -> list[int]:
     end = next((i + 1 for i, t in enumerate(tokens) if t in stop_ids), len(tokens))
     text_end = stop_text.end(prompt, tokens, len(tokens)) if stop_text else None
-    kept = tokens[: min(end, text_end or end)]
-    act = Watch(guard).act(kept, len(kept)) if guard else None
-    return kept[: act.kept] if act else kept
+    output = tokens[: min(end, text_end or end)]
+    act = Watch(guard).act(output, len(output)) if guard else None
+    return output[: act.kept] if act else output

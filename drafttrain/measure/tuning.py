@@ -60,8 +60,8 @@ class ProposalShape:
         return ProposalShape(max(map(len, paths)), nodes, paths, proposal.grown)
 
     def __str__(self) -> str:
-        kind = f"{self.grown.replace('_', '-')} tree" if self.grown else "tree" if self.paths else "draft length"
-        return f"{kind} {self.depth}" if not self.paths else f"{kind}, depth {self.depth}, {self.nodes} nodes"
+        shape_name = f"{self.grown.replace('_', '-')} tree" if self.grown else "tree" if self.paths else "draft length"
+        return f"{shape_name} {self.depth}" if not self.paths else f"{shape_name}, depth {self.depth}, {self.nodes} nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,10 @@ def surface(
     if not (sequences := ranks_by_text(hits)):
         return []
     predicted = partial(_predicted, target, drafter, hits, sampled, batch, repeats)
-    found = predicted(shapes_of(drafter, sequences, target.trees))
-    if found and found[0].shape.nodes == CANDIDATES[-1] and _searches(drafter, target.trees):
-        found += predicted(shapes_of(drafter, sequences, target.trees, LARGE))
-    return sorted(found, key=lambda p: -p.speedup)
+    predictions = predicted(shapes_of(drafter, sequences, target.trees))
+    if predictions and predictions[0].shape.nodes == CANDIDATES[-1] and _searches(drafter, target.trees):
+        predictions += predicted(shapes_of(drafter, sequences, target.trees, LARGE))
+    return sorted(predictions, key=lambda p: -p.speedup)
 
 
 def _predicted(
@@ -101,15 +101,15 @@ def _predicted(
 ) -> list[Predicted]:
     """The speed of each of these shapes, the fastest first."""
     drafting = {depth: proposal_seconds(target, drafter, repeats, batch, depth) for depth in sorted({s.depth for s in shapes})}
-    more = drafter.proposal.more_nodes
-    verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 + more for s in shapes} | {1}), repeats, batch)
-    found = []
+    extra_nodes = drafter.proposal.more_nodes
+    verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 + extra_nodes for s in shapes} | {1}), repeats, batch)
+    predictions = []
     for shape in shapes:
         tau = expected_tau(hits, shape.paths or [path for path in drafter.proposal.paths if len(path) <= shape.depth], sampled)
-        seconds = drafting[shape.depth] + verifying[shape.nodes + 1 + more]
+        seconds = drafting[shape.depth] + verifying[shape.nodes + 1 + extra_nodes]
         if tau is not None:
-            found.append(Predicted(shape, tau, seconds, tau * verifying[1] / seconds))
-    return sorted(found, key=lambda p: -p.speedup)
+            predictions.append(Predicted(shape, tau, seconds, tau * verifying[1] / seconds))
+    return sorted(predictions, key=lambda p: -p.speedup)
 
 
 def shapes_of(
@@ -118,18 +118,18 @@ def shapes_of(
     """The proposals to compare: depths; for drafters with a tunable tree, depths and node counts, each with its best paths."""
     depths = [d for d in DEPTHS if d < drafter.draft_length] + [drafter.draft_length]
     if not _searches(drafter, trees):
-        own = drafter.proposal.paths
-        return [ProposalShape(d, sum(len(path) <= d for path in own), settings={"draft_length": d}) for d in depths]
-    found, proposal = {}, drafter.proposal
+        trained_paths = drafter.proposal.paths
+        return [ProposalShape(d, sum(len(path) <= d for path in trained_paths), settings={"draft_length": d}) for d in depths]
+    shapes, proposal = {}, drafter.proposal
     for depth in depths:
-        cut = [rank_MK[:, :depth] for rank_MK in sequences]
+        truncated_ranks = [rank_MK[:, :depth] for rank_MK in sequences]
         for nodes in sizes:
-            paths = tuple(tuned_paths(cut, nodes))
+            paths = tuple(tuned_paths(truncated_ranks, nodes))
             if paths:
                 deepest = max(map(len, paths))
                 settings = proposal.tree_settings(deepest, paths)
-                found[deepest, len(paths)] = ProposalShape(deepest, len(paths), paths, proposal.grown, settings)
-    return list(found.values())
+                shapes[deepest, len(paths)] = ProposalShape(deepest, len(paths), paths, proposal.grown, settings)
+    return list(shapes.values())
 
 
 def _searches(drafter: Drafter, trees: bool) -> bool:
@@ -164,20 +164,20 @@ class Tuner:
 
         Batches whose outputs have one token each have no speed. Raises UserError where no others are left.
         """
-        wanted = waves(len(cases), self.options.batch_size)
-        contenders = {label: self._contender(own, cases) for label, own in settings.items()}
-        laps = self.bench.timed(name, contenders, wanted, self.options.repeats, seconds, {})
+        case_waves = waves(len(cases), self.options.batch_size)
+        contenders = {label: self._contender(contender_settings, cases) for label, contender_settings in settings.items()}
+        laps = self.bench.timed(name, contenders, case_waves, self.options.repeats, seconds, {})
         first = next(iter(settings))
-        rates = {label: [self._rate(lap) for repeat in own for lap in repeat] for label, own in laps.items()}
+        rates = {label: [self._rate(lap) for repeat in repeats for lap in repeat] for label, repeats in laps.items()}
         timed = [i for i, rate in enumerate(rates[first]) if rate > 0.0]
         if not timed:
             raise UserError("the outputs are too short to compare speeds; raise decode.max_new_tokens, or give more prompts")
-        found = {label: [own[i] / rates[first][i] for i in timed] for label, own in rates.items()}
-        return dict(self.bench.part.share(found))
+        speedups = {label: [contender_rates[i] / rates[first][i] for i in timed] for label, contender_rates in rates.items()}
+        return dict(self.bench.part.share(speedups))
 
     def _rate(self, lap: Decoded) -> float:
-        found = throughput([lap]) if self.options.objective == "throughput" else 1.0 / (tpot([lap]) or float("inf"))
-        return found or 0.0
+        rate = throughput([lap]) if self.options.objective == "throughput" else 1.0 / (tpot([lap]) or float("inf"))
+        return rate or 0.0
 
     def _contender(self, settings: Settings, cases: Sequence[Case]) -> Contender:
         """A separate decoder for these settings, because a session keeps the proposal that it began with."""
@@ -200,26 +200,26 @@ def search(tuner: Tuner, choosing: Sequence[Case], deciding: Sequence[Case] = ()
     tuner.use({})
     predicted, shapes = _predictions(tuner, choosing)
     trained = tuple(tuner.drafter.proposal.paths)
-    others = [shape for shape in shapes if shape.paths != trained]
-    finalists: dict[str, Settings] = {DEFAULT: {}} | {str(shape): shape.settings for shape in others}
+    alternatives = [shape for shape in shapes if shape.paths != trained]
+    finalists: dict[str, Settings] = {DEFAULT: {}} | {str(shape): shape.settings for shape in alternatives}
     budget = tuner.bench.budget
     raced = tuner.race("tuning: race of the finalists", finalists, choosing, budget.left / 2 if deciding else budget.left)
     name = winner(raced)
     settings = finalists[name]
-    gained = median(raced[name])
+    gain = median(raced[name])
     if deciding:
         settings = settings | _temperature(tuner, settings, choosing)
     if settings and deciding:
-        last = tuner.race("tuning: on the other prompts", {DEFAULT: {}, "chosen": settings}, deciding, budget.left)
-        gained = median(last["chosen"])
+        final_race = tuner.race("tuning: on the other prompts", {DEFAULT: {}, "chosen": settings}, deciding, budget.left)
+        gain = median(final_race["chosen"])
     rows = [
-        {"name": label, "settings": own, "raced": median(raced[label]), **_forecast(label, predicted)}
-        for label, own in finalists.items()
+        {"name": label, "settings": proposal_settings, "raced": median(raced[label]), **_forecast(label, predicted)}
+        for label, proposal_settings in finalists.items()
     ]
     return {
         "finalists": rows,
         "surface": [{"depth": p.shape.depth, "nodes": p.shape.nodes, "tau": p.tau, "speedup": p.speedup} for p in predicted],
-        "chosen": {"name": name, "settings": settings, "over_default": gained, "better": gained > 1.0},
+        "chosen": {"name": name, "settings": settings, "over_default": gain, "better": gain > 1.0},
     }
 
 
@@ -249,12 +249,12 @@ def _predictions(tuner: Tuner, cases: Sequence[Case]) -> tuple[list[Predicted], 
     outputs = [r.tokens for r in plain]
     hits = forced_hits(target, drafter, [c.tokens for c in cases[: len(plain)]], outputs, target.device)
     sampled = not bench.sampling.greedy and drafter.samples
-    found = surface(target, drafter, hits, sampled, tuner.options.batch_size)
-    if not found:
+    predictions = surface(target, drafter, hits, sampled, tuner.options.batch_size)
+    if not predictions:
         raise UserError("the outputs are too short to predict acceptance; raise decode.max_new_tokens, or give more prompts")
-    order = part.share([[p.shape.depth, p.shape.nodes] for p in found])  # by the first process's clock
-    found.sort(key=lambda p: order.index([p.shape.depth, p.shape.nodes]))
-    return found, [p.shape for p in found[: tuner.options.finalists]]
+    order = part.share([[p.shape.depth, p.shape.nodes] for p in predictions])  # by the first process's clock
+    predictions.sort(key=lambda p: order.index([p.shape.depth, p.shape.nodes]))
+    return predictions, [p.shape for p in predictions[: tuner.options.finalists]]
 
 
 def _temperature(tuner: Tuner, settings: Settings, cases: Sequence[Case]) -> Settings:
@@ -263,15 +263,18 @@ def _temperature(tuner: Tuner, settings: Settings, cases: Sequence[Case]) -> Set
     if sampling.greedy or not tuner.drafter.samples or sampling.draft_temperature is not None:
         return {}
     taus = {}
-    for drawn in temperatures(sampling.temperature):
-        own = settings | {"draft_temperature": drawn, "temperature": sampling.temperature}
-        tuner.use(own)
-        results = tuner.bench.decode_all(f"draft temperature {drawn:g}", tuner.drafter, cases)
-        taus[drawn] = pooled(results).tau or 0.0
-    best = max(taus, key=lambda drawn: taus[drawn])
+    for draft_temperature in temperatures(sampling.temperature):
+        candidate = settings | {"draft_temperature": draft_temperature, "temperature": sampling.temperature}
+        tuner.use(candidate)
+        results = tuner.bench.decode_all(f"draft temperature {draft_temperature:g}", tuner.drafter, cases)
+        taus[draft_temperature] = pooled(results).tau or 0.0
+    best = max(taus, key=lambda draft_temperature: taus[draft_temperature])
     return {} if best == sampling.temperature else {"draft_temperature": best, "temperature": sampling.temperature}
 
 
 def _forecast(label: str, predicted: Sequence[Predicted]) -> dict[str, float | None]:
-    own = next((p for p in predicted if str(p.shape) == label), None)
-    return {"expected_tau": None if own is None else own.tau, "predicted_speedup": None if own is None else own.speedup}
+    prediction = next((p for p in predicted if str(p.shape) == label), None)
+    return {
+        "expected_tau": None if prediction is None else prediction.tau,
+        "predicted_speedup": None if prediction is None else prediction.speedup,
+    }

@@ -66,14 +66,14 @@ def with_new_tokens(prepare: PrepareOptions, longest: int | None = None) -> Prep
 
     Raises UserError for a given limit that leaves no room for a prompt.
     """
-    new = prepare.max_new_tokens
-    if new is None:
-        room = NEW_TOKENS if longest is None or longest > NEW_TOKENS else max(1, longest // 2)
-        return replace(prepare, max_new_tokens=room)
-    if longest is not None and new >= longest:
+    max_new_tokens = prepare.max_new_tokens
+    if max_new_tokens is None:
+        default_limit = NEW_TOKENS if longest is None or longest > NEW_TOKENS else max(1, longest // 2)
+        return replace(prepare, max_new_tokens=default_limit)
+    if longest is not None and max_new_tokens >= longest:
         raise UserError(
-            f"prepare.max_new_tokens is {new}, but a conversation has room for {longest} tokens (prepare.max_length, and the "
-            "target's context); set it lower"
+            f"prepare.max_new_tokens is {max_new_tokens}, but a conversation has room for {longest} tokens "
+            "(prepare.max_length, and the target's context); set it lower"
         )
     return prepare
 
@@ -118,5 +118,5 @@ def _record(
     """The part of the provenance record that determines the replies. It must be equal for runs that share a journal."""
     names = ("temperatures", "weights", "top_p", "top_k", "seed", "max_new_tokens")
     sampling = {name: getattr(prepare, name) for name in names} | {"max_length": longest}
-    about = {"target": target, "served_as": served_as, "template": template_hash(template), "sampling": sampling}
-    return about if tokenizer is None else about | {TOKENIZER: tokenizer_hash(tokenizer, tokenizer.chat_template)}
+    record = {"target": target, "served_as": served_as, "template": template_hash(template), "sampling": sampling}
+    return record if tokenizer is None else record | {TOKENIZER: tokenizer_hash(tokenizer, tokenizer.chat_template)}

@@ -42,9 +42,9 @@ class CheckpointSource:
             return CheckpointSource(best, read_meta(best))
         if not directory.is_dir() or (directory / META).is_file():
             return CheckpointSource(directory, read_meta(directory))
-        found = ExternalCheckpoint(directory, name)
-        recognised(found)
-        return CheckpointSource(directory, None, found)
+        external = ExternalCheckpoint(directory, name)
+        recognised(external)
+        return CheckpointSource(directory, None, external)
 
     @property
     def family(self) -> str:
@@ -93,17 +93,19 @@ def check_start(name: str, meta: CheckpointMeta, options: dict[str, object], set
     """
     if meta.imported is None:
         return
-    here = options | settled
-    different = [key for key in meta.imported["determined"] if here[key] != meta.options[key]]
-    if different:
-        words = " ".join(f"drafter.{word}" for key in different for word in _overrides(key, meta.options[key], here[key]))
-        raise UserError(f"train.init {name}: its {meta.family} drafter has other options than this run; add {words}")
+    run_options = options | settled
+    mismatched_keys = [key for key in meta.imported["determined"] if run_options[key] != meta.options[key]]
+    if mismatched_keys:
+        overrides = " ".join(
+            f"drafter.{word}" for key in mismatched_keys for word in _overrides(key, meta.options[key], run_options[key])
+        )
+        raise UserError(f"train.init {name}: its {meta.family} drafter has other options than this run; add {overrides}")
 
 
-def _overrides(key: str, wanted: object, here: object) -> list[str]:
-    if isinstance(wanted, dict) and isinstance(here, dict):
-        return [word for k, v in wanted.items() if here.get(k) != v for word in _overrides(f"{key}.{k}", v, here.get(k))]
-    return [f"{key}={_hydra(wanted)}"]
+def _overrides(key: str, expected: object, actual: object) -> list[str]:
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return [word for k, v in expected.items() if actual.get(k) != v for word in _overrides(f"{key}.{k}", v, actual.get(k))]
+    return [f"{key}={_hydra(expected)}"]
 
 
 def _hydra(value: object) -> str:

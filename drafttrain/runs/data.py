@@ -55,12 +55,12 @@ def print_counts(summary: dict[str, Any], options: DataOptions, say: Say) -> Non
     names = sources[0]["path"] if len(sources) == 1 else f"{len(sources)} sources"
     held_out = f"{summary['held_out']:,} held out"
     if summary["prepared"] < summary["records"]:
-        some = f"{summary['prepared']:,} prepared, the others during training; {held_out}"
-        say(f"data: {summary['records']:,} records ({names}), {some}")
+        prepared_text = f"{summary['prepared']:,} prepared, the others during training; {held_out}"
+        say(f"data: {summary['records']:,} records ({names}), {prepared_text}")
     else:
-        split = f"{summary['conversations'] - summary['held_out']:,} trained on, {held_out}"
+        trained_text = f"{summary['conversations'] - summary['held_out']:,} trained on, {held_out}"
         tokens = f"{summary['supervised_tokens']:,} supervised tokens"
-        say(f"data: {summary['conversations']:,} conversations, {split}; {tokens} ({names})")
+        say(f"data: {summary['conversations']:,} conversations, {trained_text}; {tokens} ({names})")
     if names == "embedded":
         return
     for source in sources:
@@ -74,10 +74,10 @@ def print_counts(summary: dict[str, Any], options: DataOptions, say: Say) -> Non
 
 def data_report(data: Dataset, vocab_size: int) -> dict[str, Any]:
     """The report's section on training data."""
-    found = None if data.preparing else draft_vocabulary(data, vocab_size)
+    vocab_coverage = None if data.preparing else draft_vocabulary(data, vocab_size)
     report = data.report()
-    named = {"path": ", ".join(source["path"] for source in report["sources"])}
-    return report | named | {"vocabulary": found and found.as_dict()}
+    data_path = {"path": ", ".join(source["path"] for source in report["sources"])}
+    return report | data_path | {"vocabulary": vocab_coverage and vocab_coverage.as_dict()}
 
 
 def draft_vocabulary(data: Dataset, vocab_size: int) -> Coverage | None:
@@ -87,13 +87,13 @@ def draft_vocabulary(data: Dataset, vocab_size: int) -> Coverage | None:
 
 def print_vocabulary(data: Dataset, vocab_size: int, chosen: int | None, say: Say) -> None:
     """Print the coverage of a draft vocabulary of `chosen` tokens, if the drafter has one. Waits for all of the data."""
-    found = draft_vocabulary(data, vocab_size) if chosen is not None else None
-    if chosen is None or found is None:
+    vocab_coverage = draft_vocabulary(data, vocab_size) if chosen is not None else None
+    if chosen is None or vocab_coverage is None:
         return
-    advice = f"the recommended {found.recommended:,} cover {found.recommended_share:.1%}"
+    advice = f"the recommended {vocab_coverage.recommended:,} cover {vocab_coverage.recommended_share:.1%}"
     say(
-        f"draft vocabulary: the {chosen:,} most frequent of {vocab_size:,} tokens cover {found.share(chosen):.1%} of the "
-        f"supervised tokens; {advice}"
+        f"draft vocabulary: the {chosen:,} most frequent of {vocab_size:,} tokens cover {vocab_coverage.share(chosen):.1%} of "
+        f"the supervised tokens; {advice}"
     )
 
 
@@ -105,14 +105,14 @@ def write_rejected(data: Dataset, folder: Path) -> None:
 
 def forms(source: dict[str, Any]) -> str:
     """The recognised record formats: `messages`, or `messages (90), text (10)`."""
-    found = source["forms"]
-    if len(found) == 1:
-        return str(next(iter(found)))
-    return ", ".join(f"{form} ({count:,})" for form, count in found.items()) or "no record read yet"
+    counts_by_form = source["forms"]
+    if len(counts_by_form) == 1:
+        return str(next(iter(counts_by_form)))
+    return ", ".join(f"{form} ({count:,})" for form, count in counts_by_form.items()) or "no record read yet"
 
 
 def _share(source: dict[str, Any], sources: Sequence[dict[str, Any]]) -> str:
     if source["weight"] is None:
         return ""
-    share, total = source["weight"] / sum(other["weight"] for other in sources), sum(other["records"] for other in sources)
+    share, total = source["weight"] / sum(entry["weight"] for entry in sources), sum(entry["records"] for entry in sources)
     return f", {share:.1%} of an epoch, each {share * total / source['records']:.2f} times"

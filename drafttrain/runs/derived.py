@@ -20,10 +20,10 @@ Derived = dict[str, Any]  # values by key, such as `train.lr`
 
 def from_device(options: RunOptions) -> Derived:
     """`target.dtype` and `train.precision` where they are `auto`."""
-    found: Derived = {"target.dtype": dtype_of(options.target)} if options.target.dtype == AUTO else {}
+    values: Derived = {"target.dtype": dtype_of(options.target)} if options.target.dtype == AUTO else {}
     if options.train.precision == AUTO:
-        found["train.precision"] = "bfloat16" if device_of(options.target.device).type == "cuda" else "float32"
-    return found
+        values["train.precision"] = "bfloat16" if device_of(options.target.device).type == "cuda" else "float32"
+    return values
 
 
 def from_target(options: RunOptions, shape: TargetShape) -> Derived:
@@ -31,15 +31,15 @@ def from_target(options: RunOptions, shape: TargetShape) -> Derived:
 
     Hidden matrices' rates go as 1 / width (Tensor Programs V, arXiv 2203.03466).
     """
-    found: Derived = {}
+    values: Derived = {}
     train, size = options.train, getattr(options.drafter, "draft_vocab", None)
     if train.lr_width is not None:
         if train.lr_width < 1:
             raise UserError(f"train.lr_width is {train.lr_width}; set it to a hidden size, or null for train.lr as it is")
-        found["train.lr"] = train.lr * max(1.0, train.lr_width / max(NARROWEST, shape.hidden_size))
+        values["train.lr"] = train.lr * max(1.0, train.lr_width / max(NARROWEST, shape.hidden_size))
     if size is not None and size >= shape.vocab_size:
-        found["drafter.draft_vocab"] = None
-    return found
+        values["drafter.draft_vocab"] = None
+    return values
 
 
 def from_data(options: RunOptions, conversations: int, processes: int) -> Derived:
@@ -53,43 +53,45 @@ def from_data(options: RunOptions, conversations: int, processes: int) -> Derive
         return {}
     if not train.epochs > 0:
         raise UserError(f"train.epochs is {train.epochs:g}; set it to more than 0, or null for train.steps alone")
-    batch, least = train.global_batch, train.least_steps or 0
+    batch, min_steps = train.global_batch, train.least_steps or 0
     if not train.exact_steps:
-        least = min(least, train.steps)
-    while train.epochs * conversations < least * batch and batch % 2 == 0 and batch // 2 >= max(SMALLEST, processes):
+        min_steps = min(min_steps, train.steps)
+    while train.epochs * conversations < min_steps * batch and batch % 2 == 0 and batch // 2 >= max(SMALLEST, processes):
         batch //= 2
     steps = train.steps if train.exact_steps else min(train.steps, math.ceil(train.epochs * conversations / batch))
-    found: Derived = {"train.steps": steps}
+    values: Derived = {"train.steps": steps}
     if batch != train.global_batch:
-        found["train.global_batch"] = batch
+        values["train.global_batch"] = batch
         if train.lr_width is not None:
-            found["train.lr"] = train.lr * math.sqrt(batch / train.global_batch)
-    return found
+            values["train.lr"] = train.lr * math.sqrt(batch / train.global_batch)
+    return values
 
 
 def derived(options: RunOptions, shape: TargetShape, conversations: int, processes: int) -> Derived:
     """All that follows from the target and the data. Nothing follows from a configuration with these values."""
-    found = from_target(options, shape)
-    found |= from_data(with_values(options, found), conversations, processes)
-    return found | dict.fromkeys(("train.epochs", "train.least_steps", "train.lr_width")) | {"train.exact_steps": False}
+    values = from_target(options, shape)
+    values |= from_data(with_values(options, values), conversations, processes)
+    return values | dict.fromkeys(("train.epochs", "train.least_steps", "train.lr_width")) | {"train.exact_steps": False}
 
 
 def lines_of(before: RunOptions, after: RunOptions, shape: TargetShape, conversations: int) -> list[str]:
     """What to print of the values that are not as in the recipe."""
-    was, train, lines = before.train, after.train, list[str]()
-    if was.steps == train.steps and was.global_batch != train.global_batch:
-        usual = f"(in the recipe {was.global_batch:,})"
-        lines.append(f"train.global_batch: {train.global_batch:,} for {conversations:,} conversations {usual}")
-    elif was.steps != train.steps:
-        passes = f"{was.epochs:g} passes over {conversations:,} conversations"
-        usual = f"{was.steps:,} of {was.global_batch:,}"
+    recipe_train, train, lines = before.train, after.train, list[str]()
+    if recipe_train.steps == train.steps and recipe_train.global_batch != train.global_batch:
+        recipe_text = f"(in the recipe {recipe_train.global_batch:,})"
+        lines.append(f"train.global_batch: {train.global_batch:,} for {conversations:,} conversations {recipe_text}")
+    elif recipe_train.steps != train.steps:
+        passes = f"{recipe_train.epochs:g} passes over {conversations:,} conversations"
+        recipe_text = f"{recipe_train.steps:,} of {recipe_train.global_batch:,}"
         lines.append(
-            f"train.steps: {train.steps:,} in batches of {train.global_batch:,}, {passes} (in the recipe at most {usual})"
+            f"train.steps: {train.steps:,} in batches of {train.global_batch:,}, {passes} (in the recipe at most {recipe_text})"
         )
-    if was.lr != train.lr:
-        usual = f"{was.lr:g} from a hidden size of {was.lr_width:,} on"
-        usual += f", in batches of {was.global_batch:,}" if was.global_batch != train.global_batch else ""
-        lines.append(f"train.lr: {train.lr:.2g} for a hidden size of {shape.hidden_size:,} (in the recipe {usual})")
+    if recipe_train.lr != train.lr:
+        recipe_text = f"{recipe_train.lr:g} from a hidden size of {recipe_train.lr_width:,} on"
+        recipe_text += (
+            f", in batches of {recipe_train.global_batch:,}" if recipe_train.global_batch != train.global_batch else ""
+        )
+        lines.append(f"train.lr: {train.lr:.2g} for a hidden size of {shape.hidden_size:,} (in the recipe {recipe_text})")
     if getattr(before.drafter, "draft_vocab", None) != getattr(after.drafter, "draft_vocab", None):
         lines.append(f"drafter.draft_vocab: all {shape.vocab_size:,} tokens (in the recipe {before.drafter.draft_vocab:,})")
     return lines
@@ -97,11 +99,11 @@ def lines_of(before: RunOptions, after: RunOptions, shape: TargetShape, conversa
 
 def recorded(resolved: Mapping[str, Any], values: Derived) -> dict[str, Any]:
     """The configuration as plain data, with these values."""
-    found = dict(resolved)
+    configuration = dict(resolved)
     for key, value in values.items():
         group, _, name = key.partition(".")
-        found[group] = found.get(group, {}) | {name: value}
-    return found
+        configuration[group] = configuration.get(group, {}) | {name: value}
+    return configuration
 
 
 def with_values(options: RunOptions, values: Derived) -> RunOptions:

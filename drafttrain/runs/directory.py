@@ -65,8 +65,8 @@ class RunDirectory:
             for folder in (path, path / "checkpoints", *list_checkpoints(path / "checkpoints")):
                 remove_abandoned(folder)  # what a killed process has not finished writing
             resumed = newest_valid(path / "checkpoints", say)
-            done = step_of(resumed) if resumed else 0
-            first_steps = _lengthened(path, options, resolved, done, say)
+            resumed_step = step_of(resumed) if resumed else 0
+            first_steps = _lengthened(path, options, resolved, resumed_step, say)
         return RunDirectory(*world.share((path, resumed, first_steps)))
 
     def finish(self) -> None:
@@ -83,12 +83,12 @@ def config_hash(resolved: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()
 
 
-def _hashed(node: dict[str, Any], above: str = "") -> dict[str, Any]:
-    kept = {key: value for key, value in node.items() if above + key not in NOT_HASHED}
-    return {key: _hashed(value, f"{above}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
+def _hashed(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    hashed_items = {key: value for key, value in node.items() if prefix + key not in NOT_HASHED}
+    return {key: _hashed(value, f"{prefix}{key}.") if isinstance(value, dict) else value for key, value in hashed_items.items()}
 
 
-def _find(options: RunOptions, resolved: dict[str, Any], say: Callable[[str], None]) -> Path | None:
+def _find(options: RunOptions, resolved: dict[str, Any], log: Callable[[str], None]) -> Path | None:
     if options.resume is None:
         return None
     if options.resume != "auto":
@@ -99,10 +99,10 @@ def _find(options: RunOptions, resolved: dict[str, Any], say: Callable[[str], No
                 f"resume is {options.resume!r}, which is not a run directory (no run.json of one); name one, or set resume=auto"
             )
         steps = _steps(path, state)
-        if other := _other_settings(path, state, options, _of_steps(resolved, steps)):
+        if changed_settings := _other_settings(path, state, options, _of_steps(resolved, steps)):
             raise UserError(
-                f"resume is {options.resume!r}, a run of another configuration: {_listed(other)}; repeat the run's settings "
-                "(see its config.yaml)"
+                f"resume is {options.resume!r}, a run of another configuration: {_listed(changed_settings)}; repeat the run's "
+                "settings (see its config.yaml)"
             )
         if steps is not None and options.train.steps < steps:
             raise UserError(
@@ -110,21 +110,21 @@ def _find(options: RunOptions, resolved: dict[str, Any], say: Callable[[str], No
                 f"longer; set train.steps to {steps} or more"
             )
         return path
-    finished, near = None, ""
+    finished, mismatch = None, ""
     runs = Path(options.output) / options.name
     for path in sorted((p.parent for p in runs.glob("*/run.json")), reverse=True):
         state = _state(path)
         if not state:
             continue
         steps = _steps(path, state)
-        if other := _other_settings(path, state, options, _of_steps(resolved, steps)):
-            near = near or ("" if state["finished"] else f" (of {path}, {_listed(other)})")
+        if changed_settings := _other_settings(path, state, options, _of_steps(resolved, steps)):
+            mismatch = mismatch or ("" if state["finished"] else f" (of {path}, {_listed(changed_settings)})")
         elif state["finished"]:
             finished = finished or path
         elif steps in (None, options.train.steps):
             return path
-    longer = f"; {finished} has finished, resume={finished} train.steps=N makes it longer" if finished else ""
-    say(f"resume=auto: {runs} has no unfinished run of these settings{near}, so a new one begins{longer}")
+    hint = f"; {finished} has finished, resume={finished} train.steps=N makes it longer" if finished else ""
+    log(f"resume=auto: {runs} has no unfinished run of these settings{mismatch}, so a new one begins{hint}")
     return None
 
 
@@ -137,35 +137,35 @@ def _other_settings(path: Path, state: dict[str, Any], options: RunOptions, reso
         return []
     try:
         saved = _flat(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
-        old = {RENAMED.get(key, key): value for key, value in saved.items()}
+        saved_settings = {RENAMED.get(key, key): value for key, value in saved.items()}
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return [f"{path / 'config.yaml'} cannot be read"]
     drafter = None if options.drafter is None else type(options.drafter)()
-    usual = _flat(asdict(RunOptions(drafter=drafter)))
-    found = []
+    defaults = _flat(asdict(RunOptions(drafter=drafter)))
+    differences = []
     for key, value in _flat(resolved).items():
-        was = old.get(key, usual.get(key))
-        if json.dumps(was, default=str) != json.dumps(value, default=str):
-            found.append(f"{key} was {json.dumps(was, default=str)}, is {json.dumps(value, default=str)}")
-    return found
+        saved_value = saved_settings.get(key, defaults.get(key))
+        if json.dumps(saved_value, default=str) != json.dumps(value, default=str):
+            differences.append(f"{key} was {json.dumps(saved_value, default=str)}, is {json.dumps(value, default=str)}")
+    return differences
 
 
 def _flat(resolved: dict[str, Any]) -> dict[str, Any]:
     """The settings in `config_hash` by their whole names."""
-    found, nodes = dict[str, Any](), [("", _hashed(resolved))]
+    settings, nodes = dict[str, Any](), [("", _hashed(resolved))]
     while nodes:
-        above, node = nodes.pop()
+        prefix, node = nodes.pop()
         for key, value in node.items():
             if isinstance(value, dict):
-                nodes.append((f"{above}{key}.", value))
+                nodes.append((f"{prefix}{key}.", value))
             else:
-                found[above + key] = value
-    return found
+                settings[prefix + key] = value
+    return settings
 
 
 def _listed(settings: list[str]) -> str:
-    more = f", and {len(settings) - SHOWN} more" if len(settings) > SHOWN else ""
-    return f"{', '.join(sorted(settings)[:SHOWN])}{more}"
+    suffix = f", and {len(settings) - SHOWN} more" if len(settings) > SHOWN else ""
+    return f"{', '.join(sorted(settings)[:SHOWN])}{suffix}"
 
 
 def _steps(path: Path, state: dict[str, Any]) -> int | None:
@@ -183,24 +183,26 @@ def _of_steps(resolved: dict[str, Any], steps: int | None) -> dict[str, Any]:
     return resolved if steps is None else resolved | {"train": resolved["train"] | {"steps": steps}}
 
 
-def _lengthened(path: Path, options: RunOptions, resolved: dict[str, Any], done: int, say: Callable[[str], None]) -> int | None:
+def _lengthened(
+    path: Path, options: RunOptions, resolved: dict[str, Any], resumed_step: int, log: Callable[[str], None]
+) -> int | None:
     """The number of steps that a run had at its beginning; None if it still has. Makes it longer where train.steps is more."""
     state = _state(path) or {}
     steps, train = _steps(path, state), options.train
     first: int | None = state.get("first_steps")
     if steps is None or train.steps <= steps:
-        if options.resume not in (None, "auto") and done == train.steps:
-            say(f"resume: {path} has all of its {done} steps; set train.steps to more to train it further")
+        if options.resume not in (None, "auto") and resumed_step == train.steps:
+            log(f"resume: {path} has all of its {resumed_step} steps; set train.steps to more to train it further")
         return first
     first = first or steps
     change = {"config_hash": config_hash(resolved), "finished": False, "steps": train.steps, "first_steps": first}
     atomic_write_json(path / "run.json", state | change)  # at once: what the configuration's file says comes second
     atomic_write_text(path / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
-    ended = learning_rate(replace(train, steps=steps), max(0, done - 1), first)
-    say(
+    last_rate = learning_rate(replace(train, steps=steps), max(0, resumed_step - 1), first)
+    log(
         f"resume: {path} is lengthened from {steps} to {train.steps} steps; train.schedule={train.schedule}: the rate was "
-        f"{ended:.1e} at step {done} and goes on with {learning_rate(train, done, first):.1e}, as in a run of "
-        f"{train.steps} steps after the same warm-up"
+        f"{last_rate:.1e} at step {resumed_step} and goes on with {learning_rate(train, resumed_step, first):.1e}, as in a run "
+        f"of {train.steps} steps after the same warm-up"
     )
     return first
 
@@ -211,21 +213,23 @@ def _state(path: Path) -> dict[str, Any] | None:
         state = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    usual = {"config_hash": str, "finished": bool}
-    kept = isinstance(state, dict) and all(isinstance(state.get(name), kind) for name, kind in usual.items())
-    numbers = kept and all(isinstance(state.get(name, 1), int | None) for name in ("steps", "first_steps"))
-    return state if numbers else None
+    required_types = {"config_hash": str, "finished": bool}
+    is_valid = isinstance(state, dict) and all(
+        isinstance(state.get(name), value_type) for name, value_type in required_types.items()
+    )
+    has_valid_steps = is_valid and all(isinstance(state.get(name, 1), int | None) for name in ("steps", "first_steps"))
+    return state if has_valid_steps else None
 
 
 def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """Make a new directory with the resolved configuration, the environment and the git revision."""
 
-    def fill(aside: Path) -> None:  # at once, because a run without run.json cannot be resumed
-        (aside / "checkpoints").mkdir()
-        atomic_write_text(aside / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
-        about = environment(torch.device("cpu")) | {"command": sys.argv, "git": _git_revision()}
-        atomic_write_json(aside / "environment.json", about)
-        atomic_write_json(aside / "run.json", {"config_hash": config_hash(resolved), "finished": False})
+    def fill(staging_dir: Path) -> None:  # at once, because a run without run.json cannot be resumed
+        (staging_dir / "checkpoints").mkdir()
+        atomic_write_text(staging_dir / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
+        machine_info = environment(torch.device("cpu")) | {"command": sys.argv, "git": _git_revision()}
+        atomic_write_json(staging_dir / "environment.json", machine_info)
+        atomic_write_json(staging_dir / "run.json", {"config_hash": config_hash(resolved), "finished": False})
 
     base = dated_path(options.output, options.name)
     remove_abandoned(base.parent)
@@ -235,9 +239,9 @@ def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
 def _git_revision() -> str | None:
     """The git revision of the working directory, with `-dirty` for uncommitted changes; None outside a repository."""
     try:
-        answer = subprocess.run(
+        completed = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout.strip() or None if answer.returncode == 0 else None
+    return completed.stdout.strip() or None if completed.returncode == 0 else None

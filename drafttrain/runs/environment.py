@@ -17,13 +17,13 @@ PACKAGES = ("drafttrain", "torch", "transformers", "datasets", "deepspeed", "pef
 
 def versions() -> dict[str, str | None]:
     """Versions by package; None for packages that are not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    package_versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            package_versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            package_versions[package] = None
+    return package_versions
 
 
 def processor() -> str:
@@ -32,17 +32,17 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    model_names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(model_names, platform.processor() or platform.machine())
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, processor, threads, operators and device, as plain values for the report."""
-    found: dict[str, Any] = {**versions(), "platform": platform.platform()}
-    found |= {"machine": platform.machine(), "processor": processor()}
-    found |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
-    found["operators"] = library.state_on(device).text
+    info: dict[str, Any] = {**versions(), "platform": platform.platform()}
+    info |= {"machine": platform.machine(), "processor": processor()}
+    info |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
+    info["operators"] = library.state_on(device).text
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
-        found |= {"accelerator": card.name, "cuda": torch.version.cuda}
-    return found
+        info |= {"accelerator": card.name, "cuda": torch.version.cuda}
+    return info

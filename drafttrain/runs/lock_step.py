@@ -51,9 +51,9 @@ def _check(setting: str, size: int, processes: int, command: str) -> None:
     if size == processes:
         return
     if size == 1:
-        by = f" (WORLD_SIZE={processes} in the environment)" if os.environ.get("WORLD_SIZE") == str(processes) else ""
+        cause = f" (WORLD_SIZE={processes} in the environment)" if os.environ.get("WORLD_SIZE") == str(processes) else ""
         raise UserError(
-            f"{command} runs in one process, but {processes} were started{by}; leave launcher.nproc out, or let them share "
+            f"{command} runs in one process, but {processes} were started{cause}; leave launcher.nproc out, or let them share "
             f"the target with target.tensor_parallel={processes}"
         )
     raise UserError(

@@ -162,7 +162,7 @@ def understood(words: Sequence[str]) -> list[str]:
 
     `target=DIR` names a model's directory or hub id, and `target.path=DIR` alone is such a target too.
     """
-    found: list[str] = []
+    overrides: list[str] = []
     for word in words:
         key, _, value = word.partition("=")
         if (stem := key.lstrip("+~")) in RENAMED:
@@ -171,10 +171,10 @@ def understood(words: Sequence[str]) -> list[str]:
             note_renamed(stem)
         is_path = key == "target" and ("/" in value or os.path.isdir(os.path.expanduser(value)))
         marked = f"++{word}" if key in FREE and value.startswith("{") else word
-        found += ["target=hf", f"target.path={value}"] if is_path else [marked]
+        overrides += ["target=hf", f"target.path={value}"] if is_path else [marked]
         if key == "loss" and value.isidentifier():  # a recipe's section is composed after the choice; of a sweep see `_hold`
-            found.append(f"loss.name={value}")
-    keys = {word.partition("=")[0] for word in found}
+            overrides.append(f"loss.name={value}")
+    keys = {word.partition("=")[0] for word in overrides}
     if "target.path" in keys and "target" not in keys:
-        found.append("target=hf")
-    return found + [f"{key}={value}" for typed, (key, value) in EXPLICIT.items() if typed in keys and key not in keys]
+        overrides.append("target=hf")
+    return overrides + [f"{key}={value}" for typed, (key, value) in EXPLICIT.items() if typed in keys and key not in keys]

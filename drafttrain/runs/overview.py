@@ -76,16 +76,16 @@ def _unmeasured(run: Path) -> ListedRun:
     """A run with `measure=off`, one that goes on, or one that has stopped early."""
     settings = settings_of(run / "config.yaml")
     target = Path(str(settings.get("target.path") or settings.get("target.name", cells.MISSING))).name
-    about = (str(run), settings, str(settings.get("drafter.family", cells.MISSING)), target)
+    run_fields = (str(run), settings, str(settings.get("drafter.family", cells.MISSING)), target)
     try:
         if not list_checkpoints(run / "checkpoints"):
-            return ListedRun(*about)
+            return ListedRun(*run_fields)
         progress = Progress.of(best_checkpoint(run / "checkpoints"))
     except UserError:  # a damaged checkpoint
-        return ListedRun(*about)
+        return ListedRun(*run_fields)
     tau, interval = progress.expected_tau, progress.expected_interval
     text = cells.number(tau) if tau is None or interval is None else with_interval(tau, (interval[0], interval[1]))
-    return ListedRun(*about, progress.step, text, (0.0, tau or 0.0))
+    return ListedRun(*run_fields, progress.step, text, (0.0, tau or 0.0))
 
 
 def rows_of_list(runs: Sequence[ListedRun]) -> list[list[str]]:
@@ -111,10 +111,10 @@ def console_list(runs: Sequence[ListedRun], title: str) -> Table:
     for column in table.columns[1:]:
         column.no_wrap = True
     for name, family, target, *figures, conditions, _, differs in rows_of_list(runs):
-        words = [f"{family}, target {target}", *(differs.split(", ")[:3] if differs else [])]
-        words += [conditions] if conditions != cells.MISSING else []
+        details = [f"{family}, target {target}", *(differs.split(", ")[:3] if differs else [])]
+        details += [conditions] if conditions != cells.MISSING else []
         run = Text(name)
-        run.append("".join(f"\n{word}" for word in words), style="dim")
+        run.append("".join(f"\n{word}" for word in details), style="dim")
         table.add_row(run, *(cell.replace(" [", "\n[").replace(" (", "\n(") for cell in figures))
     return table
 

@@ -67,9 +67,9 @@ def check_placement(options: RunOptions) -> None:
     size = _sharing(options)
     if target.placement not in ("auto", *PLACEMENTS):
         raise UserError(f"target.placement is {target.placement!r}; choose auto, {', '.join(PLACEMENTS)}")
-    setting, given = target.shared_by
-    if given != 1 and target.placement not in ("auto", setting.removeprefix("target.")):
-        raise UserError(f"{setting} is {given}, but target.placement is {target.placement}; leave one out")
+    setting, shared_size = target.shared_by
+    if shared_size != 1 and target.placement not in ("auto", setting.removeprefix("target.")):
+        raise UserError(f"{setting} is {shared_size}, but target.placement is {target.placement}; leave one out")
     if _requested(options) == "expert_parallel" and (size < 2 or _processes() % size):
         raise UserError(
             f"target.expert_parallel is {size}, but the run has {_processes()} processes; set launcher.nproc, or torchrun's "
@@ -87,30 +87,32 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
 
     Raises UserError if no placement fits, and for settings that a shared target does not support.
     """
-    target, alone, chosen = options.target, world.size == 1, _requested(options)
-    bare = outline(target)
+    target, single_process, placement_name = options.target, world.size == 1, _requested(options)
+    meta_target = outline(target)
     with torch.device("meta"):
-        drafter = built(options, bare)
-    length = -(-min(options.data.max_length, bare.shape.max_positions) // options.train.sequence_parallel)
-    chunk = options.loss.at_once(bare.shape.vocab_size)
-    activations = activation_bytes(bare, drafter, options.train.micro_batch, length, chunk)
-    trained, frozen = trained_and_frozen(drafter, options.train.lora, bare.shape.vocab_size)
-    state = state_bytes(trained, options.train, options.deepspeed, world.size, frozen)
-    needed = need_of(bare, target.weights, state, activations)
+        drafter = built(options, meta_target)
+    length = -(-min(options.data.max_length, meta_target.shape.max_positions) // options.train.sequence_parallel)
+    chunk = options.loss.at_once(meta_target.shape.vocab_size)
+    activations = activation_bytes(meta_target, drafter, options.train.micro_batch, length, chunk)
+    trained_count, frozen_count = trained_and_frozen(drafter, options.train.lora, meta_target.shape.vocab_size)
+    state = state_bytes(trained_count, options.train, options.deepspeed, world.size, frozen_count)
+    need = need_of(meta_target, target.weights, state, activations)
     if ends_alone(options):
-        needed = replace(needed, target=needed.target - needed.blocks, blocks=0, live=0, experts=0)
+        need = replace(need, target=need.target - need.blocks, blocks=0, live=0, experts=0)
     free = min(world.gather(free_bytes(device_of(target.device), _neighbours())))
-    if chosen == "auto":
-        whole = alone or drafter.adapts is not None or target.weights is not None or ends_alone(options)
-        chosen = choose(needed, free, 1 if whole else world.size)
-    sharing_size = {"replicated": 1, "zero3": world.size}.get(chosen) or _sharing(options)
-    if chosen == "expert_parallel":
-        check_experts(bare.model, sharing_size)
-    found = Placement(chosen, sharing_size, needed, 4 * trainable(drafter), bare.shape, experts_of(bare.model))
-    if found.shared:
-        _check_shared(options, found, drafter, free)
-    say(f"placement: {chosen}, about {_figures(found)}, of {format_bytes(free)} free in each process")
-    return found
+    if placement_name == "auto":
+        unsharded = single_process or drafter.adapts is not None or target.weights is not None or ends_alone(options)
+        placement_name = choose(need, free, 1 if unsharded else world.size)
+    sharing_size = {"replicated": 1, "zero3": world.size}.get(placement_name) or _sharing(options)
+    if placement_name == "expert_parallel":
+        check_experts(meta_target.model, sharing_size)
+    placement = Placement(
+        placement_name, sharing_size, need, 4 * trainable(drafter), meta_target.shape, experts_of(meta_target.model)
+    )
+    if placement.shared:
+        _check_shared(options, placement, drafter, free)
+    say(f"placement: {placement_name}, about {_figures(placement)}, of {format_bytes(free)} free in each process")
+    return placement
 
 
 def built(options: RunOptions, target: Target) -> Drafter:
@@ -159,49 +161,49 @@ def target_to_measure(
 
 
 @contextmanager
-def _in_lock_step(options: RunOptions, found: Placement, world: World) -> Iterator[LoadedTarget | None]:
-    together = _measuring(options, found)
-    _, size = together.shared_by
+def _in_lock_step(options: RunOptions, placement: Placement, world: World) -> Iterator[LoadedTarget | None]:
+    shared_options = _measuring(options, placement)
+    _, size = shared_options.shared_by
     group = distributed.new_group(list(range(size)))
     if world.rank >= size:
         yield None
         return
     part = Part(world.rank, size, group)
     with only_first_prints(part):
-        yield load_target(together, part)
+        yield load_target(shared_options, part)
     leave(part)
 
 
-def _check_shared(options: RunOptions, found: Placement, drafter: Drafter, free: int) -> None:
+def _check_shared(options: RunOptions, placement: Placement, drafter: Drafter, free: int) -> None:
     """Raise UserError for settings that a shared target does not support."""
     check_options(options.target, shared=True)
-    way_out = "set target.placement=replicated"
+    remedy = "set target.placement=replicated"
     if drafter.adapts is not None:
-        raise UserError(f"target.placement is {found.placement}, but an adapter needs the whole target; {way_out}")
+        raise UserError(f"target.placement is {placement.placement}, but an adapter needs the whole target; {remedy}")
     if options.decode.tree_nodes is None and drafter.proposal.tunable:
         raise UserError(
-            f"decode.tree_nodes=null needs the whole target in one process, but target.placement is {found.placement}; "
-            f"set decode.tree_nodes, or {way_out}"
+            f"decode.tree_nodes=null needs the whole target in one process, but target.placement is {placement.placement}; "
+            f"set decode.tree_nodes, or {remedy}"
         )
-    collective = found.placement in ("tensor_parallel", "expert_parallel") and options.features.name == "online"
+    collective = placement.placement in ("tensor_parallel", "expert_parallel") and options.features.name == "online"
     if collective and options.target.prefetch:
         raise UserError(
-            f"target.prefetch is true, but target.placement is {found.placement}: the target's collectives would run beside "
-            "the gradients', in another group, which NCCL may not do safely; set target.prefetch=false, or "
+            f"target.prefetch is true, but target.placement is {placement.placement}: the target's collectives would run "
+            "beside the gradients', in another group, which NCCL may not do safely; set target.prefetch=false, or "
             "target.placement=zero3 or replicated"
         )
-    if found.placement == "tensor_parallel" and options.train.sequence_parallel > 1:
+    if placement.placement == "tensor_parallel" and options.train.sequence_parallel > 1:
         raise UserError(
             f"train.sequence_parallel is {options.train.sequence_parallel}, but target.placement=tensor_parallel splits the "
             "target's heads; set target.placement=zero3 or replicated"
         )
-    if found.placement in ("zero3", "expert_parallel") and options.target.runner == "fast":
+    if placement.placement in ("zero3", "expert_parallel") and options.target.runner == "fast":
         raise UserError(
-            f"target.runner=fast needs whole weights, but target.placement is {found.placement}; set target.runner=hf, "
-            f"or {way_out}"
+            f"target.runner=fast needs whole weights, but target.placement is {placement.placement}; set target.runner=hf, "
+            f"or {remedy}"
         )
-    if options.measure.enabled and found.measured > free:
-        _measuring(options, found)
+    if options.measure.enabled and placement.measured > free:
+        _measuring(options, placement)
 
 
 def _requested(options: RunOptions) -> str:
@@ -218,23 +220,23 @@ def _sharing(options: RunOptions) -> int:
     return _processes() if options.target.placement == "expert_parallel" else _neighbours()
 
 
-def _measuring(options: RunOptions, found: Placement) -> TargetOptions:
+def _measuring(options: RunOptions, placement: Placement) -> TargetOptions:
     """The target's options for processes that measure it together, because it is too large for one.
 
     Raises UserError if no number of processes works.
     """
-    target, shape, most = options.target, found.shape, _neighbours()
-    if target.tensor_parallel != 1 or 1 < target.expert_parallel <= most:
+    target, shape, max_size = options.target, placement.shape, _neighbours()
+    if target.tensor_parallel != 1 or 1 < target.expert_parallel <= max_size:
         return target
-    for size in range(most, 1, -1):
-        if found.experts and found.experts % size == 0:
+    for size in range(max_size, 1, -1):
+        if placement.experts and placement.experts % size == 0:
             return replace(target, expert_parallel=size)
-        if not found.experts and shape.kv_heads % size == shape.intermediate_size % size == 0:
+        if not placement.experts and shape.kv_heads % size == shape.intermediate_size % size == 0:
             return replace(target, tensor_parallel=size)
-    what = f"{found.experts} experts" if found.experts else f"{shape.kv_heads} KV heads"
+    dimension = f"{placement.experts} experts" if placement.experts else f"{shape.kv_heads} KV heads"
     raise UserError(
-        f"measuring needs the whole target in one process, or at most {most} processes whose number divides its "
-        f"{what}; set measure=off and measure it on another machine"
+        f"measuring needs the whole target in one process, or at most {max_size} processes whose number divides its "
+        f"{dimension}; set measure=off and measure it on another machine"
     )
 
 
@@ -248,11 +250,11 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", _neighbours()))
 
 
-def _figures(found: Placement) -> str:
-    own, parts = found.need.of_target(found.placement, found.sharing), found.need
-    sizes = {"target": own, "drafter and optimizer": parts.drafter, "activations": parts.activations}
-    each = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
-    return f"{format_bytes(parts.total(found.placement, found.sharing))} ({each})"
+def _figures(placement: Placement) -> str:
+    target_bytes, need = placement.need.of_target(placement.placement, placement.sharing), placement.need
+    sizes = {"target": target_bytes, "drafter and optimizer": need.drafter, "activations": need.activations}
+    breakdown = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    return f"{format_bytes(need.total(placement.placement, placement.sharing))} ({breakdown})"
 
 
 def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOptions, processes: int, frozen: int = 0) -> int:
@@ -260,12 +262,12 @@ def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOpti
 
     parameters: that are trained. frozen: further ones, which have neither gradients nor moments.
     """
-    wide = 2 if options.precision == "bfloat16" else 4
-    copied = deepspeed.zero_stage > 0 or wide == 2
-    sizes = {"optimiser": MOMENTS + copied * MASTER, "gradients": wide, "sums": 0, "weights": wide}
-    if wide == 2 and deepspeed.zero_stage == 0:  # there the gradients themselves are float32
+    itemsize = 2 if options.precision == "bfloat16" else 4
+    has_master = deepspeed.zero_stage > 0 or itemsize == 2
+    sizes = {"optimiser": MOMENTS + has_master * MASTER, "gradients": itemsize, "sums": 0, "weights": itemsize}
+    if itemsize == 2 and deepspeed.zero_stage == 0:  # there the gradients themselves are float32
         sizes["gradients"] = SUM
-    elif wide == 2 and options.global_batch * options.sequence_parallel > options.micro_batch * processes:
+    elif itemsize == 2 and options.global_batch * options.sequence_parallel > options.micro_batch * processes:
         sizes["sums"] = SUM
     if deepspeed.offload_optimizer:
         sizes["optimiser"] = 0
@@ -273,5 +275,6 @@ def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOpti
         sizes["weights"] = 0
     counts = dict.fromkeys(sizes, parameters) | {"weights": parameters + frozen}
     return sum(
-        counts[part] * size // (processes if deepspeed.zero_stage >= SHARDED_FROM[part] else 1) for part, size in sizes.items()
+        counts[state_name] * size // (processes if deepspeed.zero_stage >= SHARDED_FROM[state_name] else 1)
+        for state_name, size in sizes.items()
     )

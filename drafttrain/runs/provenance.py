@@ -70,17 +70,17 @@ def origin_of(options: RunOptions, loaded: LoadedTarget, data: Dataset, shared: 
     """Find the origin of the data's replies. shared: processes share the target; then no replies are scored."""
     template = read_template(options.data.template) or loaded.tokenizer.chat_template
     reasons = {path: foreign(path, loaded.description, template) for path in options.data.paths}
-    reason = next((f"{path}: {why}" for path, why in reasons.items() if why is not None), None)
+    reason = next((f"{path}: {cause}" for path, cause in reasons.items() if cause is not None), None)
     rows = [_first_reply(row) for row in (data.held_out or data.train)[:REPLIES]]
     if shared or not rows:
         return Origin(reason)
     prompts, replies = [prompt for prompt, _ in rows], [reply for _, reply in rows]
     target = loaded.target
-    likely = mean_log_likelihood(target, prompts, replies, target.device)
-    own = mean_log_likelihood(target, prompts, _written(loaded, prompts, options.data.seed), target.device)
-    if not all(math.isfinite(x) for x in (likely, own) if x is not None):  # of a target without finite states of some token
+    data_ll = mean_log_likelihood(target, prompts, replies, target.device)
+    own_ll = mean_log_likelihood(target, prompts, _written(loaded, prompts, options.data.seed), target.device)
+    if not all(math.isfinite(x) for x in (data_ll, own_ll) if x is not None):  # of a target without finite states of some token
         return Origin(reason)
-    return Origin(reason, len(rows), likely, own)
+    return Origin(reason, len(rows), data_ll, own_ll)
 
 
 def _first_reply(row: Encoded) -> tuple[list[int], list[int]]:

@@ -51,13 +51,13 @@ def serve_trainers(options: RunOptions, folder: Path, address: str, say: Callabl
 @contextmanager
 def _until_trainers_end() -> Iterator[None]:
     """Act on no signal: Slurm sends it to all processes of a job, and trainers that finish their step and save need states."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # not ignored: servers would inherit that
-    saving = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # servers inherit that
+    old_sigterm = signal.signal(signal.SIGTERM, lambda number, frame: None)  # not ignored: servers would inherit that
+    old_sigusr1 = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # servers inherit that
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGUSR1, saving)
+        signal.signal(signal.SIGTERM, old_sigterm)
+        signal.signal(signal.SIGUSR1, old_sigusr1)
 
 
 @dataclass
@@ -82,57 +82,65 @@ class _Machine:
         self.say("features: training has ended")
         shutil.rmtree(self.wanted.served.folder, ignore_errors=True)
 
-    def _look(self, found: Wanted | None) -> None:
-        self.gone = 0 if found is not None else self.gone + 1
-        if found is not None and found != self.last:
+    def _look(self, request: Wanted | None) -> None:
+        self.gone = 0 if request is not None else self.gone + 1
+        if request is not None and request != self.last:
             self.heard = monotonic()
-            known = self.wanted is not None and self.wanted.id == found.id
-            if self.last is not None and self.last.id == found.id and not known:
-                self._answer(found)  # its beat has changed: it is not that of a run that was killed
+            is_answered = self.wanted is not None and self.wanted.id == request.id
+            if self.last is not None and self.last.id == request.id and not is_answered:
+                self._answer(request)  # its beat has changed: it is not that of a run that was killed
                 self.heard = monotonic()  # nothing was looked at while the servers loaded the target
-            self.last = found
+            self.last = request
         if self.wanted is not None and monotonic() - self.heard > SILENT:
             self.say(f"features: no sign of the trainers for {SILENT:g} s; the servers here end")
             raise WorkerError("the trainers are lost")
         if self.servers and all(server.lost for server in self.servers):
             raise UserError(f"{self.servers[0].lost}; its log is {self.servers[0].log}")
 
-    def _answer(self, found: Wanted) -> None:
+    def _answer(self, request: Wanted) -> None:
         """Run the servers that are asked for, and say where they are."""
-        before, self.wanted = self.wanted, found
-        if before is None or before.served != found.served:
+        previous, self.wanted = self.wanted, request
+        if previous is None or previous.served != request.served:
             self.running.close()
             gpus = servers_alone(self.features, visible_gpus())
-            self.servers = self._made(found, gpus.of_servers)
+            self.servers = self._made(request, gpus.of_servers)
             self.say(f"features: starting vLLM for the trainers: {gpus}; this takes a minute or more")
             self.running.enter_context(running(self.servers))
-        answer(self.folder, Machine(found.id, tuple(server.url for server in self.servers)))
+        answer(self.folder, Machine(request.id, tuple(server.url for server in self.servers)))
         self.say(f"features: {' and '.join(server.url for server in self.servers)} give states")
 
-    def _made(self, found: Wanted, gpus: Sequence[Sequence[str]]) -> list[StatesServer]:
-        features, served = self.features, found.served
+    def _made(self, request: Wanted, gpus: Sequence[Sequence[str]]) -> list[StatesServer]:
+        features, served = self.features, request.served
         python = python_of(served.engine, features.python, "features.python")
         _check_folder(served)
-        earlier = earlier_answer(self.folder)
-        ports = [urlsplit(url).port or 0 for url in earlier.urls] if earlier is not None and earlier.id == found.id else []
+        previous_answer = earlier_answer(self.folder)
+        ports = (
+            [urlsplit(url).port or 0 for url in previous_answer.urls]
+            if previous_answer is not None and previous_answer.id == request.id
+            else []
+        )
         if len(ports) == len(gpus):
             _wait_for_ports(ports, self.address)
         else:
             ports = free_ports(len(gpus), self.address)
-        made = []
-        for i, (own, port) in enumerate(zip(gpus, ports, strict=True), start=1):
-            arguments, environment = server_process(served, own, features.tensor_parallel, not own, self.address)
+        servers = []
+        for i, (server_gpus, port) in enumerate(zip(gpus, ports, strict=True), start=1):
+            arguments, environment = server_process(
+                served, server_gpus, features.tensor_parallel, not server_gpus, self.address
+            )
             if key := os.environ.get(features.key_env):
                 environment[KEY] = key  # others on the network reach this server too
             log = Path(served.folder) / f"vllm-{HOST}-{i}.log"
-            made.append(StatesServer(python, arguments, environment, log, self.say, port, self.address, f"vLLM {i} on {HOST}"))
-        return made
+            servers.append(
+                StatesServer(python, arguments, environment, log, self.say, port, self.address, f"vLLM {i} on {HOST}")
+            )
+        return servers
 
 
 def _check_folder(served: ServedStates) -> None:
-    until = monotonic() + SEEN
+    deadline = monotonic() + SEEN
     while not Path(served.folder).is_dir():
-        if monotonic() > until:
+        if monotonic() > deadline:
             raise UserError(
                 f"{served.folder} of the trainers is not there; set features.dir to a folder that all machines of the run see"
             )
@@ -141,11 +149,11 @@ def _check_folder(served: ServedStates) -> None:
 
 def _wait_for_ports(ports: Sequence[int], address: str) -> None:
     """Wait until the servers of a process that was killed have ended: they do so by themselves."""
-    until = monotonic() + SEEN
+    deadline = monotonic() + SEEN
     for port in ports:
-        while monotonic() < until:
-            with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind((address, port))
+        while monotonic() < deadline:
+            with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe_socket:
+                probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe_socket.bind((address, port))
                 break
             sleep(LOOK)

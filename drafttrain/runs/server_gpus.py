@@ -25,8 +25,8 @@ class ServerGpus:
         number = f"{count} server{'' if count == 1 else 's'}"
         if not self.of_servers[0]:
             return number
-        places = [f"the GPU{'' if len(own) == 1 else 's'} {', '.join(own)}" for own in self.of_servers]
-        return f"{number}, on {' and on '.join(places)}"
+        gpu_lists = [f"the GPU{'' if len(gpus) == 1 else 's'} {', '.join(gpus)}" for gpus in self.of_servers]
+        return f"{number}, on {' and on '.join(gpu_lists)}"
 
 
 def visible_gpus() -> list[str]:
@@ -54,23 +54,23 @@ def servers_alone(features: FeatureOptions, gpus: Sequence[str]) -> ServerGpus:
     """
     if not gpus and not features.gpus:
         return ServerGpus(((),) * (features.count or 1))
-    wanted = features.gpus or (features.count or 0) * features.tensor_parallel
-    wanted = wanted or len(gpus) - len(gpus) % features.tensor_parallel
-    if not features.tensor_parallel <= wanted <= len(gpus):
+    gpu_count = features.gpus or (features.count or 0) * features.tensor_parallel
+    gpu_count = gpu_count or len(gpus) - len(gpus) % features.tensor_parallel
+    if not features.tensor_parallel <= gpu_count <= len(gpus):
         raise UserError(
-            f"the servers need {max(wanted, features.tensor_parallel)} GPUs by features.gpus={features.gpus} and "
+            f"the servers need {max(gpu_count, features.tensor_parallel)} GPUs by features.gpus={features.gpus} and "
             f"features.tensor_parallel={features.tensor_parallel}, but their machine has {len(gpus)}; set fewer"
         )
-    return _divided(features, gpus[-wanted:])
+    return _divided(features, gpus[-gpu_count:])
 
 
 def check_gpus(features: FeatureOptions, gpus: Sequence[str], trainers: int) -> None:
     """Raise UserError where a machine has fewer GPUs than `trainers` and its servers use together."""
     if features.gpus + trainers > len(gpus):
-        need = f"features.gpus={features.gpus}"
-        need += f" and {trainers} training process{'' if trainers == 1 else 'es'}" if trainers else ""
+        requirement = f"features.gpus={features.gpus}"
+        requirement += f" and {trainers} training process{'' if trainers == 1 else 'es'}" if trainers else ""
         raise UserError(
-            f"{need} need {features.gpus + trainers} GPUs, but this machine has {len(gpus)}; set features.gpus or "
+            f"{requirement} need {features.gpus + trainers} GPUs, but this machine has {len(gpus)}; set features.gpus or "
             "launcher.nproc lower"
         )
 
@@ -92,5 +92,5 @@ def processes_of(options: RunOptions) -> int:
 
 
 def _divided(features: FeatureOptions, gpus: Sequence[str]) -> ServerGpus:
-    each = features.tensor_parallel
-    return ServerGpus(tuple(tuple(gpus[i : i + each]) for i in range(0, len(gpus), each)))
+    gpus_per_server = features.tensor_parallel
+    return ServerGpus(tuple(tuple(gpus[i : i + gpus_per_server]) for i in range(0, len(gpus), gpus_per_server)))

@@ -56,8 +56,8 @@ class Machine:
 
 def meeting_folder(options: RunOptions) -> Path:
     """The folder of a run. All its machines have the same output and rendezvous."""
-    place = re.sub(r"[^\w.-]", "_", str(options.launcher.rendezvous))
-    return Path(options.output).expanduser().absolute() / options.name / "servers" / place
+    rendezvous_name = re.sub(r"[^\w.-]", "_", str(options.launcher.rendezvous))
+    return Path(options.output).expanduser().absolute() / options.name / "servers" / rendezvous_name
 
 
 @contextmanager
@@ -109,18 +109,18 @@ def leave(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def _answers(folder: Path, request: str, machines: int, say: Callable[[str], None]) -> list[str]:
-    say(f"features: waiting for the servers of {machines} machine{'' if machines == 1 else 's'}, which takes a minute or more")
-    until = monotonic() + COMING
+def _answers(folder: Path, request: str, machines: int, log: Callable[[str], None]) -> list[str]:
+    log(f"features: waiting for the servers of {machines} machine{'' if machines == 1 else 's'}, which takes a minute or more")
+    deadline = monotonic() + COMING
     while True:
-        found = [_machine(content) for file in sorted(folder.glob(MACHINE)) if (content := _read(file)) is not None]
-        answers = [machine for machine in found if machine.id == request]
+        replies = [_machine(content) for file in sorted(folder.glob(MACHINE)) if (content := _read(file)) is not None]
+        answers = [machine for machine in replies if machine.id == request]
         for machine in answers:
             if machine.error is not None:
                 raise UserError(machine.error)
         if len(answers) >= machines:
             return [url for machine in answers for url in machine.urls]
-        if monotonic() > until:
+        if monotonic() > deadline:
             raise UserError(
                 f"the servers of {len(answers)} of features.nodes={machines} machines answer {COMING:g} s after the trainers "
                 "asked; look at those machines' output"
@@ -148,10 +148,10 @@ def _machine(content: dict[str, Any]) -> Machine:
 
 def _write(file: Path, content: dict[str, Any]) -> None:
     """Replace the file at once. It is not fsynced: nothing needs it after a crash."""
-    aside = file.with_name(f"{file.name}.tmp-{HOST}-{os.getpid()}")
+    temporary_file = file.with_name(f"{file.name}.tmp-{HOST}-{os.getpid()}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside.write_text(json.dumps(content), encoding="utf-8")
-    aside.replace(file)
+    temporary_file.write_text(json.dumps(content), encoding="utf-8")
+    temporary_file.replace(file)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -132,19 +132,19 @@ def exports(choice: EngineChoice, directory: Path, loaded: LoadedTarget) -> Iter
             raise UserError(
                 f"the target has {width} weights here, but engines load whole weights; leave out target.weights or engine"
             )
-        opened = Opened.of(directory, loaded)
-        material = golden.stored(directory) or golden.made(opened, golden.sequences_for(loaded))
-        dtype, done = str(loaded.target.dtype).removeprefix("torch."), {}
+        checkpoint = Opened.of(directory, loaded)
+        material = golden.stored(directory) or golden.made(checkpoint, golden.sequences_for(loaded))
+        dtype, exported = str(loaded.target.dtype).removeprefix("torch."), {}
         for name in choice.pythons:
             try:
-                wanted = wanted_export(opened, name, Path(folder) / name, dtype)
+                export_settings = wanted_export(checkpoint, name, Path(folder) / name, dtype)
             except UserError as error:
                 choice.leave_out(name, error)
                 continue
-            export_to(opened, material, wanted)
-            done[name] = EngineExport(wanted.out, wanted.stacks[0], dtype)
-        del opened, material
-        yield done
+            export_to(checkpoint, material, export_settings)
+            exported[name] = EngineExport(export_settings.out, export_settings.stacks[0], dtype)
+        del checkpoint, material
+        yield exported
 
 
 def measure_engines(
@@ -179,12 +179,12 @@ def target_place(out: Path, opened: Opened) -> str:
     if opened.meta.adapter is None:
         path = Path(opened.loaded.path).expanduser()
         return str(path.absolute()) if path.exists() else opened.loaded.path
-    places = [folder / TARGET for folder in (out, out.parent)]
-    found = next((place for place in places if (place / "config.json").is_file()), None)
-    if found is None:
+    candidates = [folder / TARGET for folder in (out, out.parent)]
+    target_folder = next((candidate for candidate in candidates if (candidate / "config.json").is_file()), None)
+    if target_folder is None:
         raise UserError(f"the target was trained with this drafter, but {out} has no {TARGET} next to it; export it again")
-    check_listed(found, "export again")
-    return str(found)
+    check_listed(target_folder, "export again")
+    return str(target_folder)
 
 
 def _names(options: RunOptions) -> list[str]:
@@ -193,18 +193,19 @@ def _names(options: RunOptions) -> list[str]:
     if options.engine == ALL:
         return TIMED
     names = [options.engine] if isinstance(options.engine, str) else list(options.engine)
-    known = [*TIMED, *ENDPOINTS]
-    if wrong := [name for name in names if name not in known]:
-        raise UserError(f"engine is {str(wrong[0])!r}; measure takes {', '.join(known)}, a list of them, or {ALL}")
+    valid_names = [*TIMED, *ENDPOINTS]
+    if unknown := [name for name in names if name not in valid_names]:
+        raise UserError(f"engine is {str(unknown[0])!r}; measure takes {', '.join(valid_names)}, a list of them, or {ALL}")
     return list(dict.fromkeys(names))
 
 
 def check_greedy(options: RunOptions) -> None:
     """Raise UserError for decode settings that engines are not measured with."""
-    for key, wanted in AS_DECODED.items():
-        if (got := getattr(options.decode, key)) != wanted:
+    for key, expected in AS_DECODED.items():
+        if (actual := getattr(options.decode, key)) != expected:
             raise UserError(
-                f"decode.{key} is {got!r}, but engines are measured with greedy decoding, {wanted!r}; leave one of both out"
+                f"decode.{key} is {actual!r}, but engines are measured with greedy decoding, {expected!r}; "
+                "leave one of both out"
             )
 
 
@@ -222,35 +223,35 @@ def _check(options: RunOptions, names: Sequence[str]) -> None:
 def _places(options: RunOptions, name: str) -> dict[str, EndpointOptions]:
     urls = {SPECULATIVE: ("engine_url", options.engine_url), BASELINE: ("engine_plain_url", options.engine_plain_url)}
     key = os.environ.get(options.engine_key_env) or None
-    found = {
+    endpoints = {
         side: EndpointOptions(url, setting, options.engine_model, key, options.engine_api)
         for side, (setting, url) in urls.items()
         if url is not None
     }
-    for where in found.values():
-        base_of(where.url, where.name, "engine_key_env")
-    if not found:
+    for server in endpoints.values():
+        base_of(server.url, server.name, "engine_key_env")
+    if not endpoints:
         raise UserError(
             f"engine={name} needs a server; name one or both with engine_url=URL (with speculation) and engine_plain_url=URL "
             "(without)"
         )
-    return found
+    return endpoints
 
 
 def stacks_of(name: str, family: str) -> list[str]:
     """The stacks whose exports this engine loads for this family. Raises UserError if there is none."""
-    able = [stack for stack in ENGINES[name].loads if stack in loads(family)]
-    return able or stacks_for(family, ENGINES[name].loads[0])
+    loadable = [stack for stack in ENGINES[name].loads if stack in loads(family)]
+    return loadable or stacks_for(family, ENGINES[name].loads[0])
 
 
 def wanted_export(opened: Opened, name: str, out: Path, dtype: str) -> ExportSettings:
     """The export for the first stack that accepts this drafter. Raises the first stack's UserError if none does."""
     errors = []
     for stack in stacks_of(name, opened.meta.family):
-        wanted = ExportSettings([stack], out, dtype, False, with_target=stack == GGUF)
+        export_settings = ExportSettings([stack], out, dtype, False, with_target=stack == GGUF)
         try:
-            refusals(opened, wanted)
-            return wanted
+            refusals(opened, export_settings)
+            return export_settings
         except UserError as error:
             errors.append(error)
     raise errors[0]
@@ -263,20 +264,22 @@ def chain_room(loaded: LoadedTarget, max_new_tokens: int, length: int) -> int:
 
 def _inputs(choice: EngineChoice, report: Report, directory: Path, loaded: LoadedTarget, options: RunOptions) -> EngineInputs:
     """The inputs of every engine: the timed prompts, and our decoder's outputs for them."""
-    opened = Opened.of(directory, loaded)
-    length = options.decode.draft_length or opened.drafter.draft_length
-    prompts, room = measurement_prompts(options), chain_room(loaded, options.decode.max_new_tokens, length)
+    checkpoint = Opened.of(directory, loaded)
+    length = options.decode.draft_length or checkpoint.drafter.draft_length
+    prompts, max_prompt_tokens = measurement_prompts(options), chain_room(loaded, options.decode.max_new_tokens, length)
     by_digest = {prompt_digest(encode_prompt(loaded.tokenizer, prompt.turns)): prompt for prompt in prompts}
-    timed = {line["prompt"] for line in best_entry(report)["per_prompt"] if line["decode_ms"] is not None}
-    cases, left_out = encode_cases(prompts, loaded.tokenizer, room)
-    choice.notes.extend(left_out_notes(left_out, len(prompts), room, "prompts for engines"))
-    ids = [case.tokens for case in cases if prompt_digest(case.tokens) in timed]
+    timed_digests = {line["prompt"] for line in best_entry(report)["per_prompt"] if line["decode_ms"] is not None}
+    cases, left_out = encode_cases(prompts, loaded.tokenizer, max_prompt_tokens)
+    choice.notes.extend(left_out_notes(left_out, len(prompts), max_prompt_tokens, "prompts for engines"))
+    ids = [case.tokens for case in cases if prompt_digest(case.tokens) in timed_digests]
     if not ids:
         raise UserError("no timed prompt leaves room for a drafted chain after it; give shorter prompts")
     ending = Ending(loaded.target.stop_ids, options.decode.max_new_tokens)
     dtype = str(loaded.target.dtype).removeprefix("torch.")
-    chosen = [by_digest[prompt_digest(tokens)] for tokens in ids]
-    return EngineInputs(options, opened, chosen, ids, ending, length, dtype, own_decoding(opened, ids, ending, length, dtype))
+    timed_prompts = [by_digest[prompt_digest(tokens)] for tokens in ids]
+    return EngineInputs(
+        options, checkpoint, timed_prompts, ids, ending, length, dtype, own_decoding(checkpoint, ids, ending, length, dtype)
+    )
 
 
 def own_decoding(opened: Opened, ids: list[list[int]], ending: Ending, length: int, dtype: str) -> Callable[[str], OwnDecoding]:
@@ -285,76 +288,84 @@ def own_decoding(opened: Opened, ids: list[list[int]], ending: Ending, length: i
     @cache
     def decode(begins: str) -> OwnDecoding:
         outputs = [decoded(target, drafter, prompt, ending, length, begins) for prompt in ids]
-        tokens = [one.tokens[: ending.of(one.tokens)] for one in outputs]
-        strings = [str(opened.loaded.tokenizer.decode(own, skip_special_tokens=True)) for own in tokens]
-        emitted = [max(0, len(own) - one.first) for own, one in zip(tokens, outputs, strict=True)]
-        return OwnDecoding(tokens, strings, emitted, [one.counted(ending, "whole") for one in outputs])
+        tokens = [output.tokens[: ending.of(output.tokens)] for output in outputs]
+        strings = [str(opened.loaded.tokenizer.decode(token_ids, skip_special_tokens=True)) for token_ids in tokens]
+        emitted = [max(0, len(token_ids) - output.first) for token_ids, output in zip(tokens, outputs, strict=True)]
+        return OwnDecoding(tokens, strings, emitted, [output.counted(ending, "whole") for output in outputs])
 
     return decode
 
 
 def _in_process(inputs: EngineInputs, name: str, python: Path, export: EngineExport, watch: Watch) -> dict[str, Any]:
-    engine, threads, opened = ENGINES[name], torch.get_num_threads(), inputs.opened
+    engine, threads, checkpoint = ENGINES[name], torch.get_num_threads(), inputs.opened
     terms = inputs.terms(engine.label, engine.batches, watch)
-    timed = {"dtype": export.dtype, "threads": threads, "device": opened.loaded.target.device.type, "batch": max(terms.sizes)}
+    timed = {
+        "dtype": export.dtype,
+        "threads": threads,
+        "device": checkpoint.loaded.target.device.type,
+        "batch": max(terms.sizes),
+    }
 
     def job(speculative: bool) -> EngineJob:
         return EngineJob(
-            target=target_place(export.out, opened),
+            target=target_place(export.out, checkpoint),
             drafter=str(export.out),
-            family=opened.meta.family,
+            family=checkpoint.meta.family,
             layout=export.stack,
             draft_length=inputs.length,
             max_new_tokens=inputs.ending.max_new_tokens,
             stop_ids=sorted(inputs.ending.stop_ids),
             prompts=inputs.ids,
-            facts={"layer_inputs": [block + 1 for block in opened.drafter.taps.blocks]},
+            facts={"layer_inputs": [block + 1 for block in checkpoint.drafter.taps.blocks]},
             timed=timed | {"speculative": speculative},
         )
 
-    with tempfile.TemporaryDirectory(prefix="drafttrain-engine-") as folder, ExitStack() as open_now:
-        sides: dict[str, TimedEngine] = {}
-        for done, side in enumerate((SPECULATIVE, BASELINE), start=1):
-            watch(f"{engine.label}: ready", done - 1, 2, 0)
-            started = serving(name, python, job(side == SPECULATIVE), Path(folder) / side)
-            sides[side] = open_now.enter_context(started)
-            watch(f"{engine.label}: ready", done, 2, 0)
-        found = measured(sides, inputs.here, terms)
-    return {"stack": export.stack, "dtype": export.dtype, "threads": threads} | found
+    with tempfile.TemporaryDirectory(prefix="drafttrain-engine-") as folder, ExitStack() as stack:
+        engines: dict[str, TimedEngine] = {}
+        for engines_ready, side in enumerate((SPECULATIVE, BASELINE), start=1):
+            watch(f"{engine.label}: ready", engines_ready - 1, 2, 0)
+            engine_process = serving(name, python, job(side == SPECULATIVE), Path(folder) / side)
+            engines[side] = stack.enter_context(engine_process)
+            watch(f"{engine.label}: ready", engines_ready, 2, 0)
+        figures = measured(engines, inputs.here, terms)
+    return {"stack": export.stack, "dtype": export.dtype, "threads": threads} | figures
 
 
-def _over_network(inputs: EngineInputs, label: str, places: dict[str, EndpointOptions], watch: Watch) -> dict[str, Any]:
-    first, longest = next(iter(places.values())), [length for where in places.values() if (length := context_of(where))]
-    inputs, notes = _within(inputs, min(longest)) if longest else (inputs, [])
+def _over_network(inputs: EngineInputs, label: str, endpoints: dict[str, EndpointOptions], watch: Watch) -> dict[str, Any]:
+    first, context_lengths = (
+        next(iter(endpoints.values())),
+        [length for server in endpoints.values() if (length := context_of(server))],
+    )
+    inputs, notes = _within(inputs, min(context_lengths)) if context_lengths else (inputs, [])
     terms = inputs.terms(label, True, watch)
     chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in inputs.prompts]
     prompts: Any = chats if first.api == CHAT else inputs.ids
-    with ExitStack() as open_now:
-        sides: dict[str, TimedEngine] = {
-            side: open_now.enter_context(endpoint(where, prompts, inputs.ending.max_new_tokens, max(terms.sizes)))
-            for side, where in places.items()
+    with ExitStack() as stack:
+        engines: dict[str, TimedEngine] = {
+            side: stack.enter_context(endpoint(server, prompts, inputs.ending.max_new_tokens, max(terms.sizes)))
+            for side, server in endpoints.items()
         }
-        found = measured(sides, inputs.here, terms)
-    found["notes"] += notes
-    drafts = found["drafted"] / found["verifications"] if found["drafted"] and found["verifications"] else inputs.length
+        figures = measured(engines, inputs.here, terms)
+    figures["notes"] += notes
+    drafts = figures["drafted"] / figures["verifications"] if figures["drafted"] and figures["verifications"] else inputs.length
     if abs(drafts - inputs.length) > 0.5:
-        found["notes"].append(f"{label} drafted {drafts:.1f} tokens per verification; our chains have {inputs.length}")
-    return {"url": " ".join(where.url for where in places.values())} | found
+        figures["notes"].append(f"{label} drafted {drafts:.1f} tokens per verification; our chains have {inputs.length}")
+    return {"url": " ".join(server.url for server in endpoints.values())} | figures
 
 
 def _within(inputs: EngineInputs, positions: int) -> tuple[EngineInputs, list[str]]:
     """(the inputs without the prompts that leave no room for an answer in so many positions, a note on these)."""
-    room = positions - inputs.ending.max_new_tokens
-    kept = [i for i, ids in enumerate(inputs.ids) if len(ids) <= room]
-    left_out = [str(prompt.question_id) for i, prompt in enumerate(inputs.prompts) if i not in kept]
+    max_prompt_tokens = positions - inputs.ending.max_new_tokens
+    kept_indices = [i for i, ids in enumerate(inputs.ids) if len(ids) <= max_prompt_tokens]
+    left_out = [str(prompt.question_id) for i, prompt in enumerate(inputs.prompts) if i not in kept_indices]
     if not left_out:
         return inputs, []
-    if not kept:
+    if not kept_indices:
         raise UserError(
-            f"the server's context of {positions} tokens leaves room for {max(room, 0)} with decode.max_new_tokens, and no "
-            "timed prompt fits; start it with a longer one, or lower decode.max_new_tokens"
+            f"the server's context of {positions} tokens leaves room for {max(max_prompt_tokens, 0)} with "
+            "decode.max_new_tokens, and no timed prompt fits; start it with a longer one, or lower decode.max_new_tokens"
         )
-    ids = [inputs.ids[i] for i in kept]
-    here = own_decoding(inputs.opened, ids, inputs.ending, inputs.length, inputs.dtype)
-    fitting = replace(inputs, prompts=[inputs.prompts[i] for i in kept], ids=ids, here=here)
-    return fitting, left_out_notes(left_out, len(inputs.ids), room, "timed prompts")
+    ids = [inputs.ids[i] for i in kept_indices]
+    our_decoding = own_decoding(inputs.opened, ids, inputs.ending, inputs.length, inputs.dtype)
+    fitting = replace(inputs, prompts=[inputs.prompts[i] for i in kept_indices], ids=ids, here=our_decoding)
+    return fitting, left_out_notes(left_out, len(inputs.ids), max_prompt_tokens, "timed prompts")

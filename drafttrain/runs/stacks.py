@@ -28,9 +28,9 @@ def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, sa
     family = options.drafter.family
     dtype = "bfloat16" if loaded.target.dtype == torch.bfloat16 else "float32"
     meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
-    able, refused = planned(Opened.in_memory(meta, drafter, loaded), dtype)
-    if able:
-        say(f"{load_it(able).removesuffix(' it')} this drafter")
+    loadable, refused = planned(Opened.in_memory(meta, drafter, loaded), dtype)
+    if loadable:
+        say(f"{load_it(loadable).removesuffix(' it')} this drafter")
     by_reason: dict[str, list[str]] = {}
     for stack, reason in refused.items():
         by_reason.setdefault(reason.replace(stack, "the stack"), []).append(stack)
@@ -40,7 +40,7 @@ def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, sa
         if stack not in STACKS:
             raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
         stacks_for(family, stack)
-        if stack not in able:
+        if stack not in loadable:
             raise UserError(f"export.stacks names {stack}, which cannot load this drafter: {refused[stack]}")
 
 
@@ -53,14 +53,14 @@ def plan(options: RunOptions, say: Callable[[str], None]) -> None:
     with torch.device("meta"):
         drafter = built(options, target)
     architecture = type(target.model).__name__
-    about = asdict(options.target) | {"dtype": dtype_of(options.target), "architecture": architecture}
-    loaded = LoadedTarget(target, load_tokenizer(options.target), path_of(options.target), about)
+    description = asdict(options.target) | {"dtype": dtype_of(options.target), "architecture": architecture}
+    loaded = LoadedTarget(target, load_tokenizer(options.target), path_of(options.target), description)
     say(f"drafter: {family}, for {architecture}, {target.shape.blocks} blocks ({loaded.path})")
     if not loads(family):
         raise UserError(f"no stack loads {family}: {next(iter(rows(family).values()))}")
-    named = [] if options.format in (None, "all") else [options.format]
-    wanted = replace(options, export=replace(options.export, stacks=[*options.export.stacks, *named]))
-    check_stacks(wanted, loaded, drafter, say)
-    others = [stack for stack, row in rows(family).items() if row == NO_LOADER]
-    if others:
-        say(f"  not {', '.join(others)}: {NO_LOADER}")
+    requested_stacks = [] if options.format in (None, "all") else [options.format]
+    run_options = replace(options, export=replace(options.export, stacks=[*options.export.stacks, *requested_stacks]))
+    check_stacks(run_options, loaded, drafter, say)
+    unloadable = [stack for stack, row in rows(family).items() if row == NO_LOADER]
+    if unloadable:
+        say(f"  not {', '.join(unloadable)}: {NO_LOADER}")

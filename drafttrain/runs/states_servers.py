@@ -56,47 +56,47 @@ def states_servers(features: EngineFeatures, options: RunOptions, world: World, 
 
     Raises UserError on all processes where one does not start.
     """
-    given = options.features
-    if given.servers:
-        folder = None if given.dir is None else Path(given.dir).expanduser().absolute()
-        store = None if given.transport == "files" else _store(given)
-        yield StatesServers(list(given.servers), folder, f"{_way_out(features, given, store)} (docs/engine.md)", store)
+    settings = options.features
+    if settings.servers:
+        folder = None if settings.dir is None else Path(settings.dir).expanduser().absolute()
+        store = None if settings.transport == "files" else _store(settings)
+        yield StatesServers(list(settings.servers), folder, f"{_way_out(features, settings, store)} (docs/engine.md)", store)
         return
-    number = int(os.environ.get(NUMBER, os.environ.get("LOCAL_RANK", "0")))  # of this process on its machine
+    local_rank = int(os.environ.get(NUMBER, os.environ.get("LOCAL_RANK", "0")))  # of this process on its machine
     with ExitStack() as stack:
-        mine: StatesServers | str | None = None
+        local_servers: StatesServers | str | None = None
         try:
-            if given.nodes and world.first:
-                mine = stack.enter_context(_elsewhere(features, options, console))
-            elif not given.nodes and number == 0:
-                mine = stack.enter_context(_here(features, options, console))
+            if settings.nodes and world.first:
+                local_servers = stack.enter_context(_elsewhere(features, options, console))
+            elif not settings.nodes and local_rank == 0:
+                local_servers = stack.enter_context(_here(features, options, console))
         except UserError as error:
-            mine = str(error)
-        by_rank: list[StatesServers | str | None] = world.gather(mine)
-        for one in by_rank:
-            if isinstance(one, str):
-                raise UserError(one)
-        found = by_rank[0 if given.nodes else world.rank - number]
-        assert isinstance(found, StatesServers)
-        for fault in world.gather(_unseen(found.folder) if found.store is None else None):
+            local_servers = str(error)
+        by_rank: list[StatesServers | str | None] = world.gather(local_servers)
+        for outcome in by_rank:
+            if isinstance(outcome, str):
+                raise UserError(outcome)
+        servers = by_rank[0 if settings.nodes else world.rank - local_rank]
+        assert isinstance(servers, StatesServers)
+        for fault in world.gather(_unseen(servers.folder) if servers.store is None else None):
             if fault is not None:
                 raise UserError(fault)
-        yield found
+        yield servers
 
 
-def _way_out(features: EngineFeatures, given: FeatureOptions, store: StoreSettings | None) -> str:
+def _way_out(features: EngineFeatures, settings: FeatureOptions, store: StoreSettings | None) -> str:
     """How to start servers that give the states."""
     path, longest, layers = features.loaded.path, features.longest, features.layers
-    if given.engine == "vllm":
-        host = urlsplit(given.servers[0]).hostname or "HOST"
-        connector = None if store is None else mooncake_connector(host=host, **_mooncake(given, store.master))
-        return f"start it so: {serve_line(path, layers.ids, given.dir or '/dev/shm/states', longest, connector)}"
+    if settings.engine == "vllm":
+        host = urlsplit(settings.servers[0]).hostname or "HOST"
+        connector = None if store is None else mooncake_connector(host=host, **_mooncake(settings, store.master))
+        return f"start it so: {serve_line(path, layers.ids, settings.dir or '/dev/shm/states', longest, connector)}"
     blocks = [key for key in layers.keys if key != FINAL]
     if store is not None:
         return f"start SGLang with SpecForge's patch so: {capture_line(path, longest, blocks, store.master)}"
     if not blocks:
         return f"start it so: {final_line(path, longest)}"
-    if given.final_servers:
+    if settings.final_servers:
         tapped, final = blocks_line(path, longest, blocks), final_line(path, longest)
         return f"start those of features.servers so: {tapped} and those of features.final_servers so: {final}"
     return (
@@ -108,22 +108,26 @@ def _way_out(features: EngineFeatures, given: FeatureOptions, store: StoreSettin
 @contextmanager
 def _here(features: EngineFeatures, options: RunOptions, console: Console) -> Iterator[StatesServers]:
     """Servers on this machine, for its training processes alone."""
-    given, on_cpu = options.features, features.loaded.target.device.type == "cpu"
+    settings, on_cpu = options.features, features.loaded.target.device.type == "cpu"
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = servers_next_to_trainers(given, visible_gpus(), 0 if on_cpu else processes)
-    python = python_of(given.engine, given.python, "features.python")
+    gpus = servers_next_to_trainers(settings, visible_gpus(), 0 if on_cpu else processes)
+    python = python_of(settings.engine, settings.python, "features.python")
     folder = _folder(options)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         store = None
-        if given.transport == "mooncake":
-            started = given.mooncake.master is None
-            store = _store(given, stack.enter_context(mooncake_master(folder / "master.log", console.say)) if started else None)
+        if settings.transport == "mooncake":
+            starts_master = settings.mooncake.master is None
+            store = _store(
+                settings, stack.enter_context(mooncake_master(folder / "master.log", console.say)) if starts_master else None
+            )
         served = _served(features, options, folder, store)
         servers, host = [], HERE if store is None else store.host or HERE
         for i, port in enumerate(free_ports(len(gpus.of_servers))):
-            own, name = gpus.of_servers[i], "vLLM" if len(gpus.of_servers) == 1 else f"vLLM {i + 1}"
-            arguments, environment = server_process(served, own, given.tensor_parallel, on_cpu and not own, host)
+            server_gpus, name = gpus.of_servers[i], "vLLM" if len(gpus.of_servers) == 1 else f"vLLM {i + 1}"
+            arguments, environment = server_process(
+                served, server_gpus, settings.tensor_parallel, on_cpu and not server_gpus, host
+            )
             log = folder / f"{name.lower().replace(' ', '-')}.log"
             servers.append(StatesServer(python, arguments, environment, log, console.say, port, name=name))
         console.say(f"features: starting vLLM, which takes a minute or more: {gpus}; {_training(processes, on_cpu)}")
@@ -134,18 +138,18 @@ def _here(features: EngineFeatures, options: RunOptions, console: Console) -> It
 @contextmanager
 def _elsewhere(features: EngineFeatures, options: RunOptions, console: Console) -> Iterator[StatesServers]:
     """Servers on the `features.nodes` machines that do not train. They remove the folder of the files."""
-    given = options.features
-    store = _store(given) if given.transport == "mooncake" else None
-    root = given.dir if store is None else given.dir or options.output  # all machines see the output
+    settings = options.features
+    store = _store(settings) if settings.transport == "mooncake" else None
+    root = settings.dir if store is None else settings.dir or options.output  # all machines see the output
     if MEETING not in os.environ or root is None:
         raise UserError(
-            f"features.nodes is {given.nodes}, but this run was not started by the command drafttrain fit; start "
+            f"features.nodes is {settings.nodes}, but this run was not started by the command drafttrain fit; start "
             "servers by hand and name them in features.servers"
         )
     meeting = Path(os.environ[MEETING])
     folder = Path(root).expanduser().absolute() / f"{NAME}-{meeting.name}"  # of this run, however often its trainers start
     _make(folder)
-    with asked(_served(features, options, folder, store), given.nodes, meeting, console.say) as urls:
+    with asked(_served(features, options, folder, store), settings.nodes, meeting, console.say) as urls:
         yield StatesServers(urls, folder, store=store)
 
 
@@ -171,28 +175,28 @@ def _served(features: EngineFeatures, options: RunOptions, folder: Path, store: 
     )
 
 
-def _store(given: FeatureOptions, started: str | None = None) -> StoreSettings:
+def _store(settings: FeatureOptions, started: str | None = None) -> StoreSettings:
     """How this machine reaches the store. started: the address of a master of this run; None: the user's.
 
     Raises UserError for settings that cannot be right.
     """
-    own = given.mooncake
-    found = StoreSettings(started or str(own.master), own.host, own.protocol, own.device, own.buffer)
-    found.check()
-    return found
+    mooncake = settings.mooncake
+    store = StoreSettings(started or str(mooncake.master), mooncake.host, mooncake.protocol, mooncake.device, mooncake.buffer)
+    store.check()
+    return store
 
 
-def _mooncake(given: FeatureOptions, master: str) -> dict[str, Any]:
+def _mooncake(settings: FeatureOptions, master: str) -> dict[str, Any]:
     """What servers must know of the store."""
-    own = given.mooncake
-    return {"master": master, "protocol": own.protocol, "device": own.device, "segment": own.segment}
+    mooncake = settings.mooncake
+    return {"master": master, "protocol": mooncake.protocol, "device": mooncake.device, "segment": mooncake.segment}
 
 
 def _training(processes: int, on_cpu: bool) -> str:
     """As in `4 processes train on the GPUs 0, 1, 2, 3`."""
-    who = f"{processes} process{' trains' if processes == 1 else 'es train'}"
+    subject = f"{processes} process{' trains' if processes == 1 else 'es train'}"
     gpus = visible_gpus()[:processes]
-    return f"{who} on the CPU" if on_cpu else f"{who} on the GPU{'' if len(gpus) == 1 else 's'} {', '.join(gpus)}"
+    return f"{subject} on the CPU" if on_cpu else f"{subject} on the GPU{'' if len(gpus) == 1 else 's'} {', '.join(gpus)}"
 
 
 def _unseen(folder: Path | None) -> str | None:

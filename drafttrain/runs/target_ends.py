@@ -37,8 +37,8 @@ def check_target(options: RunOptions, in_memory: bool) -> None:
         )
     setting, size = target.shared_by
     if size != 1 or target.placement not in ("auto", "replicated"):
-        given = f"{setting}={size}" if size != 1 else f"target.placement={target.placement}"
-        raise UserError(f"features.target is ends, but {given} divides the blocks among processes; leave one out")
+        conflict = f"{setting}={size}" if size != 1 else f"target.placement={target.placement}"
+        raise UserError(f"features.target is ends, but {conflict} divides the blocks among processes; leave one out")
     if measure.every and measure.engine is None:
         raise UserError(
             f"measure.every is {measure.every}, but with features.target=ends our decoder has no blocks to decode with; set "

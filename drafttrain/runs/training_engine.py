@@ -120,12 +120,12 @@ class RunEngine:
         return 0.0 if self._running is None else max(0.0, self.settings.timeout - self._running.process.seconds)
 
     def start(self, step: int, write: Callable[[Path], object]) -> None:
-        folder, began = temporary_name(self.run_dir / f"engine-{step:05d}"), monotonic()
+        folder, start_time = temporary_name(self.run_dir / f"engine-{step:05d}"), monotonic()
         try:
             (folder / "checkpoint").mkdir(parents=True)
             write(folder / "checkpoint")
             process = self._started(folder)
-            self._running = _Running(step, folder, process, monotonic() - began)
+            self._running = _Running(step, folder, process, monotonic() - start_time)
         except Exception as error:  # an engine's measurement must not end training, whatever an export raises
             shutil.rmtree(folder, ignore_errors=True)
             self.say(f"step {step} is not measured by {self.label}: {_reason(error)}")
@@ -134,18 +134,18 @@ class RunEngine:
         running = self._running
         if running is None or not (running.process.ended() or self.seconds_left <= 0):
             return None
-        found = None
+        figures = None
         try:
             if not running.process.ended():
                 limit = f"measure.engine_timeout={self.settings.timeout:g}"
                 raise UserError(f"it had not ended after {limit} seconds; raise that, or measure fewer prompts")
-            found = self._figures(running)
-            self.say(self._line(found))
+            figures = self._figures(running)
+            self.say(self._line(figures))
         except Exception as error:  # as above
             log = self._kept_log(running)
             self.say(f"{self.label} did not measure step {running.step}: {_reason(error)}" + (f" (log: {log})" if log else ""))
         self.close()
-        return found
+        return figures
 
     def close(self) -> None:
         if self._running is not None:
@@ -155,29 +155,31 @@ class RunEngine:
 
     def _started(self, folder: Path) -> BackgroundEngine:
         settings = self.settings
-        opened = Opened.of(folder / "checkpoint", settings.loaded)
-        wanted = wanted_export(opened, settings.name, folder / "export", settings.dtype)
-        export(opened, golden.made(opened, golden.sequences_for(settings.loaded)), wanted)
-        job = settings.job(opened, wanted.out, wanted.stacks[0])
+        checkpoint = Opened.of(folder / "checkpoint", settings.loaded)
+        export_settings = wanted_export(checkpoint, settings.name, folder / "export", settings.dtype)
+        export(checkpoint, golden.made(checkpoint, golden.sequences_for(settings.loaded)), export_settings)
+        job = settings.job(checkpoint, export_settings.out, export_settings.stacks[0])
         return background.start(settings.name, settings.python, job, folder, settings.waves, settings.resources)
 
     def _figures(self, running: _Running) -> Figures:
         """The engine's counts, and tau of our decoder with the same chains, which are decoded now."""
-        settings, seconds, began = self.settings, running.process.seconds, monotonic()
-        about, answers = running.process.answers()
-        counts = [length for answer in answers for length in answer.lengths]
-        sums = [sum(getattr(a, name) or 0 for a in answers) for name in ("verifications", "drafted", "accepted")]
+        settings, seconds, start_time = self.settings, running.process.seconds, monotonic()
+        engine_info, replies = running.process.answers()
+        counts = [length for reply in replies for length in reply.lengths]
+        sums = [sum(getattr(reply, name) or 0 for reply in replies) for name in ("verifications", "drafted", "accepted")]
         if len(counts) != len(settings.ids) or not sums[0]:
             raise UserError(f"it answered {len(counts)} of {len(settings.ids)} prompts in {sums[0]} verifications")
-        prefilled = 0 if about.begins == "drafted" else 1
+        prefilled = 0 if engine_info.begins == "drafted" else 1
         own_tau = None
         if not isinstance(settings.loaded.target, FrozenEnds):  # which cannot decode
-            opened = Opened.of(running.folder / "checkpoint", settings.loaded)
-            here = own_decoding(opened, settings.ids, settings.ending, settings.length, settings.dtype)(about.begins)
-            own_tau = here.tau(range(len(settings.ids)))
+            checkpoint = Opened.of(running.folder / "checkpoint", settings.loaded)
+            our_decoding = own_decoding(checkpoint, settings.ids, settings.ending, settings.length, settings.dtype)(
+                engine_info.begins
+            )
+            own_tau = our_decoding.tau(range(len(settings.ids)))
         return {
             "name": settings.name,
-            "version": next(iter(about.versions.values()), None),
+            "version": next(iter(engine_info.versions.values()), None),
             "step": running.step,
             "tau": sum(max(0, count - prefilled) for count in counts) / sums[0],
             "own_tau": own_tau,
@@ -185,21 +187,24 @@ class RunEngine:
             "prompts": len(counts),
             "draft_length": settings.length,
             "seconds": round(seconds, 1),
-            "blocked_seconds": round(running.blocked + monotonic() - began, 1),
+            "blocked_seconds": round(running.blocked + monotonic() - start_time, 1),
         }
 
-    def _line(self, found: Figures) -> str:
-        accepted = "" if found["acceptance"] is None else f"; {found['acceptance']:.0%} of the drafts accepted"
-        ours = "" if found["own_tau"] is None else f" (our decoder {found['own_tau']:.2f} with the same chains)"
-        return f"step {found['step']}: {self.label} measured tau {found['tau']:.2f}{ours}{accepted}; {found['seconds']:.0f} s"
+    def _line(self, figures: Figures) -> str:
+        accepted = "" if figures["acceptance"] is None else f"; {figures['acceptance']:.0%} of the drafts accepted"
+        ours = "" if figures["own_tau"] is None else f" (our decoder {figures['own_tau']:.2f} with the same chains)"
+        return (
+            f"step {figures['step']}: {self.label} measured tau {figures['tau']:.2f}{ours}{accepted}; "
+            f"{figures['seconds']:.0f} s"
+        )
 
     def _kept_log(self, running: _Running) -> Path | None:
         """Keep the log of a process that failed with the run."""
-        kept = self.run_dir / "logs" / f"engine-{running.step:05d}.log"
+        log_copy = self.run_dir / "logs" / f"engine-{running.step:05d}.log"
         with suppress(OSError):
-            kept.parent.mkdir(exist_ok=True)
-            shutil.copyfile(running.process.log, kept)
-            return kept
+            log_copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(running.process.log, log_copy)
+            return log_copy
         return None
 
 
@@ -245,8 +250,8 @@ def engine_settings(options: RunOptions, loaded: LoadedTarget, drafter: Drafter)
             "CUDA_VISIBLE_DEVICES, or cpu"
         )
     length = options.decode.draft_length or drafter.draft_length
-    room = chain_room(loaded, options.decode.max_new_tokens, length)
-    cases, _ = encode_cases(measurement_prompts(options), loaded.tokenizer, room, loaded.images)
+    max_prompt_tokens = chain_room(loaded, options.decode.max_new_tokens, length)
+    cases, _ = encode_cases(measurement_prompts(options), loaded.tokenizer, max_prompt_tokens, loaded.images)
     ids = [case.tokens for case in cases[: measure.every_prompts]]
     if any(map(has_images, ids)):
         raise UserError("engines are measured with prompts of text alone; leave out measure.engine, or name other prompts")
@@ -266,12 +271,12 @@ def engine_settings(options: RunOptions, loaded: LoadedTarget, drafter: Drafter)
     return settings
 
 
-def _device(given: Any) -> str:
+def _device(device: Any) -> str:
     """`measure.engine_device` as CUDA_VISIBLE_DEVICES has it."""
-    return ",".join(map(str, given)) if isinstance(given, list) else str(given)
+    return ",".join(map(str, device)) if isinstance(device, list) else str(device)
 
 
 def _reason(error: Exception) -> str:
     """One line. Errors that are not meant for users have their type with them."""
-    known = isinstance(error, UserError | ParityError)
-    return str(error) if known else one_line(f"{type(error).__name__}: {error}")
+    is_user_error = isinstance(error, UserError | ParityError)
+    return str(error) if is_user_error else one_line(f"{type(error).__name__}: {error}")

@@ -71,10 +71,10 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
     options = for_target(options, loaded.target.shape)
     drafter = ready.drafter if ready else built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
-    start = (ready.start if ready else None) or _start(options, loaded, drafter, adapter, console)
-    lora = _lora(options, loaded, drafter, start)
-    by_us = options.measure.every and ends is None
-    quick_measure = _quick_measure(options, loaded, drafter, adapter, where) if by_us else None
+    initial_weights = (ready.start if ready else None) or _start(options, loaded, drafter, adapter, console)
+    lora = _lora(options, loaded, drafter, initial_weights)
+    decodes_here = options.measure.every and ends is None
+    quick_measure = _quick_measure(options, loaded, drafter, adapter, where) if decodes_here else None
     open_engine = engine_settings(options, loaded, drafter)
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
@@ -89,7 +89,7 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
         raise UserError(
             "decode.tree_nodes=null needs whole weights, but ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
         )
-    _print_models(options, loaded, drafter, adapter, bool(start), lora, console)
+    _print_models(options, loaded, drafter, adapter, bool(initial_weights), lora, console)
     if options.export.stacks or not (where.shared or ends):
         check_stacks(options, loaded, drafter, console.say)
     data = Dataset([], [], {})
@@ -111,7 +111,7 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
         options.loss,
         options.decode.tree_nodes,
         adapter,
-        start,
+        initial_weights,
         options.target.prefetch,
         quick_measure=quick_measure,
         quick_measure_every=options.measure.every,
@@ -144,29 +144,29 @@ def _print_models(
 
     lora: what is trained in place of the drafter's weights; empty: these are.
     """
-    about, path = loaded.description, loaded.description["path"] or loaded.description["name"]
-    size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
-    runner = f"{about['runner']} runner"
+    description, path = loaded.description, loaded.description["path"] or loaded.description["name"]
+    size = f"{description['parameters']:,} parameters, {description['blocks']} blocks"
+    runner = f"{description['runner']} runner"
     if isinstance(loaded.target, FrozenEnds):
         runner = f"{format_bytes(loaded.target.own_bytes)} of them here: features.target=ends"
-    console.say(f"target: {about['architecture']}, {size} ({path}, {runner})")
-    if about["runner_reason"]:
-        console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
-    if about["chains_reason"]:
-        console.say(f"this target verifies chains, not trees, so drafts are chains: {about['chains_reason']}")
-    if about["attention_reason"]:
-        console.say(f"target.attention is eager: {about['attention_reason']}")
-    if about["capture_reason"]:
-        console.say(f"decode steps run without CUDA graphs: {about['capture_reason']}")
+    console.say(f"target: {description['architecture']}, {size} ({path}, {runner})")
+    if description["runner_reason"]:
+        console.say(f"the fast runner cannot run this target: {description['runner_reason']}")
+    if description["chains_reason"]:
+        console.say(f"this target verifies chains, not trees, so drafts are chains: {description['chains_reason']}")
+    if description["attention_reason"]:
+        console.say(f"target.attention is eager: {description['attention_reason']}")
+    if description["capture_reason"]:
+        console.say(f"decode steps run without CUDA graphs: {description['capture_reason']}")
     if reason := why_slow(loaded.target.model):
-        name = f"target.weights={about['weights']}" if about.get("weights") else "the target's FP8"
+        name = f"target.weights={description['weights']}" if description.get("weights") else "the target's FP8"
         console.say(f"{name} saves memory, not time: {reason}")
     operators = library.state_on(loaded.target.device)
     if not operators.loaded:
         console.say(f"operators: {operators.text}")
-    begun = f", from {options.train.init}" if started and options.train.init else ""
-    kind = "frozen" if lora else "trainable"
-    console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} {kind} parameters{begun}{lora}")
+    init_note = f", from {options.train.init}" if started and options.train.init else ""
+    trainability = "frozen" if lora else "trainable"
+    console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} {trainability} parameters{init_note}{lora}")
     if adapter is not None:
         console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
     if drafter.remark:
@@ -177,48 +177,48 @@ def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> N
     """Raise UserError for what would fail after training: the measurement, and a checkpoint that does not fit on the disk."""
     if options.measure.enabled and not ends_alone(options):
         check_measurement(loaded, drafter, options.decode, options.measure)
-        room = loaded.target.shape.max_positions - options.decode.max_new_tokens
-        cases, _ = encode_cases(measurement_prompts(options), loaded.tokenizer, room, loaded.images)
+        max_prompt_tokens = loaded.target.shape.max_positions - options.decode.max_new_tokens
+        cases, _ = encode_cases(measurement_prompts(options), loaded.tokenizer, max_prompt_tokens, loaded.images)
         check_images(drafter, any(has_images(case.tokens) for case in cases))
     else:
         decoder_of(loaded, options.decode, drafter)
     folder = next(path for path in (Path(options.output).absolute(), *Path(options.output).absolute().parents) if path.is_dir())
-    trained, frozen = trained_and_frozen(drafter, options.train.lora, loaded.target.shape.vocab_size)
-    needed, free = CHECKPOINT * trained + FROZEN * frozen, shutil.disk_usage(folder).free
-    if needed > free:
+    trained_count, frozen_count = trained_and_frozen(drafter, options.train.lora, loaded.target.shape.vocab_size)
+    needed_bytes, available_bytes = CHECKPOINT * trained_count + FROZEN * frozen_count, shutil.disk_usage(folder).free
+    if needed_bytes > available_bytes:
         raise UserError(
-            f"output {folder} has {format_bytes(free)} free, but a checkpoint of this drafter and its optimiser needs "
-            f"{format_bytes(needed)}; free some space, or set output"
+            f"output {folder} has {format_bytes(available_bytes)} free, but a checkpoint of this drafter and its optimiser "
+            f"needs {format_bytes(needed_bytes)}; free some space, or set output"
         )
 
 
 def _quick_measure(
-    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, where: Placement
+    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, placement: Placement
 ) -> Callable[[Drafter], dict[str, float]]:
     """The small measurement of `measure.every`. Raises UserError for a target that is adapted or shared."""
     if adapter is not None:
         raise UserError("measure.every decodes with the original target, but this family adapts it; leave measure.every out")
-    if where.shared:
+    if placement.shared:
         raise UserError(
-            f"measure.every needs the whole target on rank 0, but target.placement={where.placement} splits it; leave "
+            f"measure.every needs the whole target on rank 0, but target.placement={placement.placement} splits it; leave "
             "measure.every out"
         )
     decoder_of(loaded, options.decode, drafter)
     return quick_measurement(loaded, options.decode, options.measure, measurement_prompts(options))
 
 
-def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where: Placement, console: Console) -> Dataset:
+def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, placement: Placement, console: Console) -> Dataset:
     """Print who wrote the data's replies and which evaluation prompts it contains, and add both to the data's summary."""
-    origin = origin_of(options, loaded, data, where.shared or ends_alone(options))
+    origin = origin_of(options, loaded, data, placement.shared or ends_alone(options))
     for line in origin.lines(options):
         console.say(line)
     summary = {"origin": origin.summary}
     if options.measure.enabled and data.conversations is not None:
         ngram, overlap = options.inspect.ngram, options.inspect.overlap
-        found = contamination(data.conversations.sources, measurement_prompts(options), ngram, overlap, SEARCHED)
-        if copies := found.line():
+        contamination_report = contamination(data.conversations.sources, measurement_prompts(options), ngram, overlap, SEARCHED)
+        if copies := contamination_report.line():
             console.say(copies)
-        summary["contamination"] = found.summary
+        summary["contamination"] = contamination_report.summary
     return replace(data, summary=data.summary | summary)
 
 
@@ -318,10 +318,10 @@ def check_packing(
         )
     if options.on_policy:
         raise UserError("train.on_policy needs one conversation per row, but data.pack puts several in a row; leave one out")
-    for what, model in language_models(target, drafter, adapter) if drafter.trained else ():
+    for model_name, model in language_models(target, drafter, adapter) if drafter.trained else ():
         if model.recurrent:
             raise UserError(
-                f"data.pack puts several conversations in a row, and the recurrent layers of {what}, "
+                f"data.pack puts several conversations in a row, and the recurrent layers of {model_name}, "
                 f"{type(model.model).__name__}, would carry each one's state into the next; set data.pack=false"
             )
 
@@ -333,13 +333,13 @@ def quick_measurement(
 
     It uses the first batch size and `every_prompts` of the prompts. Raises UserError if all prompts are too long.
     """
-    room = loaded.target.shape.max_positions - decode.max_new_tokens
-    cases, _ = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
+    max_prompt_tokens = loaded.target.shape.max_positions - decode.max_new_tokens
+    cases, _ = encode_cases(prompts, loaded.tokenizer, max_prompt_tokens, loaded.images)
     cases, size = cases[: options.every_prompts], options.batch_sizes[0]
-    once = replace(options, repeats=1, transformers=False)
+    single_repeat = replace(options, repeats=1, transformers=False)
 
     def quick_measure(drafter: Drafter) -> dict[str, float]:
-        bench = Bench(loaded, decode, once, Budget(HOURS), lambda *_: None)
+        bench = Bench(loaded, decode, single_repeat, Budget(HOURS), lambda *_: None)
         keys = race_keys(bench.race({NOW: drafter.requires_grad_(False)}, cases, size, HOURS, "glance"), NOW)
         return {"measured_tau": keys["tau"] or 1.0, "measured_speedup": keys["speedup"] or 1.0}
 

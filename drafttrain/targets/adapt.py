@@ -92,12 +92,12 @@ def own_bytes(target: HFTarget, original: HFTarget) -> int:
 
 def _modules(model: nn.Module, blocks: int, spec: LoraSpec) -> list[str]:
     """Last name components of the blocks' linear maps that get an adapter."""
-    inside = find_blocks(model, blocks).named_modules()
-    known = sorted({name.rsplit(".", 1)[-1] for name, module in inside if isinstance(module, nn.Linear | Conv1D)})
-    unknown = [name for name in spec.modules if name not in known]
-    if unknown or not known:
+    block_modules = find_blocks(model, blocks).named_modules()
+    map_names = sorted({name.rsplit(".", 1)[-1] for name, module in block_modules if isinstance(module, nn.Linear | Conv1D)})
+    unknown = [name for name in spec.modules if name not in map_names]
+    if unknown or not map_names:
         raise UserError(
             f"drafter.adapter.modules has {', '.join(unknown) or 'nothing to adapt'}; "
-            f"the blocks' linear maps are {', '.join(known) or 'none'}"
+            f"the blocks' linear maps are {', '.join(map_names) or 'none'}"
         )
-    return list(spec.modules) or known
+    return list(spec.modules) or map_names

@@ -66,12 +66,12 @@ def install(target: Any) -> bool:
         return bool(config._attn_implementation == NAME)
     token_1T = torch.arange(9, device=target.device)[None] % target.shape.vocab_size
     number_1T, position_1T = (torch.tensor([row], device=target.device) for row in ([0] * 4 + [1] * 5, [*range(4), *range(5)]))
-    found = []
+    final_states = []
     for target.unmasked in (False, True):
         try:
             out = target(token_1T, None, Documents(number_1T), position_1T, Taps(final=True), token_1T[:, :0])
         except (TypeError, ValueError, RuntimeError):
             return False
-        found.append(out.hidden[FINAL].float())
-    gap = (found[1] - found[0]).norm() / found[0].norm()
+        final_states.append(out.hidden[FINAL].float())
+    gap = (final_states[1] - final_states[0]).norm() / final_states[0].norm()
     return bool(gap < torch.finfo(target.dtype).eps ** 0.5)

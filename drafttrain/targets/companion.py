@@ -54,35 +54,35 @@ def companion(given: Target, path: str, revision: str | None) -> Companion:
     often padded to different sizes. Raises UserError for a path without a usable model, and for a vocabulary that neither
     matches nor can be translated.
     """
-    where = readable(path)
+    source = readable(path)
     try:
-        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # libraries raise errors of every kind for damaged files
-        _check_hub(error, where, revision)
+        _check_hub(error, source, revision)
         raise UserError(
             f"drafter.path {path!r} has no usable config.json, which checkpoints need too: {one_line(error, 160)}"
         ) from error
     target = _hf(given)
     if target.outline:
         return Companion(target.outline_of(AutoModelForCausalLM.from_config(config)), None, True, None)
-    tokenizer = _tokenizer(where, revision)
-    model, missing = _load(where, revision, config)
+    tokenizer = _tokenizer(source, revision)
+    model, missing = _load(source, revision, config)
     if tokenizer is None or target.tokenizer is None:  # only the sizes can be compared
-        same = shape_of(config.get_text_config()).vocab_size == target.shape.vocab_size
-        if not same:
+        same_tokens = shape_of(config.get_text_config()).vocab_size == target.shape.vocab_size
+        if not same_tokens:
             raise UserError(
                 f"drafter.path {path!r} has {model.config.get_text_config().vocab_size} tokens, the target "
                 f"{target.shape.vocab_size}, and without both tokenizers neither can be translated; add the tokenizer's files"
             )
     else:
-        same = vocabulary(tokenizer) == vocabulary(target.tokenizer)
-    if same:
+        same_tokens = vocabulary(tokenizer) == vocabulary(target.tokenizer)
+    if same_tokens:
         resize(model, target.shape.vocab_size)
     lm = _runner(model, target)
     lm.tokenizer = tokenizer
     if missing is None:
         _check(lm, path)
-    return Companion(lm, tokenizer, same, missing)
+    return Companion(lm, tokenizer, same_tokens, missing)
 
 
 def _hf(target: Target) -> HFTarget:
@@ -99,12 +99,12 @@ def vocabulary(tokenizer: Any) -> dict[str, int]:
 @torch.no_grad()
 def resize(model: Any, size: int) -> None:
     """Resize a model's vocabulary. Removes padding rows, or adds rows equal to the mean row, which are never likely."""
-    known = model.get_input_embeddings().weight.shape[0]
-    if size == known:
+    old_size = model.get_input_embeddings().weight.shape[0]
+    if size == old_size:
         return
     model.resize_token_embeddings(size, mean_resizing=False)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        layer.weight[known:] = layer.weight[:known].mean(0)
+        layer.weight[old_size:] = layer.weight[:old_size].mean(0)
 
 
 def _narrow(text: Any, target: HFTarget, width: int) -> None:
@@ -129,23 +129,23 @@ def _runner(model: Any, target: HFTarget) -> HFTarget:
     return runner(model.to(target.device, torch.float32), target.stop_ids, frozen=False)
 
 
-def _load(where: str, revision: str | None, config: PreTrainedConfig) -> tuple[Any, str | None]:
+def _load(source: str, revision: str | None, config: PreTrainedConfig) -> tuple[Any, str | None]:
     """(model, why its weights are missing). A checkpoint of ours has its own weights and needs only the configuration."""
     try:
         return load_model(
-            where, f"drafter.path {where!r}", revision=revision, trust_remote_code=False, dtype=torch.float32
+            source, f"drafter.path {source!r}", revision=revision, trust_remote_code=False, dtype=torch.float32
         ), None
     except UserError:
         raise
     except Exception as error:
-        _check_hub(error, where, revision)
+        _check_hub(error, source, revision)
         if not isinstance(error, OSError | ValueError | ImportError):
             raise
         reason = one_line(error, 160)
     try:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
-        raise UserError(f"drafter.path {where!r} is no causal LM that transformers knows: {one_line(error, 160)}") from error
+        raise UserError(f"drafter.path {source!r} is no causal LM that transformers knows: {one_line(error, 160)}") from error
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
     return model, reason
@@ -162,22 +162,22 @@ def _check(lm: HFTarget, path: str) -> None:
         raise UserError(f"drafter.path {path!r} cannot draft with a KV cache of ours: {one_line(error, 160)}") from error
 
 
-def _tokenizer(where: str, revision: str | None) -> Any:
+def _tokenizer(source: str, revision: str | None) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exceptions
-        _check_hub(error, where, revision)
-        if (Path(where) / "tokenizer.json").is_file():
+        _check_hub(error, source, revision)
+        if (Path(source) / "tokenizer.json").is_file():
             raise UserError(
-                f"drafter.path {where!r} has a tokenizer.json that cannot be read: {one_line(error, 160)}"
+                f"drafter.path {source!r} has a tokenizer.json that cannot be read: {one_line(error, 160)}"
             ) from error
         return None
 
 
-def _check_hub(error: Exception, where: str, revision: str | None) -> None:
+def _check_hub(error: Exception, source: str, revision: str | None) -> None:
     """Raise UserError if the hub is the cause, which a missing file must not be confused with."""
-    if not Path(where).exists() and (found := hub_reason(error, where, revision=revision)) is not None:
-        raise UserError(f"drafter.path {where!r}: {found}") from error
+    if not Path(source).exists() and (hub_failure := hub_reason(error, source, revision=revision)) is not None:
+        raise UserError(f"drafter.path {source!r}: {hub_failure}") from error
 
 
 def readable(path: str) -> str:

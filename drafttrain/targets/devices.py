@@ -20,8 +20,8 @@ def own_gpu() -> int:
 
     Raises UserError when LOCAL_RANK is missing or names no GPU.
     """
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if several and "LOCAL_RANK" not in os.environ:
+    multi_process = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if multi_process and "LOCAL_RANK" not in os.environ:
         raise UserError(
             "WORLD_SIZE is set, LOCAL_RANK is not, which numbers the processes of a machine and with them its GPUs; start them "
             "with torchrun or launcher.nproc, or set it"
@@ -53,10 +53,10 @@ def device_of(name: str) -> torch.device:
         return device
     if not torch.cuda.is_available():
         raise UserError(f"target.device is {name!r} but no CUDA device is available; set target.device=auto")
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if device.index is None or (several and device.index == own_gpu()):
+    multi_process = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if device.index is None or (multi_process and device.index == own_gpu()):
         return torch.device("cuda", own_gpu())
-    if several:
+    if multi_process:
         raise UserError(f"target.device is {name!r}, each of several processes needs its own GPU; set target.device=auto")
     if device.index >= (count := torch.cuda.device_count()):
         raise UserError(f"target.device is {name!r}, this process sees {count} GPUs; set target.device=auto")

@@ -33,17 +33,17 @@ class EndsTarget(LiveTarget):
     name = "ends"
 
     def __init__(self, config: Any, options: TargetOptions, tokenizer: Any = None) -> None:
-        own = set_depth_of_copy(config)
+        one_block_config = set_depth_of_copy(config)
         device = device_of(options.device)
         with torch.device(device), no_init_weights():
-            model: Any = model_class(own).from_config(own, dtype=DTYPES[dtype_of(options)])
+            model: Any = model_class(one_block_config).from_config(one_block_config, dtype=DTYPES[dtype_of(options)])
         super().__init__(model, tokenizer=tokenizer)
-        parts: list[nn.Module] = [model.get_input_embeddings(), model.get_output_embeddings(), self.norm_module]
+        end_modules: list[nn.Module] = [model.get_input_embeddings(), model.get_output_embeddings(), self.norm_module]
         find_blocks(model, 1).to("meta")
         self.shape, self.trees = shape_of(config.get_text_config()), True
         model.config = config
-        mine = {id(p) for part in parts for p in part.parameters()}
-        self.weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if id(p) in mine}
+        end_param_ids = {id(p) for module in end_modules for p in module.parameters()}
+        self.weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if id(p) in end_param_ids}
         self.given = False  # whether the weights are there
         for parameter in self.weights.values():
             parameter.data.fill_(torch.nan)
@@ -55,30 +55,30 @@ class EndsTarget(LiveTarget):
 
     def set(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the weights of embedding, norm and head; others may be among them. Raises UserError where one is missing."""
-        lacking = [name for name in self.weights if not self._source(name, weights)]
-        if lacking:
+        missing_names = [name for name in self.weights if not self._source(name, weights)]
+        if missing_names:
             raise UserError(
-                f"set_ends needs the weights {', '.join(sorted(lacking))}; name them as the model's state_dict() does"
+                f"set_ends needs the weights {', '.join(sorted(missing_names))}; name them as the model's state_dict() does"
             )
         for name, parameter in self.weights.items():
-            given = weights[self._source(name, weights)]
-            if given.shape != parameter.shape:
-                raise UserError(f"set_ends: {name} is {list(given.shape)}, the target's is {list(parameter.shape)}")
-            parameter.data.copy_(given)
+            weight = weights[self._source(name, weights)]
+            if weight.shape != parameter.shape:
+                raise UserError(f"set_ends: {name} is {list(weight.shape)}, the target's is {list(parameter.shape)}")
+            parameter.data.copy_(weight)
         self.given = True
 
     def _source(self, name: str, weights: Mapping[str, Tensor]) -> str:
         """The name under which the weights hold this one, which may be tied to another; empty if they do not."""
-        tied = [other for other, p in self.weights.items() if p is self.weights[name]]
-        return next((other for other in [name, *tied] if other in weights), "")
+        tied = [alias for alias, p in self.weights.items() if p is self.weights[name]]
+        return next((alias for alias in [name, *tied] if alias in weights), "")
 
     def read(self, directory: Path) -> None:
         """Take the weights from a checkpoint's files, if all of them are there under the model's own names."""
         stored = StoredTensors.of(directory, f"target {str(directory)!r}")
         names = [name for name in self.weights if name in stored]
-        found = {name: stored.read(name) for name in names}
-        if all(self._source(name, found) for name in self.weights):
-            self.set(found)
+        tensors = {name: stored.read(name) for name in names}
+        if all(self._source(name, tensors) for name in self.weights):
+            self.set(tensors)
 
     def __call__(
         self,
@@ -97,9 +97,9 @@ class EndsTarget(LiveTarget):
 
 def set_depth_of_copy(config: Any) -> Any:
     """The configuration of a model with one block and the same ends."""
-    own = copy.deepcopy(config)
-    set_depth(own, 1)
-    return own
+    one_block_config = copy.deepcopy(config)
+    set_depth(one_block_config, 1)
+    return one_block_config
 
 
 def ends_of(target: str | Path | PreTrainedConfig, options: TargetOptions, tokenizer: Any = None) -> EndsTarget:
@@ -112,9 +112,9 @@ def ends_of(target: str | Path | PreTrainedConfig, options: TargetOptions, token
     try:
         config = AutoConfig.from_pretrained(str(target), revision=options.revision, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # libraries raise errors of every kind for damaged files
-        why = reason(error, str(target), options.revision)
-        raise UserError(f"target {str(target)!r} has no configuration that transformers can load: {why}") from error
-    made = EndsTarget(config, options, tokenizer)
+        cause = reason(error, str(target), options.revision)
+        raise UserError(f"target {str(target)!r} has no configuration that transformers can load: {cause}") from error
+    ends_target = EndsTarget(config, options, tokenizer)
     if Path(target).is_dir() and any(Path(target).glob("*.safetensors*")):
-        made.read(Path(target))
-    return made
+        ends_target.read(Path(target))
+    return ends_target

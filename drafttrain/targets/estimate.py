@@ -48,10 +48,10 @@ class Outline(HFTarget):
 
 def outline(options: TargetOptions) -> Outline:
     """The target of these options without weights. Raises UserError for a path without a usable configuration."""
-    path, more = path_of(options), {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    path, hub_options = path_of(options), {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
         with torch.device("meta"):
-            config = AutoConfig.from_pretrained(path, **more)
+            config = AutoConfig.from_pretrained(path, **hub_options)
             model = model_class(config).from_config(config, dtype=DTYPES[dtype_of(options)])
     except Exception as error:  # as in `load_target`
         raise UserError(
@@ -75,9 +75,9 @@ class Need:
         """The target's bytes in one of the `sharing` processes that hold it together."""
         if placement == "replicated":
             return self.target
-        divided = self.experts if placement == "expert_parallel" else self.blocks
-        own = self.target - divided + -(-divided // sharing)
-        return own + self.live if placement == "zero3" else own
+        divided_bytes = self.experts if placement == "expert_parallel" else self.blocks
+        resident_bytes = self.target - divided_bytes + -(-divided_bytes // sharing)
+        return resident_bytes + self.live if placement == "zero3" else resident_bytes
 
     def total(self, placement: str, sharing: int) -> int:
         """All bytes of one of these processes."""
@@ -90,16 +90,16 @@ def need_of(target: Outline, kind: str | None, drafter: int, activations: int) -
     A checkpoint in FP8 counts as one whose scales are of rows.
     """
     kind = FP8 if kind is None and holds_fp8(target.model.config) else kind
-    blocks, wide = find_blocks(target.model, target.shape.blocks), target.dtype.itemsize
-    inside = sum(p.numel() * wide for p in blocks.parameters())
-    whole = sum(p.numel() * wide for p in target.model.parameters())
+    blocks, itemsize = find_blocks(target.model, target.shape.blocks), target.dtype.itemsize
+    block_bytes = sum(p.numel() * itemsize for p in blocks.parameters())
+    total_bytes = sum(p.numel() * itemsize for p in target.model.parameters())
     if kind is not None:
-        maps = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
-        saved = sum(m.weight.numel() * wide - weight_bytes(kind, m.out_features, m.in_features) for m in maps)
-        inside, whole = inside - saved, whole - saved
+        linears = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
+        saved_bytes = sum(m.weight.numel() * itemsize - weight_bytes(kind, m.out_features, m.in_features) for m in linears)
+        block_bytes, total_bytes = block_bytes - saved_bytes, total_bytes - saved_bytes
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
-    live = min(inside, 2 * largest * wide, LIVE * wide)  # a block and the next one
-    return Need(whole, inside, live, drafter, activations, expert_size(blocks) * wide)
+    live_bytes = min(block_bytes, 2 * largest * itemsize, LIVE * itemsize)  # a block and the next one
+    return Need(total_bytes, block_bytes, live_bytes, drafter, activations, expert_size(blocks) * itemsize)
 
 
 def activation_bytes(target: Outline, drafter: Drafter, rows: int, length: int, chunk: int) -> int:
@@ -144,10 +144,10 @@ def choose(need: Need, free: int, processes: int) -> str:
     for placement, total in totals.items():
         if total <= free:
             return placement
-    parts = {"target": need.target, "drafter and optimizer": need.drafter, "activations": need.activations}
+    bytes_by_use = {"target": need.target, "drafter and optimizer": need.drafter, "activations": need.activations}
     raise UserError(
         f"training needs about {format_bytes(min(totals.values()))} in each process ("
-        + ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        + ", ".join(f"{name} {format_bytes(size)}" for name, size in bytes_by_use.items())
         + f"), {format_bytes(free)} are free; use more processes, or lower train.micro_batch, data.max_length or loss.chunk, "
         "or set target.weights or a higher deepspeed.zero_stage; target.placement=replicated or zero3 goes on regardless"
     )

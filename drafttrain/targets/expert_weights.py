@@ -57,47 +57,54 @@ def load_share(path: str, part: Part, **settings: Any) -> tuple[Any, Any]:
     with torch.device("meta"):
         bare = model_class(config).from_config(config, trust_remote_code=shared.get("trust_remote_code", False))
     check_experts(bare, part.size)
-    own, inside = experts_of(bare) // part.size, [p for m in find_experts(bare) for p in m.parameters(recurse=False)]
+    local_experts, expert_params = (
+        experts_of(bare) // part.size,
+        [p for m in find_experts(bare) for p in m.parameters(recurse=False)],
+    )
     directory = Path(path)
     if not directory.is_dir():
         directory = Path(snapshot_download(path, revision=shared.get("revision"), allow_patterns=FILES))
-    kind = _kind_of_share(type(bare), part)
-    with ExitStack() as opened:
-        files = [opened.enter_context(safe_open(file, "pt")) for file in check_files(directory, path)]
+    share_cls = _kind_of_share(type(bare), part)
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, "pt")) for file in check_files(directory, path)]
         tensors = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
-        mine = _share_of(tensors, {tuple(p.shape) for p in inside}, part.rank * own, (part.rank + 1) * own)
-        found = kind.from_pretrained(None, config=config, state_dict=mine, **settings)
-    model: Any = found[0]
+        share_tensors = _share_of(
+            tensors, {tuple(p.shape) for p in expert_params}, part.rank * local_experts, (part.rank + 1) * local_experts
+        )
+        loaded = share_cls.from_pretrained(None, config=config, state_dict=share_tensors, **settings)
+    model: Any = loaded[0]
     model.__class__ = type(bare)
     with suppress(OSError):  # many have none
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    return model, found[1]
+    return model, loaded[1]
 
 
-def _kind_of_share(kind: Any, part: Part) -> Any:
+def _kind_of_share(model_cls: Any, part: Part) -> Any:
     """The model's class, whose models are made with this process's share of the experts."""
 
-    def init(self: Any, *args: Any, **more: Any) -> None:
-        kind.__init__(self, *args, **more)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_cls.__init__(self, *args, **kwargs)
         keep_share(self, part)
 
-    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+    return type(model_cls.__name__, (model_cls,), {"__init__": init, "__module__": model_cls.__module__})
 
 
 def _share_of(tensors: dict[str, Any], shapes: set[tuple[int, ...]], first: int, end: int) -> dict[str, Any]:
     """The tensors of a checkpoint, of each block's experts only those within first and end. shapes: of experts' parameters."""
-    found: dict[str, Any] = {}
+    share_tensors: dict[str, Any] = {}
     for name, tensor in tensors.items():
         numbered = NUMBERED.search(name)
         if numbered is None:
-            found[name] = TensorRows(tensor, first, end) if _is_stacked(name, tuple(tensor.get_shape()), shapes) else tensor
+            share_tensors[name] = (
+                TensorRows(tensor, first, end) if _is_stacked(name, tuple(tensor.get_shape()), shapes) else tensor
+            )
         elif first <= int(numbered[1]) < end:
-            found[name] = tensor
-    return found
+            share_tensors[name] = tensor
+    return share_tensors
 
 
 def _is_stacked(name: str, shape: tuple[int, ...], shapes: set[tuple[int, ...]]) -> bool:
     """Whether a tensor holds all experts of a block. The name tells, or else the shape, if it is that of matrices."""
     if STACKED.search(name):
-        return any(shape[:1] == known[:1] for known in shapes)
+        return any(shape[:1] == expert_shape[:1] for expert_shape in shapes)
     return len(shape) == 3 and shape in shapes

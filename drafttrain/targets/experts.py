@@ -37,9 +37,9 @@ def find_experts(model: nn.Module) -> list[Any]:
 
 
 def _holds_experts(module: Any) -> bool:
-    own = list(module.parameters(recurse=False))
+    parameters = list(module.parameters(recurse=False))
     count = getattr(module, "num_experts", None)
-    stacked = isinstance(count, int) and any(p.ndim == 3 for p in own) and all(p.shape[0] == count for p in own)
+    stacked = isinstance(count, int) and any(p.ndim == 3 for p in parameters) and all(p.shape[0] == count for p in parameters)
     return stacked and len(inspect.signature(module.forward).parameters) == 3  # states, experts and weights of tokens
 
 
@@ -78,8 +78,8 @@ def keep_share(model: nn.Module, part: Part) -> None:
     for module in find_experts(model):
         module.num_experts //= part.size
         for name, parameter in list(module.named_parameters(recurse=False)):
-            own = parameter.chunk(part.size)[part.rank].clone()
-            setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+            local_rows = parameter.chunk(part.size)[part.rank].clone()
+            setattr(module, name, nn.Parameter(local_rows, requires_grad=parameter.requires_grad))
 
 
 def dispatched(part: Part, experts: Experts, own: int, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
@@ -91,10 +91,10 @@ def dispatched(part: Part, experts: Experts, own: int, x_TH: Tensor, expert_TK: 
     order_S = expert_S.argsort(stable=True)  # by process, and by expert within it
     count_E = expert_S.bincount(minlength=own * part.size)
     taken_E = part.exchanged(count_E, [own] * part.size, [own] * part.size)  # pairs of each process for each of these experts
-    sent, taken = torch.stack([count_E, taken_E]).view(2, part.size, own).sum(2).tolist()
-    state_SH = part.exchanged(x_TH[order_S // K], sent, taken)
+    send_counts, recv_counts = torch.stack([count_E, taken_E]).view(2, part.size, own).sum(2).tolist()
+    state_SH = part.exchanged(x_TH[order_S // K], send_counts, recv_counts)
     number_S = torch.arange(own, device=x_TH.device).repeat(part.size).repeat_interleave(taken_E)
-    result_SH = part.exchanged(_results(experts, state_SH, number_S), taken, sent)
+    result_SH = part.exchanged(_results(experts, state_SH, number_S), recv_counts, send_counts)
     placed_SH = torch.empty_like(result_SH)
     placed_SH[order_S] = result_SH
     return (placed_SH.unflatten(0, expert_TK.shape) * weight_TK[..., None]).sum(1).to(x_TH.dtype)
@@ -103,10 +103,10 @@ def dispatched(part: Part, experts: Experts, own: int, x_TH: Tensor, expert_TK: 
 def summed(part: Part, experts: Experts, own: int, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """As `dispatched`, where all processes pass the same tokens."""
     expert_S, K = expert_TK.flatten(), expert_TK.shape[1]
-    mine_S = (expert_S // own == part.rank).nonzero()[:, 0]
-    result_SH = _results(experts, x_TH[mine_S // K], expert_S[mine_S] - part.rank * own) * weight_TK.flatten()[mine_S, None]
+    local_S = (expert_S // own == part.rank).nonzero()[:, 0]
+    result_SH = _results(experts, x_TH[local_S // K], expert_S[local_S] - part.rank * own) * weight_TK.flatten()[local_S, None]
     placed_SH = result_SH.new_zeros(len(expert_S), x_TH.shape[1])
-    placed_SH[mine_S] = result_SH
+    placed_SH[local_S] = result_SH
     return part.sum(placed_SH.unflatten(0, expert_TK.shape).sum(1)).to(x_TH.dtype)
 
 
@@ -132,15 +132,15 @@ class ExpertTarget(HFTarget):
 
     def _fingerprint(self) -> str:
         """That of the whole model."""
-        inside = {id(p) for module in find_experts(self.model) for p in module.parameters(recurse=False)}
-        return fingerprint_of(self.model, sample=lambda p: self._sample(p) if id(p) in inside else sample_of(p))
+        expert_param_ids = {id(p) for module in find_experts(self.model) for p in module.parameters(recurse=False)}
+        return fingerprint_of(self.model, sample=lambda p: self._sample(p) if id(p) in expert_param_ids else sample_of(p))
 
     def _sample(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], Tensor]:
         """As `sample_of`, of the parameter that has all processes' experts."""
         count, part = parameter.numel(), self.part
-        place_S = sampled_places(count * part.size).to(parameter.device) - part.rank * count
-        here_S = (place_S >= 0) & (place_S < count)
-        sample_S = torch.where(here_S, parameter.flatten()[place_S.clamp(0, count - 1)], 0)
+        index_S = sampled_places(count * part.size).to(parameter.device) - part.rank * count
+        local_S = (index_S >= 0) & (index_S < count)
+        sample_S = torch.where(local_S, parameter.flatten()[index_S.clamp(0, count - 1)], 0)
         return (parameter.shape[0] * part.size, *parameter.shape[1:]), part.sum(sample_S)
 
     def pruned(self, blocks: int) -> NoReturn:

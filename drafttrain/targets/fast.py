@@ -68,8 +68,8 @@ STILL = ""  # the table of layers that rotate nothing
 
 def kind_of(model: PreTrainedModel) -> BlockKind:
     """The kind of the model's blocks. A checkpoint may have its rotary pairs in halves, where others have neighbours."""
-    kind = ARCHITECTURES[type(model).__name__]
-    return replace(kind, interleaved=bool(getattr(model.config, "rope_interleave", kind.interleaved)))
+    block_kind = ARCHITECTURES[type(model).__name__]
+    return replace(block_kind, interleaved=bool(getattr(model.config, "rope_interleave", block_kind.interleaved)))
 
 
 def runs(config: Any) -> bool:
@@ -84,19 +84,21 @@ def why_not(model: PreTrainedModel) -> str | None:
         return f"{type(model).__name__} is not one of {', '.join(ARCHITECTURES)}"
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantised"
-    kind = ARCHITECTURES[type(model).__name__]
+    block_kind = ARCHITECTURES[type(model).__name__]
     if any(isinstance(module, QuantisedLinear) for module in model.modules()):
         return "its weights are widened for each product"
-    if kind.latent and is_quantised(model):
+    if block_kind.latent and is_quantised(model):
         return "its attention reads weights apart from their products, which FP8 does not allow"
-    if kind == LLAMA and getattr(config, "hidden_act", "silu") != "silu":
+    if block_kind == LLAMA and getattr(config, "hidden_act", "silu") != "silu":
         return f"its activation is {config.hidden_act}"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is bidirectional"
     rope = config.rope_parameters or {}
-    kinds = {(part or {}).get("rope_type", "default") for part in (rope.values() if kind.tables else [rope])}
-    if changing := sorted(kinds - set(STATIC_ROPE)):
-        return f"its rope type {changing[0]} changes with the length"
+    rope_types = {
+        (layer_rope or {}).get("rope_type", "default") for layer_rope in (rope.values() if block_kind.tables else [rope])
+    }
+    if dynamic_types := sorted(rope_types - set(STATIC_ROPE)):
+        return f"its rope type {dynamic_types[0]} changes with the length"
     return None
 
 
@@ -121,16 +123,18 @@ class FastTarget(HFTarget):
     def _prepare(self) -> None:
         config, backbone = self.model.config, self.backbone.module
         self._prepare_ends()
-        types = getattr(config, "layer_types", None) or [None] * self.shape.blocks
+        layer_types = getattr(config, "layer_types", None) or [None] * self.shape.blocks
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        slides = [window is not None and kind in (None, "sliding_attention") for kind in types[: self.shape.blocks]]
-        self._rotations = [self._rotation(kind) for kind in types[: self.shape.blocks]]
+        is_sliding = [
+            window is not None and layer_type in (None, "sliding_attention") for layer_type in layer_types[: self.shape.blocks]
+        ]
+        self._rotations = [self._rotation(layer_type) for layer_type in layer_types[: self.shape.blocks]]
         order_D = rotary_order(self.shape.head_dim, self._pairs(self._rotations[0]), self.kind.interleaved)
         self._chain = [
             DecoderBlock(layer, window if sliding else None, self.part.sum, self.kind, order_D if name != STILL else None)
-            for layer, sliding, name in zip(backbone.layers, slides, self._rotations, strict=True)
+            for layer, sliding, name in zip(backbone.layers, is_sliding, self._rotations, strict=True)
         ]
-        self.generations = not any(slides)
+        self.generations = not any(is_sliding)
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}
         self._blocks: Blocks | None = None
         if self.frozen:
@@ -169,13 +173,13 @@ class FastTarget(HFTarget):
 
     def _join(self, share: bool) -> None:
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        changed = [joint.join(share, size <= PACKED_BYTES, self.bits) for joint in self._joints]
-        if not any(changed):
+        rejoined = [joint.join(share, size <= PACKED_BYTES, self.bits) for joint in self._joints]
+        if not any(rejoined):
             return
         weights = [block.weights() for block in self._chain]
-        whole = [w for w in weights if w is not None]
-        if len(whole) == len(weights) and library.has_product() and self.part.size == 1:
-            self._blocks = Blocks(whole, self._chain[0].before.variance_epsilon)
+        block_weights = [w for w in weights if w is not None]
+        if len(block_weights) == len(weights) and library.has_product() and self.part.size == 1:
+            self._blocks = Blocks(block_weights, self._chain[0].before.variance_epsilon)
 
     def shallow(self, blocks: int) -> FastTarget:
         """The first blocks, shared with this target, joined and packed once for both."""
@@ -192,14 +196,14 @@ class FastTarget(HFTarget):
         """As `HFTarget.with_added`; the joined and packed weights are used where they are."""
         if self.part.size > 1:
             raise UserError(f"this drafter adds to the target's linear maps, and {self.shared_by} splits them; leave it out")
-        of = {id(self.model.get_submodule(name)): more for name, more in added.items()}
+        added_by_id = {id(self.model.get_submodule(name)): low_rank for name, low_rank in added.items()}
         view = copy.copy(self)
-        view._blocks, view._chain = None, [block.with_added(of) for block in self._chain]
-        reached = {id(part) for block in view._chain for joint in block.joints for part in joint.parts}
-        if missed := [name for name in added if id(self.model.get_submodule(name)) not in reached]:
+        view._blocks, view._chain = None, [block.with_added(added_by_id) for block in self._chain]
+        reachable_ids = {id(linear) for block in view._chain for joint in block.joints for linear in joint.parts}
+        if unreachable := [name for name in added if id(self.model.get_submodule(name)) not in reachable_ids]:
             raise UserError(
-                f"the fast runner computes {missed[0]} of {type(self.model).__name__} together with others, so nothing can be "
-                "added to it; leave it out of drafter.lora_targets, or set target.runner=hf"
+                f"the fast runner computes {unreachable[0]} of {type(self.model).__name__} together with others, so nothing "
+                "can be added to it; leave it out of drafter.lora_targets, or set target.runner=hf"
             )
         return view
 
@@ -247,11 +251,11 @@ class FastTarget(HFTarget):
 
     def _table(self, like: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of all positions, [max_positions, D], from transformers' own rotary module."""
-        made = self._angles.get(name)
-        if made is None or made[0].device != like.device or made[0].dtype != like.dtype:
+        cos_sin = self._angles.get(name)
+        if cos_sin is None or cos_sin[0].device != like.device or cos_sin[0].dtype != like.dtype:
             with torch.inference_mode(False), torch.no_grad():  # a model may decode first and be trained afterwards
-                made = self._angles[name] = self._make_table(like, name)
-        return made
+                cos_sin = self._angles[name] = self._make_table(like, name)
+        return cos_sin
 
     def _make_table(self, like: Tensor, name: str) -> tuple[Tensor, Tensor]:
         positions, half = self.shape.max_positions, self.shape.head_dim // 2
@@ -259,13 +263,13 @@ class FastTarget(HFTarget):
         cos_PD, sin_PD = like.new_ones(positions, 2 * half), like.new_zeros(positions, 2 * half)
         if pairs:
             position_1P = torch.arange(positions, device=like.device)[None]
-            more = (name,) if self.kind.tables else ()
-            both = self.backbone.module.rotary_emb(like, position_1P, *more)
-            if isinstance(both, Tensor):  # complex numbers, one for each pair
-                both = both.real, both.imag
-            found = (x_1PD[0, :, :: 2 if self.kind.repeated else 1] for x_1PD in both)
-            for table_PD, own_PR in zip((cos_PD, sin_PD), found, strict=True):
-                table_PD[:, :pairs] = table_PD[:, half : half + pairs] = own_PR[:, :pairs]
+            type_args = (name,) if self.kind.tables else ()
+            cos_sin = self.backbone.module.rotary_emb(like, position_1P, *type_args)
+            if isinstance(cos_sin, Tensor):  # complex numbers, one for each pair
+                cos_sin = cos_sin.real, cos_sin.imag
+            tables = (x_1PD[0, :, :: 2 if self.kind.repeated else 1] for x_1PD in cos_sin)
+            for table_PD, rotary_PR in zip((cos_PD, sin_PD), tables, strict=True):
+                table_PD[:, :pairs] = table_PD[:, half : half + pairs] = rotary_PR[:, :pairs]
         sin_PD[:, :half] *= -1
         return cos_PD, sin_PD
 
@@ -280,9 +284,9 @@ class FastTarget(HFTarget):
     ) -> TargetOut:
         self._check_taps(taps)
         x_BNH, delta_BNH = self.embed(token_BN), None
-        earlier = ancestor_BNN.shape[2] - ancestor_BNN.shape[1] if isinstance(ancestor_BNN, Tensor) else 0
+        past_length = ancestor_BNN.shape[2] - ancestor_BNN.shape[1] if isinstance(ancestor_BNN, Tensor) else 0
         steps = {
-            name: AttentionMetadata(kv, position_BN, ancestor_BNN, *self._table(x_BNH, name), None, earlier)
+            name: AttentionMetadata(kv, position_BN, ancestor_BNN, *self._table(x_BNH, name), None, past_length)
             for name in dict.fromkeys(self._rotations)
         }
         hidden: dict[int, Tensor] = {}

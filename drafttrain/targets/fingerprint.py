@@ -44,16 +44,16 @@ def fingerprint_of(
     that its codes stand for. whole: a context in which a sharded parameter has all its values. sample: reads a parameter, as
     `sample_of`.
     """
-    found: Samples = {}
+    samples: Samples = {}
     fp8 = {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[0] in fp8 and not name.endswith(".bias"):
             continue
         with whole(parameter):
-            found[name] = sampled(*sample(parameter))
+            samples[name] = sampled(*sample(parameter))
     for name, module in fp8.items():
-        found[f"{name}.weight"] = sampled(tuple(module.code.shape), module.values(sampled_places(module.code.numel())))
-    return fingerprint_from(found)
+        samples[f"{name}.weight"] = sampled(tuple(module.code.shape), module.values(sampled_places(module.code.numel())))
+    return fingerprint_from(samples)
 
 
 def sampled(shape: tuple[int, ...], sample_S: Tensor) -> tuple[tuple[int, ...], bytes]:
@@ -74,5 +74,5 @@ def _bytes(sample_S: Tensor) -> bytes:
     if not sample_S.is_floating_point():  # quantised weights: their bytes are their values
         return sample_S.contiguous().view(torch.uint8).numpy().tobytes()
     rounded_S = sample_S.bfloat16()  # before the threshold: a value may round up to it
-    kept_S = torch.where(rounded_S.abs() < SMALLEST, torch.zeros_like(rounded_S), rounded_S)
-    return kept_S.view(torch.int16).numpy().tobytes()
+    flushed_S = torch.where(rounded_S.abs() < SMALLEST, torch.zeros_like(rounded_S), rounded_S)
+    return flushed_S.view(torch.int16).numpy().tobytes()

@@ -60,15 +60,15 @@ class Fp8Checkpoint:
     def load(self, path: str, **settings: Any) -> tuple[Any, Any]:
         """(model, transformers' report on its tensors), as `from_pretrained`. Raises UserError for scales of other shapes."""
         model, report = model_class(self.config).from_pretrained(path, config=self.config, **settings)
-        with OpenFiles(self.files) as opened:
+        with OpenFiles(self.files) as open_files:
             for name in self.names:
-                owner, _, last = name.rpartition(".")
-                stored = opened.slice(f"{name}.weight").get_dtype()
-                if stored != STORED:
-                    raise UserError(f"{path}: {name}.weight is {stored} where its scales want {STORED}; {AGAIN}")
-                scale, linear = opened.slice(f"{name}{self.suffix}")[...], model.get_submodule(name)
-                made = _made(linear, scale, self.suffix == OF_BLOCKS, f"{path}: {name}")
-                setattr(model.get_submodule(owner), last, made)
+                parent, _, last = name.rpartition(".")
+                dtype_name = open_files.slice(f"{name}.weight").get_dtype()
+                if dtype_name != STORED:
+                    raise UserError(f"{path}: {name}.weight is {dtype_name} where its scales want {STORED}; {AGAIN}")
+                scale, linear = open_files.slice(f"{name}{self.suffix}")[...], model.get_submodule(name)
+                fp8_linear = _made(linear, scale, self.suffix == OF_BLOCKS, f"{path}: {name}")
+                setattr(model.get_submodule(parent), last, fp8_linear)
         report = dict(report if isinstance(report, dict) else vars(report))
         scales = {f"{name}{self.suffix}" for name in self.names}
         report["unexpected_keys"] = [name for name in report.get("unexpected_keys", ()) if name not in scales]
@@ -81,8 +81,8 @@ def _made(linear: Any, scale: Tensor, blocks: bool, origin: str) -> Fp8Linear:
     outputs, inputs = linear.weight.shape
     if not blocks:
         scale = scale.flatten().repeat(outputs if scale.numel() == 1 else 1)
-    wanted = (outputs // BLOCK, inputs // BLOCK) if blocks else (outputs,)
-    if scale.shape != wanted:
+    expected_shape = (outputs // BLOCK, inputs // BLOCK) if blocks else (outputs,)
+    if scale.shape != expected_shape:
         raise UserError(f"{origin} has scales of shape {tuple(scale.shape)} for a weight of {outputs} x {inputs}; {AGAIN}")
     return Fp8Linear(linear.weight.to(E4M3), scale.float().contiguous(), linear.bias)
 
@@ -101,11 +101,11 @@ def _suffix(settings: Any) -> str | None:
     groups = list((settings.get("config_groups") or {}).values())
     if settings.get("quant_method") != "compressed-tensors" or settings.get("format") != "float-quantized" or len(groups) != 1:
         return None
-    weights, inputs = (groups[0].get(part) or {} for part in ("weights", "input_activations"))
+    weights, inputs = (groups[0].get(section) or {} for section in ("weights", "input_activations"))
     simple = not (groups[0].get("output_activations") or settings.get("kv_cache_scheme") or settings.get("sparsity_config"))
     agree = _agrees(weights, WEIGHTS) and _agrees(inputs, ACTIVATIONS) and weights.get("strategy") in ("channel", "tensor")
     return OF_ROWS if simple and agree and groups[0].get("targets") == ["Linear"] else None
 
 
-def _agrees(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    return all(settings.get(name) == value for name, value in wanted.items())
+def _agrees(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return all(settings.get(name) == value for name, value in expected.items())

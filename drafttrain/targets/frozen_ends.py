@@ -103,10 +103,10 @@ class FrozenEnds(HFTarget):
         """Release the weights outside of the blocks that training does not use: encoders of images, embeddings of layers."""
         norm = final_norm(self.model, self.shape.blocks)
         ends: list[nn.Module] = [self._embedding, self.model.get_output_embeddings(), norm]
-        kept = {id(p) for part in ends for p in part.parameters()}
+        end_param_ids = {id(p) for end_module in ends for p in end_module.parameters()}
         for module in self.model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                if id(parameter) not in kept and not parameter.is_meta:
+                if id(parameter) not in end_param_ids and not parameter.is_meta:
                     setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
 
     def forward(
@@ -149,8 +149,8 @@ class FrozenEnds(HFTarget):
     def with_added(self, added: Mapping[str, LowRank]) -> NoReturn:
         self._refuse("adds to the target's own linear maps")
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise UserError(f"{NO_BLOCKS}, but this drafter or setting {what}; set features.target=whole, or another drafter")
+    def _refuse(self, action: str) -> NoReturn:
+        raise UserError(f"{NO_BLOCKS}, but this drafter or setting {action}; set features.target=whole, or another drafter")
 
 
 class FastEnds(FrozenEnds, FastTarget):

@@ -42,12 +42,12 @@ class ProbePasses:
         kv, target, column_BN = self.kv, self.target, self.column_BT[:, :NODES]
         kv.rows(self.slot_B)
         mark = kv.mark()
-        nodes = target(self.token_BN, kv, self.chain_BNN, kv.length_B[:, None] + column_BN, Taps()).logits_BRV
+        node_logits = target(self.token_BN, kv, self.chain_BNN, kv.length_B[:, None] + column_BN, Taps()).logits_BRV
         kv.keep(column_BN, self.kept_B)
-        one = target(self.token_BN[:, :1], kv, self.chain_BNN[:, :1, :1], kv.length_B[:, None], Taps()).logits_BRV
+        next_logits = target(self.token_BN[:, :1], kv, self.chain_BNN[:, :1, :1], kv.length_B[:, None], Taps()).logits_BRV
         kv.back_to(mark)
-        assert nodes is not None and one is not None
-        return torch.cat([nodes, one], 1)
+        assert node_logits is not None and next_logits is not None
+        return torch.cat([node_logits, next_logits], 1)
 
 
 @torch.no_grad()
@@ -57,16 +57,16 @@ def why_not_captured(target: Probed) -> str | None:
     A pass that waits for the GPU is found before anything is captured.
     """
     passes = ProbePasses(target)
-    held_BMV = torch.zeros_like(warmed(passes, target.device))
+    output_BMV = torch.zeros_like(warmed(passes, target.device))
     if (reason := why_waiting(passes)) is not None:
         return reason
     try:
-        graph = captured_graph(lambda: held_BMV.copy_(passes()), target.device)
+        graph = captured_graph(lambda: output_BMV.copy_(passes()), target.device)
     except CaptureError as error:
         return str(error)
     passes.token_BN.copy_(passes.tokens(NODES))  # a graph that holds values of its capture shows it now
     graph.replay()
-    found_BMV, expected_BMV = held_BMV.clone(), passes()
-    if not gap(target, found_BMV.flatten(), expected_BMV.flatten()) <= 1.0:
+    replayed_BMV, expected_BMV = output_BMV.clone(), passes()
+    if not gap(target, replayed_BMV.flatten(), expected_BMV.flatten()) <= 1.0:
         return "a replayed graph gives other logits than a call"
     return None

@@ -265,7 +265,7 @@ class HFTarget(PrunedTarget):
             substitute(self.model, self.bits)
         kv = KVCache(self.shape.blocks + self._more_layers, slots, max_len, self.device, pages, self.recurrent)
         for shape in dict.fromkeys(self._row_shapes.values()):
-            layers = [number for number, own in self._row_shapes.items() if own == shape]
+            layers = [number for number, row_shape in self._row_shapes.items() if row_shape == shape]
             kv.allocate(shape.heads, shape.width, self.dtype, shape.value_width, layers)
         if kv.states is not None:
             for number, (convolution, scan) in self._states.items():
@@ -294,8 +294,8 @@ class HFTarget(PrunedTarget):
         added: by the maps' names in the model. Raises UserError for a target whose maps cannot be added to.
         """
         view = self._view(weight_sharing_copy(self.model))
-        for name, more in added.items():
-            view.model.get_submodule(name).register_forward_hook(Adding(more))
+        for name, low_rank in added.items():
+            view.model.get_submodule(name).register_forward_hook(Adding(low_rank))
         return view
 
     def refresh_added(self) -> None:

@@ -117,32 +117,36 @@ class ImageReader:
         return hashlib.sha256(settings.encode()).hexdigest()
 
     def expand(self, text: str, sources: Sequence[str], origin: str, edges: Sequence[int] = ()) -> Expanded:
-        places = [m.span() for m in re.finditer(re.escape(self.place), text)]
-        if len(places) != len(sources):
+        spans = [m.span() for m in re.finditer(re.escape(self.place), text)]
+        if len(spans) != len(sources):
             raise UserError(
-                f"{origin}: expected {len(sources)} places for images in its text, got {len(places)}; the chat template must "
+                f"{origin}: expected {len(sources)} places for images in its text, got {len(spans)}; the chat template must "
                 f"write {self.place} once for each image, and no text may contain it"
             )
         images = tuple(self.read(source, origin) for source in sources)
-        pieces, at, moved, moves = list[str](), 0, 0, list[tuple[int, int]]()
-        for (start, stop), image in zip(places, images, strict=True):
-            new = f"{self.before}{self.token * image.rows}{self.after}"
-            pieces += [text[at:start], new]
-            at, moved = stop, moved + len(new) - (stop - start)
-            moves.append((stop, moved))
-        shifts = [next((by for stop, by in reversed(moves) if edge >= stop), 0) for edge in edges]
-        return Expanded("".join([*pieces, text[at:]]), [edge + by for edge, by in zip(edges, shifts, strict=True)], images)
+        pieces, cursor, shift, moves = list[str](), 0, 0, list[tuple[int, int]]()
+        for (start, stop), image in zip(spans, images, strict=True):
+            image_text = f"{self.before}{self.token * image.rows}{self.after}"
+            pieces += [text[cursor:start], image_text]
+            cursor, shift = stop, shift + len(image_text) - (stop - start)
+            moves.append((stop, shift))
+        shifts = [next((offset for stop, offset in reversed(moves) if edge >= stop), 0) for edge in edges]
+        return Expanded(
+            "".join([*pieces, text[cursor:]]), [edge + offset for edge, offset in zip(edges, shifts, strict=True)], images
+        )
 
     def ids(self, token: Sequence[int], images: Sequence[ImageRef], origin: str) -> NDArray[Any]:
         if not images:
             return np.array(token, np.int32)
-        found = np.array(token, np.int64)
-        at = np.flatnonzero(found == self.token_id)
-        rows = np.concatenate([image.base + np.arange(image.rows) for image in images])[: len(at)]
-        if len(rows) < len(at):
-            raise UserError(f"{origin}: {self.token} is in its text {len(at) - len(rows)} times without an image; remove it")
-        found[at] = rows
-        return found
+        token_ids = np.array(token, np.int64)
+        row_index = np.flatnonzero(token_ids == self.token_id)
+        rows = np.concatenate([image.base + np.arange(image.rows) for image in images])[: len(row_index)]
+        if len(rows) < len(row_index):
+            raise UserError(
+                f"{origin}: {self.token} is in its text {len(row_index) - len(rows)} times without an image; remove it"
+            )
+        token_ids[row_index] = rows
+        return token_ids
 
     def read(self, source: str, origin: str) -> ImageRef:
         """Open an image and count its rows. Raises UserError that names the origin."""
@@ -150,8 +154,8 @@ class ImageReader:
         if name not in self._by_source:
             content = content_of(source, origin)
             digest = self._digest(content)
-            made = self._processed(content, source, origin)
-            rows = self.fixed or int(made["image_grid_thw"][0].prod()) // self.processor.merge_size**2
+            processed = self._processed(content, source, origin)
+            rows = self.fixed or int(processed["image_grid_thw"][0].prod()) // self.processor.merge_size**2
             if rows > MOST_ROWS:
                 raise UserError(f"{origin}: image {named(source)} has {rows:,} rows, more than {MOST_ROWS:,}; make it smaller")
             self._by_source[name] = ImageRef(source, digest, rows)
@@ -160,9 +164,11 @@ class ImageReader:
 
     def add(self, images: Iterable[ImageRef]) -> None:
         for image in images:
-            other = self.known.setdefault(image.base, image)
-            if other.digest != image.digest:
-                raise UserError(f"images {named(image.source)} and {named(other.source)} have hashes that agree; change one")
+            registered = self.known.setdefault(image.base, image)
+            if registered.digest != image.digest:
+                raise UserError(
+                    f"images {named(image.source)} and {named(registered.source)} have hashes that agree; change one"
+                )
 
     def pixels(self, base: int) -> dict[str, Any]:
         """The target's inputs for the image whose first row has this id. Raises UserError if its file has changed."""
@@ -174,8 +180,8 @@ class ImageReader:
             raise UserError(
                 f"image {named(image.source)} has changed since it was read; put it back, or set data.cache to a new folder"
             )
-        made = self._processed(content, image.source, "image")
-        return {name: made[name] for name in ("pixel_values", "image_grid_thw") if name in made}
+        processed = self._processed(content, image.source, "image")
+        return {name: processed[name] for name in ("pixel_values", "image_grid_thw") if name in processed}
 
     def _digest(self, content: bytes) -> str:
         return hashlib.sha256(self.digest.encode() + content).hexdigest()[:32]
@@ -184,28 +190,28 @@ class ImageReader:
         from PIL import Image, ImageOps
 
         try:
-            with Image.open(io.BytesIO(content)) as opened:
-                picture = ImageOps.exif_transpose(opened).convert("RGB")
-            made = self.processor(images=[picture], return_tensors="pt")
+            with Image.open(io.BytesIO(content)) as image_file:
+                picture = ImageOps.exif_transpose(image_file).convert("RGB")
+            processed = self.processor(images=[picture], return_tensors="pt")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             reason = " ".join(str(error).split())[:120].replace(str(io.BytesIO), "")
             raise UserError(
                 f"{origin}: expected an image in {named(source)}, got something else ({_unnamed(reason)}); convert it to PNG "
                 "or JPEG"
             ) from error
-        if "num_crops" in made and int(made["num_crops"][0]):
+        if "num_crops" in processed and int(processed["num_crops"][0]):
             raise UserError(
                 f"{origin}: the target's image processor cuts images into crops; set do_pan_and_scan to false in it"
             )
-        return made
+        return processed
 
 
 def _version_of(source: str) -> str:
     """A name of an image's file as it is now."""
     if source.startswith(INLINE) or not (path := Path(source)).is_file():
         return source
-    about = path.stat()
-    return f"{source}:{about.st_mtime_ns}:{about.st_size}"
+    stat = path.stat()
+    return f"{source}:{stat.st_mtime_ns}:{stat.st_size}"
 
 
 def _unnamed(reason: str) -> str:
@@ -230,8 +236,8 @@ def content_of(source: str, origin: str) -> bytes:
     try:
         return Path(source).read_bytes()
     except OSError as error:
-        got = "nothing there" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-        raise UserError(f"{origin}: expected an image file at {source}, got {got}; correct the path") from error
+        problem = "nothing there" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        raise UserError(f"{origin}: expected an image file at {source}, got {problem}; correct the path") from error
 
 
 def image_reader(path: str, config: Any, tokenizer: Any, **shared: Any) -> Images:
@@ -252,11 +258,13 @@ def image_reader(path: str, config: Any, tokenizer: Any, **shared: Any) -> Image
     finally:
         logging.set_verbosity(level)
     token_id = int(config.image_token_id)
-    token, place, last = tokenizer.convert_ids_to_tokens(token_id), getattr(tokenizer, "boi_token", None), None
-    if place is None:
+    token, begin_token, end_token = tokenizer.convert_ids_to_tokens(token_id), getattr(tokenizer, "boi_token", None), None
+    if begin_token is None:
         return ImageReader(processor, token, token_id, token)
-    last = getattr(tokenizer, "eoi_token", "")
-    return ImageReader(processor, token, token_id, place, f"\n\n{place}", f"{last}\n\n", int(config.mm_tokens_per_image))
+    end_token = getattr(tokenizer, "eoi_token", "")
+    return ImageReader(
+        processor, token, token_id, begin_token, f"\n\n{begin_token}", f"{end_token}\n\n", int(config.mm_tokens_per_image)
+    )
 
 
 __all__ = ["FIRST", "TEXT_ONLY", "Expanded", "ImageReader", "ImageRef", "Images", "NoImages", "content_of", "image_reader"]

@@ -37,13 +37,18 @@ class LayerMasks:
     def __init__(self, config: Any) -> None:
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         chunk = getattr(config, "attention_chunk_size", None)
-        known = {"full_attention": FULL, "sliding_attention": Reach(window=window), "chunked_attention": Reach(chunk=chunk)}
-        kinds = set(getattr(config, "layer_types", None) or ())
-        reaches = {
-            kind: known.get(kind, FULL) for kind in kinds | ({"full_attention", "sliding_attention"} if kinds else set())
+        reach_by_type = {
+            "full_attention": FULL,
+            "sliding_attention": Reach(window=window),
+            "chunked_attention": Reach(chunk=chunk),
         }
-        limited = window is not None or ("chunked_attention" in kinds and chunk is not None)
-        self.by_type = reaches if kinds and limited else None  # None: one mask for all layers
+        layer_types = set(getattr(config, "layer_types", None) or ())
+        reaches = {
+            layer_type: reach_by_type.get(layer_type, FULL)
+            for layer_type in layer_types | ({"full_attention", "sliding_attention"} if layer_types else set())
+        }
+        limited = window is not None or ("chunked_attention" in layer_types and chunk is not None)
+        self.by_type = reaches if layer_types and limited else None  # None: one mask for all layers
         self.every = Reach(window=window)  # of all layers, where one mask serves them
 
     @property
@@ -62,8 +67,8 @@ class LayerMasks:
 
         if self.by_type is None:
             return mask(self.every)
-        made = {reach: mask(reach) for reach in set(self.by_type.values())}
-        return {kind: made[reach] for kind, reach in self.by_type.items()}
+        mask_by_reach = {reach: mask(reach) for reach in set(self.by_type.values())}
+        return {layer_type: mask_by_reach[reach] for layer_type, reach in self.by_type.items()}
 
     def unused(self, like: Tensor) -> Any:
         """Masks that no layer reads. They are given, so that transformers builds none."""

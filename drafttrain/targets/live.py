@@ -34,21 +34,21 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
     Raises UserError for something else, and for weights that are divided among processes.
     """
-    found = model
-    while not isinstance(found, PreTrainedModel):
-        if callable(base := getattr(found, "get_base_model", None)):
-            found = base()
-        elif isinstance(inner := getattr(found, "_orig_mod", getattr(found, "module", None)), nn.Module):
-            found = inner
+    candidate = model
+    while not isinstance(candidate, PreTrainedModel):
+        if callable(base := getattr(candidate, "get_base_model", None)):
+            candidate = base()
+        elif isinstance(inner := getattr(candidate, "_orig_mod", getattr(candidate, "module", None)), nn.Module):
+            candidate = inner
         else:
             raise UserError(f"the target is a {type(model).__name__}; give a transformers causal LM, a path or a configuration")
-    divided = [name for name, p in found.named_parameters() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
-    if divided or any("FSDP" in type(module).__name__ for module in found.modules()):
+    sharded_names = [name for name, p in candidate.named_parameters() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
+    if sharded_names or any("FSDP" in type(module).__name__ for module in candidate.modules()):
         raise UserError(
             "the target's weights are divided among processes; give its path or configuration instead, and the weights of its "
             "embedding, norm and head by set_ends"
         )
-    return found
+    return candidate
 
 
 def without_gradients(module: nn.Module, x: Tensor) -> Tensor:
@@ -60,12 +60,12 @@ def without_gradients(module: nn.Module, x: Tensor) -> Tensor:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards every module has its own mode again."""
-    before = [module for module in model.modules() if module.training]
+    training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in before:
+        for module in training_modules:
             module.training = True
 
 
@@ -169,11 +169,11 @@ class LiveTarget:
 
     def frozen(self) -> HFTarget:
         """A target over the same memory that decodes. It is made again where the model's parameters are elsewhere."""
-        places = [(p.data_ptr(), p.dtype, tuple(p.shape)) for p in self.model.parameters()]
-        if self._frozen is None or self._frozen[0] != places:
-            made = HFTarget(weight_sharing_copy(self.model, hooks=False), self.stop_ids)
-            made.tokenizer = self.tokenizer
-            self._frozen = places, made
+        addresses = [(p.data_ptr(), p.dtype, tuple(p.shape)) for p in self.model.parameters()]
+        if self._frozen is None or self._frozen[0] != addresses:
+            frozen_target = HFTarget(weight_sharing_copy(self.model, hooks=False), self.stop_ids)
+            frozen_target.tokenizer = self.tokenizer
+            self._frozen = addresses, frozen_target
         self._frozen[1].fingerprint = self.fingerprint
         return self._frozen[1]
 

@@ -107,8 +107,8 @@ def load_target(
             if options.weights is not None:
                 raise
             del model  # the refused target has changed it
-            whole, _ = _read(options, path, part, shards, by_experts)
-            target = RecomputedTarget(whole.to(device), stop_ids, str(error).partition(";")[0])  # type: ignore[arg-type]
+            fresh_model, _ = _read(options, path, part, shards, by_experts)
+            target = RecomputedTarget(fresh_model.to(device), stop_ids, str(error).partition(";")[0])  # type: ignore[arg-type]
     else:
         target = runner(model.to(device), stop_ids)
     target.fingerprint = fingerprint or target.fingerprint
@@ -129,12 +129,12 @@ def _read(
         if part.size > 1 and not by_experts:
             check_divides(shape_of(config.get_text_config()), part.size)
         tokenizer = tokenizer_of(path, options)
-        read: Any = partial(load_share, part=part) if by_experts else None
+        load_fn: Any = partial(load_share, part=part) if by_experts else None
         if part.size == 1 and shards is None and runs(config):
             fp8 = Fp8Checkpoint.of(config, path, options.revision, options.trust_remote_code)
-            read = read if fp8 is None else fp8.load
+            load_fn = load_fn if fp8 is None else fp8.load
         settings: dict[str, Any] = {
-            "read": read,
+            "read": load_fn,
             "dtype": DTYPES[dtype_of(options)],
             "attn_implementation": None if options.attention == "auto" else options.attention,
         }
@@ -214,15 +214,15 @@ def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
 
 def tokenizer_of(path: str, options: TargetOptions) -> PreTrainedTokenizerBase:
     """The tokenizer of this path. Raises UserError for a length that is no number, which fails only when a text is read."""
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         path, revision=options.revision, trust_remote_code=options.trust_remote_code
     )
-    if not isinstance(found.model_max_length, int | float):
+    if not isinstance(tokenizer.model_max_length, int | float):
         raise UserError(
-            f"tokenizer_config.json of {path!r}: expected a number in model_max_length, got {found.model_max_length!r:.60}; "
-            "correct it, or remove the key"
+            f"tokenizer_config.json of {path!r}: expected a number in model_max_length, got "
+            f"{tokenizer.model_max_length!r:.60}; correct it, or remove the key"
         )
-    return found
+    return tokenizer
 
 
 def reason(error: Exception, path: str, revision: str | None = None) -> str:
@@ -230,8 +230,8 @@ def reason(error: Exception, path: str, revision: str | None = None) -> str:
 
     path, revision: of what was read. Failures of the hub are explained.
     """
-    if not Path(path).exists() and (found := hub_reason(error, path, revision=revision)) is not None:
-        return found
+    if not Path(path).exists() and (hub_failure := hub_reason(error, path, revision=revision)) is not None:
+        return hub_failure
     text = without_token(" ".join(str(error).split()))[:200]
     return text if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {text}"
 
@@ -261,9 +261,9 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
 
 def _description(options: TargetOptions, target: HFTarget, parameters: int, failed: str | None) -> dict[str, Any]:
     """failed: why the probe refused the fast runner; None: it did not."""
-    kept = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
-    described = {name: getattr(options, name) for name in kept} | {"dtype": dtype_of(options)}
-    described |= {
+    option_names = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
+    description = {name: getattr(options, name) for name in option_names} | {"dtype": dtype_of(options)}
+    description |= {
         "runner": target.name,
         "runner_reason": failed or _why_slow(options, target),
         "chains_reason": target.chains_reason,
@@ -274,10 +274,10 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int, fail
         "fingerprint": target.fingerprint,
     }
     cache = target.cache_bytes()
-    described |= {"kv_bytes_per_position": cache.position, "state_bytes_per_request": cache.states}
+    description |= {"kv_bytes_per_position": cache.position, "state_bytes_per_request": cache.states}
     if isinstance(target, VisionTarget):
-        described["image_inputs"] = target.drafter_inputs
-    return described | asdict(target.shape)
+        description["image_inputs"] = target.drafter_inputs
+    return description | asdict(target.shape)
 
 
 def _why_slow(options: TargetOptions, target: HFTarget) -> str | None:
@@ -338,12 +338,14 @@ def runner_of(name: str, model: Any, part: Part) -> type[HFTarget]:
     reason = why_not(model)
     if name == "fast" and reason:
         raise UserError(f"target.runner=fast cannot run this model: {reason}; set target.runner=hf")
-    slow = "target.runner is hf" if name == "hf" else reason
-    if part.size > 1 and not slow and (whole := why_whole(model)):
-        raise UserError(f"target.tensor_parallel is {part.size}: {whole}; leave target.tensor_parallel out")
-    if slow and part.size > 1:
-        raise UserError(f"target.tensor_parallel={part.size} needs the fast runner: {slow}; leave target.tensor_parallel out")
-    return HFTarget if slow else FastTarget
+    slow_reason = "target.runner is hf" if name == "hf" else reason
+    if part.size > 1 and not slow_reason and (split_reason := why_whole(model)):
+        raise UserError(f"target.tensor_parallel is {part.size}: {split_reason}; leave target.tensor_parallel out")
+    if slow_reason and part.size > 1:
+        raise UserError(
+            f"target.tensor_parallel={part.size} needs the fast runner: {slow_reason}; leave target.tensor_parallel out"
+        )
+    return HFTarget if slow_reason else FastTarget
 
 
 def keep_freed_memory() -> None:
@@ -370,13 +372,13 @@ def stop_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int
     """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer, as far as the model
     has them. Raises UserError for what is no token id.
     """
-    found: set[int] = set()
+    stop_ids: set[int] = set()
     for owner in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
-        given = getattr(owner, "eos_token_id", None)  # a configuration of text and images may have none itself
-        ids = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        eos_ids = getattr(owner, "eos_token_id", None)  # a configuration of text and images may have none itself
+        ids = eos_ids if isinstance(eos_ids, list | tuple) else [] if eos_ids is None else [eos_ids]
         if not all(type(i) is int for i in ids):
             raise UserError(
-                f"eos_token_id in the target's {type(owner).__name__} is {given!r:.60}; give a token id or a list of them"
+                f"eos_token_id in the target's {type(owner).__name__} is {eos_ids!r:.60}; give a token id or a list of them"
             )
-        found |= set(ids)
-    return frozenset(i for i in found if i < model.config.get_text_config().vocab_size)
+        stop_ids |= set(ids)
+    return frozenset(i for i in stop_ids if i < model.config.get_text_config().vocab_size)

@@ -59,19 +59,19 @@ def load_ends(options: TargetOptions, first: bool = True, share: Share = lambda 
     if device.type == "cpu":
         keep_freed_memory()
     stop_ids = stop_ids_of(model, tokenizer)
-    found: ProbedEnds | str | None = None
+    probed: ProbedEnds | str | None = None
     if first:
         try:
-            found = _explained(options, lambda: _probed(options, model, pieces, stop_ids))
+            probed = _explained(options, lambda: _probed(options, model, pieces, stop_ids))
         except UserError as error:
-            found = str(error)
-    found = share(found)
-    if not isinstance(found, ProbedEnds):
-        raise UserError(str(found))
-    target = (FastEnds if found.fast else FrozenEnds)(model, stop_ids, found, WholeSize(pieces.parameters, pieces.bytes))
+            probed = str(error)
+    probed = share(probed)
+    if not isinstance(probed, ProbedEnds):
+        raise UserError(str(probed))
+    target = (FastEnds if probed.fast else FrozenEnds)(model, stop_ids, probed, WholeSize(pieces.parameters, pieces.bytes))
     check_pair(path, tokenizer, target.shape.vocab_size)
     target.tokenizer = tokenizer
-    return LoadedEnds(LoadedTarget(target, tokenizer, path, _description(options, target, found)), target, pieces)
+    return LoadedEnds(LoadedTarget(target, tokenizer, path, _description(options, target, probed)), target, pieces)
 
 
 def _read(options: TargetOptions, path: str) -> tuple[Pieces, Any, PreTrainedTokenizerBase]:
@@ -106,18 +106,18 @@ def _probed(options: TargetOptions, model: Any, pieces: Pieces, stop_ids: frozen
     outline = blocks[0]
     blocks[0] = pieces.block(0).to(device_of(options.device))
     try:
-        alone = first_blocks(model, pieces.count, 1)
+        one_block_model = first_blocks(model, pieces.count, 1)
     finally:
         blocks[0] = outline
-    target, failed = compared(runner_of(options.runner, alone, WHOLE), alone, stop_ids)
+    target, failed = compared(runner_of(options.runner, one_block_model, WHOLE), one_block_model, stop_ids)
     return ProbedEnds(isinstance(target, FastTarget), failed, target.chains_reason, target.generations)
 
 
 def _description(options: TargetOptions, target: FrozenEnds, probed: ProbedEnds) -> dict[str, Any]:
     """As of a whole target, without what running its blocks would show."""
-    kept = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
-    described = {name: getattr(options, name) for name in kept} | {"dtype": dtype_of(options)}
-    described |= {
+    option_names = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
+    description = {name: getattr(options, name) for name in option_names} | {"dtype": dtype_of(options)}
+    description |= {
         "runner": target.name,
         "runner_reason": None,
         "chains_reason": probed.chains_reason,
@@ -128,5 +128,5 @@ def _description(options: TargetOptions, target: FrozenEnds, probed: ProbedEnds)
         "fingerprint": target.fingerprint,
     }
     if type(target.model).__name__ in ARCHITECTURES:
-        described["image_inputs"] = options.image_inputs
-    return described | asdict(target.shape)
+        description["image_inputs"] = options.image_inputs
+    return description | asdict(target.shape)

@@ -43,8 +43,8 @@ def new_block(target: HFTarget, number: int = 0) -> nn.Module:
     """
     name = type(target.model).__name__
     blocks: Any = find_blocks(target.model, target.shape.blocks)
-    able = [block for block in blocks if hasattr(block, "self_attn") and hasattr(block, "input_layernorm")]
-    if not able or getattr(target.backbone.module, "rotary_emb", None) is None or not target.model._supports_sdpa:
+    usable_blocks = [block for block in blocks if hasattr(block, "self_attn") and hasattr(block, "input_layernorm")]
+    if not usable_blocks or getattr(target.backbone.module, "rotary_emb", None) is None or not target.model._supports_sdpa:
         raise UserError(
             f"{name} has no block with plain attention and rotary positions of the usual names; choose another family"
         )
@@ -55,13 +55,13 @@ def new_block(target: HFTarget, number: int = 0) -> nn.Module:
         raise UserError(f"{name} has blocks that keep index keys besides keys and values; choose another family")
     last = config.num_hidden_layers
     set_depth(config, last + 1)
-    if kinds := getattr(config, "layer_types", None):
+    if layer_types := getattr(config, "layer_types", None):
         try:
-            config.layer_types = [*kinds[:last], FULL if FULL in kinds else kinds[last]]
+            config.layer_types = [*layer_types[:last], FULL if FULL in layer_types else layer_types[last]]
         except AttributeError as error:
             raise UserError(f"{name} derives its layer types from other options; choose another family") from error
     config._attn_implementation = NAME
-    block: Any = type(able[-1])(config, last)
+    block: Any = type(usable_blocks[-1])(config, last)
     block.self_attn.layer_idx = number
     block.apply(target.model._init_weights)
     return block.float()
@@ -124,8 +124,8 @@ class BlockPositions(CachedPositions):
         if bits_BNw is not None:
             ancestor_BNN = ancestors_of(bits_BNw, earlier + N)
         elif ancestor_BNN is None and earlier:  # a chain
-            seen_NM = torch.ones(N, earlier + N, dtype=torch.bool, device=position_BN.device).tril(earlier)
-            ancestor_BNN = seen_NM.expand(B, -1, -1)
+            visible_NM = torch.ones(N, earlier + N, dtype=torch.bool, device=position_BN.device).tril(earlier)
+            ancestor_BNN = visible_NM.expand(B, -1, -1)
         mask_BNP = attention_mask(self.kv, ancestor_BNN, position_BN, None)[..., : self.kv.capacity]
         return BlockPass(position_BN, additive(mask_BNP, self.dtype), SlotKeys(self.kv, earlier))
 
@@ -148,8 +148,8 @@ def unrolled_pass(batch: TrainBatch, step: int, cache: StepKeys) -> BlockPass:
 
     step: of the tokens and positions, from 0.
     """
-    more = {"unrolled": len(cache.keys) + 1, "documents": batch.sees()}
-    return BlockPass(batch.position_BT + step, None, cache, more)
+    attention_kwargs = {"unrolled": len(cache.keys) + 1, "documents": batch.sees()}
+    return BlockPass(batch.position_BT + step, None, cache, attention_kwargs)
 
 
 def attention(
@@ -170,12 +170,12 @@ def attention(
     if unrolled is None:
         mixed_BNhD, _ = sdpa_attention_forward(module, q_BhND, k_BgPD, v_BgPD, mask_B1NP, scaling=scaling, **more)
         return mixed_BNhD, None
-    value, wide = v_BgPD.shape[-1], max(q_BhND.shape[-1], v_BgPD.shape[-1])
-    scale = (q_BhND.shape[-1] ** -0.5 if scaling is None else scaling) * wide**0.5
-    q_BhTD, k_BgPD, v_BgPD = (F.pad(x, (0, wide - x.shape[-1])) for x in (q_BhND * scale, k_BgPD, v_BgPD))
+    value_width, padded_width = v_BgPD.shape[-1], max(q_BhND.shape[-1], v_BgPD.shape[-1])
+    scale = (q_BhND.shape[-1] ** -0.5 if scaling is None else scaling) * padded_width**0.5
+    q_BhTD, k_BgPD, v_BgPD = (F.pad(x, (0, padded_width - x.shape[-1])) for x in (q_BhND * scale, k_BgPD, v_BgPD))
     keys, values = k_BgPD.chunk(unrolled, 2), v_BgPD.chunk(unrolled, 2)
     mixed_BhTD = unrolled_attention(q_BhTD, keys, values, documents)
-    return mixed_BhTD[..., :value].transpose(1, 2).contiguous(), None
+    return mixed_BhTD[..., :value_width].transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)

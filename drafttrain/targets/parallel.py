@@ -69,10 +69,10 @@ class Part:
         if self.size == 1:
             return x_BNW
         x_BNW = x_BNW.contiguous()
-        pieces = [torch.empty_like(x_BNW) for _ in range(self.size)]
-        distributed.all_gather(pieces, x_BNW, group=self.group)
+        columns = [torch.empty_like(x_BNW) for _ in range(self.size)]
+        distributed.all_gather(columns, x_BNW, group=self.group)
         padding = x_BNW.shape[-1] * self.size - width
-        return torch.cat(pieces, -1)[..., :width].contiguous() if padding else torch.cat(pieces, -1)
+        return torch.cat(columns, -1)[..., :width].contiguous() if padding else torch.cat(columns, -1)
 
     def exchanged(self, x_SH: Tensor, sent: list[int], taken: list[int]) -> Tensor:
         """All processes' rows for this one, in the processes' order. sent, taken: number of rows for and from each process."""
@@ -112,21 +112,19 @@ def join(size: int, device: torch.device) -> Part:
 
 def check_launched() -> None:
     """Raise UserError for a launcher's variables that are not whole, or name no process of a group."""
-    known = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
-    several = known.get("WORLD_SIZE", "1") != "1"
-    if "RANK" not in known and not several:
+    env = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    multi_process = env.get("WORLD_SIZE", "1") != "1"
+    if "RANK" not in env and not multi_process:
         return
-    missing = [name for name in LAUNCHED if name not in known and name != "LOCAL_RANK"]
+    missing = [name for name in LAUNCHED if name not in env and name != "LOCAL_RANK"]
     fault = f"without {', '.join(missing)}" if missing else None
-    numbers = [value for name, value in known.items() if name != "MASTER_ADDR"]
+    numbers = [value for name, value in env.items() if name != "MASTER_ADDR"]
     if fault is None and not all(value.isdecimal() for value in numbers):
         fault = "where a number is expected"
-    elif fault is None and int(known["RANK"]) >= int(known["WORLD_SIZE"]):
+    elif fault is None and int(env["RANK"]) >= int(env["WORLD_SIZE"]):
         fault = "which is no rank of so many processes"
     if fault is not None:
-        raise UserError(
-            f"the environment has {_spoken(known)}, {fault}; start with torchrun or launcher.nproc, {_unset(known)}"
-        )
+        raise UserError(f"the environment has {_spoken(env)}, {fault}; start with torchrun or launcher.nproc, {_unset(env)}")
 
 
 @contextmanager
@@ -142,7 +140,7 @@ def meeting() -> Iterator[None]:
     done, wake = os.pipe()
     os.set_blocking(wake, False)
     main = threading.current_thread() is threading.main_thread()  # Python allows it nowhere else
-    before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False) if main else -1
+    old_wakeup_fd = signal.set_wakeup_fd(wake, warn_on_full_buffer=False) if main else -1
     watcher = threading.Thread(target=_watch, args=(done, watched), daemon=True)
     watcher.start()
     try:
@@ -153,7 +151,7 @@ def meeting() -> Iterator[None]:
         raise UserError(f"the processes have not met: {_waited_for()}") from error
     finally:
         if main:
-            signal.set_wakeup_fd(before)
+            signal.set_wakeup_fd(old_wakeup_fd)
         os.write(wake, b"\0")
         watcher.join()
         os.close(wake)
@@ -173,20 +171,20 @@ def _watch(pipe: int, watched: bool) -> None:
 
 
 def _waited_for() -> str:
-    known = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
-    where = f"{known.get('MASTER_ADDR')}:{known.get('MASTER_PORT')}"
+    env = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    address = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
     return (
-        f"waiting for {known.get('WORLD_SIZE')} processes to meet at {where}, because the environment has {_spoken(known)}; if "
-        f"no launcher has started this process, end it, {_unset(known)}"
+        f"waiting for {env.get('WORLD_SIZE')} processes to meet at {address}, because the environment has {_spoken(env)}; if "
+        f"no launcher has started this process, end it, {_unset(env)}"
     )
 
 
-def _spoken(known: dict[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in known.items())
+def _spoken(env: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in env.items())
 
 
-def _unset(known: dict[str, str]) -> str:
-    return f"or run it alone: env {' '.join(f'-u {name}' for name in known)} drafttrain ..."
+def _unset(env: dict[str, str]) -> str:
+    return f"or run it alone: env {' '.join(f'-u {name}' for name in env)} drafttrain ..."
 
 
 def end_at_exit() -> None:

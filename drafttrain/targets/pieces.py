@@ -44,14 +44,14 @@ class CheckpointFiles:
         if Path(place).is_dir():
             stored = StoredTensors.of(Path(place), origin)
             return CheckpointFiles(place, None, {name: file.name for name, file in stored.files.items()})
-        found = CheckpointFiles(place, revision, {})
+        checkpoint_files = CheckpointFiles(place, revision, {})
         index = cached_file(place, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
         if index is not None:
-            found.names = listed_weights(Path(index), origin)
+            checkpoint_files.names = listed_weights(Path(index), origin)
         else:
-            with safe_open(found.path(SINGLE), "pt") as opened:
-                found.names = dict.fromkeys(opened.keys(), SINGLE)
-        return found
+            with safe_open(checkpoint_files.path(SINGLE), "pt") as handle:
+                checkpoint_files.names = dict.fromkeys(handle.keys(), SINGLE)
+        return checkpoint_files
 
     def path(self, file: str) -> Path:
         """Where a file is on this machine."""
@@ -115,9 +115,9 @@ class Pieces:
         """settings: further arguments of `from_pretrained`. Raises UserError for a model whose blocks share weights."""
         shared = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.config: Any = AutoConfig.from_pretrained(place, **shared)
-        quantised = getattr(self.config, "quantization_config", None)
-        if isinstance(quantised, dict) and quantised.get("quant_method") == "fp8":
-            quantised["dequantize"] = True  # a fingerprint is that of the weights that codes stand for
+        quantization = getattr(self.config, "quantization_config", None)
+        if isinstance(quantization, dict) and quantization.get("quant_method") == "fp8":
+            quantization["dequantize"] = True  # a fingerprint is that of the weights that codes stand for
         self.origin, self.place, self.settings = origin, place, settings
         with torch.device("meta"):
             outline: Any = model_class(self.config).from_config(
@@ -128,26 +128,26 @@ class Pieces:
         self.prefix = next(name for name, module in outline.named_modules() if module is blocks)
         self.parameters = sum(p.numel() for p in outline.parameters())
         self.bytes = sum(p.numel() * p.element_size() for p in outline.parameters())
-        inside = [id(p) for block in blocks for p in block.parameters()]
-        outside = {id(p) for name, p in outline.named_parameters() if not name.startswith(f"{self.prefix}.")}
-        if len(set(inside)) < len(inside) or outside & set(inside):
+        block_param_ids = [id(p) for block in blocks for p in block.parameters()]
+        outside_param_ids = {id(p) for name, p in outline.named_parameters() if not name.startswith(f"{self.prefix}.")}
+        if len(set(block_param_ids)) < len(block_param_ids) or outside_param_ids & set(block_param_ids):
             raise UserError(f"{origin}: blocks of {self.kind.__name__} share weights, so they cannot be loaded one by one")
         commit = getattr(self.config, "_commit_hash", None) or revision
         self.files = CheckpointFiles.of(place, commit, origin)
 
     def outside(self, device: torch.device) -> Any:
         """The model with all weights outside of its blocks on this device. The blocks are on the `meta` device."""
-        kept: list[nn.Module] = []
+        outline_blocks: list[nn.Module] = []
 
         def leave_out(model: Any) -> None:
             blocks = find_blocks(model, self.count)
-            kept.extend(blocks)
+            outline_blocks.extend(blocks)
             for number in range(self.count):
                 blocks[number] = nn.Identity()
 
         model = self._load(leave_out, self.files.names).to(device)
         blocks = model.get_submodule(self.prefix)
-        for number, block in enumerate(kept):
+        for number, block in enumerate(outline_blocks):
             blocks[number] = block
         model.config.name_or_path = self.place
         with suppress(OSError):  # many have none
@@ -166,24 +166,26 @@ class Pieces:
 
     def _load(self, reduce: Callable[[Any], None], names: Iterable[str]) -> Any:
         """Load what `reduce` leaves of a model without weights, from tensors among these."""
-        kind: Any = self.kind
+        model_cls: Any = self.kind
 
-        def init(model: Any, *args: Any, **more: Any) -> None:
-            kind.__init__(model, *args, **more)
+        def init(model: Any, *args: Any, **kwargs: Any) -> None:
+            model_cls.__init__(model, *args, **kwargs)
             reduce(model)
 
-        reduced: Any = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
-        with OpenFiles(self.files) as opened:
-            tensors = {name: _Stored(name, opened) for name in names}
+        reduced_cls: Any = type(model_cls.__name__, (model_cls,), {"__init__": init, "__module__": model_cls.__module__})
+        with OpenFiles(self.files) as open_files:
+            tensors = {name: _Stored(name, open_files) for name in names}
 
             def read(path: None, **settings: Any) -> tuple[Any, Any]:
-                model, found = reduced.from_pretrained(path, config=self.config, state_dict=tensors, **settings)
-                found = dict(found if isinstance(found, dict) else vars(found)) | {"unexpected_keys": ()}  # `check_read`
-                found["missing_keys"] = [name for name in found["missing_keys"] if name not in _stubs(model)]
-                return model, found
+                model, loading_info = reduced_cls.from_pretrained(path, config=self.config, state_dict=tensors, **settings)
+                loading_info = dict(loading_info if isinstance(loading_info, dict) else vars(loading_info)) | {
+                    "unexpected_keys": ()
+                }  # `check_read`
+                loading_info["missing_keys"] = [name for name in loading_info["missing_keys"] if name not in _stubs(model)]
+                return model, loading_info
 
             model = filled(read, None, self.origin, **self.settings)
-        model.__class__ = kind
+        model.__class__ = model_cls
         return model.eval()
 
     def check_read(self, model: Any) -> None:
@@ -199,11 +201,11 @@ def _keep_block(model: Any, prefix: str, number: int) -> None:
     """
     ends, module = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}, model
     for name in prefix.split("."):
-        for other, child in list(module.named_children()):
+        for child_name, child in list(module.named_children()):
             if id(child) in ends:
-                module.add_module(other, _Stub(1, 1, bias=False, device="meta"))
-            elif other != name:
-                del module._modules[other]
+                module.add_module(child_name, _Stub(1, 1, bias=False, device="meta"))
+            elif child_name != name:
+                del module._modules[child_name]
         module._parameters.clear()
         module._buffers.clear()
         module._non_persistent_buffers_set.clear()

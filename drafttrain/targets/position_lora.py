@@ -87,16 +87,16 @@ def linear_maps(target: HFTarget, kinds: list[str]) -> Mapping[str, tuple[int, i
         raise UserError(f"{name} has mixtures of experts, whose maps take no LoRA at single positions; choose another family")
     if target.recurrent:
         raise UserError(f"{name} has recurrent layers, which mix adapted positions into later ones; choose another family")
-    inside = {id(module) for module in find_blocks(target.model, target.shape.blocks).modules()}
-    found: dict[str, nn.Module] = {
-        n: m for n, m in target.model.named_modules() if id(m) in inside and isinstance(m, nn.Linear | Conv1D)
+    block_module_ids = {id(module) for module in find_blocks(target.model, target.shape.blocks).modules()}
+    linears: dict[str, nn.Module] = {
+        n: m for n, m in target.model.named_modules() if id(m) in block_module_ids and isinstance(m, nn.Linear | Conv1D)
     }
-    known = sorted({n.rpartition(".")[2] for n in found})
-    if not known:
+    map_names = sorted({n.rpartition(".")[2] for n in linears})
+    if not map_names:
         raise UserError(f"{name} has no linear maps to add matrices to: its weights are quantised; leave target.weights out")
-    if unknown := [kind for kind in kinds if kind not in known]:
-        raise UserError(f"drafter.lora_targets has {', '.join(unknown)}; the blocks' linear maps are {', '.join(known)}")
-    return {n: _widths(m) for n, m in found.items() if not kinds or n.rpartition(".")[2] in kinds}
+    if unknown := [requested for requested in kinds if requested not in map_names]:
+        raise UserError(f"drafter.lora_targets has {', '.join(unknown)}; the blocks' linear maps are {', '.join(map_names)}")
+    return {n: _widths(m) for n, m in linears.items() if not kinds or n.rpartition(".")[2] in kinds}
 
 
 def _widths(module: nn.Module) -> tuple[int, int]:

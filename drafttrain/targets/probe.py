@@ -126,14 +126,16 @@ def _rounding(model: Any, logits: dict[tuple[int, ...], Tensor]) -> float:
     short = [ids for ids in logits if len(ids) <= max(PROMPTS) + len(CHAIN)]
     columns = max(map(len, short)) + MORE
     rows = torch.tensor([[*ids, *([ids[0]] * (columns - len(ids)))] for ids in short], device=model.device)
-    found_BTV = model(rows, use_cache=False).logits
-    found = [_apart(found_BTV[row, len(ids) - 1], logits[ids]) for row, ids in enumerate(short)]
+    batched_BTV = model(rows, use_cache=False).logits
+    differences = [_apart(batched_BTV[row, len(ids) - 1], logits[ids]) for row, ids in enumerate(short)]
     for ids in {max(short, key=len), max(logits, key=len)}:
-        row, new = torch.tensor([ids], device=model.device), len(ids) // 4 + 1
-        kept = model(row[:, :-new], use_cache=True).past_key_values
-        if kept is not None:
-            found.append(_apart(model(row[:, -new:], past_key_values=kept, use_cache=True).logits[0, -1], logits[ids]))
-    return max(found)
+        row, suffix_len = torch.tensor([ids], device=model.device), len(ids) // 4 + 1
+        past = model(row[:, :-suffix_len], use_cache=True).past_key_values
+        if past is not None:
+            differences.append(
+                _apart(model(row[:, -suffix_len:], past_key_values=past, use_cache=True).logits[0, -1], logits[ids])
+            )
+    return max(differences)
 
 
 @torch.no_grad()
@@ -155,23 +157,23 @@ def probe(target: Probed) -> str | None:
             f"weights are damaged, or overflow in {dtype}: fetch them again, or set target.dtype"
         )
     if draws.differ(CHAIN):
-        compared = [reference for reference in draws.known if not reference.nonfinite]
-        name, reason = type(target.model).__name__, _why_not_chains(target, compared[-1])
+        finite_references = [reference for reference in draws.known if not reference.nonfinite]
+        name, reason = type(target.model).__name__, _why_not_chains(target, finite_references[-1])
         raise InexactError(f"{name} cannot be decoded exactly: {reason}; {INSTEAD}")
-    why: str | None = None
+    chains_reason: str | None = None
     if target.recurrent:
-        why = "its layers keep a recurrent state, which follows a single branch"
+        chains_reason = "its layers keep a recurrent state, which follows a single branch"
     elif draws.differ(TREE):
-        why = "its attention does not follow a mask of branches" if target.takes_positions else NO_POSITIONS
+        chains_reason = "its attention does not follow a mask of branches" if target.takes_positions else NO_POSITIONS
     elif not target.takes_positions and not _exact(target.dtype):  # biases by position can be as small as rounding
-        why = NO_POSITIONS
-    long = long_prompt(target.model, target.longest_reach)
-    if long and draws.differ(CHAIN[-1:] if why else TREE, long):
+        chains_reason = NO_POSITIONS
+    long_lengths = long_prompt(target.model, target.longest_reach)
+    if long_lengths and draws.differ(CHAIN[-1:] if chains_reason else TREE, long_lengths):
         raise InexactError(
             f"{type(target.model).__name__} cannot be decoded exactly: behind {target.longest_reach} positions its logits "
             f"with a cache are others (windows); {INSTEAD}"
         )
-    return why
+    return chains_reason
 
 
 @torch.no_grad()
@@ -187,9 +189,9 @@ def wrong_tap(target: Probed) -> int | None:
     states = getattr(target.model(token_1T, use_cache=False, output_hidden_states=True), "hidden_states", None)
     if not states or len(states) != len(blocks) + 2:
         return None
-    found = target(token_1T, None, None, position_1T, Taps(tuple(blocks)), token_1T[:, :0]).hidden
+    tapped = target(token_1T, None, None, position_1T, Taps(tuple(blocks)), token_1T[:, :0]).hidden
     finite = [n for n in blocks if bool(states[n + 1].isfinite().all())]  # of these tokens
-    return next((n for n in finite if gap(target, found[n].flatten(), states[n + 1].flatten()) > 1.0), None)
+    return next((n for n in finite if gap(target, tapped[n].flatten(), states[n + 1].flatten()) > 1.0), None)
 
 
 class _Draws:
@@ -208,16 +210,16 @@ class _Draws:
 
     def _references(self) -> Iterator[Reference]:
         """Those of draws whose tokens all have finite logits: a single token without is no fault of the model's forward."""
-        left = 1 if _exact(self.target.dtype) else DRAWS
+        remaining = 1 if _exact(self.target.dtype) else DRAWS
         for draw in range(TRIED):
-            if not left:
+            if not remaining:
                 return
             if draw == len(self.known):
                 if (reference := self.target.reference(draw)) is None:
                     return
                 self.known.append(reference)
             if not self.known[draw].nonfinite:
-                left -= 1
+                remaining -= 1
                 yield self.known[draw]
 
 
@@ -257,8 +259,8 @@ def _worst_gap(
     target(prompt_BT, kv, None, arange_T.expand(B, T), Taps(), count_B[:, None] - 1)
     kv.keep(arange_T.expand(B, T), count_B)
     ancestor_BNN = torch.zeros(B, 4, 4, dtype=torch.bool, device=device)
-    ways: tuple[tuple[int, ...], ...] = TREE if paths == TREE else CHAIN
-    for path in ways:
+    mask_paths: tuple[tuple[int, ...], ...] = TREE if paths == TREE else CHAIN
+    for path in mask_paths:
         ancestor_BNN[:, path[-1], list(path)] = True
     position_BN = count_B[:, None] + ancestor_BNN.sum(-1) - 1
     logits_BNV = target(node_BN, kv, ancestor_BNN, position_BN, Taps()).logits_BRV
@@ -287,6 +289,6 @@ def gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 0
 def _apart(found_V: Tensor, expected_V: Tensor) -> float:
     """The largest difference of two rows, relative to the largest expected number, or to 1. Equal infinities do not differ."""
     found_V, expected_V = found_V.float(), expected_V.to(found_V.device).float()
-    apart = torch.where(found_V == expected_V, 0.0, found_V - expected_V).abs().max()
-    apart = apart / expected_V.abs().masked_fill(expected_V.isinf(), 0.0).max().clamp_min(1.0)
-    return math.inf if bool(apart.isnan()) else float(apart)  # NaN would be no more than any tolerance
+    difference = torch.where(found_V == expected_V, 0.0, found_V - expected_V).abs().max()
+    difference = difference / expected_V.abs().masked_fill(expected_V.isinf(), 0.0).max().clamp_min(1.0)
+    return math.inf if bool(difference.isnan()) else float(difference)  # NaN would be no more than any tolerance

@@ -49,21 +49,21 @@ def quantise(model: Any, kind: str, device: torch.device) -> str:
     """
     if is_quantised(model):
         raise UserError(f"target.weights is {kind}, but the checkpoint's weights are in FP8 already; set target.weights=null")
-    whole = fingerprint_of(model)
+    original_fingerprint = fingerprint_of(model)
     model.requires_grad_(False).eval()
     blocks = find_blocks(model, shape_of(model.config.get_text_config()).blocks)
-    found = [
+    linears = [
         (parent, name, child)
         for parent in blocks.modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.Linear)
     ]
-    if not found:
+    if not linears:
         raise UserError(f"target.weights quantises linear maps, {type(model).__name__} has none in its blocks; leave it out")
-    for parent, name, linear in found:
-        made = Fp8Linear.of(linear, device) if kind == FP8 else QuantisedLinear(linear, BITS[kind], device)
-        setattr(parent, name, made)
-    return f"{whole}-{kind}"
+    for parent, name, linear in linears:
+        quantised_linear = Fp8Linear.of(linear, device) if kind == FP8 else QuantisedLinear(linear, BITS[kind], device)
+        setattr(parent, name, quantised_linear)
+    return f"{original_fingerprint}-{kind}"
 
 
 def weight_bytes(kind: str, outputs: int, inputs: int) -> int:
@@ -75,8 +75,8 @@ def why_slow(model: Any) -> str | None:
     """Why the model's quantised weights save memory and no time; None: they save time, or are whole."""
     if any(isinstance(module, QuantisedLinear) for module in model.modules()):
         return "weights are widened for each product"
-    maps = [module for module in model.modules() if isinstance(module, Fp8Linear)]
-    fault = why_widened(model.device, model.dtype, any(one.blocks for one in maps)) if maps else None
+    fp8_linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    fault = why_widened(model.device, model.dtype, any(linear.blocks for linear in fp8_linears)) if fp8_linears else None
     return fault and f"weights are widened for each product ({fault})"
 
 

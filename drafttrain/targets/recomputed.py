@@ -62,14 +62,14 @@ class RecomputedTarget(HFTarget):
             return super().forward(token_BN, None, ancestor_BNN, position_BN, taps, logit_row_BR)
         N, keys_B1N1 = token_BN.shape[1], token_BN[:, None, :, None].float()
         kv.append(0, keys_B1N1, keys_B1N1[..., :0])
-        found: dict[int, list[Tensor]] = {}
+        states_by_block: dict[int, list[Tensor]] = {}
         for row in range(len(token_BN)):
             token_1P = kv.read_row(0, row, N)[0][..., 0].long()
             position_1P = torch.arange(token_1P.shape[1], device=self.device)[None]
             out = super().forward(token_1P, None, None, position_1P, Taps(taps.blocks, final=True), token_1P[:, :0])
             for number, states_1PH in out.hidden.items():
-                found.setdefault(number, []).append(states_1PH[:, -N:])
-        hidden = {number: torch.cat(rows) for number, rows in found.items()}
+                states_by_block.setdefault(number, []).append(states_1PH[:, -N:])
+        hidden = {number: torch.cat(rows) for number, rows in states_by_block.items()}
         return self._output(hidden.pop(FINAL), hidden, taps, logit_row_BR)
 
     def _view(self, model: PreTrainedModel) -> HFTarget:

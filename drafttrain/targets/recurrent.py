@@ -64,12 +64,12 @@ class DeltaTape:
     normalise: bool
 
     def after(self, count_B: Tensor) -> Tensor:
-        kept_BN1 = counted(count_B, self.k_BNhK.shape[1])[..., None]
+        accepted_BN1 = counted(count_B, self.k_BNhK.shape[1])[..., None]
         k_BNhK, (B, _, h, V) = self.k_BNhK.float(), self.v_BNhV.shape
         if self.normalise:  # as the scan does, which has no name for its 1e-6
             k_BNhK = k_BNhK * torch.rsqrt((k_BNhK * k_BNhK).sum(-1, keepdim=True) + 1e-6)
         state_BhKV = k_BNhK.new_zeros(B, h, k_BNhK.shape[-1], V) if self.state_BhKV is None else self.state_BhKV
-        return delta_state(state_BhKV, k_BNhK, self.v_BNhV, self.decay_BNh * kept_BN1, self.beta_BNh * kept_BN1)
+        return delta_state(state_BhKV, k_BNhK, self.v_BNhV, self.decay_BNh * accepted_BN1, self.beta_BNh * accepted_BN1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class StateSpaceTape:
     b_BNgS: Tensor
 
     def after(self, count_B: Tensor) -> Tensor:
-        kept_BN1 = counted(count_B, self.x_BNhV.shape[1])[..., None]
+        accepted_BN1 = counted(count_B, self.x_BNhV.shape[1])[..., None]
         B, _, h, V = self.x_BNhV.shape
         state_BhVS = self.step_BNh.new_zeros(B, h, V, self.b_BNgS.shape[-1]) if self.state_BhVS is None else self.state_BhVS
-        return state_space_state(state_BhVS, self.x_BNhV, self.step_BNh * kept_BN1, self.rate_h, self.b_BNgS)
+        return state_space_state(state_BhVS, self.x_BNhV, self.step_BNh * accepted_BN1, self.rate_h, self.b_BNgS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,39 +96,39 @@ class SelectiveTape:
     b_BSN: Tensor
 
     def after(self, count_B: Tensor) -> Tensor:
-        kept_B1N = counted(count_B, self.x_BCN.shape[2])[:, None]
+        accepted_B1N = counted(count_B, self.x_BCN.shape[2])[:, None]
         (B, C, _), S = self.x_BCN.shape, self.b_BSN.shape[1]
         state_BCS = self.x_BCN.new_zeros(B, C, S) if self.state_BCS is None else self.state_BCS
-        return selective_state(state_BCS, self.x_BCN, self.step_BCN * kept_B1N, self.rate_CS, self.b_BSN)
+        return selective_state(state_BCS, self.x_BCN, self.step_BCN * accepted_B1N, self.rate_CS, self.b_BSN)
 
 
 def _delta(scan: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scan)
-    def recorded(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **more: Any) -> Any:
+    def recorded(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
         recorder, N = _recorder.get(), key.shape[1]
         if recorder is None:
-            return scan(query, key, value, g=g, beta=beta, **more)
+            return scan(query, key, value, g=g, beta=beta, **kwargs)
         if N > 1:
-            normalise = bool(more.get("use_qk_l2norm_in_kernel"))
-            tape = DeltaTape(more.get("initial_state"), key, value, g, beta, normalise)
+            normalise = bool(kwargs.get("use_qk_l2norm_in_kernel"))
+            tape = DeltaTape(kwargs.get("initial_state"), key, value, g, beta, normalise)
             recorder.states.record(recorder.layer, tape)
             if N < CHUNK and not key.is_cuda:  # the plain-torch scan pads to its chunk
-                more["chunk_size"] = N
-        return scan(query, key, value, g=g, beta=beta, **more)
+                kwargs["chunk_size"] = N
+        return scan(query, key, value, g=g, beta=beta, **kwargs)
 
     return recorded
 
 
 def _state_space(scan: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scan)
-    def recorded(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **more: Any) -> Any:
+    def recorded(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **kwargs: Any) -> Any:
         recorder, N = _recorder.get(), x.shape[1]
         if recorder is not None and N > 1:
-            step_BNh = steps(dt, more.get("dt_bias"), more.get("dt_softplus", False), more.get("dt_limit", NO_LIMITS))
-            tape = StateSpaceTape(more.get("initial_states"), x, step_BNh, A, B)
+            step_BNh = steps(dt, kwargs.get("dt_bias"), kwargs.get("dt_softplus", False), kwargs.get("dt_limit", NO_LIMITS))
+            tape = StateSpaceTape(kwargs.get("initial_states"), x, step_BNh, A, B)
             recorder.states.record(recorder.layer, tape)
             chunk_size = chunk_size if x.is_cuda else min(chunk_size, N)
-        return scan(x, dt, A, B, C, chunk_size=chunk_size, **more)
+        return scan(x, dt, A, B, C, chunk_size=chunk_size, **kwargs)
 
     return recorded
 
@@ -137,23 +137,23 @@ def _selective(scan: Callable[..., Any]) -> Callable[..., Any]:
     """The scan has no argument for a state, and starts from zero. What an earlier state adds is added here."""
 
     @functools.wraps(scan)
-    def recorded(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Any:
+    def recorded(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
         recorder = _recorder.get()
         if recorder is None:
-            return scan(x, dt, A, B, C, **more)
-        bias = more.get("delta_bias")
-        step_BCN = steps(dt, None if bias is None else bias[:, None], more.get("delta_softplus", False))
+            return scan(x, dt, A, B, C, **kwargs)
+        bias = kwargs.get("delta_bias")
+        step_BCN = steps(dt, None if bias is None else bias[:, None], kwargs.get("delta_softplus", False))
         state_BCS = recorder.states.scan_state(recorder.layer)
         recorder.states.record(recorder.layer, SelectiveTape(state_BCS, x, step_BCN, A, B))
-        out_BCN, final_BCS = scan(x, dt, A, B, C, **more)
+        out_BCN, final_BCS = scan(x, dt, A, B, C, **kwargs)
         if state_BCS is None:
             return out_BCN, final_BCS
         sum_BCN = step_BCN.float().cumsum(-1)
-        left_BCNS = (sum_BCN[..., None] * A[:, None]).exp() * state_BCS[:, :, None]
-        added_BCN = torch.einsum("bcns,bsn->bcn", left_BCNS, C.float())
-        gate = more.get("z")
+        decayed_BCNS = (sum_BCN[..., None] * A[:, None]).exp() * state_BCS[:, :, None]
+        added_BCN = torch.einsum("bcns,bsn->bcn", decayed_BCNS, C.float())
+        gate = kwargs.get("z")
         added_BCN = added_BCN if gate is None else added_BCN * F.silu(gate)
-        return out_BCN + added_BCN.to(out_BCN.dtype), final_BCS + left_BCNS[:, :, -1]
+        return out_BCN + added_BCN.to(out_BCN.dtype), final_BCS + decayed_BCNS[:, :, -1]
 
     return recorded
 
@@ -165,15 +165,15 @@ def _step(step: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(step)
-    def recorded(state: Tensor, x: Tensor, dt: Tensor, *args: Any, **more: Any) -> Any:
+    def recorded(state: Tensor, x: Tensor, dt: Tensor, *args: Any, **kwargs: Any) -> Any:
         recorder = _recorder.get()
         if recorder is None:
-            return step(state, x, dt, *args, **more)
+            return step(state, x, dt, *args, **kwargs)
         limits = recorder.limits.get(recorder.layer, NO_LIMITS)
         if limits != NO_LIMITS:
-            dt = steps(dt, more.get("dt_bias"), more.get("dt_softplus", False), limits)
-            more |= {"dt_bias": None, "dt_softplus": False}
-        out = step(state, x, dt, *args, **more)
+            dt = steps(dt, kwargs.get("dt_bias"), kwargs.get("dt_softplus", False), limits)
+            kwargs |= {"dt_bias": None, "dt_softplus": False}
+        out = step(state, x, dt, *args, **kwargs)
         recorder.states.finish(recorder.layer, state)
         return out
 

@@ -43,26 +43,26 @@ class RoundRobinTarget(SplitTarget):
         if kv is not None:
             return super().forward(token_BN, kv, ancestor_BNN, position_BN, taps, logit_row_BR)
         assert not isinstance(ancestor_BNN, Tensor), "whole sequences are causal within their documents"
-        shapes, own = self._shapes(token_BN, ancestor_BNN is not None), None
-        for turn, (B, N, several) in enumerate(shapes):
-            mine = turn == self.part.rank
-            tokens_BN = self._broadcast(turn, token_BN if mine else token_BN.new_empty(B, N))
-            places_BN = self._broadcast(turn, position_BN if mine else position_BN.new_empty(B, N))
+        shapes, local_out = self._shapes(token_BN, ancestor_BNN is not None), None
+        for turn, (B, N, has_documents) in enumerate(shapes):
+            is_local = turn == self.part.rank
+            tokens_BN = self._broadcast(turn, token_BN if is_local else token_BN.new_empty(B, N))
+            positions_BN = self._broadcast(turn, position_BN if is_local else position_BN.new_empty(B, N))
             sees = None
-            if several:
-                number_BN = ancestor_BNN.number_BT if mine and ancestor_BNN is not None else torch.empty_like(tokens_BN)
+            if has_documents:
+                number_BN = ancestor_BNN.number_BT if is_local and ancestor_BNN is not None else torch.empty_like(tokens_BN)
                 sees = Documents(self._broadcast(turn, number_BN))
-            rows_BR = logit_row_BR if mine else tokens_BN[:, :0]
-            out = super().forward(tokens_BN, None, sees, places_BN, taps, rows_BR)
-            own = out if mine else own
-        assert own is not None
-        return own
+            rows_BR = logit_row_BR if is_local else tokens_BN[:, :0]
+            out = super().forward(tokens_BN, None, sees, positions_BN, taps, rows_BR)
+            local_out = out if is_local else local_out
+        assert local_out is not None
+        return local_out
 
-    def _shapes(self, token_BN: Tensor, several: bool) -> list[list[int]]:
+    def _shapes(self, token_BN: Tensor, has_documents: bool) -> list[list[int]]:
         """[rows, positions, whether a row holds several documents] of every process's batch."""
-        own = torch.tensor([*token_BN.shape, several], device=token_BN.device)
-        all_3 = [torch.empty_like(own) for _ in range(self.part.size)]
-        distributed.all_gather(all_3, own, group=self.part.group)
+        local_shape = torch.tensor([*token_BN.shape, has_documents], device=token_BN.device)
+        all_3 = [torch.empty_like(local_shape) for _ in range(self.part.size)]
+        distributed.all_gather(all_3, local_shape, group=self.part.group)
         return torch.stack(all_3).tolist()
 
     def _broadcast(self, turn: int, tensor: Tensor) -> Tensor:

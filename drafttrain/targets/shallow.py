@@ -31,11 +31,11 @@ def weight_sharing_copy(model: PreTrainedModel, hooks: bool = True) -> PreTraine
     memo: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
     if not hooks:
         memo |= {id(getattr(module, name)): OrderedDict() for module in model.modules() for name in HOOKS}
-    copied = copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
-    for module in () if hooks else copied.modules():
+    model_copy = copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
+    for module in () if hooks else model_copy.modules():
         for name in OF_HOOKS:
             module.__dict__.pop(name, None)
-    return copied
+    return model_copy
 
 
 def narrowed(weights: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
@@ -44,35 +44,35 @@ def narrowed(weights: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str,
     Some weights pack the parts of all blocks in one matrix, in order (Gemma-4's and Gemma-3n's per-layer embeddings): the
     first rows or columns are kept.
     """
-    found = dict(weights)
-    for name, own in model.state_dict().items():
-        for dim, size in enumerate(own.shape if name in found else ()):
-            found[name] = found[name].narrow(dim, 0, size)
-    return found
+    narrow_weights = dict(weights)
+    for name, weight in model.state_dict().items():
+        for dim, size in enumerate(weight.shape if name in narrow_weights else ()):
+            narrow_weights[name] = narrow_weights[name].narrow(dim, 0, size)
+    return narrow_weights
 
 
 def first_blocks(model: PreTrainedModel, blocks: int, first: int) -> PreTrainedModel:
     """A model of the `first` blocks over the same memory, with embedding, norm and head. blocks: the number of all blocks."""
-    copied = weight_sharing_copy(model)
-    set_depth(copied.config, first)
-    del find_blocks(copied, blocks)[first:]
+    model_copy = weight_sharing_copy(model)
+    set_depth(model_copy.config, first)
+    del find_blocks(model_copy, blocks)[first:]
     with torch.device("meta"):
-        outline = type(copied)(copied.config)
-    weights = narrowed(copied.state_dict(), outline)
-    for name, weight in copied.named_parameters():
+        outline = type(model_copy)(model_copy.config)
+    weights = narrowed(model_copy.state_dict(), outline)
+    for name, weight in model_copy.named_parameters():
         weight.data = weights[name]
-    return copied.eval()
+    return model_copy.eval()
 
 
 def final_norm(model: PreTrainedModel, blocks: int) -> nn.Module:
     """The last norm outside the blocks. Raises UserError for a model without one."""
-    inside = {id(module) for module in find_blocks(model, blocks).modules()}
-    found = [m for m in model.modules() if id(m) not in inside and "norm" in type(m).__name__.lower()]
+    block_module_ids = {id(module) for module in find_blocks(model, blocks).modules()}
+    norms = [m for m in model.modules() if id(m) not in block_module_ids and "norm" in type(m).__name__.lower()]
     hidden = model.config.get_text_config().hidden_size  # Gemma-4 has a norm of narrower per-layer embeddings too
-    found = [m for m in found if all(p.shape == (hidden,) for p in m.parameters())]
-    if not found:
+    norms = [m for m in norms if all(p.shape == (hidden,) for p in m.parameters())]
+    if not norms:
         raise UserError(f"{type(model).__name__} has no norm before its head, which this drafter shares; choose another family")
-    return found[-1]
+    return norms[-1]
 
 
 def check_first(model: nn.Module, blocks: int, first: int) -> None:

@@ -89,24 +89,24 @@ class ShardedTarget(HFTarget):
 @torch.no_grad()
 def make_whole(model: PreTrainedModel, blocks: nn.ModuleList, shards: Shards) -> None:
     """Replace all parameters outside the blocks by unsharded ones. Tied parameters stay tied."""
-    inside, whole = {id(p) for p in blocks.parameters()}, dict[int, nn.Parameter]()
+    block_param_ids, unsharded = {id(p) for p in blocks.parameters()}, dict[int, nn.Parameter]()
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in inside:
+            if id(parameter) in block_param_ids:
                 continue
-            if id(parameter) not in whole:
+            if id(parameter) not in unsharded:
                 with shards.gathered([parameter]):
-                    whole[id(parameter)] = nn.Parameter(parameter.data.clone(), requires_grad=False)
-            setattr(module, name, whole[id(parameter)])
+                    unsharded[id(parameter)] = nn.Parameter(parameter.data.clone(), requires_grad=False)
+            setattr(module, name, unsharded[id(parameter)])
 
 
 def one_pass(backbone: Any, trunk: nn.Module) -> None:
     """Send every forward of the backbone through the trunk."""
-    own = backbone.forward
+    original_forward = backbone.forward
 
-    @wraps(own)
+    @wraps(original_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        found: Tensor | Any = trunk(own, *args, **kwargs)
-        return found
+        outputs: Tensor | Any = trunk(original_forward, *args, **kwargs)
+        return outputs
 
     backbone.forward = forward

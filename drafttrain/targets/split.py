@@ -70,11 +70,11 @@ def split_target(
 ) -> SplitTarget:
     """Split a whole model where it was loaded and move this process's part to the device, which never holds more than that."""
     model.requires_grad_(False).eval()
-    whole = whole_model_of(model, part)
+    whole_model = whole_model_of(model, part)
     split_blocks(model, part)
     if kind.splits_head:
         split_head(model, part)
-    return kind(model.to(device), whole, part, stop_ids)  # type: ignore[arg-type]
+    return kind(model.to(device), whole_model, part, stop_ids)  # type: ignore[arg-type]
 
 
 def whole_model_of(model: Any, part: Part) -> WholeModel:
@@ -94,11 +94,13 @@ def whole_model_of(model: Any, part: Part) -> WholeModel:
 
 def check_divides(shape: TargetShape, size: int) -> None:
     """Raise UserError unless `size` processes can share a target of this shape."""
-    for what, count in (("KV heads", shape.kv_heads), ("MLP rows", shape.intermediate_size)):
+    for dimension, count in (("KV heads", shape.kv_heads), ("MLP rows", shape.intermediate_size)):
         if count % size:
             sizes = [n for n in range(2, shape.kv_heads + 1) if shape.kv_heads % n == shape.intermediate_size % n == 0]
-            choice = f"set it to {' or '.join(map(str, sizes))}" if sizes else "this target runs in one process, leave it out"
-            raise UserError(f"target.tensor_parallel is {size}, which does not divide the target's {count} {what}; {choice}")
+            advice = f"set it to {' or '.join(map(str, sizes))}" if sizes else "this target runs in one process, leave it out"
+            raise UserError(
+                f"target.tensor_parallel is {size}, which does not divide the target's {count} {dimension}; {advice}"
+            )
 
 
 @torch.no_grad()
@@ -130,8 +132,8 @@ def _keep_rows(linear: nn.Linear, part: Part) -> None:
     start = min(part.rank * rows, linear.out_features)
 
     def filled(p: Tensor) -> Tensor:
-        kept = p[start : start + rows]
-        return F.pad(kept, (0, 0) * (p.ndim - 1) + (0, rows - len(kept))).clone()
+        local_rows = p[start : start + rows]
+        return F.pad(local_rows, (0, 0) * (p.ndim - 1) + (0, rows - len(local_rows))).clone()
 
     _put(linear, filled(linear.weight), None if linear.bias is None else filled(linear.bias))
 

@@ -39,32 +39,32 @@ class StoredTensors:
     @staticmethod
     def of(directory: Path, origin: str) -> StoredTensors:
         """origin: the name that messages use for it. Raises UserError for damaged files, and files outside the directory."""
-        found = check_files(directory, origin)
-        if not found:
+        weight_files = check_files(directory, origin)
+        if not weight_files:
             raise UserError(
                 f"{origin}: no safetensors files are in {directory}, which are read here piece by piece; save the model again "
                 "with save_pretrained(), or load it whole (target.placement=replicated)"
             )
         if (directory / INDEX).is_file():
-            listed = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            return StoredTensors(directory, {name: directory / file for name, file in listed.items()})
+            weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            return StoredTensors(directory, {name: directory / file for name, file in weight_map.items()})
         files: dict[str, Path] = {}
-        for file in found:
-            with safe_open(file, "pt") as opened:
-                files |= dict.fromkeys(opened.keys(), file)
+        for file in weight_files:
+            with safe_open(file, "pt") as handle:
+                files |= dict.fromkeys(handle.keys(), file)
         return StoredTensors(directory, files)
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
     def read(self, name: str) -> Tensor:
-        with safe_open(self.files[name], "pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        with safe_open(self.files[name], "pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
         return tensor
 
     def dtype(self, name: str) -> torch.dtype:
-        with safe_open(self.files[name], "pt") as opened:
-            return DTYPES[opened.get_slice(name).get_dtype()]
+        with safe_open(self.files[name], "pt") as handle:
+            return DTYPES[handle.get_slice(name).get_dtype()]
 
 
 def directory_of(model: Any) -> Path | None:

@@ -48,12 +48,12 @@ class _Stream:
 
     def run(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """The output of a block."""
-        given: Tensor = args[0] if args else kwargs["hidden_states"]
-        if number and self.wrong_tap is None and not torch.equal(given[0], self.hidden[number - 1]):
+        hidden_states: Tensor = args[0] if args else kwargs["hidden_states"]
+        if number and self.wrong_tap is None and not torch.equal(hidden_states[0], self.hidden[number - 1]):
             self.wrong_tap = number - 1  # the model changes a block's output before the next block reads it
         block = self.pieces.block(number)
         name = f"{self.pieces.prefix}.{number}"
-        self.samples |= {f"{name}.{own}": sampled(*sample_of(p)) for own, p in block.named_parameters()}
+        self.samples |= {f"{name}.{param_name}": sampled(*sample_of(p)) for param_name, p in block.named_parameters()}
         out = block.to(self.device)(*args, **kwargs)
         del block
         self.hidden[number] = (out[0] if isinstance(out, tuple) else out)[0].clone()

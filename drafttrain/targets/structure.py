@@ -26,9 +26,9 @@ def lacking(model: Any, error: Exception) -> str:
     if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
     raised = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if others := sorted(kinds - KNOWN):
-        return f"its layers of type {', '.join(others)} are not known here: {raised}"
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if unknown_types := sorted(layer_types - KNOWN):
+        return f"its layers of type {', '.join(unknown_types)} are not known here: {raised}"
     if is_recurrent(model):
         return f"its recurrent layers keep their state in a way that is not known here: {raised}"
     return raised
@@ -36,14 +36,14 @@ def lacking(model: Any, error: Exception) -> str:
 
 def is_recurrent(model: Any) -> bool:
     """Whether some layers keep a recurrent state or a convolution's last inputs instead of keys and values."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return bool(getattr(model, "_is_stateful", False) or {"conv", "linear_attention"} & set(kinds))
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return bool(getattr(model, "_is_stateful", False) or {"conv", "linear_attention"} & set(layer_types))
 
 
 def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
     """The list of the model's decoder blocks. Raises UserError for a model without one."""
-    for part in (*_text_parts(model), model):  # an encoder of images may have as many blocks
-        for module in part.modules():
+    for submodel in (*_text_parts(model), model):  # an encoder of images may have as many blocks
+        for module in submodel.modules():
             if isinstance(module, nn.ModuleList) and len(module) == blocks:
                 return module
     raise UserError(f"{type(model).__name__} has no list of its {blocks} blocks to tap; choose a decoder-only causal LM")
@@ -56,7 +56,9 @@ def find_backbone(model: PreTrainedModel, blocks: int) -> Any:
     transformers model of its own it is `base_model` all the same.
     """
     chain = find_blocks(model, blocks)
-    inner = [part for part in _text_parts(model) if part is not model and any(m is chain for m in part.modules())]
+    inner = [
+        submodel for submodel in _text_parts(model) if submodel is not model and any(m is chain for m in submodel.modules())
+    ]
     return inner[-1] if inner else model.base_model
 
 
@@ -64,26 +66,30 @@ def _text_parts(model: Any) -> list[Any]:
     """The transformers models inside this one that have the configuration of the text part, from the outside in."""
     if not isinstance(model, PreTrainedModel):
         return []
-    kind = type(model.config.get_text_config())
-    return [part for part in model.modules() if isinstance(part, PreTrainedModel) and isinstance(part.config, kind)]
+    text_config_cls = type(model.config.get_text_config())
+    return [
+        submodel
+        for submodel in model.modules()
+        if isinstance(submodel, PreTrainedModel) and isinstance(submodel.config, text_config_cls)
+    ]
 
 
 def register(root: nn.Module, name: str, item: nn.Module | nn.Parameter) -> None:
     """Register a module or a parameter under a dotted name."""
     *path, last = name.split(".")
-    for part in path:
-        if part not in dict(root.named_children()):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
+    for component in path:
+        if component not in dict(root.named_children()):
+            root.add_module(component, nn.Module())
+        root = root.get_submodule(component)
     setattr(root, last, item)
 
 
 def set_depth(config: Any, blocks: int) -> Any:
     """Set the number of blocks of a transformers configuration, in place; layer types repeat. Returns its text part."""
     text = config.get_text_config()
-    before, shared = text.num_hidden_layers, getattr(text, "num_kv_shared_layers", None) or 0
+    old_depth, shared = text.num_hidden_layers, getattr(text, "num_kv_shared_layers", None) or 0
     if shared:  # the last blocks read the keys and values of earlier ones
-        text.num_kv_shared_layers = max(0, blocks - (before - shared))
+        text.num_kv_shared_layers = max(0, blocks - (old_depth - shared))
     text.num_hidden_layers = blocks
     for name in (
         "layer_types",

@@ -51,9 +51,12 @@ def substitute(model: nn.Module, bits: int | None = None) -> None:
             quantises = bits is not None and isinstance(base, nn.Linear)
             if base is layer and not quantises:
                 continue
-            held = layer.__dict__.get("forward")
-            if isinstance(held, QuantisedForward if quantises else MergedForward) and getattr(held, "bits", bits) == bits:
-                held.take(layer)
+            installed = layer.__dict__.get("forward")
+            if (
+                isinstance(installed, QuantisedForward if quantises else MergedForward)
+                and getattr(installed, "bits", bits) == bits
+            ):
+                installed.take(layer)
             else:
                 layer.forward = QuantisedForward(layer, base, bits or 0) if quantises else MergedForward(layer, base)
 
@@ -66,12 +69,12 @@ def restore(model: nn.Module) -> None:
 
 def _layers(model: nn.Module) -> list[Any]:
     """Linear maps; one with an adapter counts as a single layer."""
-    found, adapted = [], ""
+    layers, adapted = [], ""
     for name, module in model.named_modules():
         if adapted and name.startswith(adapted):
             continue
         if hasattr(module, "get_delta_weight"):
             adapted = f"{name}."
         if adapted == f"{name}." or isinstance(module, nn.Linear):
-            found.append(module)
-    return found
+            layers.append(module)
+    return layers

@@ -154,19 +154,19 @@ class VisionTarget(HFTarget):
         at index 5, has 3.
         """
         shift_BN = torch.zeros_like(token_BN).masked_scatter(image_BN, pictured.shift_M)
-        before_BN = shift_BN.cumsum(1) - shift_BN
+        offset_BN = shift_BN.cumsum(1) - shift_BN
         if kv is not None:
-            before_BN = before_BN + kv.shift_B[:, None]
+            offset_BN = offset_BN + kv.shift_B[:, None]
             kv.add_shift(shift_BN.sum(1))
         elif documents is not None:  # a document does not count the images of those before it
             column_N = torch.arange(token_BN.shape[1], device=token_BN.device)
             begins_BN = torch.ones_like(image_BN)
             begins_BN[:, 1:] = documents.number_BT[:, 1:] != documents.number_BT[:, :-1]
-            before_BN = before_BN - before_BN.gather(1, column_N.where(begins_BN, 0).cummax(1).values)
-        first_BN = position_BN + before_BN
+            offset_BN = offset_BN - offset_BN.gather(1, column_N.where(begins_BN, 0).cummax(1).values)
+        first_BN = position_BN + offset_BN
         row_BN = torch.where(image_BN, rows(token_BN), 0)
-        places = [torch.zeros_like(token_BN).masked_scatter(image_BN, place_M) for place_M in pictured.place_M3.unbind(1)]
-        return torch.stack([first_BN - row_BN + place_BN for place_BN in places])
+        axes = [torch.zeros_like(token_BN).masked_scatter(image_BN, place_M) for place_M in pictured.place_M3.unbind(1)]
+        return torch.stack([first_BN - row_BN + place_BN for place_BN in axes])
 
     def _whole_masks(
         self,
@@ -186,23 +186,23 @@ class VisionTarget(HFTarget):
             B, N, _ = same_BNN.shape
             start_B = torch.zeros(B, dtype=torch.long, device=token_BN.device) if kv is None else kv.length_B
             column_BN = start_B[:, None] + torch.arange(N, device=token_BN.device)
-            seen_BNP = torch.zeros_like(mask_B1NP[:, 0], dtype=torch.bool)
-            seen_BNP.scatter_(2, column_BN[:, None].expand(B, N, N), same_BNN)
-            return mask_B1NP.masked_fill(seen_BNP[:, None], 0.0)
+            visible_BNP = torch.zeros_like(mask_B1NP[:, 0], dtype=torch.bool)
+            visible_BNP.scatter_(2, column_BN[:, None].expand(B, N, N), same_BNN)
+            return mask_B1NP.masked_fill(visible_BNP[:, None], 0.0)
 
-        return {kind: opened(mask) for kind, mask in masks.items()} if isinstance(masks, dict) else opened(masks)
+        return {layer_type: opened(mask) for layer_type, mask in masks.items()} if isinstance(masks, dict) else opened(masks)
 
     def _pictured(self, id_M: Tensor) -> Pictured:
         """The features of these rows of images."""
         base_U, image_M = bases(id_M).unique(return_inverse=True)
-        found = [self._image(base) for base in base_U.tolist()]
-        size_U = torch.tensor([len(f.place_R3) for f in found], device=id_M.device)
+        features = [self._image(base) for base in base_U.tolist()]
+        size_U = torch.tensor([len(f.place_R3) for f in features], device=id_M.device)
         row_M = rows(id_M)
-        at_M = (size_U.cumsum(0) - size_U)[image_M] + row_M
-        shift_U = torch.tensor([f.shift for f in found], device=id_M.device)
-        layers = [torch.cat(parts)[at_M] for parts in zip(*(f.layers for f in found), strict=True)]
+        index_M = (size_U.cumsum(0) - size_U)[image_M] + row_M
+        shift_U = torch.tensor([f.shift for f in features], device=id_M.device)
+        layers = [torch.cat(parts)[index_M] for parts in zip(*(f.layers for f in features), strict=True)]
         shift_M = torch.where(row_M == size_U[image_M] - 1, shift_U[image_M], 0)
-        return Pictured(layers, torch.cat([f.place_R3 for f in found])[at_M], shift_M)
+        return Pictured(layers, torch.cat([f.place_R3 for f in features])[index_M], shift_M)
 
     def _image(self, base: int) -> Features:
         """The features of an image, computed when it is first read."""
@@ -222,7 +222,7 @@ class VisionTarget(HFTarget):
         pixels["pixel_values"] = pixels["pixel_values"].to(self.dtype)
         out = model.get_image_features(**pixels, return_dict=True)
         embedded_RH = _joined(out.pooler_output)
-        more = [_joined(layer) for layer in getattr(out, "deepstack_features", None) or ()]
+        deepstack = [_joined(layer) for layer in getattr(out, "deepstack_features", None) or ()]
         count = len(embedded_RH)
         place_R3, shift = torch.zeros(count, 3, dtype=torch.long, device=self.device), 0
         if self.kind.rotary:
@@ -231,7 +231,7 @@ class VisionTarget(HFTarget):
                 token_1R, mm_token_type_ids=torch.ones_like(token_1R), image_grid_thw=pixels["image_grid_thw"]
             )
             place_R3, shift = place_31R[:, 0].T.contiguous(), int(delta)
-        return Features([embedded_RH, *more], place_R3, shift)
+        return Features([embedded_RH, *deepstack], place_R3, shift)
 
     def generation_inputs(self, token_BT: Tensor) -> dict[str, Tensor]:
         model: Any = self.model.base_model
@@ -240,14 +240,14 @@ class VisionTarget(HFTarget):
         image_BT = token_BT >= FIRST
         if self.reader is None or not bool(image_BT.any()):
             return {"input_ids": token_BT}
-        shown = [self.reader.pixels(row[start]) for row in token_BT.tolist() for start, _ in spans(row)]
-        inputs = {name: torch.cat([pixels[name] for pixels in shown]).to(self.device) for name in shown[0]}
+        image_inputs = [self.reader.pixels(row[start]) for row in token_BT.tolist() for start, _ in spans(row)]
+        inputs = {name: torch.cat([pixels[name] for pixels in image_inputs]).to(self.device) for name in image_inputs[0]}
         inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
-        kinds = "token_type_ids" if self.kind.whole else "mm_token_type_ids"
-        return inputs | {"input_ids": token_BT.masked_fill(image_BT, self.placeholder or 0), kinds: image_BT.long()}
+        type_key = "token_type_ids" if self.kind.whole else "mm_token_type_ids"
+        return inputs | {"input_ids": token_BT.masked_fill(image_BT, self.placeholder or 0), type_key: image_BT.long()}
 
 
 def _joined(parts: Any) -> Tensor:
     """[R, H] the features of one image, which transformers splits by image."""
-    whole: Tensor = parts if isinstance(parts, Tensor) else torch.cat(list(parts))
-    return whole.flatten(0, -2)
+    features: Tensor = parts if isinstance(parts, Tensor) else torch.cat(list(parts))
+    return features.flatten(0, -2)

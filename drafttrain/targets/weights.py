@@ -66,11 +66,11 @@ def filled(load: Callable[..., tuple[Any, Any]], path: str | None, origin: str, 
     safe: from safetensors. Otherwise from a pickle, of which torch's loader reads tensors alone: it runs no code.
     """
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # transformers would ask the hub to convert a repository
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, had_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # `_check_filled` reports missing tensors
     logging.disable_progress_bar()  # callers have not asked for one
     try:
-        model, found = load(
+        model, loading_info = load(
             path, use_safetensors=safe, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )  # `_check_filled` refuses mismatched shapes by name
     except SafetensorError as error:
@@ -82,16 +82,16 @@ def filled(load: Callable[..., tuple[Any, Any]], path: str | None, origin: str, 
         ) from error
     finally:
         logging.set_verbosity(level)
-        if bars:
+        if had_progress_bar:
             logging.enable_progress_bar()
-    _check_filled(model, found, origin)
+    _check_filled(model, loading_info, origin)
     return model
 
 
 def model_class(config: Any) -> Any:
     """transformers' class that loads a model of this configuration: that of models of text and images where it must."""
-    pictured = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if pictured else AutoModelForCausalLM
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def check_settings(directory: str) -> None:
@@ -105,8 +105,8 @@ def is_weights(name: str) -> bool:
 
 def is_pickled(directory: Path) -> bool:
     """Whether this is a directory whose only weights are pickles."""
-    there = any((directory / name).is_file() for name in (PICKLED, PICKLED_INDEX))
-    return there and not any(directory.glob("*.safetensors*"))  # an index counts
+    has_pickle = any((directory / name).is_file() for name in (PICKLED, PICKLED_INDEX))
+    return has_pickle and not any(directory.glob("*.safetensors*"))  # an index counts
 
 
 def check_files(directory: Path, origin: str) -> list[Path]:
@@ -115,8 +115,8 @@ def check_files(directory: Path, origin: str) -> list[Path]:
     files = listed_files(index, origin) if index.is_file() else sorted(directory.glob("model*.safetensors"))
     for file in files:
         try:
-            with safe_open(file, "pt") as opened:
-                opened.keys()
+            with safe_open(file, "pt") as handle:
+                handle.keys()
         except (SafetensorError, OSError) as error:
             raise UserError(f"{origin}: {file.name} is damaged or cut off ({one_line(error)}); {AGAIN}") from error
     return files
@@ -130,10 +130,10 @@ def listed_files(index: Path, origin: str) -> list[Path]:
     """
     names = set(listed_weights(index, origin).values())
     folder, files = index.parent, [index.parent / name for name in sorted(names)]
-    home = folder.resolve()
-    allowed = home.parent.parent if home.parent.name == "snapshots" else home
+    real_folder = folder.resolve()
+    allowed_root = real_folder.parent.parent if real_folder.parent.name == "snapshots" else real_folder
     for name, file in zip(sorted(names), files, strict=True):
-        if not file.resolve().is_relative_to(allowed):
+        if not file.resolve().is_relative_to(allowed_root):
             raise UserError(f"{origin}: {index.name} names {name!r}; only files next to it are read; {AGAIN}")
         if not file.is_file():
             raise UserError(f"{origin}: {index.name} names {name!r}, which is not there; {AGAIN}")
@@ -143,36 +143,38 @@ def listed_files(index: Path, origin: str) -> list[Path]:
 def listed_weights(index: Path, origin: str) -> dict[str, str]:
     """The name of the file of each tensor that an index lists. Raises UserError for a file that is not an index."""
     try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): str(file) for name, file in listed.items()}
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{origin}: {index.name} is no index of weights ({one_line(error)}); {AGAIN}") from error
-    if wrong := [file for file in files.values() if Path(file).name != file]:
-        raise UserError(f"{origin}: {index.name} names {wrong[0]!r}; only files next to it are read; {AGAIN}")
+    if foreign_files := [file for file in files.values() if Path(file).name != file]:
+        raise UserError(f"{origin}: {index.name} names {foreign_files[0]!r}; only files next to it are read; {AGAIN}")
     return files
 
 
-def _check_filled(model: Any, found: Any, origin: str) -> None:
+def _check_filled(model: Any, loading_info: Any, origin: str) -> None:
     """Raise UserError for tensors that the model needs and the files lack, or the other way round."""
-    found = found if isinstance(found, dict) else vars(found)
-    mismatched = [key[0] if isinstance(key, tuple) else key for key in found.get("mismatched_keys", ())]
-    unexpected = [name for name in found.get("unexpected_keys", ()) if not _is_ignored(name, model.config)]
-    wrong = {
-        "lack": found.get("missing_keys", ()),
+    loading_info = loading_info if isinstance(loading_info, dict) else vars(loading_info)
+    mismatched = [key[0] if isinstance(key, tuple) else key for key in loading_info.get("mismatched_keys", ())]
+    unexpected = [name for name in loading_info.get("unexpected_keys", ()) if not _is_ignored(name, model.config)]
+    names_by_fault = {
+        "lack": loading_info.get("missing_keys", ()),
         "have in another shape": mismatched,
         "have and it does not know": unexpected,
     }
-    faults = [f"{what} {_named(names)}" for what, names in wrong.items() if names]
+    faults = [f"{fault} {_named(names)}" for fault, names in names_by_fault.items() if names]
     if faults:
-        kind = type(model).__name__
-        raise UserError(f"{origin}: its files do not fill {kind}: they {'; they '.join(faults)}; {AGAIN}, or mend config.json")
+        architecture = type(model).__name__
+        raise UserError(
+            f"{origin}: its files do not fill {architecture}: they {'; they '.join(faults)}; {AGAIN}, or mend config.json"
+        )
 
 
 def check_known(names: Iterable[str], model: Any, origin: str) -> None:
     """Raise UserError for tensors of a checkpoint that the model has no use for, as `load_model` does."""
-    patterns = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    left = [name for name in names if not any(one.search(name) for one in patterns)]
-    _check_filled(model, {"unexpected_keys": left}, origin)
+    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    unexpected = [name for name in names if not any(pattern.search(name) for pattern in patterns)]
+    _check_filled(model, {"unexpected_keys": unexpected}, origin)
 
 
 def _is_ignored(name: str, config: Any) -> bool:
@@ -187,8 +189,8 @@ def _is_ignored(name: str, config: Any) -> bool:
 
 def _named(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    return ", ".join(ordered[:SHOWN]) + more
+    suffix = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return ", ".join(ordered[:SHOWN]) + suffix
 
 
 def one_line(error: BaseException, length: int = 200) -> str:

@@ -27,9 +27,9 @@ def header(comparison: Comparison) -> list[str]:
 
 def cell_rows(comparison: Comparison) -> list[list[str]]:
     """The cells of each row, under `header`."""
-    shown = _with_engines(comparison)
+    with_engines = _with_engines(comparison)
     rows = range(len(comparison.rows))
-    return [_cells(comparison, i) + ([engines_text(comparison, i) or cells.MISSING] if shown else []) for i in rows]
+    return [_cells(comparison, i) + ([engines_text(comparison, i) or cells.MISSING] if with_engines else []) for i in rows]
 
 
 def engines_of(comparison: Comparison, i: int) -> list[dict[str, Any]]:
@@ -89,8 +89,8 @@ def cost_text(comparison: Comparison, i: int) -> str:
 
 def varied_text(comparison: Comparison, i: int, most: int = 4) -> str:
     """`train.lr=0.001`: settings in which the runs differ."""
-    shown = [f"{key}={value}" for key, value in comparison.rows[i].varied.items()]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+    assignments = [f"{key}={value}" for key, value in comparison.rows[i].varied.items()]
+    return ", ".join(assignments[:most]) + (f" and {len(assignments) - most} more" if len(assignments) > most else "")
 
 
 def pair_cells(comparison: Comparison) -> list[list[str]]:
@@ -119,8 +119,8 @@ def figure_rows(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
 
 
 def _engine_figures(comparison: Comparison, i: int, engines: Sequence[str]) -> list[Any]:
-    found = {entry["engine"]: entry for entry in engines_of(comparison, i)}
-    return [found.get(name, {}).get(key) for name in engines for key in ENGINE]
+    by_engine = {entry["engine"]: entry for entry in engines_of(comparison, i)}
+    return [by_engine.get(name, {}).get(key) for name in engines for key in ENGINE]
 
 
 def _figures(comparison: Comparison, i: int, depth: int, varied: Sequence[str]) -> list[Any]:

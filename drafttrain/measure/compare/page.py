@@ -55,8 +55,8 @@ def plots(comparison: Comparison) -> dict[str, Scatter]:
     marks: list[dict[str, Any]] = []
     for i, cost, speed in points:
         entry = comparison.rows[i].entry
-        about = f"{comparison.rows[i].label}: {cells.speedups(entry)}, tau {cells.number(entry['tau'])}"
-        about += f", {cost_text(comparison, i)}"
+        tooltip = f"{comparison.rows[i].label}: {cells.speedups(entry)}, tau {cells.number(entry['tau'])}"
+        tooltip += f", {cost_text(comparison, i)}"
         marks.append(
             {
                 "rank": i + 1,
@@ -64,7 +64,7 @@ def plots(comparison: Comparison) -> dict[str, Scatter]:
                 "speed": speed,
                 "low": entry["speedup_min"],
                 "high": entry["speedup_max"],
-                "about": about,
+                "about": tooltip,
                 "ahead": i in comparison.frontier,
             }
         )
@@ -117,9 +117,9 @@ def scatter(marks: Sequence[dict[str, Any]], width: int, height: int) -> Scatter
 
 def _steps(marks: Sequence[dict[str, Any]], end: float) -> str:
     """The frontier's line as stairs: from each of its marks to the right, then up to the next mark."""
-    ahead = sorted((m for m in marks if m["ahead"]), key=lambda m: (m["cost"], m["speed"]))
+    frontier_marks = sorted((m for m in marks if m["ahead"]), key=lambda m: (m["cost"], m["speed"]))
     corners: list[tuple[float, float]] = []
-    for mark in ahead:
+    for mark in frontier_marks:
         if corners:
             corners.append((mark["x"], corners[-1][1]))
         corners.append((mark["x"], mark["y"]))
@@ -130,17 +130,17 @@ def _steps(marks: Sequence[dict[str, Any]], end: float) -> str:
 
 def _cost_axis(costs: Sequence[float], left: float, right: float) -> tuple[Callable[[float], float], list[Tick]]:
     """(position of a cost, ticks). The axis is logarithmic if costs differ much and none is 0."""
-    least, most = min(costs), max(costs)
-    if least > 0 and most / least >= LOGARITHMIC:
-        low, high = math.floor(math.log10(least)), math.ceil(math.log10(most))
-        every = max(1, math.ceil((high - low) / 5))
+    min_cost, max_cost = min(costs), max(costs)
+    if min_cost > 0 and max_cost / min_cost >= LOGARITHMIC:
+        low, high = math.floor(math.log10(min_cost)), math.ceil(math.log10(max_cost))
+        stride = max(1, math.ceil((high - low) / 5))
 
         def place(cost: float) -> float:
             return round(left + (math.log10(cost) - low) / (high - low) * (right - left), 1)
 
-        return place, [Tick(place(10.0**k), _short(10.0**k)) for k in range(low, high + 1, every)]
-    step = _nice(most / 3 or 1.0)
-    top = step * math.ceil(most / step + 1e-9) or step
+        return place, [Tick(place(10.0**k), _short(10.0**k)) for k in range(low, high + 1, stride)]
+    step = _nice(max_cost / 3 or 1.0)
+    top = step * math.ceil(max_cost / step + 1e-9) or step
 
     def place_linear(cost: float) -> float:
         return round(left + cost / top * (right - left), 1)

@@ -45,8 +45,8 @@ class Comparison:
 
     def points(self) -> list[tuple[int, float, float]]:
         """(row, cost, speedup) of the rows that have both."""
-        found = [(i, row.cost(self.cost), row.entry["speedup"]) for i, row in enumerate(self.rows)]
-        return [(i, cost, speed) for i, cost, speed in found if cost is not None and speed is not None]
+        costs_and_speeds = [(i, row.cost(self.cost), row.entry["speedup"]) for i, row in enumerate(self.rows)]
+        return [(i, cost, speed) for i, cost, speed in costs_and_speeds if cost is not None and speed is not None]
 
     @property
     def frontier(self) -> frozenset[int]:
@@ -60,15 +60,15 @@ def ranked(rows: Sequence[Row], options: CompareOptions, notes: Sequence[str] = 
     Raises UserError for bad options, and for rows measured under different conditions, unless `mixed`.
     """
     check_options(options)
-    kind = options.cost
-    if kind == "auto":
-        kind = next((kind for kind in KINDS if all(row.cost(kind) is not None for row in rows)), TOKENS)
-    ordered = sorted(rows, key=_order(options.sort, kind))
+    cost_kind = options.cost
+    if cost_kind == "auto":
+        cost_kind = next((cost_kind for cost_kind in KINDS if all(row.cost(cost_kind) is not None for row in rows)), TOKENS)
+    ordered = sorted(rows, key=_order(options.sort, cost_kind))
     tested = "tau" if options.sort in ("tau", "alpha") else "speedup"
     pairs = [pair for figure in (speedup, tau) for pair in all_pairs(ordered, figure, options.samples, options.seed)]
     intervals = [interval(row, tau, options.samples, options.seed) for row in ordered]
-    every_note = [*notes, *check_alike(rows, options.mixed), *_untested(ordered, pairs)]
-    return Comparison(ordered, options.sort, tested, pairs, intervals, kind, options.level, every_note)
+    all_notes = [*notes, *check_alike(rows, options.mixed), *_untested(ordered, pairs)]
+    return Comparison(ordered, options.sort, tested, pairs, intervals, cost_kind, options.level, all_notes)
 
 
 def check_options(options: CompareOptions) -> None:
@@ -97,21 +97,23 @@ def frontier(points: Sequence[tuple[int, float, float]]) -> frozenset[int]:
 
 def _untested(rows: Sequence[Row], pairs: Sequence[Pair]) -> list[str]:
     """Notes on differences that could not be tested, with the reason."""
-    without = {i for i, row in enumerate(rows) if row.counts() is None}
-    labels = ", ".join(rows[i].label for i in sorted(without))
-    notes = [f"not tested, because the report (of an old version) has no figures by prompt: {labels}"] if without else []
-    few = {pair.figure: pair.prompts for pair in pairs if pair.reason and not {pair.first, pair.second} & without}
-    return notes + [f"{figure} not tested: too few prompts in common ({count})" for figure, count in few.items()]
+    uncounted = {i for i, row in enumerate(rows) if row.counts() is None}
+    labels = ", ".join(rows[i].label for i in sorted(uncounted))
+    notes = [f"not tested, because the report (of an old version) has no figures by prompt: {labels}"] if uncounted else []
+    prompts_by_figure = {
+        pair.figure: pair.prompts for pair in pairs if pair.reason and not {pair.first, pair.second} & uncounted
+    }
+    return notes + [f"{figure} not tested: too few prompts in common ({count})" for figure, count in prompts_by_figure.items()]
 
 
-def _order(sort: str, kind: str) -> Callable[[Row], tuple[bool, float | str]]:
+def _order(sort: str, cost_kind: str) -> Callable[[Row], tuple[bool, float | str]]:
     """The sort key: best first, unknown values last."""
 
     def key(row: Row) -> tuple[bool, float | str]:
         if sort == "name":
             return False, row.label
         if sort == "cost":
-            cost = row.cost(kind)
+            cost = row.cost(cost_kind)
             return cost is None, cost or 0.0
         value = row.entry.get(sort)
         sign = 1.0 if sort == "parameters" else -1.0
@@ -124,7 +126,7 @@ def conditions(row: Row, digests: bool) -> dict[str, Any]:
     """The conditions of a measurement, apart from the drafter. digests: identify prompts by their tokens, not by their file."""
     report, entry = row.run.report, row.entry
     target, environment, measure = report["target"], report["environment"], report["measure"]
-    found = {
+    setup = {
         "target": target.get("fingerprint") or target.get("path") or target.get("name"),
         "target's dtype": target.get("dtype"),
         "runner": target.get("runner"),
@@ -134,20 +136,20 @@ def conditions(row: Row, digests: bool) -> dict[str, Any]:
         "batch size": entry["batch_size"],
     }
     if (policy := POLICIES.get(entry["policy"])) is not None and policy.parameter is not None:
-        found[policy.parameter] = measure["decode"].get(policy.parameter)
+        setup[policy.parameter] = measure["decode"].get(policy.parameter)
     guard = measure["decode"].get("guard") or {}
     if acting := {name: guard[name] for name in ("loop", "json") if guard.get(name, "off") != "off"}:
-        found["guards"] = acting
-    return found | _hardware(environment) | {key: measure["decode"].get(key) for key in SETTINGS}
+        setup["guards"] = acting
+    return setup | _hardware(environment) | {key: measure["decode"].get(key) for key in SETTINGS}
 
 
 def differences(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """The conditions that the rows do not share, each with its values."""
     digests = all(row.counts() is not None for row in rows)
-    found = [conditions(row, digests) for row in rows]
-    names = dict.fromkeys(name for each in found for name in each)
-    values = {name: list({str(each.get(name)): each.get(name) for each in found}.values()) for name in names}
-    return {name: several for name, several in values.items() if len(several) > 1}
+    setups = [conditions(row, digests) for row in rows]
+    names = dict.fromkeys(name for setup in setups for name in setup)
+    values = {name: list({str(setup.get(name)): setup.get(name) for setup in setups}.values()) for name in names}
+    return {name: distinct for name, distinct in values.items() if len(distinct) > 1}
 
 
 def listed(different: dict[str, list[Any]]) -> str:
@@ -165,7 +167,7 @@ def check_alike(rows: Sequence[Row], mixed: bool) -> list[str]:
         )
     notes = [f"measured under different conditions, so ranks mean little: {listed(different)}"] if different else []
     versions = {name: list(dict.fromkeys(str(r.run.report["environment"].get(name)) for r in rows)) for name in SOFTWARE}
-    if mixed_versions := {name: several for name, several in versions.items() if len(several) > 1}:
+    if mixed_versions := {name: distinct for name, distinct in versions.items() if len(distinct) > 1}:
         notes.append(f"measured with different versions: {listed(mixed_versions)}")
     return notes
 

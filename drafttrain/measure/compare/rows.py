@@ -33,11 +33,11 @@ class Row:
     @property
     def training(self) -> dict[str, Any]:
         """The cost of training up to this checkpoint; empty where it was not recorded."""
-        if (own := self.entry.get("training")) is not None:
-            return dict(own)
-        whole = self.run.report.get("training") or {}
+        if (recorded := self.entry.get("training")) is not None:
+            return dict(recorded)
+        run_training = self.run.report.get("training") or {}
         last = max((e["step"] or 0) for e in self.run.report["checkpoints"])
-        return dict(whole) if whole and (self.entry["step"] or 0) == last else {}
+        return dict(run_training) if run_training and (self.entry["step"] or 0) == last else {}
 
     def cost(self, kind: str) -> float | None:
         """Training cost: floating-point operations, hours of all processes together, or tokens read; None if unknown."""
@@ -56,24 +56,24 @@ class Row:
 
         None in reports of version 1.
         """
-        found = self._by_prompt(("baseline_decode_ms", "baseline_tokens", "decode_ms", "tokens"))
-        return None if found is None else {key: x - np.array([0.0, 1.0, 0.0, 1.0]) for key, x in found.items()}
+        by_prompt = self._by_prompt(("baseline_decode_ms", "baseline_tokens", "decode_ms", "tokens"))
+        return None if by_prompt is None else {key: x - np.array([0.0, 1.0, 0.0, 1.0]) for key, x in by_prompt.items()}
 
     def _by_prompt(self, keys: Sequence[str]) -> dict[str, NDArray[np.float64]] | None:
         prompts = self.entry.get("per_prompt") or []
         if not prompts or any("prompt" not in p for p in prompts):
             return None
-        whole = [p for p in prompts if all(p.get(key) is not None for key in keys)]
-        return {f"{p['question_id']} {p['prompt']}": np.array([float(p[key]) for key in keys]) for p in whole} or None
+        complete = [p for p in prompts if all(p.get(key) is not None for key in keys)]
+        return {f"{p['question_id']} {p['prompt']}": np.array([float(p[key]) for key in keys]) for p in complete} or None
 
 
 def rows_of(runs: Sequence[RunReport], checkpoints: str) -> list[Row]:
     """A row for each run's best checkpoint, or for each checkpoint, with distinct labels."""
-    differ = varied([run.config for run in runs if run.config])
+    varied_keys = varied([run.config for run in runs if run.config])
     pairs = [(run, entry) for run in runs for entry in _chosen(run, checkpoints)]
     labels = _labels(pairs)
     return [
-        Row(label, run, entry, {key: run.config[key] for key in differ if key in run.config})
+        Row(label, run, entry, {key: run.config[key] for key in varied_keys if key in run.config})
         for label, (run, entry) in zip(labels, pairs, strict=True)
     ]
 
@@ -94,8 +94,8 @@ def _labels(pairs: Sequence[tuple[RunReport, dict[str, Any]]]) -> list[str]:
 def names_of(paths: Sequence[str]) -> dict[str, str]:
     """The shortest ends of the paths that tell them apart, of two parts at least."""
     parts = {path: Path(path).parts for path in paths}
-    length = next((n for n in range(2, 64) if len({own[-n:] for own in parts.values()}) == len(parts)), 64)
-    return {path: "/".join(own[-length:]) for path, own in parts.items()}
+    length = next((n for n in range(2, 64) if len({components[-n:] for components in parts.values()}) == len(parts)), 64)
+    return {path: "/".join(components[-length:]) for path, components in parts.items()}
 
 
 def varied(configs: Iterable[dict[str, Any]]) -> list[str]:

@@ -48,11 +48,11 @@ def find_runs(words: Sequence[str]) -> Found:
     """The runs that the words name, each once. Raises UserError for a word that names none."""
     if not words:
         raise UserError("no run is named; give run directories, as in drafttrain compare RUN RUN")
-    each, reports = [_of_word(word) for word in words], dict[tuple[str, str | None], RunReport]()
-    for run in (run for found in each for run in found.reports):
+    matches, reports = [_of_word(word) for word in words], dict[tuple[str, str | None], RunReport]()
+    for run in (run for match in matches for run in match.reports):
         reports.setdefault((run.where, run.checkpoint), run)
-    unmeasured = dict.fromkeys(run for found in each for run in found.unmeasured)
-    return Found(list(reports.values()), list(unmeasured), any(found.together for found in each))
+    unmeasured = dict.fromkeys(run for match in matches for run in match.unmeasured)
+    return Found(list(reports.values()), list(unmeasured), any(match.together for match in matches))
 
 
 def _of_word(word: str) -> Found:
@@ -61,10 +61,10 @@ def _of_word(word: str) -> Found:
         return _of_path(path)
     if glob.has_magic(word):
         hits = [Path(hit) for hit in sorted(glob.glob(str(path), recursive=True))]
-        found = _below(hits)
-        if not found.reports and not found.unmeasured:
+        runs = _below(hits)
+        if not runs.reports and not runs.unmeasured:
             raise UserError(f"{word!r} matches {len(hits)} paths, but none has a {FILE}; name runs that were measured")
-        return found
+        return runs
     if match := WANDB.fullmatch(word):
         return Found([_at_wandb("/".join(match.groups()))])
     raise UserError(f"no run {word!r}: not a path, a glob, or a W&B run as entity/project/run; name a run directory")
@@ -75,10 +75,10 @@ def _of_path(path: Path) -> Found:
         return Found([_local(path)])
     if (path / META).exists():
         return Found([_of_checkpoint(path)])
-    found = _below([path])
-    if not found.reports and not found.unmeasured:
+    runs = _below([path])
+    if not runs.reports and not runs.unmeasured:
         raise UserError(f"{path} has no {FILE}; measure it: drafttrain measure checkpoint=DIR writes one")
-    return found
+    return runs
 
 
 def _below(paths: Sequence[Path]) -> Found:
@@ -105,9 +105,9 @@ def _local(file: Path) -> RunReport:
 def _of_checkpoint(directory: Path) -> RunReport:
     run = directory.absolute().parent.parent
     if (run / FILE).exists():
-        found = _local(run / FILE)
-        if any(_checkpoint_name(entry["name"]) == directory.name for entry in found.report["checkpoints"]):
-            return RunReport(str(directory.parent.parent), found.report, found.config, directory.name)
+        run_report = _local(run / FILE)
+        if any(_checkpoint_name(entry["name"]) == directory.name for entry in run_report.report["checkpoints"]):
+            return RunReport(str(directory.parent.parent), run_report.report, run_report.config, directory.name)
     raise UserError(f"{directory} was not measured by its run; measure it: drafttrain measure checkpoint={directory}")
 
 

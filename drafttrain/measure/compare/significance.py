@@ -77,10 +77,10 @@ def samples_of(row: Row, figure: Figure) -> Samples | None:
 
 def interval(row: Row, figure: Figure, samples: int, seed: int) -> Interval | None:
     """The 95 % bootstrap interval of a row's figure, over its prompts; None with too few prompts."""
-    found = samples_of(row, figure)
-    if found is None or len(found) < LEAST:
+    by_prompt = samples_of(row, figure)
+    if by_prompt is None or len(by_prompt) < LEAST:
         return None
-    x_PC = np.stack(list(found.values()))
+    x_PC = np.stack(list(by_prompt.values()))
     return _percentiles(figure(_resamplings(len(x_PC), samples, seed) @ x_PC))
 
 

@@ -58,12 +58,12 @@ def _runsets(runs: Sequence[str]) -> list[Any]:
     """A run set for each project."""
     import wandb_workspaces.reports.v2 as wr
 
-    found: dict[tuple[str, str], list[str]] = {}
+    names_by_project: dict[tuple[str, str], list[str]] = {}
     for entity, project, name in (path.split("/") for path in runs):
-        found.setdefault((entity, project), []).append(name)
+        names_by_project.setdefault((entity, project), []).append(name)
     return [
         wr.Runset(entity=entity, project=project, name=project, filters=f"Metric('ID') in {names!r}")
-        for (entity, project), names in found.items()
+        for (entity, project), names in names_by_project.items()
     ]
 
 

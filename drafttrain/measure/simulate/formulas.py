@@ -52,10 +52,10 @@ def geometric_ranks(alpha: float, width: int, depth: int) -> list[list[float]]:
 
 def path_probability(ranks: Ranks, path: Path) -> float:
     """P(a node's whole path is true); 0 beyond the table."""
-    found = 1.0
+    probability = 1.0
     for depth, rank in enumerate(path):
-        found *= ranks[depth][rank] if depth < len(ranks) and rank < len(ranks[depth]) else 0.0
-    return found
+        probability *= ranks[depth][rank] if depth < len(ranks) and rank < len(ranks[depth]) else 0.0
+    return probability
 
 
 def tree_tokens(ranks: Ranks, paths: Sequence[Path]) -> float:
@@ -75,16 +75,16 @@ def best_tree(ranks: Ranks, nodes: int) -> list[Path]:
     """The static tree with the most expected tokens: the most probable paths, with their prefixes, breadth first."""
     frontier: list[tuple[float, Path]] = [(-share, (rank,)) for rank, share in enumerate(ranks[0])] if ranks else []
     heapq.heapify(frontier)
-    chosen: list[Path] = []
-    while frontier and len(chosen) < nodes:
+    selected_paths: list[Path] = []
+    while frontier and len(selected_paths) < nodes:
         share, path = heapq.heappop(frontier)
         if share == 0.0:
             break
-        chosen.append(path)
-        below = ranks[len(path)] if len(path) < len(ranks) else ()
-        for rank, further in enumerate(below):
-            heapq.heappush(frontier, (share * further, (*path, rank)))
-    return sorted(chosen, key=lambda path: (len(path), path))
+        selected_paths.append(path)
+        child_ranks = ranks[len(path)] if len(path) < len(ranks) else ()
+        for rank, child_share in enumerate(child_ranks):
+            heapq.heappush(frontier, (share * child_share, (*path, rank)))
+    return sorted(selected_paths, key=lambda path: (len(path), path))
 
 
 def shifted(alpha_K: Sequence[float], change: float) -> list[float]:

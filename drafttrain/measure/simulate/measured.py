@@ -29,8 +29,8 @@ class Measured:
     @staticmethod
     def of(name: str, entry: dict[str, Any]) -> Measured:
         """Read a checkpoint's entry in a report. Raises UserError where nothing was drafted or timed."""
-        wanted = ("alpha_by_position", "tau", "speedup", "draft_cost", "verify_cost")
-        if missing := [key for key in wanted if entry.get(key) in (None, [])]:
+        required_keys = ("alpha_by_position", "tau", "speedup", "draft_cost", "verify_cost")
+        if missing := [key for key in required_keys if entry.get(key) in (None, [])]:
             raise UserError(
                 f"{name}: report.json has no {', '.join(missing)}; name a report of a drafter that drafted and was timed"
             )
@@ -65,8 +65,8 @@ def _acceptance(entry: dict[str, Any]) -> tuple[float, ...]:
     """alpha_K from the counts. Reports of version 1 have only accepted / offered, which leaves out where a tree's paths end."""
     if "accepted_by_position" not in entry:
         return tuple(a[0] for a in entry["alpha_by_position"])
-    reached = [entry["verifications"], *entry["accepted_by_position"]]
-    return tuple(then / now for now, then in pairwise(reached) if now)
+    counts_by_depth = [entry["verifications"], *entry["accepted_by_position"]]
+    return tuple(deeper / shallower for shallower, deeper in pairwise(counts_by_depth) if shallower)
 
 
 def token_cost(entry: dict[str, Any]) -> float:
@@ -75,9 +75,9 @@ def token_cost(entry: dict[str, Any]) -> float:
     It is the slope of a least-squares line of milliseconds by tokens: B tokens in a plain step, B * nodes in a verification.
     """
     points: list[tuple[float, float]] = []
-    for part in [s for s in entry["slices"] if s["by"] == "batch_size" and s.get("plain_step_ms")] or [entry]:
-        batch = part["batch_size"]
-        points += [(batch, part["plain_step_ms"]), (batch * part["verify_nodes"], part["verify_ms"])]
+    for batch_slice in [s for s in entry["slices"] if s["by"] == "batch_size" and s.get("plain_step_ms")] or [entry]:
+        batch = batch_slice["batch_size"]
+        points += [(batch, batch_slice["plain_step_ms"]), (batch * batch_slice["verify_nodes"], batch_slice["verify_ms"])]
     tokens, milliseconds = zip(*points, strict=True)
     slope, intercept = linear_regression(tokens, milliseconds) if len(set(tokens)) > 1 else (0.0, fmean(milliseconds))
     at_one = intercept + slope

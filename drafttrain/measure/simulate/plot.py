@@ -16,12 +16,12 @@ SHOWN_LENGTHS = (1, 3, 5, 8)
 
 def simulation_plot(simulation: Simulation, alphas: Sequence[float], path: Path) -> Path:
     """Draw speedup by draft length, batch size, draft cost and tree size."""
-    figure, every = panels(4, 10.0, columns=2, height=7.6)
-    _by_length(every[0], simulation, alphas)
-    _by_batch(every[1], simulation)
-    _by_draft_cost(every[2], simulation)
-    _by_nodes(every[3], simulation)
-    for axes in every:
+    figure, panel_axes = panels(4, 10.0, columns=2, height=7.6)
+    _by_length(panel_axes[0], simulation, alphas)
+    _by_batch(panel_axes[1], simulation)
+    _by_draft_cost(panel_axes[2], simulation)
+    _by_nodes(panel_axes[3], simulation)
+    for axes in panel_axes:
         axes.axhline(1.0, color=INK, linewidth=1, linestyle="--")
         axes.set_ylabel("speedup")
         axes.set_ylim(bottom=0)
@@ -32,11 +32,11 @@ def simulation_plot(simulation: Simulation, alphas: Sequence[float], path: Path)
 def _by_length(axes: Axes, simulation: Simulation, alphas: Sequence[float]) -> None:
     scenario = simulation.scenario
     lengths = sorted(scenario.lengths)
-    shown = [(f"acceptance {alpha:g}", scenario.at(alpha), "-") for alpha in alphas if scenario.alpha_K != (alpha,)]
-    for i, (label, each, style) in enumerate([*shown, (_own(simulation), scenario, "-")]):
-        values = [each.chain(K).speedup for K in lengths]
-        own, best = i == len(shown), max(range(len(values)), key=lambda k: values[k])
-        width, tint = (2.4, INK) if own else (1.4, colour(i))
+    curves = [(f"acceptance {alpha:g}", scenario.at(alpha), "-") for alpha in alphas if scenario.alpha_K != (alpha,)]
+    for i, (label, curve_scenario, style) in enumerate([*curves, (_own(simulation), scenario, "-")]):
+        values = [curve_scenario.chain(K).speedup for K in lengths]
+        is_ours, best = i == len(curves), max(range(len(values)), key=lambda k: values[k])
+        width, tint = (2.4, INK) if is_ours else (1.4, colour(i))
         axes.plot(lengths, values, style, color=tint, linewidth=width, label=label)
         axes.plot([lengths[best]], [values[best]], "o", color=tint, markersize=5)
     axes.set_title("Length of a chain", loc="left", fontweight="bold")
@@ -63,11 +63,11 @@ def _by_draft_cost(axes: Axes, simulation: Simulation) -> None:
     scenario, edge = simulation.scenario, simulation.break_even_draft_cost
     top = max(1.2 * (edge or 0.0), 2 * scenario.costs.draft, 0.1)
     costs = [top * i / 60 for i in range(61)]
-    each = [replace(scenario, costs=replace(scenario.costs, draft=cost)) for cost in costs]
+    scenarios = [replace(scenario, costs=replace(scenario.costs, draft=cost)) for cost in costs]
     lengths = [K for K in SHOWN_LENGTHS if K in scenario.lengths] or list(scenario.lengths)[:3]
     for i, K in enumerate(lengths):
-        axes.plot(costs, [s.chain(K).speedup for s in each], color=colour(i), linewidth=1.4, label=f"K = {K}")
-    axes.plot(costs, [s.best_chain().speedup for s in each], color=INK, linewidth=2.4, label="best K")
+        axes.plot(costs, [s.chain(K).speedup for s in scenarios], color=colour(i), linewidth=1.4, label=f"K = {K}")
+    axes.plot(costs, [s.best_chain().speedup for s in scenarios], color=INK, linewidth=2.4, label="best K")
     axes.plot([scenario.costs.draft], [scenario.best_chain().speedup], "o", color=INK, markersize=5)
     if edge is not None:
         axes.plot([edge], [1.0], "x", color=INK, markersize=7)

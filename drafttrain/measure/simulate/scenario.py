@@ -52,8 +52,8 @@ class StepCosts:
         return self._pass(batch * nodes) / self._pass(batch)
 
     def _pass(self, tokens: float) -> float:
-        read = 1.0 if self.experts is None else self.experts.pass_cost(tokens)
-        return read + self.token * (tokens - 1.0)
+        weights_read = 1.0 if self.experts is None else self.experts.pass_cost(tokens)
+        return weights_read + self.token * (tokens - 1.0)
 
     def passes(self, depth: int) -> int:
         return min(1, depth) if self.parallel else depth
@@ -84,8 +84,8 @@ class Scenario:
     lengths: Sequence[int] = field(default_factory=lambda: range(1, 11))  # chain lengths to consider
 
     def chain(self, K: int, batch: int = 1) -> Shape:
-        known = self.alpha_K[:K]
-        tokens = expected_tokens([*known, *[self.alpha_K[-1]] * (K - len(known))])
+        prefix_K = self.alpha_K[:K]
+        tokens = expected_tokens([*prefix_K, *[self.alpha_K[-1]] * (K - len(prefix_K))])
         return Shape("chain", K, K, tokens, self.costs.speedup(tokens, K, K + 1, batch))
 
     def tree(self, name: str, paths: Sequence[Path], batch: int = 1) -> Shape:
@@ -139,11 +139,11 @@ class Scenario:
         return high
 
 
-def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
+def _bisect(condition: Callable[[float], bool], low: float, high: float) -> float:
     """The least value for which a monotonic condition holds, to 1e-6."""
-    if holds(low):
+    if condition(low):
         return low
     while high - low > 1e-6:
         middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
+        low, high = (low, middle) if condition(middle) else (middle, high)
     return high

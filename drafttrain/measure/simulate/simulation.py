@@ -49,9 +49,9 @@ class Simulation:
         break_even = {name: getattr(self, f"break_even_{name}") for name in ("draft_cost", "alpha", "batch")}
         what_if = None
         if self.measured is not None:
-            now, then = self.measured.expected(), self.measured.expected(self.requested_alpha_K)
-            what_if = {"now": dict(zip(("tau", "speedup"), now, strict=True))}
-            what_if |= {"then": dict(zip(("tau", "speedup"), then, strict=True))}
+            current, changed = self.measured.expected(), self.measured.expected(self.requested_alpha_K)
+            what_if = {"now": dict(zip(("tau", "speedup"), current, strict=True))}
+            what_if |= {"then": dict(zip(("tau", "speedup"), changed, strict=True))}
         return {
             "alpha": list(self.scenario.alpha_K),
             "costs": asdict(self.scenario.costs),
@@ -102,14 +102,17 @@ def scenario_of(options: SimulateOptions, measured: Measured | None) -> tuple[Sc
         )
     if value is not None:
         alpha_K = tuple(shifted(alpha_K, value)) if relative else (value,)
-    known = StepCosts(
+    base_costs = StepCosts(
         draft=ASSUMED["draft"] if measured is None else measured.draft / (1 if options.parallel else len(measured.alpha_K)),
         token=ASSUMED["token"] if measured is None else measured.token,
         other=ASSUMED["other"] if measured is None else measured.other,
     )
     overrides = {"draft": options.draft_cost, "token": options.token_cost, "other": options.other_cost}
     costs = replace(
-        known, **{k: v for k, v in overrides.items() if v is not None}, parallel=options.parallel, experts=experts_of(options)
+        base_costs,
+        **{k: v for k, v in overrides.items() if v is not None},
+        parallel=options.parallel,
+        experts=experts_of(options),
     )
     ranks = _ranks(options, measured, alpha_K, value if relative else None)
     return Scenario(alpha_K, ranks, costs, options.lengths), value if relative else None
@@ -174,25 +177,25 @@ def _ranks(options: SimulateOptions, measured: Measured | None, alpha_K: Sequenc
         return _checked(options.ranks)
     if measured is None or measured.ranks is None or (options.alpha is not None and change is None):
         depth = max(options.lengths)
-        every = [*alpha_K, *[alpha_K[-1]] * depth][:depth]
-        return [geometric_ranks(alpha, WIDE, 1)[0] for alpha in every]
+        alpha_by_depth = [*alpha_K, *[alpha_K[-1]] * depth][:depth]
+        return [geometric_ranks(alpha, WIDE, 1)[0] for alpha in alpha_by_depth]
     return [_raised(row, change or 0.0) for row in measured.ranks]
 
 
 def _raised(row: Sequence[float], change: float) -> list[float]:
     """A row of ranks with the first choice changed by `change`. The others shrink where the row would exceed 1."""
-    first, rest = min(1.0, max(0.0, row[0] + change)), sum(row[1:])
-    scale = min(1.0, (1.0 - first) / rest) if rest else 1.0
+    first, remainder = min(1.0, max(0.0, row[0] + change)), sum(row[1:])
+    scale = min(1.0, (1.0 - first) / remainder) if remainder else 1.0
     return [first, *(share * scale for share in row[1:])]
 
 
 def _checked(ranks: Any) -> Ranks:
     rows = ranks if isinstance(ranks, list) and ranks else None
-    good = rows is not None and all(
+    is_valid = rows is not None and all(
         isinstance(row, list) and row and all(isinstance(x, int | float) and x >= 0 for x in row) and sum(row) <= 1.0 + 1e-9
         for row in rows
     )
-    if not good:
+    if not is_valid:
         raise UserError(
             f"simulate.ranks is {ranks}; give the shares of the ranks for each depth, at most 1 in sum: [[0.6, 0.2], [0.5]]"
         )

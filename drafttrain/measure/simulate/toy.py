@@ -43,9 +43,9 @@ def sampled_chain(alpha_K: Sequence[float], trials: int, seed: int) -> Trial:
     q_V = torch.zeros(2 * DRAFTED)
     q_V[:DRAFTED] = torch.rand(DRAFTED, generator=generator) + 0.1
     q_V /= q_V.sum()
-    own_V = q_V.roll(DRAFTED)  # the tokens with q = 0
+    residual_V = q_V.roll(DRAFTED)  # the tokens with q = 0
     alpha_K1 = torch.tensor([*alpha_K, alpha_K[-1]])[:, None]
-    logits_NV = (alpha_K1 * q_V + (1.0 - alpha_K1) * own_V).log()
+    logits_NV = (alpha_K1 * q_V + (1.0 - alpha_K1) * residual_V).log()
 
     def propose(B: int) -> tuple[DraftTree, Tensor]:
         token_BK = torch.multinomial(q_V, B * K, replacement=True, generator=generator).view(B, K)
