@@ -157,8 +157,8 @@ class CascadeState(CachedState):
     ) -> None:
         """One decode step of the middle; rows whose draft is long enough commit nothing.
 
-        left: no row lacks more tokens. uneven: some may lack fewer. A row verifies one draft fewer than it lacks tokens, so
-        that sampled drafts do not depend on other rows.
+        max_missing: no row lacks more tokens. uneven: some may lack fewer. A row verifies one draft fewer than it lacks
+        tokens, so that sampled drafts do not depend on other rows.
         """
         kv, drafter = self.kv, self.drafter
         if max_missing > 1:

@@ -87,7 +87,7 @@ class LookupState(RevertibleState):
 
 
 def latest_longest(matched_BP: Tensor, root_B: Tensor, least: int) -> tuple[Tensor, Tensor]:
-    """(place_B, found_B): where the longest match before the root ends, the last of equally long ones; whether it has `least`
+    """(end_B, matched_B): where the longest match before the root ends, the last of equally long ones; whether it has `least`
     tokens."""
     index_P = torch.arange(matched_BP.shape[1], device=root_B.device)
     possible_BP = (matched_BP >= least) & (index_P < root_B[:, None])

@@ -265,7 +265,7 @@ class TrainBatch:
         return order_BT.masked_fill(~candidate_BT, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
 
     def _anchors_at(self, chosen_BT: Tensor, max_per_row: int, share: float) -> Anchors:
-        """Anchors whose sources are the chosen positions; `most`: the largest number of a sequence."""
+        """Anchors whose sources are the chosen positions; `max_per_row`: the largest number of a sequence."""
         T = chosen_BT.shape[1]
         column_BA = torch.arange(T, device=chosen_BT.device).where(chosen_BT, T).sort(1).values[:, : max(1, max_per_row)]
         real_BA = column_BA < T
@@ -290,7 +290,7 @@ class TrainBatch:
         return Anchors(source_BA, real_BA, of(anchors.token_BA), of(anchors.position_BA), anchors.share, parts)
 
     def future_of(self, anchors: Anchors, k: int, unbroken: bool = False) -> tuple[Tensor, Pairs]:
-        """(place_M, pairs): `future(k)` of these sources alone; place_M: each one's index in the flattened anchors.
+        """(index_M, pairs): `future(k)` of these sources alone; index_M: each one's index in the flattened anchors.
 
         unbroken: only where every token from the root to the label is supervised.
         """

@@ -215,7 +215,7 @@ class Scoring:
     def _scores(
         self, chunk: LossChunk, cached_target: Sequence[Rows], piece: Sequence[PredictionPart], input_CH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss_C, top1_C, acceptance_C). kept: the target's logits, where they are still in memory."""
+        """(loss_C, top1_C, acceptance_C). cached_target: the target's logits, where they are still in memory."""
         first, group_scores = self.steps[piece[0].step], []
         for segments, logits_CD in self._logits(piece, input_CH):
             label_C = joined([self.labels[segment.step][segment.row_C] for segment in segments])

@@ -302,7 +302,7 @@ class BlockDrafter(DraftVocabulary):
         return state_BASH
 
     def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[Tensor, Pairs]]:
-        """(place_M, pairs) of each draft in order: its anchors and its labels."""
+        """(index_M, pairs) of each draft in order: its anchors and its labels."""
         for step in range(self.draft_length):
             yield batch.future_of(anchors, 2 + step, self.unbroken)
 
