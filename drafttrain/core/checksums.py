@@ -24,10 +24,10 @@ SUM = re.compile("[0-9a-f]{64}")
 
 def file_sum(file: Path, durable: bool = False) -> str:
     """The file's sha256. durable: fsync the file first."""
-    with file.open("rb") as opened:
+    with file.open("rb") as stream:
         if durable:
-            os.fsync(opened.fileno())
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+            os.fsync(stream.fileno())
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def first_fault(directory: Path, sums: Mapping[str, Any], where: str) -> str | None:
@@ -36,12 +36,12 @@ def first_fault(directory: Path, sums: Mapping[str, Any], where: str) -> str | N
         return next(filter(None, pool.map(lambda name: _fault(directory, name, sums[name], where), sums)), None)
 
 
-def _fault(directory: Path, name: str, expected: Any, where: str) -> str | None:
+def _fault(directory: Path, name: str, expected: Any, list_name: str) -> str | None:
     try:
-        got = file_sum(directory / name)
+        digest = file_sum(directory / name)
     except (OSError, ValueError) as error:
-        return f"{name}, which {where} lists, cannot be read ({getattr(error, 'strerror', error)})"
-    return None if got == expected else f"{name} is damaged or cut off: its sha256 is not that in {where}"
+        return f"{name}, which {list_name} lists, cannot be read ({getattr(error, 'strerror', error)})"
+    return None if digest == expected else f"{name} is damaged or cut off: its sha256 is not that in {list_name}"
 
 
 def list_files(directory: Path, without: Collection[str] = ()) -> None:
@@ -49,9 +49,13 @@ def list_files(directory: Path, without: Collection[str] = ()) -> None:
 
     Call it last, before the directory appears (`atomic_directory`). without: names of files that people edit.
     """
-    own = [path.parent for path in directory.rglob(LISTED) if path.parent != directory]
+    listed_directories = [path.parent for path in directory.rglob(LISTED) if path.parent != directory]
     files = [path for path in directory.rglob("*") if path.is_file() and path.name not in (*without, LISTED)]
-    sums = {path.relative_to(directory).as_posix(): file_sum(path) for path in files if not set(own) & {*path.parents}}
+    sums = {
+        path.relative_to(directory).as_posix(): file_sum(path)
+        for path in files
+        if not set(listed_directories) & {*path.parents}
+    }
     text = json.dumps(sealed(dict(sorted(sums.items()))), indent=2)
     (directory / LISTED).write_text(f"{text}\n", encoding="utf-8")
 
@@ -62,9 +66,9 @@ def listed(directory: Path, way_out: str) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     sums = read_sealed_json(file, "checksums", way_out)
-    strange = [name for name, value in sums.items() if not (isinstance(value, str) and SUM.fullmatch(value))]
-    if strange:
-        raise UserError(f"{file}: expected checksums, got something else ({strange[0]!r:.60}); {way_out}")
+    invalid_names = [name for name, value in sums.items() if not (isinstance(value, str) and SUM.fullmatch(value))]
+    if invalid_names:
+        raise UserError(f"{file}: expected checksums, got something else ({invalid_names[0]!r:.60}); {way_out}")
     return sums
 
 

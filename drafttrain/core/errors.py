@@ -12,7 +12,7 @@ def printable(text: str) -> str:
     Control characters, and characters that change the direction of writing, become escapes: the escape character becomes the
     four characters `\\x1b`. Newlines and tabs stay.
     """
-    return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:

@@ -31,8 +31,8 @@ def cache_home(needed: str = "") -> Path:
     """The folder of files that can be made again: `drafttrain` under XDG_CACHE_HOME or ~/.cache. Where nothing can be written
     to ~/.cache, as in many containers, it is in the temporary folder, unless `needed`, a path in it, is there already.
     """
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        return Path(named) / "drafttrain"
+    if cache_root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache_root) / "drafttrain"
     with suppress(RuntimeError):  # a user without a home
         folder = Path.home() / ".cache" / "drafttrain"
         if writable(folder) or (needed and (folder / needed).exists()):
@@ -42,8 +42,8 @@ def cache_home(needed: str = "") -> Path:
 
 def writable(path: Path) -> bool:
     """Whether files can be written in this folder, which need not exist yet."""
-    there = next((one for one in (path, *path.parents) if one.exists()), path)
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    existing_path = next((ancestor for ancestor in (path, *path.parents) if ancestor.exists()), path)
+    return existing_path.is_dir() and os.access(existing_path, os.W_OK | os.X_OK)
 
 
 @cache
@@ -53,8 +53,8 @@ def temporary_home() -> Path:
     folder = Path(tempfile.gettempdir()) / f"drafttrain-{user}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    about = folder.lstat()
-    return folder if stat.S_ISDIR(about.st_mode) and about.st_uid == user else Path(tempfile.mkdtemp(prefix="drafttrain-"))
+    status = folder.lstat()
+    return folder if stat.S_ISDIR(status.st_mode) and status.st_uid == user else Path(tempfile.mkdtemp(prefix="drafttrain-"))
 
 
 @contextmanager
@@ -64,19 +64,19 @@ def atomic_directory(final: Path, full: str | None = None, move: Move | None = N
     After an exception inside, `final` is unchanged and the temporary directory is gone. Raises UserError on a full disk;
     full: as for `atomic_write_bytes`. move: renames it in another way.
     """
-    aside = temporary_name(final)
+    temporary_path = temporary_name(final)
     with _full_disk(final, full):
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            yield aside
-            for path in aside.rglob("*"):
+            shutil.rmtree(temporary_path, ignore_errors=True)
+            temporary_path.mkdir(parents=True)
+            yield temporary_path
+            for path in temporary_path.rglob("*"):
                 _fsync(path)
-            _fsync(aside)
-            (move or _replace_directory)(aside, final)
+            _fsync(temporary_path)
+            (move or _replace_directory)(temporary_path, final)
             _fsync(final.parent)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary_path, ignore_errors=True)
 
 
 def new_directory(base: Path, fill: Callable[[Path], object]) -> Path:
@@ -86,21 +86,21 @@ def new_directory(base: Path, fill: Callable[[Path], object]) -> Path:
     No two processes get the same directory, also on machines that share the file system: a directory with files in it cannot
     be replaced by a rename, which looks and moves in one step. Raises UserError on a full disk.
     """
-    made: list[Path] = []
+    created: list[Path] = []
 
-    def first_free(aside: Path, base: Path) -> None:
+    def first_free(temporary_path: Path, base: Path) -> None:
         for path in _numbered(base, base.name, ""):
             try:
-                aside.rename(path)
+                temporary_path.rename(path)
             except OSError as error:
                 if error.errno not in TAKEN:
                     raise
             else:
-                return made.append(path)
+                return created.append(path)
 
-    with atomic_directory(base, move=first_free) as aside:
-        fill(aside)
-    return made[0]
+    with atomic_directory(base, move=first_free) as temporary_path:
+        fill(temporary_path)
+    return created[0]
 
 
 def new_file(base: Path, content: bytes) -> Path:
@@ -108,19 +108,19 @@ def new_file(base: Path, content: bytes) -> Path:
 
     No two processes get the same file, as for `new_directory`. Raises UserError on a full disk.
     """
-    aside = temporary_name(base)
+    temporary_path = temporary_name(base)
     with _full_disk(base):
         try:
             base.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(content)
-            _fsync(aside)
+            temporary_path.write_bytes(content)
+            _fsync(temporary_path)
             for path in _numbered(base, base.stem, base.suffix):
                 with suppress(FileExistsError):
-                    _claim(aside, path)
+                    _claim(temporary_path, path)
                     _fsync(path.parent)
                     return path
         finally:
-            aside.unlink(missing_ok=True)
+            temporary_path.unlink(missing_ok=True)
     raise AssertionError("there is always a further number")
 
 
@@ -130,15 +130,15 @@ def _numbered(base: Path, stem: str, suffix: str) -> Iterator[Path]:
         yield base.with_name(f"{stem}-{number}{suffix}")
 
 
-def _claim(aside: Path, path: Path) -> None:
+def _claim(temporary_path: Path, path: Path) -> None:
     """Give the file this name. Raises FileExistsError where it is taken."""
     try:
-        os.link(aside, path)
+        os.link(temporary_path, path)
     except FileExistsError:
         raise
     except OSError:  # a file system without links
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        aside.replace(path)
+        temporary_path.replace(path)
 
 
 @contextmanager
@@ -147,16 +147,16 @@ def atomic_file(final: Path, full: str) -> Iterator[BinaryIO]:
 
     Raises UserError on a full disk; full: the end of that message, which says what to do.
     """
-    aside = temporary_name(final)
+    temporary_path = temporary_name(final)
     with _full_disk(final, full):
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as file:
+            with temporary_path.open("wb") as file:
                 yield file
-            _fsync(aside)
-            aside.replace(final)
+            _fsync(temporary_path)
+            temporary_path.replace(final)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary_path.unlink(missing_ok=True)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -169,16 +169,16 @@ def atomic_write_bytes(path: Path, content: bytes, full: str | None = None) -> N
 
     full: the end of that message, which says what is kept and what to do; None: the message for a run's checkpoints.
     """
-    aside = temporary_name(path)
+    temporary_path = temporary_name(path)
     with _full_disk(path, full):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(content)
-            _fsync(aside)
-            aside.replace(path)
+            temporary_path.write_bytes(content)
+            _fsync(temporary_path)
+            temporary_path.replace(path)
             _fsync(path.parent)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary_path.unlink(missing_ok=True)
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
@@ -198,9 +198,9 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 def unsealed(content: dict[str, Any]) -> dict[str, Any] | None:
     """The object without its checksum; None where the checksum is wrong. An object without one is returned unchanged."""
-    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    body = {key: value for key, value in content.items() if key != CHECKSUM}
     try:
-        return rest if CHECKSUM not in content or content[CHECKSUM] == _digest(rest) else None
+        return body if CHECKSUM not in content or content[CHECKSUM] == _digest(body) else None
     except ValueError:  # infinity: a changed digit made a number too large
         return None
 
@@ -217,12 +217,12 @@ def read_sealed_json(path: Path, what: str, way_out: str) -> dict[str, Any]:
             raise ValueError(f"it holds a {type(content).__name__}")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected {what}, got something else ({error}); {way_out}") from error
-    if (rest := unsealed(content)) is None:
+    if (body := unsealed(content)) is None:
         raise UserError(
             f"{path}: damaged: its checksum is not that of its contents; {way_out}. If you changed it on purpose, remove its "
             f'line "{CHECKSUM}"'
         )
-    return rest
+    return body
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -237,9 +237,9 @@ def disk_full(error: BaseException) -> bool:
 
 def remove_directory(path: Path) -> None:
     """Remove a directory; a crash meanwhile never leaves a part of it under its own name."""
-    aside = temporary_name(path)
-    path.rename(aside)
-    shutil.rmtree(aside)
+    temporary_path = temporary_name(path)
+    path.rename(temporary_path)
+    shutil.rmtree(temporary_path)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -251,8 +251,8 @@ def remove_leftovers(folder: Path) -> None:
 def remove_abandoned(folder: Path, pattern: str = "*.tmp-*") -> None:
     """Remove temporary files in this folder whose process ran on this machine and has ended. pattern: of their names."""
     for path in folder.glob(pattern):
-        found = re.search(rf"\.tmp-(old-)?{re.escape(HOST)}-(\d+)$", path.name)
-        if found is not None and not process_runs(int(found[2])):
+        match = re.search(rf"\.tmp-(old-)?{re.escape(HOST)}-(\d+)$", path.name)
+        if match is not None and not process_runs(int(match[2])):
             with suppress(FileNotFoundError):  # another process may remove it too
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -278,10 +278,10 @@ def _replace_directory(source: Path, final: Path) -> None:
     if not final.exists():
         source.rename(final)
         return
-    old = final.with_name(f"{final.name}.tmp-old-{HOST}-{os.getpid()}")
-    final.rename(old)
+    previous = final.with_name(f"{final.name}.tmp-old-{HOST}-{os.getpid()}")
+    final.rename(previous)
     source.rename(final)
-    shutil.rmtree(old)
+    shutil.rmtree(previous)
 
 
 def _fsync(path: Path) -> None:
@@ -299,5 +299,7 @@ def _full_disk(path: Path, full: str | None = None) -> Iterator[None]:
     except Exception as error:  # each library raises its own kind
         if isinstance(error, UserError) or not disk_full(error):
             raise
-        usual = f"previous checkpoints are; free space under {path.parent}, or set output= to a directory on another disk"
-        raise UserError(f"disk full while writing {path}: nothing of it was kept, {full or usual}") from error
+        default_advice = (
+            f"previous checkpoints are; free space under {path.parent}, or set output= to a directory on another disk"
+        )
+        raise UserError(f"disk full while writing {path}: nothing of it was kept, {full or default_advice}") from error

@@ -24,14 +24,14 @@ def hub_reason(error: BaseException, name: str, kind: str = "model", revision: s
     from huggingface_hub import errors as hub
 
     chain = list(_chain(error))
-    if found := _first(chain, hub.GatedRepoError):
+    if gated_error := _first(chain, hub.GatedRepoError):
         page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
-        refused = getattr(getattr(found, "response", None), "status_code", None) == 403
+        refused = getattr(getattr(gated_error, "response", None), "status_code", None) == 403
         login = "with the login that is used here" if refused else f"and log in: {LOGIN}"
         return f"{name} is gated; {ACCESS} {page}, {login}"
     if _first(chain, hub.RevisionNotFoundError):
-        named = f"revision {revision!r}" if revision else "such revision"
-        return f"{name} has no {named}; name a branch, a tag or a commit that its page lists"
+        revision_text = f"revision {revision!r}" if revision else "such revision"
+        return f"{name} has no {revision_text}; name a branch, a tag or a commit that its page lists"
     if _first(chain, hub.RepositoryNotFoundError):
         missing = f"the hub has no {'data set' if kind == 'dataset' else kind} {name}, or it is private"
         if logged_in():
@@ -43,12 +43,14 @@ def hub_reason(error: BaseException, name: str, kind: str = "model", revision: s
         return f"HF_HUB_OFFLINE is set and not all of {name} is in the cache; run once without it, where the hub can be reached"
     transport = next((e for e in chain if _is_transport(e)), None)
     if transport is not None:
-        what = " ".join(str(transport).split())[:SHOWN] or type(transport).__name__
+        message = " ".join(str(transport).split())[:SHOWN] or type(transport).__name__
         folder = Path(name).parent
-        near = difflib.get_close_matches(Path(name).name, [p.name for p in folder.iterdir()], 1) if folder.is_dir() else []
-        meant = f"if it is a path, did you mean {folder / near[0]}? Else " if near else ""
+        close_names = (
+            difflib.get_close_matches(Path(name).name, [p.name for p in folder.iterdir()], 1) if folder.is_dir() else []
+        )
+        hint = f"if it is a path, did you mean {folder / close_names[0]}? Else " if close_names else ""
         return (
-            f"the connection to {constants.ENDPOINT} failed ({what}); {meant}run the same command again, it keeps the files "
+            f"the connection to {constants.ENDPOINT} failed ({message}); {hint}run the same command again, it keeps the files "
             "that are complete"
         )
     return None
@@ -59,8 +61,8 @@ def data_set_reason(error: BaseException, name: str, revision: str | None = None
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    if (found := hub_reason(error, name, "dataset", revision)) is not None:
-        return found
+    if (reason := hub_reason(error, name, "dataset", revision)) is not None:
+        return reason
     try:
         HfApi().dataset_info(name, revision=revision)
         HfApi().auth_check(name, repo_type="dataset")
@@ -97,15 +99,15 @@ def without_token(text: str) -> str:
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error, what caused it, and what was being handled when it was raised."""
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     waiting = [error]
     while waiting:
-        found = waiting.pop(0)
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            waiting += [found.__cause__, found.__context__]
+        cause = waiting.pop(0)
+        if cause is not None and id(cause) not in seen_ids:
+            seen_ids.add(id(cause))
+            yield cause
+            waiting += [cause.__cause__, cause.__context__]
 
 
-def _first(chain: list[BaseException], *kinds: type[BaseException]) -> BaseException | None:
-    return next((error for error in chain if isinstance(error, kinds)), None)
+def _first(chain: list[BaseException], *error_types: type[BaseException]) -> BaseException | None:
+    return next((error for error in chain if isinstance(error, error_types)), None)

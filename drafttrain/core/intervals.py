@@ -29,8 +29,8 @@ def t_quantile(degrees: int) -> float:
         return betainc(degrees / 2, 0.5, 0, degrees / (degrees + x * x), regularized=True) - (1 - LEVEL)
 
     normal = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-    near = normal + (normal**3 + normal) / (4 * degrees)  # the first term of its expansion, 26.7.5
-    return float(findroot(missed, (near, 1.01 * near)))
+    estimate = normal + (normal**3 + normal) / (4 * degrees)  # the first term of its expansion, 26.7.5
+    return float(findroot(missed, (estimate, 1.01 * estimate)))
 
 
 def jackknife(figure: Callable[[Tensor], Tensor], sum_CF: Tensor) -> Interval | None:
@@ -51,9 +51,9 @@ def jackknife(figure: Callable[[Tensor], Tensor], sum_CF: Tensor) -> Interval | 
 
 def added_by(names: Sequence[Hashable], sum_CF: Tensor) -> Tensor:
     """[names, F]: rows with the same name added up, for example the turns of one dialogue."""
-    places: dict[Hashable, int] = {}
-    row_C = torch.tensor([places.setdefault(name, len(places)) for name in names], dtype=torch.long)
-    return sum_CF.new_zeros(len(places), sum_CF.shape[1]).index_add_(0, row_C, sum_CF)
+    row_index: dict[Hashable, int] = {}
+    row_C = torch.tensor([row_index.setdefault(name, len(row_index)) for name in names], dtype=torch.long)
+    return sum_CF.new_zeros(len(row_index), sum_CF.shape[1]).index_add_(0, row_C, sum_CF)
 
 
 def accepted_length(sum_F: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ def accepted_length(sum_F: Tensor) -> Tensor:
 
 def tau_interval(sum_C2: Tensor) -> Interval | None:
     """The interval of the mean accepted length, never below 1. sum_C2: accepted drafts and steps of each conversation."""
-    found = jackknife(accepted_length, sum_C2[sum_C2[:, 1] > 0])
-    return None if found is None else (max(1.0, found[0]), max(1.0, found[1]))
+    interval = jackknife(accepted_length, sum_C2[sum_C2[:, 1] > 0])
+    return None if interval is None else (max(1.0, interval[0]), max(1.0, interval[1]))
 
 
 def with_interval(value: float, interval: Interval | None) -> str:

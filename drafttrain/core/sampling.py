@@ -107,8 +107,8 @@ def distribution(logits_V: Tensor, sampling: Sampling) -> Tensor:
     float64 stays float64, every other type becomes float32. Greedy gives a one-hot at the lowest index among ties.
     """
     if sampling.greedy:
-        like_V = torch.zeros_like(logits_V, dtype=_wide(logits_V).dtype)
-        return like_V.scatter_(-1, logits_V.argmax(-1, keepdim=True), 1.0)
+        zeros_V = torch.zeros_like(logits_V, dtype=_wide(logits_V).dtype)
+        return zeros_V.scatter_(-1, logits_V.argmax(-1, keepdim=True), 1.0)
     return _tempered(shaped(logits_V, sampling), sampling).softmax(-1)
 
 
@@ -130,8 +130,8 @@ def shaped(logits_V: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1.0:
         sorted_V = tempered_V.sort(dim=-1, descending=True).values
         probability_V = sorted_V.softmax(-1)
-        before_V = probability_V.cumsum(-1) - probability_V
-        lowest_1 = sorted_V.masked_fill(before_V >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
+        mass_before_V = probability_V.cumsum(-1) - probability_V
+        lowest_1 = sorted_V.masked_fill(mass_before_V >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
         tempered_V = tempered_V.masked_fill(tempered_V < lowest_1, -torch.inf)
     if sampling.min_p > 0.0:
         lowest_1 = tempered_V.amax(-1, keepdim=True) + math.log(sampling.min_p)
@@ -146,8 +146,8 @@ def _wide(logits_V: Tensor) -> Tensor:
 def _tempered(logits_V: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature_B is None:
         return _wide(logits_V) / sampling.temperature
-    lead = logits_V.shape[:-1]
-    return _wide(logits_V) / per_node(sampling.temperature_B, lead.numel()).view(*lead, 1)
+    leading_shape = logits_V.shape[:-1]
+    return _wide(logits_V) / per_node(sampling.temperature_B, leading_shape.numel()).view(*leading_shape, 1)
 
 
 def pick(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
@@ -179,8 +179,8 @@ def uniform(sampling: Sampling, position_B: Tensor, lane: Lane, draw: int = 0) -
     rows = len(position_B)
     key_B = torch.zeros_like(position_B) if sampling.key_B is None else per_node(sampling.key_B.to(position_B.device), rows)
     word_B = torch.full_like(position_B, sampling.seed) if sampling.seed_1 is None else sampling.seed_1.expand(rows)
-    for part in (key_B, position_B, torch.full_like(position_B, int(lane) + 16 * draw)):
-        word_B = _mix(word_B ^ _mix(part + _GOLDEN))
+    for key_part_B in (key_B, position_B, torch.full_like(position_B, int(lane) + 16 * draw)):
+        word_B = _mix(word_B ^ _mix(key_part_B + _GOLDEN))
     return _shift(word_B, 11).to(torch.float64) * 2.0**-53
 
 

@@ -64,8 +64,8 @@ class Span:
     def heads(self, x_BhXD: Tensor) -> Tensor:
         """[B, k, N X, D]: the parts of all processes for this process's heads. Too few heads (of keys) are repeated."""
         repeats = self.group.size // gcd(x_BhXD.shape[1], self.group.size)
-        whole_BhXD = x_BhXD if repeats == 1 else x_BhXD.repeat_interleave(repeats, 1)
-        return self.group.to_heads(whole_BhXD.transpose(1, 2)).transpose(1, 2)
+        repeated_BhXD = x_BhXD if repeats == 1 else x_BhXD.repeat_interleave(repeats, 1)
+        return self.group.to_heads(repeated_BhXD.transpose(1, 2)).transpose(1, 2)
 
     def positions(self, x_BkXD: Tensor) -> Tensor:
         """[B, h, X / N, D]: the inverse of `heads`."""

@@ -77,9 +77,9 @@ class DraftTree:
         count_B = stays_BN.sum(-1)
         order_BM = (~stays_BN).long().argsort(stable=True, dim=-1)
         order_BM = order_BM[:, : int(count_B.max())] if trim else order_BM
-        place_BN = stays_BN.cumsum(-1) - 1
+        index_BN = stays_BN.cumsum(-1) - 1
         parent_BM = self.parent_BN.gather(1, order_BM)
-        moved_BM = place_BN.gather(1, parent_BM.clamp_min(0))
+        moved_BM = index_BN.gather(1, parent_BM.clamp_min(0))
         parent_BM = torch.where(parent_BM < 0, -1, moved_BM)
         parent_BM = torch.where(torch.arange(parent_BM.shape[1], device=parent_BM.device) < count_B[:, None], parent_BM, 0)
         parent_BM[:, 0] = -1
@@ -98,15 +98,15 @@ class DraftTree:
         N, M = self.token_BN.shape[1], other.token_BN.shape[1]
         column = torch.arange(N + M, device=self.token_BN.device)
         real_BN, real_BM = column[:N] < self.count_B[:, None], column[:M] < other.count_B[:, None]
-        known_BMN = _same_paths(self, other, real_BM[:, :, None] & real_BN[:, None])
-        known_BM, at_BM = known_BMN.long().max(-1)
-        new_BM = real_BM & (known_BM == 0)
-        at_BM = torch.where(new_BM, self.count_B[:, None] + new_BM.cumsum(-1) - 1, at_BM)
-        above_BM = at_BM.gather(1, other.parent_BN.clamp_min(0))
-        column_BM = torch.where(new_BM, at_BM, N + M - 1)  # the last one takes what is not new
-        zeros_BM = torch.zeros_like(at_BM)
+        shared_BMN = _same_paths(self, other, real_BM[:, :, None] & real_BN[:, None])
+        shared_BM, index_BM = shared_BMN.long().max(-1)
+        new_BM = real_BM & (shared_BM == 0)
+        index_BM = torch.where(new_BM, self.count_B[:, None] + new_BM.cumsum(-1) - 1, index_BM)
+        parent_BM = index_BM.gather(1, other.parent_BN.clamp_min(0))
+        column_BM = torch.where(new_BM, index_BM, N + M - 1)  # the last one takes what is not new
+        zeros_BM = torch.zeros_like(index_BM)
         token_BX = torch.cat([self.token_BN, zeros_BM], 1).scatter(1, column_BM, other.token_BN)[:, :-1]
-        parent_BX = torch.cat([self.parent_BN, zeros_BM], 1).scatter(1, column_BM, above_BM)[:, :-1]
+        parent_BX = torch.cat([self.parent_BN, zeros_BM], 1).scatter(1, column_BM, parent_BM)[:, :-1]
         count_B = self.count_B + new_BM.sum(-1)
         parent_BX = torch.where(column[:-1] < count_B[:, None], parent_BX, 0)
         return DraftTree(token_BX, parent_BX, count_B)
@@ -156,8 +156,8 @@ def _same_paths(first: DraftTree, second: DraftTree, real_BMN: Tensor) -> Tensor
     same_BMN[:, 0, 0] = True
     up_BM, up_BN = second.parent_BN.clamp_min(0), first.parent_BN.clamp_min(0)
     for _ in range(min(M, N).bit_length()):  # each pass doubles the length of the compared paths
-        above_BMN = same_BMN.gather(1, up_BM[..., None].expand(B, M, N)).gather(2, up_BN[:, None].expand(B, M, N))
-        same_BMN = same_BMN & above_BMN
+        parents_match_BMN = same_BMN.gather(1, up_BM[..., None].expand(B, M, N)).gather(2, up_BN[:, None].expand(B, M, N))
+        same_BMN = same_BMN & parents_match_BMN
         up_BM, up_BN = up_BM.gather(1, up_BM), up_BN.gather(1, up_BN)
     return same_BMN
 
@@ -242,10 +242,10 @@ def visits(arrive_MD: Tensor) -> Tensor:
     M, D = arrive_MD.shape
     ends_M1 = torch.zeros(M, 1, dtype=torch.float64)
     reach = torch.cat([ends_M1 + 1.0, arrive_MD, ends_M1], 1)
-    leap = (reach[:, :-1] - reach[:, 1:]).tolist()
+    accepted_share = (reach[:, :-1] - reach[:, 1:]).tolist()
     visit = [1.0] + [0.0] * (M + D)
     for i in range(M):
-        for accepted, share in enumerate(leap[i]):
+        for accepted, share in enumerate(accepted_share[i]):
             visit[i + accepted + 1] += visit[i] * share
     return torch.tensor(visit[:M], dtype=torch.float64)
 
@@ -305,11 +305,11 @@ def tuned_paths(rank_sequences: Sequence[Tensor], nodes: int, width: int = 10, i
     finds the best paths for the positions that the previous tree visits, and the best tree of all iterations is returned.
     """
     rank_MD = torch.cat(list(rank_sequences))
-    found = [best_paths(rank_MD, nodes, width)]
-    while found[-1] and len(found) < iterations and found[-1] not in found[:-1]:
-        weight_M = torch.cat([visits(arrivals(ranks, found[-1])) for ranks in rank_sequences])
-        found.append(best_paths(rank_MD, nodes, width, weight_M))
-    return max(found, key=lambda paths: expected_nodes(rank_sequences, paths) if paths else 0.0)
+    candidates = [best_paths(rank_MD, nodes, width)]
+    while candidates[-1] and len(candidates) < iterations and candidates[-1] not in candidates[:-1]:
+        weight_M = torch.cat([visits(arrivals(ranks, candidates[-1])) for ranks in rank_sequences])
+        candidates.append(best_paths(rank_MD, nodes, width, weight_M))
+    return max(candidates, key=lambda paths: expected_nodes(rank_sequences, paths) if paths else 0.0)
 
 
 def _on_path(rank_MD: Tensor, path: Path) -> Tensor:

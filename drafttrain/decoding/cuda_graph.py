@@ -29,10 +29,10 @@ def warmed(work: Callable[[], Made], device: torch.device) -> Made:
     stream.wait_stream(cuda.current_stream(device))
     with cuda.stream(stream):
         for _ in range(WARM_RUNS):
-            made = work()
+            output = work()
     cuda.current_stream(device).wait_stream(stream)
     cuda.synchronize(device)
-    return made
+    return output
 
 
 def why_waiting(work: Callable[[], object]) -> str | None:
@@ -40,14 +40,14 @@ def why_waiting(work: Callable[[], object]) -> str | None:
 
     Unlike a capture that fails, this leaves nothing to clean up. The work has run before: a first run may wait.
     """
-    before = cuda.get_sync_debug_mode()
+    sync_mode = cuda.get_sync_debug_mode()
     cuda.set_sync_debug_mode("error")
     try:
         work()
     except RuntimeError as error:
         return reason_of(error)
     finally:
-        cuda.set_sync_debug_mode(before)
+        cuda.set_sync_debug_mode(sync_mode)
     return None
 
 
@@ -94,9 +94,9 @@ def _clean_up(graph: Any, device: torch.device, pool: Any, stream: Any) -> None:
 
 def end_pool(device: torch.device, pool: Any) -> None:
     """Allocate from this pool no more, and give it back. Raises RuntimeError where nothing is allocated from it."""
-    number = cuda.current_device() if device.index is None else device.index
-    torch._C._cuda_endAllocateToPool(number, pool)
-    torch._C._cuda_releasePool(number, pool)
+    device_index = cuda.current_device() if device.index is None else device.index
+    torch._C._cuda_endAllocateToPool(device_index, pool)
+    torch._C._cuda_releasePool(device_index, pool)
 
 
 def _first(error: BaseException) -> BaseException:
@@ -109,6 +109,6 @@ def _first(error: BaseException) -> BaseException:
 def reason_of(error: BaseException) -> str:
     """An error and its place in our code or in transformers', in one line."""
     frames = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    inside = [(path.name, line) for path, line in frames if {"drafttrain", "transformers"} & set(path.parts)]
-    place = f"{inside[-1][0]}, line {inside[-1][1]}: " if inside else ""
-    return f"{place}{one_line(str(error))[:120]}"
+    package_frames = [(path.name, line) for path, line in frames if {"drafttrain", "transformers"} & set(path.parts)]
+    location = f"{package_frames[-1][0]}, line {package_frames[-1][1]}: " if package_frames else ""
+    return f"{location}{one_line(str(error))[:120]}"

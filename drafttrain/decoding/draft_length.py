@@ -53,8 +53,8 @@ class Fallback:
     def depth(self, rows: int) -> int:
         """The depth of the next step with so many rows; 0: do not draft."""
         bucket, deepest = self._of(rows), self.depths[-1]
-        plain = bucket.cost.get(0)
-        if plain is None or plain.seen < 2 or bucket.drafted >= PLAIN_EVERY:
+        plain_cost = bucket.cost.get(0)
+        if plain_cost is None or plain_cost.seen < 2 or bucket.drafted >= PLAIN_EVERY:
             return 0
         if deepest not in bucket.cost:
             return deepest if self._affords(bucket, deepest) else 0
@@ -99,10 +99,10 @@ class Fallback:
         """Seconds of a step. The cost of a depth that never ran is interpolated between those that did."""
         if depth in bucket.cost:
             return bucket.cost[depth].value
-        plain = bucket.cost[0].value
+        plain_seconds = bucket.cost[0].value
         deeper = next((d for d in self.depths if d > depth and d in bucket.cost), None)
         if deeper is None:
-            return plain * (1.5 + 0.1 * depth)
+            return plain_seconds * (1.5 + 0.1 * depth)
         lower = max(d for d in bucket.cost if d < depth)
         low, high = bucket.cost[lower].value, bucket.cost[deeper].value
         return low + (high - low) * (depth - lower) / (deeper - lower)
@@ -155,11 +155,11 @@ class Cut:
         """
         curve, deepest = self._of(rows), len(total)
         typical = [curve.confidence[position].value if position in curve.confidence else 0.0 for position in range(deepest)]
-        above = float(rows)
+        previous_reach = float(rows)
         for position, reach in enumerate(total):  # this step's means are for later steps only
-            if above > 0.0:
-                curve.confidence.setdefault(position, _Mean()).add(reach / above)
-            above = reach
+            if previous_reach > 0.0:
+                curve.confidence.setdefault(position, _Mean()).add(reach / previous_reach)
+            previous_reach = reach
         if 0 not in curve.verify or max(curve.verify) < deepest or curve.cut >= WHOLE_EVERY:
             return deepest
         return best_depth(rows, total, curve.seconds, typical if sampled else None)
@@ -188,13 +188,13 @@ def best_depth(
     """
     tokens, depth = float(rows), 0
     while depth < len(total):
-        reach, ahead = total[depth], [tokens + total[depth]]
+        reach, cumulative_tokens = total[depth], [tokens + total[depth]]
         for deeper in range(depth + 1, len(total)):
             reach = total[deeper] if typical is None else reach * typical[deeper]
-            ahead.append(ahead[-1] + reach)
-        if max(t / seconds(depth + 1 + i) for i, t in enumerate(ahead)) < tokens / seconds(depth):
+            cumulative_tokens.append(cumulative_tokens[-1] + reach)
+        if max(t / seconds(depth + 1 + i) for i, t in enumerate(cumulative_tokens)) < tokens / seconds(depth):
             break
-        tokens, depth = ahead[0], depth + 1
+        tokens, depth = cumulative_tokens[0], depth + 1
     return depth
 
 

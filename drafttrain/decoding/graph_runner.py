@@ -97,15 +97,15 @@ class GraphRunner:
             while len(self._graphs) >= GRAPHS:
                 self._graphs.pop(next(iter(self._graphs)))
             self._pool = self._pool or cuda.graph_pool_handle()
-            began, held = perf_counter(), cuda.memory_reserved(self.device)
+            start_time, reserved_before = perf_counter(), cuda.memory_reserved(self.device)
             try:
                 graph = _Graph(self.step, rows, limit, self.device, self._pool)
             except CaptureError as error:
                 self.capture, self.refused = False, str(error)
                 warnings.warn(f"decode steps run without CUDA graphs: {error}", stacklevel=2)
                 return None
-            taken, kept = perf_counter() - began, cuda.memory_reserved(self.device) - held
-            self.made = Captures(self.made.count + 1, self.made.seconds + taken, self.made.bytes + kept)
+            capture_seconds, graph_bytes = perf_counter() - start_time, cuda.memory_reserved(self.device) - reserved_before
+            self.made = Captures(self.made.count + 1, self.made.seconds + capture_seconds, self.made.bytes + graph_bytes)
         self._graphs[key] = graph  # the latest last
         return graph
 
@@ -143,27 +143,27 @@ class _Graph:
         self._next_1.zero_()
         for _ in range(steps):
             self.graph.replay()
-        host = pinned(torch.empty(steps, *self._ring.shape[1:], dtype=torch.long))
-        host.copy_(self._ring[:steps], non_blocking=True)
-        arrived = cuda.Event()
-        arrived.record()
+        host_records = pinned(torch.empty(steps, *self._ring.shape[1:], dtype=torch.long))
+        host_records.copy_(self._ring[:steps], non_blocking=True)
+        copied_event = cuda.Event()
+        copied_event.record()
         if len(self._timed) < TIMED:  # the next replay would overwrite the events
             self._time()
 
         def wait() -> list[list[StepRow]]:
-            arrived.synchronize()
-            return [StepRow.of(step[:rows]) for step in host.tolist()]
+            copied_event.synchronize()
+            return [StepRow.of(step[:rows]) for step in host_records.tolist()]
 
         return Launched(wait, self._mean, self._weight_bytes)
 
     def _time(self) -> None:
         cuda.synchronize(self.device)
-        parts = [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)]
-        self._timed.append(Shares(*parts))
+        stage_seconds = [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)]
+        self._timed.append(Shares(*stage_seconds))
 
     def _mean(self) -> Shares:
-        known = self._timed[1:] or self._timed
-        return Shares(*(sum(getattr(s, name) for s in known) / len(known) for name in ("draft", "verify", "commit")))
+        timings = self._timed[1:] or self._timed
+        return Shares(*(sum(getattr(s, name) for s in timings) / len(timings) for name in ("draft", "verify", "commit")))
 
 
 def capturable(target: Target, drafter: Drafter | None) -> bool:

@@ -73,9 +73,9 @@ class LogitsProcessors:
     def add(self, slot_B: Tensor, root_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
         """Append the first count_B tokens of each row to its text. The root is in the text already."""
         if self.seen_SV is not None:
-            new_BA = torch.arange(token_BA.shape[1], device=token_BA.device) < count_B[:, None]
-            at_BA = torch.where(new_BA, token_BA, root_B[:, None])
-            self.seen_SV.index_put_((slot_B[:, None], at_BA), self._seen_1)
+            valid_BA = torch.arange(token_BA.shape[1], device=token_BA.device) < count_B[:, None]
+            text_BA = torch.where(valid_BA, token_BA, root_B[:, None])
+            self.seen_SV.index_put_((slot_B[:, None], text_BA), self._seen_1)
 
     def __call__(self, logits_BNV: Tensor, token_BN: Tensor, ancestor_BNN: Tensor, slot_B: Tensor, made_B: Tensor) -> Tensor:
         """The processed logits. made_B: new tokens of each row's text so far, the root included.
@@ -89,11 +89,11 @@ class LogitsProcessors:
             lowered_BNV = torch.where(logits_BNV < 0, logits_BNV * self.penalty, logits_BNV / self.penalty)
             logits_BNV = torch.where(seen_BNV, lowered_BNV, logits_BNV)
         if self._barring:
-            made_BN = made_B[:, None] + ancestor_BNN.sum(-1) - 1
+            generated_BN = made_B[:, None] + ancestor_BNN.sum(-1) - 1
             stop_BK = self._stop.token_SK[slot_B]
-            early_BNK = (made_BN < self._least_S[slot_B][:, None])[..., None] & (stop_BK >= 0)[:, None]
-            at_BNK = stop_BK.clamp_min(0)[:, None].expand(early_BNK.shape)
-            barred_BNV = torch.zeros_like(logits_BNV, dtype=torch.long).scatter_add_(2, at_BNK, early_BNK.long())
+            early_BNK = (generated_BN < self._least_S[slot_B][:, None])[..., None] & (stop_BK >= 0)[:, None]
+            stop_index_BNK = stop_BK.clamp_min(0)[:, None].expand(early_BNK.shape)
+            barred_BNV = torch.zeros_like(logits_BNV, dtype=torch.long).scatter_add_(2, stop_index_BNK, early_BNK.long())
             logits_BNV = logits_BNV.masked_fill(barred_BNV > 0, -torch.inf)
         return logits_BNV
 

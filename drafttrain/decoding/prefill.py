@@ -36,10 +36,10 @@ class Prefill:
         rows = [torch.tensor(prompt, device=device) for prompt in prompts]
         token_BT, lengths = pad_sequence(rows, batch_first=True), [len(row) for row in rows]
         length_B = torch.tensor(lengths, device=device)
-        row_S = torch.tensor([row for row, own in enumerate(slots) for _ in own], device=device)
-        slot_S = torch.tensor([slot for own in slots for slot in own], device=device)
+        row_S = torch.tensor([row for row, prompt_slots in enumerate(slots) for _ in prompt_slots], device=device)
+        slot_S = torch.tensor([slot for prompt_slots in slots for slot in prompt_slots], device=device)
         decode.kv.use_static_length(None)
-        decode.kv.rows(torch.tensor([own[0] for own in slots], device=device))
+        decode.kv.rows(torch.tensor([prompt_slots[0] for prompt_slots in slots], device=device))
         decode.kv.reset(decode.kv.slot_B)
         if decode.state is not None:
             decode.state.reset(slot_S)
@@ -56,9 +56,9 @@ class Prefill:
             if any(start < length <= stop for length in lengths):
                 root_S = self._first(last_BV[row_S], slot_S, token_BT.gather(1, length_B[:, None] - 1)[row_S], length_B[row_S])
             if decode.state is not None:
-                known_ST = torch.cat([token_BT, token_BT[:, :1]], 1)[row_S].scatter(1, length_B[row_S, None], root_S[:, None])
+                token_ST = torch.cat([token_BT, token_BT[:, :1]], 1)[row_S].scatter(1, length_B[row_S, None], root_S[:, None])
                 states = {key: state[row_S] for key, state in hidden.items()}
-                commit = Commit(known_ST[:, start:stop], known_ST[:, start + 1 : stop + 1], states, count_B[row_S])
+                commit = Commit(token_ST[:, start:stop], token_ST[:, start + 1 : stop + 1], states, count_B[row_S])
                 for kv in decode.state.caches if self.bounded else ():
                     kv.use_static_length(start)
                 decode.state.observe_prompt(commit, slot_S)
@@ -94,6 +94,6 @@ class Prefill:
         """The first token of every sequence, from the logits at its prompt's last token."""
         processors, slots = self.decode_step.logits_processors, self.decode_step.slots
         if not processors.idle:
-            one_S11 = torch.ones(len(slot_S), 1, 1, dtype=torch.bool, device=slot_S.device)
-            last_SV = processors(last_SV[:, None], token_S1, one_S11, slot_S, torch.zeros_like(slot_S))[:, 0]
+            ancestor_S11 = torch.ones(len(slot_S), 1, 1, dtype=torch.bool, device=slot_S.device)
+            last_SV = processors(last_SV[:, None], token_S1, ancestor_S11, slot_S, torch.zeros_like(slot_S))[:, 0]
         return sample(last_SV, slots.sampling(self.decode_step.sampling, slot_S), length_S, Lane.TARGET)

@@ -75,22 +75,22 @@ class Result:
         open: whether the last accepted node had children, so that one more draft was offered than accepted.
         """
         self.tokens += tokens
-        kept = self._cut(request, len(tokens))
-        drafts = min(kept, len(tokens) - 1)
-        _add(self.offered, drafts + (1 if kept == len(tokens) and open else 0))
+        emitted = self._cut(request, len(tokens))
+        drafts = min(emitted, len(tokens) - 1)
+        _add(self.offered, drafts + (1 if emitted == len(tokens) and open else 0))
         _add(self.accepted, drafts)
         self.runs.append(drafts)
-        self.lengths.append(kept)
-        self.emitted += kept
+        self.lengths.append(emitted)
+        self.emitted += emitted
         self.verifications += 1
         self.nodes += nodes
         self.ended = now
-        return Chunk(self, tokens[:kept], drafts)
+        return Chunk(self, tokens[:emitted], drafts)
 
     def _cut(self, request: Request, new: int) -> int:
         """End the text if it ends within its `new` last tokens. Gives how many of them stay."""
-        tokens, before = self.tokens, len(self.tokens) - new
-        ends = [(i + 1, "stop") for i in range(before, len(tokens)) if tokens[i] in request.stop_ids][:1]
+        tokens, previous_length = self.tokens, len(self.tokens) - new
+        ends = [(i + 1, "stop") for i in range(previous_length, len(tokens)) if tokens[i] in request.stop_ids][:1]
         if request.stop_text is not None and (end := request.stop_text.end(request.prompt, tokens, new)) is not None:
             ends.append((end, "text"))
         if len(tokens) >= request.max_new_tokens:
@@ -98,9 +98,9 @@ class Result:
         if ends:
             end, self.ended_by = min(ends, key=lambda e: e[0])
             del tokens[end:]
-        if self._watch is not None and (act := self._watch.act(tokens, len(tokens) - before)) is not None:
+        if self._watch is not None and (act := self._watch.act(tokens, len(tokens) - previous_length)) is not None:
             self._apply(act)
-        return len(tokens) - before
+        return len(tokens) - previous_length
 
     def _apply(self, act: Act) -> None:
         """Cut the text. Do nothing if it ends at the same token anyway."""
@@ -141,11 +141,11 @@ class StopText:
 
     def end(self, prompt: Sequence[int], tokens: list[int], new: int) -> int | None:
         """How many tokens the text keeps, if one of its last `new` tokens completes a string; else None."""
-        reach = 4 * max(map(len, self.strings)) + 4  # a character takes up to four byte tokens
-        if not self._within(prompt, tokens, max(0, len(tokens) - new - reach)):
+        lookback = 4 * max(map(len, self.strings)) + 4  # a character takes up to four byte tokens
+        if not self._within(prompt, tokens, max(0, len(tokens) - new - lookback)):
             return None
         for end in range(len(tokens) - new + 1, len(tokens) + 1):
-            if self._within(prompt, tokens[:end], max(0, end - 1 - reach)):
+            if self._within(prompt, tokens[:end], max(0, end - 1 - lookback)):
                 return end
         return None
 
@@ -155,7 +155,7 @@ class StopText:
         Tokenizers of SentencePiece leave out the space of the first token that they decode. So the first token is decoded after
         the prompt's last ones, whose own text does not count.
         """
-        before = [] if start else list(prompt[-CONTEXT:])
-        text, known = self.decode(before + tokens[start:]), self.decode(before) if before else ""
-        text = text[len(known) :] if text.startswith(known) else self.decode(tokens[start:])
+        context = [] if start else list(prompt[-CONTEXT:])
+        text, context_text = self.decode(context + tokens[start:]), self.decode(context) if context else ""
+        text = text[len(context_text) :] if text.startswith(context_text) else self.decode(tokens[start:])
         return any(string in text for string in self.strings)

@@ -62,13 +62,13 @@ class Session:
     def __init__(self, decoder: DecoderSettings, slots: int, max_len: int, pages: int | None = None) -> None:
         """pages: of the KV cache, in all; None: every slot has room for max_len positions."""
         self.decoder, self.costs, self.max_len = decoder, Costs(), max_len
-        target, device, every = decoder.target, decoder.target.device, slots + 1  # the last one is the padding slot
+        target, device, slot_count = decoder.target, decoder.target.device, slots + 1  # the last one is the padding slot
         self.kv = target.new_cache(slots, max_len, pages)
-        self.state = decoder.drafter.open(every, max_len) if decoder.drafter else None
+        self.state = decoder.drafter.open(slot_count, max_len) if decoder.drafter else None
         self.logits_processors = LogitsProcessors(
-            every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device, target.placeholder
+            slot_count, target.shape.vocab_size, decoder.sampling.repetition_penalty, device, target.placeholder
         )
-        self.slots = SlotState(every, decoder.sampling, device)
+        self.slots = SlotState(slot_count, decoder.sampling, device)
         self.decode_step = DecodeStep(
             target, decoder.drafter, decoder.policy, decoder.sampling, decoder.controls.window,
             self.kv, self.state, self.slots, self.logits_processors, decoder.may_fall_back, decoder.cut,
@@ -121,14 +121,14 @@ class Session:
     def _run(self, limit: int | None) -> list[Chunk]:
         """One decode step, whose results are read at once."""
         rows = StepRow.of(self.decode_step.run(self.slot_B, limit).tolist())
-        began, drafted, verified, committed = self.decode_step.marks
+        start, drafted, verified, committed = self.decode_step.marks
         chunks = self._record([*self.active.values()], rows)
-        self._learn(limit, committed - began, rows)
+        self._learn(limit, committed - start, rows)
         if self.decoder.cut is not None:
             deepest = max(row.nodes for row in rows) - 1
-            self.decoder.cut.record(len(rows), self.decode_step.drafted, deepest, drafted - began, committed - drafted)
+            self.decoder.cut.record(len(rows), self.decode_step.drafted, deepest, drafted - start, committed - drafted)
         self._retire()
-        self.costs.draft += drafted - began
+        self.costs.draft += drafted - start
         self.costs.verify += verified - drafted
         self.costs.commit += committed - verified
         self.costs.host += perf_counter() - committed
@@ -141,48 +141,48 @@ class Session:
         So the device has work while the host reads. The price is that the host does not know yet how long the texts are that it
         launches for, nor which of them have ended: it launches for the longest that they can be, and drops what comes too late.
         """
-        before, steps = self._in_flight, self.decoder.read_every or 1
-        known = max(result.prompt_tokens + len(result.tokens) for _, result in self.active.values())
-        unknown = steps + (before.steps if before else 0)
-        if before is None:
+        previous, steps = self._in_flight, self.decoder.read_every or 1
+        known_length = max(result.prompt_tokens + len(result.tokens) for _, result in self.active.values())
+        unknown = steps + (previous.steps if previous else 0)
+        if previous is None:
             self._read_at = perf_counter()
-        made = runner.made
-        launched = runner.launch(list(self.active), known + (unknown + 2) * self.decoder.reach, limit, steps)
+        captures_before = runner.made
+        launched = runner.launch(list(self.active), known_length + (unknown + 2) * self.decoder.reach, limit, steps)
         self._in_flight = _InFlight([*self.active.values()], limit, launched, steps)
-        if runner.made.count > made.count:
-            self._exclude_capture_time(runner.made - made)
-        return self._read(before) if before else []
+        if runner.made.count > captures_before.count:
+            self._exclude_capture_time(runner.made - captures_before)
+        return self._read(previous) if previous else []
 
-    def _exclude_capture_time(self, made: Captures) -> None:
+    def _exclude_capture_time(self, captures: Captures) -> None:
         """Count captures separately: they happen once, and are not part of any step's or sequence's time."""
-        self.costs.captures += made.count
-        self.costs.capture_seconds += made.seconds
-        self.costs.capture_bytes += made.bytes
-        self._read_at += made.seconds
+        self.costs.captures += captures.count
+        self.costs.capture_seconds += captures.seconds
+        self.costs.capture_bytes += captures.bytes
+        self._read_at += captures.seconds
         for _, result in self.active.values():
-            result.started += made.seconds
-            result.first += made.seconds
+            result.started += captures.seconds
+            result.first += captures.seconds
         for result in [r for _, r in self.active.values()] + [r for waiting in self.queue for r in waiting.results]:
-            result.queued += made.seconds
+            result.queued += captures.seconds
 
-    def _read(self, before: _InFlight) -> list[Chunk]:
+    def _read(self, in_flight: _InFlight) -> list[Chunk]:
         # The host knows only when results came. The time between two of its readings is that of the steps in between; their
         # parts are measured on the device, scaled down where they are more than that, and what is left is the host's.
         chunks, last_read = [], self._read_at
-        found = before.launched.rows()
+        step_rows = in_flight.launched.rows()
         self._read_at = perf_counter()
-        taken = (self._read_at - last_read) / before.steps
-        for rows in found:
-            chunks += self._record(before.rows, rows)
-            self._learn(before.limit, taken, rows)
-        parts = before.launched.parts() or Shares(0.0, taken, 0.0)
-        busy = min(1.0, taken / parts.total) * before.steps if parts.total else 0.0
-        self.costs.draft += parts.draft * busy
-        self.costs.verify += parts.verify * busy
-        self.costs.commit += parts.commit * busy
-        self.costs.host += max(0.0, taken - parts.total) * before.steps
-        self.costs.steps += before.steps
-        self.costs.weight_bytes += before.launched.weight_bytes * before.steps
+        step_seconds = (self._read_at - last_read) / in_flight.steps
+        for rows in step_rows:
+            chunks += self._record(in_flight.rows, rows)
+            self._learn(in_flight.limit, step_seconds, rows)
+        shares = in_flight.launched.parts() or Shares(0.0, step_seconds, 0.0)
+        scale = min(1.0, step_seconds / shares.total) * in_flight.steps if shares.total else 0.0
+        self.costs.draft += shares.draft * scale
+        self.costs.verify += shares.verify * scale
+        self.costs.commit += shares.commit * scale
+        self.costs.host += max(0.0, step_seconds - shares.total) * in_flight.steps
+        self.costs.steps += in_flight.steps
+        self.costs.weight_bytes += in_flight.launched.weight_bytes * in_flight.steps
         self._retire()
         if not self.active:
             self._in_flight = None  # nobody reads what was launched ahead; the time until the next request is no step's
@@ -190,39 +190,39 @@ class Session:
 
     def _learn(self, limit: int | None, seconds: float, rows: list[StepRow]) -> None:
         fallback = self.decoder.fallback
-        live = [row for row in rows if row.count and (row.nodes > 1 or not (limit and self.decoder.may_fall_back))]
-        if fallback is not None and limit is not None and live:
-            fallback.record(len(rows), limit, seconds, sum(row.count for row in rows), [row.count - 1 for row in live])
+        drafted_rows = [row for row in rows if row.count and (row.nodes > 1 or not (limit and self.decoder.may_fall_back))]
+        if fallback is not None and limit is not None and drafted_rows:
+            fallback.record(len(rows), limit, seconds, sum(row.count for row in rows), [row.count - 1 for row in drafted_rows])
 
     def _admit(self) -> list[Chunk]:
         """Give waiting requests slots and pages, in order, and prefill them together."""
-        entering: list[tuple[_Waiting, list[int]]] = []
-        tokens, promised = 0, 0  # pages: the other samples take theirs when the first one's prompt has been read
+        admitted: list[tuple[_Waiting, list[int]]] = []
+        tokens, reserved_pages = 0, 0  # pages: the other samples take theirs when the first one's prompt has been read
         while self.queue and len(self.free) >= self.queue[0].request.samples and tokens < PREFILL_TOKENS:
             waiting = self.queue[0]
             request, positions = waiting.request, self.decoder.positions(waiting.request)
             if self.pooled:
                 pages = self.kv.pages_needed(positions, request.samples, len(request.prompt))
-                if pages > self.kv.free_pages - promised:
+                if pages > self.kv.free_pages - reserved_pages:
                     break
-                promised += pages - self.kv.pages_needed(positions)
+                reserved_pages += pages - self.kv.pages_needed(positions)
             self.queue.popleft()
             slots = [self.free.pop() for _ in range(request.samples)]
             if self.pooled:
                 self.kv.reserve(slots[0], positions)
-            for number, slot in enumerate(slots):
-                self.slots.enter(slot, request, request.key + number)
+            for sample, slot in enumerate(slots):
+                self.slots.enter(slot, request, request.key + sample)
                 self.logits_processors.enter(slot, request)
-                waiting.results[number].started = perf_counter()
-            entering.append((waiting, slots))
+                waiting.results[sample].started = perf_counter()
+            admitted.append((waiting, slots))
             tokens += len(request.prompt)
-        return self._prefill(entering) if entering else []
+        return self._prefill(admitted) if admitted else []
 
-    def _prefill(self, entering: list[tuple[_Waiting, list[int]]]) -> list[Chunk]:
-        entered = {s: (w.request, r) for w, slots in entering for s, r in zip(slots, w.results, strict=True)}
-        self.active = dict(sorted((self.active | entered).items()))  # rows in slot order: a full cache is read in place
-        slot_S, root_S = self.prefill([w.request.prompt for w, _ in entering], [slots for _, slots in entering])
-        self._share(entering)
+    def _prefill(self, admitted: list[tuple[_Waiting, list[int]]]) -> list[Chunk]:
+        sequences = {s: (w.request, r) for w, slots in admitted for s, r in zip(slots, w.results, strict=True)}
+        self.active = dict(sorted((self.active | sequences).items()))  # rows in slot order: a full cache is read in place
+        slot_S, root_S = self.prefill([w.request.prompt for w, _ in admitted], [slots for _, slots in admitted])
+        self._share(admitted)
         self.slots.begin(slot_S, root_S)
         if not self.logits_processors.idle:
             self.logits_processors.add(slot_S, root_S, root_S[:, None], torch.ones_like(root_S))
@@ -237,11 +237,11 @@ class Session:
         self._retire(entered=True)
         return chunks
 
-    def _share(self, entering: list[tuple[_Waiting, list[int]]]) -> None:
+    def _share(self, admitted: list[tuple[_Waiting, list[int]]]) -> None:
         """The other samples of a prompt begin with the first one's committed positions."""
-        for waiting, (first, *others) in entering:
-            for slot in others:
-                self.kv.fork(first, slot, self.decoder.positions(waiting.request))
+        for waiting, (first_slot, *other_slots) in admitted:
+            for slot in other_slots:
+                self.kv.fork(first_slot, slot, self.decoder.positions(waiting.request))
 
     def _record(self, sequences: Sequence[tuple[Request, Result] | None], rows: list[StepRow]) -> list[Chunk]:
         """Add a decode step to the results. Steps of a sequence that has ended or was cut are dropped."""
@@ -267,13 +267,13 @@ class Session:
 
     def _retire(self, entered: bool = False) -> None:
         """Free the slots and pages of finished requests, and update the rows of the cache."""
-        done = [slot for slot, (_, result) in self.active.items() if result.ended_by]
-        for slot in done:
+        finished = [slot for slot, (_, result) in self.active.items() if result.ended_by]
+        for slot in finished:
             del self.active[slot]
             self.free.append(slot)
             if self.pooled:
                 self.kv.release(slot)
-        if done or entered:
+        if finished or entered:
             self.slot_B = torch.tensor(list(self.active), dtype=torch.long, device=self.slot_B.device)
             if self.runner is None:
                 self.kv.rows(self.slot_B)

@@ -116,9 +116,9 @@ class DecoderSettings:
 def _check_depth(controls: Controls, deepest: int) -> None:
     """Raise ValueError for limits beyond the drafter's deepest proposal: a report would name what no draft reaches."""
     for name in ("draft_length", "window"):
-        asked = getattr(controls, name)
-        if asked is not None and asked > deepest:
+        limit = getattr(controls, name)
+        if limit is not None and limit > deepest:
             raise ValueError(
-                f"decode.{name} is {asked}, but this drafter drafts {deepest} tokens ahead at most; set it to {deepest} or "
+                f"decode.{name} is {limit}, but this drafter drafts {deepest} tokens ahead at most; set it to {deepest} or "
                 "less, or leave it out"
             )

@@ -84,7 +84,7 @@ class StepRow:
 
     @staticmethod
     def of(record_BX: list[list[int]]) -> list[StepRow]:
-        return [StepRow(tokens, count, nodes, bool(opened)) for *tokens, count, nodes, opened in record_BX]
+        return [StepRow(tokens, count, nodes, bool(is_open)) for *tokens, count, nodes, is_open in record_BX]
 
 
 @dataclass
@@ -134,14 +134,16 @@ class DecodeStep:
         accepted = self.policy.accept(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
         accepted = self._narrowed(accepted, limit) if fixed else accepted.trimmed()
         path_BA, counts = accepted.path_BA, fixed or not self.logits_processors.idle
-        done = commit(
+        committed = commit(
             tree, path_BA, accepted.count_B, accepted.bonus_B, slot_B, self.slots.sequences, skips=fixed, counts=counts
         )
-        kv.keep(path_BA, done.count_B)
-        self._observe(Commit(done.token_BA, done.next_BA, out.hidden_along(path_BA), done.count_B), slot_B, limit)
-        self.logits_processors.add(slot_B, tree.token_BN[:, 0], done.next_BA, done.count_B)
+        kv.keep(path_BA, committed.count_B)
+        self._observe(
+            Commit(committed.token_BA, committed.next_BA, out.hidden_along(path_BA), committed.count_B), slot_B, limit
+        )
+        self.logits_processors.add(slot_B, tree.token_BN[:, 0], committed.next_BA, committed.count_B)
         self._mark()
-        return done.record_BX
+        return committed.record_BX
 
     @property
     def taps(self) -> Taps:

@@ -41,7 +41,7 @@ def best_nodes(target: Target, drafter: Drafter, sequences: Sequence[Tensor], ca
     for sizes in (candidates, LARGE) if candidates is CANDIDATES else (candidates,):
         paths = {nodes: tuned_paths(sequences, nodes) for nodes in sizes}
         verify = verification_seconds(target, drafter, [n + 1 for n in sizes])
-        for nodes in (n for n, found in paths.items() if found):
+        for nodes in (n for n, tree_paths in paths.items() if tree_paths):
             rate = (1.0 + expected_nodes(sequences, paths[nodes])) / (draft + verify[nodes + 1])
             best, fastest = (nodes, rate) if rate > fastest else (best, fastest)
         if best != sizes[-1]:
@@ -89,15 +89,15 @@ def proposal_seconds(target: Target, drafter: Drafter, repeats: int = 15, batch:
     Where decode steps are captured as CUDA graphs, so is this one, and observing is a part of it.
     """
     device, captured = target.device, capturable(target, drafter)
-    room = CONTEXT + repeats + WARM
-    state = drafter.open(batch, max(room, LEAST_BOUND if captured else 0) + drafter.max_new_positions)
+    positions = CONTEXT + repeats + WARM
+    state = drafter.open(batch, max(positions, LEAST_BOUND if captured else 0) + drafter.max_new_positions)
     caches, slot_B = state.caches, torch.arange(batch, device=device)
     if captured:
         for kv in caches:
             kv.use_static_length(0)  # nothing is in the cache yet
     state.observe_prompt(_commit(target, drafter, batch, CONTEXT), slot_B)
     if captured:
-        bind(caches, room, drafter.max_new_positions)
+        bind(caches, positions, drafter.max_new_positions)
     observed = _commit(target, drafter, batch, 1)
     step = Work(lambda: state.propose(slot_B, Sampling(), depth).token_BN, lambda: state.observe(observed, slot_B))
     return median_seconds({depth: step}, device, captured, repeats)[depth]
@@ -124,19 +124,19 @@ def median_seconds(works: Mapping[Key, Work], device: torch.device, captured: bo
         pool = cuda.graph_pool_handle()
         with suppress(CaptureError):  # decode steps will run call by call too
             times = {key: _replay_timer(work, device, pool) for key, work in works.items()}
-    spent: dict[Key, list[float]] = {key: [] for key in works}
+    durations: dict[Key, list[float]] = {key: [] for key in works}
     for _ in range(repeats + 1):  # the first time counts for nothing
         for key, seconds in times.items():
-            spent[key].append(seconds())
-    return {key: median(found[1:]) for key, found in spent.items()}
+            durations[key].append(seconds())
+    return {key: median(seconds_per_run[1:]) for key, seconds_per_run in durations.items()}
 
 
 def _call_seconds(work: Work) -> float:
-    began = perf_counter()
+    start = perf_counter()
     work.run().flatten()[0].item()  # waits for the device
-    taken = perf_counter() - began
+    elapsed = perf_counter() - start
     work.after()
-    return taken
+    return elapsed
 
 
 def _replay_timer(work: Work, device: torch.device, pool: object) -> Callable[[], float]:

@@ -30,18 +30,18 @@ class WeightReads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func.overloadpacket in PRODUCTS:
-            self._reads += [(x.data_ptr(), x.numel() * x.element_size()) for x in given if _storage(x) not in self._made]
-        here = {_storage(x) for x in given}  # a view's storage may be a weight's
-        self._made |= {_storage(x) for x in tree_leaves(out) if isinstance(x, Tensor)} - here
+            self._reads += [(x.data_ptr(), x.numel() * x.element_size()) for x in inputs if _storage(x) not in self._made]
+        input_storages = {_storage(x) for x in inputs}  # a view's storage may be a weight's
+        self._made |= {_storage(x) for x in tree_leaves(out) if isinstance(x, Tensor)} - input_storages
         return out
 
     def bytes(self, cached: int = 0) -> int:
         """Bytes read in all. cached: bytes that stay on the chip between two reads; weights that fit there are read once."""
         times = Counter(self._reads)
-        again = sum(size for (_, size), count in times.items() if count > 1)
-        return sum(size if again <= cached else size * count for (_, size), count in times.items())
+        repeated_bytes = sum(size for (_, size), count in times.items() if count > 1)
+        return sum(size if repeated_bytes <= cached else size * count for (_, size), count in times.items())
 
 
 def _storage(x: Tensor) -> int:

@@ -32,16 +32,16 @@ class Family:
 @cache
 def families() -> dict[str, Family]:
     """Every family by name, found by looking at the files of this folder."""
-    found = (_family(name) for name in _files())
-    return {family.name: family for family in found if family is not None}
+    candidates = (_family(name) for name in _files())
+    return {family.name: family for family in candidates if family is not None}
 
 
 @cache
 def schemas() -> dict[str, type]:
     """Every family's options by name. A family with its options in `options.py` is not imported, and neither is torch."""
-    apart = {schema.family: schema for schema in vars(options).values() if hasattr(schema, "family")}
-    whole = (_family(name) for name in _files() if name not in apart)
-    return apart | {family.name: family.options for family in whole if family is not None}
+    option_schemas = {schema.family: schema for schema in vars(options).values() if hasattr(schema, "family")}
+    imported_families = (_family(name) for name in _files() if name not in option_schemas)
+    return option_schemas | {family.name: family.options for family in imported_families if family is not None}
 
 
 def _files() -> list[str]:

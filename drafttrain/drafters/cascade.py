@@ -121,8 +121,8 @@ class CascadeState(CachedState):
         return super().snapshot(slot_B), self.inner.snapshot(slot_B)
 
     def restore(self, slot_B: Tensor, snapshot: Any) -> None:
-        own, inner = snapshot
-        super().restore(slot_B, own)
+        middle_snapshot, inner = snapshot
+        super().restore(slot_B, middle_snapshot)
         self.inner.restore(slot_B, inner)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
@@ -138,31 +138,31 @@ class CascadeState(CachedState):
         before_draft = inner.snapshot(slot_B)
         assert out.logits_BRV is not None
         token_B1 = sample(out.logits_BRV[:, 0], sampling, kv.length_B, Lane.TARGET)[:, None]
-        at_root = {k: h.gather(1, last_B[:, None, None].expand(-1, 1, h.shape[-1])) for k, h in out.hidden.items()}
-        inner.observe(Commit(root_B1, token_B1, at_root, torch.ones_like(last_B)), slot_B)
+        root_hidden = {k: h.gather(1, last_B[:, None, None].expand(-1, 1, h.shape[-1])) for k, h in out.hidden.items()}
+        inner.observe(Commit(root_B1, token_B1, root_hidden, torch.ones_like(last_B)), slot_B)
         longest = self.drafter.draft_length
         draft = MiddleDraft.begun(token_B1, out.logits_BRV, min(longest, depth or longest), sampling)
         policy = policy_for(policy_name(sampling), sampling)
-        for most in range(draft.length - 1, 0, -1):  # each decode step writes one token at least
-            least, left = (0, most) if kv.static else draft.left()
-            if left == 0:
+        for limit in range(draft.length - 1, 0, -1):  # each decode step writes one token at least
+            min_missing, max_missing = (0, limit) if kv.static else draft.left()
+            if max_missing == 0:
                 break
-            self._decode_step(slot_B, draft, left, least < left, policy, sampling)
+            self._decode_step(slot_B, draft, max_missing, min_missing < max_missing, policy, sampling)
         inner.restore(slot_B, before_draft)
         kv.back_to(committed)
         return draft.tree(root_B1)
 
     def _decode_step(
-        self, slot_B: Tensor, draft: MiddleDraft, left: int, uneven: bool, policy: Policy, sampling: Sampling
+        self, slot_B: Tensor, draft: MiddleDraft, max_missing: int, uneven: bool, policy: Policy, sampling: Sampling
     ) -> None:
         """One decode step of the middle; rows whose draft is long enough commit nothing.
 
-        left: no row lacks more tokens. uneven: some may lack fewer. A row verifies one draft fewer than it lacks tokens, so
-        that sampled drafts do not depend on other rows.
+        max_missing: no row lacks more tokens. uneven: some may lack fewer. A row verifies one draft fewer than it lacks
+        tokens, so that sampled drafts do not depend on other rows.
         """
         kv, drafter = self.kv, self.drafter
-        if left > 1:
-            tree = self.inner.propose(slot_B, sampling, left - 1)
+        if max_missing > 1:
+            tree = self.inner.propose(slot_B, sampling, max_missing - 1)
             if uneven:
                 tree = tree.cut((draft.missing_B - 1).clamp_min(0), trim=False)
             tree = tree if kv.static else tree.trimmed()
@@ -175,12 +175,12 @@ class CascadeState(CachedState):
         assert out.logits_BRV is not None
         accepted = policy.accept(tree, ancestor_BNN, out.logits_BRV, position_BN, sampling)
         if kv.static:  # no more than the inner drafter has room for
-            longest = 1 + min(drafter.inner.draft_length, left - 1)
+            longest = 1 + min(drafter.inner.draft_length, max_missing - 1)
             accepted = replace(accepted, path_BA=accepted.path_BA[:, :longest])
         else:
             accepted = accepted.trimmed()
-        whole = commit_of(tree, accepted, out)
-        commit = replace(whole, count_B=torch.minimum(whole.count_B, draft.missing_B))
+        full_commit = commit_of(tree, accepted, out)
+        commit = replace(full_commit, count_B=torch.minimum(full_commit.count_B, draft.missing_B))
         kv.keep(accepted.path_BA, commit.count_B)
         self.inner.observe(commit, slot_B)
         draft.add(commit, out.logits_BRV, accepted.path_BA)
@@ -233,13 +233,13 @@ class MiddleDraft:
     def add(self, commit: Commit, logits_BNV: Tensor, path_BA: Tensor) -> None:
         """Append the commit's next tokens, `count_B` of them, each sampled at its node of the path."""
         K, A = self.token_BK.shape[1], path_BA.shape[1]
-        place_BK = torch.arange(K, device=path_BA.device) - self.made_B[:, None]
-        new_BK, from_BK = (place_BK >= 0) & (place_BK < commit.count_B[:, None]), place_BK.clamp(0, A - 1)
-        self.token_BK = torch.where(new_BK, commit.next_BA.gather(1, from_BK), self.token_BK)
+        index_BK = torch.arange(K, device=path_BA.device) - self.made_B[:, None]
+        written_BK, from_BK = (index_BK >= 0) & (index_BK < commit.count_B[:, None]), index_BK.clamp(0, A - 1)
+        self.token_BK = torch.where(written_BK, commit.next_BA.gather(1, from_BK), self.token_BK)
         if self.q_BKV is not None:
             node_BK = path_BA.gather(1, from_BK)
             logits_BKV = logits_BNV.gather(1, node_BK[..., None].expand(-1, -1, logits_BNV.shape[-1]))
-            self.q_BKV = torch.where(new_BK[..., None], distribution(logits_BKV, self.sampling), self.q_BKV)
+            self.q_BKV = torch.where(written_BK[..., None], distribution(logits_BKV, self.sampling), self.q_BKV)
         self.made_B = self.made_B + commit.count_B
 
     def tree(self, root_B1: Tensor) -> DraftTree:
@@ -299,11 +299,11 @@ def _parsed(values: Mapping[str, Any], key: str) -> Any:
     if name not in families():
         raise UserError(f"{key}.family is {name!r}; use one of {', '.join(families())}")
     schema = families()[name].options
-    known = {f.name: f for f in fields(schema)}
-    if unknown := sorted(values.keys() - known.keys()):
-        raise UserError(f"{key}: {name} has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    schema_fields = {f.name: f for f in fields(schema)}
+    if unknown := sorted(values.keys() - schema_fields.keys()):
+        raise UserError(f"{key}: {name} has no option {', '.join(unknown)}; it has {', '.join(schema_fields)}")
     # JSON has no tuples
-    return schema(**{k: tuple(v) if isinstance(known[k].default, tuple) else v for k, v in values.items()})
+    return schema(**{k: tuple(v) if isinstance(schema_fields[k].default, tuple) else v for k, v in values.items()})
 
 
 def _name(options: Any) -> str:

@@ -60,18 +60,18 @@ class TargetRecord:
 
     @staticmethod
     def of(loaded: LoadedTarget) -> TargetRecord:
-        about, shape = loaded.description, loaded.target.shape
+        description, shape = loaded.description, loaded.target.shape
         return TargetRecord(
-            name=about["name"],
-            path=about["path"],
-            revision=about["revision"],
-            dtype=about["dtype"],
+            name=description["name"],
+            path=description["path"],
+            revision=description["revision"],
+            dtype=description["dtype"],
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             blocks=shape.blocks,
             fingerprint=loaded.target.fingerprint,
-            weights=about["weights"],
-            image_inputs=about.get("image_inputs"),
+            weights=description["weights"],
+            image_inputs=description.get("image_inputs"),
         )
 
 
@@ -109,15 +109,15 @@ def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointM
     """
     # clones, because safetensors refuses tensors that share memory
     weights = save({name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()})
-    done = dataclasses.replace(
+    completed = dataclasses.replace(
         meta, sha256=hashlib.sha256(weights).hexdigest(), version=__version__, schema_version=SCHEMA_VERSION
     )
     (directory / WEIGHTS).write_bytes(weights)
-    content = dataclasses.asdict(done)
+    content = dataclasses.asdict(completed)
     if content["target"]["image_inputs"] is None:
         del content["target"]["image_inputs"]
     write_sealed_json(directory / META, {k: v for k, v in content.items() if k not in LEFT_OUT or v is not None})
-    return done
+    return completed
 
 
 def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMeta]:
@@ -162,8 +162,8 @@ def load_checkpoint(directory: Path, loaded: LoadedTarget, tuned: bool = True) -
     if spec is None:
         return Restored(loaded, filled(directory, meta, loaded.target, state, tuned), meta)
     adapter = Adapter(loaded.target, spec)
-    count, own = _take_matrices(directory, state, adapter), adapted(loaded, adapter)
-    return Restored(own, filled(directory, meta, own.target, state, tuned), meta, count)
+    count, adapted_target = _take_matrices(directory, state, adapter), adapted(loaded, adapter)
+    return Restored(adapted_target, filled(directory, meta, adapted_target.target, state, tuned), meta, count)
 
 
 def adapter_state(adapter: Adapter | None) -> dict[str, Tensor]:
@@ -220,8 +220,8 @@ def read_meta(directory: Path) -> CheckpointMeta:
         )
     content = read_sealed_json(file, "a drafter's description", ANOTHER)
     try:
-        newer = content["schema_version"] > SCHEMA_VERSION
-        if not newer:
+        is_newer = content["schema_version"] > SCHEMA_VERSION
+        if not is_newer:
             return _checked(CheckpointMeta(**{**content, "target": TargetRecord(**content["target"])}))
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file}: expected a drafter's description, got something else ({error}); {ANOTHER}") from error
@@ -235,22 +235,24 @@ def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(meta: CheckpointMeta) -> CheckpointMeta:
     """Raises TypeError for a field of another type than its own: a file changed by hand has no checksum."""
-    kinds = {"family": str, "options": dict, "decode": dict, "step": int, "sha256": str}
-    kinds |= {name: dict for name in LEFT_OUT if getattr(meta, name) is not None}
-    for name, kind in kinds.items():
-        if not isinstance(value := getattr(meta, name), kind):
+    field_types = {"family": str, "options": dict, "decode": dict, "step": int, "sha256": str}
+    field_types |= {name: dict for name in LEFT_OUT if getattr(meta, name) is not None}
+    for name, field_type in field_types.items():
+        if not isinstance(value := getattr(meta, name), field_type):
             raise TypeError(f"{name} is {value!r:.60}")
     LoraOptions(**(meta.lora or {}))  # also for an unknown setting
-    given = meta.imported or {}
-    determined = {"determined": [RENAMED.get(name, name) for name in given["determined"]]} if "determined" in given else {}
-    return replace(meta, options=renamed(meta.options), imported=given | determined if given else meta.imported)
+    import_info = meta.imported or {}
+    determined = (
+        {"determined": [RENAMED.get(name, name) for name in import_info["determined"]]} if "determined" in import_info else {}
+    )
+    return replace(meta, options=renamed(meta.options), imported=import_info | determined if import_info else meta.imported)
 
 
 def check_target(directory: Path, trained: TargetRecord, target: Target) -> None:
     """Raise UserError unless this is the target that the checkpoint was trained for, or the same with quantised weights."""
     check_shape(directory, trained, target.shape)
-    prints = whole_fingerprint(trained.fingerprint), whole_fingerprint(target.fingerprint)
-    _check_same(directory, trained, {"weight fingerprint": prints})
+    fingerprints = whole_fingerprint(trained.fingerprint), whole_fingerprint(target.fingerprint)
+    _check_same(directory, trained, {"weight fingerprint": fingerprints})
 
 
 def check_shape(directory: Path, trained: TargetRecord, shape: TargetShape) -> None:
@@ -265,28 +267,29 @@ def check_shape(directory: Path, trained: TargetRecord, shape: TargetShape) -> N
 
 def _check_same(directory: Path, trained: TargetRecord, pairs: Mapping[str, tuple[object, object]]) -> None:
     """pairs: by what they are, the checkpoint's value and this target's."""
-    for what, (expected, got) in pairs.items():
-        if expected != got:
+    for setting, (expected, actual) in pairs.items():
+        if expected != actual:
             raise UserError(
-                f"{directory}: checkpoint of another target: its {what} is {_short(expected)}, this target's is {_short(got)}; "
-                f"load the target it was trained for ({trained.path or trained.name}), or train a drafter for this one"
+                f"{directory}: checkpoint of another target: its {setting} is {_short(expected)}, this target's is "
+                f"{_short(actual)}; load the target it was trained for ({trained.path or trained.name}), or train a drafter "
+                "for this one"
             )
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The `step-*` directories by step; those being written or removed are not among them."""
-    found = {path: NAME.fullmatch(path.name) for path in run_dir.glob("step-*") if path.is_dir()}
-    return sorted((path for path, match in found.items() if match), key=step_of)
+    matches = {path: NAME.fullmatch(path.name) for path in run_dir.glob("step-*") if path.is_dir()}
+    return sorted((path for path, match in matches.items() if match), key=step_of)
 
 
 def prune(run_dir: Path, keep_last: int, keep: set[str]) -> list[Path]:
     """Remove checkpoints but the last `keep_last` and those named in `keep`, and what killed runs left. Gives the removed."""
     remove_leftovers(run_dir)
     checkpoints = list_checkpoints(run_dir)
-    old = [path for path in checkpoints[: max(0, len(checkpoints) - keep_last)] if path.name not in keep]
-    for path in old:
+    removed = [path for path in checkpoints[: max(0, len(checkpoints) - keep_last)] if path.name not in keep]
+    for path in removed:
         remove_directory(path)
-    return old
+    return removed
 
 
 def _read_bytes(directory: Path, meta: CheckpointMeta) -> bytes:
@@ -316,31 +319,33 @@ def build(directory: Path, meta: CheckpointMeta, target: Target) -> Drafter:
 def options_of(directory: Path, meta: CheckpointMeta) -> Any:
     """The family's options object of a checkpoint. Raises UserError for an unknown family or option."""
     if meta.family not in families():
-        near = difflib.get_close_matches(meta.family, families(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(families())}"
+        close_names = difflib.get_close_matches(meta.family, families(), n=1)
+        hint = f"did you mean {close_names[0]}?" if close_names else f"known: {', '.join(families())}"
         raise UserError(f"{directory / META}: unknown family '{meta.family}'; {hint}")
     family = families()[meta.family]
-    known = {f.name: f for f in dataclasses.fields(family.options)}
-    unknown = sorted(meta.options.keys() - known.keys())
+    option_fields = {f.name: f for f in dataclasses.fields(family.options)}
+    unknown = sorted(meta.options.keys() - option_fields.keys())
     if unknown:
         raise UserError(
             f"{directory / META}: {meta.family} has no option {', '.join(unknown)}; load it with drafttrain {meta.version}"
         )
     # JSON has no tuples
-    values = {name: tuple(v) if isinstance(known[name].default, tuple) else v for name, v in meta.options.items()}
+    values = {name: tuple(v) if isinstance(option_fields[name].default, tuple) else v for name, v in meta.options.items()}
     return family.options(**values)
 
 
-def _check_state(directory: Path, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], way_out: str = ANOTHER) -> None:
+def _check_state(directory: Path, expected: Mapping[str, Tensor], state: Mapping[str, Tensor], way_out: str = ANOTHER) -> None:
     file = directory / WEIGHTS
-    missing, unexpected = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
+    missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     if missing or unexpected:
-        lacks = f"lacks {_list(missing)}" if missing else ""
-        has = f"has unexpected {_list(unexpected)}" if unexpected else ""
-        raise UserError(f"{file}: does not fill this drafter: {' and '.join(filter(None, (lacks, has)))}; {way_out}")
+        missing_text = f"lacks {_list(missing)}" if missing else ""
+        unexpected_text = f"has unexpected {_list(unexpected)}" if unexpected else ""
+        raise UserError(
+            f"{file}: does not fill this drafter: {' and '.join(filter(None, (missing_text, unexpected_text)))}; {way_out}"
+        )
     for name, tensor in expected.items():
-        if tensor.shape != got[name].shape:
-            raise UserError(f"{file}: {name} is {list(got[name].shape)}, this drafter's is {list(tensor.shape)}; {way_out}")
+        if tensor.shape != state[name].shape:
+            raise UserError(f"{file}: {name} is {list(state[name].shape)}, this drafter's is {list(tensor.shape)}; {way_out}")
 
 
 def _list(names: list[str]) -> str:
@@ -353,5 +358,5 @@ def _short(value: object) -> str:
 
 
 def _near(directory: Path) -> str:
-    inside = list_checkpoints(directory) if directory.is_dir() else []
-    return f", such as {inside[-1]}" if inside else ""
+    checkpoints = list_checkpoints(directory) if directory.is_dir() else []
+    return f", such as {checkpoints[-1]}" if checkpoints else ""

@@ -82,10 +82,10 @@ class DFlash2(BlockDrafter):
         likeliest_MC = top(slot_BKV.flatten(0, 1), self.offered)[1]
         token_BKC = likeliest_MC.sort(-1).values.unflatten(0, slot_BKV.shape[:2])
         best_BKC, code_BKCR = slot_BKV.gather(-1, token_BKC), selector.successor_codebook(token_BKC)
-        own_BKR = selector.hidden_projection(state_BKH)
+        projected_BKR = selector.hidden_projection(state_BKH)
 
         def choose(draft: int, before_BW: Tensor) -> Tensor:
-            joint_BWR = selector.predecessor_codebook(before_BW) * own_BKR[:, draft, None]
+            joint_BWR = selector.predecessor_codebook(before_BW) * projected_BKR[:, draft, None]
             return best_BKC[:, draft, None] + (joint_BWR @ code_BKCR[:, draft].transpose(1, 2)).to(best_BKC.dtype)
 
         return Walk(stateless(choose), Candidates(token_BKC, slot_BKV.shape[-1]))

@@ -45,8 +45,8 @@ class HiddenCorrection(nn.Module):
 
     def forward(self, state_H: Tensor, embedded_H: Tensor) -> Tensor:
         """[..., H] the corrected states of slots. embedded_H: of the tokens before them."""
-        read_X = torch.cat([self.hidden_norm(state_H), self.embed_norm(embedded_H)], -1)
-        corrected_H: Tensor = state_H + self.down_proj(F.silu(self.gate_proj(read_X)) * self.up_proj(read_X))
+        input_X = torch.cat([self.hidden_norm(state_H), self.embed_norm(embedded_H)], -1)
+        corrected_H: Tensor = state_H + self.down_proj(F.silu(self.gate_proj(input_X)) * self.up_proj(input_X))
         return corrected_H
 
 

@@ -55,10 +55,10 @@ class PrefixGRU(nn.Module):
 
     def after(self, gates_3G: Tensor, state_G: Tensor) -> Tensor:
         """[..., G] the state after one input, whose product with `weight_ih_l0` is given."""
-        both_2G, new_G = gates_3G.tensor_split([2 * state_G.shape[-1]], -1)
-        own_both_2G, own_new_G = F.linear(state_G, self.weight_hh_l0).tensor_split([2 * state_G.shape[-1]], -1)
-        reset_G, update_G = (both_2G + own_both_2G).sigmoid().chunk(2, -1)
-        new_G = (new_G + reset_G * own_new_G).tanh()
+        reset_update_2G, new_G = gates_3G.tensor_split([2 * state_G.shape[-1]], -1)
+        hidden_reset_update_2G, hidden_new_G = F.linear(state_G, self.weight_hh_l0).tensor_split([2 * state_G.shape[-1]], -1)
+        reset_G, update_G = (reset_update_2G + hidden_reset_update_2G).sigmoid().chunk(2, -1)
+        new_G = (new_G + reset_G * hidden_new_G).tanh()
         return new_G + update_G * (state_G - new_G)
 
 
@@ -92,13 +92,15 @@ class Domino(BlockDrafter):
         return logits_V + correction_V.to(logits_V.dtype)
 
     def head_inputs(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Inputs:
-        above_PK = torch.stack([batch.after(1 + j).gather(1, anchors.source_BA).flatten() for j in range(self.draft_length)], 1)
-        read_PKH = self.read(above_PK)
-        recurrent_PKG = self.prefix_gru(read_PKH, read_PKH.new_zeros(len(read_PKH), self.recurrent_width))
+        previous_token_PK = torch.stack(
+            [batch.after(1 + j).gather(1, anchors.source_BA).flatten() for j in range(self.draft_length)], 1
+        )
+        embedded_PKH = self.read(previous_token_PK)
+        recurrent_PKG = self.prefix_gru(embedded_PKH, embedded_PKH.new_zeros(len(embedded_PKH), self.recurrent_width))
 
-        def of(draft: int, place_M: Tensor, pairs: Pairs) -> Tensor:
-            state_MH = state_BASH[:, :, self.shape.first + draft].flatten(0, 1)[place_M]
-            return torch.cat([state_MH, recurrent_PKG[place_M, draft].to(state_MH.dtype)], -1)
+        def of(draft: int, index_M: Tensor, pairs: Pairs) -> Tensor:
+            state_MH = state_BASH[:, :, self.shape.first + draft].flatten(0, 1)[index_M]
+            return torch.cat([state_MH, recurrent_PKG[index_M, draft].to(state_MH.dtype)], -1)
 
         return of
 
@@ -107,12 +109,12 @@ class Domino(BlockDrafter):
         start, until = self.base
         share = start * max(0.0, 1.0 - batch.progress / until) if self.training else 0.0
         for prediction in super().predict(batch):
-            own = replace(prediction, hidden_MH=prediction.hidden_MH[:, : self.width], head=self.slot_logits)
+            slot_prediction = replace(prediction, hidden_MH=prediction.hidden_MH[:, : self.width], head=self.slot_logits)
             if prediction.step == 0:
-                yield own
+                yield slot_prediction
                 continue
             if share:
-                yield replace(own, weight=share * prediction.weight, counted=False)
+                yield replace(slot_prediction, weight=share * prediction.weight, counted=False)
             yield replace(prediction, weight=(1.0 - share) * prediction.weight)
 
     def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Walk:
@@ -121,12 +123,12 @@ class Domino(BlockDrafter):
 
         def score(nodes: TreeLevel) -> Scored:
             gates_BW3G = F.linear(self.read(nodes.token_BW), self.prefix_gru.weight_ih_l0)
-            above_BWG = self.prefix_gru.after(gates_BW3G, nodes.state_BWH)
+            prefix_state_BWG = self.prefix_gru.after(gates_BW3G, nodes.state_BWH)
             if not nodes.depth:
-                return Scored(slot_BKV[:, :1], above_BWG)
+                return Scored(slot_BKV[:, :1], prefix_state_BWG)
             state_BWH = state_BKH[:, nodes.depth, None].expand(*nodes.token_BW.shape, -1)
-            correction_BWV = self.embed_proj(torch.cat([state_BWH, above_BWG.to(state_BWH.dtype)], -1))
-            return Scored(slot_BKV[:, nodes.depth, None] + correction_BWV.to(slot_BKV.dtype), above_BWG)
+            correction_BWV = self.embed_proj(torch.cat([state_BWH, prefix_state_BWG.to(state_BWH.dtype)], -1))
+            return Scored(slot_BKV[:, nodes.depth, None] + correction_BWV.to(slot_BKV.dtype), prefix_state_BWG)
 
         return Walk(score)
 

@@ -39,10 +39,10 @@ def build(options: DraftModelOptions, target: Target) -> Drafter:
     """Raises UserError for options that contradict each other, and for a model that cannot be loaded or cannot draft."""
     check(options)
     proposal = TreeProposal(options, options.draft_length, target)
-    found = model_of(options, target, proposal.kind)
-    if found.translation is not None:
-        return TranslatedDraft(found.lm, found.translation, options.draft_length)
-    return DraftModel(options, proposal, found)
+    draft_model = model_of(options, target, proposal.kind)
+    if draft_model.translation is not None:
+        return TranslatedDraft(draft_model.lm, draft_model.translation, options.draft_length)
+    return DraftModel(options, proposal, draft_model)
 
 
 def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
@@ -51,17 +51,21 @@ def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
         return Model(target.pruned(options.blocks))
     if options.source == "scratch":
         return Model(from_scratch(target, options.blocks, options.hidden_size))
-    found = companion(target, str(options.path), options.revision)
-    if kind != "chain" and not (found.same_tokens and found.model.trees):
-        why = "architecture is exact for chains only" if found.same_tokens else "tokenizer is another one, its drafts are text"
-        raise UserError(f"drafter.tree is {kind!r}, and the {why} of drafter.path {options.path!r}; set it to chain")
-    if found.same_tokens:
-        return Model(found.model, found.missing)
-    if found.missing is not None:
-        raise UserError(
-            f"drafter.path {options.path!r} has no weights, which a model of another tokenizer needs: {found.missing}"
+    candidate = companion(target, str(options.path), options.revision)
+    if kind != "chain" and not (candidate.same_tokens and candidate.model.trees):
+        limitation = (
+            "architecture is exact for chains only"
+            if candidate.same_tokens
+            else "tokenizer is another one, its drafts are text"
         )
-    if found.model.recurrent:
+        raise UserError(f"drafter.tree is {kind!r}, and the {limitation} of drafter.path {options.path!r}; set it to chain")
+    if candidate.same_tokens:
+        return Model(candidate.model, candidate.missing)
+    if candidate.missing is not None:
+        raise UserError(
+            f"drafter.path {options.path!r} has no weights, which a model of another tokenizer needs: {candidate.missing}"
+        )
+    if candidate.model.recurrent:
         raise UserError(
             f"drafter.path {options.path!r} has another tokenizer and recurrent layers, whose state cannot go back when its "
             "text is encoded anew; choose a draft model of the target's tokenizer, or one without such layers"
@@ -72,7 +76,7 @@ def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
         )
     if options.quantize is not None:
         raise UserError("drafter.quantize needs a draft model of the target's tokenizer; set drafter.quantize=null")
-    return Model(found.model, translation=Translation(target.tokenizer, found.tokenizer))
+    return Model(candidate.model, translation=Translation(target.tokenizer, candidate.tokenizer))
 
 
 def check(options: DraftModelOptions) -> None:
@@ -81,8 +85,8 @@ def check(options: DraftModelOptions) -> None:
     if options.source not in ("pruned", "scratch", "hf"):
         raise UserError(f"drafter.source is {options.source!r}; choose pruned, scratch or hf")
     if (options.source == "hf") != bool(options.path):
-        needs = "needs drafter.path, a model directory or a hub id" if options.source == "hf" else "reads no drafter.path"
-        raise UserError(f"drafter.source={options.source} {needs}; drafter.source=hf and drafter.path go together")
+        requirement = "needs drafter.path, a model directory or a hub id" if options.source == "hf" else "reads no drafter.path"
+        raise UserError(f"drafter.source={options.source} {requirement}; drafter.source=hf and drafter.path go together")
     if options.quantize not in (None, *BITS):
         raise UserError(f"drafter.quantize is {options.quantize!r}; choose {' or '.join(BITS)}, or null")
     if options.hidden_size is not None and options.source != "scratch":
@@ -147,9 +151,9 @@ class DraftModel(Autoregressive):
     def variants(self) -> dict[str, Drafter]:
         if self.quantize is None:
             return {}
-        plain = copy.deepcopy(self)
-        plain.quantize, plain.lm.bits, plain.remark = None, None, ""
-        return {"unquantised": plain}
+        unquantised = copy.deepcopy(self)
+        unquantised.quantize, unquantised.lm.bits, unquantised.remark = None, None, ""
+        return {"unquantised": unquantised}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Teacher-forced next tokens: the same model drafts every depth, so one prediction covers all."""

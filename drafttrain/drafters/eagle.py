@@ -73,32 +73,32 @@ class Eagle(Recurrent):
         final_PH = state_BTH.flatten(0, 1)
         steps, start_BTH = self.predicted_steps, self._noisy(state_BTH, batch)
         for step, pairs, hidden_MH in self.unroll(batch, start_BTH, steps, detach=True):
-            wanted_MH = final_PH[batch.teacher_index(pairs.label_M)]
-            apart_M = F.smooth_l1_loss(hidden_MH.float(), wanted_MH.float(), reduction="none").mean(-1)
-            aux = options.feature_weight * apart_M.sum()
+            target_MH = final_PH[batch.teacher_index(pairs.label_M)]
+            feature_loss_M = F.smooth_l1_loss(hidden_MH.float(), target_MH.float(), reduction="none").mean(-1)
+            aux = options.feature_weight * feature_loss_M.sum()
             if options.top_weight:
-                aux = aux + options.top_weight * self._top_loss(hidden_MH, wanted_MH)
+                aux = aux + options.top_weight * self._top_loss(hidden_MH, target_MH)
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, options.distribution_weight, aux=aux)
 
     def _noisy(self, state_BTH: Tensor, batch: TrainBatch) -> Tensor:
         """Noise that is a function of the batch alone: the same in a run that was resumed."""
         if not (self.training and self.options.noise):
             return state_BTH
-        place_T = torch.arange(1, batch.token_BT.shape[1] + 1, device=state_BTH.device)
-        generator = torch.Generator(state_BTH.device).manual_seed(int((batch.token_BT * place_T).sum()))
+        index_T = torch.arange(1, batch.token_BT.shape[1] + 1, device=state_BTH.device)
+        generator = torch.Generator(state_BTH.device).manual_seed(int((batch.token_BT * index_T).sum()))
         noise_BTH = torch.rand(state_BTH.shape, generator=generator, device=state_BTH.device, dtype=state_BTH.dtype)
         return state_BTH + (2 * noise_BTH - 1) * (self.options.noise * 512 / batch.longest)
 
-    def _top_loss(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
+    def _top_loss(self, hidden_MH: Tensor, target_MH: Tensor) -> Tensor:
         """The sum of - p log q over the target's likeliest tokens (arXiv 2408.15766, section 3.1)."""
 
-        def chunk(hidden_CH: Tensor, wanted_CH: Tensor) -> Tensor:
+        def chunk(hidden_CH: Tensor, target_CH: Tensor) -> Tensor:
             with torch.no_grad():
-                p_CR, token_CR = self.logits(wanted_CH).float().softmax(-1).topk(self.options.top_k)
+                p_CR, token_CR = self.logits(target_CH).float().softmax(-1).topk(self.options.top_k)
             return -(p_CR * self.logits(hidden_CH).float().log_softmax(-1).gather(1, token_CR)).sum()
 
-        pieces = zip(hidden_MH.split(CHUNK), wanted_MH.split(CHUNK), strict=True)
-        total: Tensor = sum((checkpoint(chunk, *p, use_reentrant=False) for p in pieces), start=hidden_MH.new_zeros(()))
+        chunks = zip(hidden_MH.split(CHUNK), target_MH.split(CHUNK), strict=True)
+        total: Tensor = sum((checkpoint(chunk, *p, use_reentrant=False) for p in chunks), start=hidden_MH.new_zeros(()))
         return total
 
 

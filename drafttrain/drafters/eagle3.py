@@ -86,8 +86,8 @@ class Eagle3(FusedDrafter, Recurrent):
         self.add_fusion(taps_of(options, shape.blocks), options.fc_norm, shape, options.norm_before_fc)
         shape.check_window(options.layers, max(self.draft_length, options.steps))
         self.midlayer = Eagle3Layer(shape, options.qk_norm)
-        more = {str(i): DecoderLayer(shape, qk_norm=options.qk_norm, number=i) for i in range(1, options.layers)}
-        self.layers = nn.ModuleDict(more)
+        further_layers = {str(i): DecoderLayer(shape, qk_norm=options.qk_norm, number=i) for i in range(1, options.layers)}
+        self.layers = nn.ModuleDict(further_layers)
         self.embed_tokens = own_embedding(target, shape) if options.own_embedding else None
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.add_head(options.draft_vocab)
@@ -107,8 +107,8 @@ class Eagle3(FusedDrafter, Recurrent):
         return embedded_BNH
 
     def resolved_options(self) -> dict[str, Any]:
-        own = LayerOptions.between(self.layer_shape, self._target.module.shape)
-        return {"target_layer_ids": list(self.taps.blocks), "layer": asdict(own)}
+        layer_options = LayerOptions.between(self.layer_shape, self._target.module.shape)
+        return {"target_layer_ids": list(self.taps.blocks), "layer": asdict(layer_options)}
 
     def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         return self.midlayer.enter(self.embed(token_BN, state_BNH), state_BNH, self.before)
@@ -140,8 +140,8 @@ class Tapped(Protocol):
 
 
 def taps_of(options: Tapped, blocks: int) -> list[int]:
-    given = options.target_layer_ids
-    return default_taps(blocks, options.target_layer_rule) if given is None else list(given)
+    layer_ids = options.target_layer_ids
+    return default_taps(blocks, options.target_layer_rule) if layer_ids is None else list(layer_ids)
 
 
 def default_taps(blocks: int, rule: str = "official") -> list[int]:

@@ -104,26 +104,26 @@ class EarlyExit(Autoregressive):
 
     def _angle_table(self, attention: Attention) -> tuple[Tensor, Tensor]:
         """The rotary angles of all positions, made once: captured graphs of earlier sessions read them there."""
-        like, made = attention.o_proj.weight, self._angles
-        if made is None or (made[0].device, made[0].dtype) != (like.device, like.dtype):
-            made = self._angles = attention.angle_table(self._target.module.shape.max_positions)
-        return made
+        weight, angles = attention.o_proj.weight, self._angles
+        if angles is None or (angles[0].device, angles[0].dtype) != (weight.device, weight.dtype):
+            angles = self._angles = attention.angle_table(self._target.module.shape.max_positions)
+        return angles
 
     def run(
         self, caches: list[KVCache], token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
     ) -> Tensor | None:
-        first, (kv, *others) = self._first.module, caches
+        first, (kv, *adapter_caches) = self._first.module, caches
         if self.adapter is None:
             return first(token_BN, kv, ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
         out = first(token_BN, kv, ancestor_BNN, position_BN, self.taps, token_BN[:, :0])
-        exit_BNH, (adapter_kv,) = out.hidden[self.blocks - 1], others
+        exit_BNH, (adapter_kv,) = out.hidden[self.blocks - 1], adapter_caches
         assert self.fused_attention is not None
         earlier = 0 if ancestor_BNN is None else ancestor_BNN.shape[2] - ancestor_BNN.shape[1]
         angles = self._angle_table(self.adapter.self_attn)
         meta = AttentionMetadata(adapter_kv, position_BN, ancestor_BNN, *angles, None, earlier)
         added_BNH = self.fused_attention.run(self.adapter.read(exit_BNH), meta)
-        at_BRH = row_BR[..., None].expand(-1, -1, exit_BNH.shape[-1])
-        return self._logits((exit_BNH + added_BNH).gather(1, at_BRH)) if row_BR.shape[1] else None
+        index_BRH = row_BR[..., None].expand(-1, -1, exit_BNH.shape[-1])
+        return self._logits((exit_BNH + added_BNH).gather(1, index_BRH)) if row_BR.shape[1] else None
 
 
 FAMILY = Family("early_exit", EarlyExitOptions, EarlyExit)

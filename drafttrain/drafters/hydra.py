@@ -96,18 +96,18 @@ class HydraBase(Drafter):
         """[B, T, H]: the base states of the heads."""
         return batch.hidden[FINAL]
 
-    def _joined(self, state_I: Tensor, known_D: Tensor) -> Tensor:
+    def _joined(self, state_I: Tensor, token_D: Tensor) -> Tensor:
         """[..., I + D H]: a state [..., I] and the embeddings of the D tokens that follow it."""
-        return torch.cat([state_I, self._target.module.embed(known_D).flatten(-2).to(state_I.dtype)], -1)
+        return torch.cat([state_I, self._target.module.embed(token_D).flatten(-2).to(state_I.dtype)], -1)
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Head k (from 0) knows the k + 1 tokens after its source and predicts the next one."""
         base_PH = self.base(batch).flatten(0, 1)
-        after = [batch.after(1 + k).flatten() for k in range(self.draft_length)]
+        future_tokens = [batch.after(1 + k).flatten() for k in range(self.draft_length)]
         for k in range(self.draft_length):
             pairs = batch.future(k + 2)
-            known_MD = torch.stack([token_P[pairs.source_M] for token_P in after[: k + 1]], 1)
-            joined_MI = self._joined(base_PH[pairs.source_M], known_MD)
+            token_MD = torch.stack([token_P[pairs.source_M] for token_P in future_tokens[: k + 1]], 1)
+            joined_MI = self._joined(base_PH[pairs.source_M], token_MD)
             hidden_MH = recomputed(self.recomputes, self.hydra_mlp[k], joined_MI)
             yield Prediction(k, pairs.source_M, pairs.label_M, hidden_MH, self.hydra_lm_head[k], self.decay ** (k + 1))
 
@@ -133,9 +133,9 @@ class Hydra(HydraBase):
 
 class HydraState(LastState):
     def __init__(self, drafter: Hydra, slots: int) -> None:
-        like = next(drafter.parameters())
-        super().__init__(slots, drafter.width, like)
-        self.drafter, self.grower = drafter, drafter.proposal.grower(like.device)
+        parameter = next(drafter.parameters())
+        super().__init__(slots, drafter.width, parameter)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(parameter.device)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         return self.drafter.grow(self.grower, self.hidden_SH[slot_B], self.root_S[slot_B], depth)

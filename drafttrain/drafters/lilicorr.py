@@ -60,15 +60,15 @@ class LiLiCorr(BlockDrafter):
 
     def lattice(self, state_NKH: Tensor, context_NH: Tensor) -> Lattice:
         """The candidates of whole blocks and their scores. context_NH: of the last position before each block."""
-        whole, parts = torch.is_grad_enabled() and not self.recomputes, []
-        at_once = max(1, len(state_NKH) if whole else EVALUATED // self.shape.size)
-        for at in pieces(self, len(state_NKH), at_once, state_NKH.device):
-            state_RKH, context_RH = state_NKH[at], context_NH[at]
+        single_pass, outputs = torch.is_grad_enabled() and not self.recomputes, []
+        at_once = max(1, len(state_NKH) if single_pass else EVALUATED // self.shape.size)
+        for chunk in pieces(self, len(state_NKH), at_once, state_NKH.device):
+            state_RKH, context_RH = state_NKH[chunk], context_NH[chunk]
             log_q_RKC, token_RKC = self.best(state_RKH)
             embedded_RKCH = self._target.module.embed(token_RKC).detach().to(state_RKH.dtype)
             scores = recomputed(self.recomputes, self.lilicorr, embedded_RKCH, log_q_RKC, state_RKH, context_RH)
-            parts.append((token_RKC, *scores))
-        return Lattice(*(torch.cat(x) for x in zip(*parts, strict=True)))
+            outputs.append((token_RKC, *scores))
+        return Lattice(*(torch.cat(x) for x in zip(*outputs, strict=True)))
 
     def best(self, state_NKH: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probability, token), [N, K, C] each, of the likeliest tokens by the slots' states alone.
@@ -76,8 +76,8 @@ class LiLiCorr(BlockDrafter):
         The probabilities are those of the whole vocabulary, and have gradients.
         """
         state_MH, rows = state_NKH.flatten(0, 1), rows_at_once(self.vocab)
-        parts = [recomputed(True, self._best, state_RH) for state_RH in state_MH.split(rows)]
-        log_q_NKC, token_NKC = (torch.cat(x).unflatten(0, state_NKH.shape[:2]) for x in zip(*parts, strict=True))
+        outputs = [recomputed(True, self._best, state_RH) for state_RH in state_MH.split(rows)]
+        log_q_NKC, token_NKC = (torch.cat(x).unflatten(0, state_NKH.shape[:2]) for x in zip(*outputs, strict=True))
         return log_q_NKC, token_NKC
 
     def _best(self, state_RH: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,22 +104,26 @@ class LiLiCorr(BlockDrafter):
         hidden = {key: batch.hidden[key].gather(1, columns(anchors, batch.hidden[key])) for key in self.taps.keys}
         state_NKH = self.drafting(state_BASH.flatten(0, 1), self.draft_length)
         lattice = self.lattice(state_NKH, self.context(hidden).flatten(0, 1))
-        above_NK = torch.stack([batch.after(1 + j).gather(1, anchors.source_BA).flatten() for j in range(self.draft_length)], 1)
-        score_NKC = torch.cat([lattice.scores(j, above_NK[:, j, None]) for j in range(self.draft_length)], 1)
+        previous_token_NK = torch.stack(
+            [batch.after(1 + j).gather(1, anchors.source_BA).flatten() for j in range(self.draft_length)], 1
+        )
+        score_NKC = torch.cat([lattice.scores(j, previous_token_NK[:, j, None]) for j in range(self.draft_length)], 1)
         aux = self.lattice_loss(batch, self.labels(batch, anchors), lattice, score_NKC) / (self.draft_length * anchors.share)
         slots = super().predictions(batch, anchors, state_BASH)
-        for own, (place_M, _) in zip(slots, self.steps(batch, anchors), strict=True):
-            step, weight = own.step, self.weights[2] * own.weight
-            yield replace(own, counted=False)
-            input_MX = torch.cat([score_NKC[place_M, step], lattice.token_NKC[place_M, step].float()], -1)
-            of_lattice = aux if step == 0 else None
-            yield replace(own, hidden_MH=input_MX, head=self.choice, weight=weight, aux=of_lattice, offers=self.offered)
+        for slot_prediction, (index_M, _) in zip(slots, self.steps(batch, anchors), strict=True):
+            step, weight = slot_prediction.step, self.weights[2] * slot_prediction.weight
+            yield replace(slot_prediction, counted=False)
+            input_MX = torch.cat([score_NKC[index_M, step], lattice.token_NKC[index_M, step].float()], -1)
+            lattice_aux = aux if step == 0 else None
+            yield replace(
+                slot_prediction, hidden_MH=input_MX, head=self.choice, weight=weight, aux=lattice_aux, offers=self.offered
+            )
 
     def labels(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[N, K] flat position of each draft's label; -1 for a draft without one."""
         label_NK = torch.full((anchors.real_BA.numel(), self.draft_length), -1, device=batch.token_BT.device)
-        for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
-            label_NK[place_M, step] = pairs.label_M
+        for step, (index_M, pairs) in enumerate(self.steps(batch, anchors)):
+            label_NK[index_M, step] = pairs.label_M
         return label_NK
 
     def lattice_loss(self, batch: TrainBatch, label_NK: Tensor, lattice: Lattice, score_NKC: Tensor) -> Tensor:
@@ -129,17 +133,17 @@ class LiLiCorr(BlockDrafter):
         score_NKC: of the candidates, after the true tokens above.
         """
         true_NK = batch.token_BT.flatten()[label_NK]
-        same_NKC = lattice.token_NKC == true_NK[..., None]
-        whole_N1, found_NK = (label_NK >= 0).all(1, keepdim=True), same_NKC.any(-1)
-        learnt_NK = whole_N1 & found_NK.int().cumprod(1).bool()
-        score_MC, place_M1 = score_NKC[learnt_NK], same_NKC[learnt_NK].int().argmax(-1)[:, None]
+        match_NKC = lattice.token_NKC == true_NK[..., None]
+        complete_N1, covered_NK = (label_NK >= 0).all(1, keepdim=True), match_NKC.any(-1)
+        learnt_NK = complete_N1 & covered_NK.int().cumprod(1).bool()
+        score_MC, index_M1 = score_NKC[learnt_NK], match_NKC[learnt_NK].int().argmax(-1)[:, None]
         log_choice_MC = score_MC.log_softmax(-1)
-        of_true, of_penalty, _ = self.weights
-        loss = -of_true * log_choice_MC.gather(1, place_M1).sum()
-        if of_penalty:
+        ce_weight, penalty_weight, _ = self.weights
+        loss = -ce_weight * log_choice_MC.gather(1, index_M1).sum()
+        if penalty_weight:
             logits_MC = self.target_logits(batch, batch.teacher_index(label_NK[learnt_NK]), lattice.token_NKC[learnt_NK])
-            below_MC = F.relu(logits_MC.gather(1, place_M1) - logits_MC)
-            loss = loss + of_penalty * (log_choice_MC.exp() * below_MC).sum()
+            margin_MC = F.relu(logits_MC.gather(1, index_M1) - logits_MC)
+            loss = loss + penalty_weight * (log_choice_MC.exp() * margin_MC).sum()
         return loss
 
     @torch.no_grad()
@@ -149,21 +153,21 @@ class LiLiCorr(BlockDrafter):
             return stored_log_p(batch.top, position_M, token_MC, self.vocab)
         target, final_PH = self._target.module, batch.hidden[FINAL].flatten(0, 1)
         position_U, index_M = position_M.unique(return_inverse=True)
-        found_MC, rows = token_MC.new_zeros(token_MC.shape, dtype=torch.float32), rows_at_once(self.vocab)
+        logits_MC, rows = token_MC.new_zeros(token_MC.shape, dtype=torch.float32), rows_at_once(self.vocab)
         for start in range(0, len(position_U), rows):
             logits_RV = target.head(final_PH[position_U[start : start + rows]].to(target.head_weight.dtype))
-            here_m = ((index_M >= start) & (index_M < start + rows)).nonzero()[:, 0]
-            found_MC[here_m] = logits_RV[(index_M[here_m] - start)[:, None], token_MC[here_m]].float()
-        return found_MC
+            chunk_m = ((index_M >= start) & (index_M < start + rows)).nonzero()[:, 0]
+            logits_MC[chunk_m] = logits_RV[(index_M[chunk_m] - start)[:, None], token_MC[chunk_m]].float()
+        return logits_MC
 
 
 def check(options: LiLiCorrOptions, target: Target) -> None:
     """Raise UserError for a corrector that cannot be."""
     if options.slots != "in_place":
         raise UserError(f"drafter.slots is {options.slots!r}; this family drafts in place: set drafter.slots=in_place")
-    most = min(16, target.shape.vocab_size)
-    if options.candidates not in (2, 4, 8, 16) or options.candidates > most:
-        raise UserError(f"drafter.candidates is {options.candidates}; choose a power of 2 within 2 and {most}")
+    max_candidates = min(16, target.shape.vocab_size)
+    if options.candidates not in (2, 4, 8, 16) or options.candidates > max_candidates:
+        raise UserError(f"drafter.candidates is {options.candidates}; choose a power of 2 within 2 and {max_candidates}")
     if (
         min(options.hidden_size, options.factor_dim, options.corrector_layers, options.heads) < 1
         or options.hidden_size % options.heads
@@ -196,10 +200,10 @@ def rows_at_once(vocab: int) -> int:
 def stored_log_p(stored: Top, position_M: Tensor, token_MC: Tensor, vocab: int) -> Tensor:
     """[M, C] the target's log-probabilities. Tokens that are not stored share the rest of the probability evenly."""
     id_Mk, log_p_Mk = stored.id_BTk.flatten(0, 1)[position_M], stored.log_p_BTk.flatten(0, 1)[position_M]
-    rest_M = stored.log_rest_BT.flatten()[position_M] - math.log(max(1, vocab - id_Mk.shape[1]))
-    same_MCk = id_Mk[:, None] == token_MC[..., None]
-    log_p_MC = log_p_Mk[:, None].expand_as(same_MCk).where(same_MCk, -torch.inf).amax(-1)
-    return torch.where(same_MCk.any(-1), log_p_MC, rest_M[:, None]).clamp_min(LEAST).float()
+    unstored_log_p_M = stored.log_rest_BT.flatten()[position_M] - math.log(max(1, vocab - id_Mk.shape[1]))
+    match_MCk = id_Mk[:, None] == token_MC[..., None]
+    log_p_MC = log_p_Mk[:, None].expand_as(match_MCk).where(match_MCk, -torch.inf).amax(-1)
+    return torch.where(match_MCk.any(-1), log_p_MC, unstored_log_p_M[:, None]).clamp_min(LEAST).float()
 
 
 FAMILY = Family("lilicorr", LiLiCorrOptions, LiLiCorr)

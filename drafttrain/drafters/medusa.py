@@ -64,11 +64,11 @@ class Stack:
 
 
 def joined(parameters: list[Tensor]) -> Tensor:
-    whole = torch.stack([p.detach() for p in parameters])
+    stacked = torch.stack([p.detach() for p in parameters])
     if not parameters[0].requires_grad:
-        for p, part in zip(parameters, whole, strict=True):
-            p.data = part
-    return whole
+        for p, view in zip(parameters, stacked, strict=True):
+            p.data = view
+    return stacked
 
 
 class Medusa(Drafter):
@@ -91,8 +91,8 @@ class Medusa(Drafter):
         adapts = LoraSpec.of(options.adapter)
         super().__init__(TreeProposal(options, options.heads, target, independent=True))
         self.taps, self.decay, self.adapts = Taps(final=True), options.head_decay, adapts
-        own = options.init == "copy"
-        heads = [MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads)]
+        copies_head = options.init == "copy"
+        heads = [MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, copies_head) for _ in range(options.heads)]
         for head in heads:
             if head.output is not None:
                 head.output.weight.data.copy_(target.head_weight.detach())
@@ -103,8 +103,8 @@ class Medusa(Drafter):
 
     def _output(self, k: int) -> Callable[[Tensor], Tensor]:
         """Head k's output matrix: its own, or the target's, which works in the target's dtype."""
-        own: nn.Linear | None = self.heads[k].output  # type: ignore[assignment]
-        return own if own is not None else self.shared_head
+        output: nn.Linear | None = self.heads[k].output  # type: ignore[assignment]
+        return output if output is not None else self.shared_head
 
     def shared_head(self, hidden_H: Tensor) -> Tensor:
         """[..., V] logits by the target's head."""
@@ -139,10 +139,10 @@ class MedusaState(LastState):
     """The state that the heads read, and the tree that their choices make."""
 
     def __init__(self, drafter: Medusa, slots: int) -> None:
-        like = next(drafter.heads.parameters())
+        parameter = next(drafter.heads.parameters())
         self.stack = drafter.stack()
-        super().__init__(slots, drafter.width, like)
-        self.drafter, self.grower = drafter, drafter.proposal.grower(like.device)
+        super().__init__(slots, drafter.width, parameter)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(parameter.device)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         state_BH, root_B = self.hidden_SH[slot_B], self.root_S[slot_B]

@@ -62,22 +62,24 @@ class MLPSpeculator(Drafter):
     revertible = True
 
     def __init__(self, options: MLPSpeculatorOptions, target: Target) -> None:
-        of, count = target.shape, options.n_predict
-        inner = of.hidden_size if options.inner_dim is None else options.inner_dim
+        shape, count = target.shape, options.n_predict
+        inner = shape.hidden_size if options.inner_dim is None else options.inner_dim
         if count < 1 or inner < 1:
             raise UserError(f"drafter.n_predict is {count}, drafter.inner_dim {inner}; both must be 1 or more")
-        if count + 2 > of.max_positions:
-            raise UserError(f"drafter.n_predict is {count}; a context of {of.max_positions} allows {of.max_positions - 2}")
+        if count + 2 > shape.max_positions:
+            raise UserError(
+                f"drafter.n_predict is {count}; a context of {shape.max_positions} allows {shape.max_positions - 2}"
+            )
         super().__init__(TreeProposal(options, count, target))
-        self.taps, self.width, self.scaled = Taps(final=True), of.hidden_size, options.scale_input
-        kept = 0.5 ** (0.5 / count)  # of a state's weight, from one stage to the next
-        self.weight = math.sqrt((1 - kept**2) * inner / 2) / kept
-        sets = 1 if options.tie_weights else count
-        widths = [of.hidden_size] + [inner] * (min(1, count - 1) if options.tie_weights else count - 1)
-        self.emb = nn.ModuleList(nn.Embedding(of.vocab_size, inner) for _ in range(sets))
+        self.taps, self.width, self.scaled = Taps(final=True), shape.hidden_size, options.scale_input
+        state_share = 0.5 ** (0.5 / count)  # of a state's weight, from one stage to the next
+        self.weight = math.sqrt((1 - state_share**2) * inner / 2) / state_share
+        module_sets = 1 if options.tie_weights else count
+        widths = [shape.hidden_size] + [inner] * (min(1, count - 1) if options.tie_weights else count - 1)
+        self.emb = nn.ModuleList(nn.Embedding(shape.vocab_size, inner) for _ in range(module_sets))
         self.proj = nn.ModuleList(Linear(width, inner, bias=False) for width in widths)
-        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(sets))
-        self.head = nn.ModuleList(Linear(inner, of.vocab_size, bias=False) for _ in range(sets))
+        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(module_sets))
+        self.head = nn.ModuleList(Linear(inner, shape.vocab_size, bias=False) for _ in range(module_sets))
         self._initialise(target, inner)
 
     def _initialise(self, target: Target, inner: int) -> None:
@@ -85,8 +87,8 @@ class MLPSpeculator(Drafter):
         for proj in self.proj:
             nn.init.normal_(proj.weight, std=inner**-0.5)  # type: ignore[arg-type]
         for emb, head in zip(self.emb, self.head, strict=True):
-            for part in (emb, head):
-                nn.init.normal_(part.weight, std=inner**-0.5)  # type: ignore[arg-type]
+            for module in (emb, head):
+                nn.init.normal_(module.weight, std=inner**-0.5)  # type: ignore[arg-type]
             if inner == self.width:
                 token_V = torch.arange(target.shape.vocab_size, device=target.device)
                 emb.weight.data.copy_(unit_rms(target.embed(token_V).detach().float()) * inner**-0.5)  # type: ignore[operator]
@@ -101,7 +103,7 @@ class MLPSpeculator(Drafter):
 
     def stage(self, stage: int, state: Tensor, token: Tensor) -> Tensor:
         """[..., I] the state of stage `stage` (from 0), after one more token."""
-        proj, emb, ln = (parts[min(stage, len(parts) - 1)] for parts in (self.proj, self.emb, self.ln))
+        proj, emb, ln = (modules[min(stage, len(modules) - 1)] for modules in (self.proj, self.emb, self.ln))
         out_I: Tensor = F.gelu(ln(proj(state) + self.weight * emb(token)))
         return out_I
 
@@ -123,9 +125,9 @@ class MLPSpeculatorState(LastState):
     """The state that the first stage reads. A node's state is the one that the node was chosen from."""
 
     def __init__(self, drafter: MLPSpeculator, slots: int) -> None:
-        like = next(drafter.parameters())
-        super().__init__(slots, drafter.width, like)
-        self.drafter, self.grower = drafter, drafter.proposal.grower(like.device)
+        parameter = next(drafter.parameters())
+        super().__init__(slots, drafter.width, parameter)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(parameter.device)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter = self.drafter

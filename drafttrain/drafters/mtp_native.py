@@ -61,9 +61,9 @@ class OwnMTPModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnMTPModule:
         """Buffers keep their precision: a router's biases choose the experts, and transformers keeps them in float32."""
-        before = {name: buffer for name, buffer in self.named_buffers() if buffer.is_floating_point()}
+        buffers = {name: buffer for name, buffer in self.named_buffers() if buffer.is_floating_point()}
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
+        for name, buffer in buffers.items():
             owner, _, last = name.rpartition(".")
             setattr(self.get_submodule(owner), last, buffer.to(self.get_buffer(name).device))
         return self
@@ -77,25 +77,25 @@ class MTPNative(FeedsBack):
     def __init__(self, options: MTPNativeOptions, target: Target) -> None:
         super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
         check(options)
-        whole, self.taps = cast(HFTarget, target), Taps(final=True)
-        layout, stored = source_of(options, whole)
+        hf_target, self.taps = cast(HFTarget, target), Taps(final=True)
+        layout, stored = source_of(options, hf_target)
         self.hidden_first = layout is not None and layout.hidden_first
         normed = layout is None or layout.norm_output
         self.norm_output = normed if options.norm_output is None else options.norm_output
-        blocks = whole.shape.blocks
+        blocks = hf_target.shape.blocks
         count = options.modules or (1 if stored is None or layout is None else count_of(layout, blocks, stored))
         if count > 1:
             self._check_modules(count)
             self.steps = min(self.steps, count)
         self.decay, decays = options.step_decay, [options.step_decay**step for step in range(self.steps)]
         self.first_weight = 1.0 / sum(decays)
-        self.depths = nn.ModuleList(OwnMTPModule(whole, number) for number in range(count))
-        self.rotary: FrozenRef[Any] = FrozenRef(whole.backbone.module.rotary_emb)
+        self.depths = nn.ModuleList(OwnMTPModule(hf_target, depth) for depth in range(count))
+        self.rotary: FrozenRef[Any] = FrozenRef(hf_target.backbone.module.rotary_emb)
         self.starts_usable = options.source != "fresh"
         self._waits: dict[tuple[torch.device, torch.dtype], str | None] = {}  # `_why_waiting`
         if stored is not None and layout is not None:
-            for number, module in enumerate(self.depths):
-                Numbered(layout, blocks, number).fill(module, stored)
+            for depth, module in enumerate(self.depths):
+                Numbered(layout, blocks, depth).fill(module, stored)
 
     def _check_modules(self, count: int) -> None:
         """Raise UserError for what a module for each depth cannot do."""
@@ -112,23 +112,23 @@ class MTPNative(FeedsBack):
     @property
     def captured(self) -> bool:
         """transformers' block may wait for the GPU, where it has experts. Tried once on each device and for each dtype."""
-        like = self.module.eh_proj.weight
-        if like.device.type != "cuda":
+        weight = self.module.eh_proj.weight
+        if weight.device.type != "cuda":
             return True
-        if (like.device, like.dtype) not in self._waits:
-            self._waits[like.device, like.dtype] = self._why_waiting()
-        return self._waits[like.device, like.dtype] is None
+        if (weight.device, weight.dtype) not in self._waits:
+            self._waits[weight.device, weight.dtype] = self._why_waiting()
+        return self._waits[weight.device, weight.dtype] is None
 
     @torch.no_grad()
     def _why_waiting(self) -> str | None:
-        positions, like = self.passes(1, PAGE), self.module.eh_proj.weight
+        positions, weight = self.passes(1, PAGE), self.module.eh_proj.weight
         positions.kv.use_static_length(1, 1)
-        x_11H = like.new_zeros(1, 1, like.shape[0])
+        x_11H = weight.new_zeros(1, 1, weight.shape[0])
 
         def work() -> None:
             meta = positions.meta(positions.after_prefix(1))
-            for number in range(self.modules_count):
-                forward(self.module_of(number).block, self.rotary.module, x_11H, meta)
+            for depth in range(self.modules_count):
+                forward(self.module_of(depth).block, self.rotary.module, x_11H, meta)
 
         work()
         return why_waiting(work)
@@ -159,8 +159,8 @@ class MTPNative(FeedsBack):
 
     def enter(self, token_BN: Tensor, state_BNH: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
         module = self.module_of(step)
-        parts = [module.enorm(self.embed(token_BN, state_BNH)), module.hnorm(state_BNH)]
-        joined_BNH = module.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
+        inputs = [module.enorm(self.embed(token_BN, state_BNH)), module.hnorm(state_BNH)]
+        joined_BNH = module.eh_proj(torch.cat(inputs[::-1] if self.hidden_first else inputs, -1))
         return joined_BNH, joined_BNH
 
     def normed(self, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -250,9 +250,9 @@ def source_of(options: MTPNativeOptions, target: HFTarget) -> tuple[OwnModule | 
     layout = layout_of(model_type)
     if target.outline:
         return layout, None
-    own = options.source == "target"
-    directory = directory_of(target.model) if own else Path(options.source).expanduser()
-    if not own and not (directory and directory.is_dir()):
+    from_target = options.source == "target"
+    directory = directory_of(target.model) if from_target else Path(options.source).expanduser()
+    if not from_target and not (directory and directory.is_dir()):
         raise UserError(f"drafter.source is {options.source!r}; set it to target, fresh, or a checkpoint's directory")
     return layout, open_source(directory, f"drafter.source={options.source}")
 

@@ -33,13 +33,13 @@ from drafttrain.model.target import FINAL, Taps, Target
 def build(options: PardOptions, target: Target) -> Drafter:
     """Raises UserError for options that contradict each other, and for a model that cannot be loaded or cannot draft."""
     check(options)
-    found = model_of(options, target, "chain")  # whatever the tree: it is made of one chain's choices
-    if found.translation is not None:
+    draft_model = model_of(options, target, "chain")  # whatever the tree: it is made of one chain's choices
+    if draft_model.translation is not None:
         raise UserError(
             f"drafter.path {options.path!r} has another tokenizer than the target, and masks are tokens of the target's; "
             "choose a model of the target's tokenizer"
         )
-    return Pard(options, TreeProposal(options, options.draft_length, target, independent=True), found)
+    return Pard(options, TreeProposal(options, options.draft_length, target, independent=True), draft_model)
 
 
 class Pard(DraftModel):

@@ -63,27 +63,27 @@ class PEagle(FusedDrafter):
         super().__init__(TreeProposal(options, options.draft_length, target, independent=True))
         self._target = FrozenRef(target)
         self.retention = Retention(options.retention, options.least_retention)
-        of = self.layer_shape = LayerOptions.of(options.layer).shape(target.shape)
-        self.mask_token = of.vocab_size - 1 if options.mask_token is None else options.mask_token
-        if not 0 <= self.mask_token < of.vocab_size or options.layers < 1:
+        layer_shape = self.layer_shape = LayerOptions.of(options.layer).shape(target.shape)
+        self.mask_token = layer_shape.vocab_size - 1 if options.mask_token is None else options.mask_token
+        if not 0 <= self.mask_token < layer_shape.vocab_size or options.layers < 1:
             raise UserError(
                 f"drafter.mask_token is {self.mask_token}, drafter.layers {options.layers}; the drafter embeds "
-                f"0..{of.vocab_size - 1}, and has one layer at least"
+                f"0..{layer_shape.vocab_size - 1}, and has one layer at least"
             )
         self.before = options.norm_before_residual
-        self.add_fusion(taps_of(options, of.blocks), options.fc_norm, of, options.norm_before_fc)
+        self.add_fusion(taps_of(options, layer_shape.blocks), options.fc_norm, layer_shape, options.norm_before_fc)
         self.mask = MaskState(self.fc.in_features)
-        self.embed_tokens = own_embedding(target, of)
-        of.check_window(options.layers, self.draft_length)
-        others = (DecoderLayer(of, qk_norm=options.qk_norm, number=i) for i in range(1, options.layers))
-        self.layers = nn.ModuleList([Eagle3Layer(of, options.qk_norm), *others])
+        self.embed_tokens = own_embedding(target, layer_shape)
+        layer_shape.check_window(options.layers, self.draft_length)
+        further_layers = (DecoderLayer(layer_shape, qk_norm=options.qk_norm, number=i) for i in range(1, options.layers))
+        self.layers = nn.ModuleList([Eagle3Layer(layer_shape, options.qk_norm), *further_layers])
         self.fused_layers = FusedLayers(list(self.layers))  # type: ignore[arg-type]
-        self.norm = RMSNorm(of.hidden_size, of.norm_eps)
+        self.norm = RMSNorm(layer_shape.hidden_size, layer_shape.norm_eps)
         self.add_head(options.draft_vocab)
 
     def resolved_options(self) -> dict[str, Any]:
-        own = LayerOptions.between(self.layer_shape, self._target.module.shape)
-        return {"target_layer_ids": list(self.taps.blocks), "mask_token": self.mask_token, "layer": asdict(own)}
+        layer_options = LayerOptions.between(self.layer_shape, self._target.module.shape)
+        return {"target_layer_ids": list(self.taps.blocks), "mask_token": self.mask_token, "layer": asdict(layer_options)}
 
     @property
     def _slots(self) -> int:
@@ -103,23 +103,23 @@ class PEagle(FusedDrafter):
     def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         """(the residual, the input of attention) of the first layer."""
         layer: Any = self.layers[0]
-        entered: tuple[Tensor, Tensor] = layer.enter(self.embed_tokens(token_BN), state_BNH, self.before)
-        return entered
+        residual_and_input: tuple[Tensor, Tensor] = layer.enter(self.embed_tokens(token_BN), state_BNH, self.before)
+        return residual_and_input
 
     def through(self, token_BN: Tensor, state_BNH: Tensor, attend: Attend) -> Tensor:
         """[B, N, H] the last layer's output. attend: (attention of a layer, its input) -> its output."""
 
-        def run(number: int, state_BNH: Tensor) -> Tensor:
-            layer: Any = self.layers[number]
-            if number:
+        def run(layer_index: int, state_BNH: Tensor) -> Tensor:
+            layer: Any = self.layers[layer_index]
+            if layer_index:
                 residual_BNH, read_BNI = state_BNH, layer.input_layernorm(state_BNH)
             else:
                 residual_BNH, read_BNI = self.enter(token_BN, state_BNH)
-            left_BNH: Tensor = layer.leave(residual_BNH, attend(layer.self_attn, read_BNI))
-            return left_BNH
+            out_BNH: Tensor = layer.leave(residual_BNH, attend(layer.self_attn, read_BNI))
+            return out_BNH
 
-        for number in range(len(self.layers)):
-            state_BNH = recomputed(self.recomputes, run, number, state_BNH)
+        for layer_index in range(len(self.layers)):
+            state_BNH = recomputed(self.recomputes, run, layer_index, state_BNH)
         return state_BNH
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:

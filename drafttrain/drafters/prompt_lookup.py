@@ -30,14 +30,14 @@ class PromptLookup(Drafter):
     revertible = True
 
     def __init__(self, options: PromptLookupOptions, target: Target) -> None:
-        most, least = options.max_ngram, options.min_ngram
-        if least < 1 or options.draft_length < 1 or (most is not None and most < least):
+        max_ngram, min_ngram = options.max_ngram, options.min_ngram
+        if min_ngram < 1 or options.draft_length < 1 or (max_ngram is not None and max_ngram < min_ngram):
             raise UserError(
-                f"drafter.min_ngram is {least}, max_ngram {most}, draft_length {options.draft_length}; "
+                f"drafter.min_ngram is {min_ngram}, max_ngram {max_ngram}, draft_length {options.draft_length}; "
                 "set each to 1 or more, and min_ngram no higher than max_ngram"
             )
         super().__init__(Proposal(options.draft_length))
-        self.taps, self.most, self.least = Taps(), most, least
+        self.taps, self.most, self.least = Taps(), max_ngram, min_ngram
         self._target = FrozenRef(target)
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
@@ -60,23 +60,23 @@ class LookupState(RevertibleState):
         self.length_S.index_fill_(0, slot_R, 0)
 
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
-        known_BA = torch.cat([commit.token_BA[:, :1], commit.next_BA], 1)  # ends with the root
-        column_A, spare = torch.arange(known_BA.shape[1], device=slot_B.device), self.token_SP.shape[1] - 1
-        held_B, new_B = self.length_S[slot_B], commit.count_B
-        real_BA = (column_A <= new_B[:, None]) & (new_B > 0)[:, None]
-        at_BA = torch.where(real_BA, held_B[:, None] + column_A, spare)
-        self.token_SP[slot_B[:, None], at_BA] = known_BA
-        self.length_S[slot_B] = held_B + new_B
+        token_BA = torch.cat([commit.token_BA[:, :1], commit.next_BA], 1)  # ends with the root
+        column_A, scratch = torch.arange(token_BA.shape[1], device=slot_B.device), self.token_SP.shape[1] - 1
+        length_B, count_B = self.length_S[slot_B], commit.count_B
+        valid_BA = (column_A <= count_B[:, None]) & (count_B > 0)[:, None]
+        index_BA = torch.where(valid_BA, length_B[:, None] + column_A, scratch)
+        self.token_SP[slot_B[:, None], index_BA] = token_BA
+        self.length_S[slot_B] = length_B + count_B
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, text_BP, root_B = self.drafter, self.token_SP[slot_B], self.length_S[slot_B]
-        most = drafter.most
-        matched_BP = suffixes(text_BP, root_B, self.power_P) if most is None else ngrams(text_BP, root_B, most)
-        source_B, found_B = latest_longest(matched_BP, root_B, drafter.least)
+        max_ngram = drafter.most
+        matched_BP = suffixes(text_BP, root_B, self.power_P) if max_ngram is None else ngrams(text_BP, root_B, max_ngram)
+        source_B, matched_B = latest_longest(matched_BP, root_B, drafter.least)
         steps = min(drafter.draft_length, depth or drafter.draft_length)
-        copied_B = torch.where(found_B, (root_B - source_B).clamp_max(steps), 0)
-        at_BK = source_B[:, None] + torch.arange(1, steps + 1, device=slot_B.device)
-        draft_BK = text_BP.gather(1, at_BK.clamp_max(text_BP.shape[1] - 1))
+        copied_B = torch.where(matched_B, (root_B - source_B).clamp_max(steps), 0)
+        index_BK = source_B[:, None] + torch.arange(1, steps + 1, device=slot_B.device)
+        draft_BK = text_BP.gather(1, index_BK.clamp_max(text_BP.shape[1] - 1))
         return DraftTree.chain(torch.cat([text_BP.gather(1, root_B[:, None]), draft_BK], 1), 1 + copied_B)
 
     def snapshot(self, slot_B: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ class LookupState(RevertibleState):
 
 
 def latest_longest(matched_BP: Tensor, root_B: Tensor, least: int) -> tuple[Tensor, Tensor]:
-    """(place_B, found_B): where the longest match before the root ends, the last of equally long ones; whether it has `least`
+    """(end_B, matched_B): where the longest match before the root ends, the last of equally long ones; whether it has `least`
     tokens."""
-    place_P = torch.arange(matched_BP.shape[1], device=root_B.device)
-    possible_BP = (matched_BP >= least) & (place_P < root_B[:, None])
-    best_B, place_B = torch.where(possible_BP, matched_BP * len(place_P) + place_P, -1).max(1)
-    return place_B, best_B >= 0
+    index_P = torch.arange(matched_BP.shape[1], device=root_B.device)
+    possible_BP = (matched_BP >= least) & (index_P < root_B[:, None])
+    best_B, end_B = torch.where(possible_BP, matched_BP * len(index_P) + index_P, -1).max(1)
+    return end_B, best_B >= 0
 
 
 def ngrams(text_BP: Tensor, root_B: Tensor, most: int) -> Tensor:
@@ -100,13 +100,13 @@ def ngrams(text_BP: Tensor, root_B: Tensor, most: int) -> Tensor:
 
     In `a b c a b` with root the last `b`: 0 2 0 0 2.
     """
-    place_P = torch.arange(text_BP.shape[1], device=text_BP.device)
-    matched_BP, same_BP = torch.zeros_like(text_BP), torch.ones_like(text_BP, dtype=torch.bool)
-    for back in range(most):
-        token_B1 = text_BP.gather(1, (root_B - back).clamp_min(0)[:, None])
-        inside_BP = (place_P >= back) & (root_B >= back)[:, None]
-        same_BP = same_BP & inside_BP & (text_BP.roll(back, 1) == token_B1)
-        matched_BP = matched_BP + same_BP
+    index_P = torch.arange(text_BP.shape[1], device=text_BP.device)
+    matched_BP, equal_BP = torch.zeros_like(text_BP), torch.ones_like(text_BP, dtype=torch.bool)
+    for offset in range(most):
+        token_B1 = text_BP.gather(1, (root_B - offset).clamp_min(0)[:, None])
+        inside_BP = (index_P >= offset) & (root_B >= offset)[:, None]
+        equal_BP = equal_BP & inside_BP & (text_BP.roll(offset, 1) == token_B1)
+        matched_BP = matched_BP + equal_BP
     return matched_BP
 
 
@@ -127,17 +127,17 @@ def suffixes(text_BP: Tensor, root_B: Tensor, power_P: Tensor) -> Tensor:
     moved to one place. Tokens that differ and hash alike would make a bad draft, no wrong text.
     """
     P = text_BP.shape[1]
-    place_BP = torch.arange(P, device=text_BP.device).expand_as(text_BP)
-    before_BP = torch.nn.functional.pad(((text_BP + 1) * power_P).cumsum(1), (1, 0))  # of the first p tokens, p to P
-    here_BP, root_B1 = before_BP[:, 1:], root_B[:, None]
-    whole_B1, apart_BP = before_BP.gather(1, root_B1 + 1), power_P[(root_B1 - place_BP).clamp_min(0)]
+    index_BP = torch.arange(P, device=text_BP.device).expand_as(text_BP)
+    prefix_hash_BP = torch.nn.functional.pad(((text_BP + 1) * power_P).cumsum(1), (1, 0))  # of the first p tokens, p to P
+    end_hash_BP, root_B1 = prefix_hash_BP[:, 1:], root_B[:, None]
+    root_hash_B1, shift_BP = prefix_hash_BP.gather(1, root_B1 + 1), power_P[(root_B1 - index_BP).clamp_min(0)]
     matched_BP = torch.zeros_like(text_BP)
     for bit in reversed(range(P.bit_length())):
         longer_BP = matched_BP + (1 << bit)
-        ours_BP = here_BP - before_BP.gather(1, (place_BP + 1 - longer_BP).clamp_min(0))
-        wanted_BP = whole_B1 - before_BP.gather(1, (root_B1 + 1 - longer_BP).clamp_min(0))
-        same_BP = (longer_BP <= place_BP + 1) & (place_BP <= root_B1) & (ours_BP * apart_BP == wanted_BP)
-        matched_BP = torch.where(same_BP, longer_BP, matched_BP)
+        piece_hash_BP = end_hash_BP - prefix_hash_BP.gather(1, (index_BP + 1 - longer_BP).clamp_min(0))
+        suffix_hash_BP = root_hash_B1 - prefix_hash_BP.gather(1, (root_B1 + 1 - longer_BP).clamp_min(0))
+        equal_BP = (longer_BP <= index_BP + 1) & (index_BP <= root_B1) & (piece_hash_BP * shift_BP == suffix_hash_BP)
+        matched_BP = torch.where(equal_BP, longer_BP, matched_BP)
     return matched_BP
 
 

@@ -159,15 +159,15 @@ class ReDrafter(Drafter):
 
 class ReDrafterState(LastState):
     def __init__(self, drafter: ReDrafter, slots: int) -> None:
-        like = drafter.rnn_u.weight
-        super().__init__(slots, like.shape[0], like)
+        weight = drafter.rnn_u.weight
+        super().__init__(slots, weight.shape[0], weight)
         self.drafter = drafter
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter = self.drafter
         steps = min(drafter.draft_length, depth or drafter.draft_length)
-        found = self._search(self.hidden_SH[slot_B], self.root_S[slot_B], steps)
-        return prefix_tree(found, 1 + min(drafter.proposal.nodes, found.token_BM.shape[1] - 1))
+        search = self._search(self.hidden_SH[slot_B], self.root_S[slot_B], steps)
+        return prefix_tree(search, 1 + min(drafter.proposal.nodes, search.token_BM.shape[1] - 1))
 
     def _search(self, hidden_BH: Tensor, root_B: Tensor, steps: int) -> Search:
         """Each step keeps the `beams` likeliest continuations of all; two that share a prefix share its nodes."""
@@ -180,9 +180,9 @@ class ReDrafterState(LastState):
             joined_BwI = drafter.head_input(hidden_B1H.expand_as(recurrent_BwH), recurrent_BwH)
             log_XW, choice_XW = top_log(drafter.lm_head[-1](joined_BwI).flatten(0, 1), beams)
             if step:
-                reach_BX = (score_Bw[..., None] + log_XW.view(*token_Bw.shape, beams)).flatten(1)
-                score_Bw, place_BW = top(reach_BX, beams)
-                from_BW, token_Bw = place_BW // beams, choice_XW.view(reach_BX.shape).gather(1, place_BW)
+                total_BX = (score_Bw[..., None] + log_XW.view(*token_Bw.shape, beams)).flatten(1)
+                score_Bw, best_BW = top(total_BX, beams)
+                from_BW, token_Bw = best_BW // beams, choice_XW.view(total_BX.shape).gather(1, best_BW)
                 recurrent_BwH = recurrent_BwH.gather(1, from_BW[..., None].expand(-1, -1, recurrent_BwH.shape[-1]))
             else:  # the root's choices are in order already
                 score_Bw, token_Bw, from_BW = log_XW, choice_XW, torch.zeros_like(choice_XW)
@@ -216,10 +216,10 @@ def prefix_tree(found: Search, nodes: int) -> DraftTree:
     """
     token_BM, parent_BM, score_BM, count_B = found.token_BM, found.parent_BM, found.score_BM, None
     if found.final_BM is not None:
-        order_BM, place_BM = (~found.final_BM).long().argsort(stable=True, dim=-1), found.final_BM.cumsum(-1) - 1
+        order_BM, index_BM = (~found.final_BM).long().argsort(stable=True, dim=-1), found.final_BM.cumsum(-1) - 1
         real_BM = found.final_BM.gather(1, order_BM)
         above_BM = parent_BM.gather(1, order_BM)
-        parent_BM = torch.where(above_BM < 0, -1, place_BM.gather(1, above_BM.clamp_min(0)).where(real_BM, 0))
+        parent_BM = torch.where(above_BM < 0, -1, index_BM.gather(1, above_BM.clamp_min(0)).where(real_BM, 0))
         token_BM, score_BM = token_BM.gather(1, order_BM), score_BM.gather(1, order_BM).where(real_BM, -torch.inf)
         count_B = found.final_BM.sum(-1).clamp_max(nodes)
     built = build_tree(parent_BM, score_BM, nodes)

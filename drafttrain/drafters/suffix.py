@@ -90,26 +90,26 @@ class SuffixTree:
 
     def add(self, token: int) -> Change:
         """Append a token to the last text. Gives the change for `take_back`."""
-        place, before, ends, touched = len(self.text), self.ends, [], []
+        index, previous_ends, ends, touched = len(self.text), self.ends, [], []
         self.text.append(token)
-        for node in (*before, self.root):
-            below = node.below.get(token)
-            touched.append(Touched(node, token, below, node.best))
+        for node in (*previous_ends, self.root):
+            child = node.below.get(token)
+            touched.append(Touched(node, token, child, node.best))
             node.add(token)
-            if below is None:
-                node.below[token] = place
+            if child is None:
+                node.below[token] = index
                 continue
-            if isinstance(below, int):
-                node.below[token] = below = self._opened(below)
-            ends.append(below)
+            if isinstance(child, int):
+                node.below[token] = child = self._opened(child)
+            ends.append(child)
         self.ends = ends[-self.depth :] if len(ends) > self.depth else ends
-        return before, touched
+        return previous_ends, touched
 
-    def _opened(self, place: int) -> Node:
+    def _opened(self, index: int) -> Node:
         """The node of a piece that occurred a second time, with the token that followed it the first time."""
-        node, after = Node(), self.text[place + 1]
-        node.add(after)
-        node.below[after] = place + 1
+        node, next_token = Node(), self.text[index + 1]
+        node.add(next_token)
+        node.below[next_token] = index + 1
         return node
 
     def take_back(self, change: Change) -> None:
@@ -130,26 +130,26 @@ class SuffixTree:
         """The cursor one token further; None: the piece did not occur."""
         if isinstance(cursor, Node):
             return cursor.below.get(token)
-        after = cursor + 1
-        return after if after < len(self.text) and self.text[after] == token else None
+        next_index = cursor + 1
+        return next_index if next_index < len(self.text) and self.text[next_index] == token else None
 
     def follow(self, cursor: Cursor, most: int, least: float) -> tuple[list[int], float]:
         """At most `most` tokens that followed most often, and the sum of the probabilities that the draft reaches each."""
         draft: list[int] = []
-        reach, score = 1.0, 0.0
+        probability, score = 1.0, 0.0
         while len(draft) < most:
             if isinstance(cursor, Node):
                 token = cursor.best
-                reach *= cursor.count[token] / cursor.total
-                below = cursor.below[token]
+                probability *= cursor.count[token] / cursor.total
+                child = cursor.below[token]
             else:
-                below = cursor + 1
-                token = self.text[below] if below < len(self.text) else END
-            if token == END or reach < least:
+                child = cursor + 1
+                token = self.text[child] if child < len(self.text) else END
+            if token == END or probability < least:
                 break
             draft.append(token)
-            score += reach
-            cursor = below
+            score += probability
+            cursor = child
         return draft, score
 
 
@@ -166,12 +166,12 @@ class Slot:
 
     def add(self, token: int, trees: Sequence[SuffixTree]) -> None:
         """Append a token, and follow it in these trees too."""
-        before = self.past
-        self.undo.append((self.own.add(token), before))
-        held = {id(tree): cursors for tree, cursors in before}
+        previous = self.past
+        self.undo.append((self.own.add(token), previous))
+        cursors_by_tree = {id(tree): cursors for tree, cursors in previous}
         self.past = []
         for tree in trees:
-            stepped = (tree.step(cursor, token) for cursor in (*held.get(id(tree), ()), tree.root))
+            stepped = (tree.step(cursor, token) for cursor in (*cursors_by_tree.get(id(tree), ()), tree.root))
             ends = [cursor for cursor in stepped if cursor is not None]
             self.past.append((tree, ends[-tree.depth :]))
 
@@ -214,40 +214,40 @@ class SuffixState(RevertibleState):
 
     def reset(self, slot_R: Tensor) -> None:
         """A text that leaves its slot becomes one of the earlier texts."""
-        for number in slot_R.tolist():
-            slot = self.slots[number]
+        for slot_id in slot_R.tolist():
+            slot = self.slots[slot_id]
             if self.trees:
                 self.trees[-1].append(slot.own.text[slot.written :])
                 if len(self.trees[-1].text) > self.options.past // 2:
                     self.trees = [self.trees[-1], SuffixTree(self.options.depth)]
-            self.slots[number] = Slot(SuffixTree(self.options.depth))
+            self.slots[slot_id] = Slot(SuffixTree(self.options.depth))
 
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
         rows = zip(slot_B.tolist(), commit.count_B.tolist(), commit.token_BA.tolist(), commit.next_BA.tolist(), strict=True)
-        for number, count, token, after in rows:
-            slot = self.slots[number]
+        for slot_id, count, token, next_tokens in rows:
+            slot = self.slots[slot_id]
             first = [] if slot.own.text else token[:1]
-            for new in [*first, *after[:count]] if count else ():
-                slot.add(new, self.trees)
+            for new_token in [*first, *next_tokens[:count]] if count else ():
+                slot.add(new_token, self.trees)
 
     def observe_prompt(self, commit: Commit, slot_B: Tensor) -> None:
         self.observe(commit, slot_B)
-        for number in slot_B.tolist():
-            self.slots[number].written = max(0, len(self.slots[number].own.text) - 1)
+        for slot_id in slot_B.tolist():
+            self.slots[slot_id].written = max(0, len(self.slots[slot_id].own.text) - 1)
 
     def snapshot(self, slot_B: Tensor) -> list[int]:
-        return [len(self.slots[number].own.text) for number in slot_B.tolist()]
+        return [len(self.slots[slot_id].own.text) for slot_id in slot_B.tolist()]
 
     def restore(self, slot_B: Tensor, snapshot: list[int]) -> None:
-        for number, length in zip(slot_B.tolist(), snapshot, strict=True):
-            slot = self.slots[number]
+        for slot_id, length in zip(slot_B.tolist(), snapshot, strict=True):
+            slot = self.slots[slot_id]
             while len(slot.own.text) > length:
                 change, slot.past = slot.undo.pop()
                 slot.own.take_back(change)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         steps = min(self.options.draft_length, depth or self.options.draft_length)
-        slots = [self.slots[number] for number in slot_B.tolist()]
+        slots = [self.slots[slot_id] for slot_id in slot_B.tolist()]
         drafts = [self._draft(slot, steps) for slot in slots]
         rows = [
             [*(slot.own.text or [0])[-1:], *draft, *[0] * (steps - len(draft))]
@@ -259,14 +259,14 @@ class SuffixState(RevertibleState):
     def _draft(self, slot: Slot, steps: int) -> list[int]:
         """The draft with the most expected accepted tokens, over all ends and trees."""
         best: list[int] = []
-        most = 0.0
-        own: tuple[SuffixTree, list[Cursor]] = (slot.own, [*slot.own.ends])
-        for tree, ends in (own, *slot.past):
-            for back, cursor in enumerate(ends):
-                room = int(self.options.factor * (len(ends) - back) + self.options.offset)
-                draft, score = tree.follow(cursor, min(steps, room), self.options.min_probability)
-                if score > most:
-                    best, most = draft, score
+        best_score = 0.0
+        own_tree: tuple[SuffixTree, list[Cursor]] = (slot.own, [*slot.own.ends])
+        for tree, ends in (own_tree, *slot.past):
+            for cursor_index, cursor in enumerate(ends):
+                max_tokens = int(self.options.factor * (len(ends) - cursor_index) + self.options.offset)
+                draft, score = tree.follow(cursor, min(steps, max_tokens), self.options.min_probability)
+                if score > best_score:
+                    best, best_score = draft, score
         return best
 
 

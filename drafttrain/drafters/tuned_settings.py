@@ -18,17 +18,20 @@ def tuned_settings(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     settings = read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again").get("settings")
-    wrong = _wrong_setting(settings) if isinstance(settings, dict) else "no settings"
-    if wrong is not None:
-        raise UserError(f"{file}: expected what drafttrain tune writes, got {wrong}; delete it, or tune again")
+    problem = _wrong_setting(settings) if isinstance(settings, dict) else "no settings"
+    if problem is not None:
+        raise UserError(f"{file}: expected what drafttrain tune writes, got {problem}; delete it, or tune again")
     assert isinstance(settings, dict)
     return settings
 
 
 def with_tuned(trained: Mapping[str, Any], tuned: Mapping[str, Any]) -> dict[str, Any]:
     """The trained decode settings, with the tuned ones in their place; those of a drafter's parts likewise."""
-    both = {key: with_tuned(trained.get(key, {}), own) if isinstance(own, dict) else own for key, own in tuned.items()}
-    return {**trained, **both}
+    merged = {
+        key: with_tuned(trained.get(key, {}), setting) if isinstance(setting, dict) else setting
+        for key, setting in tuned.items()
+    }
+    return {**trained, **merged}
 
 
 def _wrong_setting(settings: dict[str, Any]) -> str | None:
@@ -37,7 +40,7 @@ def _wrong_setting(settings: dict[str, Any]) -> str | None:
     def whole(value: Any, least: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
-    kinds: dict[str, Callable[[Any], bool]] = {
+    validators: dict[str, Callable[[Any], bool]] = {
         "draft_length": lambda value: whole(value, 1),
         "nodes": lambda value: whole(value, 1),
         "paths": lambda value: (
@@ -48,11 +51,11 @@ def _wrong_setting(settings: dict[str, Any]) -> str | None:
     }
     for name, value in settings.items():
         if isinstance(value, dict):
-            if (wrong := _wrong_setting(value)) is not None:
-                return f"{name}: {wrong}"
-        elif name not in kinds:
+            if (problem := _wrong_setting(value)) is not None:
+                return f"{name}: {problem}"
+        elif name not in validators:
             return f"the setting {name!r}"
-        elif not kinds[name](value):
+        elif not validators[name](value):
             return f"{name} {value!r}"[:80]
     return None
 

@@ -115,12 +115,12 @@ class Uno(Autoregressive):
         position_BN = chains.position_BN.clamp_max(self.last_position)
         random_BX = self._random_of(batch, chains, position_BN[:, chains.columns :])
         token_BN, no_rows_B0 = torch.cat([batch.token_BT, random_BX], 1), batch.token_BT[:, :0]
-        at_BN = (torch.arange(token_BN.shape[1], device=token_BN.device) >= chains.columns).expand_as(token_BN)
-        out = self.matrices.run(token_BN, None, chains, position_BN, at_BN, Taps(final=True), no_rows_B0)
+        adapted_BN = (torch.arange(token_BN.shape[1], device=token_BN.device) >= chains.columns).expand_as(token_BN)
+        out = self.matrices.run(token_BN, None, chains, position_BN, adapted_BN, Taps(final=True), no_rows_B0)
         final_BNH, head, pairs = out.hidden[FINAL], self._target.module.head, batch.future(2)
         root_M = batch.teacher_index(pairs.label_M)
-        own_MH = final_BNH[:, : chains.columns].detach().flatten(0, 1)[root_M]
-        yield Prediction(0, pairs.source_M, pairs.label_M, own_MH, head, weight=0.0)
+        root_state_MH = final_BNH[:, : chains.columns].detach().flatten(0, 1)[root_M]
+        yield Prediction(0, pairs.source_M, pairs.label_M, root_state_MH, head, weight=0.0)
         for depth, pairs, hidden_MH in chains.steps(batch, final_BNH):
             yield Prediction(depth, pairs.source_M, pairs.label_M, hidden_MH, head)
 
@@ -139,11 +139,11 @@ class Uno(Autoregressive):
 
     def random_table(self) -> Tensor:
         """[P] the random token of each position, made once: captured graphs of earlier sessions read them there."""
-        device, made = self._target.module.device, self._random_P
-        if made is None or made.device != device:
+        device, table = self._target.module.device, self._random_P
+        if table is None or table.device != device:
             with torch.inference_mode(False):
-                made = self._random_P = random_tokens(torch.arange(self.last_position + 1, device=device), self._vocab)
-        return made
+                table = self._random_P = random_tokens(torch.arange(self.last_position + 1, device=device), self._vocab)
+        return table
 
     @property
     def _vocab(self) -> int:

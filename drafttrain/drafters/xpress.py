@@ -74,8 +74,8 @@ class Refiner(nn.Module):
 
     def slots(self, state_SH: Tensor) -> Tensor:
         """[..., S, 2 R] what the refiner reads of each slot's state and of the block. state_SH: of all slots."""
-        own_SR, block_1R = self.down_h(state_SH), self.down_g(state_SH.mean(-2, keepdim=True))
-        return torch.cat([own_SR, block_1R.expand_as(own_SR)], -1)
+        state_SR, block_1R = self.down_h(state_SH), self.down_g(state_SH.mean(-2, keepdim=True))
+        return torch.cat([state_SR, block_1R.expand_as(state_SR)], -1)
 
     def read(self, slot_KX: Tensor, before_K: Tensor) -> Tensor:
         """[..., K, R] the inputs a of the mixer. slot_KX: of some slots, by `slots`. before_K: the tokens before them."""
@@ -130,8 +130,8 @@ class XPress(BlockDrafter):
         state_PSH, refiner = state_BASH.flatten(0, 1), self.xpress_head
         x_PSR = refiner.refined(refiner.read(refiner.slots(state_PSH), self.tokens_before(batch, anchors)))
 
-        def of(draft: int, place_M: Tensor, pairs: Pairs) -> Tensor:
-            return torch.cat([column[:, self.shape.first + draft][place_M] for column in (state_PSH, x_PSR)], -1)
+        def of(draft: int, index_M: Tensor, pairs: Pairs) -> Tensor:
+            return torch.cat([column[:, self.shape.first + draft][index_M] for column in (state_PSH, x_PSR)], -1)
 
         return of
 
@@ -143,18 +143,18 @@ class XPress(BlockDrafter):
         """
         refiner, first = self.xpress_head, self.shape.first
         slot_NKV = self.slot_logits(state_NSH[:, first:].flatten(0, 1)).unflatten(0, (len(state_NSH), self.draft_length))
-        slot_NSX, befores = refiner.slots(state_NSH), [before_NS]
+        slot_NSX, previous_tokens = refiner.slots(state_NSH), [before_NS]
 
         def refined(before_NS: Tensor) -> Tensor:
             """[..., N, K, V] the logits after these tokens, [..., N, S]."""
-            read_NSR = refiner.read(slot_NSX.expand(*before_NS.shape, -1), before_NS)
-            return self._refined_logits(slot_NKV, refiner.refined(read_NSR, first))
+            input_NSR = refiner.read(slot_NSX.expand(*before_NS.shape, -1), before_NS)
+            return self._refined_logits(slot_NKV, refiner.refined(input_NSR, first))
 
         with torch.no_grad():
-            for number in range(self.free_passes):
-                last_NKV = refined(befores[-1]) if number else slot_NKV
-                befores.append(torch.cat([before_NS[:, : first + 1], last_NKV.argmax(-1)[:, :-1]], 1))
-        after_true, *after_drafts = refined(torch.stack(befores))
+            for pass_index in range(self.free_passes):
+                last_NKV = refined(previous_tokens[-1]) if pass_index else slot_NKV
+                previous_tokens.append(torch.cat([before_NS[:, : first + 1], last_NKV.argmax(-1)[:, :-1]], 1))
+        after_true, *after_drafts = refined(torch.stack(previous_tokens))
         return [after_true, *([slot_NKV] if self.base_weight else []), *after_drafts]
 
     def predictions(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Iterator[Prediction]:
@@ -163,20 +163,20 @@ class XPress(BlockDrafter):
         if not self.training or not shares:
             yield from super().predictions(batch, anchors, state_BASH)
             return
-        before_PS, state_PSH, paced = self.tokens_before(batch, anchors), state_BASH.flatten(0, 1), None
+        previous_token_PS, state_PSH, paced = self.tokens_before(batch, anchors), state_BASH.flatten(0, 1), None
         if self.alpha is not None:
             with torch.no_grad():
                 paced = self._paced(batch, anchors, self.head_inputs(batch, anchors, state_BASH), self.alpha)
 
         def head(state_NSH: Tensor, rows: slice | Tensor) -> list[Tensor]:
-            return self.kinds(state_NSH, before_PS[rows])
+            return self.kinds(state_NSH, previous_token_PS[rows])
 
-        for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
-            weight = (self.decay[step] if paced is None else paced[place_M, step]) / anchors.share
-            for kind, share in enumerate([1.0, *shares]):
-                shared = Shared(head, kind, step, place_M)
-                of = step, pairs.source_M, pairs.label_M, state_PSH, shared.logits, share * weight
-                yield Prediction(*of, counted=not kind, shared=shared)
+        for step, (index_M, pairs) in enumerate(self.steps(batch, anchors)):
+            weight = (self.decay[step] if paced is None else paced[index_M, step]) / anchors.share
+            for logits_kind, share in enumerate([1.0, *shares]):
+                shared = Shared(head, logits_kind, step, index_M)
+                prediction_args = step, pairs.source_M, pairs.label_M, state_PSH, shared.logits, share * weight
+                yield Prediction(*prediction_args, counted=not logits_kind, shared=shared)
 
     def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Walk:
         """A node's state is a_0 to a_k of its own slot k and of its ancestors' slots, [B, W, (k + 1) R]."""
@@ -184,11 +184,11 @@ class XPress(BlockDrafter):
         slot_BKV, slot_BSX = self.slot_logits(self.drafting(state_BSH, drafts)), refiner.slots(state_BSH)
 
         def score(nodes: TreeLevel) -> Scored:
-            slot, known = self.shape.first + nodes.depth, nodes.state_BWH.shape[-1] // rank
-            (B, W), new = nodes.token_BW.shape, slot + 1 - known  # below the root two slots: its own, and that of its children
-            slot_BWNX = slot_BSX[:, None, known : slot + 1].expand(B, W, -1, -1)
-            a_BWNR = refiner.read(slot_BWNX, nodes.token_BW[..., None].expand(B, W, new))
-            a_BWJR = torch.cat([nodes.state_BWH.reshape(B, W, known, rank), a_BWNR], 2)
+            slot, past = self.shape.first + nodes.depth, nodes.state_BWH.shape[-1] // rank
+            (B, W), N = nodes.token_BW.shape, slot + 1 - past  # below the root two slots: its own, and that of its children
+            slot_BWNX = slot_BSX[:, None, past : slot + 1].expand(B, W, -1, -1)
+            a_BWNR = refiner.read(slot_BWNX, nodes.token_BW[..., None].expand(B, W, N))
+            a_BWJR = torch.cat([nodes.state_BWH.reshape(B, W, past, rank), a_BWNR], 2)
             x_BWR = refiner.refined(a_BWJR, first=slot)[:, :, 0]
             return Scored(self._refined_logits(slot_BKV[:, nodes.depth, None], x_BWR), a_BWJR.flatten(2))
 

@@ -84,24 +84,24 @@ class AttentionMetadata:
         self.ancestor_BNN = None if isinstance(ancestor_BNN, Documents) else ancestor_BNN
         self.earlier = earlier
         # a chunk of a prompt, which needs no mask (`chunk_attention`); a static length has its rows' lengths on the device
-        whole = earlier + position_BN.shape[1]
+        total_length = earlier + position_BN.shape[1]
         text = ancestor_BNN is None and bits_BNw is None and earlier == 0
-        self.chunk = kv is not None and text and whole > FEW and not kv.static
+        self.chunk = kv is not None and text and total_length > FEW and not kv.static
         self._angles: tuple[Tensor, Tensor] | None = None
         self._bits_BNw = bits_BNw
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
         self._visible: dict[int | None, Tensor] = {}
-        self.pages = kv.page_view() if kv is not None and whole <= (FEW if text else MOST_NODES) else None
+        self.pages = kv.page_view() if kv is not None and total_length <= (FEW if text else MOST_NODES) else None
         in_place, width = kv is not None and self.pages is not None, cos_MD.shape[1]
         # one compiled operator appends and attends; it runs on a CPU
-        few = in_place and position_BN.shape[1] <= FEW
-        self.compiled = few and not cos_MD.is_cuda and library.serves(cos_MD) and width in range(2, 257, 2)
+        is_short = in_place and position_BN.shape[1] <= FEW
+        self.compiled = is_short and not cos_MD.is_cuda and library.serves(cos_MD) and width in range(2, 257, 2)
         # two kernels append and attend; they run on a GPU, and their launch does not depend on the rows' lengths
         self.two_kernels = in_place and not self.compiled and kv is not None and pages_in_place(kv) is not None
         if self.compiled:
             self.position_BN = position_BN.contiguous()
-            seen = self.ancestor_BNN if bits_BNw is None else bits_BNw
-            self.seen = None if seen is None else seen.contiguous()  # as the compiled operators take it
+            tree_mask = self.ancestor_BNN if bits_BNw is None else bits_BNw
+            self.seen = None if tree_mask is None else tree_mask.contiguous()  # as the compiled operators take it
 
     def rotate(self, x_BNhD: Tensor) -> Tensor:
         """Rotate each head's vector to its position (Su et al. 2021), halves paired as transformers pairs them."""
@@ -159,10 +159,10 @@ def attend(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -
     if shape.q_norm is not None:
         q_weight, k_weight, eps = shape.q_norm.weight, shape.k_norm.weight, shape.q_norm.variance_epsilon
     if meta.two_kernels:
-        at = (meta.position_BN, table_BQ, length_B, keys, values)
-        q_BNhD = append(qkv_BNX, meta.cos_MD, meta.sin_MD, q_weight, k_weight, eps, *at, shape.heads, meta.earlier)
-        seen = (meta.bits_BNw, meta.position_BN)
-        return pages.attend(layer, q_BNhD, *seen, shape.scale, shape.window, meta.earlier, shape.cap, shape.sinks)
+        cache_args = (meta.position_BN, table_BQ, length_B, keys, values)
+        q_BNhD = append(qkv_BNX, meta.cos_MD, meta.sin_MD, q_weight, k_weight, eps, *cache_args, shape.heads, meta.earlier)
+        tree_args = (meta.bits_BNw, meta.position_BN)
+        return pages.attend(layer, q_BNhD, *tree_args, shape.scale, shape.window, meta.earlier, shape.cap, shape.sinks)
     out_BNI = qkv_BNX.new_empty(*qkv_BNX.shape[:2], shape.heads * shape.width)
     torch.ops.drafttrain.attend(
         qkv_BNX, meta.cos_MD, meta.sin_MD, q_weight, k_weight, eps, shape.scale, shape.window or 0,
@@ -178,8 +178,8 @@ def write(kv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -> 
     pages = kv.page_view()
     k_weight, eps = (None, 0.0) if shape.k_norm is None else (shape.k_norm.weight, shape.k_norm.variance_epsilon)
     if pages is not None and library.serves(kv_BNX):
-        at = (meta.position_BN, pages.table_BQ, pages.rows.length_B, *pages.layer(layer))
-        append(kv_BNX.contiguous(), meta.cos_MD, meta.sin_MD, None, k_weight, eps, *at, 0, meta.earlier)
+        cache_args = (meta.position_BN, pages.table_BQ, pages.rows.length_B, *pages.layer(layer))
+        append(kv_BNX.contiguous(), meta.cos_MD, meta.sin_MD, None, k_weight, eps, *cache_args, 0, meta.earlier)
         return
     k_BNhD, v_BNhD = kv_BNX.unflatten(-1, (-1, shape.width)).chunk(2, 2)
     k_BNhD = meta.rotate(k_BNhD if shape.k_norm is None else norm(shape.k_norm, k_BNhD)[1])
@@ -190,8 +190,8 @@ def reference(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads
     """The twin of `attend`: torch's own attention over keys and values that are read out."""
     B, N, _ = qkv_BNX.shape
     h, k, D = shape.heads, shape.kv_heads, shape.width
-    mixed_BNhD = qkv_BNX.view(B, N, -1, D)
-    q_BNhD, k_BNhD, v_BNhD = torch.split(mixed_BNhD, [h, k, k], 2)
+    qkv_BNhD = qkv_BNX.view(B, N, -1, D)
+    q_BNhD, k_BNhD, v_BNhD = torch.split(qkv_BNhD, [h, k, k], 2)
     if shape.q_norm is not None:
         if qkv_BNX.is_cuda:  # the kernel reads rows without gaps
             q_BNhD, k_BNhD = q_BNhD.contiguous(), k_BNhD.contiguous()
@@ -200,7 +200,7 @@ def reference(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads
     elif qkv_BNX.is_cuda:  # apart, because cuDNN's attention gives its output the order of queries without gaps alone
         q_BNhD, k_BNhD = meta.rotate(q_BNhD), meta.rotate(k_BNhD)
     else:
-        q_BNhD, k_BNhD = torch.split(meta.rotate(mixed_BNhD[:, :, : h + k]), [h, k], 2)
+        q_BNhD, k_BNhD = torch.split(meta.rotate(qkv_BNhD[:, :, : h + k]), [h, k], 2)
     k_BhND, v_BhND = k_BNhD.transpose(1, 2), v_BNhD.transpose(1, 2)
     if meta.kv is None:
         out_BhND = without_cache(q_BNhD.transpose(1, 2), k_BhND, v_BhND, meta, shape)
@@ -225,22 +225,22 @@ def over_cache(q_BhND: Tensor, meta: AttentionMetadata, layer: int, shape: Heads
     """[B, h, N, D]: attention with capped scores or sinks to the prefix and the ancestors, whose keys are written."""
     kv, N = meta.kv, q_BhND.shape[2]
     assert kv is not None
-    one = partial(capped_attention, scale=shape.scale, window=shape.window, cap=shape.cap, sinks_h=shape.sinks)
+    attention = partial(capped_attention, scale=shape.scale, window=shape.window, cap=shape.cap, sinks_h=shape.sinks)
     if meta.chunk:
         rows = [[x[None] for x in kv.read_row(layer, row, N)] for row in range(len(q_BhND))]
-        return torch.cat([one(q_hND[None], *row) for q_hND, row in zip(q_BhND, rows, strict=True)])
-    return one(q_BhND, *kv.read(layer, meta.earlier + N), mask_BNP=meta.visible(shape.window))
+        return torch.cat([attention(q_hND[None], *row) for q_hND, row in zip(q_BhND, rows, strict=True)])
+    return attention(q_BhND, *kv.read(layer, meta.earlier + N), mask_BNP=meta.visible(shape.window))
 
 
 def _capped(q_BhND: Tensor, k_BhND: Tensor, v_BhND: Tensor, meta: AttentionMetadata, shape: Heads) -> Tensor:
     """`without_cache` with capped scores or sinks. Raises UserError where a process holds some columns of a sequence."""
     if meta.documents is not None and meta.documents.span is not None:
         raise UserError("train.sequence_parallel does not take a target with attention sinks or capped scores; set it to 1")
-    one = partial(capped_attention, scale=shape.scale, window=shape.window, cap=shape.cap, sinks_h=shape.sinks)
-    seen = meta.documents if isinstance(meta.documents, Chains) else meta.ancestor_BNN
-    if seen is None:
-        return by_document(one, meta.documents, q_BhND, k_BhND, v_BhND)
-    return one(q_BhND, k_BhND, v_BhND, mask_BNP=attention_mask(None, seen, meta.position_BN, shape.window))
+    attention = partial(capped_attention, scale=shape.scale, window=shape.window, cap=shape.cap, sinks_h=shape.sinks)
+    mask_source = meta.documents if isinstance(meta.documents, Chains) else meta.ancestor_BNN
+    if mask_source is None:
+        return by_document(attention, meta.documents, q_BhND, k_BhND, v_BhND)
+    return attention(q_BhND, k_BhND, v_BhND, mask_BNP=attention_mask(None, mask_source, meta.position_BN, shape.window))
 
 
 def without_cache(q_BhND: Tensor, k_BhND: Tensor, v_BhND: Tensor, meta: AttentionMetadata, shape: Heads) -> Tensor:

@@ -117,11 +117,13 @@ class TrainBatch:
 
         Each process has the same number of columns, then `halo` more that its labels may be in. Padding follows the sequences.
         """
-        own = -(-self.length // group.size)
-        span = Span(group, own, halo)
+        local_columns = -(-self.length // group.size)
+        span = Span(group, local_columns, halo)
 
         def cut(x_BT: Tensor, fill: int | bool) -> Tensor:
-            return F.pad(x_BT, (0, own * group.size + halo - self.length), value=fill)[:, span.first : span.first + own + halo]
+            return F.pad(x_BT, (0, local_columns * group.size + halo - self.length), value=fill)[
+                :, span.first : span.first + local_columns + halo
+            ]
 
         token_BW, position_BW = cut(self.token_BT, 0), cut(self.position_BT, 0)
         return TrainBatch(token_BW, position_BW, cut(self.document_BT, -1), cut(self.mask_BT, False), span=span, whole=self)
@@ -144,37 +146,37 @@ class TrainBatch:
         if self.host is not None:
             return self.host.digest
         token_BT = (self.whole or self).token_BT[:, : self.longest]
-        place_P = torch.arange(1, token_BT.numel() + 1, device=token_BT.device)
-        return int(((token_BT + 1) * (place_P * _ODD).view_as(token_BT)).sum())
+        index_P = torch.arange(1, token_BT.numel() + 1, device=token_BT.device)
+        return int(((token_BT + 1) * (index_P * _ODD).view_as(token_BT)).sum())
 
     def to(self, device: torch.device) -> TrainBatch:
         hidden = {k: h.to(device) for k, h in self.hidden.items()}
         token_BT, position_BT = moved(self.token_BT, device), moved(self.position_BT, device)
         document_BT, mask_BT = moved(self.document_BT, device), moved(self.mask_BT, device)
-        top, whole = self.top and self.top.to(device), self.whole and self.whole.to(device)
+        top, full_batch = self.top and self.top.to(device), self.whole and self.whole.to(device)
         host = None if device.type == "cpu" else self.host
         if self.token_BT.device.type == "cpu" and device.type != "cpu":
             host = replace(self, hidden={}, top=None, placed={})
         numbers = (token_BT, position_BT, document_BT, mask_BT)
-        return TrainBatch(*numbers, hidden, top, self.span, whole, self.progress, host)
+        return TrainBatch(*numbers, hidden, top, self.span, full_batch, self.progress, host)
 
     def nonfinite(self) -> Tensor:
         """[B] whether the target's states of a row's documents have a value that is not finite. Waits for nothing."""
-        fault_BT = torch.zeros_like(self.mask_BT)
+        nonfinite_BT = torch.zeros_like(self.mask_BT)
         for state_BTH in self.hidden.values():  # a sum is finite where its terms are, and costs a tenth of looking at each
-            fault_BT = fault_BT | ~state_BTH.detach().sum(-1, dtype=torch.float32).isfinite()
-        return (fault_BT & (self.document_BT >= 0)).any(1)
+            nonfinite_BT = nonfinite_BT | ~state_BTH.detach().sum(-1, dtype=torch.float32).isfinite()
+        return (nonfinite_BT & (self.document_BT >= 0)).any(1)
 
     def without(self, rows: Sequence[int], token: int) -> TrainBatch:
         """The batch with these rows as padding, which nothing is learnt from. token: takes the place of their tokens.
 
         A batch keeps its shape and every process its number of micro-batches. States, if there are any, become zeros.
         """
-        gone_B = torch.zeros(len(self.token_BT), dtype=torch.bool, device=self.token_BT.device)
-        gone_B[list(rows)] = True
+        dropped_B = torch.zeros(len(self.token_BT), dtype=torch.bool, device=self.token_BT.device)
+        dropped_B[list(rows)] = True
 
         def filled(x: Tensor, value: float) -> Tensor:
-            return x.masked_fill(gone_B.view(-1, *[1] * (x.ndim - 1)), value)
+            return x.masked_fill(dropped_B.view(-1, *[1] * (x.ndim - 1)), value)
 
         top = self.top and Top(filled(self.top.id_BTk, 0), filled(self.top.log_p_BTk, 0), filled(self.top.log_rest_BT, 0))
         return replace(
@@ -191,9 +193,9 @@ class TrainBatch:
 
     def place(self, x: Tensor) -> Tensor:
         """x, of `host`, on this batch's device."""
-        found = moved(x, self.token_BT.device)
-        self.placed[id(found)] = found, x
-        return found
+        device_copy = moved(x, self.token_BT.device)
+        self.placed[id(device_copy)] = device_copy, x
+        return device_copy
 
     def on_host(self, x: Tensor) -> Tensor:
         """x on the host; without waiting for the device where it was found on the host."""
@@ -215,9 +217,11 @@ class TrainBatch:
         none_BT = torch.zeros_like(self.mask_BT)
         if k >= T:
             return none_BT
-        same_BT = (self.document_BT[:, k:] == self.document_BT[:, : T - k]) & (self.document_BT[:, k:] >= 0)
-        found_BT = torch.cat([same_BT & self.mask_BT[:, k:], none_BT[:, :k]], 1)
-        return found_BT if self.span is None else torch.cat([found_BT[:, : self.span.own], none_BT[:, self.span.own :]], 1)
+        same_document_BT = (self.document_BT[:, k:] == self.document_BT[:, : T - k]) & (self.document_BT[:, k:] >= 0)
+        labelled_BT = torch.cat([same_document_BT & self.mask_BT[:, k:], none_BT[:, :k]], 1)
+        return (
+            labelled_BT if self.span is None else torch.cat([labelled_BT[:, : self.span.own], none_BT[:, self.span.own :]], 1)
+        )
 
     def anchors(self, limit: int | None = None) -> Anchors:
         """Sources whose root and the token after it are supervised; of each sequence at most `limit`, chosen at random.
@@ -229,12 +233,12 @@ class TrainBatch:
             return self.host.anchors(limit).to(self.token_BT.device)
         if self.span is not None and self.whole is not None:
             return self._own_anchors(self.whole.anchors(limit), self.span)
-        open_BT = self.labelled(1) & self.labelled(2)
-        known, most = int(open_BT.sum()), int(open_BT.sum(1).max())
-        if limit is None or most <= limit:
-            return self._anchors_at(open_BT, most, 1.0)
-        chosen_BT = open_BT & (self._random_order(open_BT) < limit)
-        return self._anchors_at(chosen_BT, limit, int(chosen_BT.sum()) / known)
+        candidate_BT = self.labelled(1) & self.labelled(2)
+        candidates, max_per_row = int(candidate_BT.sum()), int(candidate_BT.sum(1).max())
+        if limit is None or max_per_row <= limit:
+            return self._anchors_at(candidate_BT, max_per_row, 1.0)
+        chosen_BT = candidate_BT & (self._random_order(candidate_BT) < limit)
+        return self._anchors_at(chosen_BT, limit, int(chosen_BT.sum()) / candidates)
 
     def nested(self, shares: Sequence[float]) -> list[tuple[int, Anchors]]:
         """(length, anchors) of the anchors whose chains have this length; a length that no chain has is left out.
@@ -246,24 +250,24 @@ class TrainBatch:
             return [(length, anchors.to(self.token_BT.device)) for length, anchors in self.host.nested(shares)]
         if self.span is not None and self.whole is not None:
             return [(length, self._own_anchors(anchors, self.span)) for length, anchors in self.whole.nested(shares)]
-        open_BT = self.labelled(1) & self.labelled(2)
-        kept_BK = (open_BT.sum(1, keepdim=True) * torch.tensor(shares, device=open_BT.device)).long()
-        length_BT = (self._random_order(open_BT)[..., None] < kept_BK[:, None]).sum(-1)
-        ends = [i + 1 for i, (share, after) in enumerate(pairwise([*shares, 0.0])) if after < share]
-        most = torch.stack([(length_BT == end).sum(1).max() for end in ends]).tolist() if ends else []
-        return [(end, self._anchors_at(length_BT == end, count, 1.0)) for end, count in zip(ends, most, strict=True)]
+        candidate_BT = self.labelled(1) & self.labelled(2)
+        quota_BK = (candidate_BT.sum(1, keepdim=True) * torch.tensor(shares, device=candidate_BT.device)).long()
+        length_BT = (self._random_order(candidate_BT)[..., None] < quota_BK[:, None]).sum(-1)
+        ends = [i + 1 for i, (share, next_share) in enumerate(pairwise([*shares, 0.0])) if next_share < share]
+        max_counts = torch.stack([(length_BT == end).sum(1).max() for end in ends]).tolist() if ends else []
+        return [(end, self._anchors_at(length_BT == end, count, 1.0)) for end, count in zip(ends, max_counts, strict=True)]
 
-    def _random_order(self, open_BT: Tensor) -> Tensor:
+    def _random_order(self, candidate_BT: Tensor) -> Tensor:
         """[B, T] place of each open position in a random order of its sequence, from 0; the other positions follow."""
         generator = torch.Generator().manual_seed(self.digest)
-        (B, T), own = open_BT.shape, self.longest  # further columns are padding of all rows
-        order_BT = F.pad(torch.rand((B, own), generator=generator), (0, T - own)).to(open_BT.device)
-        return order_BT.masked_fill(~open_BT, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
+        (B, T), longest = candidate_BT.shape, self.longest  # further columns are padding of all rows
+        order_BT = F.pad(torch.rand((B, longest), generator=generator), (0, T - longest)).to(candidate_BT.device)
+        return order_BT.masked_fill(~candidate_BT, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
 
-    def _anchors_at(self, chosen_BT: Tensor, most: int, share: float) -> Anchors:
-        """Anchors whose sources are the chosen positions; `most`: the largest number of a sequence."""
+    def _anchors_at(self, chosen_BT: Tensor, max_per_row: int, share: float) -> Anchors:
+        """Anchors whose sources are the chosen positions; `max_per_row`: the largest number of a sequence."""
         T = chosen_BT.shape[1]
-        column_BA = torch.arange(T, device=chosen_BT.device).where(chosen_BT, T).sort(1).values[:, : max(1, most)]
+        column_BA = torch.arange(T, device=chosen_BT.device).where(chosen_BT, T).sort(1).values[:, : max(1, max_per_row)]
         real_BA = column_BA < T
         source_BA = column_BA.masked_fill(~real_BA, 0)
         token_BA, position_BA = self.after(1).gather(1, source_BA), self.position_BT.gather(1, source_BA) + 1
@@ -272,34 +276,34 @@ class TrainBatch:
     def _own_anchors(self, anchors: Anchors, span: Span) -> Anchors:
         """The anchors of the whole sequences whose sources are in this process's columns."""
         owner_BA = torch.where(anchors.real_BA, anchors.source_BA // span.own, -1)
-        mine = [owner_BA == rank for rank in range(span.group.size)]
-        most = max(1, max(int(own_BA.sum(1).max()) for own_BA in mine))
-        order = [(~own_BA).long().argsort(dim=1, stable=True)[:, :most] for own_BA in mine]
-        own_BA = order[span.group.rank]
-        real_BA = mine[span.group.rank].gather(1, own_BA)
+        owned_by_rank = [owner_BA == rank for rank in range(span.group.size)]
+        max_per_row = max(1, max(int(owned_BA.sum(1).max()) for owned_BA in owned_by_rank))
+        order = [(~owned_BA).long().argsort(dim=1, stable=True)[:, :max_per_row] for owned_BA in owned_by_rank]
+        local_BA = order[span.group.rank]
+        real_BA = owned_by_rank[span.group.rank].gather(1, local_BA)
 
         def of(x_BA: Tensor) -> Tensor:
-            return x_BA.gather(1, own_BA)
+            return x_BA.gather(1, local_BA)
 
         source_BA = (of(anchors.source_BA) - span.first).where(real_BA, 0)
-        parts = [anchors.source_BA.gather(1, place_BA) for place_BA in order]
+        parts = [anchors.source_BA.gather(1, index_BA) for index_BA in order]
         return Anchors(source_BA, real_BA, of(anchors.token_BA), of(anchors.position_BA), anchors.share, parts)
 
     def future_of(self, anchors: Anchors, k: int, unbroken: bool = False) -> tuple[Tensor, Pairs]:
-        """(place_M, pairs): `future(k)` of these sources alone; place_M: each one's index in the flattened anchors.
+        """(index_M, pairs): `future(k)` of these sources alone; index_M: each one's index in the flattened anchors.
 
         unbroken: only where every token from the root to the label is supervised.
         """
         if self.host is not None and anchors.host is not None:
-            place_M, pairs = self.host.future_of(anchors.host, k, unbroken)
-            return self.place(place_M), Pairs(self.place(pairs.source_M), self.place(pairs.label_M))
-        T, has_BA = self.token_BT.shape[1], anchors.real_BA
+            index_M, pairs = self.host.future_of(anchors.host, k, unbroken)
+            return self.place(index_M), Pairs(self.place(pairs.source_M), self.place(pairs.label_M))
+        T, valid_BA = self.token_BT.shape[1], anchors.real_BA
         for offset in range(1 if unbroken else k, k + 1):
-            has_BA = has_BA & self.labelled(offset).gather(1, anchors.source_BA)
-        place_M = has_BA.flatten().nonzero()[:, 0]
-        row_B1 = torch.arange(len(has_BA), device=has_BA.device)[:, None]
-        source_M = (row_B1 * T + anchors.source_BA).flatten()[place_M]
-        return place_M, Pairs(source_M, source_M + k)
+            valid_BA = valid_BA & self.labelled(offset).gather(1, anchors.source_BA)
+        index_M = valid_BA.flatten().nonzero()[:, 0]
+        row_B1 = torch.arange(len(valid_BA), device=valid_BA.device)[:, None]
+        source_M = (row_B1 * T + anchors.source_BA).flatten()[index_M]
+        return index_M, Pairs(source_M, source_M + k)
 
     def context(self, anchors: Anchors, root: bool = False) -> Context:
         """The columns of each anchor's document up to its source; root: the anchor's own column too.
@@ -320,15 +324,15 @@ class TrainBatch:
         For a part: the documents of the whole sequences.
         """
         if self.host is not None:
-            found = self.host.sees()
-            return found and Documents(moved(found.number_BT, self.token_BT.device), self.span, found.number_BT)
+            documents = self.host.sees()
+            return documents and Documents(moved(documents.number_BT, self.token_BT.device), self.span, documents.number_BT)
         document_BT = (self.whole or self).document_BT
-        several = bool(((document_BT != document_BT[:, :1]) & (document_BT >= 0)).any())
+        multiple_documents = bool(((document_BT != document_BT[:, :1]) & (document_BT >= 0)).any())
         if self.span is None:
-            return Documents(document_BT) if several else None
-        number_BT = document_BT if several else torch.zeros_like(document_BT)
+            return Documents(document_BT) if multiple_documents else None
+        number_BT = document_BT if multiple_documents else torch.zeros_like(document_BT)
         missing = self.span.own * self.span.group.size - self.length
-        return Documents(F.pad(number_BT, (0, missing), value=-1 if several else 0), self.span)
+        return Documents(F.pad(number_BT, (0, missing), value=-1 if multiple_documents else 0), self.span)
 
     def after(self, k: int) -> Tensor:
         """[B, T] the token k positions later; token 0 past the end of the sequence, where no pair reads it."""
@@ -344,8 +348,8 @@ class TrainBatch:
         """Number of supervised tokens that a drafter can predict; a document's first token is never one."""
         if self.host is not None:
             return self.host.supervised()
-        own = self.token_BT.shape[1] if self.span is None else self.span.own
-        return int((self.mask_BT & (self.document_BT >= 0))[:, :own].sum())
+        columns = self.token_BT.shape[1] if self.span is None else self.span.own
+        return int((self.mask_BT & (self.document_BT >= 0))[:, :columns].sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,6 @@ def rotary_order(width: int, pairs: int, interleaved: bool) -> list[int] | None:
         return None
     first = [2 * i for i in range(pairs)] if interleaved else [*range(pairs)]
     second = [2 * i + 1 for i in range(pairs)] if interleaved else [*range(pairs, 2 * pairs)]
-    still = [*range(2 * pairs, width)]
-    half = len(still) // 2
-    return [*first, *still[:half], *second, *still[half:]]
+    unrotated = [*range(2 * pairs, width)]
+    half = len(unrotated) // 2
+    return [*first, *unrotated[:half], *second, *unrotated[half:]]

@@ -35,12 +35,13 @@ def block_mask_attention(
     """[B, h, A, S, D]: as `blockwise_attention` by the rule (chained, window, scale). attend: None: the compiled kernel."""
     A, S = q_BhASD.shape[2:4]
     keys, values = (
-        torch.cat([context, own.flatten(2, 3)], 2) for context, own in ((context_k_BgTD, k_BgASD), (context_v_BgTD, v_BgASD))
+        torch.cat([context, block.flatten(2, 3)], 2)
+        for context, block in ((context_k_BgTD, k_BgASD), (context_v_BgTD, v_BgASD))
     )
     mask = block_mask(seen, A, S, context_k_BgTD.shape[2], chained, window)
     shared = q_BhASD.shape[1] != k_BgASD.shape[1]
-    mixed_BhQD = (attend or _kernel())(q_BhASD.flatten(2, 3), keys, values, block_mask=mask, scale=scale, enable_gqa=shared)
-    return mixed_BhQD.unflatten(2, (A, S))
+    out_BhQD = (attend or _kernel())(q_BhASD.flatten(2, 3), keys, values, block_mask=mask, scale=scale, enable_gqa=shared)
+    return out_BhQD.unflatten(2, (A, S))
 
 
 def mask_of(seen: Context, slots: int, columns: int, chained: bool, window: int | None) -> Callable[..., Tensor]:
@@ -53,15 +54,15 @@ def mask_of(seen: Context, slots: int, columns: int, chained: bool, window: int 
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         block, slot = torch.minimum(query // S, A - 1), query % S
-        first, last, own = first_BA[row, block], last_BA[row, block], key - T
-        of_context = (key < T) & (key >= first) & (key <= last)
-        of_block = (own >= 0) & (own // S == block)
+        first, last, slot_key = first_BA[row, block], last_BA[row, block], key - T
+        in_context = (key < T) & (key >= first) & (key <= last)
+        in_block = (slot_key >= 0) & (slot_key // S == block)
         if chained:
-            of_block = of_block & (own % S <= slot)
+            in_block = in_block & (slot_key % S <= slot)
         if window is not None:
-            of_context = of_context & (last + 1 + slot - key < window)
-            of_block = of_block & (slot - own % S < window)
-        return of_context | of_block
+            in_context = in_context & (last + 1 + slot - key < window)
+            in_block = in_block & (slot - slot_key % S < window)
+        return in_context | in_block
 
     return sees
 
@@ -89,16 +90,16 @@ def tiles(seen: Context, blocks: int, slots: int, columns: int) -> Tensor:
     A tile of queries sees the columns from its blocks' first to their last one, and the slots of these blocks.
     """
     device, queries = seen.first_BA.device, blocks * slots
-    begin_I = torch.arange(0, queries, TILE, device=device)
-    low_I, high_I = begin_I // slots, (begin_I + TILE - 1).clamp_max(queries - 1) // slots  # of a tile's blocks
+    start_I = torch.arange(0, queries, TILE, device=device)
+    low_I, high_I = start_I // slots, (start_I + TILE - 1).clamp_max(queries - 1) // slots  # of a tile's blocks
     block_A = torch.arange(blocks, device=device)
     within_IA = (block_A >= low_I[:, None]) & (block_A <= high_I[:, None])
     first_BI = seen.first_BA[:, None].masked_fill(~within_IA, columns).amin(-1)
     last_BI = seen.last_BA[:, None].masked_fill(~within_IA, -1).amax(-1)
-    begin_J = torch.arange(0, columns + queries, TILE, device=device)
-    of_context_BIJ = (begin_J <= last_BI[..., None]) & (begin_J + TILE > first_BI[..., None]) & (begin_J < columns)
+    start_J = torch.arange(0, columns + queries, TILE, device=device)
+    of_context_BIJ = (start_J <= last_BI[..., None]) & (start_J + TILE > first_BI[..., None]) & (start_J < columns)
     own_low_I1, own_high_I1 = (columns + low_I * slots)[:, None], (columns + (high_I + 1) * slots)[:, None]
-    return of_context_BIJ | ((begin_J < own_high_I1) & (begin_J + TILE > own_low_I1))
+    return of_context_BIJ | ((start_J < own_high_I1) & (start_J + TILE > own_low_I1))
 
 
 @cache

@@ -81,18 +81,20 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 
     sizes = [(1, 4, 20, 8, width), *[(1, 2, 20, 8, width)] * 2, *[(1, 2, 150, width)] * 2]
     last_1A = torch.arange(7, 147, 7, device=device)[None]
-    seen, found = Context(torch.zeros_like(last_1A), last_1A), list[list[Tensor]]()
+    anchor_context, outputs = Context(torch.zeros_like(last_1A), last_1A), list[list[Tensor]]()
     try:
         with torch.enable_grad():
             for attend in (block_mask_attention, _tiled):
                 random = torch.Generator(device).manual_seed(0)
                 inputs = [torch.randn(size, generator=random, device=device, dtype=dtype) for size in sizes]
                 q, k, v, context_k, context_v = (x.requires_grad_() for x in inputs)
-                out = attend(q, k, v, context_k, context_v, seen)
-                found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-        apart = max(float((a.detach() - b.detach()).abs().max() / b.detach().abs().max()) for a, b in zip(*found, strict=True))
-        if apart > 5e-2:
-            raise RuntimeError(f"its results are {apart:.1e} apart")
+                out = attend(q, k, v, context_k, context_v, anchor_context)
+                outputs.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        relative_error = max(
+            float((a.detach() - b.detach()).abs().max() / b.detach().abs().max()) for a, b in zip(*outputs, strict=True)
+        )
+        if relative_error > 5e-2:
+            raise RuntimeError(f"its results are {relative_error:.1e} apart")
     except (TorchDynamoException, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         warnings.warn(f"FlexAttention is not used for blocks of slots, tiles are: {reason}", stacklevel=2)
@@ -106,32 +108,40 @@ def _tiled(
     v_BhASD: Tensor,
     context_k_BhTD: Tensor,
     context_v_BhTD: Tensor,
-    seen: Context,
+    anchor_context: Context,
     rule: Rule = WHOLE,
 ) -> Tensor:
     """Tile by tile, by torch's attention under a mask."""
     A, S = q_BhASD.shape[2:4]
     slots = min(max(context_k_BhTD.shape[2] // 2, LEAST_TILE), MOST_TILE)  # scores between its blocks are masked, wasted
     blocks = max(1, slots // S)
-    again, mixed = torch.is_grad_enabled() and blocks < A, []
-    for own in zip(*(torch.split(x, blocks, 2) for x in (q_BhASD, k_BhASD, v_BhASD)), seen.split(blocks), strict=True):
-        inputs = (*own, context_k_BhTD, context_v_BhTD, rule)
-        mixed.append(checkpoint(_tile, *inputs, use_reentrant=False) if again else _tile(*inputs))
-    return torch.cat(mixed, 2)
+    recompute, outputs = torch.is_grad_enabled() and blocks < A, []
+    for tile in zip(
+        *(torch.split(x, blocks, 2) for x in (q_BhASD, k_BhASD, v_BhASD)), anchor_context.split(blocks), strict=True
+    ):
+        inputs = (*tile, context_k_BhTD, context_v_BhTD, rule)
+        outputs.append(checkpoint(_tile, *inputs, use_reentrant=False) if recompute else _tile(*inputs))
+    return torch.cat(outputs, 2)
 
 
 def _tile(
-    q_BhCSD: Tensor, k_BhCSD: Tensor, v_BhCSD: Tensor, seen: Context, context_k_BhTD: Tensor, context_v_BhTD: Tensor, rule: Rule
+    q_BhCSD: Tensor,
+    k_BhCSD: Tensor,
+    v_BhCSD: Tensor,
+    anchor_context: Context,
+    context_k_BhTD: Tensor,
+    context_v_BhTD: Tensor,
+    rule: Rule,
 ) -> Tensor:
     C, S = q_BhCSD.shape[2:4]
     groups = q_BhCSD.shape[1] // k_BhCSD.shape[1]
-    mask_B1RP = _mask(seen, C, S, context_k_BhTD.shape[2], rule)[:, None]
+    mask_B1RP = _mask(anchor_context, C, S, context_k_BhTD.shape[2], rule)[:, None]
     keys, values = (
-        torch.cat([context, _apart(own.flatten(2, 3))], 2).repeat_interleave(groups, 1)
-        for context, own in ((context_k_BhTD, k_BhCSD), (context_v_BhTD, v_BhCSD))
+        torch.cat([context, _apart(block.flatten(2, 3))], 2).repeat_interleave(groups, 1)
+        for context, block in ((context_k_BhTD, k_BhCSD), (context_v_BhTD, v_BhCSD))
     )
-    mixed_BhRD = F.scaled_dot_product_attention(q_BhCSD.flatten(2, 3), keys, values, mask_B1RP, scale=rule.scale)
-    return mixed_BhRD.view(*q_BhCSD.shape[:4], -1)
+    out_BhRD = F.scaled_dot_product_attention(q_BhCSD.flatten(2, 3), keys, values, mask_B1RP, scale=rule.scale)
+    return out_BhRD.view(*q_BhCSD.shape[:4], -1)
 
 
 class Tiles:
@@ -139,20 +149,24 @@ class Tiles:
 
     def __init__(self, seen: Context, rule: Rule, blocks: int, slots: int) -> None:
         self.rule, self.slots = rule, slots
-        parts = seen.split(blocks)
-        low = torch.stack([part.first_BA.min() for part in parts]).tolist()
-        high = torch.stack([part.last_BA.max() + 1 for part in parts]).tolist()
+        tile_contexts = seen.split(blocks)
+        low = torch.stack([tile_context.first_BA.min() for tile_context in tile_contexts]).tolist()
+        high = torch.stack([tile_context.last_BA.max() + 1 for tile_context in tile_contexts]).tolist()
         self.columns = [slice(a, max(a, b)) for a, b in zip(low, high, strict=True)]
         starts = range(0, seen.last_BA.shape[1], blocks)
-        self.blocks = [slice(a, a + part.last_BA.shape[1]) for a, part in zip(starts, parts, strict=True)]
-        self.parts = [Context(p.first_BA - c.start, p.last_BA - c.start) for p, c in zip(parts, self.columns, strict=True)]
+        self.blocks = [
+            slice(a, a + tile_context.last_BA.shape[1]) for a, tile_context in zip(starts, tile_contexts, strict=True)
+        ]
+        self.parts = [
+            Context(p.first_BA - c.start, p.last_BA - c.start) for p, c in zip(tile_contexts, self.columns, strict=True)
+        ]
 
     def masks(self, groups: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
         """(blocks, columns, [B, 1, x R, P] what is added to the scores) of each tile."""
-        for own, columns, seen in zip(self.blocks, self.columns, self.parts, strict=True):
-            mask_BRP = _mask(seen, own.stop - own.start, self.slots, columns.stop - columns.start, self.rule)
+        for blocks, columns, tile_context in zip(self.blocks, self.columns, self.parts, strict=True):
+            mask_BRP = _mask(tile_context, blocks.stop - blocks.start, self.slots, columns.stop - columns.start, self.rule)
             added_BRP = torch.zeros(mask_BRP.shape, dtype=dtype).masked_fill_(~mask_BRP, -torch.inf)
-            yield own, columns, added_BRP[:, None].repeat(1, 1, groups, 1)
+            yield blocks, columns, added_BRP[:, None].repeat(1, 1, groups, 1)
 
 
 class _Tiled(torch.autograd.Function):
@@ -161,12 +175,12 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
         out_BhASD, logs, kv_heads = torch.empty_like(q, memory_format=torch.contiguous_format), [], k.shape[1]
-        for own, columns, mask in tiles.masks(q.shape[1] // kv_heads, q.dtype):
-            keys, values = _keys(k, context_k, own, columns), _keys(v, context_v, own, columns)
-            rows_BgXD = _folded(q[:, :, own], kv_heads)
+        for blocks, columns, mask in tiles.masks(q.shape[1] // kv_heads, q.dtype):
+            keys, values = _keys(k, context_k, blocks, columns), _keys(v, context_v, blocks, columns)
+            rows_BgXD = _folded(q[:, :, blocks], kv_heads)
             kernel = aten._scaled_dot_product_flash_attention_for_cpu
-            mixed, log = kernel(rows_BgXD, keys, values, 0.0, False, attn_mask=mask, scale=tiles.rule.scale)
-            out_BhASD[:, :, own] = _unfolded(mixed, out_BhASD[:, :, own])
+            tile_out, log = kernel(rows_BgXD, keys, values, 0.0, False, attn_mask=mask, scale=tiles.rule.scale)
+            out_BhASD[:, :, blocks] = _unfolded(tile_out, out_BhASD[:, :, blocks])
             logs.append(log)
         ctx.tiles, ctx.logs = tiles, logs
         ctx.save_for_backward(q, k, v, context_k, context_v, out_BhASD)
@@ -178,21 +192,21 @@ class _Tiled(torch.autograd.Function):
         to_q, to_k, to_v, to_context_k, to_context_v = (torch.zeros_like(x) for x in (q, k, v, context_k, context_v))
         tiles, kv_heads, kernel = ctx.tiles, k.shape[1], aten._scaled_dot_product_flash_attention_for_cpu_backward
         masks = tiles.masks(q.shape[1] // kv_heads, q.dtype)
-        for (own, columns, mask), log in zip(masks, ctx.logs, strict=True):
-            keys, values = _keys(k, context_k, own, columns), _keys(v, context_v, own, columns)
-            grad, rows, mixed = (_folded(x[:, :, own], kv_heads) for x in (grads[0], q, out_BhASD))
-            found = kernel(grad, rows, keys, values, mixed, log, 0.0, False, attn_mask=mask, scale=tiles.rule.scale)
-            to_q[:, :, own] = _unfolded(found[0], to_q[:, :, own])
+        for (blocks, columns, mask), log in zip(masks, ctx.logs, strict=True):
+            keys, values = _keys(k, context_k, blocks, columns), _keys(v, context_v, blocks, columns)
+            grad, rows, tile_out = (_folded(x[:, :, blocks], kv_heads) for x in (grads[0], q, out_BhASD))
+            tile_grads = kernel(grad, rows, keys, values, tile_out, log, 0.0, False, attn_mask=mask, scale=tiles.rule.scale)
+            to_q[:, :, blocks] = _unfolded(tile_grads[0], to_q[:, :, blocks])
             width = columns.stop - columns.start
-            for to_own, to_context, to_both in ((to_k, to_context_k, found[1]), (to_v, to_context_v, found[2])):
+            for to_block, to_context, to_both in ((to_k, to_context_k, tile_grads[1]), (to_v, to_context_v, tile_grads[2])):
                 to_context[:, :, columns] += to_both[:, :, :width]
-                to_own[:, :, own] = to_both[:, :, width:].unflatten(2, (-1, tiles.slots))
+                to_block[:, :, blocks] = to_both[:, :, width:].unflatten(2, (-1, tiles.slots))
         return None, to_q, to_k, to_v, to_context_k, to_context_v
 
 
-def _keys(own_BgASD: Tensor, context_BgTD: Tensor, own: slice, columns: slice) -> Tensor:
+def _keys(block_BgASD: Tensor, context_BgTD: Tensor, blocks: slice, columns: slice) -> Tensor:
     """[B, g, P, D] the keys (or values) of a tile: of its part of the context, then of its own slots."""
-    return torch.cat([context_BgTD[:, :, columns], own_BgASD[:, :, own].flatten(2, 3)], 2)
+    return torch.cat([context_BgTD[:, :, columns], block_BgASD[:, :, blocks].flatten(2, 3)], 2)
 
 
 def _folded(x_BhCSD: Tensor, kv_heads: int) -> Tensor:
@@ -204,24 +218,24 @@ def _unfolded(x_BgXD: Tensor, like_BhCSD: Tensor) -> Tensor:
     return x_BgXD.reshape(like_BhCSD.shape)
 
 
-def _mask(seen: Context, blocks: int, slots: int, columns: int, rule: Rule) -> Tensor:
+def _mask(anchor_context: Context, blocks: int, slots: int, columns: int, rule: Rule) -> Tensor:
     """[B, R, P] bool: the keys that each slot of a tile sees."""
-    context_BRT = seen.seen(columns).repeat_interleave(slots, 1)
+    context_BRT = anchor_context.seen(columns).repeat_interleave(slots, 1)
     slot_S = torch.arange(slots, device=context_BRT.device)
-    own_SS = torch.ones(slots, slots, dtype=torch.bool, device=slot_S.device)
+    block_SS = torch.ones(slots, slots, dtype=torch.bool, device=slot_S.device)
     if rule.chained:
-        own_SS = own_SS.tril()
+        block_SS = block_SS.tril()
     if rule.window is not None:
-        own_SS = own_SS & (slot_S[:, None] - slot_S < rule.window)
-        place_BR1 = (seen.last_BA[..., None] + 1 + slot_S).flatten(1)[..., None]
-        context_BRT = context_BRT & (place_BR1 - torch.arange(columns, device=slot_S.device) < rule.window)
-    same_CC = torch.eye(blocks, dtype=torch.bool, device=slot_S.device)
-    own_RR = (same_CC[:, None, :, None] & own_SS[None, :, None]).flatten(2, 3).flatten(0, 1)
-    return torch.cat([context_BRT, own_RR.expand(len(context_BRT), -1, -1)], 2)
+        block_SS = block_SS & (slot_S[:, None] - slot_S < rule.window)
+        position_BR1 = (anchor_context.last_BA[..., None] + 1 + slot_S).flatten(1)[..., None]
+        context_BRT = context_BRT & (position_BR1 - torch.arange(columns, device=slot_S.device) < rule.window)
+    same_block_CC = torch.eye(blocks, dtype=torch.bool, device=slot_S.device)
+    block_RR = (same_block_CC[:, None, :, None] & block_SS[None, :, None]).flatten(2, 3).flatten(0, 1)
+    return torch.cat([context_BRT, block_RR.expand(len(context_BRT), -1, -1)], 2)
 
 
-def _apart(own_BhRD: Tensor) -> Tensor:
+def _apart(block_BhRD: Tensor) -> Tensor:
     """Copy the gradient: a view would keep the joined keys' whole gradient in memory until the last tile is done."""
-    if own_BhRD.requires_grad:
-        own_BhRD.register_hook(torch.clone)
-    return own_BhRD
+    if block_BhRD.requires_grad:
+        block_BhRD.register_hook(torch.clone)
+    return block_BhRD

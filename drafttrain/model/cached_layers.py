@@ -74,9 +74,9 @@ class FusedLayers:
         for block in self.chain:
             block.changed()
         weights = [block.weights() for block in self.chain]
-        whole = [w for w in weights if w is not None]
-        whole_call = len(whole) == len(weights) and library.has_product()
-        self._blocks = Blocks(whole, self.layers[0].post_attention_layernorm.eps) if whole_call else None
+        fusable_weights = [w for w in weights if w is not None]
+        whole_call = len(fusable_weights) == len(weights) and library.has_product()
+        self._blocks = Blocks(fusable_weights, self.layers[0].post_attention_layernorm.eps) if whole_call else None
 
     def run(
         self, x_BNH: Tensor, meta: AttentionMetadata | Sequence[AttentionMetadata], read_BNX: Tensor | None = None
@@ -86,21 +86,21 @@ class FusedLayers:
         meta: one for all layers, or one for each. read_BNX: the input of the first layer's projections; None: the norm of x.
         """
         metas = [meta] * len(self.chain) if isinstance(meta, AttentionMetadata) else meta
-        if self._blocks is not None and metas[0].compiled and all(one is metas[0] for one in metas):
+        if self._blocks is not None and metas[0].compiled and all(block_meta is metas[0] for block_meta in metas):
             x_BNH, delta_BNH, _ = self._blocks.run(x_BNH.contiguous(), metas[0], (), read_BNX)
             assert delta_BNH is not None
             return x_BNH, delta_BNH
         delta: Tensor | None = None
-        for number, (block, one) in enumerate(zip(self.chain, metas, strict=True)):
-            x_BNH, delta = block.forward(x_BNH, delta, one, number, None if number else read_BNX)
+        for layer_index, (block, block_meta) in enumerate(zip(self.chain, metas, strict=True)):
+            x_BNH, delta = block.forward(x_BNH, delta, block_meta, layer_index, None if layer_index else read_BNX)
         assert delta is not None
         return x_BNH, delta
 
     def write(self, read: Tensor | Sequence[Tensor], meta: AttentionMetadata) -> None:
         """Write every layer's keys and values of positions that have no queries. read: one input [B, N, X], or one for each."""
         inputs = [read] * len(self.chain) if isinstance(read, Tensor) else read
-        for number, (block, read_BNX) in enumerate(zip(self.chain, inputs, strict=True)):
-            block.write(read_BNX, meta, number)
+        for layer_index, (block, read_BNX) in enumerate(zip(self.chain, inputs, strict=True)):
+            block.write(read_BNX, meta, layer_index)
 
 
 class FusedAttention:
@@ -168,8 +168,8 @@ class CachedLayers(CachedPositions):
         and no pass writes more than `AT_ONCE`, so that memory for both together is enough; None: memory for all positions."""
         layers.refresh()
         attention, weight = layers.attention, layers.attention.o_proj.weight
-        kept, back = (None, None) if window is None else (window + AT_ONCE, AT_ONCE)
-        self.kv = KVCache(len(layers.layers), slots, max_len, weight.device, kept=kept, back=back)
+        retained, max_rollback = (None, None) if window is None else (window + AT_ONCE, AT_ONCE)
+        self.kv = KVCache(len(layers.layers), slots, max_len, weight.device, kept=retained, back=max_rollback)
         self.kv.allocate(attention.shape.kv_heads, attention.shape.head_dim, weight.dtype)
         self._causal_N1 = causal_bits(WORD, weight.device)
         self.cos_PD, self.sin_PD = angles or attention.angle_table(self.kv.capacity + PAST)
@@ -182,7 +182,7 @@ class CachedLayers(CachedPositions):
         earlier: int = 0,
     ) -> AttentionMetadata:
         """The metadata of one pass over new positions of the rows in use, for `run`; arguments as `AttentionMetadata`."""
-        whole = earlier + position_BN.shape[1]
-        if ancestor_BNN is None and bits_BNw is None and whole <= WORD:
-            bits_BNw = self._causal_N1[earlier:whole].expand(len(position_BN), -1, -1)
+        total_length = earlier + position_BN.shape[1]
+        if ancestor_BNN is None and bits_BNw is None and total_length <= WORD:
+            bits_BNw = self._causal_N1[earlier:total_length].expand(len(position_BN), -1, -1)
         return AttentionMetadata(self.kv, position_BN, ancestor_BNN, self.cos_PD, self.sin_PD, bits_BNw, earlier)

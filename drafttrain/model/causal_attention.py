@@ -55,8 +55,8 @@ def by_document(function: Callable[..., Tensor], documents: Documents | None, *i
         return function(*inputs)
     rows = []
     for row, lengths in enumerate(documents.lengths):
-        parts = zip(*(torch.split(x[row : row + 1], lengths, 2) for x in inputs), strict=True)
-        rows.append(torch.cat([function(*part) for part in parts], 2))
+        segments = zip(*(torch.split(x[row : row + 1], lengths, 2) for x in inputs), strict=True)
+        rows.append(torch.cat([function(*segment) for segment in segments], 2))
     return torch.cat(rows)
 
 
@@ -87,33 +87,33 @@ def _packs_on(device: torch.device) -> bool:
     """Whether `packed` gives the values and gradients of one call for each document on this GPU, tried once."""
     number_BT = torch.tensor([[0] * 5 + [1] * 70 + [2] * 53, [0] * 128])
     documents, generator = Documents(number_BT.to(device), host_BT=number_BT), torch.Generator().manual_seed(0)
-    made = [torch.randn(2, heads, 128, 64, generator=generator) for heads in (4, 2, 2)]
-    found = []
+    inputs = [torch.randn(2, heads, 128, 64, generator=generator) for heads in (4, 2, 2)]
+    outputs = []
     with torch.inference_mode(False), torch.enable_grad():
         try:
             for window in (None, 16):
-                for way in (packed, reference):
-                    q, k, v = (x.to(device, torch.bfloat16).requires_grad_() for x in made)
-                    out = way(q, k, v, documents, window, None)
-                    found.append([out, *torch.autograd.grad(out.float().square().sum(), [q, k, v])])
+                for attention in (packed, reference):
+                    q, k, v = (x.to(device, torch.bfloat16).requires_grad_() for x in inputs)
+                    out = attention(q, k, v, documents, window, None)
+                    outputs.append([out, *torch.autograd.grad(out.float().square().sum(), [q, k, v])])
         except (RuntimeError, ImportError):
             return False
-    pairs = [pair for at in (0, 2) for pair in zip(found[at], found[at + 1], strict=True)]
+    pairs = [pair for index in (0, 2) for pair in zip(outputs[index], outputs[index + 1], strict=True)]
     return all(float((a - b).float().norm() / b.float().norm()) < 2e-2 for a, b in pairs)
 
 
 def windowed(q_BhTD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, window: int, scale: float | None) -> Tensor:
     """[B, h, T, D] sliding-window attention, one block of queries at a time. The queries are the last T of P positions."""
-    P, masks, mixed = k_BgPD.shape[2], dict[tuple[int, int], Tensor](), []
-    before = P - q_BhTD.shape[2]
-    for start in range(before, P, ROWS):
+    P, masks, outputs = k_BgPD.shape[2], dict[tuple[int, int], Tensor](), []
+    prefix = P - q_BhTD.shape[2]
+    for start in range(prefix, P, ROWS):
         stop, first = min(start + ROWS, P), max(0, start - window + 1)
         size = stop - start, stop - first
         if size not in masks:
             masks[size] = _seen(*size, window, q_BhTD.device)
-        at, keys = slice(start - before, stop - before), slice(first, stop)
-        mixed.append(_fused(q_BhTD[:, :, at], k_BgPD[:, :, keys], v_BgPD[:, :, keys], masks[size], scale))
-    return torch.cat(mixed, 2)
+        queries, keys = slice(start - prefix, stop - prefix), slice(first, stop)
+        outputs.append(_fused(q_BhTD[:, :, queries], k_BgPD[:, :, keys], v_BgPD[:, :, keys], masks[size], scale))
+    return torch.cat(outputs, 2)
 
 
 def _fused(q_BhRD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, mask_RP: Tensor | None, scale: float | None) -> Tensor:
@@ -134,8 +134,8 @@ def _fused(q_BhRD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, mask_RP: Tensor | Non
 
 def _seen(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """[R, P] bool: the keys that the last `queries` of `keys` positions see."""
-    back_RP = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return (back_RP >= 0) & (back_RP < window)
+    distance_RP = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance_RP >= 0) & (distance_RP < window)
 
 
 def reference(
@@ -148,9 +148,9 @@ def reference(
 ) -> Tensor:
     """The twin of `causal`: all scores at once."""
     T, groups = q_BhTD.shape[2], q_BhTD.shape[1] // k_BgTD.shape[1]
-    seen_BTT = _seen(T, T, window or T, q_BhTD.device)[None] if documents is None else documents.dense()
+    mask_BTT = _seen(T, T, window or T, q_BhTD.device)[None] if documents is None else documents.dense()
     if documents is not None and window is not None:
-        seen_BTT = seen_BTT & _seen(T, T, window, q_BhTD.device)
+        mask_BTT = mask_BTT & _seen(T, T, window, q_BhTD.device)
     score_BhTT = q_BhTD @ k_BgTD.repeat_interleave(groups, 1).transpose(-1, -2) * (scale or q_BhTD.shape[-1] ** -0.5)
-    share_BhTT = score_BhTT.masked_fill(~seen_BTT[:, None], -torch.inf).softmax(-1)
+    share_BhTT = score_BhTT.masked_fill(~mask_BTT[:, None], -torch.inf).softmax(-1)
     return share_BhTT @ v_BgTD.repeat_interleave(groups, 1)

@@ -38,8 +38,8 @@ class Convolved(nn.Module):
 
     def forward(self, x_SH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         """[..., S, H]: convolution, `part`, convolution."""
-        own_SX = self.kernel_projection(x_SH).unflatten(-1, (2, TAPS, -1))
-        kernels = [self.base_kernel[side] + own_SX[..., side, :, :].repeat_interleave(self.group, -1) for side in range(2)]
+        kernel_SX = self.kernel_projection(x_SH).unflatten(-1, (2, TAPS, -1))
+        kernels = [self.base_kernel[side] + kernel_SX[..., side, :, :].repeat_interleave(self.group, -1) for side in range(2)]
         return _mixed(part(_mixed(x_SH, kernels[0])), kernels[1])
 
 
@@ -51,5 +51,5 @@ class Bare(nn.Module):
 
 
 def _mixed(x_SH: Tensor, kernel_SkH: Tensor) -> Tensor:
-    before_SH = F.pad(x_SH[..., :-1, :], (0, 0, 1, 0))
-    return kernel_SkH[..., 0, :] * x_SH + kernel_SkH[..., 1, :] * before_SH
+    previous_SH = F.pad(x_SH[..., :-1, :], (0, 0, 1, 0))
+    return kernel_SkH[..., 0, :] * x_SH + kernel_SkH[..., 1, :] * previous_SH

@@ -62,8 +62,12 @@ def has_experts(mlp: Any) -> bool:
 
 def _activation(mlp: Any) -> Callable[[Tensor], Tensor] | None:
     """The gate's activation; None: SiLU, which has an operator."""
-    own = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    return None if own is None or isinstance(own, nn.SiLU) or type(own).__name__ == "SiLUActivation" else own
+    activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    return (
+        None
+        if activation is None or isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+        else activation
+    )
 
 
 class DecoderBlock:
@@ -98,10 +102,10 @@ class DecoderBlock:
         self._kv: tuple[Tensor, Tensor | None] | None = None  # the rows of the joined weight that make keys and values
 
     def _prepare_heads(self, attention: Any, window: int | None, order_D: list[int] | None) -> None:
-        kind = self.kind
-        self.shape = heads_of(attention, window, kind)
-        self.wide_norms = (self.shape.q_norm, self.shape.k_norm) if kind.wide_head_norms else None
-        if kind.wide_head_norms:
+        block_kind = self.kind
+        self.shape = heads_of(attention, window, block_kind)
+        self.wide_norms = (self.shape.q_norm, self.shape.k_norm) if block_kind.wide_head_norms else None
+        if block_kind.wide_head_norms:
             self.shape = replace(self.shape, q_norm=None, k_norm=None)
         order_O = None if order_D is None else _joined_order(self.shape, order_D)
         self.qkv = Joint(_maps(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), order_O)
@@ -123,12 +127,12 @@ class DecoderBlock:
         """
         if read_BNX is None:
             x_BNH, read_BNX = _normed(self.before, x_BNH, delta_BNH)
-        mixed_BNH = self.attention(read_BNX, step, number)
+        attended_BNH = self.attention(read_BNX, step, number)
         if self.kind.parallel:
-            return x_BNH, mixed_BNH + self.mlp(read_BNX)
+            return x_BNH, attended_BNH + self.mlp(read_BNX)
         if self.after_attention is not None:
-            mixed_BNH = norm(self.after_attention, mixed_BNH)[1]
-        x_BNH, normed_BNH = _normed(self.between, x_BNH, mixed_BNH)
+            attended_BNH = norm(self.after_attention, attended_BNH)[1]
+        x_BNH, normed_BNH = _normed(self.between, x_BNH, attended_BNH)
         out_BNH = self.mlp(normed_BNH)
         return x_BNH, out_BNH if self.after_mlp is None else norm(self.after_mlp, out_BNH)[1]
 

@@ -59,10 +59,10 @@ class Commit:
     def split(self, columns: int) -> Iterator[Commit]:
         """The same positions in parts of at most so many columns. A row that ends before a part has count 0 in it."""
         for start in range(0, max(1, self.token_BA.shape[1]), columns):
-            at = slice(start, start + columns)
-            hidden = {key: x_BAH[:, at] for key, x_BAH in self.hidden.items()}
+            column_slice = slice(start, start + columns)
+            hidden = {key: x_BAH[:, column_slice] for key, x_BAH in self.hidden.items()}
             count_B = (self.count_B - start).clamp(0, columns)
-            yield Commit(self.token_BA[:, at], self.next_BA[:, at], hidden, count_B)
+            yield Commit(self.token_BA[:, column_slice], self.next_BA[:, column_slice], hidden, count_B)
 
 
 class DraftState(ABC):
@@ -159,7 +159,7 @@ class Drafter(nn.Module, ABC):
     @property
     def captured(self) -> bool:
         """Whether its decode steps can be captured as CUDA graphs, see `DraftState`."""
-        return all(part.captured for part in self.parts.values())
+        return all(component.captured for component in self.parts.values())
 
     @property
     def draft_length(self) -> int:
@@ -181,8 +181,8 @@ class Drafter(nn.Module, ABC):
 
     def prepare(self, counts: Callable[[], Tensor]) -> None:
         """Called once before training. counts: how often each target token is supervised in the training data, [V]."""
-        for part in self.parts.values():
-            part.prepare(counts)
+        for component in self.parts.values():
+            component.prepare(counts)
 
     def recompute(self) -> None:
         """Set `recomputes` here and in all parts."""
@@ -193,13 +193,15 @@ class Drafter(nn.Module, ABC):
 
     def training_positions(self, length: int) -> int:
         """Positions that one sequence of this length sends through the drafter's layers in training, at most."""
-        parts = self.parts.values()
-        return sum(part.training_positions(length) for part in parts if part.trained) if parts else length
+        components = self.parts.values()
+        return (
+            sum(component.training_positions(length) for component in components if component.trained) if components else length
+        )
 
     @property
     def label_offset(self) -> int:
         """The largest distance between a prediction's source and its label, in positions."""
-        return max((part.label_offset for part in self.parts.values()), default=self.draft_length + 1)
+        return max((component.label_offset for component in self.parts.values()), default=self.draft_length + 1)
 
     @property
     def max_new_positions(self) -> int:
@@ -220,13 +222,13 @@ class Drafter(nn.Module, ABC):
 
     def decode_settings(self) -> dict[str, Any]:
         """What decoding needs besides weights and options (a searched tree, for example); JSON values only."""
-        own = self.proposal.settings() | ({} if self.calibration is None else self.calibration.settings())
-        return own | {name: part.decode_settings() for name, part in self.parts.items()}
+        settings = self.proposal.settings() | ({} if self.calibration is None else self.calibration.settings())
+        return settings | {name: component.decode_settings() for name, component in self.parts.items()}
 
     def use_decode_settings(self, settings: Mapping[str, Any]) -> None:
         """Take saved `decode_settings`, and what tuning preferred. Raises UserError for a tree that cannot be drafted."""
-        for name, part in self.parts.items():
-            part.use_decode_settings(settings.get(name, {}))
+        for name, component in self.parts.items():
+            component.use_decode_settings(settings.get(name, {}))
         self.proposal.use(settings)
         if self.calibration is not None:
             self.calibration.use(settings)
@@ -279,22 +281,22 @@ def draft_chain(
     what the logits are of, [B, C] then. With `sampling.shared_noise` a draft is sampled with the noise that the acceptance
     policy will use at its position.
     """
-    sampling, tokens, used = sampling.drafting, [root_B], list[Tensor]()
-    plain = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # what is left to do with shaped logits
+    sampling, tokens, used_logits = sampling.drafting, [root_B], list[Tensor]()
+    unfiltered = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # what is left to do with shaped logits
     for step in range(steps):
         if step:
             logits_BV = advance(tokens[-1])
         if not sampling.greedy:
             logits_BV = shaped(logits_BV, sampling)
-            used.append(logits_BV)
+            used_logits.append(logits_BV)
         if sampling.shared_noise:
-            token_B = sample(logits_BV, plain, position_B + step + 1, Lane.TARGET)
+            token_B = sample(logits_BV, unfiltered, position_B + step + 1, Lane.TARGET)
         else:
-            token_B = sample(logits_BV, plain, position_B, Lane.DRAFT, draw=step)
+            token_B = sample(logits_BV, unfiltered, position_B, Lane.DRAFT, draw=step)
         tokens.append(token_B if among is None else among.token_BKC[:, step].gather(1, token_B[:, None])[:, 0])
-    if not used:
+    if not used_logits:
         return DraftTree.chain(torch.stack(tokens, 1))
-    q_BNV = distribution(torch.stack([*used, used[-1]], 1), plain)
+    q_BNV = distribution(torch.stack([*used_logits, used_logits[-1]], 1), unfiltered)
     if among is not None:
         token_BNC = torch.cat([among.token_BKC[:, :steps], among.token_BKC[:, steps - 1 : steps]], 1)
         q_BNV = over_vocabulary(q_BNV, token_BNC, among.vocab, 0.0)

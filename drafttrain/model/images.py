@@ -52,15 +52,15 @@ def without_images(token: Iterable[int]) -> list[int]:
 
 def spans(token: Sequence[int]) -> list[tuple[int, int]]:
     """[start, stop) of each image of a sequence. An image begins at its row 0 or at the sequence's beginning."""
-    found: list[tuple[int, int]] = []
+    image_spans: list[tuple[int, int]] = []
     for i, t in enumerate(token):
         if t < FIRST:
             continue
-        if found and found[-1][1] == i and rows(t):
-            found[-1] = found[-1][0], i + 1
+        if image_spans and image_spans[-1][1] == i and rows(t):
+            image_spans[-1] = image_spans[-1][0], i + 1
         else:
-            found.append((i, i + 1))
-    return found
+            image_spans.append((i, i + 1))
+    return image_spans
 
 
 def chunk_ends(prompts: Sequence[Sequence[int]], chunk: int, whole: bool) -> list[int]:

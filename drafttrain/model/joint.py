@@ -49,14 +49,16 @@ class Joint:
         if self.quantised is not None:
             return self.quantised(x_H) if self.bias is None else self.quantised(x_H) + self.bias
         if self.weight is None:
-            out_O = self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
+            out_O = (
+                self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([projection(x_H) for projection in self.parts], -1)
+            )
             return out_O if self.order_O is None else out_O[..., self.order_O.to(out_O.device)]
         return linear(x_H, self.weight, self.bias, self.packed)
 
     def with_added(self, of: Mapping[int, LowRank]) -> Joint:
         """A map over the same weights that adds to its parts' outputs. of: by the parts' identities."""
-        added = [of.get(id(part)) for part in self.parts]
-        return self if all(more is None for more in added) else Extended(self, added)
+        added = [of.get(id(projection)) for projection in self.parts]
+        return self if all(low_rank is None for low_rank in added) else Extended(self, added)
 
     def join(self, share: bool, packed: bool, bits: int | None = None) -> bool:
         """Join the parts' current weights. Returns whether they differ from those joined before.
@@ -69,21 +71,21 @@ class Joint:
         packed, bits = packed and not self.matrix, None if self.matrix else bits
         # decoding may join first, in inference mode, and the joined tensors may have to be written later
         with torch.inference_mode(torch.is_inference_mode_enabled() and share), torch.no_grad():
-            if any(isinstance(part, Fp8Linear) for part in self.parts):
+            if any(isinstance(projection, Fp8Linear) for projection in self.parts):
                 return self._join_fp8()
             return self._joined(share, packed, bits)
 
     def _join_fp8(self) -> bool:
-        parts = [part for part in self.parts if isinstance(part, Fp8Linear)]
-        blocks = any(part.blocks for part in parts)
-        if self.quantised is not None or len(parts) < len(self.parts) or (blocks and self.order_O is not None):
+        fp8_projections = [projection for projection in self.parts if isinstance(projection, Fp8Linear)]
+        blocks = any(projection.blocks for projection in fp8_projections)
+        if self.quantised is not None or len(fp8_projections) < len(self.parts) or (blocks and self.order_O is not None):
             return False
-        order_O = None if self.order_O is None else self.order_O.to(parts[0].scale.device)
-        self.quantised = Fp8Linear.joined(parts, order_O)
+        order_O = None if self.order_O is None else self.order_O.to(fp8_projections[0].scale.device)
+        self.quantised = Fp8Linear.joined(fp8_projections, order_O)
         return True
 
     def _joined(self, share: bool, packed: bool, bits: int | None) -> bool:
-        weights = [merged(part) for part in self.parts]
+        weights = [merged(projection) for projection in self.parts]
         biases = _biases(self.parts)
         if self.order_O is not None:  # the parts keep their own order
             share, order_O = False, self.order_O.to(weights[0].device)
@@ -96,17 +98,17 @@ class Joint:
         changed = _update(self, "weight", weights) or changed
         assert self.weight is not None
         if share and len(weights) > 1:
-            for part, rows in zip(self.parts, self.weight.split([p.out_features for p in self.parts]), strict=True):
-                part.weight.data = rows
+            for projection, rows in zip(self.parts, self.weight.split([p.out_features for p in self.parts]), strict=True):
+                projection.weight.data = rows
         if packed and changed:
             self.packed = pack(self.weight)
         return changed
 
     def _quantise(self, weight_OI: Tensor, bits: int) -> bool:
-        new = Quantised(weight_OI, bits)
+        quantised = Quantised(weight_OI, bits)
         if isinstance(self.quantised, Quantised):
-            return self.quantised.take(new)
-        self.quantised = new
+            return self.quantised.take(quantised)
+        self.quantised = quantised
         return True
 
 
@@ -116,30 +118,36 @@ class Extended(Joint):
     def __init__(self, joint: Joint, added: Sequence[LowRank | None]) -> None:
         """added: for each part; None: nothing."""
         super().__init__(joint.parts, joint.order_O, joint.matrix)
-        self.joint, self.added = joint, JointLowRank(added, [part.out_features for part in joint.parts], joint.order_O)
+        self.joint, self.added = (
+            joint,
+            JointLowRank(added, [projection.out_features for projection in joint.parts], joint.order_O),
+        )
 
     def __call__(self, x_H: Tensor) -> Tensor:
         return self.added.add_to(self.joint(x_H), x_H)
 
 
-def _biases(parts: Sequence[Any]) -> list[Tensor]:
+def _biases(projections: Sequence[Any]) -> list[Tensor]:
     """The parts' biases, zeros for one that has none; empty if none has one."""
-    if all(part.bias is None for part in parts):
+    if all(projection.bias is None for projection in projections):
         return []
-    zeros = [part.weight.new_zeros(part.out_features) for part in parts]
-    return [zero if part.bias is None else part.bias.detach() for part, zero in zip(parts, zeros, strict=True)]
+    zeros = [projection.weight.new_zeros(projection.out_features) for projection in projections]
+    return [
+        zero if projection.bias is None else projection.bias.detach()
+        for projection, zero in zip(projections, zeros, strict=True)
+    ]
 
 
-def _update(joint: Joint, name: str, parts: list[Tensor]) -> bool:
+def _update(joint: Joint, name: str, tensors: list[Tensor]) -> bool:
     """Set the joint's tensor `name` to the concatenated parts. Returns whether it changed."""
-    whole: Tensor | None = getattr(joint, name)
-    if not parts:
+    joined: Tensor | None = getattr(joint, name)
+    if not tensors:
         return False
-    if whole is None or (whole.dtype, whole.device) != (parts[0].dtype, parts[0].device):
-        setattr(joint, name, parts[0] if len(parts) == 1 else torch.cat(parts))
+    if joined is None or (joined.dtype, joined.device) != (tensors[0].dtype, tensors[0].device):
+        setattr(joint, name, tensors[0] if len(tensors) == 1 else torch.cat(tensors))
         return True
-    rows = whole.split([len(part) for part in parts])
-    if all(torch.equal(old, new) for old, new in zip(rows, parts, strict=True)):
+    rows = joined.split([len(tensor) for tensor in tensors])
+    if all(torch.equal(current, updated) for current, updated in zip(rows, tensors, strict=True)):
         return False
-    torch.cat(parts, out=whole)
+    torch.cat(tensors, out=joined)
     return True

@@ -273,8 +273,8 @@ class KVCache:
 
     def reset(self, slot_R: Tensor) -> None:
         """Empty these slots for new requests; they keep the memory that they have reserved."""
-        for held_S in (self._length_S, self.shift_S):
-            held_S.index_fill_(0, slot_R, 0)
+        for counter_S in (self._length_S, self.shift_S):
+            counter_S.index_fill_(0, slot_R, 0)
         if self.states is not None:
             self.states.clear(slot_R)
         if not self.static:

@@ -49,9 +49,9 @@ class PageView:
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """One layer's keys and values, [Q, PAGE, h, D]."""
-        both = self.layers[number]
-        assert both is not None, "storage is allocated at the first write, or by allocate"
-        return both
+        keys_values = self.layers[number]
+        assert keys_values is not None, "storage is allocated at the first write, or by allocate"
+        return keys_values
 
     @property
     def store(self) -> Tensor:
@@ -80,8 +80,8 @@ class PageView:
         if first is not None:
             values = keys[..., :first]
         bound = min(self.rows.longest + earlier + q_BNhD.shape[1], self.table_BQ.shape[1] * keys.shape[1])
-        at = (self.table_BQ, self.rows.length_B, bits_BNw, position_BN)
-        return tree_attention(q_BNhD, keys, values, *at, scale, window, bound, earlier, self.arrived, cap, sinks_h)
+        cache_args = (self.table_BQ, self.rows.length_B, bits_BNw, position_BN)
+        return tree_attention(q_BNhD, keys, values, *cache_args, scale, window, bound, earlier, self.arrived, cap, sinks_h)
 
 
 class Storage(Protocol):
@@ -156,15 +156,15 @@ class PagedStorage:
         self.slots, self.max_len, self.page, self._device = slots, max_len, PAGE, device
         self._slot_pages = pages_for(max_len)
         self.capacity = self._slot_pages * PAGE
-        in_turn = self._slot_pages if kept is None else min(self._slot_pages, pages_for(kept) + 1)
-        self.pages = slots * in_turn if pages is None else pages
+        pages_per_slot = self._slot_pages if kept is None else min(self._slot_pages, pages_for(kept) + 1)
+        self.pages = slots * pages_per_slot if pages is None else pages
         self.pooled = pages is not None
-        self._whole = not self.pooled and in_turn == self._slot_pages  # a slot's pages are one run of the store
+        self._whole = not self.pooled and pages_per_slot == self._slot_pages  # a slot's pages are one run of the store
         # an entry without a page names the last page, which belongs to no slot
         self.table_SQ = torch.full((slots + 1, self._slot_pages), self.pages, device=device)
         if not self.pooled:
-            first_S1 = in_turn * torch.arange(slots, device=device)[:, None]
-            self.table_SQ[:slots] = first_S1 + torch.arange(self._slot_pages, device=device) % in_turn
+            first_S1 = pages_per_slot * torch.arange(slots, device=device)[:, None]
+            self.table_SQ[:slots] = first_S1 + torch.arange(self._slot_pages, device=device) % pages_per_slot
         self.free = list(range(self.pages - 1, -1, -1)) if self.pooled else []
         self.owned: list[list[int]] = [[] for _ in range(slots)]  # each slot's pages, where they come from a pool
         self.uses = [0] * self.pages  # slots that have reserved each page of a pool
@@ -187,36 +187,40 @@ class PagedStorage:
         self._adjacent = in_order and self._whole  # row b's pages are the b-th run of the store: it is read as a view
 
     def allocate(self, layers: Sequence[int], heads: int, width: int, value_width: int, dtype: torch.dtype) -> None:
-        new = [number for number in layers if self._layers[number] is None]
-        if not new:
+        unallocated = [layer for layer in layers if self._layers[layer] is None]
+        if not unallocated:
             return
-        same = width == value_width
-        shape = (2, self.pages + 1, PAGE, heads, width) if same else (1, self.pages + 1, PAGE, heads, width + value_width)
-        store = torch.zeros(len(new), *shape, dtype=dtype, device=self._device)
+        equal_widths = width == value_width
+        shape = (
+            (2, self.pages + 1, PAGE, heads, width) if equal_widths else (1, self.pages + 1, PAGE, heads, width + value_width)
+        )
+        store = torch.zeros(len(unallocated), *shape, dtype=dtype, device=self._device)
         self.stores.append(store)
-        for place, number in enumerate(new):
-            own = store[place]
-            self._layers[number] = (own[0], own[1]) if same else (own[0, ..., :width], own[0, ..., width:])
+        for index, layer in enumerate(unallocated):
+            layer_store = store[index]
+            self._layers[layer] = (
+                (layer_store[0], layer_store[1]) if equal_widths else (layer_store[0, ..., :width], layer_store[0, ..., width:])
+            )
 
     def write(self, layer: int, rows: CacheRows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
         N = k_BhND.shape[2]
         if self._layers[layer] is None:
             self.allocate([layer], k_BhND.shape[1], k_BhND.shape[3], v_BhND.shape[3], k_BhND.dtype)
-        both = self._layers[layer]
-        assert both is not None
-        keys, values = both
+        keys_values = self._layers[layer]
+        assert keys_values is not None
+        keys, values = keys_values
         if self._adjacent and rows.equal_lengths:
             for pool, new_BhND in ((keys, k_BhND), (values, v_BhND)):
                 self._runs(pool)[:, rows.longest + earlier : rows.longest + earlier + N] = new_BhND.transpose(1, 2)
             return
-        at_BN = flat(self._table_BQ, rows.length_B[:, None] + torch.arange(earlier, earlier + N, device=k_BhND.device), PAGE)
+        index_BN = flat(self._table_BQ, rows.length_B[:, None] + torch.arange(earlier, earlier + N, device=k_BhND.device), PAGE)
         for pool, new_BhND in ((keys, k_BhND), (values, v_BhND)):
-            pool.view(pool.shape[0] * PAGE, *pool.shape[2:])[at_BN] = new_BhND.transpose(1, 2)
+            pool.view(pool.shape[0] * PAGE, *pool.shape[2:])[index_BN] = new_BhND.transpose(1, 2)
 
     def read(self, layer: int, positions: int) -> tuple[Tensor, Tensor]:
-        both = self._layers[layer]
-        assert both is not None, "storage is allocated at the first write, or by allocate"
-        return self._gathered(both[0], positions), self._gathered(both[1], positions)
+        keys_values = self._layers[layer]
+        assert keys_values is not None, "storage is allocated at the first write, or by allocate"
+        return self._gathered(keys_values[0], positions), self._gathered(keys_values[1], positions)
 
     def _gathered(self, pool: Tensor, positions: int) -> Tensor:
         if self._adjacent:
@@ -224,19 +228,23 @@ class PagedStorage:
         return pool[self._table_BQ[:, : pages_for(positions)]].flatten(1, 2)[:, :positions].transpose(1, 2)
 
     def read_row(self, layer: int, slot: int, positions: int) -> tuple[Tensor, Tensor]:
-        both, pages = self._layers[layer], pages_for(positions)
-        assert both is not None, "storage is allocated at the first write, or by allocate"
+        keys_values, pages = self._layers[layer], pages_for(positions)
+        assert keys_values is not None, "storage is allocated at the first write, or by allocate"
         first = self._adjacent_from(slot, pages)
-        which = self.table_SQ[slot, :pages] if first is None else slice(first, first + pages)
-        keys, values = (pool[which].flatten(0, 1)[:positions].transpose(0, 1) for pool in both)
+        page_index = self.table_SQ[slot, :pages] if first is None else slice(first, first + pages)
+        keys, values = (pool[page_index].flatten(0, 1)[:positions].transpose(0, 1) for pool in keys_values)
         return keys, values
 
     def _adjacent_from(self, slot: int, pages: int) -> int | None:
         """The slot's first page, if its first pages are adjacent in the store."""
         if self._whole:
             return slot * self._slot_pages if slot < self.slots and pages <= self._slot_pages else None
-        own = self.owned[slot][:pages] if slot < self.slots else []
-        return own[0] if len(own) == pages > 0 and own == list(range(own[0], own[0] + pages)) else None
+        slot_pages = self.owned[slot][:pages] if slot < self.slots else []
+        return (
+            slot_pages[0]
+            if len(slot_pages) == pages > 0 and slot_pages == list(range(slot_pages[0], slot_pages[0] + pages))
+            else None
+        )
 
     def _runs(self, pool: Tensor) -> Tensor:
         """[S, P, h, D] view of pages in the order of the slots."""
@@ -259,25 +267,25 @@ class PagedStorage:
             for store in self.stores:
                 store[:, :, self.table_SQ[slot, :filled]] = store[:, :, self.table_SQ[source, :filled]]
             return
-        whole = prefix // PAGE
-        self._own(slot, self.owned[source][:whole], positions)
+        full_pages = prefix // PAGE
+        self._own(slot, self.owned[source][:full_pages], positions)
         for store in self.stores if prefix % PAGE else ():  # a page that is not full is copied
-            store[:, :, self.owned[slot][whole]] = store[:, :, self.owned[source][whole]]
+            store[:, :, self.owned[slot][full_pages]] = store[:, :, self.owned[source][full_pages]]
 
     def _own(self, slot: int, shared: list[int], positions: int) -> None:
         """Give the slot these pages and as many more as it needs."""
-        needed = pages_for(positions) - len(shared)
-        if needed > len(self.free) or positions > self.max_len:
+        new_pages = pages_for(positions) - len(shared)
+        if new_pages > len(self.free) or positions > self.max_len:
             raise ValueError(
-                f"{positions} positions need {needed} pages of {PAGE}; {len(self.free)} of {self.pages} are free, "
+                f"{positions} positions need {new_pages} pages of {PAGE}; {len(self.free)} of {self.pages} are free, "
                 f"a slot holds {self.max_len} positions"
             )
-        own = shared + [self.free.pop() for _ in range(needed)]
-        for page in own:
+        slot_pages = shared + [self.free.pop() for _ in range(new_pages)]
+        for page in slot_pages:
             self.uses[page] += 1
-        self.owned[slot] = own
+        self.owned[slot] = slot_pages
         self.table_SQ[slot] = self.pages
-        self.table_SQ[slot, : len(own)] = torch.tensor(own, device=self._device)
+        self.table_SQ[slot, : len(slot_pages)] = torch.tensor(slot_pages, device=self._device)
 
     def release(self, slot: int) -> None:
         if not self.pooled:

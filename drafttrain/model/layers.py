@@ -98,7 +98,7 @@ class AttentionShape:
     @staticmethod
     def of(shape: TargetShape, in_width: int, qk_norm: bool = False, number: int = 0) -> AttentionShape:
         """The dimensions for a drafter's layer whose output has the target's hidden size. number: of the layer, from 0."""
-        own = shape if isinstance(shape, LayerShape) else None
+        layer_shape = shape if isinstance(shape, LayerShape) else None
         return AttentionShape(
             in_width,
             shape.hidden_size,
@@ -107,9 +107,9 @@ class AttentionShape:
             shape.head_dim,
             shape.rope_theta,
             shape.norm_eps if qk_norm else None,
-            None if own is None else own.rope_scaling,
+            None if layer_shape is None else layer_shape.rope_scaling,
             shape.max_positions,
-            None if own is None else own.window(number),
+            None if layer_shape is None else layer_shape.window(number),
         )
 
 
@@ -139,9 +139,9 @@ class Attention(nn.Module):
 
     def angle_table(self, positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions 0, 1, 2, ..., [positions, D]; the first half of each sine is negated."""
-        like = self.o_proj.weight
-        position_1P = torch.arange(positions, device=like.device)[None]
-        cos_1PD, sin_1PD = self._angles(position_1P, like.dtype)
+        weight = self.o_proj.weight
+        position_1P = torch.arange(positions, device=weight.device)[None]
+        cos_1PD, sin_1PD = self._angles(position_1P, weight.dtype)
         sin_PD = sin_1PD[0].clone()
         sin_PD[:, : self.shape.head_dim // 2] *= -1
         return cos_1PD[0], sin_PD
@@ -158,8 +158,8 @@ class Attention(nn.Module):
         return rotate(self.k_norm(self._heads(self.k_proj(x_BNI))), *angles), self._heads(self.v_proj(x_BNI))
 
     def _angles(self, position_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        of = self.shape
-        return rotary(position_BN, of.head_dim, of.rope_theta, dtype, of.rope_scaling, of.context)
+        shape = self.shape
+        return rotary(position_BN, shape.head_dim, shape.rope_theta, dtype, shape.rope_scaling, shape.context)
 
     def _heads(self, x_BNI: Tensor) -> Tensor:
         return x_BNI.view(*x_BNI.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
@@ -247,22 +247,22 @@ def scaled_frequencies(
     llama3: low frequencies are divided by `factor`, high ones stay, and those between are interpolated (arXiv 2407.21783).
     dynamic changes nothing in the context that a model was trained for, and drafters' layers have no longer one.
     """
-    kind = "default" if scaling is None else str(scaling.get("rope_type", "default"))
-    if scaling is None or kind in ("default", "dynamic"):
+    rope_type = "default" if scaling is None else str(scaling.get("rope_type", "default"))
+    if scaling is None or rope_type in ("default", "dynamic"):
         return frequency_F, 1.0
-    if kind == "linear":
+    if rope_type == "linear":
         return frequency_F / float(scaling["factor"]), 1.0
-    if kind == "yarn":
+    if rope_type == "yarn":
         return _yarn(frequency_F, theta, scaling)
-    if kind == "longrope":
+    if rope_type == "longrope":
         return _longrope(frequency_F, scaling, context)
-    if kind == "proportional":
+    if rope_type == "proportional":
         rotated = int(float(scaling.get("partial_rotary_factor") or 1.0) * len(frequency_F))
-        kept_F = torch.arange(len(frequency_F), device=frequency_F.device) < rotated
-        return frequency_F * kept_F / float(scaling.get("factor") or 1.0), 1.0
+        keep_F = torch.arange(len(frequency_F), device=frequency_F.device) < rotated
+        return frequency_F * keep_F / float(scaling.get("factor") or 1.0), 1.0
     low, high, length = (float(scaling[name]) for name in SCALINGS["llama3"][1:])
-    kept_F = ((frequency_F * (length / (2 * math.pi)) - low) / (high - low)).clamp(0.0, 1.0)
-    return frequency_F * (kept_F + (1.0 - kept_F) / float(scaling["factor"])), 1.0
+    keep_F = ((frequency_F * (length / (2 * math.pi)) - low) / (high - low)).clamp(0.0, 1.0)
+    return frequency_F * (keep_F + (1.0 - keep_F) / float(scaling["factor"])), 1.0
 
 
 def _yarn(frequency_F: Tensor, theta: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
@@ -271,8 +271,8 @@ def _yarn(frequency_F: Tensor, theta: float, scaling: Mapping[str, Any]) -> tupl
     """
     factor, pairs = float(scaling["factor"]), len(frequency_F)
     first, last = (
-        pairs * math.log(float(scaling[CONTEXT]) / (2 * math.pi * turns)) / math.log(theta)
-        for turns in (float(scaling.get("beta_fast") or 32.0), float(scaling.get("beta_slow") or 1.0))
+        pairs * math.log(float(scaling[CONTEXT]) / (2 * math.pi * rotations)) / math.log(theta)
+        for rotations in (float(scaling.get("beta_fast") or 32.0), float(scaling.get("beta_slow") or 1.0))
     )
     if scaling.get("truncate", True) is not False:
         first, last = math.floor(first), math.ceil(last)
@@ -282,10 +282,10 @@ def _yarn(frequency_F: Tensor, theta: float, scaling: Mapping[str, Any]) -> tupl
     frequency_F = frequency_F / factor * slow_F + frequency_F * (1.0 - slow_F)
     if scaling.get("attention_factor") is not None:
         return frequency_F, float(scaling["attention_factor"])
-    given = scaling.get("mscale") and scaling.get("mscale_all_dim")
-    over, under = (scaling["mscale"], scaling["mscale_all_dim"]) if given else (1.0, 0.0)
+    has_mscale = scaling.get("mscale") and scaling.get("mscale_all_dim")
+    mscale, mscale_all_dim = (scaling["mscale"], scaling["mscale_all_dim"]) if has_mscale else (1.0, 0.0)
     growth = 0.1 * math.log(max(factor, 1.0))
-    return frequency_F, (float(over) * growth + 1.0) / (float(under) * growth + 1.0)
+    return frequency_F, (float(mscale) * growth + 1.0) / (float(mscale_all_dim) * growth + 1.0)
 
 
 def _longrope(frequency_F: Tensor, scaling: Mapping[str, Any], context: int) -> tuple[Tensor, float]:

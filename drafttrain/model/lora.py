@@ -46,10 +46,10 @@ class LoraSpec:
         """From a LoraSpec or a checkpoint's plain data; None for rank 0. Raises UserError for an unknown setting."""
         if isinstance(given, LoraSpec):
             return given if given.rank else None
-        known = [f.name for f in fields(LoraSpec)]
-        unknown = sorted(given.keys() - set(known))
+        valid_names = [f.name for f in fields(LoraSpec)]
+        unknown = sorted(given.keys() - set(valid_names))
         if unknown:
-            raise UserError(f"drafter.adapter has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+            raise UserError(f"drafter.adapter has no setting {', '.join(unknown)}; it has {', '.join(valid_names)}")
         return LoraSpec.of(LoraSpec(**given))
 
     def check(self) -> None:

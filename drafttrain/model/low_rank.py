@@ -50,35 +50,37 @@ class JointLowRank:
     def __init__(self, parts: Sequence[LowRank | None], widths: Sequence[int], order_O: Tensor | None) -> None:
         """widths: of the maps' outputs. order_O: of the joint output; None: one after another."""
         self.parts, self.widths, self.order_O = parts, widths, order_O
-        self.scale = next(part.scale for part in parts if part is not None)
+        self.scale = next(adapter.scale for adapter in parts if adapter is not None)
         self._joined: tuple[Tensor, Tensor] | None = None  # A [R, I] and B [O, R] of all parts
         self._packed: Tensor | None = None  # B, where that is faster
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Join the current matrices, in the same memory each time, since captured steps refer to it; unchanged ones stay."""
-        own = [part for part in self.parts if part is not None]
+        adapters = [adapter for adapter in self.parts if adapter is not None]
         with torch.inference_mode(False):
-            new = torch.cat([part.lora_A.weight.detach() for part in own]), self._second()
-            pairs = list(zip(self._joined or (), new, strict=False))
+            matrices = torch.cat([adapter.lora_A.weight.detach() for adapter in adapters]), self._second()
+            pairs = list(zip(self._joined or (), matrices, strict=False))
             if pairs and all((a.dtype, a.device) == (b.dtype, b.device) for a, b in pairs):
-                if all(torch.equal(kept, made) for kept, made in pairs):
+                if all(torch.equal(current, updated) for current, updated in pairs):
                     return
-                for kept, made in pairs:
-                    kept.copy_(made)
+                for current, updated in pairs:
+                    current.copy_(updated)
             else:
-                self._joined = new
-            self._packed = pack(new[1])
+                self._joined = matrices
+            self._packed = pack(matrices[1])
 
     def _second(self) -> Tensor:
         """[O, R] the parts' second matrices on the diagonal."""
-        own = [part for part in self.parts if part is not None]
-        second_OR = own[0].lora_B.weight.new_zeros(sum(self.widths), sum(part.lora_B.in_features for part in own))
+        adapters = [adapter for adapter in self.parts if adapter is not None]
+        second_OR = adapters[0].lora_B.weight.new_zeros(
+            sum(self.widths), sum(adapter.lora_B.in_features for adapter in adapters)
+        )
         row = column = 0
-        for part, width in zip(self.parts, self.widths, strict=True):
-            if part is not None:
-                rank = part.lora_B.in_features
-                second_OR[row : row + width, column : column + rank] = part.lora_B.weight.detach()
+        for adapter, width in zip(self.parts, self.widths, strict=True):
+            if adapter is not None:
+                rank = adapter.lora_B.in_features
+                second_OR[row : row + width, column : column + rank] = adapter.lora_B.weight.detach()
                 column += rank
             row += width
         return second_OR if self.order_O is None else second_OR[self.order_O.to(second_OR.device)]
@@ -92,6 +94,6 @@ class JointLowRank:
                 return torch.addmm(out_BNO.flatten(0, -2), inner_BNR.flatten(0, -2), joined[1].T).view_as(out_BNO)
             return out_BNO + linear(inner_BNR, joined[1], None, self._packed)
         pairs = zip(self.parts, self.widths, strict=True)
-        more = [x_BNI.new_zeros(*x_BNI.shape[:-1], width) if part is None else part(x_BNI) for part, width in pairs]
-        more_BNO = more[0] if len(more) == 1 else torch.cat(more, -1)
-        return out_BNO + (more_BNO if self.order_O is None else more_BNO[..., self.order_O.to(more_BNO.device)])
+        deltas = [x_BNI.new_zeros(*x_BNI.shape[:-1], width) if adapter is None else adapter(x_BNI) for adapter, width in pairs]
+        delta_BNO = deltas[0] if len(deltas) == 1 else torch.cat(deltas, -1)
+        return out_BNO + (delta_BNO if self.order_O is None else delta_BNO[..., self.order_O.to(delta_BNO.device)])

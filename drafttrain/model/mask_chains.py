@@ -83,9 +83,9 @@ class Chains(Documents):
     @staticmethod
     def append_to(batch: TrainBatch, shares: Sequence[float] | None, slots: int, root: bool) -> Chains:
         """shares: of each sequence's anchors, those with a slot of depth 1, 2, ...; None: all anchors have `slots` slots."""
-        drawn = [(slots, batch.anchors())] if shares is None else batch.nested(shares)
+        anchor_groups = [(slots, batch.anchors())] if shares is None else batch.nested(shares)
         groups, slot_S = [], torch.arange(1, slots + 1, device=batch.token_BT.device)
-        for size, anchors in drawn if slots else []:
+        for size, anchors in anchor_groups if slots else []:
             first_BA = anchors.position_BA if root else batch.position_BT.gather(1, anchors.source_BA)
             groups.append(ChainGroup(anchors, batch.context(anchors, root), first_BA[..., None] + slot_S[:size]))
         position_BN = torch.cat([batch.position_BT, *(group.position_BAS.flatten(1) for group in groups)], 1)
@@ -108,10 +108,10 @@ class Chains(Documents):
             source, label, state = list[Tensor](), list[Tensor](), list[Tensor]()
             for group, state_BXH in zip(self.groups, states, strict=True):
                 if group.size >= depth:
-                    place_M, pairs = batch.future_of(group.anchors, 2 + depth)
+                    index_M, pairs = batch.future_of(group.anchors, 2 + depth)
                     source.append(pairs.source_M)
                     label.append(pairs.label_M)
-                    state.append(state_BXH.unflatten(1, (-1, group.size))[:, :, depth - 1].flatten(0, 1)[place_M])
+                    state.append(state_BXH.unflatten(1, (-1, group.size))[:, :, depth - 1].flatten(0, 1)[index_M])
             yield depth, Pairs(torch.cat(source), torch.cat(label)), torch.cat(state)
 
     def dense(self) -> Tensor:
@@ -119,14 +119,14 @@ class Chains(Documents):
         assert self.span is None, "a dense mask needs all columns in one process; `attended` exchanges heads instead"
         B, T = self.number_BT.shape
         N = self.position_BN.shape[1]
-        seen_BNN = torch.zeros(B, N, N, dtype=torch.bool, device=self.position_BN.device)
-        column_T = torch.arange(T, device=seen_BNN.device)
-        seen_BNN[:, :T, :T] = column_T <= column_T[:, None] if self.text is None else self.text.dense()
+        mask_BNN = torch.zeros(B, N, N, dtype=torch.bool, device=self.position_BN.device)
+        column_T = torch.arange(T, device=mask_BNN.device)
+        mask_BNN[:, :T, :T] = column_T <= column_T[:, None] if self.text is None else self.text.dense()
         start = T
         for group in self.groups:
-            at, slot_X = slice(start, start + group.slots), torch.arange(group.slots, device=seen_BNN.device)
-            seen_BNN[:, at, :T] = group.seen.seen(T).repeat_interleave(group.size, 1)
+            group_columns, slot_X = slice(start, start + group.slots), torch.arange(group.slots, device=mask_BNN.device)
+            mask_BNN[:, group_columns, :T] = group.seen.seen(T).repeat_interleave(group.size, 1)
             chain_X = slot_X // group.size
-            seen_BNN[:, at, at] = (chain_X[:, None] == chain_X) & (slot_X <= slot_X[:, None])
+            mask_BNN[:, group_columns, group_columns] = (chain_X[:, None] == chain_X) & (slot_X <= slot_X[:, None])
             start += group.slots
-        return seen_BNN
+        return mask_BNN

@@ -55,14 +55,16 @@ def merged(q_hND: Tensor, k_gPD: Tensor, v_gPD: Tensor, scale: float | None) -> 
     """
     (h, N, D), (g, P, _) = q_hND.shape, k_gPD.shape
     q_grND = q_hND.view(g, h // g, N, D)
-    own_k, own_v = (x_gPD[:, None, P - N :].expand(g, h // g, N, D) for x_gPD in (k_gPD, v_gPD))
-    own_grND, own_grN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_grND, own_k, own_v, 0.0, True, scale=scale)
+    new_k, new_v = (x_gPD[:, None, P - N :].expand(g, h // g, N, D) for x_gPD in (k_gPD, v_gPD))
+    new_grND, new_lse_grN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_grND, new_k, new_v, 0.0, True, scale=scale
+    )
     if P == N:
-        return own_grND.reshape(h, N, D)
+        return new_grND.reshape(h, N, D)
     # the queries of one KV head become rows of one attention, so that its keys are read once
     q_1gRD = q_grND.reshape(1, g, -1, D)
-    before, before_1gR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    prefix_1gRD, prefix_lse_1gR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_1gRD, k_gPD[None, :, : P - N], v_gPD[None, :, : P - N], scale=scale
     )
-    share_grN1 = torch.sigmoid(before_1gR.view(g, h // g, N) - own_grN)[..., None].to(own_grND.dtype)
-    return torch.lerp(own_grND, before.view(g, h // g, N, D), share_grN1).reshape(h, N, D)
+    share_grN1 = torch.sigmoid(prefix_lse_1gR.view(g, h // g, N) - new_lse_grN)[..., None].to(new_grND.dtype)
+    return torch.lerp(new_grND, prefix_1gRD.view(g, h // g, N, D), share_grN1).reshape(h, N, D)

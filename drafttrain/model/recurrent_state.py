@@ -70,9 +70,9 @@ class RecurrentStates:
 
     def allocate(self, layer: int, convolution: Tensor | None, scan: Tensor | None) -> None:
         """Reserve zero states of these tensors' shapes, less their first dimension, and dtypes."""
-        for stores, like in ((self._convolution, convolution), (self._scan, scan)):
-            if like is not None and layer not in stores:
-                stores[layer] = torch.zeros(self._slots, *like.shape[1:], dtype=like.dtype, device=self._device)
+        for stores, template in ((self._convolution, convolution), (self._scan, scan)):
+            if template is not None and layer not in stores:
+                stores[layer] = torch.zeros(self._slots, *template.shape[1:], dtype=template.dtype, device=self._device)
 
     def like(self) -> States:
         """Empty tensors of the states' shapes, [0, ...], for `allocate`."""
@@ -116,28 +116,28 @@ class RecurrentStates:
 
     def _after(self, layer: int, run: _Pass, count_B: Tensor, counts: Sequence[int] | None) -> tuple[Tensor, Tensor | None]:
         width = self._convolution[layer].shape[2]
-        new = run.column_BCT.shape[2] - width
-        whole = counts is not None and all(count == new for count in counts)
-        if whole:
-            return run.column_BCT[..., new:], run.state
-        at_BCW = (count_B[:, None] + torch.arange(width, device=count_B.device))[:, None].expand(
+        new_columns = run.column_BCT.shape[2] - width
+        all_accepted = counts is not None and all(count == new_columns for count in counts)
+        if all_accepted:
+            return run.column_BCT[..., new_columns:], run.state
+        index_BCW = (count_B[:, None] + torch.arange(width, device=count_B.device))[:, None].expand(
             -1, run.column_BCT.shape[1], -1
         )
-        columns_BCW = run.column_BCT.gather(2, at_BCW)
+        columns_BCW = run.column_BCT.gather(2, index_BCW)
         if run.state is None:
             return columns_BCW, None
         if run.tape is not None:
             return columns_BCW, run.tape.after(count_B)
-        if new > 1:
-            found = [name for name in KERNELS if find_spec(name)]
-            what = f"a kernel of another package ({', '.join(found)}), or a scan" if found else "a scan"
-            mend = "; uninstall the package" if found else ""
+        if new_columns > 1:
+            kernel_packages = [name for name in KERNELS if find_spec(name)]
+            kernel = f"a kernel of another package ({', '.join(kernel_packages)}), or a scan" if kernel_packages else "a scan"
+            hint = "; uninstall the package" if kernel_packages else ""
             raise UnknownScanError(
-                f"its recurrent layer {layer} runs {what} that is not recorded here, so that its state cannot be taken back "
-                f"after rejected drafts{mend}"
+                f"its recurrent layer {layer} runs {kernel} that is not recorded here, so that its state cannot be taken back "
+                f"after rejected drafts{hint}"
             )
-        kept_B = (count_B > 0).view(-1, *[1] * (run.state.ndim - 1))
-        return columns_BCW, torch.where(kept_B, run.state, self._scan[layer][self._slot_B])
+        committed_B = (count_B > 0).view(-1, *[1] * (run.state.ndim - 1))
+        return columns_BCW, torch.where(committed_B, run.state, self._scan[layer][self._slot_B])
 
     def commit(self, count_B: Tensor, counts: Sequence[int] | None = None) -> None:
         """Keep the first `count` positions of the last pass; arguments as for `after`."""

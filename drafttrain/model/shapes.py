@@ -97,10 +97,10 @@ class LayerOptions:
         """From LayerOptions or a checkpoint's plain data. Raises UserError for an unknown setting."""
         if isinstance(given, LayerOptions):
             return given
-        known = [f.name for f in fields(LayerOptions)]
-        unknown = sorted(given.keys() - set(known))
+        valid_names = [f.name for f in fields(LayerOptions)]
+        unknown = sorted(given.keys() - set(valid_names))
         if unknown:
-            raise UserError(f"drafter.layer has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+            raise UserError(f"drafter.layer has no setting {', '.join(unknown)}; it has {', '.join(valid_names)}")
         return LayerOptions(**given)
 
     @staticmethod
@@ -109,24 +109,24 @@ class LayerOptions:
         if shape is None:
             return LayerOptions()
         shared = [f.name for f in fields(LayerOptions) if f.name not in OWN]
-        apart = {name: getattr(shape, name) for name in shared if getattr(shape, name) != getattr(target, name)}
+        overrides = {name: getattr(shape, name) for name in shared if getattr(shape, name) != getattr(target, name)}
         if not isinstance(shape, LayerShape):
-            return LayerOptions(**apart)
+            return LayerOptions(**overrides)
         full = list(shape.full_attention_layers)
         return LayerOptions(
-            **apart, rope_scaling=shape.rope_scaling, sliding_window=shape.sliding_window, full_attention_layers=full
+            **overrides, rope_scaling=shape.rope_scaling, sliding_window=shape.sliding_window, full_attention_layers=full
         )
 
     def shape(self, target: TargetShape) -> LayerShape:
         """The layers' dimensions. Raises UserError for values that no layer can have."""
         check_scaling(self.rope_scaling, self.head_dim or target.head_dim)
-        own = {name: value for name, value in asdict(self).items() if value is not None}
-        own["full_attention_layers"] = tuple(self.full_attention_layers)
-        shape = LayerShape(**asdict(target) | own)
-        for name in set(own) - {"rope_scaling", "full_attention_layers"}:
-            if own[name] <= 0:
-                other = "all positions" if name == "sliding_window" else "as the target's"
-                raise UserError(f"drafter.layer.{name} is {own[name]}; set it above 0, or to null: {other}")
+        overrides = {name: value for name, value in asdict(self).items() if value is not None}
+        overrides["full_attention_layers"] = tuple(self.full_attention_layers)
+        shape = LayerShape(**asdict(target) | overrides)
+        for name in set(overrides) - {"rope_scaling", "full_attention_layers"}:
+            if overrides[name] <= 0:
+                default = "all positions" if name == "sliding_window" else "as the target's"
+                raise UserError(f"drafter.layer.{name} is {overrides[name]}; set it above 0, or to null: {default}")
         if shape.heads % shape.kv_heads or shape.head_dim % 2:
             raise UserError(
                 f"drafter.layer has {shape.heads} heads of width {shape.head_dim} over {shape.kv_heads} KV heads; choose an "
@@ -146,25 +146,27 @@ def check_scaling(scaling: Mapping[str, Any] | None, head_dim: int | None = None
         return
     if not isinstance(scaling, Mapping):
         raise UserError(f"rope_scaling is {scaling!r}; an object is needed, such as {{rope_type: linear, factor: 2}}")
-    kind = str(scaling.get("rope_type", "default"))
-    if kind not in SCALINGS:
-        raise UserError(f"rope_scaling is of the type {kind!r}; layers of drafters know {', '.join(SCALINGS)}")
-    known = scaling_fields(kind)
-    strange = sorted(set(scaling) - {*known, "rope_type"})
-    if strange:
-        raise UserError(f"rope_scaling of the type {kind} has no {', '.join(strange)}; it has {', '.join(known) or 'nothing'}")
-    lacking = [name for name in SCALINGS[kind] if not _numeric(name, scaling.get(name))]
-    if lacking:
-        raise UserError(f"rope_scaling of the type {kind} lacks {', '.join(lacking)}; add numbers for them")
-    wrong = [name for name in known if scaling.get(name) is not None and not _numeric(name, scaling[name])]
-    if wrong:
-        raise UserError(f"rope_scaling's {wrong[0]} is {scaling[wrong[0]]!r}; numbers above 0 are needed")
+    rope_type = str(scaling.get("rope_type", "default"))
+    if rope_type not in SCALINGS:
+        raise UserError(f"rope_scaling is of the type {rope_type!r}; layers of drafters know {', '.join(SCALINGS)}")
+    valid_fields = scaling_fields(rope_type)
+    unknown = sorted(set(scaling) - {*valid_fields, "rope_type"})
+    if unknown:
+        raise UserError(
+            f"rope_scaling of the type {rope_type} has no {', '.join(unknown)}; it has {', '.join(valid_fields) or 'nothing'}"
+        )
+    missing = [name for name in SCALINGS[rope_type] if not _numeric(name, scaling.get(name))]
+    if missing:
+        raise UserError(f"rope_scaling of the type {rope_type} lacks {', '.join(missing)}; add numbers for them")
+    invalid = [name for name in valid_fields if scaling.get(name) is not None and not _numeric(name, scaling[name])]
+    if invalid:
+        raise UserError(f"rope_scaling's {invalid[0]} is {scaling[invalid[0]]!r}; numbers above 0 are needed")
     if head_dim is None:
         return
-    short = [name for name in LISTS if name in known and len(scaling[name]) != head_dim // 2]
-    if short:
+    lists = [name for name in LISTS if name in valid_fields and len(scaling[name]) != head_dim // 2]
+    if lists:
         raise UserError(
-            f"rope_scaling's {short[0]} has {len(scaling[short[0]])} numbers; heads of width {head_dim} need {head_dim // 2}"
+            f"rope_scaling's {lists[0]} has {len(scaling[lists[0]])} numbers; heads of width {head_dim} need {head_dim // 2}"
         )
 
 
@@ -172,5 +174,5 @@ def _numeric(name: str, value: Any) -> bool:
     if name == "truncate":
         return isinstance(value, bool)
     numbers = value if name in LISTS else [value]
-    whole = isinstance(numbers, Sequence) and not isinstance(numbers, str)
-    return whole and all(isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in numbers)
+    is_sequence = isinstance(numbers, Sequence) and not isinstance(numbers, str)
+    return is_sequence and all(isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in numbers)

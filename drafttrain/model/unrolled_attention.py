@@ -40,8 +40,8 @@ def unrolled(
     """
     first = _first_window(window, len(keys))
 
-    def whole(q_BhTD: Tensor, *both: Tensor) -> Tensor:
-        out_BhTD: Tensor = _Unrolled.apply(q_BhTD, len(keys), first, *both)
+    def whole(q_BhTD: Tensor, *keys_values: Tensor) -> Tensor:
+        out_BhTD: Tensor = _Unrolled.apply(q_BhTD, len(keys), first, *keys_values)
         return out_BhTD
 
     return by_document(whole, documents, q_BhTD, *keys, *values)
@@ -57,20 +57,20 @@ def _first_window(window: int | None, steps: int) -> int | None:
 
 class _Unrolled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BhTD: Tensor, steps: int, window: int | None, *both: Tensor) -> Tensor:
-        keys, values = both[:steps], both[steps:]
+    def forward(ctx: Any, q_BhTD: Tensor, steps: int, window: int | None, *keys_values: Tensor) -> Tensor:
+        keys, values = keys_values[:steps], keys_values[steps:]
         out_BhTD, joint_BhT = _causal(q_BhTD, keys[0], values[0], window)
         if steps > 1:
             out_BhTD, joint_BhT = merged(q_BhTD, out_BhTD, joint_BhT, keys[1:], values[1:])
         ctx.steps, ctx.window = steps, window
-        ctx.save_for_backward(q_BhTD, out_BhTD, joint_BhT, *both)
+        ctx.save_for_backward(q_BhTD, out_BhTD, joint_BhT, *keys_values)
         return out_BhTD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_BhTD = grads[0].contiguous()
-        q_BhTD, out_BhTD, joint_BhT, *both = ctx.saved_tensors
-        keys, values = both[: ctx.steps], both[ctx.steps :]
+        q_BhTD, out_BhTD, joint_BhT, *keys_values = ctx.saved_tensors
+        keys, values = keys_values[: ctx.steps], keys_values[ctx.steps :]
         to_q, to_k, to_v = _causal_backward(grad_BhTD, q_BhTD, keys[0], values[0], out_BhTD, joint_BhT, ctx.window)
         if ctx.steps == 1:
             return to_q, None, None, to_k, to_v
@@ -96,9 +96,9 @@ def _causal(q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor, window: int | None) 
         out_BhTD, lse_BhT = kernel(q_BhTD, k_BhTD, v_BhTD)
         return out_BhTD, lse_BhT[..., : q_BhTD.shape[2]]
     out_BhTD, lse_BhT = torch.empty_like(q_BhTD), wide(q_BhTD[..., 0]).clone()
-    for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD, window):
-        lse_BhT[:, :, at] = score_BhRP.logsumexp(-1)
-        out_BhTD[:, :, at] = score_BhRP.softmax(-1).to(q_BhTD.dtype) @ v_BhTD[:, :, seen]
+    for query_slice, key_slice, score_BhRP in _blocks(q_BhTD, k_BhTD, window):
+        lse_BhT[:, :, query_slice] = score_BhRP.logsumexp(-1)
+        out_BhTD[:, :, query_slice] = score_BhRP.softmax(-1).to(q_BhTD.dtype) @ v_BhTD[:, :, key_slice]
     return out_BhTD, lse_BhT
 
 
@@ -121,26 +121,28 @@ def _causal_backward(
         return to_q, _shared(to_k, kv_heads), _shared(to_v, kv_heads)
     to_q, to_k, to_v = torch.empty_like(q_BhTD), torch.zeros_like(k_BhTD), torch.zeros_like(v_BhTD)
     mean_BhT, scale = dot(grad_BhTD, out_BhTD), q_BhTD.shape[-1] ** -0.5
-    for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD, window):
-        share_BhRP = (score_BhRP - lse_BhT[:, :, at, None]).exp()
-        to_share_BhRP = wide(grad_BhTD[:, :, at] @ v_BhTD[:, :, seen].transpose(-1, -2)) - mean_BhT[:, :, at, None]
+    for query_slice, key_slice, score_BhRP in _blocks(q_BhTD, k_BhTD, window):
+        share_BhRP = (score_BhRP - lse_BhT[:, :, query_slice, None]).exp()
+        to_share_BhRP = (
+            wide(grad_BhTD[:, :, query_slice] @ v_BhTD[:, :, key_slice].transpose(-1, -2)) - mean_BhT[:, :, query_slice, None]
+        )
         slope_BhRP = (share_BhRP * to_share_BhRP * scale).to(q_BhTD.dtype)
-        to_q[:, :, at] = slope_BhRP @ k_BhTD[:, :, seen]
-        to_k[:, :, seen] += slope_BhRP.transpose(-1, -2) @ q_BhTD[:, :, at]
-        to_v[:, :, seen] += share_BhRP.to(q_BhTD.dtype).transpose(-1, -2) @ grad_BhTD[:, :, at]
+        to_q[:, :, query_slice] = slope_BhRP @ k_BhTD[:, :, key_slice]
+        to_k[:, :, key_slice] += slope_BhRP.transpose(-1, -2) @ q_BhTD[:, :, query_slice]
+        to_v[:, :, key_slice] += share_BhRP.to(q_BhTD.dtype).transpose(-1, -2) @ grad_BhTD[:, :, query_slice]
     return to_q, _shared(to_k, kv_heads), _shared(to_v, kv_heads)
 
 
 def _blocks(q_BhTD: Tensor, k_BhTD: Tensor, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
     """(queries, keys, their scores), block by block; scores of keys that are not seen are minus infinity."""
     T, device = q_BhTD.shape[2], q_BhTD.device
-    within = T if window is None else window
+    max_distance = T if window is None else window
     for start in range(0, T, ROWS):
         stop = min(start + ROWS, T)
-        at, seen = slice(start, stop), slice(max(0, start - within + 1), stop)
-        score_BhRP = wide(q_BhTD[:, :, at] @ k_BhTD[:, :, seen].transpose(-1, -2)) * q_BhTD.shape[-1] ** -0.5
-        back_RP = torch.arange(start, stop, device=device)[:, None] - torch.arange(seen.start, stop, device=device)
-        yield at, seen, score_BhRP.masked_fill((back_RP < 0) | (back_RP >= within), -torch.inf)
+        query_slice, key_slice = slice(start, stop), slice(max(0, start - max_distance + 1), stop)
+        score_BhRP = wide(q_BhTD[:, :, query_slice] @ k_BhTD[:, :, key_slice].transpose(-1, -2)) * q_BhTD.shape[-1] ** -0.5
+        distance_RP = torch.arange(start, stop, device=device)[:, None] - torch.arange(key_slice.start, stop, device=device)
+        yield query_slice, key_slice, score_BhRP.masked_fill((distance_RP < 0) | (distance_RP >= max_distance), -torch.inf)
 
 
 def _kernel(q_BhTD: Tensor, window: int | None) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -178,15 +180,15 @@ def _flash(q_BhTD: Tensor) -> bool:
 
 def _fused_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BhT: Tensor) -> tuple[Tensor, ...]:
     if not q.is_cuda:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse_BhT, 0.0, True)
-        return tuple(found)
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse_BhT, 0.0, True)
+        return tuple(gradients)
     T, seed = q.shape[2], torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only where there is dropout
     if _flash(q):
         flash = aten._scaled_dot_product_flash_attention_backward
         return tuple(flash(grad, q, k, v, out, lse_BhT, None, None, T, T, 0.0, True, seed, seed))
     padded_BhT, seed = torch.nn.functional.pad(lse_BhT, (0, -T % 32), value=torch.inf), seed.long()  # the kernel's layout
-    efficient, wanted = aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
-    return tuple(efficient(grad, q, k, v, None, out, padded_BhT, seed[0], seed[1], 0.0, wanted, True)[:3])
+    efficient, grad_input_mask = aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
+    return tuple(efficient(grad, q, k, v, None, out, padded_BhT, seed[0], seed[1], 0.0, grad_input_mask, True)[:3])
 
 
 def reference(
@@ -198,17 +200,17 @@ def reference(
 ) -> Tensor:
     """The twin of `unrolled`: all scores at once."""
     first = _first_window(window, len(keys))
-    keys, values = ([_repeated(x, q_BhTD.shape[1]) for x in both] for both in (keys, values))
+    keys, values = ([_repeated(x, q_BhTD.shape[1]) for x in tensors] for tensors in (keys, values))
     T, scale = q_BhTD.shape[2], q_BhTD.shape[-1] ** -0.5
-    seen_BTT = torch.ones(1, T, T, dtype=torch.bool, device=q_BhTD.device).tril()
+    mask_BTT = torch.ones(1, T, T, dtype=torch.bool, device=q_BhTD.device).tril()
     if documents is not None:
-        seen_BTT = documents.dense()
+        mask_BTT = documents.dense()
     if first is not None:
-        seen_BTT = seen_BTT.triu(1 - first)
-    first_BhTT = (q_BhTD @ keys[0].transpose(-1, -2) * scale).masked_fill(~seen_BTT[:, None], -torch.inf)
-    own_iBhT1 = [(q_BhTD * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
-    share_BhTP = wide(torch.cat([first_BhTT, *own_iBhT1], -1)).softmax(-1).to(q_BhTD.dtype)
-    mixed_BhTD = share_BhTP[..., :T] @ values[0]
+        mask_BTT = mask_BTT.triu(1 - first)
+    first_BhTT = (q_BhTD @ keys[0].transpose(-1, -2) * scale).masked_fill(~mask_BTT[:, None], -torch.inf)
+    step_score_iBhT1 = [(q_BhTD * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
+    share_BhTP = wide(torch.cat([first_BhTT, *step_score_iBhT1], -1)).softmax(-1).to(q_BhTD.dtype)
+    out_BhTD = share_BhTP[..., :T] @ values[0]
     for i, value_BhTD in enumerate(values[1:]):
-        mixed_BhTD = mixed_BhTD + share_BhTP[..., T + i : T + i + 1] * value_BhTD
-    return mixed_BhTD
+        out_BhTD = out_BhTD + share_BhTP[..., T + i : T + i + 1] * value_BhTD
+    return out_BhTD

@@ -64,17 +64,19 @@ def chunks(
     """
     if not position_M:
         return
-    host = list(position_M)
-    all_N = torch.cat(host).unique()
-    orders = [None if bool((x.diff() >= 0).all()) else x.argsort(stable=True) for x in host]
-    places = [torch.searchsorted(all_N, x if order is None else x[order]) for x, order in zip(host, orders, strict=True)]
+    host_positions = list(position_M)
+    all_N = torch.cat(host_positions).unique()
+    orders = [None if bool((x.diff() >= 0).all()) else x.argsort(stable=True) for x in host_positions]
+    indices = [
+        torch.searchsorted(all_N, x if order is None else x[order]) for x, order in zip(host_positions, orders, strict=True)
+    ]
     for start in range(0, max(len(all_N), 1), at_once):
         by_head: dict[Hashable, list[list[PredictionPart]]] = {}
-        for step, (head, order, place) in enumerate(zip(heads, orders, places, strict=True)):
-            a, b = torch.searchsorted(place, torch.tensor([start, start + at_once])).tolist()
-            for part in _parts(step, order, place[a:b] - start, a, at_once, device):
-                _append(by_head.setdefault(head, []), part, at_once)
-            if not len(place) and start == 0:
+        for step, (head, order, index) in enumerate(zip(heads, orders, indices, strict=True)):
+            a, b = torch.searchsorted(index, torch.tensor([start, start + at_once])).tolist()
+            for segment in _parts(step, order, index[a:b] - start, a, at_once, device):
+                _append(by_head.setdefault(head, []), segment, at_once)
+            if not len(index) and start == 0:
                 by_head.setdefault(head, []).append([PredictionPart(step, NONE, NONE, 0)])
         yield LossChunk(
             moved(all_N[start : start + at_once], device), [piece for pieces in by_head.values() for piece in pieces]
@@ -89,19 +91,21 @@ def alike(
     heads: of each step, in the same order in all processes. shared: the shared ones. See `core/divided.py`.
     """
     order = list(dict.fromkeys(heads))
-    own = [[[p for p in chunk.pieces if heads[p[0].step] == head] for head in order] for chunk in found]
-    empty = [_nothing([step for step, other in enumerate(heads) if other == head], head in shared) for head in order]
+    local_pieces = [[[p for p in chunk.pieces if heads[p[0].step] == head] for head in order] for chunk in found]
+    empty = [_nothing([step for step, step_head in enumerate(heads) if step_head == head], head in shared) for head in order]
     count = int(most_of_all(torch.tensor([len(found)], device=device)))
     calls_NH = torch.zeros(count, len(order), dtype=torch.long, device=device)
-    for number, by_head in enumerate(own):
-        calls_NH[number] = torch.tensor([len(pieces) for pieces in by_head], device=device)
-    position_0, same = torch.zeros(0, dtype=torch.long, device=device), list[LossChunk]()
-    for number, calls in enumerate(most_of_all(calls_NH).tolist()):
-        by_head = own[number] if number < len(found) else [[] for _ in order]
-        filled = [pieces + [none] * (n - len(pieces)) for pieces, none, n in zip(by_head, empty, calls, strict=True)]
-        position_U = found[number].position_U if number < len(found) else position_0
-        same.append(LossChunk(position_U, [piece for pieces in filled for piece in pieces]))
-    return same
+    for chunk_number, by_head in enumerate(local_pieces):
+        calls_NH[chunk_number] = torch.tensor([len(pieces) for pieces in by_head], device=device)
+    position_0, aligned_chunks = torch.zeros(0, dtype=torch.long, device=device), list[LossChunk]()
+    for chunk_number, calls in enumerate(most_of_all(calls_NH).tolist()):
+        by_head = local_pieces[chunk_number] if chunk_number < len(found) else [[] for _ in order]
+        filled = [
+            pieces + [empty_piece] * (n - len(pieces)) for pieces, empty_piece, n in zip(by_head, empty, calls, strict=True)
+        ]
+        position_U = found[chunk_number].position_U if chunk_number < len(found) else position_0
+        aligned_chunks.append(LossChunk(position_U, [piece for pieces in filled for piece in pieces]))
+    return aligned_chunks
 
 
 def _nothing(steps: Sequence[int], shared: bool) -> list[PredictionPart]:
@@ -115,20 +119,20 @@ def _parts(
     step: int, order_M: Tensor | None, place_R: Tensor, first: int, at_once: int, device: torch.device
 ) -> Iterator[PredictionPart]:
     """The predictions of one step in a chunk, of which the step's first one is number `first` in the order of positions."""
-    for begin in range(0, len(place_R), at_once):
-        place_C = place_R[begin : begin + at_once]
-        count, a = len(place_C), first + begin
+    for start in range(0, len(place_R), at_once):
+        place_C = place_R[start : start + at_once]
+        count, a = len(place_C), first + start
         row_C = slice(a, a + count) if order_M is None else moved(order_M[a : a + count], device)
         run = slice(int(place_C[0]), int(place_C[0]) + count)
         yield PredictionPart(step, row_C, run if bool((place_C.diff() == 1).all()) else moved(place_C, device), count)
 
 
-def _append(pieces: list[list[PredictionPart]], part: PredictionPart, at_once: int) -> None:
+def _append(pieces: list[list[PredictionPart]], segment: PredictionPart, at_once: int) -> None:
     """Add the part to the last piece where it fits."""
-    if pieces and sum(other.count for other in pieces[-1]) + part.count <= at_once:
-        pieces[-1].append(part)
+    if pieces and sum(member.count for member in pieces[-1]) + segment.count <= at_once:
+        pieces[-1].append(segment)
     else:
-        pieces.append([part])
+        pieces.append([segment])
 
 
 def joined_index(indices: Sequence[Index], device: torch.device) -> Index:

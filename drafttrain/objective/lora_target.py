@@ -52,20 +52,24 @@ class AdaptedObjective(Objective):
         if name == "kl":
             with torch.no_grad():
                 reference_BTH = _states(original, batch, Taps(final=True))[FINAL]
-        place_M = batch.teacher_index(pairs.label_M)
+        teacher_index_M = batch.teacher_index(pairs.label_M)
 
-        def chunk(own_CH: Tensor, reference_CH: Tensor, label_C: Tensor) -> Tensor:
-            logits_CV = self.adapter.target.head(own_CH)
+        def chunk(adapted_CH: Tensor, reference_CH: Tensor, label_C: Tensor) -> Tensor:
+            logits_CV = self.adapter.target.head(adapted_CH)
             with torch.no_grad():
                 target_logits_CV = original.head(reference_CH) if name == "kl" else logits_CV
             loss_C: Tensor = ScoresFunction.apply(logits_CV, target_logits_CV, label_C, {name: 1.0})[0]
             return loss_C.sum()
 
-        each = (final_BTH.flatten(0, 1)[place_M], reference_BTH.flatten(0, 1)[place_M], batch.token_BT.flatten()[pairs.label_M])
-        chunks = list(zip(*(t.split(self.at_once) for t in each), strict=True))
+        inputs = (
+            final_BTH.flatten(0, 1)[teacher_index_M],
+            reference_BTH.flatten(0, 1)[teacher_index_M],
+            batch.token_BT.flatten()[pairs.label_M],
+        )
+        chunks = list(zip(*(t.split(self.at_once) for t in inputs), strict=True))
         if len(chunks) == 1:
             return chunk(*chunks[0])
-        return torch.stack([checkpoint(chunk, *pieces, use_reentrant=False) for pieces in chunks]).sum()
+        return torch.stack([checkpoint(chunk, *chunk_inputs, use_reentrant=False) for chunk_inputs in chunks]).sum()
 
 
 def drafter_weight(spec: LoraSpec, progress: float) -> float:

@@ -107,8 +107,8 @@ class Objective(nn.Module):
     @property
     def vocabularies(self) -> set[int]:
         """Row counts of heads and embeddings: the target's vocabulary, and the drafter's own part of it."""
-        own = getattr(self.drafter, "ids", None)
-        return {self._target.module.shape.vocab_size} | (set() if own is None else {len(own)})
+        draft_ids = getattr(self.drafter, "ids", None)
+        return {self._target.module.shape.vocab_size} | (set() if draft_ids is None else {len(draft_ids)})
 
     def forward(self, batch: TrainBatch, progress: float = 1.0) -> tuple[Tensor, StepCounts]:
         """Returns the sum of all weighted losses over the batch's predictions, and their counts. The caller normalises.
@@ -146,14 +146,14 @@ class Objective(nn.Module):
         self, predictions: Sequence[Prediction], steps: Sequence[StepScores], end_to_end: EndToEndLoss
     ) -> tuple[list[StepScores], Tensor]:
         """(scores, the weighted sum of all losses). In the end-to-end loss a counted step's loss is the missed probability."""
-        total, found = predictions[0].hidden_MH.new_zeros((), dtype=torch.float32), []
+        total, step_scores = predictions[0].hidden_MH.new_zeros((), dtype=torch.float32), []
         for prediction, step in zip(predictions, steps, strict=True):
             weight = prediction.weight
             if self.options.name == END_TO_END and prediction.counted:
                 weight, step = 1.0 / end_to_end.depths, replace(step, loss_M=end_to_end.missed(prediction, step.loss_M))
-            found.append(step)
+            step_scores.append(step)
             total = total + _weighted_sum(weight, step.loss_M)
-        return found, total
+        return step_scores, total
 
 
 def _rows(predictions: Sequence[Prediction], steps: Sequence[StepScores], token_P: Tensor, depths: int) -> list[Tensor]:
@@ -182,8 +182,8 @@ def _nonfinite_scores(predictions: Sequence[Prediction], steps: Sequence[StepSco
     """[B] whether a row has a loss or an acceptance that is not finite. The device finds it: nothing waits for it here."""
     B, T = batch.token_BT.shape
     row_N = torch.cat([prediction.label_M for prediction in predictions]) // T
-    fault_N = ~torch.cat([step.loss_M + step.acceptance_M for step in steps]).isfinite()
-    return torch.zeros(B, device=row_N.device).index_add(0, row_N, fault_N.float()) > 0
+    nonfinite_N = ~torch.cat([step.loss_M + step.acceptance_M for step in steps]).isfinite()
+    return torch.zeros(B, device=row_N.device).index_add(0, row_N, nonfinite_N.float()) > 0
 
 
 def _confidence_loss(prediction: Prediction, acceptance_M: Tensor) -> Tensor:
@@ -243,13 +243,13 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
             acceptance_PK[pairs.source_M, depth] = acceptance_P[pairs.label_M]
     root_P = torch.zeros_like(token_P, dtype=torch.bool)
     root_P.index_fill_(0, batch.future(1).source_M, True)
-    whole_P = (rank_PK >= 0).all(-1) & root_P
+    complete_P = (rank_PK >= 0).all(-1) & root_P
     document_P = (
         batch.document_BT + len(token_P) * torch.arange(len(batch.token_BT), device=token_P.device)[:, None]
     ).flatten()
-    length_D = document_P[whole_P].unique_consecutive(return_counts=True)[1].tolist()
-    confidence_MK = confidence_PK[whole_P].cpu() if confident else None
-    return Hits(rank_PK[whole_P].cpu(), acceptance_PK[whole_P].cpu(), length_D, confidence_MK)
+    length_D = document_P[complete_P].unique_consecutive(return_counts=True)[1].tolist()
+    confidence_MK = confidence_PK[complete_P].cpu() if confident else None
+    return Hits(rank_PK[complete_P].cpu(), acceptance_PK[complete_P].cpu(), length_D, confidence_MK)
 
 
 def _scores(
@@ -259,21 +259,21 @@ def _scores(
     confident drafter the `confidence_of` its choice, else 0."""
     distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
     empty = [torch.zeros(2, len(p.label_M), device=token_P.device) for p in predictions]
-    found = [(torch.empty_like(p.label_M), *means_2M) for p, means_2M in zip(predictions, empty, strict=True)]
-    places = [batch.teacher_index(batch.on_host(p.label_M)) for p in predictions]
-    for chunk in chunks(places, list(range(len(predictions))), EVAL_CHUNK, token_P.device):
+    step_scores = [(torch.empty_like(p.label_M), *means_2M) for p, means_2M in zip(predictions, empty, strict=True)]
+    teacher_indices = [batch.teacher_index(batch.on_host(p.label_M)) for p in predictions]
+    for chunk in chunks(teacher_indices, list(range(len(predictions))), EVAL_CHUNK, token_P.device):
         rows = distribution.at(chunk.position_U)
-        for (part,) in chunk.pieces:
-            prediction = predictions[part.step]
-            draft_CD = prediction.head(prediction.hidden_MH[part.row_C])
-            p_CV = rows(part.place_C, prediction, draft_CD).logits()
+        for (segment,) in chunk.pieces:
+            prediction = predictions[segment.step]
+            draft_CD = prediction.head(prediction.hidden_MH[segment.row_C])
+            p_CV = rows(segment.place_C, prediction, draft_CD).logits()
             q_CV = prediction.whole(draft_CD, p_CV.shape[-1])
             best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1)
-            top1_CR = best_CR.indices == token_P[prediction.label_M[part.row_C]][:, None]
+            top1_CR = best_CR.indices == token_P[prediction.label_M[segment.row_C]][:, None]
             top1_CR = top1_CR & (best_CR.values > -torch.inf)
-            rank_M, acceptance_M, confidence_M = found[part.step]
-            rank_M[part.row_C] = top1_CR.int().argmax(-1).masked_fill(~top1_CR.any(-1), width)
-            acceptance_M[part.row_C] = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
+            rank_M, acceptance_M, confidence_M = step_scores[segment.step]
+            rank_M[segment.row_C] = top1_CR.int().argmax(-1).masked_fill(~top1_CR.any(-1), width)
+            acceptance_M[segment.row_C] = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
             if confident:
-                confidence_M[part.row_C] = confidence_of(q_CV)
-    return found
+                confidence_M[segment.row_C] = confidence_of(q_CV)
+    return step_scores

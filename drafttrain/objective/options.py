@@ -27,8 +27,8 @@ class LossOptions:
         if self.chunk < 1 or self.name not in names:
             choice = f"choose {', '.join(names)}, and a chunk of 1 or more"
             raise UserError(f"loss.name is {self.name!r}, loss.chunk {self.chunk}; {choice}")
-        known = all(name in divergence.LOSSES and weight > 0 for name, weight in self.mix.items())
-        if not known or (self.name == MIX) != bool(self.mix):
+        mix_valid = all(name in divergence.LOSSES and weight > 0 for name, weight in self.mix.items())
+        if not mix_valid or (self.name == MIX) != bool(self.mix):
             raise UserError(
                 f"loss.name is {self.name!r}, loss.mix {self.mix}; a mix, and nothing else, has weights above 0 of some of "
                 f"{', '.join(divergence.LOSSES)}"

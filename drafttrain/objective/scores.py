@@ -38,25 +38,27 @@ class ScoresFunction(torch.autograd.Function):
         whole_C: Tensor | None = None,
         grad_output_C: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wanted = ctx.needs_input_grad[0]
-        (first, weight), *others = terms.items()
-        ctx.scaled = grad_output_C is not None and not others
+        needs_grad = ctx.needs_input_grad[0]
+        (first_name, weight), *other_terms = terms.items()
+        ctx.scaled = grad_output_C is not None and not other_terms
         grad_output_C = grad_output_C if ctx.scaled else None
-        out_CV = logits_CV if inplace and not others else None
-        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, out_CV, row_C, whole_C, grad_output_C)
-        loss_C, grad_logits_CV = found.loss_C, found.grad_logits_CV
-        if weight != 1.0 or others:
+        out_CV = logits_CV if inplace and not other_terms else None
+        scores = divergence.scores(
+            logits_CV, target_logits_CV, label_C, first_name, needs_grad, out_CV, row_C, whole_C, grad_output_C
+        )
+        loss_C, grad_logits_CV = scores.loss_C, scores.grad_logits_CV
+        if weight != 1.0 or other_terms:
             loss_C = weight * loss_C
             grad_logits_CV = None if grad_logits_CV is None else grad_logits_CV.mul_(weight)
-        for name, weight in others:
-            other = divergence.scores(logits_CV, target_logits_CV, label_C, name, wanted, None, row_C)
-            loss_C = loss_C + weight * other.loss_C
-            if grad_logits_CV is not None and other.grad_logits_CV is not None:
-                grad_logits_CV.add_(other.grad_logits_CV, alpha=weight)
+        for name, weight in other_terms:
+            term_scores = divergence.scores(logits_CV, target_logits_CV, label_C, name, needs_grad, None, row_C)
+            loss_C = loss_C + weight * term_scores.loss_C
+            if grad_logits_CV is not None and term_scores.grad_logits_CV is not None:
+                grad_logits_CV.add_(term_scores.grad_logits_CV, alpha=weight)
         if grad_logits_CV is not None:
             ctx.save_for_backward(grad_logits_CV)
-        ctx.mark_non_differentiable(found.top1_C, found.acceptance_C)
-        return loss_C, found.top1_C, found.acceptance_C
+        ctx.mark_non_differentiable(scores.top1_C, scores.acceptance_C)
+        return loss_C, scores.top1_C, scores.acceptance_C
 
     @staticmethod
     def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
@@ -87,10 +89,10 @@ def scores_of(
         return offered(logits_CD, target, label_C, terms, prediction.offers, end_to_end, grad_output_C)
     place_C, logits_UV = target.place_C, target.chunk.logits_UV
     logits_UV, row_C = (logits_UV[place_C], None) if isinstance(place_C, slice) else (logits_UV, place_C)
-    found: tuple[Tensor, Tensor, Tensor] = ScoresFunction.apply(
+    scored_C: tuple[Tensor, Tensor, Tensor] = ScoresFunction.apply(
         logits_CD, logits_UV, label_C, terms, inplace, row_C, None, grad_output_C
     )
-    return found
+    return scored_C
 
 
 def restricted(
@@ -111,11 +113,11 @@ def restricted(
     """
 
     def place(token_C: Tensor) -> Tensor:
-        at_C = torch.searchsorted(vocab_D, token_C).clamp_max(len(vocab_D) - 1)
-        return torch.where(vocab_D[at_C] == token_C, at_C, -1)
+        index_C = torch.searchsorted(vocab_D, token_C).clamp_max(len(vocab_D) - 1)
+        return torch.where(vocab_D[index_C] == token_C, index_C, -1)
 
-    part = PartLogits(target.columns(vocab_D), target.log_sum(), place(target.best()), place(label_C))
-    return _scores_over_part(logits_CD, part, terms, end_to_end, inplace and len(terms) == 1, grad_output_C)
+    part_logits = PartLogits(target.columns(vocab_D), target.log_sum(), place(target.best()), place(label_C))
+    return _scores_over_part(logits_CD, part_logits, terms, end_to_end, inplace and len(terms) == 1, grad_output_C)
 
 
 def offered(
@@ -131,11 +133,11 @@ def offered(
     token_CD = logits_CV.detach().topk(count, -1).indices
 
     def place(token_C: Tensor) -> Tensor:
-        same_CD = token_CD == token_C[:, None]
-        return torch.where(same_CD.any(-1), same_CD.int().argmax(-1), -1)
+        match_CD = token_CD == token_C[:, None]
+        return torch.where(match_CD.any(-1), match_CD.int().argmax(-1), -1)
 
-    part = PartLogits(target.of(token_CD), target.log_sum(), place(target.best()), place(label_C))
-    return _scores_over_part(logits_CV.gather(1, token_CD), part, terms, end_to_end, grad_output_C=grad_output_C)
+    part_logits = PartLogits(target.of(token_CD), target.log_sum(), place(target.best()), place(label_C))
+    return _scores_over_part(logits_CV.gather(1, token_CD), part_logits, terms, end_to_end, grad_output_C=grad_output_C)
 
 
 class PartLogits(NamedTuple):
@@ -149,24 +151,33 @@ class PartLogits(NamedTuple):
 
 def _scores_over_part(
     logits_CD: Tensor,
-    part: PartLogits,
+    part_logits: PartLogits,
     terms: Terms,
     end_to_end: bool,
     inplace: bool = False,
     grad_output_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    best_C, label_C = part.best_C, part.label_C
+    best_C, label_C = part_logits.best_C, part_logits.label_C
     # before a gradient takes the logits' place
-    whole_C = divergence.overlap(logits_CD, part.logits_CD, part.log_sum_C) if end_to_end else None
-    loss_C = torch.zeros_like(part.log_sum_C)
+    overlap_C = divergence.overlap(logits_CD, part_logits.logits_CD, part_logits.log_sum_C) if end_to_end else None
+    loss_C = torch.zeros_like(part_logits.log_sum_C)
     top1_C, acceptance_C = torch.zeros_like(label_C, dtype=torch.bool), loss_C
     for name, weight in terms.items():
         by_target = name in divergence.OF_DISTRIBUTIONS
         learnt_C = (label_C if name == "ce" else best_C if by_target else torch.minimum(label_C, best_C)) >= 0
-        own_C = None if grad_output_C is None or end_to_end else torch.where(learnt_C, weight * grad_output_C, 0.0)
-        given = (logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, inplace, None, part.log_sum_C, own_C)
-        apart_C, top1_C, acceptance_C = ScoresFunction.apply(*given)
-        loss_C = loss_C + weight * torch.where(learnt_C, apart_C, 0.0)
-    if whole_C is not None:
-        loss_C, acceptance_C = 1.0 - whole_C, whole_C
+        term_grad_C = None if grad_output_C is None or end_to_end else torch.where(learnt_C, weight * grad_output_C, 0.0)
+        score_args = (
+            logits_CD,
+            part_logits.logits_CD,
+            label_C.clamp_min(0),
+            {name: 1.0},
+            inplace,
+            None,
+            part_logits.log_sum_C,
+            term_grad_C,
+        )
+        term_loss_C, top1_C, acceptance_C = ScoresFunction.apply(*score_args)
+        loss_C = loss_C + weight * torch.where(learnt_C, term_loss_C, 0.0)
+    if overlap_C is not None:
+        loss_C, acceptance_C = 1.0 - overlap_C, overlap_C
     return loss_C, top1_C & (best_C >= 0), acceptance_C.detach()

@@ -72,12 +72,12 @@ class Gradients:
                 return
             logits, grads = [product._saved_self], [grads[0] @ product._saved_mat2.t()]
         parameters = [leaf for leaf in leaves(*logits) if leaf is not input_CH]
-        wanted = ([input_CH] if input_CH.requires_grad else []) + parameters
-        if not wanted:
+        grad_inputs = ([input_CH] if input_CH.requires_grad else []) + parameters
+        if not grad_inputs:
             return
-        found = list(torch.autograd.grad(logits, wanted, grads, allow_unused=True))
-        to_input_CH = found.pop(0) if input_CH.requires_grad else None
-        for parameter, gradient in zip(parameters, found, strict=True):
+        gradients = list(torch.autograd.grad(logits, grad_inputs, grads, allow_unused=True))
+        to_input_CH = gradients.pop(0) if input_CH.requires_grad else None
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None and parameter in self.of_parameter:
                 self.of_parameter[parameter].add_(gradient)
             elif gradient is not None:
@@ -87,10 +87,10 @@ class Gradients:
         if piece[0].rows is not None:
             self.of_hidden[self.hidden[piece[0].step]][piece[0].rows.row_N] += to_input_CH
             return
-        for part, gradient_CH in zip(piece, to_input_CH.split([part.count for part in piece]), strict=True):
-            own_MH = self.of_hidden.get(self.hidden[part.step])
-            if own_MH is not None:
-                own_MH[part.row_C] += gradient_CH  # other steps may read the same states
+        for segment, gradient_CH in zip(piece, to_input_CH.split([segment.count for segment in piece]), strict=True):
+            hidden_grad_MH = self.of_hidden.get(self.hidden[segment.step])
+            if hidden_grad_MH is not None:
+                hidden_grad_MH[segment.row_C] += gradient_CH  # other steps may read the same states
 
     def _add_product(self, product: Any, grad_logits_CD: Tensor) -> None:
         """Add the gradient of a product's parameter; only the first chunk's has a tensor of its own."""
@@ -102,8 +102,8 @@ class Gradients:
 
     def attach(self, total: Tensor) -> Tensor:
         """The same number, from which these gradients flow."""
-        both = [*self.of_hidden.items(), *self.of_parameter.items()]
-        out: Tensor = _Attached.apply(total, [own for _, own in both], *(of for of, _ in both))
+        grad_items = [*self.of_hidden.items(), *self.of_parameter.items()]
+        out: Tensor = _Attached.apply(total, [grad for _, grad in grad_items], *(tensor for tensor, _ in grad_items))
         return out
 
 
@@ -122,16 +122,16 @@ def _is_leaf(node: Any) -> bool:
 
 def leaves(*roots: Tensor) -> list[Tensor]:
     """The tensors without history that need a gradient of these, in the order of their graph."""
-    found, seen, ahead = list[Tensor](), set[Any](), list[Any]([root.grad_fn for root in roots])
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
+    leaf_tensors, visited, stack = list[Tensor](), set[Any](), list[Any]([root.grad_fn for root in roots])
+    while stack:
+        node = stack.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if _is_leaf(node):
-            found.append(node.variable)
-        ahead += [before for before, _ in node.next_functions]
-    return found
+            leaf_tensors.append(node.variable)
+        stack += [next_node for next_node, _ in node.next_functions]
+    return leaf_tensors
 
 
 class Scoring:
@@ -154,18 +154,18 @@ class Scoring:
         self.distribution, self.terms, self.end_to_end = distribution, terms, end_to_end
         token_P = batch.token_BT.flatten()
         self.steps = [p for p in predictions if p.shared is None]
-        place_M = [batch.teacher_index(batch.on_host(p.label_M)) for p in self.steps]
+        teacher_index_M = [batch.teacher_index(batch.on_host(p.label_M)) for p in self.steps]
         heads: list[Hashable] = [(p.head, p.offers) for p in self.steps]
-        self.chunks = list(chunks(place_M, heads, at_once, token_P.device))
-        joined_steps, first, plain = shared_steps(predictions, batch), dict[Hashable, int](), iter(range(len(heads)))
-        for head, of_head in joined_steps.items():
+        self.chunks = list(chunks(teacher_index_M, heads, at_once, token_P.device))
+        joined_steps, first, step_numbers = shared_steps(predictions, batch), dict[Hashable, int](), iter(range(len(heads)))
+        for head, head_steps in joined_steps.items():
             first[head] = len(heads)
-            self.chunks += of_head.chunks(first[head], at_once, token_P.device)
-            self.steps += of_head.kinds
-            heads += [head] * len(of_head.kinds)
+            self.chunks += head_steps.chunks(first[head], at_once, token_P.device)
+            self.steps += head_steps.kinds
+            heads += [head] * len(head_steps.kinds)
         self.labels = [token_P[p.label_M] for p in self.steps]
         self._scored_in = [
-            (next(plain), None) if p is None else (first[p.head] + p.kind, joined_steps[p.head].number_M(p.column))
+            (next(step_numbers), None) if p is None else (first[p.head] + p.kind, joined_steps[p.head].number_M(p.column))
             for p in (prediction.shared for prediction in predictions)
         ]
         if divided:
@@ -187,9 +187,9 @@ class Scoring:
 
     def differentiable(self) -> list[StepScores]:
         """Scores of every step, whose losses have gradients, for weights that depend on the losses."""
-        found, scores = dict[Tensor, None](), [StepScores.empty(label_M) for label_M in self.labels]
-        scores = self.run(None, None, found)
-        inputs = [h for h in dict.fromkeys(self.hidden) if h.requires_grad] + list(found)
+        head_parameters, scores = dict[Tensor, None](), [StepScores.empty(label_M) for label_M in self.labels]
+        scores = self.run(None, None, head_parameters)
+        inputs = [h for h in dict.fromkeys(self.hidden) if h.requires_grad] + list(head_parameters)
         loss_R: Tensor = _Later.apply(self, joined([step.loss_M for step in scores]), *inputs)
         losses = loss_R.split([len(label_M) for label_M in self.labels])
         return self._apart([StepScores(loss_M, s.top1_M, s.acceptance_M) for loss_M, s in zip(losses, scores, strict=True)])
@@ -197,33 +197,33 @@ class Scoring:
     def recomputed(self) -> list[StepScores]:
         """As `differentiable`, by torch's graph: the backward pass computes each piece again (arXiv 1604.06174), and the
         target's logits for each of them. For parameters that DeepSpeed's ZeRO-3 has divided: only their modules gather them."""
-        found: list[list[tuple[Tensor, ...]]] = [[] for _ in self.steps]
+        scored_segments: list[list[tuple[Tensor, ...]]] = [[] for _ in self.steps]
         for chunk in self.chunks:
             with torch.no_grad():
-                kept = [self.distribution.at(chunk.position_U)]
-            score = partial(self._scores, chunk, kept)
+                cached_target = [self.distribution.at(chunk.position_U)]
+            score = partial(self._scores, chunk, cached_target)
             for piece in chunk.pieces:
                 input_CH = self._input(piece)
                 scored_C = checkpoint(score, piece, input_CH, use_reentrant=False)
-                rows = [index_tensor(part.row_C, input_CH.device) for part in piece]
-                split = (x.split([part.count for part in piece]) for x in scored_C)
-                for part, *own in zip(piece, rows, *split, strict=True):
-                    found[part.step].append(tuple(own))
-            kept.clear()
-        return self._apart([_in_order(parts) for parts in found])
+                rows = [index_tensor(segment.row_C, input_CH.device) for segment in piece]
+                split = (x.split([segment.count for segment in piece]) for x in scored_C)
+                for segment, *segment_scores in zip(piece, rows, *split, strict=True):
+                    scored_segments[segment.step].append(tuple(segment_scores))
+            cached_target.clear()
+        return self._apart([_in_order(segments) for segments in scored_segments])
 
     def _scores(
-        self, chunk: LossChunk, kept: Sequence[Rows], piece: Sequence[PredictionPart], input_CH: Tensor
+        self, chunk: LossChunk, cached_target: Sequence[Rows], piece: Sequence[PredictionPart], input_CH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss_C, top1_C, acceptance_C). kept: the target's logits, where they are still in memory."""
-        first, found = self.steps[piece[0].step], []
-        for parts, logits_CD in self._logits(piece, input_CH):
-            label_C = joined([self.labels[part.step][part.row_C] for part in parts])
+        """(loss_C, top1_C, acceptance_C). cached_target: the target's logits, where they are still in memory."""
+        first, group_scores = self.steps[piece[0].step], []
+        for segments, logits_CD in self._logits(piece, input_CH):
+            label_C = joined([self.labels[segment.step][segment.row_C] for segment in segments])
             with torch.no_grad():
-                target = kept[0] if kept else self.distribution.at(chunk.position_U)
-                rows = target(joined_index([part.place_C for part in parts], label_C.device), first, logits_CD)
-            found.append(scores_of(first, logits_CD, rows, label_C, self.terms, self.end_to_end))
-        loss_C, top1_C, acceptance_C = (joined(column) for column in zip(*found, strict=True))
+                target = cached_target[0] if cached_target else self.distribution.at(chunk.position_U)
+                rows = target(joined_index([segment.place_C for segment in segments], label_C.device), first, logits_CD)
+            group_scores.append(scores_of(first, logits_CD, rows, label_C, self.terms, self.end_to_end))
+        loss_C, top1_C, acceptance_C = (joined(column) for column in zip(*group_scores, strict=True))
         return loss_C, top1_C, acceptance_C
 
     def _apart(self, scores: Sequence[StepScores]) -> list[StepScores]:
@@ -234,15 +234,18 @@ class Scoring:
         """The head's input for a piece."""
         if (rows := piece[0].rows) is not None:
             return self.steps[piece[0].step].hidden_MH[rows.row_N]
-        return joined([self.steps[part.step].hidden_MH[part.row_C] for part in piece])
+        return joined([self.steps[segment.step].hidden_MH[segment.row_C] for segment in piece])
 
     def _logits(self, piece: Sequence[PredictionPart], input_CH: Tensor) -> list[tuple[Sequence[PredictionPart], Tensor]]:
         """The logits of a piece's predictions: of all parts together, or by kind where the head is shared."""
         first, rows = self.steps[piece[0].step], piece[0].rows
         if first.shared is None or rows is None:
             return [(piece, first.head(input_CH))]
-        kinds = (logits_NJD.flatten(0, 1) for logits_NJD in first.shared.head(input_CH, rows.row_N))
-        return [([part], x if rows.entry_C is None else x[rows.entry_C]) for part, x in zip(piece, kinds, strict=True)]
+        logits_by_kind = (logits_NJD.flatten(0, 1) for logits_NJD in first.shared.head(input_CH, rows.row_N))
+        return [
+            ([segment], x if rows.entry_C is None else x[rows.entry_C])
+            for segment, x in zip(piece, logits_by_kind, strict=True)
+        ]
 
     def run(
         self, weights: Sequence[Tensor] | None, gradients: Gradients | None, found: dict[Tensor, None] | None = None
@@ -263,52 +266,56 @@ class Scoring:
         scores: Sequence[StepScores],
         weights: Sequence[Tensor] | None,
         gradients: Gradients | None,
-        found: dict[Tensor, None] | None,
+        head_parameters: dict[Tensor, None] | None,
     ) -> None:
         with torch.no_grad():
             input_CH = self._input(piece)
-        input_CH.requires_grad_(any(self.steps[part.step].hidden_MH.requires_grad for part in piece))
+        input_CH.requires_grad_(any(self.steps[segment.step].hidden_MH.requires_grad for segment in piece))
         grads = list[tuple[Tensor, Tensor]]()
-        with torch.set_grad_enabled(weights is not None or found is not None):
+        with torch.set_grad_enabled(weights is not None or head_parameters is not None):
             groups = self._logits(piece, input_CH)
-            if found is not None:
-                found |= dict.fromkeys(leaf for leaf in leaves(*(x for _, x in groups)) if leaf is not input_CH)
-                groups = [(parts, logits_CD.detach()) for parts, logits_CD in groups]
-            for parts, logits_CD in groups:
-                grad_logits_CD = self._score(parts, logits_CD, target, scores, weights)
+            if head_parameters is not None:
+                head_parameters |= dict.fromkeys(leaf for leaf in leaves(*(x for _, x in groups)) if leaf is not input_CH)
+                groups = [(segments, logits_CD.detach()) for segments, logits_CD in groups]
+            for segments, logits_CD in groups:
+                grad_logits_CD = self._score(segments, logits_CD, target, scores, weights)
                 grads += [] if grad_logits_CD is None else [(logits_CD, grad_logits_CD)]
         if grads and gradients is not None:
             gradients.add(piece, input_CH, *zip(*grads, strict=True))
 
     def _score(
         self,
-        parts: Sequence[PredictionPart],
+        segments: Sequence[PredictionPart],
         logits_CD: Tensor,
         target: Rows,
         scores: Sequence[StepScores],
         weights: Sequence[Tensor] | None,
     ) -> Tensor | None:
         """Score these logits. Returns the gradient of the weighted losses, where one is wanted."""
-        first = self.steps[parts[0].step]
-        label_C = joined([self.labels[part.step][part.row_C] for part in parts])
+        first = self.steps[segments[0].step]
+        label_C = joined([self.labels[segment.step][segment.row_C] for segment in segments])
         with torch.no_grad():
-            rows = target(joined_index([part.place_C for part in parts], label_C.device), first, logits_CD)
-        own_CD = logits_CD.detach().requires_grad_(logits_CD.requires_grad)
+            rows = target(joined_index([segment.place_C for segment in segments], label_C.device), first, logits_CD)
+        leaf_logits_CD = logits_CD.detach().requires_grad_(logits_CD.requires_grad)
         inplace = type(logits_CD.grad_fn).__name__ in KEEP_NO_OUTPUT  # the loss's gradient may overwrite the logits
-        weight_C = None if weights is None else joined([weights[part.step][part.row_C] for part in parts]).float()
-        scored_C = scores_of(first, own_CD, rows, label_C, self.terms, self.end_to_end, inplace, weight_C)
-        for own, whole_C in zip(zip(*(_fields(scores[part.step]) for part in parts), strict=True), scored_C, strict=True):
-            for part, own_M, found_C in zip(parts, own, whole_C.detach().split([p.count for p in parts]), strict=True):
-                own_M[part.row_C] = found_C
+        weight_C = None if weights is None else joined([weights[segment.step][segment.row_C] for segment in segments]).float()
+        scored_C = scores_of(first, leaf_logits_CD, rows, label_C, self.terms, self.end_to_end, inplace, weight_C)
+        for step_fields, field_C in zip(
+            zip(*(_fields(scores[segment.step]) for segment in segments), strict=True), scored_C, strict=True
+        ):
+            for segment, field_M, segment_C in zip(
+                segments, step_fields, field_C.detach().split([p.count for p in segments]), strict=True
+            ):
+                field_M[segment.row_C] = segment_C
         if weight_C is None or not logits_CD.requires_grad:
             return None
-        (grad_logits_CD,) = torch.autograd.grad(scored_C[0], own_CD, weight_C)
+        (grad_logits_CD,) = torch.autograd.grad(scored_C[0], leaf_logits_CD, weight_C)
         return grad_logits_CD.detach()
 
 
-def _in_order(parts: Sequence[tuple[Tensor, ...]]) -> StepScores:
+def _in_order(segment_scores: Sequence[tuple[Tensor, ...]]) -> StepScores:
     """The scores of one step from (rows, loss, hit, mass) of its parts."""
-    row_M, loss_M, top1_M, acceptance_M = (torch.cat(column) for column in zip(*parts, strict=True))
+    row_M, loss_M, top1_M, acceptance_M = (torch.cat(column) for column in zip(*segment_scores, strict=True))
     return StepScores(*(torch.zeros_like(x).index_copy(0, row_M, x) for x in (loss_M, top1_M, acceptance_M)))
 
 

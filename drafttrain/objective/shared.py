@@ -74,19 +74,19 @@ class SharedSteps:
             )
             return
         rows, counts = self.row_E.unique_consecutive(return_counts=True)
-        many = max(1, at_once // (self.columns * len(self.kinds)))
-        begins = [0, *counts.cumsum(0)[many - 1 :: many].tolist()]
+        rows_per_piece = max(1, at_once // (self.columns * len(self.kinds)))
+        begins = [0, *counts.cumsum(0)[rows_per_piece - 1 :: rows_per_piece].tolist()]
         begins += [len(self.row_E)] if begins[-1] < len(self.row_E) else []
-        whole = [(a, b, rows[i * many : (i + 1) * many]) for i, (a, b) in enumerate(pairwise(begins))]
-        all_U, place_E = self.position_E.unique(return_inverse=True)
-        for group in _groups(whole, place_E, at_once):
+        row_pieces = [(a, b, rows[i * rows_per_piece : (i + 1) * rows_per_piece]) for i, (a, b) in enumerate(pairwise(begins))]
+        all_U, index_E = self.position_E.unique(return_inverse=True)
+        for group in _groups(row_pieces, index_E, at_once):
             a, b = group[0][0], group[-1][1]
-            needed_U, place_C = place_E[a:b].unique(return_inverse=True)
+            needed_U, place_C = index_E[a:b].unique(return_inverse=True)
             place_C, pieces = moved(place_C, device), []
             for begin, end, row_N in group:
-                of_piece = HeadRows(_index(row_N, device), self._entries(begin, end, row_N, device))
-                given = slice(begin, end), place_C[begin - a : end - a], end - begin, of_piece
-                pieces.append([PredictionPart(step, *given) for step in steps])
+                head_rows = HeadRows(_index(row_N, device), self._entries(begin, end, row_N, device))
+                part_args = slice(begin, end), place_C[begin - a : end - a], end - begin, head_rows
+                pieces.append([PredictionPart(step, *part_args) for step in steps])
             yield LossChunk(moved(all_U[needed_U], device), pieces)
 
     def _entries(self, begin: int, end: int, row_N: Tensor, device: torch.device) -> Tensor | None:
@@ -100,15 +100,15 @@ class SharedSteps:
 Piece = tuple[int, int, Tensor]  # its predictions' begin and end, and its rows
 
 
-def _groups(pieces: Sequence[Piece], place_E: Tensor, at_once: int) -> Iterator[list[Piece]]:
+def _groups(pieces: Sequence[Piece], index_E: Tensor, at_once: int) -> Iterator[list[Piece]]:
     """Consecutive pieces whose positions lie within `at_once`, so that they share the target's logits; at least one."""
     group, low, high = list[Piece](), 0, 0
     for piece in pieces:
-        least, most = (int(x) for x in place_E[piece[0] : piece[1]].aminmax())
-        if group and max(high, most) - min(low, least) >= at_once:
+        piece_low, piece_high = (int(x) for x in index_E[piece[0] : piece[1]].aminmax())
+        if group and max(high, piece_high) - min(low, piece_low) >= at_once:
             yield group
             group = []
-        low, high = (min(low, least), max(high, most)) if group else (least, most)
+        low, high = (min(low, piece_low), max(high, piece_high)) if group else (piece_low, piece_high)
         group.append(piece)
     yield group
 
@@ -121,6 +121,6 @@ def _index(row_N: Tensor, device: torch.device) -> Index:
 def _joined(steps: Sequence[Prediction], order_E: Tensor) -> Prediction:
     """The predictions of all steps as those of one, in another order."""
     weights = [torch.zeros_like(p.label_M, dtype=torch.float32) + p.weight for p in steps]
-    parts = ([p.source_M for p in steps], [p.label_M for p in steps], weights)
-    source_E, label_E, weight_E = (torch.cat(part)[order_E] for part in parts)
+    fields = ([p.source_M for p in steps], [p.label_M for p in steps], weights)
+    source_E, label_E, weight_E = (torch.cat(field_tensors)[order_E] for field_tensors in fields)
     return replace(steps[0], source_M=source_E, label_M=label_E, weight=weight_E)

@@ -35,10 +35,10 @@ class TargetChunk:
 
     def columns(self, vocab_D: Tensor) -> Tensor:
         """[U, D] the logits of these tokens."""
-        found = self._columns.get(id(vocab_D))
-        if found is None:
-            found = self._columns[id(vocab_D)] = vocab_D, self.logits_UV.index_select(1, vocab_D)
-        return found[1]
+        entry = self._columns.get(id(vocab_D))
+        if entry is None:
+            entry = self._columns[id(vocab_D)] = vocab_D, self.logits_UV.index_select(1, vocab_D)
+        return entry[1]
 
 
 class TargetRows:

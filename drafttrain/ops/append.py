@@ -42,9 +42,9 @@ def append(
 
 
 def _serves(qkv_BNX: Tensor, keys: Tensor, values: Tensor) -> bool:
-    whole = qkv_BNX.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
-    fits = keys.shape[-1] in range(2, WIDEST + 1, 2) and keys.dtype == qkv_BNX.dtype
-    return whole and fits and library.serves(qkv_BNX)
+    contiguous = qkv_BNX.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
+    supported = keys.shape[-1] in range(2, WIDEST + 1, 2) and keys.dtype == qkv_BNX.dtype
+    return contiguous and supported and library.serves(qkv_BNX)
 
 
 def reference(
@@ -53,8 +53,8 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """The plain-torch twin of `append`."""
     _, page, kv_heads, D = keys.shape
-    mixed_BNhD = qkv_BNX.view(*qkv_BNX.shape[:2], -1, D)
-    q_BNhD, k_BNhD, v_BNhD = torch.split(mixed_BNhD, [heads, kv_heads, kv_heads], 2)
+    qkv_BNhD = qkv_BNX.view(*qkv_BNX.shape[:2], -1, D)
+    q_BNhD, k_BNhD, v_BNhD = torch.split(qkv_BNhD, [heads, kv_heads, kv_heads], 2)
     cos_BN1D, sin_BN1D = cos_MD[position_BN][:, :, None].float(), sin_MD[position_BN][:, :, None].float()
 
     def rotated(x_BNhD: Tensor, weight_D: Tensor | None) -> Tensor:
@@ -65,7 +65,7 @@ def reference(
         return (wide_BNhD * cos_BN1D + wide_BNhD.roll(D // 2, -1) * sin_BN1D).to(x_BNhD.dtype)
 
     node_N = torch.arange(position_BN.shape[1], device=keys.device)
-    at_BN = flat(table_BQ, length_B[:, None] + earlier + node_N, page)
-    keys.view(-1, kv_heads, D)[at_BN] = rotated(k_BNhD, k_weight)
-    values.view(-1, kv_heads, D)[at_BN] = v_BNhD
+    index_BN = flat(table_BQ, length_B[:, None] + earlier + node_N, page)
+    keys.view(-1, kv_heads, D)[index_BN] = rotated(k_BNhD, k_weight)
+    values.view(-1, kv_heads, D)[index_BN] = v_BNhD
     return rotated(q_BNhD, q_weight)

@@ -42,30 +42,32 @@ def nvcc() -> str | None:
     """Path of CUDA's compiler: on PATH, under CUDA_HOME, in /usr/local/cuda or from NVIDIA's wheel; None without one."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     wheels = sorted((Path(torch.__file__).parents[1] / "nvidia").glob("*/bin/nvcc"))
-    found = [shutil.which("nvcc"), *(str(Path(home) / "bin" / "nvcc") for home in homes if home), *map(str, wheels)]
-    return next((path for path in found if path and os.access(path, os.X_OK)), None)
+    candidates = [shutil.which("nvcc"), *(str(Path(home) / "bin" / "nvcc") for home in homes if home), *map(str, wheels)]
+    return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
 
 
 def architectures() -> list[str]:
     """The architectures of this machine's GPUs, each once; `ARCHITECTURES` without GPUs. Opens no CUDA context."""
-    cards = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-    return sorted({f"{major}{minor}{'a' if major == 9 else ''}" for major, minor in cards}) or list(ARCHITECTURES)
+    capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    return sorted({f"{major}{minor}{'a' if major == 9 else ''}" for major, minor in capabilities}) or list(ARCHITECTURES)
 
 
 def cpu_library(compiler: str) -> Path:
     """Path of the CPU operators for this processor, compiled if needed. Raises CalledProcessError if compiling fails."""
     folder = sources()
-    read = [path for path in folder.glob("**/*") if path.suffix in (".h", ".cpp")]
-    return compiled(compiler, CPU_FLAGS, sorted(folder.glob("csrc/*.cpp")), read, "drafttrain_ops.so", note="CPU operators")
+    source_files = [path for path in folder.glob("**/*") if path.suffix in (".h", ".cpp")]
+    return compiled(
+        compiler, CPU_FLAGS, sorted(folder.glob("csrc/*.cpp")), source_files, "drafttrain_ops.so", note="CPU operators"
+    )
 
 
 def cuda_library(nvcc: str, architectures: Iterable[str]) -> Path:
     """Path of the CUDA kernels for these architectures ("80", "90a"). Raises CalledProcessError if compiling fails."""
     folder = sources()
-    read = [path for path in folder.glob("**/*") if path.suffix in (".h", ".cuh", ".cu")]
+    source_files = [path for path in folder.glob("**/*") if path.suffix in (".h", ".cuh", ".cu")]
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     flags = [*CUDA_FLAGS, *targets]
-    return compiled(nvcc, flags, sorted(folder.glob("csrc/cuda/*.cu")), read, "drafttrain_cuda.so", note="CUDA kernels")
+    return compiled(nvcc, flags, sorted(folder.glob("csrc/cuda/*.cu")), source_files, "drafttrain_cuda.so", note="CUDA kernels")
 
 
 def compiled(
@@ -77,42 +79,42 @@ def compiled(
     `build.log` in the same folder.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [version, _processor(), *flags, name]
-    parts += [f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in sorted({*read, *units})]
-    inside = f"kernels/{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
-    folder = cache_home(f"{inside}/{name}") / inside
+    key_parts = [version, _processor(), *flags, name]
+    key_parts += [f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in sorted({*read, *units})]
+    cache_path = f"kernels/{hashlib.sha256(chr(0).join(key_parts).encode()).hexdigest()[:16]}"
+    folder = cache_home(f"{cache_path}/{name}") / cache_path
     library = folder / name
     if library.exists():
         return library
     if note and os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"building the {note}: once, up to a minute", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
-        made = Path(aside) / name
-        (folder / "build.log").write_text(_build(compiler, flags, units, made), encoding="utf-8")
-        os.replace(made, library)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary_folder:
+        output = Path(temporary_folder) / name
+        (folder / "build.log").write_text(_build(compiler, flags, units, output), encoding="utf-8")
+        os.replace(output, library)
     return library
 
 
-def _build(compiler: str, flags: Sequence[str], units: Sequence[Path], made: Path) -> str:
+def _build(compiler: str, flags: Sequence[str], units: Sequence[Path], library_path: Path) -> str:
     """Compile the units in parallel and link them. Returns the compiler's messages."""
     torch_folder = Path(torch.__file__).parent
 
     def unit(number: int) -> tuple[Path, str]:
-        out = made.parent / f"{number}.o"
+        out = library_path.parent / f"{number}.o"
         command = [compiler, *flags, ABI, f"-I{torch_folder / 'include'}", "-c", str(units[number]), "-o", str(out)]
         return out, _run(command)
 
     with ThreadPoolExecutor(min(len(units), os.cpu_count() or 1)) as pool:
         objects = list(pool.map(unit, range(len(units))))
-    link = [compiler, "-shared", *(str(out) for out, _ in objects), "-o", str(made), f"-L{torch_folder / 'lib'}"]
+    link = [compiler, "-shared", *(str(out) for out, _ in objects), "-o", str(library_path), f"-L{torch_folder / 'lib'}"]
     link += ["-Xlinker", "--no-as-needed", "-ltorch_cpu"]
     return "".join([*(messages for _, messages in objects), _run(link)])
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return process.stdout + process.stderr
 
 
 def _processor() -> str:

@@ -47,8 +47,8 @@ def build_tree(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
         )
     if not library.serves(score_BM):
         return reference(parent_BM, score_BM, nodes)
-    kept, parent, depth, child, sibling = (parent_BM.new_empty(len(parent_BM), nodes) for _ in range(5))
-    built = Built(kept, parent, depth, kept.new_empty(*kept.shape, words_for(nodes)), child, sibling)
+    kept_index, parent, depth, child, sibling = (parent_BM.new_empty(len(parent_BM), nodes) for _ in range(5))
+    built = Built(kept_index, parent, depth, kept_index.new_empty(*kept_index.shape, words_for(nodes)), child, sibling)
     torch.ops.drafttrain.build_tree(
         parent_BM.contiguous(), score_BM.contiguous(), built.kept_BN, built.parent_BN, built.depth_BN, built.bits_BNw,
         built.child_BN, built.sibling_BN,
@@ -60,8 +60,8 @@ def reference(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
     """The plain-torch twin of `build_tree`."""
     rooted_BM = torch.cat([torch.full_like(score_BM[:, :1], torch.inf), score_BM[:, 1:]], 1)
     kept_BN = top_op.reference(rooted_BM, nodes)[1].sort(-1).values
-    above_BN = parent_BM.gather(1, kept_BN)
-    parent_BN = (kept_BN[:, None] <= above_BN[..., None]).sum(-1) - 1  # the parent's index among the kept candidates
+    kept_parent_BN = parent_BM.gather(1, kept_BN)
+    parent_BN = (kept_BN[:, None] <= kept_parent_BN[..., None]).sum(-1) - 1  # the parent's index among the kept candidates
     depth_BN, bits_BNw = links_op.reference(parent_BN)
     node_N = torch.arange(nodes, device=parent_BM.device)
     child_BNN = parent_BN[:, None] == node_N[:, None]

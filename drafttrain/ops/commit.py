@@ -54,13 +54,13 @@ def commit(
         return reference(tree, path_BA, count_B, bonus_B, slot_B, sequences, skips, counts)
     B, A = path_BA.shape
     assert A == 1 or path_BA.stride(1) == 1, "a path's entries lie side by side; rows may lie apart"
-    new = tree.token_BN.new_empty
-    found = Committed(new(B, A), new(B, A), new(B), new(B, A + 3))
+    empty = tree.token_BN.new_empty
+    committed = Committed(empty(B, A), empty(B, A), empty(B), empty(B, A + 3))
     state = (sequences.root_S, sequences.made_S, sequences.done_S)
-    given = (path_BA, count_B.contiguous(), bonus_B, slot_B, sequences.stop_SK, sequences.limit_S, skips, counts)
-    out = (found.token_BA, found.next_BA, found.count_B, found.record_BX)
-    torch.ops.drafttrain.commit(*nodes(tree), *given, *state, *out)
-    return found
+    inputs = (path_BA, count_B.contiguous(), bonus_B, slot_B, sequences.stop_SK, sequences.limit_S, skips, counts)
+    out = (committed.token_BA, committed.next_BA, committed.count_B, committed.record_BX)
+    torch.ops.drafttrain.commit(*nodes(tree), *inputs, *state, *out)
+    return committed
 
 
 def reference(
@@ -76,17 +76,17 @@ def reference(
     """The plain-torch twin of `commit`."""
     last_B1 = path_BA.gather(1, count_B[:, None] - 1)
     real_BN = torch.arange(tree.token_BN.shape[1], device=slot_B.device) < tree.count_B[:, None]
-    open_B = ((tree.parent_BN == last_B1) & real_BN).any(-1)
+    has_children_B = ((tree.parent_BN == last_B1) & real_BN).any(-1)
     count_B = count_B.masked_fill(sequences.done_S[slot_B], 0) if skips else count_B
     token_BA, next_BA = shifted(tree, path_BA, count_B, bonus_B)
     sequences.root_S[slot_B] = bonus_B
     if counts:
         made_B = sequences.made_S[slot_B] + count_B
-        new_BA = torch.arange(path_BA.shape[1], device=slot_B.device) < count_B[:, None]
-        stops_BA = (next_BA[..., None] == sequences.stop_SK[slot_B][:, None]).any(-1) & new_BA
+        valid_BA = torch.arange(path_BA.shape[1], device=slot_B.device) < count_B[:, None]
+        stops_BA = (next_BA[..., None] == sequences.stop_SK[slot_B][:, None]).any(-1) & valid_BA
         sequences.made_S[slot_B] = made_B
         sequences.done_S[slot_B] = sequences.done_S[slot_B] | stops_BA.any(-1) | (made_B >= sequences.limit_S[slot_B])
-    record_BX = torch.cat([next_BA, torch.stack([count_B, tree.count_B, open_B.long()], 1)], 1)
+    record_BX = torch.cat([next_BA, torch.stack([count_B, tree.count_B, has_children_B.long()], 1)], 1)
     return Committed(token_BA, next_BA, count_B, record_BX)
 
 

@@ -60,33 +60,33 @@ def scores(
         # before the gradient takes the logits' place
         acceptance_C = None if whole_C is None else _overlap_by_rows(logits_CV, target_logits_CV, whole_C)
         compiled = name in COMPILED and _compiled(logits_CV, target_logits_CV, label_C, out if want_grad else None)
-        way = _on_cpu if compiled else _by_rows
-        found = way(logits_CV, target_logits_CV, label_C, name, out if want_grad else None)
-        if grad_output_C is not None and found.grad_logits_CV is not None:
-            found.grad_logits_CV.mul_(grad_output_C[:, None].to(found.grad_logits_CV.dtype))
-        return found if acceptance_C is None else found._replace(acceptance_C=acceptance_C)
+        implementation = _on_cpu if compiled else _by_rows
+        scored = implementation(logits_CV, target_logits_CV, label_C, name, out if want_grad else None)
+        if grad_output_C is not None and scored.grad_logits_CV is not None:
+            scored.grad_logits_CV.mul_(grad_output_C[:, None].to(scored.grad_logits_CV.dtype))
+        return scored if acceptance_C is None else scored._replace(acceptance_C=acceptance_C)
     from drafttrain.kernels.triton import divergence as kernels
 
-    found = Scores(
+    scored = Scores(
         torch.empty_like(label_C, dtype=torch.float32),
         torch.empty_like(label_C, dtype=torch.bool),
         torch.empty_like(label_C, dtype=torch.float32),
         out if want_grad else None,
     )
     if len(label_C):
-        kernels.launch(logits_CV, target_logits_CV, label_C, name, *found, whole_C, grad_output_C).run()
-    return found
+        kernels.launch(logits_CV, target_logits_CV, label_C, name, *scored, whole_C, grad_output_C).run()
+    return scored
 
 
 def _serves(logits_CV: Tensor, target_logits_CV: Tensor, out: Tensor | None) -> bool:
-    given = [logits_CV, target_logits_CV] + ([] if out is None else [out])
-    return all(x.dtype in DTYPES and x.stride(1) == 1 for x in given) and jit.serves(logits_CV)
+    tensors = [logits_CV, target_logits_CV] + ([] if out is None else [out])
+    return all(x.dtype in DTYPES and x.stride(1) == 1 for x in tensors) and jit.serves(logits_CV)
 
 
 def _compiled(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, out: Tensor | None) -> bool:
-    given = [logits_CV, target_logits_CV] + ([] if out is None else [out])
-    plain = all(x.device.type == "cpu" and x.dtype in DTYPES and x.is_contiguous() for x in given)
-    return plain and label_C.is_contiguous() and library.serves(logits_CV)
+    tensors = [logits_CV, target_logits_CV] + ([] if out is None else [out])
+    supported = all(x.device.type == "cpu" and x.dtype in DTYPES and x.is_contiguous() for x in tensors)
+    return supported and label_C.is_contiguous() and library.serves(logits_CV)
 
 
 def _on_cpu(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, out: Tensor | None) -> Scores:
@@ -95,13 +95,13 @@ def _on_cpu(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: 
     single = all(x.dtype == torch.float32 for x in (logits_CV, target_logits_CV))
     rows = max(1, len(label_C)) if single else rows_at_once(logits_CV)
     for start in range(0, len(label_C), rows):
-        at = slice(start, start + rows)
-        own_RV, grad_logits_RV = logits_CV[at].float(), None if out is None else out[at]
+        chunk = slice(start, start + rows)
+        logits_RV, grad_logits_RV = logits_CV[chunk].float(), None if out is None else out[chunk]
         wide_RV = (
-            grad_logits_RV if grad_logits_RV is None or grad_logits_RV.dtype == torch.float32 else torch.empty_like(own_RV)
+            grad_logits_RV if grad_logits_RV is None or grad_logits_RV.dtype == torch.float32 else torch.empty_like(logits_RV)
         )
-        found = loss_C[at], top1_C[at], acceptance_C[at], wide_RV
-        torch.ops.drafttrain.divergence(own_RV, target_logits_CV[at].float(), label_C[at], COMPILED[name], *found)
+        outputs = loss_C[chunk], top1_C[chunk], acceptance_C[chunk], wide_RV
+        torch.ops.drafttrain.divergence(logits_RV, target_logits_CV[chunk].float(), label_C[chunk], COMPILED[name], *outputs)
         if grad_logits_RV is not None and wide_RV is not None and wide_RV is not grad_logits_RV:
             grad_logits_RV.copy_(wide_RV)
     return Scores(loss_C, top1_C, acceptance_C, out)
@@ -116,8 +116,8 @@ def overlap(logits_CV: Tensor, target_logits_CV: Tensor, whole_C: Tensor) -> Ten
 def _overlap_by_rows(logits_CV: Tensor, target_logits_CV: Tensor, whole_C: Tensor) -> Tensor:
     """`overlap` on a part of the rows at a time."""
     rows = rows_at_once(logits_CV)
-    parts = zip(*(torch.split(x, rows) for x in (logits_CV, target_logits_CV, whole_C)), strict=True)
-    return torch.cat([overlap(*part) for part in parts])
+    chunks = zip(*(torch.split(x, rows) for x in (logits_CV, target_logits_CV, whole_C)), strict=True)
+    return torch.cat([overlap(*chunk) for chunk in chunks])
 
 
 def rows_at_once(logits_CV: Tensor) -> int:
@@ -138,15 +138,15 @@ def summary(logits_CV: Tensor) -> Summary:
         return reference_summary(logits_CV)
     from drafttrain.kernels.triton import divergence as kernels
 
-    found = Summary(*(logits_CV.new_empty(len(logits_CV), dtype=dtype) for dtype in (torch.float32, torch.long)))
-    kernels.summarise(logits_CV, *found).run()
-    return found
+    row_summary = Summary(*(logits_CV.new_empty(len(logits_CV), dtype=dtype) for dtype in (torch.float32, torch.long)))
+    kernels.summarise(logits_CV, *row_summary).run()
+    return row_summary
 
 
 def reference_summary(logits_CV: Tensor) -> Summary:
     """The plain-torch twin of `summary`, on a part of the rows at a time."""
-    parts = (part_RV.float() for part_RV in torch.split(logits_CV, rows_at_once(logits_CV)))
-    log_sums, bests = zip(*((part_RV.logsumexp(-1), part_RV.argmax(-1)) for part_RV in parts), strict=True)
+    chunks = (logits_RV.float() for logits_RV in torch.split(logits_CV, rows_at_once(logits_CV)))
+    log_sums, bests = zip(*((logits_RV.logsumexp(-1), logits_RV.argmax(-1)) for logits_RV in chunks), strict=True)
     return Summary(torch.cat(log_sums), torch.cat(bests))
 
 
@@ -160,25 +160,27 @@ def _of_rows(
     grad_output_C: Tensor | None,
 ) -> Scores:
     """`scores` with chosen rows of the target's logits, which are copied for a part of the predictions at a time."""
-    parts, rows = list[Scores](), rows_at_once(logits_CV)
+    chunk_scores, rows = list[Scores](), rows_at_once(logits_CV)
     for start in range(0, max(len(label_C), 1), rows):
-        at = slice(start, start + rows)
-        grad_logits_RV, grad_output_R = (None if x is None else x[at] for x in (out, grad_output_C))
-        given = (logits_CV[at], target_logits_UV[row_C[at]], label_C[at], name, out is not None, grad_logits_RV)
-        parts.append(scores(*given, grad_output_C=grad_output_R))
-    loss_C, top1_C, acceptance_C, _ = zip(*parts, strict=True)
+        chunk = slice(start, start + rows)
+        grad_logits_RV, grad_output_R = (None if x is None else x[chunk] for x in (out, grad_output_C))
+        chunk_inputs = (logits_CV[chunk], target_logits_UV[row_C[chunk]], label_C[chunk], name, out is not None, grad_logits_RV)
+        chunk_scores.append(scores(*chunk_inputs, grad_output_C=grad_output_R))
+    loss_C, top1_C, acceptance_C, _ = zip(*chunk_scores, strict=True)
     return Scores(torch.cat(loss_C), torch.cat(top1_C), torch.cat(acceptance_C), out)
 
 
 def _by_rows(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, out: Tensor | None) -> Scores:
     """`reference` on a part of the rows at a time, so that its memory does not grow with their number."""
     rows = rows_at_once(logits_CV)
-    parts: list[tuple[Tensor, ...]] = []
+    chunk_scores: list[tuple[Tensor, ...]] = []
     for start in range(0, max(len(label_C), 1), rows):
-        at = slice(start, start + rows)
-        grad_logits_RV = None if out is None else out[at]
-        parts.append(reference(logits_CV[at], target_logits_CV[at], label_C[at], name, out is not None, grad_logits_RV)[:3])
-    loss_C, top1_C, acceptance_C = (torch.cat([part[i] for part in parts]) for i in range(3))
+        chunk = slice(start, start + rows)
+        grad_logits_RV = None if out is None else out[chunk]
+        chunk_scores.append(
+            reference(logits_CV[chunk], target_logits_CV[chunk], label_C[chunk], name, out is not None, grad_logits_RV)[:3]
+        )
+    loss_C, top1_C, acceptance_C = (torch.cat([columns[i] for columns in chunk_scores]) for i in range(3))
     return Scores(loss_C, top1_C, acceptance_C, out)
 
 
@@ -273,16 +275,16 @@ def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -
 def _differentiated(name: str, logits_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor]:
     """(loss_C, dloss/dlogits) by autograd."""
     with torch.enable_grad():
-        own_CV = logits_CV.detach().requires_grad_()
-        loss_C = divergence(name, own_CV.log_softmax(-1), log_p_CV, label_C)
-        (grad_logits_CV,) = torch.autograd.grad(loss_C.sum(), own_CV)
+        leaf_CV = logits_CV.detach().requires_grad_()
+        loss_C = divergence(name, leaf_CV.log_softmax(-1), log_p_CV, label_C)
+        (grad_logits_CV,) = torch.autograd.grad(loss_C.sum(), leaf_CV)
     return loss_C.detach(), grad_logits_CV
 
 
 def _relative(log_a_CV: Tensor, log_b_CV: Tensor) -> Tensor:
     """KL(a || b), with 0 log 0 = 0."""
-    apart_CV = (log_a_CV - log_b_CV).nan_to_num_(0.0, posinf=torch.inf, neginf=0.0)
-    entropy_C: Tensor = torch.linalg.vecdot(log_a_CV.exp(), apart_CV)
+    log_ratio_CV = (log_a_CV - log_b_CV).nan_to_num_(0.0, posinf=torch.inf, neginf=0.0)
+    entropy_C: Tensor = torch.linalg.vecdot(log_a_CV.exp(), log_ratio_CV)
     return entropy_C
 
 

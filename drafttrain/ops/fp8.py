@@ -35,11 +35,11 @@ _WHOLE = ContextVar("whole activations", default=False)
 def whole_activations() -> Iterator[None]:
     """Meanwhile activations are not quantised: the least rounding before a product can change one by a step of its codes, so
     that outputs of equal passes are far apart."""
-    before = _WHOLE.set(True)
+    reset_token = _WHOLE.set(True)
     try:
         yield
     finally:
-        _WHOLE.reset(before)
+        _WHOLE.reset(reset_token)
 
 
 class Fp8Linear(nn.Module):
@@ -48,7 +48,7 @@ class Fp8Linear(nn.Module):
     def __init__(self, code_OI: Tensor, scale: Tensor, bias_O: Tensor | None = None) -> None:
         """scale: in float32, [O] of rows or [O / 128, I / 128] of blocks."""
         super().__init__()
-        self.code, self.scale = (nn.Parameter(part, requires_grad=False) for part in (code_OI, scale))
+        self.code, self.scale = (nn.Parameter(tensor, requires_grad=False) for tensor in (code_OI, scale))
         self.bias = None if bias_O is None else nn.Parameter(bias_O, requires_grad=False)
         self.out_features, self.in_features = code_OI.shape
         self.blocks = scale.ndim == 2
@@ -65,18 +65,20 @@ class Fp8Linear(nn.Module):
         """The output rows of all parts as one map. order_O: of the rows; None: as they are, and the parts become views."""
         if len(parts) == 1 and order_O is None:
             return parts[0]
-        bias_O, given = None, [part.bias for part in parts if part.bias is not None]
-        if given:
-            zero = given[0].new_zeros
-            bias_O = torch.cat([zero(part.out_features) if part.bias is None else part.bias for part in parts])
-        code_OI, scale = (torch.cat([getattr(part, name).data for part in parts]) for name in ("code", "scale"))
+        bias_O, biases = None, [linear.bias for linear in parts if linear.bias is not None]
+        if biases:
+            zero = biases[0].new_zeros
+            bias_O = torch.cat([zero(linear.out_features) if linear.bias is None else linear.bias for linear in parts])
+        code_OI, scale = (torch.cat([getattr(linear, name).data for linear in parts]) for name in ("code", "scale"))
         if order_O is not None:  # torch indexes few kinds of FP8 tensors
             assert scale.ndim == 1, "rows of a block share their scales"
             code_OI, scale = code_OI.view(torch.uint8)[order_O].view(E4M3), scale[order_O]
             return Fp8Linear(code_OI, scale, None if bias_O is None else bias_O[order_O])
-        for name, whole in (("code", code_OI), ("scale", scale)):
-            for part, rows in zip(parts, torch.split(whole, [len(getattr(part, name)) for part in parts]), strict=True):
-                getattr(part, name).data = rows
+        for name, joined_tensor in (("code", code_OI), ("scale", scale)):
+            for linear, rows in zip(
+                parts, torch.split(joined_tensor, [len(getattr(linear, name)) for linear in parts]), strict=True
+            ):
+                getattr(linear, name).data = rows
         return Fp8Linear(code_OI, scale, bias_O)
 
     def values(self, place_S: Tensor) -> Tensor:
@@ -90,14 +92,14 @@ class Fp8Linear(nn.Module):
         """[..., O] in x's dtype."""
         assert not (x_I.requires_grad and torch.is_grad_enabled()), "products in FP8 have no gradient"
         x_MI = x_I.reshape(-1, self.in_features)
-        way = _way(x_MI, self)
+        product = _way(x_MI, self)
         code_MI, scale_MG = fp8_rows(x_MI, self.groups)
         if _WHOLE.get():
             out_MO = F.linear(x_MI, widened(self.code, self.scale).to(x_MI.dtype))
-        elif way is None:
+        elif product is None:
             out_MO = reference(code_MI, scale_MG, self.code, self.scale).to(x_I.dtype)
         else:
-            out_MO = way(code_MI, scale_MG, self.code, self.scale)
+            out_MO = product(code_MI, scale_MG, self.code, self.scale)
         out_O = out_MO.view(*x_I.shape[:-1], self.out_features)
         return out_O if self.bias is None else out_O + self.bias
 
@@ -123,8 +125,8 @@ def why_widened(device: torch.device, dtype: torch.dtype, blocks: bool = False) 
         return f"torch's FP8 product runs on GPUs, this is a {device.type}"
     if dtype != torch.bfloat16:
         return f"torch's FP8 product gives bfloat16, not {str(dtype).removeprefix('torch.')}"
-    faults = [fault(way, device) for way in (BLOCK_WAYS if blocks else WAYS)]
-    return faults[0] if all(faults) else None
+    reasons = [fault(product, device) for product in (BLOCK_WAYS if blocks else WAYS)]
+    return reasons[0] if all(reasons) else None
 
 
 def _by_rows(code_MI: Tensor, scale_M1: Tensor, code_OI: Tensor, scale_O: Tensor) -> Tensor:
@@ -132,8 +134,8 @@ def _by_rows(code_MI: Tensor, scale_M1: Tensor, code_OI: Tensor, scale_O: Tensor
 
 
 def _afterwards(code_MI: Tensor, scale_M1: Tensor, code_OI: Tensor, scale_O: Tensor) -> Tensor:
-    one = torch.ones((), device=code_MI.device)
-    out_MO = torch._scaled_mm(code_MI, code_OI.T, one, one, out_dtype=torch.float32)
+    unit_scale = torch.ones((), device=code_MI.device)
+    out_MO = torch._scaled_mm(code_MI, code_OI.T, unit_scale, unit_scale, out_dtype=torch.float32)
     return (out_MO * scale_M1 * scale_O).bfloat16()
 
 
@@ -144,8 +146,8 @@ def _by_blocks(code_MI: Tensor, scale_MG: Tensor, code_OI: Tensor, scale_PQ: Ten
 def _by_padded_blocks(code_MI: Tensor, scale_MG: Tensor, code_OI: Tensor, scale_PQ: Tensor) -> Tensor:
     """With further rows of zeros, in case that cuBLAS wants whole vectors of scales."""
     missing = -len(code_MI) % MULTIPLE
-    more_MI = F.pad(code_MI.view(torch.uint8), (0, 0, 0, missing)).view(E4M3)
-    return _by_blocks(more_MI, F.pad(scale_MG.T, (0, missing)).T, code_OI, scale_PQ)[: len(code_MI)]
+    padded_MI = F.pad(code_MI.view(torch.uint8), (0, 0, 0, missing)).view(E4M3)
+    return _by_blocks(padded_MI, F.pad(scale_MG.T, (0, missing)).T, code_OI, scale_PQ)[: len(code_MI)]
 
 
 WAYS: tuple[Way, ...] = (_by_rows, _afterwards)  # the best first
@@ -154,13 +156,13 @@ BLOCK_WAYS: tuple[Way, ...] = (_by_blocks, _by_padded_blocks)
 
 def _way(x_MI: Tensor, linear: Fp8Linear) -> Way | None:
     """The product that serves here; None: only the twin."""
-    fits = x_MI.dtype == torch.bfloat16 and len(x_MI) and all(size % MULTIPLE == 0 for size in linear.code.shape)
+    supported = x_MI.dtype == torch.bfloat16 and len(x_MI) and all(size % MULTIPLE == 0 for size in linear.code.shape)
     if linear.blocks:
-        fits = fits and linear.groups % 4 == 0  # cuBLAS reads a block row's scales four at a time
-    if not fits or _kind(x_MI) != "cuda" or torch.compiler.is_compiling():
+        supported = supported and linear.groups % 4 == 0  # cuBLAS reads a block row's scales four at a time
+    if not supported or _kind(x_MI) != "cuda" or torch.compiler.is_compiling():
         return None
-    ways = BLOCK_WAYS if linear.blocks else WAYS
-    return next((way for way in ways if fault(way, x_MI.device) is None), None)
+    products = BLOCK_WAYS if linear.blocks else WAYS
+    return next((product for product in products if fault(product, x_MI.device) is None), None)
 
 
 def _kind(x: Tensor) -> str:
@@ -177,12 +179,12 @@ def fault(way: Way, device: torch.device) -> str | None:
     scale = torch.rand(2, 4, generator=generator) if blocks else scale[:, 0]
     for rows in (1, 5, 80):
         code_MI, scale_MG = rows_reference(torch.randn(rows, 4 * BLOCK, generator=generator), 4 if blocks else 1)
-        wanted_MO = widened(code_MI, scale_MG) @ widened(code_OI, scale).T  # not the twin, which GPU checks forbid
+        expected_MO = widened(code_MI, scale_MG) @ widened(code_OI, scale).T  # not the twin, which GPU checks forbid
         scale_MG = scale_MG.T.to(device).T  # in the same order in memory
         try:
-            found_MO = way(code_MI.to(device), scale_MG, code_OI.to(device), scale.to(device)).float().cpu()
+            actual_MO = way(code_MI.to(device), scale_MG, code_OI.to(device), scale.to(device)).float().cpu()
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:
             return str(error).strip().partition("\n")[0][:160] or "it failed without a message"
-        gap = float((found_MO - wanted_MO).norm() / wanted_MO.norm())
+        gap = float((actual_MO - expected_MO).norm() / expected_MO.norm())
         worst = max(worst, gap if gap == gap else torch.inf)
     return None if worst < 1e-2 else f"its products are off by {worst:.1e} of their norm"

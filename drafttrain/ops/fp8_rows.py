@@ -33,9 +33,9 @@ def fp8_rows(x_MI: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
 def reference(x_MI: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
     """The plain-torch twin of `fp8_rows`, with the same codes."""
     x_MGI = x_MI.float().view(len(x_MI), groups, x_MI.shape[1] // groups)
-    most_MG1 = x_MGI.abs().amax(-1, keepdim=True)
+    amax_MG1 = x_MGI.abs().amax(-1, keepdim=True)
     # by a tensor: on a GPU torch multiplies by the inverse of a number, which rounds otherwise
-    scale_MG1 = torch.where(most_MG1 > 0, most_MG1 / torch.full_like(most_MG1, LARGEST), 1.0)
+    scale_MG1 = torch.where(amax_MG1 > 0, amax_MG1 / torch.full_like(amax_MG1, LARGEST), 1.0)
     return (x_MGI / scale_MG1).to(E4M3).flatten(-2), scale_MG1[..., 0].T.contiguous().T
 
 

@@ -66,5 +66,5 @@ class _Gate(torch.autograd.Function):
 
 
 def _kernels(*inputs: Tensor) -> bool:
-    same = all(x.dtype in library.DTYPES and x.is_contiguous() and x.dtype == inputs[0].dtype for x in inputs)
-    return same and bool(inputs[0].numel()) and jit.serves(inputs[0])
+    same_layout = all(x.dtype in library.DTYPES and x.is_contiguous() and x.dtype == inputs[0].dtype for x in inputs)
+    return same_layout and bool(inputs[0].numel()) and jit.serves(inputs[0])

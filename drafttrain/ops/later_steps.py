@@ -53,25 +53,25 @@ def merged_backward(
 
     keys_IBgTD, values_IBgTD = torch.stack([*keys]), torch.stack([*values])
     to_keys_IBgTD, to_values_IBgTD = torch.empty_like(keys_IBgTD), torch.empty_like(values_IBgTD)
-    found = (to_q_BhTD, to_keys_IBgTD, to_values_IBgTD)
-    kernels.merge_backward(grad_BhTD, q_BhTD, out_BhTD, joint_BhT.contiguous(), keys_IBgTD, values_IBgTD, *found).run()
+    gradients = (to_q_BhTD, to_keys_IBgTD, to_values_IBgTD)
+    kernels.merge_backward(grad_BhTD, q_BhTD, out_BhTD, joint_BhT.contiguous(), keys_IBgTD, values_IBgTD, *gradients).run()
     return to_q_BhTD, to_keys_IBgTD.unbind(), to_values_IBgTD.unbind()
 
 
 def _serves(*inputs: Tensor) -> bool:
-    same = all(x.dtype == inputs[0].dtype and x.stride(-1) == 1 for x in inputs)
-    return same and inputs[0].dtype in library.DTYPES and bool(inputs[0].numel()) and jit.serves(inputs[0])
+    same_layout = all(x.dtype == inputs[0].dtype and x.stride(-1) == 1 for x in inputs)
+    return same_layout and inputs[0].dtype in library.DTYPES and bool(inputs[0].numel()) and jit.serves(inputs[0])
 
 
 def reference(
     q_BhTD: Tensor, first_BhTD: Tensor, lse_BhT: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The plain-torch twin of `merged`."""
-    own_IBhT = [dot(q_BhTD, k) * q_BhTD.shape[-1] ** -0.5 for k in keys]
-    joint_BhT = torch.stack([lse_BhT, *own_IBhT]).logsumexp(0)
+    score_IBhT = [dot(q_BhTD, k) * q_BhTD.shape[-1] ** -0.5 for k in keys]
+    joint_BhT = torch.stack([lse_BhT, *score_IBhT]).logsumexp(0)
     out_BhTD = first_BhTD * (lse_BhT - joint_BhT).exp()[..., None]
-    for own_BhT, value_BgTD in zip(own_IBhT, values, strict=True):
-        out_BhTD = out_BhTD + _scaled((own_BhT - joint_BhT).exp(), value_BgTD)
+    for score_BhT, value_BgTD in zip(score_IBhT, values, strict=True):
+        out_BhTD = out_BhTD + _scaled((score_BhT - joint_BhT).exp(), value_BgTD)
     return out_BhTD.to(q_BhTD.dtype), joint_BhT
 
 
@@ -98,8 +98,8 @@ def reference_backward(
 
 def dot(a_BhTD: Tensor, b_BgTD: Tensor) -> Tensor:
     """[B, h, T] inner products, in float32 or float64; each of b's heads serves h / g of a's. No copy of b's is made."""
-    parts = zip(torch.split(_grouped(a_BhTD, b_BgTD), DOT, 3), torch.split(b_BgTD[:, :, None], DOT, 3), strict=True)
-    rows = [torch.linalg.vecdot(wide(a), wide(b)) for a, b in parts]
+    chunks = zip(torch.split(_grouped(a_BhTD, b_BgTD), DOT, 3), torch.split(b_BgTD[:, :, None], DOT, 3), strict=True)
+    rows = [torch.linalg.vecdot(wide(a), wide(b)) for a, b in chunks]
     return torch.cat(rows, 3).flatten(1, 2)
 
 
@@ -111,8 +111,8 @@ def _scaled(scale_BhT: Tensor, x_BgTD: Tensor) -> Tensor:
 def _summed(scale_BhT: Tensor, x_BhTD: Tensor, like_BgTD: Tensor) -> Tensor:
     """[B, g, T, D] the sum of the scaled vectors over the heads that share a KV head."""
     scaled_BhTD = scale_BhT[..., None] * x_BhTD
-    same = x_BhTD.shape[1] == like_BgTD.shape[1]
-    return scaled_BhTD if same else _grouped(scaled_BhTD, like_BgTD).sum(2)
+    same_heads = x_BhTD.shape[1] == like_BgTD.shape[1]
+    return scaled_BhTD if same_heads else _grouped(scaled_BhTD, like_BgTD).sum(2)
 
 
 def _grouped(x_Bh: Tensor, like_Bg: Tensor) -> Tensor:

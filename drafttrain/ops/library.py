@@ -51,8 +51,8 @@ def state() -> State:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         return State(False, f"torch references ({compiler} could not build the operators: {_first_error(error)})")
-    apart = "" if torch.ops.drafttrain.has_product() else "; block by block: this torch does not export oneDNN's product"
-    return State(True, f"compiled for this CPU ({library}){apart}")
+    remark = "" if torch.ops.drafttrain.has_product() else "; block by block: this torch does not export oneDNN's product"
+    return State(True, f"compiled for this CPU ({library}){remark}")
 
 
 @cache

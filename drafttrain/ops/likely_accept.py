@@ -28,9 +28,9 @@ def likely_accept(
     """
     if sampling.greedy or not library.serves(logits_BNV):
         return reference(tree, logits_BNV, position_BN, sampling, epsilon, delta)
-    of, verdict = sampling.on_device(len(logits_BNV), logits_BNV.device), blank(tree)
+    params, verdict = sampling.on_device(len(logits_BNV), logits_BNV.device), blank(tree)
     shaped_BNV = shaped(logits_BNV, sampling).contiguous()
-    settings = (position_BN.contiguous(), of.temperature_M, of.key_M, of.seed_1, epsilon, delta)
+    settings = (position_BN.contiguous(), params.temperature_M, params.key_M, params.seed_1, epsilon, delta)
     torch.ops.drafttrain.likely_accept(shaped_BNV, *nodes(tree), *settings, *verdict)
     return verdict
 
@@ -42,9 +42,9 @@ def reference(
     p_BNV, ancestor_BNN, parent_BN = distribution(logits_BNV, sampling), tree.ancestor_BNN, tree.parent_BN.clamp_min(0)
     B, N, V = p_BNV.shape
     entropy_BN = -torch.xlogy(p_BNV, p_BNV).sum(-1)
-    least_BN = (delta * (-entropy_BN).exp()).clamp_max(epsilon)
+    threshold_BN = (delta * (-entropy_BN).exp()).clamp_max(epsilon)
     p_BN = p_BNV.gather(1, parent_BN[..., None].expand(-1, -1, V)).gather(2, tree.token_BN[..., None])[..., 0]
-    hit_BN = (p_BN > least_BN.gather(1, parent_BN)) & (torch.arange(N, device=p_BN.device) < tree.count_B[:, None])
+    hit_BN = (p_BN > threshold_BN.gather(1, parent_BN)) & (torch.arange(N, device=p_BN.device) < tree.count_B[:, None])
     hit_BN[:, 0], p_BN[:, 0] = True, 1.0
     alive_BN = ~(ancestor_BNN & ~hit_BN[:, None]).any(-1)
     depth_BN = torch.where(alive_BN, ancestor_BNN.sum(-1), 0)

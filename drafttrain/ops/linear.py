@@ -46,12 +46,12 @@ def linear(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed:
 @contextmanager
 def _cublaslt() -> Iterator[None]:
     """Meanwhile torch calls cuBLASLt."""
-    before = torch.backends.cuda.preferred_blas_library()
+    previous_library = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     try:
         yield
     finally:
-        torch.backends.cuda.preferred_blas_library(before)
+        torch.backends.cuda.preferred_blas_library(previous_library)
 
 
 @cache
@@ -76,16 +76,16 @@ class Packs:
         owner: the object that the weight belongs to; its copies are kept for its lifetime. A change of a frozen weight
         through `.data` is not seen, since torch counts no version for it.
         """
-        few = x_I.numel() <= PACKED_ROWS * x_I.shape[-1]
-        if not few or weight_OI.requires_grad or weight_OI.numel() < PACKED_FROM or weight_OI.device.type != "cpu":
+        few_rows = x_I.numel() <= PACKED_ROWS * x_I.shape[-1]
+        if not few_rows or weight_OI.requires_grad or weight_OI.numel() < PACKED_FROM or weight_OI.device.type != "cpu":
             return None
         if weight_OI.is_inference():  # it counts no versions
             return None
-        kept = self._kept.get(owner)
-        if kept is None or kept[:2] != (weight_OI._version, weight_OI.data_ptr()):
-            kept = (weight_OI._version, weight_OI.data_ptr(), pack(weight_OI))
-            self._kept[owner] = kept
-        return kept[2]
+        entry = self._kept.get(owner)
+        if entry is None or entry[:2] != (weight_OI._version, weight_OI.data_ptr()):
+            entry = (weight_OI._version, weight_OI.data_ptr(), pack(weight_OI))
+            self._kept[owner] = entry
+        return entry[2]
 
 
 PACKS = Packs()

@@ -32,10 +32,18 @@ def lossless_accept(
     q_BNV = sampled_BN = None
     if tree.q_BNV is not None and tree.sampled_BN is not None:
         q_BNV, sampled_BN = tree.q_BNV.float().contiguous(), tree.sampled_BN.contiguous()
-    of, verdict = sampling.on_device(len(logits_BNV), logits_BNV.device), blank(tree)
+    params, verdict = sampling.on_device(len(logits_BNV), logits_BNV.device), blank(tree)
     shaped_BNV = shaped(logits_BNV, sampling).contiguous()
     torch.ops.drafttrain.lossless_accept(
-        shaped_BNV, q_BNV, sampled_BN, *nodes(tree), position_BN.contiguous(), of.temperature_M, of.key_M, of.seed_1, *verdict
+        shaped_BNV,
+        q_BNV,
+        sampled_BN,
+        *nodes(tree),
+        position_BN.contiguous(),
+        params.temperature_M,
+        params.key_M,
+        params.seed_1,
+        *verdict,
     )
     return verdict
 
@@ -45,39 +53,39 @@ def reference(tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling
     B, N = tree.token_BN.shape
     row_B, on_host = torch.arange(B, device=logits_BNV.device), logits_BNV.device.type == "cpu"
     p_BNV = distribution(logits_BNV, sampling)
-    path_BN, count_B, at_B = torch.zeros_like(tree.token_BN), torch.ones_like(row_B), torch.zeros_like(row_B)
+    path_BN, count_B, node_B = torch.zeros_like(tree.token_BN), torch.ones_like(row_B), torch.zeros_like(row_B)
     p_BV = p_BNV[:, 0]
     q_BV = None if tree.q_BNV is None else tree.q_BNV[:, 0].to(p_BV.dtype)
     for i in range(1, N):
-        tried_B = (tree.parent_BN[:, i] == at_B) & (i < tree.count_B)
+        tried_B = (tree.parent_BN[:, i] == node_B) & (i < tree.count_B)
         if on_host and not bool(tried_B.any()):  # on a GPU the sync would cost more than it saves
             continue
         token_B = tree.token_BN[:, i]
         ratio_B = p_B = p_BV[row_B, token_B]
-        sampled_B = torch.zeros_like(tried_B) if tree.sampled_BN is None else tree.sampled_BN[row_B, at_B]
+        sampled_B = torch.zeros_like(tried_B) if tree.sampled_BN is None else tree.sampled_BN[row_B, node_B]
         if q_BV is not None:
             ratio_B = torch.where(sampled_B, p_B / q_BV[row_B, token_B].clamp_min(torch.finfo(p_B.dtype).tiny), p_B)
-        taken_B = tried_B & (uniform(sampling, position_BN[:, i], Lane.ACCEPT, draw=i) < ratio_B)
-        refused_B = tried_B & ~taken_B
-        p_BV = torch.where(refused_B[:, None], _residual(p_BV, q_BV, token_B, sampled_B), p_BV)
-        p_BV = torch.where(taken_B[:, None], p_BNV[:, i], p_BV)
+        accepted_B = tried_B & (uniform(sampling, position_BN[:, i], Lane.ACCEPT, draw=i) < ratio_B)
+        rejected_B = tried_B & ~accepted_B
+        p_BV = torch.where(rejected_B[:, None], _residual(p_BV, q_BV, token_B, sampled_B), p_BV)
+        p_BV = torch.where(accepted_B[:, None], p_BNV[:, i], p_BV)
         if q_BV is not None and tree.q_BNV is not None:
-            q_BV = torch.where(refused_B[:, None], _normed(q_BV.scatter(1, token_B[:, None], 0.0)), q_BV)
-            q_BV = torch.where(taken_B[:, None], tree.q_BNV[:, i].to(q_BV.dtype), q_BV)
-        at_B = torch.where(taken_B, i, at_B)
-        path_BN.scatter_(1, torch.where(taken_B, count_B, 0)[:, None], torch.where(taken_B, i, 0)[:, None])
-        count_B = count_B + taken_B
-    draw_B = uniform(sampling, position_BN.gather(1, at_B[:, None])[:, 0] + 1, Lane.TARGET)
+            q_BV = torch.where(rejected_B[:, None], _normed(q_BV.scatter(1, token_B[:, None], 0.0)), q_BV)
+            q_BV = torch.where(accepted_B[:, None], tree.q_BNV[:, i].to(q_BV.dtype), q_BV)
+        node_B = torch.where(accepted_B, i, node_B)
+        path_BN.scatter_(1, torch.where(accepted_B, count_B, 0)[:, None], torch.where(accepted_B, i, 0)[:, None])
+        count_B = count_B + accepted_B
+    draw_B = uniform(sampling, position_BN.gather(1, node_B[:, None])[:, 0] + 1, Lane.TARGET)
     return path_BN, count_B, pick(p_BV, draw_B)
 
 
 def _residual(p_BV: Tensor, q_BV: Tensor | None, token_B: Tensor, sampled_B: Tensor) -> Tensor:
     """p after a rejection. It stays as it was where only rounding rejected a token that held all of p."""
-    left_BV = p_BV.scatter(1, token_B[:, None], 0.0)
+    residual_BV = p_BV.scatter(1, token_B[:, None], 0.0)
     if q_BV is not None:
-        left_BV = torch.where(sampled_B[:, None], (p_BV - q_BV).clamp_min(0.0), left_BV)
-    return torch.where((left_BV > 0).any(-1, keepdim=True), _normed(left_BV), p_BV)
+        residual_BV = torch.where(sampled_B[:, None], (p_BV - q_BV).clamp_min(0.0), residual_BV)
+    return torch.where((residual_BV > 0).any(-1, keepdim=True), _normed(residual_BV), p_BV)
 
 
-def _normed(left_BV: Tensor) -> Tensor:
-    return left_BV / left_BV.sum(-1, keepdim=True).clamp_min(torch.finfo(left_BV.dtype).tiny)
+def _normed(residual_BV: Tensor) -> Tensor:
+    return residual_BV / residual_BV.sum(-1, keepdim=True).clamp_min(torch.finfo(residual_BV.dtype).tiny)

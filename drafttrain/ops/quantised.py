@@ -56,10 +56,10 @@ class Quantised:
 
     def take(self, other: Quantised) -> bool:
         """Write the values of another one of this shape to this one's memory. Returns whether they differ."""
-        parts = [(getattr(self, name), getattr(other, name)) for name in ("code", "scale", "pairs") if hasattr(other, name)]
-        changed = any(not torch.equal(kept, part) for kept, part in parts)
-        for kept, part in parts if changed else ():
-            kept.copy_(part)
+        pairs = [(getattr(self, name), getattr(other, name)) for name in ("code", "scale", "pairs") if hasattr(other, name)]
+        changed = any(not torch.equal(current, updated) for current, updated in pairs)
+        for current, updated in pairs if changed else ():
+            current.copy_(updated)
         return changed
 
     def widened(self, dtype: torch.dtype) -> Tensor:
@@ -76,10 +76,10 @@ def _kind(x: Tensor) -> str:
 
 def _packs(code_OI: Tensor) -> bool:
     """Whether torch's int4 kernel takes these codes: [O, I], I in whole groups."""
-    outputs, kind = len(code_OI), _kind(code_OI)
-    if kind == "cuda":
+    outputs, device_type = len(code_OI), _kind(code_OI)
+    if device_type == "cuda":
         return outputs % 8 == 0 and int4_fault(code_OI.device) is None
-    return kind == "cpu" and outputs % 16 == 0
+    return device_type == "cpu" and outputs % 16 == 0
 
 
 def _pack(code_OI: Tensor) -> Tensor:
@@ -104,12 +104,12 @@ def int4_fault(device: torch.device) -> str | None:
     x_MI = torch.randn(5, 3 * GROUP, generator=generator).bfloat16()
     pairs_GO2 = torch.stack([scale_OG, zero_OG], -1).transpose(0, 1).bfloat16().contiguous()
     try:
-        found_MO = torch.ops.aten._weight_int4pack_mm(x_MI.to(device), _pack(code_OI.to(device)), GROUP, pairs_GO2.to(device))
+        actual_MO = torch.ops.aten._weight_int4pack_mm(x_MI.to(device), _pack(code_OI.to(device)), GROUP, pairs_GO2.to(device))
     except (RuntimeError, AttributeError) as error:
         return str(error).strip().partition("\n")[0][:160] or "it failed without a message"
     wide_OGI = (code_OI.view(64, 3, GROUP) - 8) * pairs_GO2[..., 0].T[..., None].float()
-    wanted_MO = x_MI.float() @ (wide_OGI + pairs_GO2[..., 1].T[..., None].float()).flatten(1).T
-    gap = (found_MO.float().cpu() - wanted_MO).norm() / wanted_MO.norm()
+    expected_MO = x_MI.float() @ (wide_OGI + pairs_GO2[..., 1].T[..., None].float()).flatten(1).T
+    gap = (actual_MO.float().cpu() - expected_MO).norm() / expected_MO.norm()
     return None if gap < 1e-2 else f"its products are off by {float(gap):.1e} of their norm"
 
 
@@ -118,8 +118,8 @@ def cost(kind: str, device: torch.device) -> str:
     fault = "torch has no kernel for few rows" if kind == "int8" else int4_fault(device) if device.type == "cuda" else None
     if device.type == "cpu" or (device.type == "cuda" and fault is None):
         return ""
-    why = f" ({fault})" if fault else ""
-    return f"{kind} weights save memory here, not time: each is widened for its product{why}"
+    reason = f" ({fault})" if fault else ""
+    return f"{kind} weights save memory here, not time: each is widened for its product{reason}"
 
 
 def stored_bytes(outputs: int, inputs: int, bits: int) -> int:
@@ -130,5 +130,5 @@ def stored_bytes(outputs: int, inputs: int, bits: int) -> int:
 
 def scales(weight: Tensor, largest: int) -> Tensor:
     """The scales that map the largest magnitude of the last dimension to `largest`; 1 where all values are 0."""
-    most = weight.abs().amax(-1)
-    return torch.where(most > 0, most / largest, 1.0)
+    amax = weight.abs().amax(-1)
+    return torch.where(amax > 0, amax / largest, 1.0)

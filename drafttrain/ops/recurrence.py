@@ -23,13 +23,20 @@ def delta_state(state_BhKV: Tensor, k_BNhK: Tensor, v_BNhV: Tensor, decay_BNh: T
     k_BhNK = k_BNhK.float().repeat_interleave(shared, 2).transpose(1, 2)
     v_BhNV, decay_BhN, beta_BhN = v_BNhV.float().transpose(1, 2), decay_BNh.float().mT, beta_BNh.float().mT
     for start in range(0, k_BhNK.shape[2], CHUNK):
-        own = slice(start, start + CHUNK)
-        k, v, sum_BhN, beta = k_BhNK[:, :, own], v_BhNV[:, :, own], decay_BhN[..., own].cumsum(-1), beta_BhN[..., own, None]
-        between = (sum_BhN[..., None] - sum_BhN[..., None, :]).tril(-1).exp().tril(-1)
-        wanted = beta * (v - sum_BhN.exp()[..., None] * (k @ state_BhKV))
-        added_BhNV = torch.linalg.solve_triangular(beta * (k @ k.mT) * between, wanted, upper=False, unitriangular=True)
-        left_BhN = (sum_BhN[..., -1:] - sum_BhN).exp()
-        state_BhKV = sum_BhN[..., -1].exp()[..., None, None] * state_BhKV + (k * left_BhN[..., None]).mT @ added_BhNV
+        chunk = slice(start, start + CHUNK)
+        k, v, sum_BhN, beta = (
+            k_BhNK[:, :, chunk],
+            v_BhNV[:, :, chunk],
+            decay_BhN[..., chunk].cumsum(-1),
+            beta_BhN[..., chunk, None],
+        )
+        decay_ratio_BhNN = (sum_BhN[..., None] - sum_BhN[..., None, :]).tril(-1).exp().tril(-1)
+        delta_BhNV = beta * (v - sum_BhN.exp()[..., None] * (k @ state_BhKV))
+        added_BhNV = torch.linalg.solve_triangular(
+            beta * (k @ k.mT) * decay_ratio_BhNN, delta_BhNV, upper=False, unitriangular=True
+        )
+        decay_to_end_BhN = (sum_BhN[..., -1:] - sum_BhN).exp()
+        state_BhKV = sum_BhN[..., -1].exp()[..., None, None] * state_BhKV + (k * decay_to_end_BhN[..., None]).mT @ added_BhNV
     return state_BhKV
 
 
@@ -46,12 +53,12 @@ def state_space_state(state_BhVS: Tensor, x_BNhV: Tensor, step_BNh: Tensor, rate
 def selective_state(state_BCS: Tensor, x_BCN: Tensor, step_BCN: Tensor, rate_CS: Tensor, b_BSN: Tensor) -> Tensor:
     """The state of Mamba, S <- exp(rate step) S + step x b', in float32 (arXiv 2312.00752, section 3.2)."""
     state_BCS, rate_CS = state_BCS.float(), rate_CS.float()
-    given_BCN, b_BNS = (x_BCN * step_BCN).float(), b_BSN.float().mT
+    input_BCN, b_BNS = (x_BCN * step_BCN).float(), b_BSN.float().mT
     for start in range(0, x_BCN.shape[2], CHUNK):
-        own = slice(start, start + CHUNK)
-        sum_BCN = step_BCN[..., own].float().cumsum(-1)
-        left_BCNS = ((sum_BCN[..., -1:] - sum_BCN)[..., None] * rate_CS[:, None]).exp()
-        added_BCS = torch.einsum("bcn,bcns,bns->bcs", given_BCN[..., own], left_BCNS, b_BNS[:, own])
+        chunk = slice(start, start + CHUNK)
+        sum_BCN = step_BCN[..., chunk].float().cumsum(-1)
+        decay_to_end_BCNS = ((sum_BCN[..., -1:] - sum_BCN)[..., None] * rate_CS[:, None]).exp()
+        added_BCS = torch.einsum("bcn,bcns,bns->bcs", input_BCN[..., chunk], decay_to_end_BCNS, b_BNS[:, chunk])
         state_BCS = (sum_BCN[..., -1:] * rate_CS).exp() * state_BCS + added_BCS
     return state_BCS
 

@@ -40,11 +40,11 @@ class ResidualHeads:
         """
         if self._kept is None or len(state_BH) != 1 or not library.serves(state_BH) or state_BH.dtype != torch.float32:
             return self.reference(state_BH, heads, ranks)
-        like = torch.empty(0, dtype=torch.long)
-        found: Tensor = torch.ops.drafttrain.top_of_heads(
-            self._kept.number, state_BH.contiguous(), like, heads, len(self.output_KVH), ranks
+        template = torch.empty(0, dtype=torch.long)
+        token_ids: Tensor = torch.ops.drafttrain.top_of_heads(
+            self._kept.number, state_BH.contiguous(), template, heads, len(self.output_KVH), ranks
         )
-        return found[:, None]
+        return token_ids[:, None]
 
     def reference(self, state_BH: Tensor, heads: int, ranks: int) -> Tensor:
         """The plain-torch twin of `top`."""

@@ -72,8 +72,8 @@ def _wide(x_H: Tensor) -> Tensor:
 
 
 def _kernels(*inputs: Tensor) -> bool:
-    same = all(x.dtype in library.DTYPES and x.is_contiguous() and x.dtype == inputs[0].dtype for x in inputs)
-    return same and bool(inputs[0].numel()) and inputs[0].shape[-1] <= WIDEST and jit.serves(inputs[0])
+    same_layout = all(x.dtype in library.DTYPES and x.is_contiguous() and x.dtype == inputs[0].dtype for x in inputs)
+    return same_layout and bool(inputs[0].numel()) and inputs[0].shape[-1] <= WIDEST and jit.serves(inputs[0])
 
 
 class OtherNorm:
@@ -103,12 +103,12 @@ class OffsetNorm(OtherNorm):
     @property
     def weight(self) -> Tensor:
         """The scale, in float32."""
-        own_H: Tensor = self.module.weight
-        if own_H.requires_grad:
-            return 1.0 + own_H.float()
-        if self._scale_H is None or self._scale_H.device != own_H.device:
+        weight_H: Tensor = self.module.weight
+        if weight_H.requires_grad:
+            return 1.0 + weight_H.float()
+        if self._scale_H is None or self._scale_H.device != weight_H.device:
             with torch.inference_mode(False), torch.no_grad():  # a frozen norm may decode first and pass gradients later
-                self._scale_H = 1.0 + own_H.float()
+                self._scale_H = 1.0 + weight_H.float()
         return self._scale_H
 
     def normed(self, x_H: Tensor, delta_H: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ class _Rotate(torch.autograd.Function):
 def _kernels(x_BNhD: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> bool:
     if torch.compiler.is_compiling():  # the compiler fuses the operators itself, and cannot look into our kernels
         return False
-    given, width = (x_BNhD, cos_BND, sin_BND), x_BNhD.shape[-1]
-    same = all(x.dtype == x_BNhD.dtype and x.stride(-1) == 1 for x in given) and cos_BND.stride() == sin_BND.stride()
-    fits = width % 2 == 0 and 0 < width <= WIDEST and bool(x_BNhD.numel())
-    return same and fits and x_BNhD.dtype in library.DTYPES and jit.serves(x_BNhD)
+    inputs, width = (x_BNhD, cos_BND, sin_BND), x_BNhD.shape[-1]
+    same_layout = all(x.dtype == x_BNhD.dtype and x.stride(-1) == 1 for x in inputs) and cos_BND.stride() == sin_BND.stride()
+    supported_width = width % 2 == 0 and 0 < width <= WIDEST and bool(x_BNhD.numel())
+    return same_layout and supported_width and x_BNhD.dtype in library.DTYPES and jit.serves(x_BNhD)

@@ -23,10 +23,12 @@ def sample(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane
         return top(logits_MV, 1)[1][:, 0] if logits_MV.is_cuda else logits_MV.argmax(-1)
     if not library.serves(logits_MV):
         return reference(logits_MV, sampling, position_M, lane, draw)
-    of, position_M = sampling.on_device(len(logits_MV), logits_MV.device), position_M.contiguous()
+    params, position_M = sampling.on_device(len(logits_MV), logits_MV.device), position_M.contiguous()
     token_M = torch.empty_like(position_M)
     shaped_MV = shaped(logits_MV, sampling).contiguous()
-    torch.ops.drafttrain.sample(shaped_MV, of.temperature_M, of.key_M, position_M, of.seed_1, int(lane), draw, token_M)
+    torch.ops.drafttrain.sample(
+        shaped_MV, params.temperature_M, params.key_M, position_M, params.seed_1, int(lane), draw, token_M
+    )
     return token_M
 
 

@@ -36,6 +36,6 @@ def _compiled(logits_V: Tensor, sampling: Sampling) -> Tensor:
     if temperature_B is None:
         temperature_B = torch.full((1,), sampling.temperature, device=logits_V.device)
     out_BV = torch.empty_like(logits_BV)
-    reach = -math.log(sampling.min_p) if sampling.min_p > 0.0 else math.inf
-    torch.ops.drafttrain.shaped(logits_BV, temperature_B.contiguous(), sampling.top_k, sampling.top_p, reach, out_BV)
+    max_gap = -math.log(sampling.min_p) if sampling.min_p > 0.0 else math.inf
+    torch.ops.drafttrain.shaped(logits_BV, temperature_B.contiguous(), sampling.top_k, sampling.top_p, max_gap, out_BV)
     return out_BV.view(logits_V.shape)

@@ -58,8 +58,8 @@ def keys(value_MV: Tensor) -> Tensor:
 
     A positive float keeps its order when its bits are read as an integer; a negative float's order is reversed.
     """
-    plain_MV = value_MV.float() + 0.0  # -0 becomes 0
-    bits_MV = plain_MV.detach().view(torch.int32).long()
-    order_MV = torch.where(bits_MV < 0, -(bits_MV + 2**31) - 1, bits_MV).masked_fill(plain_MV.isnan(), -(2**31))
+    float_MV = value_MV.float() + 0.0  # -0 becomes 0
+    bits_MV = float_MV.detach().view(torch.int32).long()
+    order_MV = torch.where(bits_MV < 0, -(bits_MV + 2**31) - 1, bits_MV).masked_fill(float_MV.isnan(), -(2**31))
     index_V = torch.arange(value_MV.shape[-1], device=value_MV.device)
     return order_MV * 2**32 + (2**32 - 1 - index_V)

@@ -51,8 +51,8 @@ def tree_attention(
     adds nothing.
     """
     if not _serves(q_BNhD, keys, values):
-        at = (table_BQ, length_B, bits_BNw, position_BN)
-        return reference(q_BNhD, keys, values, *at, scale, window, bound, earlier, cap, sinks_h)
+        cache_args = (table_BQ, length_B, bits_BNw, position_BN)
+        return reference(q_BNhD, keys, values, *cache_args, scale, window, bound, earlier, cap, sinks_h)
     from drafttrain.kernels.triton import tree_attention as kernels
 
     B, N, h, _ = q_BNhD.shape
@@ -67,10 +67,12 @@ def tree_attention(
 
 def _serves(q_BNhD: Tensor, keys: Tensor, values: Tensor) -> bool:
     inference, (D, V) = not (torch.is_grad_enabled() and q_BNhD.requires_grad), (q_BNhD.shape[3], values.shape[3])
-    narrow = D <= WIDEST if D == V else V <= WIDEST_SHARED and D - V <= WIDEST_REST and keys.data_ptr() == values.data_ptr()
-    fits = q_BNhD.shape[1] <= MOST_NODES and narrow and q_BNhD.stride(3) == 1
+    supported_width = (
+        D <= WIDEST if D == V else V <= WIDEST_SHARED and D - V <= WIDEST_REST and keys.data_ptr() == values.data_ptr()
+    )
+    supported_query = q_BNhD.shape[1] <= MOST_NODES and supported_width and q_BNhD.stride(3) == 1
     formats = keys.dtype in DTYPES and q_BNhD.dtype in (keys.dtype, torch.float32)
-    return inference and fits and formats and jit.serves(q_BNhD)
+    return inference and supported_query and formats and jit.serves(q_BNhD)
 
 
 def reference(
@@ -83,20 +85,22 @@ def reference(
     kv_heads, device = keys.shape[2], q_BNhD.device
     position_BP = torch.arange(bound, device=device).repeat(B, 1)
     node_BN = length_B[:, None] + torch.arange(earlier, M, device=device)
-    seen_BNP = visible(length_B, bound - M, ancestors_of(bits_BNw, M))
+    mask_BNP = visible(length_B, bound - M, ancestors_of(bits_BNw, M))
     if window is not None:
-        place_BP = position_BP.scatter(1, node_BN, position_BN)  # an earlier node's place is no less than its rotary position
-        seen_BNP = seen_BNP & (position_BN[..., None] - place_BP[:, None] < window)
-    at_BP = flat(table_BQ, position_BP, keys.shape[1])
-    real_BP = position_BP < length_B[:, None] + M  # the other positions may hold anything, NaN too
-    k_BPkD, v_BPkD = (pool.flatten(0, 1)[at_BP].float().masked_fill(~real_BP[..., None, None], 0.0) for pool in (keys, values))
+        rotary_BP = position_BP.scatter(1, node_BN, position_BN)  # an earlier node's place is no less than its rotary position
+        mask_BNP = mask_BNP & (position_BN[..., None] - rotary_BP[:, None] < window)
+    index_BP = flat(table_BQ, position_BP, keys.shape[1])
+    valid_BP = position_BP < length_B[:, None] + M  # the other positions may hold anything, NaN too
+    k_BPkD, v_BPkD = (
+        pool.flatten(0, 1)[index_BP].float().masked_fill(~valid_BP[..., None, None], 0.0) for pool in (keys, values)
+    )
     q_BNkgD = q_BNhD.float().reshape(B, N, kv_heads, -1, q_BNhD.shape[3])
     score_BkgNP = torch.einsum("bnkgd,bpkd->bkgnp", q_BNkgD, k_BPkD) * scale
     if cap is not None:
         score_BkgNP = torch.tanh(score_BkgNP / cap) * cap
-    score_BkgNP = score_BkgNP.masked_fill(~seen_BNP[:, None, None], -torch.inf)
+    score_BkgNP = score_BkgNP.masked_fill(~mask_BNP[:, None, None], -torch.inf)
     if sinks_h is not None:
         sinks_BkgN1 = sinks_h.float().view(kv_heads, -1, 1, 1).expand(B, -1, -1, N, 1)
         score_BkgNP = torch.cat([score_BkgNP, sinks_BkgN1], -1)
-    weight_BkgNP = score_BkgNP.softmax(-1)[..., :bound].masked_fill(~seen_BNP.any(-1)[:, None, None, :, None], 0.0)
+    weight_BkgNP = score_BkgNP.softmax(-1)[..., :bound].masked_fill(~mask_BNP.any(-1)[:, None, None, :, None], 0.0)
     return torch.einsum("bkgnp,bpkd->bnkgd", weight_BkgNP, v_BPkD).flatten(2).to(q_BNhD.dtype)

@@ -27,8 +27,8 @@ def bits_of(ancestor_BNM: Tensor) -> Tensor:
     w = words_for(M)
     if w == 1:
         return (ancestor_BNM.long() << torch.arange(M, device=ancestor_BNM.device)).sum(-1, keepdim=True)
-    whole_BNwX = F.pad(ancestor_BNM, (0, w * WORD - M)).view(*ancestor_BNM.shape[:-1], w, WORD)
-    return (whole_BNwX.long() << torch.arange(WORD, device=ancestor_BNM.device)).sum(-1)
+    padded_BNwX = F.pad(ancestor_BNM, (0, w * WORD - M)).view(*ancestor_BNM.shape[:-1], w, WORD)
+    return (padded_BNwX.long() << torch.arange(WORD, device=ancestor_BNM.device)).sum(-1)
 
 
 def ancestors_of(bits_BNw: Tensor, nodes: int | None = None) -> Tensor:
@@ -38,17 +38,17 @@ def ancestors_of(bits_BNw: Tensor, nodes: int | None = None) -> Tensor:
         raise ValueError(f"{M} nodes exceed the bits of {w} words of {WORD}")
     if w == 1:
         return (bits_BNw >> torch.arange(M, device=bits_BNw.device) & 1).bool()
-    one_BNwX = bits_BNw[..., None] >> torch.arange(WORD, device=bits_BNw.device) & 1
-    return one_BNwX.flatten(-2)[..., :M].bool()
+    bit_BNwX = bits_BNw[..., None] >> torch.arange(WORD, device=bits_BNw.device) & 1
+    return bit_BNwX.flatten(-2)[..., :M].bool()
 
 
 def causal_bits(nodes: int, device: torch.device, earlier: int = 0) -> Tensor:
     """[N, w] int64, as `bits_of` for the last N nodes of a chain: each sees itself and all nodes before it."""
     w = words_for(earlier + nodes)
     last_N1 = torch.arange(earlier, earlier + nodes, device=device)[:, None]
-    inside_Nw = last_N1 - torch.arange(w, device=device) * WORD  # the last bit that is set; below 0: none
-    bits_Nw = (2 << inside_Nw.clamp(0, WORD - 1)) - 1  # 2 << 63 is 0, and 0 - 1 has all bits
-    return bits_Nw if w == 1 else bits_Nw.where(inside_Nw >= 0, 0)
+    bit_index_Nw = last_N1 - torch.arange(w, device=device) * WORD  # the last bit that is set; below 0: none
+    bits_Nw = (2 << bit_index_Nw.clamp(0, WORD - 1)) - 1  # 2 << 63 is 0, and 0 - 1 has all bits
+    return bits_Nw if w == 1 else bits_Nw.where(bit_index_Nw >= 0, 0)
 
 
 def single_bits(first: int, count: int, words: int, device: torch.device) -> Tensor:
@@ -60,5 +60,5 @@ def single_bits(first: int, count: int, words: int, device: torch.device) -> Ten
 
 def words_of(bits: int, words: int) -> list[int]:
     """A number's lowest words, lowest first, as signed int64 numbers."""
-    found = [bits >> WORD * place & (1 << WORD) - 1 for place in range(words)]
-    return [word - (1 << WORD) if word >> WORD - 1 else word for word in found]
+    unsigned = [bits >> WORD * index & (1 << WORD) - 1 for index in range(words)]
+    return [word - (1 << WORD) if word >> WORD - 1 else word for word in unsigned]

@@ -28,8 +28,8 @@ def tree_links(parent_BN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _serves(parent_BN: Tensor) -> bool:
-    kind = parent_BN.device.type
-    return kind in ("cpu", "cuda") and (library.state() if kind == "cpu" else library.cuda_state()).loaded
+    device_type = parent_BN.device.type
+    return device_type in ("cpu", "cuda") and (library.state() if device_type == "cpu" else library.cuda_state()).loaded
 
 
 def reference(parent_BN: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,13 +81,13 @@ class Watch:
                 return self._acted(JSON, self._guard.json, max(1, end - 1))
         return None
 
-    def _acted(self, name: str, action: str, kept: int) -> Act:
+    def _acted(self, name: str, action: str, kept_count: int) -> Act:
         self._guard = replace(self._guard, loop="off") if name == LOOP else replace(self._guard, json="off")
         if action == "plain":
             self._guard = self._guard.without("plain")
         if self._guard.json == "off":
             self._reader = None
-        return Act(name, action, kept)
+        return Act(name, action, kept_count)
 
 
 class _Reader:
@@ -99,8 +99,8 @@ class _Reader:
 
     def goes_on(self, tokens: list[int], end: int) -> bool:
         """Whether the first `end` tokens can become JSON. Call it with 1, 2, 3, ..."""
-        known, text = (self._decode(tokens[self._from : stop]) for stop in (self._read, end))
+        previous_text, text = (self._decode(tokens[self._from : stop]) for stop in (self._read, end))
         if text.endswith(UNFINISHED):
             return True
         self._from, self._read = self._read, end
-        return self._json.feed(text[len(known) :]) is None
+        return self._json.feed(text[len(previous_text) :]) is None

@@ -65,8 +65,8 @@ class Autoregressive(Drafter):
 
 class AutoregressiveState(CachedState):
     def __init__(self, drafter: Autoregressive, slots: int, max_len: int) -> None:
-        kv, *others = drafter.new_caches(slots, max_len + drafter.scratch_positions)
-        super().__init__(kv, slots, drafter.draft_length, others)
+        kv, *extra_caches = drafter.new_caches(slots, max_len + drafter.scratch_positions)
+        super().__init__(kv, slots, drafter.draft_length, extra_caches)
         self.drafter, proposal = drafter, drafter.proposal
         self.grower = None if proposal.kind == "chain" else proposal.grower(kv.device)
 
@@ -111,19 +111,22 @@ class AutoregressiveState(CachedState):
         """
         W, drafter = nodes.token_BW.shape[1], self.drafter
         above.append(nodes)
-        M, bits = sum(each.token_BW.shape[1] for each in above), [each.bits_BWw for each in above if each.bits_BWw is not None]
+        M, bits = (
+            sum(level.token_BW.shape[1] for level in above),
+            [level.bits_BWw for level in above if level.bits_BWw is not None],
+        )
         assert len(bits) == len(above), "trees name their nodes' ancestors"
         if drafter.generations:
             position_B1 = (self.kv.length_B + (nodes.depth - 1)).clamp_max(drafter.last_position)[:, None]
             ancestor_BWM, row_W = ancestors_of(bits[-1], M), torch.arange(W, device=position_B1.device)
-            given = (position_B1.expand(-1, W), row_W.expand(len(position_B1), W))
-            logits_BWV = drafter.run(self.own_caches, nodes.token_BW, ancestor_BWM, *given)
+            position_args = (position_B1.expand(-1, W), row_W.expand(len(position_B1), W))
+            logits_BWV = drafter.run(self.own_caches, nodes.token_BW, ancestor_BWM, *position_args)
             assert logits_BWV is not None
             return Scored(logits_BWV, logits_BWV[..., :0])
-        depth_BM = torch.cat([torch.full_like(each.token_BW, each.depth) for each in above], 1)
+        depth_BM = torch.cat([torch.full_like(level.token_BW, level.depth) for level in above], 1)
         position_BM = (self.kv.length_B[:, None] + depth_BM - 1).clamp_max(drafter.last_position)
         row_BW = torch.arange(M - W, M, device=position_BM.device).expand(len(position_BM), W)
-        token_BM, ancestor_BMM = torch.cat([each.token_BW for each in above], 1), ancestors_of(torch.cat(bits, 1))
+        token_BM, ancestor_BMM = torch.cat([level.token_BW for level in above], 1), ancestors_of(torch.cat(bits, 1))
         logits_BWV = drafter.run(self.own_caches, token_BM, ancestor_BMM, position_BM, row_BW)
         assert logits_BWV is not None
         return Scored(logits_BWV, logits_BWV[..., :0])  # the model's state is its cache

@@ -53,16 +53,16 @@ class BestFirst:
 
     @staticmethod
     def of(depth: int, nodes: int, vocab: int, device: torch.device) -> BestFirst:
-        ranks, held = min(nodes, vocab), 0  # held: candidates before the depth above
+        ranks, offset = min(nodes, vocab), 0  # offset: candidates before the depth above
         depths, starts, parents, tokens = list[Growth](), [0], [-1], [0]
-        for number, (pairs, kept) in enumerate(_growths(depth, nodes, vocab)):
-            above, choice = [i for i, _ in pairs], [number * ranks + rank for _, rank in pairs]
-            starts += [len(parents)] * kept
-            parents += [held + i for i in above]
-            tokens += [1 + place for place in choice]
-            held += depths[-1].kept if depths else 1
+        for depth_index, (pairs, kept_paths) in enumerate(_growths(depth, nodes, vocab)):
+            above, choice = [i for i, _ in pairs], [depth_index * ranks + rank for _, rank in pairs]
+            starts += [len(parents)] * kept_paths
+            parents += [offset + i for i in above]
+            tokens += [1 + choice_index for choice_index in choice]
+            offset += depths[-1].kept if depths else 1
             above_P, choice_P = torch.tensor([above, choice], dtype=torch.long, device=device)
-            depths.append(Growth(above_P, choice_P, kept))
+            depths.append(Growth(above_P, choice_P, kept_paths))
         columns = (torch.tensor(x, dtype=torch.long, device=device) for x in (starts, parents, tokens))
         return BestFirst(depths, nodes, ranks, *columns)
 
@@ -81,7 +81,7 @@ class BestFirst:
     @staticmethod
     def most(depth: int, nodes: int, vocab: int) -> int:
         """Paths among which the nodes are chosen."""
-        return sum(kept for _, kept in _growths(depth, nodes, vocab))
+        return sum(kept_paths for _, kept_paths in _growths(depth, nodes, vocab))
 
     @staticmethod
     def fitting(depth: int, nodes: int, vocab: int) -> int:
@@ -97,30 +97,30 @@ class BestFirst:
         depths = self.depths[: min(logits_BKV.shape[1], depth or len(self.depths))]
         gain_BKR, choice_BKR = choices(logits_BKV[:, : len(depths)], self.ranks, ids)
         gain_BX, score_BW = gain_BKR.flatten(1), torch.zeros_like(root_B, dtype=torch.float32)[:, None]
-        scores, places = [score_BW], [torch.zeros_like(root_B)[:, None]]
+        scores, candidates = [score_BW], [torch.zeros_like(root_B)[:, None]]
         for growth in depths:
             gain_BP = gain_BX.index_select(1, growth.choice_P)
             score_BW, best_BW = top(score_BW.index_select(1, growth.above_P) + gain_BP, growth.kept)
             scores.append(score_BW)
-            places.append(best_BW)
-        place_BM = torch.cat(places, 1)
-        place_BM = place_BM + self.start_M[: place_BM.shape[1]]
-        count = 1 + min(self.nodes, place_BM.shape[1] - 1)
-        built = build_tree(self.parent_X[place_BM], torch.cat(scores, 1), count)
-        index_BN = self.token_X[place_BM.gather(1, built.kept_BN)]
+            candidates.append(best_BW)
+        candidate_BM = torch.cat(candidates, 1)
+        candidate_BM = candidate_BM + self.start_M[: candidate_BM.shape[1]]
+        count = 1 + min(self.nodes, candidate_BM.shape[1] - 1)
+        built = build_tree(self.parent_X[candidate_BM], torch.cat(scores, 1), count)
+        index_BN = self.token_X[candidate_BM.gather(1, built.kept_BN)]
         token_BN = torch.cat([root_B[:, None], choice_BKR.flatten(1)], 1).gather(1, index_BN)
         return DraftTree(token_BN, built.parent_BN, torch.full_like(root_B, count), known_BNN=ancestors_of(built.bits_BNw))
 
 
 def _growths(depth: int, nodes: int, vocab: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
     """((place above, rank) pairs, how many of them can be nodes) of each depth that can have nodes at all."""
-    above = 1
-    for number in range(1, min(depth, nodes) + 1):
-        if number == 1:
+    previous_width = 1
+    for level in range(1, min(depth, nodes) + 1):
+        if level == 1:
             pairs = [(0, rank) for rank in range(min(nodes, vocab))]
         else:
-            budget = nodes - number + 2
-            places = range(min(above, budget // 2))
-            pairs = [(i, rank) for i in places for rank in range(min(vocab, budget // (i + 1) - 1))]
-        above = min(nodes - number + 1, len(pairs))
-        yield pairs, above
+            budget = nodes - level + 2
+            parents = range(min(previous_width, budget // 2))
+            pairs = [(i, rank) for i in parents for rank in range(min(vocab, budget // (i + 1) - 1))]
+        previous_width = min(nodes - level + 1, len(pairs))
+        yield pairs, previous_width

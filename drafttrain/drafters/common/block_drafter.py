@@ -99,8 +99,8 @@ class BlockLayer(DecoderLayer):
             self.self_attn = ContextAttention(self.self_attn.shape)
         window = self.self_attn.shape.window
         self.rule = Rule(chained=causal or (window is not None and causal_windows), window=window)
-        parts = (Bare() if group is None else Convolved(shape.hidden_size, group) for _ in range(2))
-        self.attention_conv, self.mlp_conv = parts
+        convolutions = (Bare() if group is None else Convolved(shape.hidden_size, group) for _ in range(2))
+        self.attention_conv, self.mlp_conv = convolutions
         self.convolved = group is not None
 
     def around(self, x_SH: Tensor, attention: Callable[[Tensor], Tensor], mlp: Callable[[Tensor], Tensor]) -> Tensor:
@@ -119,19 +119,19 @@ class BlockLayer(DecoderLayer):
         return self.around(x_BASH, lambda in_BASH: self._attended(in_BASH, position_BAS, context, seen, span), self.mlp)
 
     def _attended(
-        self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], seen: Context, span: Span | None
+        self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], anchor_context: Context, span: Span | None
     ) -> Tensor:
         B, A, S, _ = x_BASH.shape
-        own = self.self_attn.qkv(x_BASH.flatten(1, 2), position_BAS.flatten(1))
+        qkv = self.self_attn.qkv(x_BASH.flatten(1, 2), position_BAS.flatten(1))
         if span is None:
-            q_BhASD, k_BhASD, v_BhASD = (x.unflatten(2, (A, S)) for x in own)
-            mixed_BhXD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, seen, self.rule).flatten(2, 3)
+            q_BhASD, k_BhASD, v_BhASD = (x.unflatten(2, (A, S)) for x in qkv)
+            out_BhXD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, anchor_context, self.rule).flatten(2, 3)
         else:
-            q_BhASD, k_BhASD, v_BhASD = (span.heads(x).unflatten(2, (-1, S)) for x in own)
+            q_BhASD, k_BhASD, v_BhASD = (span.heads(x).unflatten(2, (-1, S)) for x in qkv)
             all_keys, all_values = (span.gather(x) for x in context)
-            mixed_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, all_keys, all_values, seen, self.rule)
-            mixed_BhXD = span.positions(mixed_BhASD.flatten(2, 3))
-        return self.self_attn.out(mixed_BhXD).unflatten(1, (A, S))
+            out_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, all_keys, all_values, anchor_context, self.rule)
+            out_BhXD = span.positions(out_BhASD.flatten(2, 3))
+        return self.self_attn.out(out_BhXD).unflatten(1, (A, S))
 
 
 class BlockDrafter(DraftVocabulary):
@@ -161,24 +161,26 @@ class BlockDrafter(DraftVocabulary):
         """walks: drafts depend on the one before, so above temperature 0 a chain is sampled token by token. group and
         own_context_maps: as in `BlockLayer`. draft_vocab: of the drafter's own head; None: it has none."""
         shape = BlockShape.of(options, target.shape)
-        of = shape.layer.shape(target.shape)
+        layer_shape = shape.layer.shape(target.shape)
         super().__init__(TreeProposal(options, shape.drafts, target, independent=not walks))
-        self.shape, self.layer_shape, self.taps = shape, of, Taps(shape.taps)
+        self.shape, self.layer_shape, self.taps = shape, layer_shape, Taps(shape.taps)
         self.walks, self.samples = walks, walks and options.tree == "chain"
         self.decay, self.alpha = options.decay(self.draft_length), options.alpha if options.weights == "dpace" else None
-        self.taps.check(of.blocks)
-        if not 0 <= shape.mask_token < of.vocab_size:
-            raise UserError(f"drafter.mask_token is {shape.mask_token}; the target embeds 0..{of.vocab_size - 1}")
-        if self.draft_length + 2 > of.max_positions:
-            raise UserError(f"drafter.block_size is {shape.size}; the target has {of.max_positions} positions: lower it")
+        self.taps.check(layer_shape.blocks)
+        if not 0 <= shape.mask_token < layer_shape.vocab_size:
+            raise UserError(f"drafter.mask_token is {shape.mask_token}; the target embeds 0..{layer_shape.vocab_size - 1}")
+        if self.draft_length + 2 > layer_shape.max_positions:
+            raise UserError(
+                f"drafter.block_size is {shape.size}; the target has {layer_shape.max_positions} positions: lower it"
+            )
         context_maps = self.add_context()
-        of.check_window(shape.layers, self.draft_length)
+        layer_shape.check_window(shape.layers, self.draft_length)
         rules = options.causal, options.causal_windows
-        self.layers = nn.ModuleList(BlockLayer(of, group, i, *rules, own_context_maps) for i in range(shape.layers))
+        self.layers = nn.ModuleList(BlockLayer(layer_shape, group, i, *rules, own_context_maps) for i in range(shape.layers))
         self.fused_layers = FusedLayers(self.all_layers())
-        self.norm = RMSNorm(of.hidden_size, of.norm_eps)
-        parts = [*context_maps, *(part for layer in self.all_layers() for part in (layer.self_attn, layer.mlp))]
-        for linear in (m for part in parts for m in part.modules() if isinstance(m, nn.Linear)):
+        self.norm = RMSNorm(layer_shape.hidden_size, layer_shape.norm_eps)
+        modules = [*context_maps, *(module for layer in self.all_layers() for module in (layer.self_attn, layer.mlp))]
+        for linear in (m for module in modules for m in module.modules() if isinstance(m, nn.Linear)):
             nn.init.normal_(linear.weight, std=STD)
         self._target = FrozenRef(target)
         if draft_vocab is None:
@@ -190,8 +192,8 @@ class BlockDrafter(DraftVocabulary):
             self.calibration = PlattCalibration(self.draft_length)
 
     def resolved_options(self) -> dict[str, Any]:
-        own = LayerOptions.between(self.layer_shape, self._target.module.shape)
-        return {"target_layer_ids": list(self.shape.taps), "mask_token": self.shape.mask_token, "layer": asdict(own)}
+        layer_options = LayerOptions.between(self.layer_shape, self._target.module.shape)
+        return {"target_layer_ids": list(self.shape.taps), "mask_token": self.shape.mask_token, "layer": asdict(layer_options)}
 
     def training_positions(self, length: int) -> int:
         return length + min(length, self.shape.anchors) * self.shape.size
@@ -231,8 +233,8 @@ class BlockDrafter(DraftVocabulary):
         """The inputs of `head` for each draft, given the true tokens above it. state_BASH: of all slots."""
         token_P = batch.token_BT.flatten()
 
-        def of(draft: int, place_M: Tensor, pairs: Pairs) -> Tensor:
-            state_MH = state_BASH[:, :, self.shape.first + draft].flatten(0, 1)[place_M]
+        def of(draft: int, index_M: Tensor, pairs: Pairs) -> Tensor:
+            state_MH = state_BASH[:, :, self.shape.first + draft].flatten(0, 1)[index_M]
             return self.head_input(state_MH, token_P[batch.teacher_index(pairs.label_M)])
 
         return of
@@ -249,9 +251,9 @@ class BlockDrafter(DraftVocabulary):
         """`predict`, from the states of all slots."""
         inputs = self.head_inputs(batch, anchors, state_BASH)
         paced = None if self.alpha is None else self._paced(batch, anchors, inputs, self.alpha)
-        for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
-            weight = self.decay[step] if paced is None else paced[place_M, step]
-            input_MX = inputs(step, place_M, pairs)
+        for step, (index_M, pairs) in enumerate(self.steps(batch, anchors)):
+            weight = self.decay[step] if paced is None else paced[index_M, step]
+            input_MX = inputs(step, index_M, pairs)
             weight = weight / anchors.share
             yield Prediction(step, pairs.source_M, pairs.label_M, input_MX, self.head, weight, vocab_D=self.ids)
 
@@ -264,14 +266,14 @@ class BlockDrafter(DraftVocabulary):
         """
         token_P = batch.token_BT.flatten()
         factor_PK = torch.ones(anchors.real_BA.numel(), self.draft_length, device=token_P.device)
-        has_PK = torch.zeros_like(factor_PK)
-        for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
-            label_M, input_MX = token_P[pairs.label_M], inputs(step, place_M, pairs)
-            for at in pieces(self, len(place_M), CHUNK, token_P.device):
-                q_CV = self.head(input_MX[at]).float().softmax(-1)
-                factor_PK[place_M[at], step] = (1.0 - alpha) * self._true(q_CV, label_M[at]) + alpha
-            has_PK[place_M, step] = 1.0
-        reached_PK = factor_PK.cumprod(1) * has_PK
+        labelled_PK = torch.zeros_like(factor_PK)
+        for step, (index_M, pairs) in enumerate(self.steps(batch, anchors)):
+            label_M, input_MX = token_P[pairs.label_M], inputs(step, index_M, pairs)
+            for rows in pieces(self, len(index_M), CHUNK, token_P.device):
+                q_CV = self.head(input_MX[rows]).float().softmax(-1)
+                factor_PK[index_M[rows], step] = (1.0 - alpha) * self._true(q_CV, label_M[rows]) + alpha
+            labelled_PK[index_M, step] = 1.0
+        reached_PK = factor_PK.cumprod(1) * labelled_PK
         return reached_PK.flip(1).cumsum(1).flip(1)
 
     def _true(self, q_CV: Tensor, token_C: Tensor) -> Tensor:
@@ -279,25 +281,28 @@ class BlockDrafter(DraftVocabulary):
         ids_D = self.ids
         if ids_D is None:
             return q_CV.gather(1, token_C[:, None])[:, 0]
-        place_C = torch.searchsorted(ids_D, token_C).clamp_max(len(ids_D) - 1)
-        return q_CV.gather(1, place_C[:, None])[:, 0] * (ids_D[place_C] == token_C)
+        index_C = torch.searchsorted(ids_D, token_C).clamp_max(len(ids_D) - 1)
+        return q_CV.gather(1, index_C[:, None])[:, 0] * (ids_D[index_C] == token_C)
 
     def states(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[B, A, S, H] every slot's final state, for training and for expected acceptance."""
         contexts, sees = self.contexts(batch.hidden), batch.context(anchors)
         x_BASH, position_BAS = self.embedded_block(anchors.token_BA), self.positions(anchors.position_BA)
-        whole = torch.is_grad_enabled() or batch.span is not None
-        at_once = sees.last_BA.shape[1] if whole else max(1, EVALUATED // self.shape.size)
+        single_pass = torch.is_grad_enabled() or batch.span is not None
+        at_once = sees.last_BA.shape[1] if single_pass else max(1, EVALUATED // self.shape.size)
         for layer, context_BTH in zip(self.all_layers(), contexts, strict=True):
             context = layer.self_attn.kv(context_BTH, batch.position_BT)
-            parts = zip(x_BASH.split(at_once, 1), position_BAS.split(at_once, 1), sees.split(at_once), strict=True)
-            done = [recomputed(self.recomputes, layer.uncached, x, p, context, seen, batch.span) for x, p, seen in parts]
-            x_BASH = torch.cat(done, 1)
+            block_chunks = zip(x_BASH.split(at_once, 1), position_BAS.split(at_once, 1), sees.split(at_once), strict=True)
+            outputs = [
+                recomputed(self.recomputes, layer.uncached, x, p, context, chunk_context, batch.span)
+                for x, p, chunk_context in block_chunks
+            ]
+            x_BASH = torch.cat(outputs, 1)
         state_BASH: Tensor = self.norm(x_BASH)
         return state_BASH
 
     def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[Tensor, Pairs]]:
-        """(place_M, pairs) of each draft in order: its anchors and its labels."""
+        """(index_M, pairs) of each draft in order: its anchors and its labels."""
         for step in range(self.draft_length):
             yield batch.future_of(anchors, 2 + step, self.unbroken)
 
@@ -380,15 +385,17 @@ class BlockState(CachedState):
         metas, layers = self._metas(drafter.positions(self.kv.length_B)), drafter.all_layers()
         if not layers[0].convolved:
             return pending, norm(drafter.norm, *drafter.fused_layers.run(x_BSH, metas))[1]
-        for number, (layer, block, meta) in enumerate(zip(layers, drafter.fused_layers.chain, metas, strict=True)):
-            x_BSH = layer.around(x_BSH, lambda in_BSH: block.attention(in_BSH, meta, number), block.mlp)  # noqa: B023
+        for layer_index, (layer, block, meta) in enumerate(zip(layers, drafter.fused_layers.chain, metas, strict=True)):
+            x_BSH = layer.around(x_BSH, lambda in_BSH: block.attention(in_BSH, meta, layer_index), block.mlp)  # noqa: B023
         return pending, drafter.norm(x_BSH)
 
     def _metas(self, position_BS: Tensor) -> list[AttentionMetadata]:
         """Each layer's metadata: slots see their whole block, or the slots up to themselves."""
-        whole_BSS = self._whole_SS.expand(len(position_BS), -1, -1)
-        of = {chained: self.cached.meta(position_BS, None if chained else whole_BSS) for chained in set(self._chained)}
-        return [of[chained] for chained in self._chained]
+        block_BSS = self._whole_SS.expand(len(position_BS), -1, -1)
+        meta_by_chained = {
+            chained: self.cached.meta(position_BS, None if chained else block_BSS) for chained in set(self._chained)
+        }
+        return [meta_by_chained[chained] for chained in self._chained]
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, (pending, state_BSH) = self.drafter, self.block(slot_B)
@@ -401,15 +408,15 @@ class BlockState(CachedState):
             return drafter.with_confidence(tree, state_BKH, logits_BKV.unbind(1))
         walk = drafter.walk(state_BSH, drafts, pending)
         score, among = walk.score, walk.candidates
-        below_root = score(TreeLevel(root_B[:, None], drafter.root_state(state_BSH), 0, None))
+        first_scored = score(TreeLevel(root_B[:, None], drafter.root_state(state_BSH), 0, None))
         if not drafter.samples:
-            return self.grower.grow(root_B, below_root, score, among, depth)
-        scored = [below_root]
+            return self.grower.grow(root_B, first_scored, score, among, depth)
+        scored = [first_scored]
 
         def advance(token_B: Tensor) -> Tensor:
             scored.append(score(TreeLevel(token_B[:, None], scored[-1].state_BWH, len(scored), None)))
             return scored[-1].logits_BWV[:, 0]
 
-        chain = draft_chain(root_B, below_root.logits_BWV[:, 0], advance, drafts, sampling, self.kv.length_B, among)
+        chain = draft_chain(root_B, first_scored.logits_BWV[:, 0], advance, drafts, sampling, self.kv.length_B, among)
         logits = (depth.logits_BWV[:, 0] for depth in scored)
         return drafter.with_confidence(chain, drafter.drafting(state_BSH, drafts), logits)

@@ -67,13 +67,13 @@ def expected_error(confidence_MK: Tensor, accepted_MK: Tensor) -> float | None:
     if not float(weight_M.sum()):
         return None
     bin_M = (confidence_M * BINS).long().clamp(0, BINS - 1)
-    apart_N = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bin_M, weight_M * (confidence_M - accepted_M))
-    return float(apart_N.abs().sum() / weight_M.sum())
+    gap_N = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bin_M, weight_M * (confidence_M - accepted_M))
+    return float(gap_N.abs().sum() / weight_M.sum())
 
 
 def _lines(logit_MK: Tensor, accepted_MK: Tensor) -> list[list[float]]:
-    parts = (x.double().unbind(1) for x in (logit_MK, accepted_MK, reached(accepted_MK)))
-    return [_line(*column) for column in zip(*parts, strict=True)]
+    columns = (x.double().unbind(1) for x in (logit_MK, accepted_MK, reached(accepted_MK)))
+    return [_line(*column) for column in zip(*columns, strict=True)]
 
 
 @torch.enable_grad()

@@ -28,18 +28,18 @@ class DraftVocabulary(Drafter):
 
     def add_head(self, vocab: int | None) -> None:
         """Make the head. vocab: so many of the target's tokens; None: all."""
-        of = self._target.module.shape
-        if vocab is not None and not 1 <= vocab <= of.vocab_size:
-            raise UserError(f"drafter.draft_vocab is {vocab}; the target has {of.vocab_size} tokens, leave it out for all")
-        self.lm_head = Linear(of.hidden_size, vocab or of.vocab_size, bias=False)
+        shape = self._target.module.shape
+        if vocab is not None and not 1 <= vocab <= shape.vocab_size:
+            raise UserError(f"drafter.draft_vocab is {vocab}; the target has {shape.vocab_size} tokens, leave it out for all")
+        self.lm_head = Linear(shape.hidden_size, vocab or shape.vocab_size, bias=False)
         self.add_vocabulary(vocab)
-        self._choose(torch.arange(vocab or of.vocab_size))
+        self._choose(torch.arange(vocab or shape.vocab_size))
 
     def add_vocabulary(self, vocab: int | None) -> None:
         """Make the names of the drafter's tokens. vocab: as for `add_head`."""
-        whole = self._target.module.shape.vocab_size
+        target_vocab = self._target.module.shape.vocab_size
         self.register_buffer("d2t", None if vocab is None else torch.zeros(vocab, dtype=torch.long))
-        self.register_buffer("t2d", None if vocab is None else torch.zeros(whole, dtype=torch.bool))
+        self.register_buffer("t2d", None if vocab is None else torch.zeros(target_vocab, dtype=torch.bool))
 
     def _choose(self, ids_D: Tensor) -> None:
         """Take these target tokens, ascending, for the vocabulary; the head starts from the target's rows of them."""

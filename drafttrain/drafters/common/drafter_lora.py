@@ -42,11 +42,11 @@ def adapted_maps(drafter: Drafter, options: LoraOptions, vocab: int) -> dict[str
     vocabularies = {vocab, *_own_vocabularies(drafter)}
     inner = {name: module for name, module in maps.items() if module.out_features not in vocabularies}
     chosen = {n: m for n, m in maps.items() if _named(n, options.targets)} if options.targets else inner
-    known = sorted({_kind(name) for name in maps})
+    available = sorted({_kind(name) for name in maps})
     unknown = [target for target in options.targets if not any(_named(name, [target]) for name in maps)]
     if unknown or not chosen:
-        what = f"train.lora.targets has {', '.join(unknown)}" if unknown else "train.lora finds no linear map to adapt"
-        raise UserError(f"{what}; the drafter's trained linear maps are {', '.join(known) or 'none'}")
+        problem = f"train.lora.targets has {', '.join(unknown)}" if unknown else "train.lora finds no linear map to adapt"
+        raise UserError(f"{problem}; the drafter's trained linear maps are {', '.join(available) or 'none'}")
     for name, module in chosen.items():
         if tied := _tied(drafter, module):
             raise UserError(f"train.lora.targets has {name}, whose weight is that of {tied} too; choose other linear maps")
@@ -96,16 +96,16 @@ def matrices_of(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]
 
     Raises UserError for matrices without their pair or their weight.
     """
-    found = {}
+    matrices = {}
     for name, a_RI in sorted(state.items(), key=lambda item: item[0]):
         if match := FIRST.fullmatch(name):
             path = match["path"]
             b_OR, weight_OI = state.get(f"{PREFIX}{path}.lora_B.weight"), state.get(f"{path}.weight")
-            fits = b_OR is not None and weight_OI is not None and weight_OI.shape == (len(b_OR), a_RI.shape[1])
-            if b_OR is None or not fits or b_OR.shape[1] != len(a_RI):
+            shapes_match = b_OR is not None and weight_OI is not None and weight_OI.shape == (len(b_OR), a_RI.shape[1])
+            if b_OR is None or not shapes_match or b_OR.shape[1] != len(a_RI):
                 raise UserError(f"the checkpoint's LoRA does not fit {path}.weight; use another checkpoint of the run")
-            found[path] = a_RI, b_OR
-    return found
+            matrices[path] = a_RI, b_OR
+    return matrices
 
 
 @torch.no_grad()
@@ -117,11 +117,11 @@ def merged(state: Mapping[str, Tensor], lora: Mapping[str, Any] | None) -> dict[
     if lora is None:
         return dict(state)
     options = LoraOptions(**lora)
-    whole = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
+    tensors = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
     for path, (a_RI, b_OR) in matrices_of(state).items():
-        weight_OI = whole[f"{path}.weight"].float()
-        whole[f"{path}.weight"] = weight_OI + (b_OR.float() @ a_RI.float()) * (options.alpha / options.rank)
-    return whole
+        weight_OI = tensors[f"{path}.weight"].float()
+        tensors[f"{path}.weight"] = weight_OI + (b_OR.float() @ a_RI.float()) * (options.alpha / options.rank)
+    return tensors
 
 
 def _own_vocabularies(drafter: Drafter) -> Iterator[int]:
@@ -129,8 +129,8 @@ def _own_vocabularies(drafter: Drafter) -> Iterator[int]:
     ids = getattr(drafter, "ids", None)
     if ids is not None:
         yield len(ids)
-    for part in drafter.parts.values():
-        yield from _own_vocabularies(part)
+    for component in drafter.parts.values():
+        yield from _own_vocabularies(component)
 
 
 def _named(name: str, targets: list[str]) -> bool:
@@ -140,10 +140,10 @@ def _named(name: str, targets: list[str]) -> bool:
 
 def _kind(name: str) -> str:
     """The last part of a name that is no number."""
-    return next((part for part in reversed(name.split(".")) if not part.isdigit()), name)
+    return next((component for component in reversed(name.split(".")) if not component.isdigit()), name)
 
 
 def _tied(drafter: Drafter, module: nn.Linear) -> str | None:
     """Another module with the same weight."""
-    others = (n for n, m in drafter.named_modules() if m is not module and getattr(m, "weight", None) is module.weight)
-    return next(others, None)
+    tied_names = (n for n, m in drafter.named_modules() if m is not module and getattr(m, "weight", None) is module.weight)
+    return next(tied_names, None)

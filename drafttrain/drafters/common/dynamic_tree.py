@@ -90,7 +90,7 @@ class StaticTree:
     def of(paths: Sequence[Path], device: torch.device) -> StaticTree:
         depths = range(1, 1 + max(map(len, paths)))
         shapes = [TreeShape.of([p for p in paths if len(p) <= depth]).to(device) for depth in depths]
-        above: dict[Path, int] = {(): 0}  # places of the nodes scored last
+        level_index: dict[Path, int] = {(): 0}  # places of the nodes scored last
         bits: dict[Path, int] = {(): 0}
         inner, levels, slot = {p[:-1] for p in paths}, [], 0
         words = words_for(len(inner - {()}))
@@ -98,14 +98,14 @@ class StaticTree:
             nodes = sorted(p for p in paths if len(p) == depth)
             parents = [p for p in nodes if p in inner]
             ranks = 1 + max(p[-1] for p in nodes)
-            choice, rank = [above[p[:-1]] * ranks + p[-1] for p in nodes], [p[-1] for p in nodes]
-            columns = choice, rank, [nodes.index(p) for p in parents], [above[p[:-1]] for p in parents]
+            choice, rank = [level_index[p[:-1]] * ranks + p[-1] for p in nodes], [p[-1] for p in nodes]
+            columns = choice, rank, [nodes.index(p) for p in parents], [level_index[p[:-1]] for p in parents]
             bits = {p: bits[p[:-1]] | 1 << slot + i for i, p in enumerate(parents)}
             slot += len(parents)
-            seen = [words_of(b, words) for b in bits.values()]
-            tensors = (torch.tensor(c, dtype=torch.long, device=device) for c in (*columns, seen))
+            ancestor_words = [words_of(b, words) for b in bits.values()]
+            tensors = (torch.tensor(c, dtype=torch.long, device=device) for c in (*columns, ancestor_words))
             levels.append(Level(ranks, *tensors))
-            above = {p: i for i, p in enumerate(parents)}
+            level_index = {p: i for i, p in enumerate(parents)}
         choices = [(shape.depth_N[1:] - 1) * (shape.max_rank + 1) + shape.rank_N[1:] for shape in shapes]
         return StaticTree(shapes, levels, choices)
 
@@ -113,19 +113,19 @@ class StaticTree:
         """As `Grower.grow`."""
         steps = min(len(self.levels), depth or len(self.levels))
         B, scored, tokens = len(root_B), first, [root_B[:, None]]
-        for number, level in enumerate(self.levels[:steps]):
-            alike = scored.logits_BWV.shape[1] == 1
-            choice_BX = _best(top, scored.logits_BWV, level.ranks, ids, number)[1].flatten(1)
-            token_BW = choice_BX.index_select(1, level.rank_W if alike else level.choice_W)
+        for level_index, level in enumerate(self.levels[:steps]):
+            shared_logits = scored.logits_BWV.shape[1] == 1
+            choice_BX = _best(top, scored.logits_BWV, level.ranks, ids, level_index)[1].flatten(1)
+            token_BW = choice_BX.index_select(1, level.rank_W if shared_logits else level.choice_W)
             tokens.append(token_BW)
-            if number + 1 < steps:
+            if level_index + 1 < steps:
                 state_BWH = scored.state_BWH
                 if state_BWH.shape[1] == 1:
                     state_BFH = state_BWH.expand(-1, len(level.inner_F), -1).contiguous()
                 else:
                     state_BFH = state_BWH.index_select(1, level.above_F)
                 token_BF = token_BW.index_select(1, level.inner_F)
-                scored = score(TreeLevel(token_BF, state_BFH, number + 1, level.bits_Fw.expand(B, -1, -1)))
+                scored = score(TreeLevel(token_BF, state_BFH, level_index + 1, level.bits_Fw.expand(B, -1, -1)))
         return DraftTree.static(torch.cat(tokens, 1), self.shapes[steps - 1])
 
     def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
@@ -198,8 +198,8 @@ class DynamicGrower:
         """As `Grower.from_slots`."""
         steps = min(logits_BKV.shape[1], depth or logits_BKV.shape[1])
         gain_BKW, token_BKW = choices(logits_BKV[:, :steps], self.tree.width, ids)
-        of = [Chosen(gain_BKW[:, k, None], token_BKW[:, k, None], logits_BKV[:, :1, :0]) for k in range(steps)]
-        return self._grow(root_B, of[0], lambda nodes: of[nodes.depth], steps)
+        levels = [Chosen(gain_BKW[:, k, None], token_BKW[:, k, None], logits_BKV[:, :1, :0]) for k in range(steps)]
+        return self._grow(root_B, levels[0], lambda nodes: levels[nodes.depth], steps)
 
     def _grow(self, root_B: Tensor, first: Chosen, choose: Callable[[TreeLevel], Chosen], depth: int | None) -> DraftTree:
         tree, B = self.tree, len(root_B)
@@ -218,10 +218,10 @@ class DynamicGrower:
             if step + 1 == steps:
                 break
             score_BW, best_BW = top(total_BC, W)
-            above_BW, token_BW = best_BW // W, choice_BC.gather(1, best_BW)
-            held_BWH = chosen.state_BWH.expand(B, W, chosen.state_BWH.shape[-1])
-            state_BWH = held_BWH.gather(1, above_BW[..., None].expand_as(held_BWH))
-            bits_BWw = bits_BWw.gather(1, above_BW[..., None].expand_as(bits_BWw)) | self._bit_Ww[step]
+            parent_BW, token_BW = best_BW // W, choice_BC.gather(1, best_BW)
+            expanded_BWH = chosen.state_BWH.expand(B, W, chosen.state_BWH.shape[-1])
+            state_BWH = expanded_BWH.gather(1, parent_BW[..., None].expand_as(expanded_BWH))
+            bits_BWw = bits_BWw.gather(1, parent_BW[..., None].expand_as(bits_BWw)) | self._bit_Ww[step]
             scored.append(best_BW)
         candidates = tree.candidates(steps)
         node_BX = torch.cat(scored, 1)

@@ -28,10 +28,10 @@ class LastState(RevertibleState):
         self.root_S.index_fill_(0, slot_R, 0)
 
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
-        new_B, held_BH = commit.count_B > 0, self.hidden_SH[slot_B]  # rows without a new position keep what they hold
+        updated_B, stored_BH = commit.count_B > 0, self.hidden_SH[slot_B]  # rows without a new position keep what they hold
         last_BH = commit.hidden_at(commit.last_B1)[FINAL][:, 0]
-        self.hidden_SH[slot_B] = torch.where(new_B[:, None], last_BH.to(held_BH.dtype), held_BH)
-        self.root_S[slot_B] = torch.where(new_B, commit.root_B, self.root_S[slot_B])
+        self.hidden_SH[slot_B] = torch.where(updated_B[:, None], last_BH.to(stored_BH.dtype), stored_BH)
+        self.root_S[slot_B] = torch.where(updated_B, commit.root_B, self.root_S[slot_B])
 
     def snapshot(self, slot_B: Tensor) -> tuple[Tensor, Tensor]:
         return self.hidden_SH[slot_B], self.root_S[slot_B]

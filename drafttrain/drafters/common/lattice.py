@@ -53,10 +53,10 @@ class LatticeAttention(nn.Module):
         self.in_proj, self.out_proj = Linear(width, 3 * width), Linear(width, width)
 
     def forward(self, x_NLD: Tensor, bias_hLL: Tensor) -> Tensor:
-        parts = self.in_proj(x_NLD).chunk(3, -1)
-        q_NhLd, k_NhLd, v_NhLd = (x_NLD.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x_NLD in parts)
-        mixed_NhLd = F.scaled_dot_product_attention(q_NhLd, k_NhLd, v_NhLd, attn_mask=bias_hLL[None].to(x_NLD.dtype))
-        out_NLD: Tensor = self.out_proj(mixed_NhLd.transpose(1, 2).flatten(2))
+        qkv = self.in_proj(x_NLD).chunk(3, -1)
+        q_NhLd, k_NhLd, v_NhLd = (x_NLD.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x_NLD in qkv)
+        attended_NhLd = F.scaled_dot_product_attention(q_NhLd, k_NhLd, v_NhLd, attn_mask=bias_hLL[None].to(x_NLD.dtype))
+        out_NLD: Tensor = self.out_proj(attended_NhLd.transpose(1, 2).flatten(2))
         return out_NLD
 
 
@@ -138,9 +138,9 @@ class LatticeNetwork(nn.Module):
         """[h, L, L] what attention adds to its scores: by the distance of two candidates' slots, and within a slot."""
         slot_K = torch.arange(self.shape.block_size - 1, device=self.same_slot_bias.device)
         slot_L = slot_K.repeat_interleave(self.shape.candidates)
-        apart_LL = slot_L[:, None] - slot_L
-        bias_hLL = self.relative_slot_bias[:, apart_LL + self.shape.block_size - 1]
-        return bias_hLL + (apart_LL == 0) * self.same_slot_bias[:, None, None]
+        distance_LL = slot_L[:, None] - slot_L
+        bias_hLL = self.relative_slot_bias[:, distance_LL + self.shape.block_size - 1]
+        return bias_hLL + (distance_LL == 0) * self.same_slot_bias[:, None, None]
 
 
 def features(log_q_NKC: Tensor) -> Tensor:
@@ -167,12 +167,12 @@ class Lattice:
 
     def place(self, draft: int, token_NW: Tensor) -> Tensor:
         """[N, W] places of tokens among the candidates of a draft."""
-        same_NWC = self.token_NKC[:, draft, None] == token_NW[..., None]
-        return same_NWC.int().argmax(-1)
+        match_NWC = self.token_NKC[:, draft, None] == token_NW[..., None]
+        return match_NWC.int().argmax(-1)
 
     def scores(self, draft: int, before_NW: Tensor) -> Tensor:
         """[N, W, C] of a draft's candidates, after each of W tokens; the first draft's do not depend on it."""
         if draft == 0:
             return self.start_NC[:, None].expand(-1, before_NW.shape[1], -1)
-        place_NWC = self.place(draft - 1, before_NW)[..., None].expand(-1, -1, self.start_NC.shape[-1])
-        return self.pair_NJCC[:, draft - 1].gather(1, place_NWC)
+        index_NWC = self.place(draft - 1, before_NW)[..., None].expand(-1, -1, self.start_NC.shape[-1])
+        return self.pair_NJCC[:, draft - 1].gather(1, index_NWC)

@@ -60,8 +60,8 @@ class MergedProposal(Proposal):
 
     def tune(self, sequences: Sequence[Tensor], nodes: int) -> None:
         """Tune the lead's tree, as far as it fits next to the other drafter's nodes."""
-        other = self.inner if self.lead is self.middle else self.middle
-        self.lead.tune(sequences, min(nodes, MOST_NODES - other.max_nodes))
+        other_proposal = self.inner if self.lead is self.middle else self.middle
+        self.lead.tune(sequences, min(nodes, MOST_NODES - other_proposal.max_nodes))
 
     def use(self, settings: Mapping[str, Any]) -> None:
         """The parts have taken their settings already."""
@@ -89,8 +89,8 @@ class Merged(Drafter):
                 "drafter.join=merge proposes trees; this target's architecture is exact for chains only: use one of the "
                 "drafters alone, or a middle with a language model and drafter.join=verify"
             )
-        leads = middle.trained or not inner.trained
-        proposal = MergedProposal(middle.proposal, inner.proposal, (middle if leads else inner).proposal)
+        middle_leads = middle.trained or not inner.trained
+        proposal = MergedProposal(middle.proposal, inner.proposal, (middle if middle_leads else inner).proposal)
         super().__init__(proposal)
         self.middle, self.inner = middle, inner
         self.taps = middle.taps | inner.taps
@@ -105,7 +105,7 @@ class Merged(Drafter):
 
     @property
     def max_new_positions(self) -> int:
-        return max(super().max_new_positions, *(part.max_new_positions for part in self.parts.values()))
+        return max(super().max_new_positions, *(drafter.max_new_positions for drafter in self.parts.values()))
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """The lead's predictions. In training the other drafter's follow; they do not enter the figures."""
@@ -117,7 +117,7 @@ class Merged(Drafter):
     def open(self, slots: int, max_len: int) -> MergedState:
         """The parts' caches have room for the whole tree, since the session bounds their lengths for it."""
         positions = max_len + self.max_new_positions
-        states = [(part, part.open(slots, positions)) for part in self.parts.values()]
+        states = [(drafter, drafter.open(slots, positions)) for drafter in self.parts.values()]
         return RevertibleMergedState(states) if self.revertible else MergedState(states)
 
 
@@ -133,16 +133,16 @@ class MergedState(DraftState):
 
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
         """A part has room for as many positions as its own drafts could bring. It gets more of them in pieces."""
-        for part, state in self.parts:
-            first, *rest = pieces(_tapped(part, commit), part.draft_length)
+        for drafter, state in self.parts:
+            first, *rest = pieces(_tapped(drafter, commit), drafter.draft_length)
             state.observe(first, slot_B)
             for piece in rest:
                 state.catch_up(slot_B)
                 state.observe(piece, slot_B)
 
     def observe_prompt(self, commit: Commit, slot_B: Tensor) -> None:
-        for part, state in self.parts:
-            state.observe_prompt(_tapped(part, commit), slot_B)
+        for drafter, state in self.parts:
+            state.observe_prompt(_tapped(drafter, commit), slot_B)
 
     def catch_up(self, slot_B: Tensor) -> None:
         for _, state in self.parts:
@@ -165,8 +165,8 @@ class RevertibleMergedState(MergedState, RevertibleState):
         return [state.snapshot(slot_B) for state in self._states]
 
     def restore(self, slot_B: Tensor, snapshot: list[Any]) -> None:
-        for state, part in zip(self._states, snapshot, strict=True):
-            state.restore(slot_B, part)
+        for state, state_snapshot in zip(self._states, snapshot, strict=True):
+            state.restore(slot_B, state_snapshot)
 
     @property
     def _states(self) -> list[RevertibleState]:
@@ -181,16 +181,16 @@ def pieces(commit: Commit, draft_length: int) -> list[Commit]:
     The first piece has a draft and its root; later ones have one position less, because one position stays pending. 9 columns
     with a draft length of 3 give 4, 3 and 2.
     """
-    A, found, start = commit.token_BA.shape[1], [], 0
+    A, commits, start = commit.token_BA.shape[1], [], 0
     while start < A:
         end = min(A, start + draft_length + (start == 0))
         hidden = {k: h[:, start:end] for k, h in commit.hidden.items()}
         count_B = (commit.count_B - start).clamp(0, end - start)
-        found.append(Commit(commit.token_BA[:, start:end], commit.next_BA[:, start:end], hidden, count_B))
+        commits.append(Commit(commit.token_BA[:, start:end], commit.next_BA[:, start:end], hidden, count_B))
         start = end
-    return found
+    return commits
 
 
-def _tapped(part: Drafter, commit: Commit) -> Commit:
+def _tapped(drafter: Drafter, commit: Commit) -> Commit:
     """The commit with only the states that this drafter reads."""
-    return replace(commit, hidden={k: commit.hidden[k] for k in part.taps.keys})
+    return replace(commit, hidden={k: commit.hidden[k] for k in drafter.taps.keys})

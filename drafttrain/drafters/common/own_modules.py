@@ -108,18 +108,20 @@ class Numbered:
 
         fused: experts are stored as transformers keeps them, [E, 2I, H] and [E, H, I]; else each expert has three matrices.
         """
-        part, _, rest = name.partition(".")
-        if part != BLOCK:
-            return [StoredPiece(f"{self.prefix(self.layout.around)}{self.layout.parts.get(part, part)}.{rest}")]
-        prefix, (owner, _, last) = self.prefix(self.layout.block), rest.rpartition(".")
+        module_name, _, suffix = name.partition(".")
+        if module_name != BLOCK:
+            return [StoredPiece(f"{self.prefix(self.layout.around)}{self.layout.parts.get(module_name, module_name)}.{suffix}")]
+        prefix, (owner, _, last) = self.prefix(self.layout.block), suffix.rpartition(".")
         if fused or last not in FUSED or len(shape) != 3:
-            return [StoredPiece(prefix + rest)]
+            return [StoredPiece(prefix + suffix)]
         experts = range(shape[0])
         if last == "down_proj":
             return [StoredPiece(f"{prefix}{owner}.{e}.down_proj.weight", e) for e in experts]
         half = shape[1] // 2
         rows = {"gate_proj": (0, half), "up_proj": (half, shape[1])}
-        return [StoredPiece(f"{prefix}{owner}.{e}.{matrix}.weight", e, *part) for e in experts for matrix, part in rows.items()]
+        return [
+            StoredPiece(f"{prefix}{owner}.{e}.{matrix}.weight", e, *bounds) for e in experts for matrix, bounds in rows.items()
+        ]
 
     @property
     def projection(self) -> str:
@@ -131,11 +133,11 @@ class Numbered:
 
         Raises UserError where the files have no module, or one that lacks some of its tensors.
         """
-        found = {}
+        stored_pieces = {}
         for name, tensor in expected.items():
-            whole = self.pieces(name, tensor.shape, True)
-            found[name] = whole if whole[0].name in stored else self.pieces(name, tensor.shape)
-        names = [piece.name for row in found.values() for piece in row]
+            fused_pieces = self.pieces(name, tensor.shape, True)
+            stored_pieces[name] = fused_pieces if fused_pieces[0].name in stored else self.pieces(name, tensor.shape)
+        names = [piece.name for row in stored_pieces.values() for piece in row]
         missing = [name for name in names if name not in stored]
         if len(missing) == len(names):
             raise UserError(
@@ -147,34 +149,34 @@ class Numbered:
                 f"the MTP module in {stored.directory} lacks {', '.join(missing[:3])}"
                 f"{' and others' if len(missing) > 3 else ''}; get its files again"
             )
-        return found
+        return stored_pieces
 
     @torch.no_grad()
     def fill(self, module: nn.Module, stored: StoredTensors) -> None:
         """Fill every tensor of a module from the files. Raises UserError for a tensor that is missing or does not fit."""
-        ours = module.state_dict()
-        for name, found in self.stored_as(stored, ours).items():
-            for piece in found:
-                tensor, place = stored.read(piece.name), piece.of(ours[name])
-                if tensor.shape != place.shape:
+        tensors = module.state_dict()
+        for name, pieces in self.stored_as(stored, tensors).items():
+            for piece in pieces:
+                tensor, destination = stored.read(piece.name), piece.of(tensors[name])
+                if tensor.shape != destination.shape:
                     raise UserError(
                         f"{stored.directory}: {piece.name} is {list(tensor.shape)}, the target's configuration gives "
-                        f"{list(place.shape)}; get its files again, or mend config.json"
+                        f"{list(destination.shape)}; get its files again, or mend config.json"
                     )
                 if not tensor.is_floating_point() or tensor.element_size() < 2:
                     raise UserError(
                         f"{stored.directory}: {piece.name} is stored as {str(tensor.dtype).removeprefix('torch.')}, which is "
                         "not trained; give a checkpoint in bfloat16"
                     )
-                place.copy_(tensor)
+                destination.copy_(tensor)
 
 
 def count_of(layout: OwnModule, blocks: int, stored: StoredTensors) -> int:
     """How many modules the files have, one for each depth; 1 where they have none, which filling it reports."""
-    found = 0
-    while Numbered(layout, blocks, found).projection in stored and (found == 0 or layout.several):
-        found += 1
-    return max(1, found)
+    count = 0
+    while Numbered(layout, blocks, count).projection in stored and (count == 0 or layout.several):
+        count += 1
+    return max(1, count)
 
 
 def open_source(directory: Path | None, origin: str) -> StoredTensors:

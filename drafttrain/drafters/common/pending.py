@@ -43,14 +43,14 @@ class PendingPositions:
     def add(self, commit: Commit, slot_B: Tensor, empty: bool = False) -> None:
         """Append a commit; `has_room` must be true for its columns. empty: these slots have no pending positions."""
         columns = commit.token_BA.shape[1]
-        column_A, held_B = torch.arange(columns, device=slot_B.device), self.count_S[slot_B]
-        at_BA = torch.where(column_A < commit.count_B[:, None], held_B[:, None] + column_A, self.width)
-        news: dict[Any, Tensor] = {"token": commit.token_BA, "next": commit.next_BA, **commit.hidden}
-        for key, new in news.items():
+        column_A, pending_B = torch.arange(columns, device=slot_B.device), self.count_S[slot_B]
+        index_BA = torch.where(column_A < commit.count_B[:, None], pending_B[:, None] + column_A, self.width)
+        new_columns: dict[Any, Tensor] = {"token": commit.token_BA, "next": commit.next_BA, **commit.hidden}
+        for key, new_column in new_columns.items():
             if key not in self._columns:
-                self._columns[key] = new.new_zeros(len(self.count_S), self.width + 1, *new.shape[2:])
-            self._columns[key][slot_B[:, None], at_BA] = new
-        self.count_S[slot_B] = held_B + commit.count_B
+                self._columns[key] = new_column.new_zeros(len(self.count_S), self.width + 1, *new_column.shape[2:])
+            self._columns[key][slot_B[:, None], index_BA] = new_column
+        self.count_S[slot_B] = pending_B + commit.count_B
         self.most = max(self.most, columns) if empty else self.most + columns
 
     def take(self, slot_B: Tensor, columns: int | None = None, others: bool = False) -> Commit:
@@ -59,11 +59,11 @@ class PendingPositions:
         columns: how many columns to return; None: the upper bound of the counts. others: further slots have pending positions.
         """
         columns = self.most if columns is None else columns
-        found = {key: x[slot_B, :columns] for key, x in self._columns.items()}
+        columns_by_key = {key: x[slot_B, :columns] for key, x in self._columns.items()}
         count_B = self.count_S[slot_B]
         self.count_S.index_fill_(0, slot_B, 0)
         self.most = self.most if others else 0
-        return Commit(found.pop("token"), found.pop("next"), found, count_B)
+        return Commit(columns_by_key.pop("token"), columns_by_key.pop("next"), columns_by_key, count_B)
 
     def snapshot(self, slot_B: Tensor) -> PendingCopy:
         """A copy of these slots' pending positions."""
@@ -89,22 +89,22 @@ def split_last(commit: Commit) -> tuple[Commit, Commit]:
 
     Counts (3, 1, 0) become (2, 0, 0) and (1, 1, 0).
     """
-    last_B1, has_B = commit.last_B1, (commit.count_B > 0).long()
-    last = Commit(commit.token_BA.gather(1, last_B1), commit.next_BA.gather(1, last_B1), commit.hidden_at(last_B1), has_B)
-    return replace(commit, count_B=commit.count_B - has_B), last
+    last_B1, nonempty_B = commit.last_B1, (commit.count_B > 0).long()
+    last = Commit(commit.token_BA.gather(1, last_B1), commit.next_BA.gather(1, last_B1), commit.hidden_at(last_B1), nonempty_B)
+    return replace(commit, count_B=commit.count_B - nonempty_B), last
 
 
 def concatenated(first: Commit, second: Commit) -> Commit:
     """Each row's positions of `first`, then those of `second`, left-aligned."""
     A, M = first.token_BA.shape[1], second.token_BA.shape[1]
     column = torch.arange(A + M, device=first.count_B.device)
-    held_B1 = first.count_B[:, None]
-    order_BA = torch.where(column < held_B1, column, (A + column - held_B1).clamp_max(A + M - 1))
+    count_B1 = first.count_B[:, None]
+    order_BA = torch.where(column < count_B1, column, (A + column - count_B1).clamp_max(A + M - 1))
 
     def joined(a: Tensor, b: Tensor) -> Tensor:
-        both = torch.cat([a, b], 1)
-        index = order_BA if both.ndim == 2 else order_BA[..., None].expand(-1, -1, both.shape[-1])
-        return both.gather(1, index)
+        joined_rows = torch.cat([a, b], 1)
+        index = order_BA if joined_rows.ndim == 2 else order_BA[..., None].expand(-1, -1, joined_rows.shape[-1])
+        return joined_rows.gather(1, index)
 
     hidden = {k: joined(h, second.hidden[k]) for k, h in first.hidden.items()}
     token_BA, next_BA = joined(first.token_BA, second.token_BA), joined(first.next_BA, second.next_BA)
@@ -161,8 +161,8 @@ class CachedState(RevertibleState):
 
     def _consume_all_but_last(self, commit: Commit, slot_B: Tensor) -> None:
         earlier, last = split_last(commit)
-        for part in [earlier] if self.kv.kept is None else earlier.split(cached_layers.AT_ONCE):
-            self.consume(part, slot_B)
+        for chunk in [earlier] if self.kv.kept is None else earlier.split(cached_layers.AT_ONCE):
+            self.consume(chunk, slot_B)
         self.pending.add(last, slot_B, empty=True)
 
     def take_pending(self, slot_B: Tensor) -> Commit:

@@ -31,19 +31,21 @@ class TreeProposal(Proposal):
 
     def __init__(self, options: TreeOptions, draft_length: int, target: Target, independent: bool = False) -> None:
         """independent: drafts do not know each other's tokens. Raises UserError for a shape that cannot be."""
-        kind, paths = options.tree, options.paths
-        if kind not in KINDS:
-            raise UserError(f"drafter.tree is {kind!r}; choose one of {', '.join(KINDS)}")
+        tree_kind, paths = options.tree, options.paths
+        if tree_kind not in KINDS:
+            raise UserError(f"drafter.tree is {tree_kind!r}; choose one of {', '.join(KINDS)}")
         if not 1 <= draft_length < MOST_NODES:
             raise UserError(f"drafter.draft_length is {draft_length}; set it within 1 and {MOST_NODES - 1}")
-        if paths is not None and kind != "static":
-            raise UserError(f"drafter.paths is set and drafter.tree is {kind}; set drafter.tree=static, or leave paths out")
-        if kind == "best_first" and not independent:
+        if paths is not None and tree_kind != "static":
+            raise UserError(
+                f"drafter.paths is set and drafter.tree is {tree_kind}; set drafter.tree=static, or leave paths out"
+            )
+        if tree_kind == "best_first" and not independent:
             raise UserError(
                 "drafter.tree is best_first, and this family's drafts depend on those above them: set drafter.tree=dynamic"
             )
         super().__init__(draft_length)
-        self.kind, self.given = kind, paths
+        self.kind, self.given = tree_kind, paths
         if self.grown and not target.trees:
             self.kind = "chain"
         if paths is not None:
@@ -130,8 +132,8 @@ class TreeProposal(Proposal):
     def settings(self) -> dict[str, Any]:
         if self.kind == "chain":
             return {}
-        kept: dict[str, Any] = {"paths": [list(p) for p in self.paths]}
-        return kept | ({"nodes": self.nodes} if self.grown else {})
+        tree_settings: dict[str, Any] = {"paths": [list(p) for p in self.paths]}
+        return tree_settings | ({"nodes": self.nodes} if self.grown else {})
 
     def use(self, settings: Mapping[str, Any]) -> None:
         super().use(settings)

@@ -192,22 +192,24 @@ class Recurrent(FeedsBack):
         keys, values = [list[Tensor]() for _ in layers], [list[Tensor]() for _ in layers]
 
         def advance(token_BT: Tensor, state_BTH: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-            each, new = len(past) // len(layers), list[Tensor]()
+            tensors_per_layer, new_keys_values = len(past) // len(layers), list[Tensor]()
             residual_BTH, read_BTI = self.enter(token_BT, state_BTH)
-            for number, layer in enumerate(layers):
-                if number:
+            for layer_index, layer in enumerate(layers):
+                if layer_index:
                     residual_BTH, read_BTI = state_BTH, layer.input_layernorm(state_BTH)
-                attended_BTH, *own = attentions[number].step(read_BTI, past[number * each : (number + 1) * each])
-                state_BTH = self.leave(residual_BTH, attended_BTH, number)
-                new += own
-            return state_BTH, *new
+                attended_BTH, *layer_keys_values = attentions[layer_index].step(
+                    read_BTI, past[layer_index * tensors_per_layer : (layer_index + 1) * tensors_per_layer]
+                )
+                state_BTH = self.leave(residual_BTH, attended_BTH, layer_index)
+                new_keys_values += layer_keys_values
+            return state_BTH, *new_keys_values
 
         for step in range(steps):
-            past = [x for of_layer in zip(keys, values, strict=True) for part in of_layer for x in part]
-            state_BTH, *new = recomputed(self.recomputes, advance, batch.after(1 + step), state_BTH, *past)
-            for number in range(len(layers)):
-                keys[number].append(new[2 * number])
-                values[number].append(new[2 * number + 1])
+            past = [x for layer_tensors in zip(keys, values, strict=True) for tensors in layer_tensors for x in tensors]
+            state_BTH, *new_keys_values = recomputed(self.recomputes, advance, batch.after(1 + step), state_BTH, *past)
+            for layer_index in range(len(layers)):
+                keys[layer_index].append(new_keys_values[2 * layer_index])
+                values[layer_index].append(new_keys_values[2 * layer_index + 1])
             pairs = batch.future(2 + step)
             yield step, pairs, state_BTH.flatten(0, 1)[pairs.source_M]
             state_BTH = state_BTH.detach() if detach else state_BTH
@@ -295,5 +297,5 @@ class UnrolledAttention:
         if self.span is not None:
             q_BhTD, k_BhTD, v_BhTD = (self.span.gather(x) for x in (q_BhTD, k_BhTD, v_BhTD))
         keys, values = [*past[:steps], k_BhTD], [*past[steps:], v_BhTD]
-        mixed_BhTD = unrolled(q_BhTD, keys, values, self.documents, self.attention.shape.window)
-        return self.attention.out(mixed_BhTD if self.span is None else self.span.scatter(mixed_BhTD)), k_BhTD, v_BhTD
+        out_BhTD = unrolled(q_BhTD, keys, values, self.documents, self.attention.shape.window)
+        return self.attention.out(out_BhTD if self.span is None else self.span.scatter(out_BhTD)), k_BhTD, v_BhTD

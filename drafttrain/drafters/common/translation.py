@@ -40,8 +40,8 @@ class Translation:
 
     def to_draft(self, token: Sequence[int]) -> list[int]:
         """The draft model's tokens for the target's text, without an unfinished last character."""
-        begin = self.draft.bos_token_id
-        first = [begin] if begin is not None and begin in self.draft("", verbose=False)["input_ids"] else []
+        bos = self.draft.bos_token_id
+        first = [bos] if bos is not None and bos in self.draft("", verbose=False)["input_ids"] else []
         return first + _ids(self.draft, self._text(token))
 
     def to_target(self, token: Sequence[int], known: Sequence[int], written: Sequence[int]) -> list[int]:
@@ -53,20 +53,23 @@ class Translation:
         """
         ends = [i for i, t in enumerate(written) if t == self.draft.eos_token_id]
         written = list(written[: ends[0]]) if ends else list(written)
-        text, part = self._text(token), self._part(token)
-        new = self._added(known[-BEFORE:], written)
-        if part is None or not (new or ends):
+        text, partial_ids = self._text(token), self._part(token)
+        new_text = self._added(known[-BEFORE:], written)
+        if partial_ids is None or not (new_text or ends):
             return []
-        before, after = (_ids(self.target, tail) for tail in (text[-WINDOW:], text[-WINDOW:] + new))
-        meet = len(before)
-        if common(before, after) < meet or after[meet : meet + len(part)] != part:
+        before_ids, after_ids = (_ids(self.target, tail) for tail in (text[-WINDOW:], text[-WINDOW:] + new_text))
+        prefix_length = len(before_ids)
+        if (
+            common(before_ids, after_ids) < prefix_length
+            or after_ids[prefix_length : prefix_length + len(partial_ids)] != partial_ids
+        ):
             return []
         stop = self.target.eos_token_id
-        return after[meet + len(part) :] + ([stop] if ends and stop is not None else [])
+        return after_ids[prefix_length + len(partial_ids) :] + ([stop] if ends and stop is not None else [])
 
-    def _added(self, known: Sequence[int], written: Sequence[int]) -> str:
-        before, after = _text(self.draft, known), _text(self.draft, [*known, *written])
-        return after[len(before) :].rstrip(UNFINISHED) if after.startswith(before) else ""
+    def _added(self, context_ids: Sequence[int], draft_ids: Sequence[int]) -> str:
+        context_text, full_text = _text(self.draft, context_ids), _text(self.draft, [*context_ids, *draft_ids])
+        return full_text[len(context_text) :].rstrip(UNFINISHED) if full_text.startswith(context_text) else ""
 
     def _text(self, token: Sequence[int]) -> str:
         return _text(self.target, token).rstrip(UNFINISHED)
@@ -136,9 +139,9 @@ class TranslatedState(RevertibleState):
 
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
         rows = zip(slot_B.tolist(), commit.count_B.tolist(), commit.token_BA.tolist(), commit.next_BA.tolist(), strict=True)
-        for slot, count, token, after in rows:
+        for slot, count, token, next_tokens in rows:
             if count:
-                self.tokens[slot] = (self.tokens[slot] or token[:1]) + after[:count]
+                self.tokens[slot] = (self.tokens[slot] or token[:1]) + next_tokens[:count]
 
     def snapshot(self, slot_B: Tensor) -> list[list[int]]:
         return [self.tokens[slot] for slot in slot_B.tolist()]
@@ -150,38 +153,40 @@ class TranslatedState(RevertibleState):
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         translation, longest = self.drafter.translation, self.drafter.draft_length
         sequences = [self.tokens[slot] for slot in slot_B.tolist()]
-        known = [recent(translation.to_draft(tokens), self.context) for tokens in sequences]
-        written = self._write(slot_B, known)
+        contexts = [recent(translation.to_draft(tokens), self.context) for tokens in sequences]
+        draft_tokens = self._write(slot_B, contexts)
         steps = min(longest, depth or longest)
-        drafts = [translation.to_target(*row)[:steps] for row in zip(sequences, known, written, strict=True)]
+        drafts = [translation.to_target(*row)[:steps] for row in zip(sequences, contexts, draft_tokens, strict=True)]
         rows = [[tokens[-1], *draft, *[0] * (steps - len(draft))] for tokens, draft in zip(sequences, drafts, strict=True)]
         count_B = torch.tensor([1 + len(draft) for draft in drafts], device=slot_B.device)
         return DraftTree.chain(torch.tensor(rows, device=slot_B.device), count_B)
 
-    def _write(self, slot_B: Tensor, known: list[list[int]]) -> list[list[int]]:
+    def _write(self, slot_B: Tensor, contexts: list[list[int]]) -> list[list[int]]:
         """The `draft_length` tokens that the model writes after each row's tokens; none for a row without tokens."""
         kv, slots, device = self.kv, slot_B.tolist(), slot_B.device
         kv.rows(slot_B)
-        begin = [max(0, min(common(self.cached[s], row), len(row) - 1)) for s, row in zip(slots, known, strict=True)]
-        kv.crop(torch.tensor(begin, device=device))
-        rest = [row[n:] for row, n in zip(known, begin, strict=True)]
+        cached_lengths = [
+            max(0, min(common(self.cached[s], row), len(row) - 1)) for s, row in zip(slots, contexts, strict=True)
+        ]
+        kv.crop(torch.tensor(cached_lengths, device=device))
+        uncached = [row[n:] for row, n in zip(contexts, cached_lengths, strict=True)]
         logits_BV: Tensor | None = None
-        for start in range(0, max(map(len, rest)), CHUNK):
-            piece = [row[start : start + CHUNK] for row in rest]
+        for start in range(0, max(map(len, uncached)), CHUNK):
+            piece = [row[start : start + CHUNK] for row in uncached]
             count_B = torch.tensor([len(row) for row in piece], device=device)
             columns = max(map(len, piece))
             token_BN = torch.tensor([[*row, *[0] * (columns - len(row))] for row in piece], device=device)
-            found_BV = self._run(token_BN, count_B)
-            logits_BV = found_BV if logits_BV is None else torch.where(count_B[:, None] > 0, found_BV, logits_BV)
+            chunk_logits_BV = self._run(token_BN, count_B)
+            logits_BV = chunk_logits_BV if logits_BV is None else torch.where(count_B[:, None] > 0, chunk_logits_BV, logits_BV)
         if logits_BV is None:
-            return [[] for _ in known]
-        live_B, columns_BK = torch.tensor([bool(row) for row in known], device=device).long(), [logits_BV.argmax(-1)]
+            return [[] for _ in contexts]
+        active_B, columns_BK = torch.tensor([bool(row) for row in contexts], device=device).long(), [logits_BV.argmax(-1)]
         for _ in range(self.drafter.draft_length - 1):
-            columns_BK.append(self._run(columns_BK[-1][:, None], live_B).argmax(-1))
-        written = [row if k else [] for row, k in zip(torch.stack(columns_BK, 1).tolist(), known, strict=True)]
-        for slot, row, new in zip(slots, known, written, strict=True):
-            self.cached[slot] = row + new[:-1]
-        return written
+            columns_BK.append(self._run(columns_BK[-1][:, None], active_B).argmax(-1))
+        draft_tokens = [row if k else [] for row, k in zip(torch.stack(columns_BK, 1).tolist(), contexts, strict=True)]
+        for slot, row, draft in zip(slots, contexts, draft_tokens, strict=True):
+            self.cached[slot] = row + draft[:-1]
+        return draft_tokens
 
     def _run(self, token_BN: Tensor, count_B: Tensor) -> Tensor:
         """[B, V] logits at each row's last token; its `count` tokens stay in the cache."""
