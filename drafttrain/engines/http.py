@@ -163,6 +163,8 @@ def _check(response: httpx.Response, where: EndpointOptions, path: str) -> None:
     if response.status_code == 200:
         return
     response.read()
+    if path == "models" and response.status_code == 404 and not where.url.rstrip("/").endswith("/v1"):
+        raise UserError(f"{where.url} lists no models; an OpenAI-compatible API mostly is at {where.url.rstrip('/')}/v1")
     hint = "" if where.api == CHAT or path == "models" else ", or engine_api=chat where it takes no token ids"
     raise UserError(
         f"{where.url} refuses {path} with status {response.status_code}: {error_text(response)}; check {where.name}, "

@@ -19,7 +19,6 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.progress import Watch, stages
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import Prompt, encode_prompt
-from drafttrain.data.server import base_of
 from drafttrain.engines.answers import TimedEngine
 from drafttrain.engines.http import CHAT, TOKENS, EndpointOptions, context_of, endpoint
 from drafttrain.engines.measurement import FIGURES, SPECULATIVE, OwnDecoding, TimingOptions, measured
@@ -229,7 +228,7 @@ def _places(options: RunOptions, name: str) -> dict[str, EndpointOptions]:
         if url is not None
     }
     for server in endpoints.values():
-        base_of(server.url, server.name, "engine_key_env")
+        context_of(server)  # a server that does not answer is said before anything is measured here
     if not endpoints:
         raise UserError(
             f"engine={name} needs a server; name one or both with engine_url=URL (with speculation) and engine_plain_url=URL "

@@ -184,6 +184,15 @@ def test_measure_http_engine_with_two_servers_reports_and_hides_key(
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
+def test_measure_http_engine_server_that_does_not_answer_is_refused_before_measuring(
+    command: Command, checkpoint: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert command("measure", f"checkpoint={checkpoint}", "engine=http", "engine_url=http://127.0.0.1:9/v1", *SMALL) == 2
+    assert "no answer (ConnectError); start the server" in capsys.readouterr().err and not list(tmp_path.rglob("report.json"))
+    with pytest.raises(UserError, match="mostly is at http://host:8000/v1"):
+        endpoint_file._check(httpx.Response(404), EndpointOptions("http://host:8000/", "engine_url"), "models")
+
+
 @pytest.mark.usefixtures("measured_once")
 def test_measure_twice_in_one_second_writes_two_reports_and_draws_each_once(
     command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
