@@ -15,9 +15,9 @@ BAR_FROM = 2000  # conversations; fewer need no bar
 def bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """Yields a function that is called with the number of newly prepared conversations."""
     if not shown or total < BAR_FROM:
-        yield lambda done: None
+        yield lambda count: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
-        yield lambda done: progress.update(task, advance=done)
+        yield lambda count: progress.update(task, advance=count)
