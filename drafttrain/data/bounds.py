@@ -35,16 +35,16 @@ def bounded(seconds: float | None = None, size: int | None = None) -> Iterator[N
 
 @contextmanager
 def _time(seconds: float) -> Iterator[None]:
-    def end(number: int, frame: FrameType | None) -> None:
+    def end(signum: int, frame: FrameType | None) -> None:
         raise TooLongError(f"it takes more than {seconds:g} seconds")
 
-    before = signal.signal(signal.SIGVTALRM, end)
+    previous_handler = signal.signal(signal.SIGVTALRM, end)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)  # repeated, in case the error is caught
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)
 
 
 @contextmanager
@@ -52,9 +52,9 @@ def _memory(size: int) -> Iterator[None]:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = int(STATM.read_text().split()[0]) * resource.getpagesize() + size
-    within = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (within, hard))
+    requested_limit = int(STATM.read_text().split()[0]) * resource.getpagesize() + size
+    soft_limit = requested_limit if soft == resource.RLIM_INFINITY else min(requested_limit, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard))
     try:
         yield
     finally:

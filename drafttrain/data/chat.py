@@ -52,8 +52,8 @@ class Encoded:
     @property
     def last_reply(self) -> int:
         """The position at which the last supervised run begins: 5 in the mask 0 1 1 0 0 1 1 1; 0 if there is none."""
-        starts = np.flatnonzero(self.mask[1:] & ~self.mask[:-1]) + 1  # a first token is never supervised
-        return int(starts[-1]) if len(starts) else 0
+        run_starts = np.flatnonzero(self.mask[1:] & ~self.mask[:-1]) + 1  # a first token is never supervised
+        return int(run_starts[-1]) if len(run_starts) else 0
 
     def split(self) -> list[Encoded]:
         """The documents as separate rows."""
@@ -97,10 +97,10 @@ class Encoder:
         """vocab_size: tokens that the target has; None: not known."""
         self.tokenizer, self.max_length, self.images, self.vocab_size = tokenizer, max_length, images, vocab_size
         self.template = Template(tokenizer, options or TemplateOptions(), images)
-        added = tokenizer.added_tokens_decoder
-        self.special = {i for i, token in added.items() if token.special}
+        added_tokens = tokenizer.added_tokens_decoder
+        self.special = {i for i, token in added_tokens.items() if token.special}
         self._anchor_pattern = special_tokens(tokenizer)
-        self._anchor_ids = {token.content: i for i, token in added.items() if token.special and not token.normalized}
+        self._anchor_ids = {token.content: i for i, token in added_tokens.items() if token.special and not token.normalized}
 
     def __call__(self, conversation: Conversation) -> Encoded:
         """The conversation's row. The mask is all False when no reply fits into `max_length`.
@@ -110,10 +110,10 @@ class Encoder:
         its replies, and for a token that the target does not have.
         """
         row = self._row_of(conversation)
-        known = row.token_ids[row.token_ids < FIRST]
-        if self.vocab_size is not None and known.size and (highest := int(known.max())) >= self.vocab_size:
+        text_ids = row.token_ids[row.token_ids < FIRST]
+        if self.vocab_size is not None and text_ids.size and (max_id := int(text_ids.max())) >= self.vocab_size:
             raise UserError(
-                f"{conversation.origin}: token {highest} ({self.tokenizer.decode([highest])!r:.40}) is none of the target's "
+                f"{conversation.origin}: token {max_id} ({self.tokenizer.decode([max_id])!r:.40}) is none of the target's "
                 f"{self.vocab_size}; remove it from the text, or the record"
             )
         return row
@@ -129,26 +129,26 @@ class Encoder:
         else:
             texts = self.template.render(conversation)
             documents = [self._document(text, i == 0, conversation.origin) for i, text in enumerate(texts)]
-        kept = [document for document in documents if document.supervised]
-        row = join(kept or documents[:1])
+        supervised = [document for document in documents if document.supervised]
+        row = join(supervised or documents[:1])
         return replace(row, truncated=any(document.truncated for document in documents))
 
     def _document(self, rendered: Rendered, first: bool, origin: str) -> Encoded:
         """The row of one text. first: it contains the conversation's first reply, which may be cut."""
-        ids, edges = self._edges(rendered)
+        ids, boundaries = self._edges(rendered)
         replies = [
             (start := self._reply_start(ids, begin), self._end_of_turn(ids, start, end.common))
-            for begin, end in zip(edges[::2], edges[1::2], strict=True)
+            for begin, end in zip(boundaries[::2], boundaries[1::2], strict=True)
         ]
-        found = self.images.ids(ids, rendered.images, origin)
-        return replace(self._row(found, replies, first), images=rendered.images)
+        token_ids = self.images.ids(ids, rendered.images, origin)
+        return replace(self._row(token_ids, replies, first), images=rendered.images)
 
     def _row(self, ids: Sequence[int] | NDArray[Any], replies: Sequence[tuple[int, int]], first: bool) -> Encoded:
-        whole = [end for _, end in replies if end <= self.max_length]
-        if len(ids) <= self.max_length or (not whole and first):
+        fitting_ends = [end for _, end in replies if end <= self.max_length]
+        if len(ids) <= self.max_length or (not fitting_ends and first):
             return _masked(ids, replies, self.max_length)
-        row = _masked(ids, replies, max(whole, default=1))
-        return replace(row, truncated=len(whole) < len(replies))
+        row = _masked(ids, replies, max(fitting_ends, default=1))
+        return replace(row, truncated=len(fitting_ends) < len(replies))
 
     def _takes_tokens(self, conversation: Conversation) -> bool:
         """Whether the conversation's own tokens are used: they are this tokenizer's, with the template that is asked for."""
@@ -167,43 +167,43 @@ class Encoder:
         Each text up to a boundary is tokenised from the last special token before it instead of from the beginning. A tokenizer
         splits a text at special tokens first, so the ids are the same, and the cost stays linear in the length.
         """
-        text, at = rendered.text, [edge for reply in rendered.replies for edge in reply]
+        text, offsets = rendered.text, [offset for reply in rendered.replies for offset in reply]
         anchors = (
             []
             if self._anchor_pattern is None
             else [(m.start(), m.end(), self._anchor_ids[m[0]]) for m in self._anchor_pattern.finditer(text)]
         )
-        before = [bisect_right(anchors, edge, key=lambda anchor: anchor[1]) - 1 for edge in at]
-        pieces = [text[anchors[b][0] if b >= 0 else 0 : edge] for b, edge in zip(before, at, strict=True)]
-        ids, *tails = self._ids([text, *pieces])
+        previous = [bisect_right(anchors, offset, key=lambda anchor: anchor[1]) - 1 for offset in offsets]
+        segments = [text[anchors[i][0] if i >= 0 else 0 : offset] for i, offset in zip(previous, offsets, strict=True)]
+        ids, *segment_ids = self._ids([text, *segments])
         anchor_ids = set(self._anchor_ids.values())
-        found = [(i, token) for i, token in enumerate(ids) if token in anchor_ids]
-        if [token for _, token in found] != [anchor[2] for anchor in anchors]:  # a tokenizer that splits in another way
-            found, before, tails = [], [-1] * len(at), self._ids([text[:edge] for edge in at])
-            pieces = [text[:edge] for edge in at]
-        firsts = [found[b][0] if b >= 0 else 0 for b in before]
+        id_anchors = [(i, token) for i, token in enumerate(ids) if token in anchor_ids]
+        if [token for _, token in id_anchors] != [anchor[2] for anchor in anchors]:  # a tokenizer that splits in another way
+            id_anchors, previous, segment_ids = [], [-1] * len(offsets), self._ids([text[:offset] for offset in offsets])
+            segments = [text[:offset] for offset in offsets]
+        segment_starts = [id_anchors[i][0] if i >= 0 else 0 for i in previous]
         return ids, [
-            Boundary(first, first + len(tail), first + _common(tail, ids[first : first + len(tail)]), piece)
-            for first, tail, piece in zip(firsts, tails, pieces, strict=True)
+            Boundary(start, start + len(tail_ids), start + _common(tail_ids, ids[start : start + len(tail_ids)]), segment)
+            for start, tail_ids, segment in zip(segment_starts, segment_ids, segments, strict=True)
         ]
 
-    def _reply_start(self, ids: list[int], edge: Boundary) -> int:
+    def _reply_start(self, ids: list[int], boundary: Boundary) -> int:
         """Index of the first id after the prompt.
 
         An id that covers the end of the prompt and the beginning of the reply can never be drafted after that prompt. Then the
         decoded text shows how many ids the prompt takes.
         """
-        if edge.common == edge.size:
-            return edge.size
-        for end in range(edge.common + 1, len(ids)):
-            if len(str(self.tokenizer.decode(ids[edge.anchor : end]))) >= len(edge.piece):
+        if boundary.common == boundary.size:
+            return boundary.size
+        for end in range(boundary.common + 1, len(ids)):
+            if len(str(self.tokenizer.decode(ids[boundary.anchor : end]))) >= len(boundary.piece):
                 return end
-        return edge.size
+        return boundary.size
 
     def _ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        plain = not special and not self.tokenizer.split_special_tokens
-        if plain and backend is not None and backend.truncation is None and backend.padding is None:
+        default_splitting = not special and not self.tokenizer.split_special_tokens
+        if default_splitting and backend is not None and backend.truncation is None and backend.padding is None:
             # same ids without the offsets and objects that transformers requests: a quarter of the time
             return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         encoded = self.tokenizer(

@@ -71,19 +71,19 @@ def contamination(sources: Sequence[Source], prompts: Sequence[Prompt], ngram: i
     def read() -> Iterator[Conversation]:
         nonlocal searched
         for source in sources:
-            for number in np.linspace(
+            for record_index in np.linspace(
                 0, len(source.records), min(most, len(source.records)), endpoint=False, dtype=int
             ).tolist():
                 try:
-                    conversation = source.conversation(number)
+                    conversation = source.conversation(record_index)
                 except UserError:  # preparation counts unusable records
                     continue
                 searched += 1
                 yield conversation
 
-    found = tuple(copies(prompts, read(), ngram, overlap))
+    matches = tuple(copies(prompts, read(), ngram, overlap))
     records = sum(len(source.records) for source in sources)
-    return Contamination(found, len(prompts), searched, records, ngram, overlap)
+    return Contamination(matches, len(prompts), searched, records, ngram, overlap)
 
 
 def copies(prompts: Sequence[Prompt], conversations: Iterable[Conversation], n: int, least: float) -> list[Copy]:
@@ -91,22 +91,22 @@ def copies(prompts: Sequence[Prompt], conversations: Iterable[Conversation], n: 
 
     A prompt with fewer words is found only as a whole turn.
     """
-    known: dict[Gram, list[int]] = {}
+    gram_prompts: dict[Gram, list[int]] = {}
     sizes = []
-    for number, prompt in enumerate(prompts):
-        own = {gram for turn in prompt.turns for gram in _grams(text_of(turn), n)}
-        sizes.append(len(own))
-        for gram in own:
-            known.setdefault(gram, []).append(number)
-    best: dict[int, tuple[int, str]] = {}
+    for index, prompt in enumerate(prompts):
+        prompt_grams = {gram for turn in prompt.turns for gram in _grams(text_of(turn), n)}
+        sizes.append(len(prompt_grams))
+        for gram in prompt_grams:
+            gram_prompts.setdefault(gram, []).append(index)
+    best_match: dict[int, tuple[int, str]] = {}
     for conversation in conversations:
-        found = {gram for text in _texts(conversation) for gram in _grams(text, n) if gram in known}
-        for number, count in Counter(number for gram in found for number in known[gram]).items():
-            if count > best.get(number, (0, ""))[0]:
-                best[number] = count, conversation.origin
+        shared = {gram for text in _texts(conversation) for gram in _grams(text, n) if gram in gram_prompts}
+        for index, count in Counter(index for gram in shared for index in gram_prompts[gram]).items():
+            if count > best_match.get(index, (0, ""))[0]:
+                best_match[index] = count, conversation.origin
     matches = [
         Copy(str(prompts[i].question_id), prompts[i].category, count / sizes[i], origin, text_of(prompts[i].turns[0]))
-        for i, (count, origin) in best.items()
+        for i, (count, origin) in best_match.items()
         if count >= least * sizes[i]
     ]
     return sorted(matches, key=lambda copy: -copy.share)

@@ -73,7 +73,7 @@ class Dataset:
     def has_images(self) -> bool:
         """Whether a conversation that is prepared by now has an image."""
         blocks = () if self.conversations is None else self.conversations.blocks
-        return any(done.block.has_images for done in blocks)
+        return any(prepared.block.has_images for prepared in blocks)
 
     @property
     def rows(self) -> Order:
@@ -90,7 +90,7 @@ class Dataset:
 
     def global_batch(self, step: int, size: int) -> list[Encoded]:
         """The `size` rows of this step (from 0), for all processes together. A batch may span two epochs."""
-        return [self.train[self.rows.row(place, size)] for place in range(step * size, (step + 1) * size)]
+        return [self.train[self.rows.row(position, size)] for position in range(step * size, (step + 1) * size)]
 
     def origin(self, place: int, size: int) -> str:
         """The records of the row at this place of all epochs, in batches of `size`, as messages name them."""
@@ -139,28 +139,28 @@ def tokenising(total: int) -> AbstractContextManager[Callable[[float], None]]:
 
 
 def _dataset(options: DataOptions, conversations: Conversations, progress: bool) -> Dataset:
-    count, waits = conversations.count, options.pack or conversations.workers.folder is None
-    apart = min(HELD_OUT, max(1, count // SHARE), count - 1) if options.held_out is None else options.held_out
-    if not waits and count <= apart:
-        raise _none_left(conversations, count, apart)
-    missing = conversations.missing if waits else min(conversations.missing, apart + FIRST)
+    count, prepare_all = conversations.count, options.pack or conversations.workers.folder is None
+    held_out_count = min(HELD_OUT, max(1, count // SHARE), count - 1) if options.held_out is None else options.held_out
+    if not prepare_all and count <= held_out_count:
+        raise _none_left(conversations, count, held_out_count)
+    missing = conversations.missing if prepare_all else min(conversations.missing, held_out_count + FIRST)
     with tokenising(missing if progress else 0) as advance:
-        if waits:
+        if prepare_all:
             conversations.wait(np.arange(count), advance)
-        held_out_numbers = _held_out_numbers(options, conversations, apart, advance)
+        held_out_numbers = _held_out_numbers(options, conversations, held_out_count, advance)
         rows = PoolRows(conversations, np.setdiff1d(np.arange(count), held_out_numbers))
-        mixture = _mixture(options, conversations, rows.numbers, apart)
-        first = rows.numbers[mixture.epoch(0)[generator(options.seed, 1).permutation(rows.size)]]
-        conversations.request(first)
-        conversations.wait(first[:FIRST], advance)
+        mixture = _mixture(options, conversations, rows.numbers, held_out_count)
+        first_epoch = rows.numbers[mixture.epoch(0)[generator(options.seed, 1).permutation(rows.size)]]
+        conversations.request(first_epoch)
+        conversations.wait(first_epoch[:FIRST], advance)
         conversations.request(rows.numbers)
     if conversations.complete:
-        _check_enough(options, conversations, len(rows), apart)
-    held_out = [row for number in held_out_numbers.tolist() for row in conversations.rows(number)]
+        _check_enough(options, conversations, len(rows), held_out_count)
+    held_out = [row for index in held_out_numbers.tolist() for row in conversations.rows(index)]
     summary = summarise(conversations) | {"held_out": len(held_out_numbers)}
     if not options.pack:
         return Dataset(rows, held_out, summary, options.seed, options.group_by_length, conversations, mixture)
-    packed = pack(rows, options.max_length, [row for number in mixture.epoch(0).tolist() for row in rows.rows(number)])
+    packed = pack(rows, options.max_length, [row for index in mixture.epoch(0).tolist() for row in rows.rows(index)])
     summary["packing"] = {"rows": len(packed), "efficiency": packed.tokens / (len(packed) * options.max_length)}
     return Dataset(packed, held_out, summary, options.seed, options.group_by_length, conversations)
 
@@ -172,19 +172,19 @@ def _held_out_numbers(
     shuffled = generator(options.seed, 0).permutation(conversations.count)
     mixture = _mixture(options, conversations, np.arange(conversations.count), count)
     if mixture.weights is None:
-        parts = [(shuffled, count)]
+        quotas = [(shuffled, count)]
     else:
         source_of = np.searchsorted(conversations.first, shuffled, side="right") - 1
-        parts = [(shuffled[source_of == source], share) for source, share in enumerate(mixture.shares(count))]
+        quotas = [(shuffled[source_of == source], quota) for source, quota in enumerate(mixture.shares(count))]
     held_out: list[int] = []
-    for numbers, share in parts:
-        start, taken = 0, len(held_out)
-        while (left := share - (len(held_out) - taken)) and start < len(numbers):
-            requested = numbers[start : start + left]
+    for numbers, quota in quotas:
+        start, previous_count = 0, len(held_out)
+        while (remaining := quota - (len(held_out) - previous_count)) and start < len(numbers):
+            requested = numbers[start : start + remaining]
             conversations.request(requested)
             conversations.wait(requested, advance)
-            held_out += [number for number in requested.tolist() if conversations.documents_C[number]]
-            start += left
+            held_out += [index for index in requested.tolist() if conversations.documents_C[index]]
+            start += remaining
     return np.array(sorted(held_out), np.int64)
 
 
@@ -205,20 +205,20 @@ def _workers(options: DataOptions, sources: Sequence[Source], leads: bool) -> Wo
 
 
 def _check_enough(options: DataOptions, conversations: Conversations, rows: int, held_out: int) -> None:
-    usable = int((conversations.documents_C > 0).sum())
-    if not usable:
+    usable_count = int((conversations.documents_C > 0).sum())
+    if not usable_count:
         raise UserError(
             f"{conversations.name}: none of {conversations.count} conversations has a supervised token within its first "
             f"data.max_length={options.max_length}; raise data.max_length, or check that the replies are not empty"
         )
     if not rows:
-        raise _none_left(conversations, usable, held_out)
+        raise _none_left(conversations, usable_count, held_out)
 
 
-def _none_left(conversations: Conversations, usable: int, held_out: int) -> UserError:
+def _none_left(conversations: Conversations, usable_count: int, held_out: int) -> UserError:
     return UserError(
-        f"{conversations.name}: {usable} usable conversations with data.held_out={held_out} leave none to train on; set "
-        f"data.held_out below {usable}"
+        f"{conversations.name}: {usable_count} usable conversations with data.held_out={held_out} leave none to train on; set "
+        f"data.held_out below {usable_count}"
     )
 
 
@@ -234,8 +234,8 @@ def collate(rows: Sequence[Encoded], pad_id: int, multiple: int = 1, most: int |
         position   0 1 2 0 1     0 1  2  3  4
     """
     B, longest = len(rows), max(len(row.token_ids) for row in rows)
-    rounded = -(-longest // multiple) * multiple
-    T = rounded if most is None else max(longest, min(rounded, most))
+    rounded_length = -(-longest // multiple) * multiple
+    T = rounded_length if most is None else max(longest, min(rounded_length, most))
     token_BT = np.full((B, T), pad_id, np.int64)
     document_BT = np.full((B, T), -1, np.int64)
     mask_BT = np.zeros((B, T), np.bool_)
@@ -244,8 +244,8 @@ def collate(rows: Sequence[Encoded], pad_id: int, multiple: int = 1, most: int |
         length = len(row.token_ids)
         token_BT[b, :length] = row.token_ids
         mask_BT[b, :length] = row.mask
-        for number, (start, stop) in enumerate(zip(row.starts, (*row.starts[1:], length), strict=True)):
-            document_BT[b, start:stop] = number
+        for document_index, (start, stop) in enumerate(zip(row.starts, (*row.starts[1:], length), strict=True)):
+            document_BT[b, start:stop] = document_index
             position_BT[b, start:stop] = np.arange(stop - start)
     token, position, document, mask = map(torch.from_numpy, (token_BT, position_BT, document_BT, mask_BT))
     return TrainBatch(token, position, document, mask)
@@ -253,12 +253,12 @@ def collate(rows: Sequence[Encoded], pad_id: int, multiple: int = 1, most: int |
 
 def token_counts(rows: Sequence[Encoded], vocab_size: int) -> torch.Tensor:
     """[V] how often each token is supervised."""
-    total, some = np.zeros(vocab_size, dtype=np.int64), []
+    total, buffered_ids = np.zeros(vocab_size, dtype=np.int64), []
     for i, row in enumerate(rows, start=1):
-        some.append(row.token_ids[row.mask])
+        buffered_ids.append(row.token_ids[row.mask])
         if i % COUNTED == 0 or i == len(rows):
-            total += np.bincount(np.concatenate(some), minlength=vocab_size)
-            some = []
+            total += np.bincount(np.concatenate(buffered_ids), minlength=vocab_size)
+            buffered_ids = []
     return torch.from_numpy(total)
 
 
@@ -283,8 +283,8 @@ def check_supervised(count: int, step: int) -> None:
 
 
 def _check_options(options: DataOptions) -> None:
-    for name, least in {"max_length": 2, "held_out": 0, "bad_records": 0, "workers": 1}.items():
+    for name, lowest in {"max_length": 2, "held_out": 0, "bad_records": 0, "workers": 1}.items():
         value = getattr(options, name)
-        if value is not None and value < least:
-            bound = "must not be negative" if least == 0 else f"must be at least {least}"
-            raise UserError(f"data.{name} {bound}, got {value}; " + ("set it to 0 or more" if least == 0 else "raise it"))
+        if value is not None and value < lowest:
+            rule = "must not be negative" if lowest == 0 else f"must be at least {lowest}"
+            raise UserError(f"data.{name} {rule}, got {value}; " + ("set it to 0 or more" if lowest == 0 else "raise it"))

@@ -23,8 +23,8 @@ def read_documents(path: str | None) -> list[Document]:
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path).expanduser()
     if root.is_dir():
-        inside = root.glob("*.py") if path is None else root.rglob("*")
-        files = sorted((f for f in inside if f.is_file() and f.suffix in ENDINGS), key=lambda f: (-f.stat().st_size, f.name))
+        paths = root.glob("*.py") if path is None else root.rglob("*")
+        files = sorted((f for f in paths if f.is_file() and f.suffix in ENDINGS), key=lambda f: (-f.stat().st_size, f.name))
     else:
         files = [root] if root.is_file() else []
     if not files:
@@ -42,16 +42,16 @@ def long_prompts(
     Each is the beginning of a document, as a user turn where there is a chat template. Shorter documents are skipped. A single
     document is cut into `count` parts.
     """
-    parts = list(documents)
-    found: list[tuple[str, list[int]]] = []
-    if len(parts) == 1:
-        name, text = parts[0]
+    named_texts = list(documents)
+    prompts: list[tuple[str, list[int]]] = []
+    if len(named_texts) == 1:
+        name, text = named_texts[0]
         size = len(text) // count
-        parts = [(f"{name} {i + 1}", text[i * size : (i + 1) * size]) for i in range(count)]
-    for name, text in parts:
-        if len(found) < count and (tokens := _cut(tokenizer, text, length)) is not None:
-            found.append((name, tokens))
-    return found
+        named_texts = [(f"{name} {i + 1}", text[i * size : (i + 1) * size]) for i in range(count)]
+    for name, text in named_texts:
+        if len(prompts) < count and (tokens := _cut(tokenizer, text, length)) is not None:
+            prompts.append((name, tokens))
+    return prompts
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, text: str, length: int) -> list[int] | None:

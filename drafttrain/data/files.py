@@ -50,8 +50,8 @@ def check_file(path: Path) -> None:
     """Raise UserError unless this is a file of a known kind."""
     if path.is_dir():
         names = sorted(p.name for p in path.iterdir() if p.is_file() and p.name.endswith(LINES + TABLES))
-        found = f"name one of its files: {', '.join(names[:5])}" if names else f"it holds no {', '.join(LINES + TABLES)} file"
-        raise UserError(f"{path}: expected a data file, got a directory; {found}")
+        hint = f"name one of its files: {', '.join(names[:5])}" if names else f"it holds no {', '.join(LINES + TABLES)} file"
+        raise UserError(f"{path}: expected a data file, got a directory; {hint}")
     if not path.exists():
         raise UserError(f"{path}: expected a data file, got nothing there; {_nearest(path)}")
     if not path.name.endswith(LINES + TABLES):
@@ -63,8 +63,8 @@ def check_file(path: Path) -> None:
 def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f"its folder {path.parent} does not exist either: correct the path"
-    near = difflib.get_close_matches(path.name, sorted(p.name for p in path.parent.iterdir()), n=3)
-    return f"did you mean {' or '.join(near)}?" if near else f"correct the path (nothing of a similar name in {path.parent})"
+    names = difflib.get_close_matches(path.name, sorted(p.name for p in path.parent.iterdir()), n=3)
+    return f"did you mean {' or '.join(names)}?" if names else f"correct the path (nothing of a similar name in {path.parent})"
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -98,14 +98,14 @@ def read_array(path: Path) -> list[Any]:
 
 def filled_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     """Lines with their numbers. Blank lines at the end are dropped; others raise UserError."""
-    blank = None
-    for number, line in enumerate(lines, start=1):
+    blank_line = None
+    for line_number, line in enumerate(lines, start=1):
         if not line.strip():
-            blank = blank or number  # an error only when something follows
+            blank_line = blank_line or line_number  # an error only when something follows
             continue
-        if blank:
-            raise UserError(f"{path}:{blank}: expected a JSON object, got an empty line; remove it")
-        yield number, line
+        if blank_line:
+            raise UserError(f"{path}:{blank_line}: expected a JSON object, got an empty line; remove it")
+        yield line_number, line
 
 
 def read_json(content: bytes, path: Path, line: int) -> Any:
@@ -117,10 +117,10 @@ def read_json(content: bytes, path: Path, line: int) -> Any:
             f"{path}:{line}: expected UTF-8, got byte {content[error.start]:#04x}; convert the file to UTF-8"
         ) from error
     except json.JSONDecodeError as error:
-        at = line + error.lineno - 1
-        got = _excerpt(error.doc, error.pos)
+        line_number = line + error.lineno - 1
+        excerpt = _excerpt(error.doc, error.pos)
         raise UserError(
-            f"{path}:{at}: expected JSON, got {got} ({error.msg}, column {error.colno}); correct the line"
+            f"{path}:{line_number}: expected JSON, got {excerpt} ({error.msg}, column {error.colno}); correct the line"
         ) from error
     except RecursionError as error:
         raise UserError(f"{path}:{line}: expected a record, got JSON nested too deeply to read; flatten it") from error
@@ -159,8 +159,8 @@ def damaged_table(path: Path) -> Iterator[None]:
     except (pyarrow.ArrowException, *python) as error:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, pyarrow.ArrowException):
             raise  # an error of the operating system
-        got = f"a file that cannot be read as one ({reason_of(error)})"
-        raise UserError(f"{path}: expected a {path.suffix} table, got {got}; write it again") from error
+        problem = f"a file that cannot be read as one ({reason_of(error)})"
+        raise UserError(f"{path}: expected a {path.suffix} table, got {problem}; write it again") from error
 
 
 def reason_of(error: BaseException) -> str:
@@ -175,8 +175,8 @@ def path_of(name: str, key: str) -> Path:
         path = Path(name).expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
-        short = name if len(name) <= 80 else f"{name[:80]}..."
-        raise UserError(f"{key}={short}: no path of this machine ({_system_reason(error)}); correct it") from error
+        short_name = name if len(name) <= 80 else f"{name[:80]}..."
+        raise UserError(f"{key}={short_name}: no path of this machine ({_system_reason(error)}); correct it") from error
     return path
 
 

@@ -88,30 +88,32 @@ def conversation(
 
     Null fields count as absent, since tables hold every column in every row. Raises UserError for an unusable record.
     """
-    filled = {str(key): value for key, value in record.items() if value is not None}
-    name = _recognised(origin, filled) if form == "auto" else form
-    if not FORMS[name].fits(filled):
+    fields = {str(key): value for key, value in record.items() if value is not None}
+    name = _recognised(origin, fields) if form == "auto" else form
+    if not FORMS[name].fits(fields):
         raise UserError(f"{origin}: expected {FORMS[name]} (data.form={form}), got {keys_of(record)}; correct data.form")
-    parsed = FORMS[name].read(origin, filled)
+    parsed = FORMS[name].read(origin, fields)
     if isinstance(parsed, str):
         return Conversation(origin, text=parsed, form=name)
     if isinstance(parsed, MarkedText):
         return Conversation(origin, text=parsed.text, spans=parsed.spans, form=name)
     if isinstance(parsed, TokenText):
         return Conversation(origin, form=name, tokens=(parsed,))
-    for turn in with_images(origin, parsed, filled):
+    for turn in with_images(origin, parsed, fields):
         turn["content"] = located(origin, turn, folder)
     roles = [turn["role"] for turn in parsed]
-    if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
-        parsed.insert(0, message("system", string(origin, "system", filled["system"])))
+    if "system" in fields and "system" not in roles and isinstance(fields["system"], str) and fields["system"]:
+        parsed.insert(0, message("system", string(origin, "system", fields["system"])))
     if replies:
-        _check_replies(origin, filled, name, parsed)
-    tools = _tools(origin, filled.get("tools") or filled.get("functions"))
-    tokenizer = filled.get(TOKENIZER) if DOCUMENTS in filled else None
-    tokens = _documents(origin, filled[DOCUMENTS]) if isinstance(tokenizer, str) else ()
-    known = tokenizer if tokens else None
-    arguments = _arguments(origin, filled.get(ARGUMENTS))
-    return Conversation(origin, tuple(parsed), tools=tools, form=name, tokens=tokens, tokenizer=known, arguments=arguments)
+        _check_replies(origin, fields, name, parsed)
+    tools = _tools(origin, fields.get("tools") or fields.get("functions"))
+    tokenizer = fields.get(TOKENIZER) if DOCUMENTS in fields else None
+    tokens = _documents(origin, fields[DOCUMENTS]) if isinstance(tokenizer, str) else ()
+    ids_tokenizer = tokenizer if tokens else None
+    arguments = _arguments(origin, fields.get(ARGUMENTS))
+    return Conversation(
+        origin, tuple(parsed), tools=tools, form=name, tokens=tokens, tokenizer=ids_tokenizer, arguments=arguments
+    )
 
 
 def check_form(form: str) -> None:
@@ -120,55 +122,55 @@ def check_form(form: str) -> None:
         raise UserError(f"data.form is {form!r}; set it to auto, {', '.join(FORMS)}")
 
 
-def _recognised(origin: str, filled: dict[str, Any]) -> str:
-    fitting = [name for name, form in FORMS.items() if form.fits(filled)]
-    if "input_ids" in fitting[1:]:
-        named = f"data.form={fitting[0]} or data.form=input_ids"
-        raise UserError(f"{origin}: got {fitting[0]} and token ids with a mask of their own; set {named}")
-    if fitting:
-        return fitting[0]
-    known = ", ".join(map(str, FORMS.values()))
-    raise UserError(f"{origin}: expected {known}, got {keys_of(filled)}; rename the fields to one of these forms")
+def _recognised(origin: str, fields: dict[str, Any]) -> str:
+    matching_forms = [name for name, form in FORMS.items() if form.fits(fields)]
+    if "input_ids" in matching_forms[1:]:
+        choices = f"data.form={matching_forms[0]} or data.form=input_ids"
+        raise UserError(f"{origin}: got {matching_forms[0]} and token ids with a mask of their own; set {choices}")
+    if matching_forms:
+        return matching_forms[0]
+    form_names = ", ".join(map(str, FORMS.values()))
+    raise UserError(f"{origin}: expected {form_names}, got {keys_of(fields)}; rename the fields to one of these forms")
 
 
 ANSWER_IT = "add the reply, remove the record, or let the target answer all prompts: drafttrain prepare"
 
 
-def _check_replies(origin: str, filled: dict[str, Any], form: str, messages: list[dict[str, Any]]) -> None:
+def _check_replies(origin: str, fields: dict[str, Any], form: str, messages: list[dict[str, Any]]) -> None:
     """Raise UserError unless there is a reply to learn."""
     replies = [turn for turn in messages if turn["role"] == ASSISTANT]
     if not replies:
-        got = " ".join(", ".join(turn["role"] for turn in messages)[:60].split()) or "no turn"
-        way_out = "write them with drafttrain prepare" if form in UNANSWERED else ANSWER_IT
-        raise UserError(f"{origin}: expected an assistant turn to learn from, got {got}; {way_out}")
+        role_names = " ".join(", ".join(turn["role"] for turn in messages)[:60].split()) or "no turn"
+        advice = "write them with drafttrain prepare" if form in UNANSWERED else ANSWER_IT
+        raise UserError(f"{origin}: expected an assistant turn to learn from, got {role_names}; {advice}")
     if not any(turn.get(LEARN, True) for turn in replies):
         raise UserError(
             f"{origin}: expected an assistant turn to learn from, got none but those to be left out; remove the record"
         )
-    if (tag := next((name for name in ("kto_tag", "label") if filled.get(name) is False), None)) is not None:
+    if (tag := next((name for name in ("kto_tag", "label") if fields.get(name) is False), None)) is not None:
         raise UserError(f"{origin}: `{tag}` is false, so the reply is one not to learn; remove the record")
-    roles = filled.get("roles_to_train", [ASSISTANT])
+    roles = fields.get("roles_to_train", [ASSISTANT])
     if not isinstance(roles, list) or {ROLES.get(str(role).lower()) for role in roles} != {ASSISTANT}:
         raise UserError(f'{origin}: expected ["assistant"] in roles_to_train, got {roles!r:.60}; no other turns can be learnt')
 
 
-def _openai(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
-    return turns(origin, "messages", filled["messages"])
+def _openai(origin: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
+    return turns(origin, "messages", fields["messages"])
 
 
-def _sharegpt(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+def _sharegpt(origin: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     """ShareGPT's conversations, and LMSYS-Chat's and WildChat's conversation."""
-    name = "conversations" if "conversations" in filled else "conversation"
-    return turns(origin, name, filled[name], strict=True)
+    name = "conversations" if "conversations" in fields else "conversation"
+    return turns(origin, name, fields[name], strict=True)
 
 
-def _prompted(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+def _prompted(origin: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     """A prompt and a reply, each a text or a list of turns, as TRL has them. Replies inside the prompt are not learnt."""
-    reply = "response" if "response" in filled else "completion"
-    asked = [*_history(origin, filled), *unlearnt(_asked(origin, "prompt", filled["prompt"]))]
-    if _are_turns(filled[reply]):
-        return [*asked, *turns(origin, reply, filled[reply])]
-    return [*asked, message(ASSISTANT, string(origin, reply, filled[reply]))]
+    reply_key = "response" if "response" in fields else "completion"
+    prompt_turns = [*_history(origin, fields), *unlearnt(_asked(origin, "prompt", fields["prompt"]))]
+    if _are_turns(fields[reply_key]):
+        return [*prompt_turns, *turns(origin, reply_key, fields[reply_key])]
+    return [*prompt_turns, message(ASSISTANT, string(origin, reply_key, fields[reply_key]))]
 
 
 def _asked(origin: str, name: str, prompt: Any) -> list[dict[str, Any]]:
@@ -181,102 +183,104 @@ def _are_turns(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(turn, dict) for turn in value)
 
 
-def _history(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+def _history(origin: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Earlier questions and replies, as LLaMA-Factory and ms-swift have them: [[question, reply], ...]."""
-    history = filled.get("history") or []
+    history = fields.get("history") or []
     if not isinstance(history, list) or not all(isinstance(entry, list) and len(entry) == 2 for entry in history):
         raise UserError(f"{origin}: expected [question, reply] entries in `history`, got {history!r:.60}; correct it")
     return [turn for i, entry in enumerate(history) for turn in pair(*(string(origin, f"history[{i}]", x) for x in entry))]
 
 
-def _alpaca(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+def _alpaca(origin: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     """The instruction, a blank line, and its input."""
-    parts = [string(origin, name, filled.get(name, "")) for name in ("instruction", "input")]
-    asked, reply = "\n\n".join(part for part in parts if part.strip()), "output" if "output" in filled else "response"
-    return [*_history(origin, filled), *pair(asked, string(origin, reply, filled[reply]))]
+    texts = [string(origin, name, fields.get(name, "")) for name in ("instruction", "input")]
+    prompt, reply_key = "\n\n".join(text for text in texts if text.strip()), "output" if "output" in fields else "response"
+    return [*_history(origin, fields), *pair(prompt, string(origin, reply_key, fields[reply_key]))]
 
 
-def _nvidia(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+def _nvidia(origin: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     """NVIDIA's sets: the reply to a text, or to the turns before it."""
-    return [*_asked(origin, "input", filled["input"]), message(ASSISTANT, string(origin, "output", filled["output"]))]
+    return [*_asked(origin, "input", fields["input"]), message(ASSISTANT, string(origin, "output", fields["output"]))]
 
 
-def _swift(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+def _swift(origin: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     """ms-swift's query and response."""
-    asked, reply = (string(origin, name, filled[name]) for name in ("query", "response"))
-    return [*_history(origin, filled), *pair(asked, reply)]
+    prompt, reply = (string(origin, name, fields[name]) for name in ("query", "response"))
+    return [*_history(origin, fields), *pair(prompt, reply)]
 
 
-def _mt_bench(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+def _mt_bench(origin: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     """MT-bench: the user's turns."""
-    asked = filled["turns"]
-    if not isinstance(asked, list):
-        raise UserError(f"{origin}: expected a list in `turns`, got {type(asked).__name__}; write one string per turn")
-    return turns(origin, "turns", [turn if isinstance(turn, dict) else message("user", turn) for turn in asked])
+    user_turns = fields["turns"]
+    if not isinstance(user_turns, list):
+        raise UserError(f"{origin}: expected a list in `turns`, got {type(user_turns).__name__}; write one string per turn")
+    return turns(origin, "turns", [turn if isinstance(turn, dict) else message("user", turn) for turn in user_turns])
 
 
-def _question(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+def _question(origin: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     """HumanEval, GSM8K and other sets of questions. Their answers were not written by the target, so they are dropped."""
-    name = "question" if "question" in filled else "prompt"
-    return _asked(origin, name, filled[name])
+    name = "question" if "question" in fields else "prompt"
+    return _asked(origin, name, fields[name])
 
 
-def _text(origin: str, filled: dict[str, Any]) -> str:
-    return string(origin, "text", filled["text"])
+def _text(origin: str, fields: dict[str, Any]) -> str:
+    return string(origin, "text", fields["text"])
 
 
-def _segments(origin: str, filled: dict[str, Any]) -> MarkedText:
+def _segments(origin: str, fields: dict[str, Any]) -> MarkedText:
     """axolotl's text without a template, in parts that are learnt or not."""
-    parts, text, spans = filled["segments"], "", list[tuple[int, int]]()
-    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("label"), bool) for p in parts):
-        raise UserError(f"{origin}: expected objects with text and label, true or false, in `segments`, got {parts!r:.60}")
-    for number, part in enumerate(parts):
-        more = string(origin, f"segments[{number}].text", part.get("text"))
-        if part["label"] and more:
-            spans.append((len(text), len(text) + len(more)))
-        text += more
+    segments, text, spans = fields["segments"], "", list[tuple[int, int]]()
+    if not isinstance(segments, list) or not all(isinstance(p, dict) and isinstance(p.get("label"), bool) for p in segments):
+        raise UserError(f"{origin}: expected objects with text and label, true or false, in `segments`, got {segments!r:.60}")
+    for index, segment in enumerate(segments):
+        segment_text = string(origin, f"segments[{index}].text", segment.get("text"))
+        if segment["label"] and segment_text:
+            spans.append((len(text), len(text) + len(segment_text)))
+        text += segment_text
     if not spans:
         raise UserError(f"{origin}: expected a part to learn in `segments`, got none; remove the record")
     return MarkedText(text, tuple(spans))
 
 
-def _tokens(origin: str, filled: dict[str, Any]) -> TokenText:
+def _tokens(origin: str, fields: dict[str, Any]) -> TokenText:
     """Token ids with one or more masks, or with `labels`."""
-    ids = _numbers(origin, "input_ids", filled["input_ids"])
-    columns = {name: _numbers(origin, name, filled[name], most=1) for name in MASKS if name in filled}
-    if "labels" in filled:
-        labels = _numbers(origin, "labels", filled["labels"], least=UNLABELLED)
+    ids = _numbers(origin, "input_ids", fields["input_ids"])
+    columns = {name: _numbers(origin, name, fields[name], most=1) for name in MASKS if name in fields}
+    if "labels" in fields:
+        labels = _numbers(origin, "labels", fields["labels"], least=UNLABELLED)
         if len(labels) == len(ids) and any(label not in (UNLABELLED, i) for label, i in zip(labels, ids, strict=True)):
             raise UserError(f"{origin}: expected {UNLABELLED} or the token's own id in `labels`, got others; do not shift them")
         columns["labels"] = [label != UNLABELLED for label in labels]
-    real = _numbers(origin, "attention_mask", filled.get("attention_mask", [1] * len(ids)), most=1)
-    for name, values in (columns | {"attention_mask": real}).items():
+    attention_mask = _numbers(origin, "attention_mask", fields.get("attention_mask", [1] * len(ids)), most=1)
+    for name, values in (columns | {"attention_mask": attention_mask}).items():
         if len(values) != len(ids):
             raise UserError(
                 f"{origin}: expected {len(ids)} values in `{name}`, one for each token, got {len(values)}; correct it"
             )
-    kept = np.array(real, np.bool_)  # the others are padding
-    supervised = np.logical_and.reduce([np.array(values, np.bool_) for values in columns.values()])[kept]
+    attended = np.array(attention_mask, np.bool_)  # the others are padding
+    supervised = np.logical_and.reduce([np.array(values, np.bool_) for values in columns.values()])[attended]
     if not supervised.any():
         raise UserError(f"{origin}: expected supervised tokens, got a mask that selects none; remove the record")
-    return TokenText(np.array(ids, np.int32)[kept], supervised)
+    return TokenText(np.array(ids, np.int32)[attended], supervised)
 
 
 def _numbers(origin: str, name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> list[int]:
     """Whole numbers of one row; [[...]], as saved tensors are, is one row too."""
     row = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list) else value
-    sound = isinstance(row, list) and all(isinstance(x, int | float) and least <= x <= most and x == int(x) for x in row)
-    if not sound:
-        got = f"{value!r:.60}"
-        raise UserError(f"{origin}: expected a list of whole numbers from {least} to {most} in `{name}`, got {got}; correct it")
+    is_valid = isinstance(row, list) and all(isinstance(x, int | float) and least <= x <= most and x == int(x) for x in row)
+    if not is_valid:
+        shown = f"{value!r:.60}"
+        raise UserError(
+            f"{origin}: expected a list of whole numbers from {least} to {most} in `{name}`, got {shown}; correct it"
+        )
     return [int(x) for x in row]
 
 
 def _documents(origin: str, value: Any) -> tuple[TokenText, ...]:
     fields = {"input_ids", "loss_mask"}
     if not isinstance(value, list) or not all(isinstance(entry, dict) and fields <= entry.keys() for entry in value):
-        got = f"{value!r:.60}"
-        raise UserError(f"{origin}: expected input_ids with loss_mask in `{DOCUMENTS}`, got {got}; prepare the data again")
+        shown = f"{value!r:.60}"
+        raise UserError(f"{origin}: expected input_ids with loss_mask in `{DOCUMENTS}`, got {shown}; prepare the data again")
     return tuple(_tokens(origin, entry) for entry in value)
 
 
@@ -298,12 +302,12 @@ UNANSWERED = ("turns", "question")
 
 def _arguments(origin: str, value: Any) -> dict[str, Any]:
     """What the record passes to the chat template."""
-    found = unpacked(value) or {}
-    if not isinstance(found, dict) or any(name in found for name in TAKEN):
+    arguments = unpacked(value) or {}
+    if not isinstance(arguments, dict) or any(name in arguments for name in TAKEN):
         raise UserError(
             f"{origin}: expected an object in `{ARGUMENTS}`, without {', '.join(TAKEN)}, got {value!r:.60}; correct it"
         )
-    return found
+    return arguments
 
 
 def _tools(origin: str, value: Any) -> tuple[dict[str, Any], ...]:

@@ -83,8 +83,8 @@ def read_scripts(conversations: Iterable[Conversation], unusable: int = 0) -> Pr
         skipped["duplicate"] += name in scripts
         scripts.setdefault(name, PromptScript(name, script, conversation.origin, arguments))
     if not scripts:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no record"
-        raise UserError(f"data.path has no prompt to ask ({reasons}); give conversations with user turns")
+        skip_summary = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no record"
+        raise UserError(f"data.path has no prompt to ask ({skip_summary}); give conversations with user turns")
     return PromptScripts(list(scripts.values()), +skipped)
 
 
@@ -107,17 +107,19 @@ def _unusable(conversation: Conversation) -> str | None:
 def jobs_of(scripts: Iterable[PromptScript], options: PrepareOptions) -> Iterator[GenerationJob]:
     """All texts to generate, prompt by prompt. A prompt gets one greedy text at most, since a second one would be the same."""
     weights = options.weights or [1.0] * len(options.temperatures)
-    bounds = [bound / sum(weights) for bound in accumulate(weights)]
+    thresholds = [cumulative / sum(weights) for cumulative in accumulate(weights)]
     for script in scripts:
         greedy = False
         for sample in range(options.samples):
-            word = hashlib.sha256(f"{options.seed}/{script.id}/{sample}".encode()).digest()
-            share = int.from_bytes(word[:8]) / 2**64
-            temperature = next((t for t, b in zip(options.temperatures, bounds, strict=True) if share < b), None)
+            hash_bytes = hashlib.sha256(f"{options.seed}/{script.id}/{sample}".encode()).digest()
+            draw = int.from_bytes(hash_bytes[:8]) / 2**64
+            temperature = next(
+                (t for t, threshold in zip(options.temperatures, thresholds, strict=True) if draw < threshold), None
+            )
             temperature = options.temperatures[-1] if temperature is None else temperature
             if temperature > 0 or not greedy:
                 # 31 bits: every server accepts such a seed
-                yield GenerationJob(script, sample, temperature, int.from_bytes(word[8:12]) >> 1)
+                yield GenerationJob(script, sample, temperature, int.from_bytes(hash_bytes[8:12]) >> 1)
             greedy = greedy or temperature == 0
 
 
@@ -131,12 +133,12 @@ class TokenTurn:
 
 def packed_turns(turns: Sequence[TokenTurn]) -> list[list[Any]]:
     """[number of first ids as in the turn before, the prompt's others, reply] of each turn: prompts grow from turn to turn."""
-    packed, before = list[list[Any]](), list[int]()
+    packed, previous_ids = list[list[Any]](), list[int]()
     for turn in turns:
-        pairs = enumerate(zip(before, turn.prompt, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(turn.prompt)))
-        packed.append([same, turn.prompt[same:], turn.reply])
-        before = [*turn.prompt, *turn.reply]
+        pairs = enumerate(zip(previous_ids, turn.prompt, strict=False))
+        common_prefix = next((i for i, (a, b) in pairs if a != b), min(len(previous_ids), len(turn.prompt)))
+        packed.append([common_prefix, turn.prompt[common_prefix:], turn.reply])
+        previous_ids = [*turn.prompt, *turn.reply]
     return packed
 
 
@@ -146,14 +148,14 @@ def documents_of(packed: Sequence[Sequence[Any]]) -> list[dict[str, list[int]]]:
     A turn that continues all ids of the one before stays in its text. Others, such as after a template that changes earlier
     turns, begin one of their own.
     """
-    found = list[dict[str, list[int]]]()
-    for same, more, reply in packed:
-        ids = found[-1]["input_ids"] if found else []
-        if not found or same < len(ids):
-            found.append({"input_ids": ids[:same], "loss_mask": [0] * same})
-        found[-1]["input_ids"] += [*more, *reply]
-        found[-1]["loss_mask"] += [0] * len(more) + [1] * len(reply)
-    return found
+    documents = list[dict[str, list[int]]]()
+    for common_prefix, prompt_ids, reply in packed:
+        ids = documents[-1]["input_ids"] if documents else []
+        if not documents or common_prefix < len(ids):
+            documents.append({"input_ids": ids[:common_prefix], "loss_mask": [0] * common_prefix})
+        documents[-1]["input_ids"] += [*prompt_ids, *reply]
+        documents[-1]["loss_mask"] += [0] * len(prompt_ids) + [1] * len(reply)
+    return documents
 
 
 @dataclass(slots=True)
@@ -173,10 +175,10 @@ class Dialogue:
         if self.failed or (self.finish and self.finish[-1] != "stop"):
             return None
         script, prompt = self.job.script.messages, list(self.messages)
-        for at in range(self._at, len(script)):
-            prompt.append(script[at])
-            if script[at]["role"] == "user":
-                self.messages, self._at = prompt, at + 1
+        for index in range(self._at, len(script)):
+            prompt.append(script[index])
+            if script[index]["role"] == "user":
+                self.messages, self._at = prompt, index + 1
                 return list(prompt)
         return None
 
@@ -194,15 +196,15 @@ class Dialogue:
     def record(self) -> dict[str, Any]:
         """The journal's record: the conversation up to its last reply, and the reason if it failed."""
         job = self.job
-        about: dict[str, Any] = {"id": job.id, "prompt_id": job.script.id, "sample": job.sample}
+        entry: dict[str, Any] = {"id": job.id, "prompt_id": job.script.id, "sample": job.sample}
         if self.failed is not None:
-            about["failed"] = self.failed
+            entry["failed"] = self.failed
         if not self.finish:
-            return about
+            return entry
         last = max(i for i, m in enumerate(self.messages) if m["role"] == ASSISTANT)
-        about |= {"temperature": job.temperature, "seed": job.seed, "messages": self.messages[: last + 1]}
-        about |= {"finish": self.finish, "tokens": self.tokens}
-        about |= {ARGUMENTS: job.script.arguments} if job.script.arguments else {}
-        known = [turn for turn in self.turns if turn is not None]
-        without = len(known) < len(self.turns) or sources_of(self.messages)  # ids of images are this process's own
-        return about if without else about | {"turns": packed_turns(known)}
+        entry |= {"temperature": job.temperature, "seed": job.seed, "messages": self.messages[: last + 1]}
+        entry |= {"finish": self.finish, "tokens": self.tokens}
+        entry |= {ARGUMENTS: job.script.arguments} if job.script.arguments else {}
+        token_turns = [turn for turn in self.turns if turn is not None]
+        lacks_tokens = len(token_turns) < len(self.turns) or sources_of(self.messages)  # ids of images are this process's own
+        return entry if lacks_tokens else entry | {"turns": packed_turns(token_turns)}

@@ -46,10 +46,10 @@ def open_hub(source: SourceOptions, cache: Path) -> tuple[Records, str | None]:
     """
     folder, spool = cache / "hub", cache / "spool"
     try:
-        found = _listed(source, folder)
-        whole = source.limit is None or (found.files and not found.files[0].endswith(STREAMED))
-        records = _whole(source, found, spool) if whole else _limited(source, found, folder, spool)
-        return records, found.commit if found.files else None
+        split_files = _listed(source, folder)
+        downloads_files = source.limit is None or (split_files.files and not split_files.files[0].endswith(STREAMED))
+        records = _whole(source, split_files, spool) if downloads_files else _limited(source, split_files, folder, spool)
+        return records, split_files.commit if split_files.files else None
     except UserError:
         raise
     except Exception as error:  # the libraries and their parsers raise errors of every kind
@@ -81,19 +81,19 @@ def _listed(source: SourceOptions, folder: Path) -> SplitFiles:
     """The split's files, from the hub; where it cannot be reached, as they were when it was read last."""
     record = folder / f"{_key(source)}.json"
     try:
-        found = _ask(source)
+        split_files = _ask(source)
     except UserError:
         raise
     except Exception as error:
         if record.is_file() and _unreachable(source, error):
             return _read(record)
         raise
-    if found is None:
+    if split_files is None:
         return _read(record) if record.is_file() else SplitFiles(source.path, "", ())
-    if found.files:
-        content = {"name": found.name, "commit": found.commit, "files": list(found.files)}
+    if split_files.files:
+        content = {"name": split_files.name, "commit": split_files.commit, "files": list(split_files.files)}
         atomic_write_bytes(record, json.dumps(content, indent=2).encode(), NO_ROOM)
-    return found
+    return split_files
 
 
 def _ask(source: SourceOptions) -> SplitFiles | None:
@@ -110,9 +110,9 @@ def _ask(source: SourceOptions) -> SplitFiles | None:
     if split not in by_split:
         splits = ", ".join(map(str, by_split))
         raise UserError(f"data.path={source.path}: it has no split '{split}' but {splits}; set data.split to one of them")
-    places = [PLACE.fullmatch(str(name)) for name in by_split.get(split, ())]
-    files = [(place["name"], place["commit"], place["file"]) for place in places if place is not None]
-    if len(files) < len(places) or not files or not all(file.endswith(LINES + TABLES) for _, _, file in files):
+    matches = [PLACE.fullmatch(str(name)) for name in by_split.get(split, ())]
+    files = [(match["name"], match["commit"], match["file"]) for match in matches if match is not None]
+    if len(files) < len(matches) or not files or not all(file.endswith(LINES + TABLES) for _, _, file in files):
         return SplitFiles(source.path, str(builder.hash or ""), ())
     return SplitFiles(files[0][0], files[0][1], tuple(file for _, _, file in files))
 
@@ -122,21 +122,21 @@ def _read(record: Path) -> SplitFiles:
     return SplitFiles(content["name"], content["commit"], tuple(content["files"]))
 
 
-def _whole(source: SourceOptions, found: SplitFiles, spool: Path) -> Records:
+def _whole(source: SourceOptions, split_files: SplitFiles, spool: Path) -> Records:
     """All records, or the first ones: files are downloaded in order, and no more than the limit needs."""
     from huggingface_hub import hf_hub_download
 
-    if not found.files:
+    if not split_files.files:
         return _loaded(source)
-    parts: list[Records] = []
-    left, root = source.limit, ""
-    for file in found.files:
-        path = hf_hub_download(found.name, file, repo_type="dataset", revision=found.commit)
+    file_records: list[Records] = []
+    remaining, root = source.limit, ""
+    for file in split_files.files:
+        path = hf_hub_download(split_files.name, file, repo_type="dataset", revision=split_files.commit)
         root = path.removesuffix(f"/{file}")
-        parts.append(open_records(Path(path), left, spool))
-        if left is not None and (left := left - len(parts[-1])) == 0:
+        file_records.append(open_records(Path(path), remaining, spool))
+        if remaining is not None and (remaining := remaining - len(file_records[-1])) == 0:
             break
-    return Fetched(parts[0] if len(parts) == 1 else JoinedRecords(parts), Path(root), found.name)
+    return Fetched(file_records[0] if len(file_records) == 1 else JoinedRecords(file_records), Path(root), split_files.name)
 
 
 def _loaded(source: SourceOptions) -> Records:
@@ -147,15 +147,15 @@ def _loaded(source: SourceOptions) -> Records:
     return Loaded(source.path, rows)
 
 
-def _limited(source: SourceOptions, found: SplitFiles, folder: Path, spool: Path) -> Records:
+def _limited(source: SourceOptions, split_files: SplitFiles, folder: Path, spool: Path) -> Records:
     """The first records, streamed once and kept as JSON lines. Records with values that JSON lacks are kept in memory."""
-    kept = folder / f"{_key(source)}-{found.commit[:12] or 'unknown'}-{source.limit}.jsonl"
-    with _alone(kept):
-        if not kept.is_file():
+    cache_file = folder / f"{_key(source)}-{split_files.commit[:12] or 'unknown'}-{source.limit}.jsonl"
+    with _alone(cache_file):
+        if not cache_file.is_file():
             from datasets import load_dataset  # slow to import
 
             rows: Any = load_dataset(
-                source.path, streaming=True, **_asked(source, found.commit if found.files else source.revision)
+                source.path, streaming=True, **_asked(source, split_files.commit if split_files.files else source.revision)
             )
             streamed = Listed(source.path, islice(rows, source.limit))
             try:
@@ -164,9 +164,9 @@ def _limited(source: SourceOptions, found: SplitFiles, folder: Path, spool: Path
                 return streamed
             if not lines:
                 raise UserError(f"data.path={source.path}: split '{source.split}' has no record; set data.split to another one")
-            with atomic_file(kept, NO_ROOM) as file:
+            with atomic_file(cache_file, NO_ROOM) as file:
                 file.write(lines)
-    return _Rows(open_records(kept, None, spool), source.path)
+    return _Rows(open_records(cache_file, None, spool), source.path)
 
 
 class _Rows:
@@ -196,8 +196,8 @@ def _asked(source: SourceOptions, revision: str | None) -> dict[str, Any]:
 
 
 def _key(source: SourceOptions) -> str:
-    asked = [source.path, source.config, source.split, source.files, source.revision]
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]
+    key_fields = [source.path, source.config, source.split, source.files, source.revision]
+    return hashlib.sha256(json.dumps(key_fields).encode()).hexdigest()[:24]
 
 
 def _unreachable(source: SourceOptions, error: Exception) -> bool:

@@ -82,18 +82,18 @@ class JournalContents:
 
 def scan(folder: Path) -> JournalContents:
     """Read all files of a folder."""
-    found = JournalContents(set(), [])
+    contents = JournalContents(set(), [])
     for path in sorted(folder.glob(FILES)):
-        bad: list[str] = []
-        for number, (_, _, record) in enumerate(_lines(path), start=1):
+        damaged_lines: list[str] = []
+        for line_number, (_, _, record) in enumerate(_lines(path), start=1):
             if record is None:
-                bad.append(f"{path}:{number}")
+                damaged_lines.append(f"{path}:{line_number}")
                 continue
-            found.damaged.extend(bad)
-            bad.clear()
+            contents.damaged.extend(damaged_lines)
+            damaged_lines.clear()
             if "messages" in record:
-                found.answered.add(record["id"])
-    return found
+                contents.answered.add(record["id"])
+    return contents
 
 
 def whole_bytes(path: Path) -> int:
@@ -139,12 +139,12 @@ def check_settings(folder: Path, settings: dict[str, Any], write: bool) -> None:
         if write:
             write_sealed_json(path, settings)
         return
-    before = _flat(read_sealed_json(path, "the settings of a journal", "name another out=, or remove the folder"))
-    now = _flat(settings)
-    for name in sorted(before):  # those of an earlier version may be fewer
-        if before.get(name) != now.get(name):
+    recorded = _flat(read_sealed_json(path, "the settings of a journal", "name another out=, or remove the folder"))
+    current = _flat(settings)
+    for name in sorted(recorded):  # those of an earlier version may be fewer
+        if recorded.get(name) != current.get(name):
             raise UserError(
-                f"{folder} was begun with {name} {json.dumps(before.get(name))}, now it is {json.dumps(now.get(name))} "
+                f"{folder} was begun with {name} {json.dumps(recorded.get(name))}, now it is {json.dumps(current.get(name))} "
                 f"(see {SETTINGS} there); repeat that, name another out=, or remove the folder"
             )
 

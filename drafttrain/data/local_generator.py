@@ -39,12 +39,12 @@ class LocalGenerator:
     def _answer(self, temperature: float, jobs: list[GenerationJob], finished: Finished, tick: Tick) -> None:
         decoder, slots = self.decoder_at(temperature), min(self.batch_size, len(jobs))
         session = Session(decoder, slots, self.max_length + decoder.scratch)
-        waiting, under_way = iter(jobs), _ActiveDialogues(self.tokenizer, self.max_length, session, self.images)
-        while under_way.fill(waiting, 2 * slots, finished):
+        pending_jobs, active = iter(jobs), _ActiveDialogues(self.tokenizer, self.max_length, session, self.images)
+        while active.fill(pending_jobs, 2 * slots, finished):
             for chunk in session.step():
                 tick(len(chunk.tokens))
                 if chunk.result.ended_by:
-                    under_way.end(chunk.result, finished)
+                    active.end(chunk.result, finished)
 
 
 class _ActiveDialogues:

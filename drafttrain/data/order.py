@@ -73,24 +73,24 @@ class Mixture:
         """
         if self.weights is None:
             return np.arange(sum(self.sizes))
-        parts, first = [], 0
+        source_draws, offset = [], 0
         for source, (size, share) in enumerate(zip(self.sizes, self.shares(sum(self.sizes)), strict=True)):
-            parts.append(first + self._drawn(source, size, number * share, (number + 1) * share))
-            first += size
-        return np.concatenate(parts)
+            source_draws.append(offset + self._drawn(source, size, number * share, (number + 1) * share))
+            offset += size
+        return np.concatenate(source_draws)
 
     def shares(self, total: int) -> list[int]:
         """Split `total` among the sources by weight, rounded so that the parts add up."""
         weights = self.sizes if self.weights is None else self.weights
-        exact = np.array(weights, np.float64) * (total / sum(weights))
-        counts = np.floor(exact).astype(int)
-        counts[np.argsort(counts - exact, kind="stable")[: total - counts.sum()]] += 1
+        exact_counts = np.array(weights, np.float64) * (total / sum(weights))
+        counts = np.floor(exact_counts).astype(int)
+        counts[np.argsort(counts - exact_counts, kind="stable")[: total - counts.sum()]] += 1
         return [int(count) for count in counts]
 
     def _drawn(self, source: int, size: int, start: int, stop: int) -> NDArray[np.int64]:
         """Places `start` to `stop` of endless shuffled passes over a source."""
         passes = range(start // size, -(-stop // size)) if size else range(0)
-        order = [np.random.default_rng([self.seed % 2**64, source, p, MIX]).permutation(size) for p in passes]
+        order = [np.random.default_rng([self.seed % 2**64, source, pass_index, MIX]).permutation(size) for pass_index in passes]
         return np.concatenate(order)[start - passes.start * size :][: stop - start] if order else np.zeros(0, np.int64)
 
 
@@ -130,50 +130,50 @@ class Order:
         if (number, batch) not in self._epochs:
             while len(self._epochs) > 1:  # a batch spans two epochs at most, unless the data is smaller than a batch
                 self._epochs.pop(next(iter(self._epochs)))
-            draw, members = generator(self.seed, 1 + number), self.mixture.epoch(number)
-            shuffled = members[draw.permutation(len(members))]
+            rng, conversations = generator(self.seed, 1 + number), self.mixture.epoch(number)
+            shuffled = conversations[rng.permutation(len(conversations))]
             rows = (row for conversation in shuffled for row in self.groups.rows(int(conversation)))
-            self._epochs[number, batch] = Epoch(_windows(rows, batch, draw, self.lengths))
+            self._epochs[number, batch] = Epoch(_windows(rows, batch, rng, self.lengths))
         return self._epochs[number, batch]
 
     def row(self, place: int, batch: int) -> int:
         """The row at this place in the concatenation of all epochs."""
-        number = 0
+        epoch_number = 0
         while True:
-            size = self._size(number)
+            size = self._size(epoch_number)
             if size is None or place < size:
-                epoch = self.epoch(number, batch)
+                epoch = self.epoch(epoch_number, batch)
                 if (row := epoch.row(place)) is not None:
                     return row
-                size = self._sizes[self._size_key(number)] = len(epoch.known)
+                size = self._sizes[self._size_key(epoch_number)] = len(epoch.known)
             if not size:
                 raise UserError("no conversation has a supervised token to train on; raise data.max_length")
-            passed = 1 if self.mixture.weights else place // size
-            number, place = number + passed, place - passed * size
+            skipped_epochs = 1 if self.mixture.weights else place // size
+            epoch_number, place = epoch_number + skipped_epochs, place - skipped_epochs * size
 
-    def _size(self, number: int) -> int | None:
+    def _size(self, epoch_number: int) -> int | None:
         """Number of rows of an epoch; None while it is unknown."""
-        key = self._size_key(number)
+        key = self._size_key(epoch_number)
         if key not in self._sizes and self.groups.complete:
-            self._sizes[key] = self.groups.total(self.mixture.epoch(number))
+            self._sizes[key] = self.groups.total(self.mixture.epoch(epoch_number))
         return self._sizes.get(key)
 
-    def _size_key(self, number: int) -> int:
-        return number if self.mixture.weights else 0
+    def _size_key(self, epoch_number: int) -> int:
+        return epoch_number if self.mixture.weights else 0
 
 
 def _windows(
-    rows: Iterator[int], batch: int, draw: np.random.Generator, lengths: Sequence[Encoded] | None
+    rows: Iterator[int], batch: int, rng: np.random.Generator, lengths: Sequence[Encoded] | None
 ) -> Iterator[list[int]]:
     while window := list(islice(rows, WINDOW * batch)):
-        yield window if lengths is None else _grouped(window, batch, draw, lengths)
+        yield window if lengths is None else _grouped(window, batch, rng, lengths)
 
 
-def _grouped(window: list[int], batch: int, draw: np.random.Generator, lengths: Sequence[Encoded]) -> list[int]:
+def _grouped(window: list[int], batch: int, rng: np.random.Generator, lengths: Sequence[Encoded]) -> list[int]:
     window = sorted(window, key=lambda row: len(lengths[row].token_ids))
-    full = len(window) // batch
-    order = [row for b in draw.permutation(full) for row in window[b * batch : (b + 1) * batch]]
-    return order + window[full * batch :]
+    full_batches = len(window) // batch
+    order = [row for b in rng.permutation(full_batches) for row in window[b * batch : (b + 1) * batch]]
+    return order + window[full_batches * batch :]
 
 
 def generator(seed: int, stream: int) -> np.random.Generator:

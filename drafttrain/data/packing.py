@@ -22,8 +22,8 @@ class Packed(Sequence[Encoded]):
 
     def origin(self, row: int) -> str:
         """The records of a row, as messages name them: what is wrong with a row is so with one of them at least."""
-        named = [self.rows.origin(i) for i in self.members[row]] if isinstance(self.rows, PoolRows) else []
-        records = list(dict.fromkeys(named)) or [f"row {row + 1}"]
+        origins = [self.rows.origin(i) for i in self.members[row]] if isinstance(self.rows, PoolRows) else []
+        records = list(dict.fromkeys(origins)) or [f"row {row + 1}"]
         return records[0] if len(records) == 1 else f"one of {', '.join(records)}"
 
     def __len__(self) -> int:
@@ -51,16 +51,16 @@ def pack(rows: Sequence[Encoded], length: int, chosen: Sequence[int] | None = No
     lengths = {i: len(rows[i].token_ids) for i in (range(len(rows)) if chosen is None else chosen)}
     for i in sorted(lengths if chosen is None else chosen, key=lambda i: (-lengths[i], i)):
         size = lengths[i]
-        fitting = free_sizes >> size
-        if fitting:
-            free = size + (fitting & -fitting).bit_length() - 1
-            row = rows_by_free[free].pop()
-            if not rows_by_free[free]:
-                free_sizes ^= 1 << free
+        fitting_sizes = free_sizes >> size
+        if fitting_sizes:
+            free_tokens = size + (fitting_sizes & -fitting_sizes).bit_length() - 1
+            row = rows_by_free[free_tokens].pop()
+            if not rows_by_free[free_tokens]:
+                free_sizes ^= 1 << free_tokens
         else:
-            free, row = length, len(members)
+            free_tokens, row = length, len(members)
             members.append([])
         members[row].append(i)
-        rows_by_free.setdefault(free - size, []).append(row)
-        free_sizes |= 1 << (free - size)
+        rows_by_free.setdefault(free_tokens - size, []).append(row)
+        free_sizes |= 1 << (free_tokens - size)
     return Packed(rows, members)

@@ -24,11 +24,11 @@ def image_part(origin: str, place: str, part: dict[str, Any]) -> dict[str, str]:
     name = next((key for key in SOURCES if part.get(key) is not None), None)
     source = part.get(name) if name else None
     if isinstance(source, dict):  # {"image_url": {"url": ...}}, or {"bytes": ..., "path": ...} of `datasets`
-        inside = source.get("bytes")
-        source = _inline(inside) if isinstance(inside, bytes) else source.get("url") or source.get("path")
+        image_bytes = source.get("bytes")
+        source = _inline(image_bytes) if isinstance(image_bytes, bytes) else source.get("url") or source.get("path")
     if not isinstance(source, str) or not source:
-        got = "nothing" if source is None else type(source).__name__
-        raise UserError(f'{origin}: expected a path or base64 in the image of {place}, got {got}; write {{"image": PATH}}')
+        shown = "nothing" if source is None else type(source).__name__
+        raise UserError(f'{origin}: expected a path or base64 in the image of {place}, got {shown}; write {{"image": PATH}}')
     if name == "base64" and not source.startswith(INLINE):
         source = f"{INLINE}image;base64,{source}"
     return {"type": "image", "image": source}
@@ -39,24 +39,24 @@ def with_images(origin: str, messages: list[dict[str, Any]], filled: dict[str, A
 
     Raises UserError for another number of places than images, and for a record with sound or video.
     """
-    if other := next((name for name in ("videos", "audios") if filled.get(name)), None):
-        raise UserError(f"{origin}: expected text and images, got `{other}`; remove the record")
-    places = sum(text_of(message["content"]).count(PLACE) for message in messages)
-    images = filled.get("images") or ([filled["image"]] if places and "image" in filled else [])
-    users = [message for message in messages if message["role"] == "user"]
-    if not images or not users or sources_of(messages):
+    if media_key := next((name for name in ("videos", "audios") if filled.get(name)), None):
+        raise UserError(f"{origin}: expected text and images, got `{media_key}`; remove the record")
+    slots = sum(text_of(message["content"]).count(PLACE) for message in messages)
+    images = filled.get("images") or ([filled["image"]] if slots and "image" in filled else [])
+    user_turns = [message for message in messages if message["role"] == "user"]
+    if not images or not user_turns or sources_of(messages):
         return messages
-    if not isinstance(images, list) or places not in (0, len(images)):
-        got = f"{len(images)} images" if isinstance(images, list) else type(images).__name__
-        raise UserError(f"{origin}: expected an image for each of {places} {PLACE}, got {got}; correct `images` or the text")
-    left = iter([image_part(origin, "images", {"type": "image", "image": image}) for image in images])
-    if not places:
-        users[0]["content"] = [*left, {"type": "text", "text": users[0]["content"]}]
-    for message in messages if places else ():
-        first, *others = text_of(message["content"]).split(PLACE)
-        parts = [first, *(part for text in others for part in (next(left), text))]
-        kept = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts if part]
-        message["content"] = kept if others else message["content"]
+    if not isinstance(images, list) or slots not in (0, len(images)):
+        shown = f"{len(images)} images" if isinstance(images, list) else type(images).__name__
+        raise UserError(f"{origin}: expected an image for each of {slots} {PLACE}, got {shown}; correct `images` or the text")
+    image_parts = iter([image_part(origin, "images", {"type": "image", "image": image}) for image in images])
+    if not slots:
+        user_turns[0]["content"] = [*image_parts, {"type": "text", "text": user_turns[0]["content"]}]
+    for message in messages if slots else ():
+        first, *later_texts = text_of(message["content"]).split(PLACE)
+        interleaved = [first, *(part for text in later_texts for part in (next(image_parts), text))]
+        content_parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in interleaved if part]
+        message["content"] = content_parts if later_texts else message["content"]
     return messages
 
 

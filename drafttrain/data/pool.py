@@ -85,13 +85,13 @@ class Conversations:
         ones.
         """
         self.request(numbers)
-        left = numbers[self.documents_C[numbers] == UNKNOWN]
-        while len(left):
+        pending = numbers[self.documents_C[numbers] == UNKNOWN]
+        while len(pending):
             assert self._preparer is not None, "the call of request above sets it"
-            before = len(left)
+            pending_before = len(pending)
             self._add(next(self._preparer))
-            left = left[self.documents_C[left] == UNKNOWN]
-            advance(before - len(left))
+            pending = pending[self.documents_C[pending] == UNKNOWN]
+            advance(pending_before - len(pending))
 
     def rows(self, number: int) -> list[Encoded]:
         """This conversation's rows. Empty if it has no supervised token."""
@@ -116,8 +116,8 @@ class Conversations:
     def close(self) -> None:
         """Stop the workers. Blocks that they have written are kept and counted."""
         if self._preparer is not None:
-            for done in self._preparer.finished():
-                self._add(done, done.block.sound_N)
+            for prepared in self._preparer.finished():
+                self._add(prepared, prepared.block.sound_N)
             self._preparer.close()
 
     def _tasks(self, order: NDArray[np.int64]) -> Iterator[Task]:
@@ -127,27 +127,29 @@ class Conversations:
             for source in np.unique(source_of).tolist():
                 yield Task(source, (chunk[source_of == source] - self.first[source]).tolist())
 
-    def _add(self, done: PreparedBlock, taken_N: NDArray[np.bool_] | None = None) -> None:
+    def _add(self, prepared: PreparedBlock, taken_N: NDArray[np.bool_] | None = None) -> None:
         """Register a block. taken_N: which of its records; None: all."""
-        inside_N = done.block.record_N < self.sizes[done.source]
-        places = np.flatnonzero(inside_N if taken_N is None else inside_N & taken_N)
-        numbers = self.first[done.source] + done.block.record_N[places]
-        fresh = self.documents_C[numbers] == UNKNOWN
-        self.missing -= int(fresh.sum())
-        self.documents_C[numbers] = done.block.documents_N[places]
-        self._block_C[numbers], self._place_C[numbers] = len(self.blocks), places
-        self.blocks.append(done)
-        self.encoder.images.add(done.block.images())
-        for place in places[fresh & ~done.block.sound_N[places]].tolist():
-            self._faults.add(str(done.block.batch["fault"][place]))
+        in_range_N = prepared.block.record_N < self.sizes[prepared.source]
+        indices = np.flatnonzero(in_range_N if taken_N is None else in_range_N & taken_N)
+        numbers = self.first[prepared.source] + prepared.block.record_N[indices]
+        is_new = self.documents_C[numbers] == UNKNOWN
+        self.missing -= int(is_new.sum())
+        self.documents_C[numbers] = prepared.block.documents_N[indices]
+        self._block_C[numbers], self._place_C[numbers] = len(self.blocks), indices
+        self.blocks.append(prepared)
+        self.encoder.images.add(prepared.block.images())
+        for index in indices[is_new & ~prepared.block.sound_N[indices]].tolist():
+            self._faults.add(str(prepared.block.batch["fault"][index]))
 
     def entries_of(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(numbers, places) of the conversations that are read from this block."""
-        done = self.blocks[block]
-        places = np.flatnonzero(done.block.record_N < self.sizes[done.source])
-        numbers = self.first[done.source] + done.block.record_N[places]
-        own = (self._block_C[numbers] == block) & (self._place_C[numbers] == places) & (self.documents_C[numbers] != UNKNOWN)
-        return numbers[own], places[own]
+        prepared = self.blocks[block]
+        indices = np.flatnonzero(prepared.block.record_N < self.sizes[prepared.source])
+        numbers = self.first[prepared.source] + prepared.block.record_N[indices]
+        current = (
+            (self._block_C[numbers] == block) & (self._place_C[numbers] == indices) & (self.documents_C[numbers] != UNKNOWN)
+        )
+        return numbers[current], indices[current]
 
     @property
     def faults(self) -> list[str]:

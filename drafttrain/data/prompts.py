@@ -45,10 +45,10 @@ def load_prompts(prompts: str | Sequence[str], limit: int | None = None) -> list
         raise UserError(
             f"the prompt limit must be at least 1, got {limit}; raise measure.limit, or leave it out to read everything"
         )
-    named: list[Any] = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
-    if not named or not all(isinstance(name, str) for name in named):
+    names: list[Any] = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+    if not names or not all(isinstance(name, str) for name in names):
         raise UserError(f"measure.prompts is {prompts!r}; name embedded, a file, or one or more of {', '.join(SETS)}")
-    return [prompt for name in named for prompt in _load(name, limit)]
+    return [prompt for name in names for prompt in _load(name, limit)]
 
 
 def named_prompts(prompts: str | Sequence[str]) -> str:
@@ -59,34 +59,34 @@ def named_prompts(prompts: str | Sequence[str]) -> str:
 def _load(name: str, limit: int | None) -> list[Prompt]:
     if name in SETS:
         return [_prompt(origin, record, i, name, name) for i, (origin, record) in enumerate(hub_records(name, limit), start=1)]
-    chosen, _, path = name.partition(":")
-    if chosen not in SETS:
-        chosen, path = "", name
+    set_name, _, path = name.partition(":")
+    if set_name not in SETS:
+        set_name, path = "", name
     file = ASSETS / "prompts.jsonl" if path == "embedded" else path_of(path, "prompts")
     records = read_records(file, limit, cache_folder(DataOptions()) / "spool")
-    category = chosen or file.name.split(".")[0]
-    read = enumerate(records, start=1)
-    return [_prompt(origin, record, i, category, chosen, file.parent) for i, (origin, record) in read]
+    category = set_name or file.name.split(".")[0]
+    numbered = enumerate(records, start=1)
+    return [_prompt(origin, record, i, category, set_name, file.parent) for i, (origin, record) in numbered]
 
 
-def _prompt(origin: str, record: dict[str, Any], number: int, category: str, chosen: str, folder: Path | None = None) -> Prompt:
+def _prompt(origin: str, record: dict[str, Any], index: int, category: str, chosen: str, folder: Path | None = None) -> Prompt:
     """category: used if the record has none. chosen: the record's public set; empty: recognised by its fields.
 
     folder: that of the file, to which the paths of images are relative.
     """
-    of = SETS.get(chosen)
-    turns = of.turns(record) if of else _turns_by_field(record)
-    turns = turns if of else _with_images(origin, record, turns, folder)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) or of is None for turn in turns):
-        got = keys_of(record)
-        form = f"the fields of {chosen}" if of else "`turns`, a list of strings (or `prompt`, or `question`)"
-        raise UserError(f"{origin}: expected {form}, got {got}; write the prompt so")
+    spec = SETS.get(chosen)
+    turns = spec.turns(record) if spec else _turns_by_field(record)
+    turns = turns if spec else _with_images(origin, record, turns, folder)
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) or spec is None for turn in turns):
+        record_keys = keys_of(record)
+        expected = f"the fields of {chosen}" if spec else "`turns`, a list of strings (or `prompt`, or `question`)"
+        raise UserError(f"{origin}: expected {expected}, got {record_keys}; write the prompt so")
     if not text_of(turns[0]).strip():
         raise UserError(f"{origin}: expected text in the first turn, got a blank string; fill it, or remove the record")
-    question_id = record.get(of.name) if of and of.name else record.get("question_id", record.get("task_id"))
-    question_id = number if question_id is None else question_id
-    category = record.get((of and of.category) or "category") or category
-    reference = record.get(of.reference) if of and of.reference else record.get("reference")
+    question_id = record.get(spec.name) if spec and spec.name else record.get("question_id", record.get("task_id"))
+    question_id = index if question_id is None else question_id
+    category = record.get((spec and spec.category) or "category") or category
+    reference = record.get(spec.reference) if spec and spec.reference else record.get("reference")
     name = question_id if isinstance(question_id, int) else printable(str(question_id))
     return Prompt(name, printable(str(category)), turns, *_format(origin, record), reference, chosen or None)
 
@@ -94,20 +94,20 @@ def _prompt(origin: str, record: dict[str, Any], number: int, category: str, cho
 def _with_images(origin: str, record: dict[str, Any], turns: Any, folder: Path | None) -> Any:
     """The turns with the files of their images: lists of parts in `turns`, or the user's turns of `messages`."""
     if turns is None and isinstance(record.get("messages"), list):
-        read = conversation(origin, {"messages": record["messages"]}, "messages", False, folder)
+        parsed = conversation(origin, {"messages": record["messages"]}, "messages", False, folder)
     elif isinstance(turns, list) and any(isinstance(turn, list) for turn in turns):
-        read = conversation(origin, {"turns": turns}, "turns", False, folder)
+        parsed = conversation(origin, {"turns": turns}, "turns", False, folder)
     else:
         return turns if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns) else None
-    return [message["content"] for message in read.messages if message["role"] == "user"]
+    return [message["content"] for message in parsed.messages if message["role"] == "user"]
 
 
 def _turns_by_field(record: dict[str, Any]) -> Any:
     """The turns of a record of unknown form, recognised by its fields."""
     if record.get("turns") is not None:
         return record["turns"]
-    found = (field_of(key)(record) for key in SINGLE)
-    return next((turns for turns in [*found, *(s.turns(record) for s in SETS.values())] if turns is not None), None)
+    candidates = (field_of(key)(record) for key in SINGLE)
+    return next((turns for turns in [*candidates, *(s.turns(record) for s in SETS.values())] if turns is not None), None)
 
 
 def _format(origin: str, record: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
@@ -135,7 +135,7 @@ def encode_prompt(
 
 def dialogue(turns: Sequence[Content], replies: Sequence[str]) -> list[dict[str, Any]]:
     """The first turns with the replies between them, one turn more than replies."""
-    contents = [part for pair in zip(turns, replies, strict=False) for part in pair] + [turns[len(replies)]]
+    contents = [text for pair in zip(turns, replies, strict=False) for text in pair] + [turns[len(replies)]]
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
@@ -157,14 +157,14 @@ def encode_messages(
                 f"{sources[0][:80]}: images need a chat template, and the tokenizer has none; choose another target"
             )
         return list(tokenizer("\n\n".join(m["content"] for m in messages) + (reply or ""), verbose=False)["input_ids"])
-    answered = [dict(m) for m in messages] + ([] if reply is None else [{"role": "assistant", "content": reply}])
-    refused = f"the chat template refuses the prompt {text_of(messages[0]['content'])[:40]!r}"
-    with template_errors(refused, template_origin(tokenizer), "use a template that takes user turns"):
-        how = {"add_generation_prompt": reply is None, "tokenize": False}
-        text = str(tokenizer.apply_chat_template(answered, **{**(arguments or {}), **how}))
+    full_messages = [dict(m) for m in messages] + ([] if reply is None else [{"role": "assistant", "content": reply}])
+    refusal = f"the chat template refuses the prompt {text_of(messages[0]['content'])[:40]!r}"
+    with template_errors(refusal, template_origin(tokenizer), "use a template that takes user turns"):
+        render_options = {"add_generation_prompt": reply is None, "tokenize": False}
+        text = str(tokenizer.apply_chat_template(full_messages, **{**(arguments or {}), **render_options}))
     if not sources:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     origin = f"the prompt {text_of(messages[0]['content'])[:40]!r}"
-    full = images.expand(text, sources, origin)
-    ids = tokenizer(full.text, add_special_tokens=False, verbose=False)["input_ids"]
-    return [int(i) for i in images.ids(ids, full.images, origin)]
+    expanded = images.expand(text, sources, origin)
+    ids = tokenizer(expanded.text, add_special_tokens=False, verbose=False)["input_ids"]
+    return [int(i) for i in images.ids(ids, expanded.images, origin)]

@@ -27,10 +27,10 @@ def template_hash(template: str | None) -> str | None:
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase, template: Any) -> str:
     """sha256 of a tokenizer's vocabulary and rules, and of the chat template that is used with it."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    rules = fast.to_str() if fast is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    parts = [rules, template, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    hashed_fields = [rules, template, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}]
+    return hashlib.sha256(json.dumps(hashed_fields, sort_keys=True).encode()).hexdigest()
 
 
 def find_provenance(data: str) -> dict[str, Any] | None:
@@ -46,12 +46,12 @@ def find_provenance(data: str) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or not isinstance(found["target"], dict):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or not isinstance(record["target"], dict):
             raise ValueError("no target in it")
     except (ValueError, KeyError, RecursionError) as error:
         raise UserError(f"{file}: expected a record of drafttrain prepare, got {error}; prepare the data again") from error
-    return found
+    return record
 
 
 def shards_of(path: Path) -> list[Path]:
@@ -59,14 +59,14 @@ def shards_of(path: Path) -> list[Path]:
 
     Raises UserError if files are missing or have been added, judged by their names.
     """
-    found, sums = sorted(path.glob(SHARDS)), listed(path, AGAIN) or {}
+    shards, sums = sorted(path.glob(SHARDS)), listed(path, AGAIN) or {}
     if FILE not in sums:  # written by an earlier version, or not prepared
-        return found if (path / FILE).is_file() else []
-    here = {file.name for file in (*found, path / FILE) if file.is_file()}
-    if apart := sorted(here ^ {name for name in sums if name == FILE or fnmatch(name, SHARDS)}):
-        fault = f"{apart[0]} is not in {LISTED}" if apart[0] in here else f"{apart[0]}, which {LISTED} lists, is not there"
+        return shards if (path / FILE).is_file() else []
+    names = {file.name for file in (*shards, path / FILE) if file.is_file()}
+    if stray := sorted(names ^ {name for name in sums if name == FILE or fnmatch(name, SHARDS)}):
+        fault = f"{stray[0]} is not in {LISTED}" if stray[0] in names else f"{stray[0]}, which {LISTED} lists, is not there"
         raise UserError(changed(path, fault, AGAIN))
-    return found
+    return shards
 
 
 def check_shard(path: Path) -> str | None:
@@ -86,16 +86,16 @@ def foreign(data: str, target: dict[str, Any], template: str | None) -> str | No
     """
     if data == EMBEDDED:
         return None if target["name"] == EMBEDDED else "the embedded replies are the embedded target's"
-    found = find_provenance(data)
-    if found is None:
+    record = find_provenance(data)
+    if record is None:
         return "nothing says who wrote its replies"
-    writer = found["target"]
+    writer = record["target"]
     if writer.get("fingerprint") is None:
         if not _same_name(str(writer["path"]), str(target["path"])):
             return f"its replies are those of {writer['path']}"
     elif writer["fingerprint"] != target["fingerprint"]:
         return f"its replies are those of {writer['path'] or writer['name']}, whose weights are others"
-    if found.get("template") is not None and found["template"] != template_hash(template):
+    if record.get("template") is not None and record["template"] != template_hash(template):
         return "its prompts were asked with another chat template"
     return None
 

@@ -45,9 +45,9 @@ class PublishedCounts:
 
     def summary(self) -> dict[str, Any]:
         """The counts under their names in summary.json."""
-        named = {name: self.found[name] for name in RULES}
-        plain = {name: getattr(self, name) for name in ("texts", "kept", "replies", "tokens", "shortened")}
-        return plain | {"found": named, "dropped": dict(self.dropped), "failed": dict(self.failed)}
+        rule_counts = {name: self.found[name] for name in RULES}
+        totals = {name: getattr(self, name) for name in ("texts", "kept", "replies", "tokens", "shortened")}
+        return totals | {"found": rule_counts, "dropped": dict(self.dropped), "failed": dict(self.failed)}
 
 
 def publish(
@@ -58,25 +58,25 @@ def publish(
     Raises UserError when no text is kept or the disk is full. `out` then stays unchanged.
     """
     counts = PublishedCounts()
-    for left in out.parent.glob(f"{out.name}.tmp-*"):  # left by a killed call
-        shutil.rmtree(left)
-    with atomic_directory(out) as aside, (aside / REJECTS).open("w", encoding="utf-8") as rejects:
+    for stale_dir in out.parent.glob(f"{out.name}.tmp-*"):  # left by a killed call
+        shutil.rmtree(stale_dir)
+    with atomic_directory(out) as staging_dir, (staging_dir / REJECTS).open("w", encoding="utf-8") as rejects:
         tokenizer = provenance.get(TOKENIZER)
-        kept = (_published(record, tokenizer) for record in _kept(journal, jobs, drop, counts, rejects))
-        number = 0
-        while records := list(islice(kept, shard)):
-            _write(aside / f"part-{number:05}.{form}", records)
-            number += 1
+        published = (_published(record, tokenizer) for record in _kept(journal, jobs, drop, counts, rejects))
+        shard_index = 0
+        while records := list(islice(published, shard)):
+            _write(staging_dir / f"part-{shard_index:05}.{form}", records)
+            shard_index += 1
         if not counts.kept:
-            faults = ", ".join(f"{count} {name}" for name, count in (counts.dropped + counts.failed).items())
+            causes = ", ".join(f"{count} {name}" for name, count in (counts.dropped + counts.failed).items())
             raise UserError(
-                f"none of {counts.texts} texts is kept ({faults}); raise prepare.max_new_tokens, or drop less with prepare.drop"
+                f"none of {counts.texts} texts is kept ({causes}); raise prepare.max_new_tokens, or drop less with prepare.drop"
             )
         summary = counts.summary()
-        atomic_write_json(aside / FILE, provenance)
-        atomic_write_json(aside / SUMMARY, summary | {"skipped": provenance["prompts"]["skipped"]})
+        atomic_write_json(staging_dir / FILE, provenance)
+        atomic_write_json(staging_dir / SUMMARY, summary | {"skipped": provenance["prompts"]["skipped"]})
         rejects.close()
-        list_files(aside)
+        list_files(staging_dir)
     return summary
 
 
@@ -90,19 +90,19 @@ def _kept(
     journal: Path, jobs: Iterable[GenerationJob], drop: list[str], counts: PublishedCounts, rejects: Any
 ) -> Iterator[dict[str, Any]]:
     # a failed text's place is replaced by that of a later success
-    places: dict[str, tuple[Path, int, bool]] = {}
-    for path, at, record in read(journal):
-        if record["id"] not in places or not places[record["id"]][2]:
-            places[record["id"]] = (path, at, "messages" in record)
+    locations: dict[str, tuple[Path, int, bool]] = {}
+    for path, offset, record in read(journal):
+        if record["id"] not in locations or not locations[record["id"]][2]:
+            locations[record["id"]] = (path, offset, "messages" in record)
     for job in jobs:
-        record = _at(*places[job.id][:2])
+        record = _at(*locations[job.id][:2])
         counts.texts += 1
-        judged = _judged(record, drop, counts)
-        if isinstance(judged, str):
-            reject = {"id": job.id, "origin": job.script.origin, "reason": judged}
+        verdict = _judged(record, drop, counts)
+        if isinstance(verdict, str):
+            reject = {"id": job.id, "origin": job.script.origin, "reason": verdict}
             rejects.write(json.dumps(reject, ensure_ascii=False) + "\n")
         else:
-            yield judged
+            yield verdict
 
 
 def _published(record: dict[str, Any], tokenizer: str | None) -> dict[str, Any]:
@@ -125,21 +125,21 @@ def _judged(record: dict[str, Any], drop: list[str], counts: PublishedCounts) ->
     if "messages" not in record:
         counts.failed["too_long" if record["failed"] == TOO_LONG else "refused"] += 1
         return str(record["failed"])
-    places = [i for i, message in enumerate(record["messages"]) if message["role"] == ASSISTANT]
-    texts = [record["messages"][i]["content"] for i in places]
-    judged = judge([Reply(*pair) for pair in zip(texts, record["finish"], strict=True)], drop)
-    counts.found.update(judged.found)
+    reply_indices = [i for i, message in enumerate(record["messages"]) if message["role"] == ASSISTANT]
+    texts = [record["messages"][i]["content"] for i in reply_indices]
+    verdict = judge([Reply(*pair) for pair in zip(texts, record["finish"], strict=True)], drop)
+    counts.found.update(verdict.found)
     counts.tokens += sum(record["tokens"])
-    if not judged.kept:
-        counts.dropped[str(judged.fault)] += 1
-        return str(judged.fault)
+    if not verdict.kept:
+        counts.dropped[str(verdict.fault)] += 1
+        return str(verdict.fault)
     counts.kept += 1
-    counts.replies += judged.kept
-    counts.shortened += judged.kept < len(places) or "failed" in record
-    about = {name: record[name] for name in ("id", "prompt_id", "sample", "temperature", "seed", ARGUMENTS) if name in record}
-    messages = record["messages"][: places[judged.kept - 1] + 1]
-    turns = record.get("turns", [])[: judged.kept]
-    return {"messages": messages, **about, "finish": record["finish"][: judged.kept], "turns": turns}
+    counts.replies += verdict.kept
+    counts.shortened += verdict.kept < len(reply_indices) or "failed" in record
+    fields = {name: record[name] for name in ("id", "prompt_id", "sample", "temperature", "seed", ARGUMENTS) if name in record}
+    messages = record["messages"][: reply_indices[verdict.kept - 1] + 1]
+    turns = record.get("turns", [])[: verdict.kept]
+    return {"messages": messages, **fields, "finish": record["finish"][: verdict.kept], "turns": turns}
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> None:

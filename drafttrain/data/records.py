@@ -113,8 +113,8 @@ class TableRows:
 
     def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
         self._open()
-        at = bisect_right(self._ends, number)
-        row = plain_rows(self.name, self._batches[at].slice(number - (self._ends[at - 1] if at else 0), 1))[0]
+        index = bisect_right(self._ends, number)
+        row = plain_rows(self.name, self._batches[index].slice(number - (self._ends[index - 1] if index else 0), 1))[0]
         return f"{self.name}:row {number + 1}", filled(row)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,21 +185,21 @@ class JoinedRecords:
         return self.ends[-1]
 
     def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
-        at, inside = self._place(number)
-        return self.parts[at][inside]
+        part_index, record_index = self._place(number)
+        return self.parts[part_index][record_index]
 
-    def _place(self, number: int) -> tuple[int, int]:
+    def _place(self, index: int) -> tuple[int, int]:
         """(part, number in it)."""
-        at = bisect_right(self.ends, number)
-        return at, number - (self.ends[at - 1] if at else 0)
+        part_index = bisect_right(self.ends, index)
+        return part_index, index - (self.ends[part_index - 1] if part_index else 0)
 
     @property
     def digest(self) -> str:
-        return digest_of("\n".join(part.digest for part in self.parts).encode())
+        return digest_of("\n".join(records.digest for records in self.parts).encode())
 
     def folder(self, number: int) -> Path | None:
-        at, inside = self._place(number)
-        return self.parts[at].folder(inside)
+        part_index, record_index = self._place(number)
+        return self.parts[part_index].folder(record_index)
 
 
 def filled(value: Any) -> Any:
@@ -227,33 +227,33 @@ def read_records(path: Path, limit: int | None, spool: Path) -> Iterator[tuple[s
     check_file(path)
     records = open_records(path, limit, spool)
     with unreadable(path):
-        yield from (records[number] for number in range(len(records)))
+        yield from (records[index] for index in range(len(records)))
 
 
 def _rows(path: Path, limit: int | None, spool: Path, digest: str | None) -> Records:
     if path.suffix == ".arrow" or path.stat().st_size <= SMALL:
         return TableRows(path, path, limit, digest)
-    plain, digest = _spooled(path, spool, ".arrow", lambda file: _write_arrow(path, file), digest)
-    return TableRows(path, plain, limit, digest)
+    arrow_path, digest = _spooled(path, spool, ".arrow", lambda file: _write_arrow(path, file), digest)
+    return TableRows(path, arrow_path, limit, digest)
 
 
 def _lines(path: Path, limit: int | None, spool: Path, digest: str | None) -> Records:
-    listed = is_array(path)
-    label = "record " if listed else ""
+    is_json_array = is_array(path)
+    label = "record " if is_json_array else ""
     with damaged_gzip(path):
-        if path.suffix != ".gz" and not listed:
+        if path.suffix != ".gz" and not is_json_array:
             content: Path | bytes = path
         elif path.stat().st_size <= SMALL:
-            content, digest = b"".join(_plain(path, listed)), None
+            content, digest = b"".join(_plain(path, is_json_array)), None
         else:
-            content, digest = _spooled(path, spool, ".jsonl", lambda file: file.writelines(_plain(path, listed)), digest)
+            content, digest = _spooled(path, spool, ".jsonl", lambda file: file.writelines(_plain(path, is_json_array)), digest)
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
         return Lines(path, content, _starts(path, file, limit), label, digest)
 
 
-def _plain(path: Path, listed: bool) -> Iterator[bytes]:
+def _plain(path: Path, is_json_array: bool) -> Iterator[bytes]:
     """The file as lines of JSON."""
-    if listed:
+    if is_json_array:
         yield from (_dumped(path, number, record) for number, record in enumerate(read_array(path), start=1))
     else:
         with open_plain(path) as file:
@@ -279,29 +279,29 @@ def _spooled(path: Path, spool: Path, suffix: str, write: Callable[[BinaryIO], A
     """(the converted file, its sha256). Converts only if the file is missing or damaged. digest: that of `path`, in
     its name.
     """
-    plain = spool / f"{digest or digest_of(path)}{suffix}"
-    checksum = plain.with_name(f"{plain.name}.sha256")
+    converted = spool / f"{digest or digest_of(path)}{suffix}"
+    checksum = converted.with_name(f"{converted.name}.sha256")
     if (
-        plain.exists()
+        converted.exists()
         and checksum.exists()
-        and (found := digest_of(plain)) == checksum.read_text(encoding="ascii", errors="replace")
+        and (converted_digest := digest_of(converted)) == checksum.read_text(encoding="ascii", errors="replace")
     ):
-        return plain, found
-    with atomic_file(plain, NO_ROOM) as file:
+        return converted, converted_digest
+    with atomic_file(converted, NO_ROOM) as file:
         write(file)
         file.flush()
-        found = digest_of(Path(file.name))
-        atomic_write_bytes(checksum, found.encode(), NO_ROOM)
-    return plain, found
+        converted_digest = digest_of(Path(file.name))
+        atomic_write_bytes(checksum, converted_digest.encode(), NO_ROOM)
+    return converted, converted_digest
 
 
 def _write_arrow(path: Path, file: BinaryIO) -> None:
     from pyarrow import ipc
 
     batches = iter(read_batches(path))
-    first = next(batches)
-    with ipc.new_stream(file, first.schema) as writer:
-        writer.write_batch(first)
+    first_batch = next(batches)
+    with ipc.new_stream(file, first_batch.schema) as writer:
+        writer.write_batch(first_batch)
         for batch in batches:
             writer.write_batch(batch)
 

@@ -32,8 +32,8 @@ def text_alone(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], special: 
 def text_following(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], ids: Sequence[int], special: bool = False) -> str:
     """The text that the ids add to that of the ids before them."""
     context = tail_of(tokenizer, before)
-    known, whole = (text_alone(tokenizer, part, special) for part in (context, [*context, *ids]))
-    return whole[len(known) :] if whole.startswith(known) else text_alone(tokenizer, ids, special)
+    context_text, full_text = (text_alone(tokenizer, token_ids, special) for token_ids in (context, [*context, *ids]))
+    return full_text[len(context_text) :] if full_text.startswith(context_text) else text_alone(tokenizer, ids, special)
 
 
 def tail_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
@@ -81,16 +81,16 @@ class Continuation:
 
     def context(self, ids: Sequence[int]) -> list[int]:
         """The ids to decode before the reply `ids`, whose own text is to be taken off; none if the reply is decoded alone."""
-        alone, following = text_alone(self.tokenizer, ids), text_following(self.tokenizer, self.prompt, ids)
-        if alone == following or self._agreement(alone, ids) >= self._agreement(following, ids):
+        isolated_text, continued_text = text_alone(self.tokenizer, ids), text_following(self.tokenizer, self.prompt, ids)
+        if isolated_text == continued_text or self._agreement(isolated_text, ids) >= self._agreement(continued_text, ids):
             return []
         return tail_of(self.tokenizer, self.prompt)
 
     def _agreement(self, text: str, ids: Sequence[int]) -> int:
         """How many of the first tokens of prompt and reply a reply of this text gives again."""
         try:
-            again = self.encode(text)
+            reencoded = self.encode(text)
         except UserError:  # a template that refuses the reply
             return 0
-        pairs = enumerate(zip(again, [*self.prompt, *ids], strict=False))
-        return next((i for i, (a, b) in pairs if a != b), min(len(again), len(self.prompt) + len(ids)))
+        pairs = enumerate(zip(reencoded, [*self.prompt, *ids], strict=False))
+        return next((i for i, (a, b) in pairs if a != b), min(len(reencoded), len(self.prompt) + len(ids)))

@@ -66,15 +66,15 @@ RULES: dict[str, Callable[[Reply], bool]] = {"empty": empty, "truncated": trunca
 
 def check_rules(names: Sequence[str]) -> None:
     """Raise UserError for an unknown rule."""
-    if unknown := [name for name in names if name not in RULES]:
-        raise UserError(f"prepare.drop names {', '.join(unknown)}; the rules are {', '.join(RULES)}")
+    if unknown_names := [name for name in names if name not in RULES]:
+        raise UserError(f"prepare.drop names {', '.join(unknown_names)}; the rules are {', '.join(RULES)}")
 
 
 def judge(replies: Sequence[Reply], drop: Sequence[str]) -> Judged:
     """Judge a conversation's replies, in order. It is kept up to the first reply that breaks a rule of `drop`."""
-    broken = [[name for name, breaks in RULES.items() if breaks(reply)] for reply in replies]
-    found = frozenset(name for names in broken for name in names)
-    for kept, names in enumerate(broken):
+    broken_rules = [[name for name, is_broken in RULES.items() if is_broken(reply)] for reply in replies]
+    violations = frozenset(name for names in broken_rules for name in names)
+    for kept_count, names in enumerate(broken_rules):
         if fault := next((name for name in names if name in drop), None):
-            return Judged(kept, fault, found)
-    return Judged(len(replies), None, found)
+            return Judged(kept_count, fault, violations)
+    return Judged(len(replies), None, violations)

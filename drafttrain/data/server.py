@@ -82,9 +82,9 @@ def base_of(url: str, key: str, secret: str) -> httpx.URL:
         import httpx
     except ImportError as error:
         raise UserError(f"{key} needs httpx; pip install 'drafttrain[server]'") from error
-    whole = url if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
+    full_url = url if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
     try:
-        base = httpx.URL(whole)
+        base = httpx.URL(full_url)
     except httpx.InvalidURL as error:
         raise UserError(f"{key} is {url!r}, which is no URL ({error}); set http://HOST:PORT/v1") from error
     if base.scheme not in ("http", "https") or not base.host or base.userinfo or base.query:
@@ -169,9 +169,9 @@ class Server:
 
     def _body(self, job: GenerationJob, messages: list[Message]) -> dict[str, Any]:
         options = self.options
-        asked = {"prompt": messages[0]["content"]} if self.plain else {"messages": [_served(m) for m in messages]}
-        asked |= {ARGUMENTS: job.script.arguments} if job.script.arguments and not self.plain else {}
-        body: dict[str, Any] = {"model": options.model, **asked, "max_tokens": options.max_new_tokens}
+        prompt_fields = {"prompt": messages[0]["content"]} if self.plain else {"messages": [_served(m) for m in messages]}
+        prompt_fields |= {ARGUMENTS: job.script.arguments} if job.script.arguments and not self.plain else {}
+        body: dict[str, Any] = {"model": options.model, **prompt_fields, "max_tokens": options.max_new_tokens}
         body |= {"temperature": job.temperature, "top_p": options.top_p, "seed": job.seed}
         body |= IDS.get(self.engine or "", {}) if self.tokenizer is not None else {}
         return body | ({"top_k": options.top_k} if options.top_k else {})  # vLLM and SGLang support it, OpenAI does not
@@ -183,8 +183,8 @@ class Server:
         """
         if self.tokenizer is None or answer.turn is None or not answer.turn.reply:
             return None
-        said = self.tokenizer.decode(answer.turn.reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return answer.turn if answer.reply.text.strip() in str(said) else None
+        decoded = self.tokenizer.decode(answer.turn.reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return answer.turn if answer.reply.text.strip() in str(decoded) else None
 
 
 def _served(message: Message) -> Message:
@@ -198,8 +198,8 @@ def _served(message: Message) -> Message:
             continue
         url = part["image"]
         if not url.startswith(INLINE):
-            kind = mimetypes.guess_type(url)[0] or "image/png"
-            url = f"data:{kind};base64,{base64.b64encode(content_of(url, 'image')).decode()}"
+            mime_type = mimetypes.guess_type(url)[0] or "image/png"
+            url = f"data:{mime_type};base64,{base64.b64encode(content_of(url, 'image')).decode()}"
         parts.append({"type": "image_url", "image_url": {"url": url}})
     return message | {"content": parts}
 
@@ -230,8 +230,8 @@ def _read_turn(body: dict[str, Any], choice: dict[str, Any]) -> TokenTurn | None
     reply = choice.get("token_ids")
     if reply is None:  # SGLang: (log-probability, id, text) of each token
         reply = [entry[1] for entry in (choice.get("meta_info") or {}).get("output_token_logprobs") or ()]
-    both = [*(prompt or ()), *reply]
-    return TokenTurn(list(prompt), list(reply)) if prompt and reply and all(isinstance(i, int) for i in both) else None
+    all_ids = [*(prompt or ()), *reply]
+    return TokenTurn(list(prompt), list(reply)) if prompt and reply and all(isinstance(i, int) for i in all_ids) else None
 
 
 class _Sender:
@@ -242,34 +242,34 @@ class _Sender:
 
     async def send(self, method: str, path: str, body: Any, read: Any) -> Any:
         """Returns `read` of the response's JSON. Raises _RefusedError, and UserError when no further request makes sense."""
-        until, tries, wait = None, 0, FIRST_WAIT
+        deadline, attempts, delay = None, 0, FIRST_WAIT
         while True:
             await self._wait_for_rate_limit()
             try:
                 return await self._once(method, path, body, read)
             except _RetryError as retry:
-                tries += not retry.busy
-                if tries >= TRIES:
+                attempts += not retry.busy
+                if attempts >= TRIES:
                     raise _RefusedError(f"{retry}, {TRIES} times") from retry
-                until = until or monotonic() + self.options.patience
-                if monotonic() >= until:
+                deadline = deadline or monotonic() + self.options.patience
+                if monotonic() >= deadline:
                     raise UserError(
                         f"{self.options.url}: {retry}, for {self.options.patience:g} s; the answers so far are kept: start the "
                         "server and repeat the command, or raise prepare.patience"
                     ) from retry
                 if retry.after:
                     self.resume_at = max(self.resume_at, monotonic() + retry.after)
-                    until += retry.after  # a requested wait does not count as absence
+                    deadline += retry.after  # a requested wait does not count as absence
                 else:
-                    await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), until - monotonic()))
-                    wait = min(2 * wait, LONGEST_WAIT)
+                    await asyncio.sleep(min(delay * random.uniform(0.5, 1.0), deadline - monotonic()))
+                    delay = min(2 * delay, LONGEST_WAIT)
 
     async def _wait_for_rate_limit(self) -> None:
         """Wait until no rate limit holds, plus a random time, so that requests do not resume at the same moment."""
-        while (left := self.resume_at - monotonic()) > 0:
-            await asyncio.sleep(left + random.uniform(0.0, min(1.0, 0.1 * left)))
+        while (remaining := self.resume_at - monotonic()) > 0:
+            await asyncio.sleep(remaining + random.uniform(0.0, min(1.0, 0.1 * remaining)))
 
-    async def _once(self, method: str, path: str, body: Any, read: Any) -> Any:
+    async def _once(self, method: str, path: str, body: Any, parse: Any) -> Any:
         import httpx
 
         try:
@@ -291,7 +291,7 @@ class _Sender:
         if status >= 400:
             raise _RefusedError(f"status {status}: {error_text(response)}")
         try:
-            return read(response.json())
+            return parse(response.json())
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise _RetryError("an answer without a reply", busy=False) from error
 

@@ -45,8 +45,8 @@ def _turns(record: Record) -> Any:
 
 def _instruction(record: Record) -> Any:
     """An instruction, and its input below it."""
-    text, about = record.get("instruction"), record.get("input")
-    return None if text is None else [f"{text}\n\n{about}" if about else text]
+    text, context = record.get("instruction"), record.get("input")
+    return None if text is None else [f"{text}\n\n{context}" if context else text]
 
 
 def _summary(record: Record) -> Any:
@@ -81,21 +81,21 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError
 
-    chosen = SETS[name]
-    if chosen.hub is None:
+    source = SETS[name]
+    if source.hub is None:
         raise UserError(
-            f"prompt set {name} is not on the hub: download {chosen.address}, and give the file as measure.prompts={name}:FILE"
+            f"prompt set {name} is not on the hub: download {source.address}, and give the file as measure.prompts={name}:FILE"
         )
-    limit = limit or chosen.most
+    limit = limit or source.most
     try:
         # a limited read streams, so that a few records of a large set do not download it
-        rows = load_dataset(chosen.hub, name=chosen.config, split=chosen.split, streaming=limit is not None)
-        found = list(islice(rows, limit))
+        rows = load_dataset(source.hub, name=source.config, split=source.split, streaming=limit is not None)
+        records = list(islice(rows, limit))
     except (HTTPError, OSError, ValueError, DatasetsError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        reason = data_set_reason(error, chosen.hub) or without_token(first)
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = data_set_reason(error, source.hub) or without_token(first_line)
         raise UserError(
-            f"prompt set {name}: {chosen.hub} cannot be loaded ({reason}); download it, and give the file as "
+            f"prompt set {name}: {source.hub} cannot be loaded ({reason}); download it, and give the file as "
             f"measure.prompts={name}:FILE"
         ) from error
-    return ((f"{chosen.hub}:record {number}", dict(record)) for number, record in enumerate(found, start=1))
+    return ((f"{source.hub}:record {record_number}", dict(record)) for record_number, record in enumerate(records, start=1))

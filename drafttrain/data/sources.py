@@ -42,19 +42,19 @@ class Source:
 
 def open_sources(options: DataOptions) -> list[Source]:
     """All sources that the options name, in order. Raises UserError for a source that is missing or has no readable records."""
-    chosen = _chosen(options)
-    weights = [source.weight for source in chosen]
+    source_options = _chosen(options)
+    weights = [source.weight for source in source_options]
     if any(w is None for w in weights) != all(w is None for w in weights):
         raise UserError("data.mix: some sources have a weight and others have none; give one to all, or to none")
     if any(w is not None and not 0 < w < float("inf") for w in weights):
         raise UserError(f"data.mix: expected weights above 0, got {', '.join(map(str, weights))}; leave a source out instead")
-    cache, found = cache_folder(options), []
-    for source in chosen:
+    cache, sources = cache_folder(options), []
+    for source in source_options:
         records, commit = _open(on_the_hub(source), cache)
         # published sets have unusable records, and nobody can correct them there
-        tolerated = len(records) // 2 if named_set(source.path) else 0
-        found.append(Source(source.path, records, source.form, source.weight, tolerated, commit))
-    return found
+        max_bad = len(records) // 2 if named_set(source.path) else 0
+        sources.append(Source(source.path, records, source.form, source.weight, max_bad, commit))
+    return sources
 
 
 def check_sources(options: DataOptions) -> None:
@@ -73,14 +73,14 @@ def read_usable(options: DataOptions, replies: bool = True) -> tuple[list[Conver
     place of an unusable record where there are more than are tolerated.
     """
     sources = open_sources(options)
-    found, faults = [], Faults.of(options, sources)
+    conversations, faults = [], Faults.of(options, sources)
     for source in sources:
-        for number in range(len(source.records)):
+        for index in range(len(source.records)):
             try:
-                found.append(source.conversation(number, replies))
+                conversations.append(source.conversation(index, replies))
             except UserError as error:
                 faults.add(str(error))
-    return found, faults
+    return conversations, faults
 
 
 class Faults:
@@ -98,8 +98,8 @@ class Faults:
         """Count a fault. Raises UserError if there are more than are tolerated."""
         self.found.append(fault)
         if len(self.found) > self.bad:
-            more = f" (bad record {len(self.found)}, {self.bad} may be left out: data.bad_records)" if self.bad else ""
-            raise UserError(f"{fault}{more}")
+            limit_note = f" (bad record {len(self.found)}, {self.bad} may be left out: data.bad_records)" if self.bad else ""
+            raise UserError(f"{fault}{limit_note}")
 
 
 def cache_folder(options: DataOptions) -> Path:
@@ -112,15 +112,15 @@ def cache_folder(options: DataOptions) -> Path:
 def _chosen(options: DataOptions) -> list[SourceOptions]:
     if options.mix and options.path != "embedded":
         raise UserError(f"data.path={options.path} and data.mix both name the data; move the path into data.mix")
-    alone = SourceOptions(**{f.name: getattr(options, f.name) for f in fields(SourceOptions) if f.name != "weight"})
-    if options.mix and (strays := [f.name for f in fields(alone) if getattr(alone, f.name) != f.default]):
-        raise UserError(f"data.{strays[0]} is for data.path alone; give each source of data.mix its own {strays[0]}")
-    chosen = list(options.mix) or [alone]
-    for source in chosen:
+    single = SourceOptions(**{f.name: getattr(options, f.name) for f in fields(SourceOptions) if f.name != "weight"})
+    if options.mix and (stray_keys := [f.name for f in fields(single) if getattr(single, f.name) != f.default]):
+        raise UserError(f"data.{stray_keys[0]} is for data.path alone; give each source of data.mix its own {stray_keys[0]}")
+    sources = list(options.mix) or [single]
+    for source in sources:
         check_form(source.form)
         if source.limit is not None and source.limit < 1:
             raise UserError(f"data.limit must be at least 1, got {source.limit}; raise it, or leave it out to read everything")
-    return chosen
+    return sources
 
 
 def _open(source: SourceOptions, cache: Path) -> tuple[Records, str | None]:
@@ -128,8 +128,8 @@ def _open(source: SourceOptions, cache: Path) -> tuple[Records, str | None]:
     spool, path = cache / "spool", path_of(source.path, "data.path")
     if source.path != "embedded" and not _is_local(path):
         return open_hub(source, cache)
-    if stray := next((name for name in ("revision", "files") if getattr(source, name) is not None), None):
-        raise UserError(f"data.{stray} is for a data set of the hub, data.path={source.path} is none; leave data.{stray} out")
+    if option := next((name for name in ("revision", "files") if getattr(source, name) is not None), None):
+        raise UserError(f"data.{option} is for a data set of the hub, data.path={source.path} is none; leave data.{option} out")
     if source.path == "embedded":
         return open_records(ASSETS / "train.jsonl.gz", source.limit, spool), None
     return _joined(_files(source, path), source.limit, spool), None
@@ -141,13 +141,13 @@ def _is_local(path: Path) -> bool:
 
 
 def _joined(files: Sequence[Path], limit: int | None, spool: Path) -> Records:
-    parts: list[Records] = []
+    file_records: list[Records] = []
     for file in files:
         check_file(file)
-        parts.append(open_records(file, limit, spool))
-        if limit is not None and (limit := limit - len(parts[-1])) == 0:
+        file_records.append(open_records(file, limit, spool))
+        if limit is not None and (limit := limit - len(file_records[-1])) == 0:
             break
-    return parts[0] if len(parts) == 1 else JoinedRecords(parts)
+    return file_records[0] if len(file_records) == 1 else JoinedRecords(file_records)
 
 
 def _files(source: SourceOptions, path: Path) -> list[Path]:
@@ -155,10 +155,10 @@ def _files(source: SourceOptions, path: Path) -> list[Path]:
         return list(_folder_files(source, path))
     if path.exists() or not glob.has_magic(str(path)):
         return [path]
-    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if name.endswith(LINES + TABLES)]
-    if not found:
+    paths = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if name.endswith(LINES + TABLES)]
+    if not paths:
         raise UserError(f"data.path={source.path}: expected {', '.join(LINES + TABLES)} files, got none; correct the pattern")
-    return found
+    return paths
 
 
 def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
@@ -184,5 +184,5 @@ def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
         )
     files = [Path(name) for name in by_split[source.split]]
     # a .json file next to other data files describes them
-    others = [file for file in files if not file.name.endswith((".json", ".json.gz"))]
-    yield from others or files
+    data_files = [file for file in files if not file.name.endswith((".json", ".json.gz"))]
+    yield from data_files or files

@@ -90,8 +90,12 @@ def template_rows(tokenizer: PreTrainedTokenizerBase, source: str, given: str | 
     template = given or (tokenizer.chat_template and str(tokenizer.get_chat_template()))
     if not template:
         return [("tokenizer", source), ("chat template", "none: `text` records only")]
-    way = "its own generation marks" if MARKED.search(template) else "rendered prefixes"
-    return [("tokenizer", source), ("chat template", f"sha256 {str(template_hash(template))[:16]}"), ("masks from", way)]
+    masks = "its own generation marks" if MARKED.search(template) else "rendered prefixes"
+    return [
+        ("tokenizer", source),
+        ("chat template", f"sha256 {str(template_hash(template))[:16]}"),
+        ("masks from", masks),
+    ]
 
 
 def sample_of(conversation: Conversation, encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Sample:

@@ -69,15 +69,15 @@ class RecordBlock:
 
     def row(self, n: int) -> Encoded:
         """The documents of the n-th record. The arrays are read-only views."""
-        part = slice(self._edges[n], self._edges[n + 1])
+        token_range = slice(self._edges[n], self._edges[n + 1])
         starts = tuple(self.batch["starts"][n].as_py())
-        ids = self._ids[part]
-        if self._spans is not None and (spans := self._spans[n].as_py()):
+        ids = self._ids[token_range]
+        if self._spans is not None and (image_spans := self._spans[n].as_py()):
             ids = ids.astype(np.int64)
-            for span in spans:
+            for span in image_spans:
                 image = ImageRef(**json.loads(span["image"]))
                 ids[span["at"] : span["at"] + span["count"]] = image.base + span["row"] + np.arange(span["count"])
-        return Encoded(ids, self._mask[part].view(np.bool_), bool(self.truncated_N[n]), starts)
+        return Encoded(ids, self._mask[token_range].view(np.bool_), bool(self.truncated_N[n]), starts)
 
     @property
     def has_images(self) -> bool:
@@ -85,8 +85,8 @@ class RecordBlock:
 
     def images(self) -> Iterator[ImageRef]:
         """All images of the records."""
-        for inside in () if self._spans is None else self._spans:
-            for span in inside.as_py() or ():
+        for record_spans in () if self._spans is None else self._spans:
+            for span in record_spans.as_py() or ():
                 yield ImageRef(**json.loads(span["image"]))
 
     @property
@@ -127,13 +127,13 @@ class RecordBlock:
 
 def encode_block(source: Source, encoder: Encoder, numbers: Sequence[int]) -> RecordBlock:
     """Prepare these records of a source. A faulty record has its error message in the column `fault`."""
-    found = [{"record": number, **_encoded(source, encoder, number)} for number in numbers]
-    schema = SCHEMA if not any(row[IMAGES] for row in found) else SCHEMA.append(pa.field(IMAGES, SPANS))
-    columns = [pa.array([row[name] for row in found], type=schema.field(name).type) for name in schema.names]
+    records = [{"record": record_number, **_encoded(source, encoder, record_number)} for record_number in numbers]
+    schema = SCHEMA if not any(row[IMAGES] for row in records) else SCHEMA.append(pa.field(IMAGES, SPANS))
+    columns = [pa.array([row[name] for row in records], type=schema.field(name).type) for name in schema.names]
     return RecordBlock(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
-def _encoded(source: Source, encoder: Encoder, number: int) -> dict[str, Any]:
+def _encoded(source: Source, encoder: Encoder, record_number: int) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys([*SCHEMA.names[1:], IMAGES]) | {
         "token_ids": [],
         "mask": [],
@@ -141,7 +141,7 @@ def _encoded(source: Source, encoder: Encoder, number: int) -> dict[str, Any]:
         "truncated": False,
     }
     try:
-        conversation = source.conversation(number)
+        conversation = source.conversation(record_number)
         encoded = encoder(conversation)
     except UserError as error:
         return row | {"fault": str(error), "digest": bytes(16)}
@@ -151,12 +151,12 @@ def _encoded(source: Source, encoder: Encoder, number: int) -> dict[str, Any]:
     row |= {"mask": encoded.mask.view(np.uint8), "starts": list(encoded.starts)}
     if not encoded.images:
         return row | {"token_ids": encoded.token_ids}
-    ids, by_base, found = encoded.token_ids, {image.base: image for image in encoded.images}, []
+    ids, image_by_base, image_spans = encoded.token_ids, {image.base: image for image in encoded.images}, []
     for start, stop in spans(ids.tolist()):
-        first = int(ids[start])
-        image = json.dumps(asdict(by_base[bases(first)]))
-        found.append({"at": start, "row": rows(first), "count": stop - start, "image": image})
-    return row | {"token_ids": np.where(ids < FIRST, ids, 0).astype(np.int32), IMAGES: found}
+        first_id = int(ids[start])
+        image = json.dumps(asdict(image_by_base[bases(first_id)]))
+        image_spans.append({"at": start, "row": rows(first_id), "count": stop - start, "image": image})
+    return row | {"token_ids": np.where(ids < FIRST, ids, 0).astype(np.int32), IMAGES: image_spans}
 
 
 def _digest(conversation: Conversation) -> bytes:
@@ -166,8 +166,8 @@ def _digest(conversation: Conversation) -> bytes:
         text = [text, conversation.spans]
     if not text:
         text = [[tokens.ids.tolist(), tokens.mask.tolist()] for tokens in conversation.tokens]
-    more = [part for part in (conversation.tools, conversation.arguments) if part]
-    content = json.dumps([text, *more] if more else text, sort_keys=True)
+    extras = [extra for extra in (conversation.tools, conversation.arguments) if extra]
+    content = json.dumps([text, *extras] if extras else text, sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
@@ -188,10 +188,10 @@ class BlockStore:
     def write(self, block: RecordBlock) -> str:
         """Write a block atomically. Returns its name."""
         name = self.name(block.record_N)
-        sink = pa.BufferOutputStream()
-        with ipc.new_file(sink, block.batch.schema) as writer:
+        buffer = pa.BufferOutputStream()
+        with ipc.new_file(buffer, block.batch.schema) as writer:
             writer.write_batch(block.batch)
-        content = sink.getvalue()
+        content = buffer.getvalue()
         with atomic_file(self.folder / name, NO_ROOM) as file:
             file.write((MAGIC + hashlib.sha256(content).digest()).ljust(HEADER, b"\0"))
             file.write(content)
@@ -211,27 +211,27 @@ class BlockStore:
         (self.folder / name).unlink(missing_ok=True)
 
 
-def _checked(whole: Any) -> Any | None:
+def _checked(raw: Any) -> Any | None:
     """The Arrow file in these bytes, without a copy; None if they are damaged."""
-    header = bytes(whole[:HEADER])
+    header = bytes(raw[:HEADER])
     if header.startswith(OLD_MAGIC):
-        return whole
-    content = whole[HEADER:]
+        return raw
+    content = raw[HEADER:]
     digest = header[len(MAGIC) : len(MAGIC) + 32]
     return content if header.startswith(MAGIC) and hashlib.sha256(content).digest() == digest else None
 
 
 def key_of(source: Source, encoder: Encoder) -> str:
     """A hash of everything that decides the result of preparing a source."""
-    parts = [VERSION, source.records.digest, source.form, encoder.max_length, asdict(encoder.template.options)]
-    parts += [tokenizer_hash(encoder.tokenizer, encoder.tokenizer.chat_template), encoder.vocab_size]
-    parts += [encoder.images.digest] if encoder.images.digest else []
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    key_fields = [VERSION, source.records.digest, source.form, encoder.max_length, asdict(encoder.template.options)]
+    key_fields += [tokenizer_hash(encoder.tokenizer, encoder.tokenizer.chat_template), encoder.vocab_size]
+    key_fields += [encoder.images.digest] if encoder.images.digest else []
+    return hashlib.sha256(json.dumps(key_fields).encode()).hexdigest()[:32]
 
 
 def blocks_in(store: BlockStore, names: Iterable[str]) -> dict[str, RecordBlock]:
     """The blocks of these files, without damaged ones."""
-    ordered = sorted(names)
+    sorted_names = sorted(names)
     with ThreadPoolExecutor() as threads:  # hashing releases the GIL
-        found = zip(ordered, threads.map(store.read, ordered), strict=True)
-        return {name: block for name, block in found if block is not None}
+        blocks = zip(sorted_names, threads.map(store.read, sorted_names), strict=True)
+        return {name: block for name, block in blocks if block is not None}

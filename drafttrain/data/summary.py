@@ -19,39 +19,39 @@ def summarise(conversations: Conversations) -> dict[str, Any]:
     length, and `rejected` unusable records. `documents` are rows before packing; with some templates a conversation has
     several. `lengths` has pairs [at most this many tokens, rows]. `sha256` is that of all text, once all is prepared.
     """
-    total, each = Counter[str](), [Counter[str]() for _ in conversations.sources]
+    total, source_counts = Counter[str](), [Counter[str]() for _ in conversations.sources]
     forms = [Counter[str]() for _ in conversations.sources]
     digests = np.zeros(conversations.count, "S16")
     lengths = []
-    for number, done in enumerate(conversations.blocks):
-        numbers, places = conversations.entries_of(number)
-        block, usable = done.block, places[conversations.documents_C[numbers] > 0]
-        each[done.source] += Counter(
+    for block_index, prepared in enumerate(conversations.blocks):
+        numbers, indices = conversations.entries_of(block_index)
+        block, usable_indices = prepared.block, indices[conversations.documents_C[numbers] > 0]
+        source_counts[prepared.source] += Counter(
             prepared=len(numbers),
-            conversations=len(usable),
-            truncated=int(block.truncated_N[usable].sum()),
-            tokens=int(block.tokens_N[usable].sum()),
-            supervised_tokens=int(block.supervised_N[usable].sum()),
+            conversations=len(usable_indices),
+            truncated=int(block.truncated_N[usable_indices].sum()),
+            tokens=int(block.tokens_N[usable_indices].sum()),
+            supervised_tokens=int(block.supervised_N[usable_indices].sum()),
         )
-        forms[done.source].update(form for form in np.array(block.column("form"), object)[places] if form)
-        digests[numbers] = np.array(block.column("digest"), "S16")[places]
-        lengths.append(block.lengths(usable))
-    for counted in each:
-        total += counted
+        forms[prepared.source].update(form for form in np.array(block.column("form"), object)[indices] if form)
+        digests[numbers] = np.array(block.column("digest"), "S16")[indices]
+        lengths.append(block.lengths(usable_indices))
+    for counts in source_counts:
+        total += counts
     length_D = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
-    kept, rejected = total["conversations"], len(conversations.faults)
+    usable_count, rejected = total["conversations"], len(conversations.faults)
     return {
         "records": conversations.count,
         "prepared": total["prepared"],
-        "conversations": kept,
-        "dropped": total["prepared"] - kept - rejected,
+        "conversations": usable_count,
+        "dropped": total["prepared"] - usable_count - rejected,
         "rejected": rejected,
         "truncated": total["truncated"],
         "documents": len(length_D),
         "tokens": total["tokens"],
         "supervised_tokens": total["supervised_tokens"],
         "supervised_fraction": total["supervised_tokens"] / max(1, total["tokens"]),
-        "mean_length": total["tokens"] / max(1, kept),
+        "mean_length": total["tokens"] / max(1, usable_count),
         "lengths": _histogram(length_D, conversations.encoder.max_length),
         "sources": [
             {
@@ -59,11 +59,11 @@ def summarise(conversations: Conversations) -> dict[str, Any]:
                 "records": len(source.records),
                 "weight": source.weight,
                 "commit": source.commit,
-                "forms": dict(found),
-                "conversations": counted["conversations"],
-                "supervised_tokens": counted["supervised_tokens"],
+                "forms": dict(form_counts),
+                "conversations": counts["conversations"],
+                "supervised_tokens": counts["supervised_tokens"],
             }
-            for source, counted, found in zip(conversations.sources, each, forms, strict=True)
+            for source, counts, form_counts in zip(conversations.sources, source_counts, forms, strict=True)
         ],
         "sha256": hashlib.sha256(digests.tobytes()).hexdigest() if conversations.complete else None,
     }
@@ -71,6 +71,6 @@ def summarise(conversations: Conversations) -> dict[str, Any]:
 
 def _histogram(length_D: NDArray[np.int64], most: int) -> list[list[int]]:
     """Numbers of rows of at most 32, 64, 128, ... tokens, and of at most `most`."""
-    edges = [edge for edge in (2**power for power in range(5, 31)) if edge < most] + [most]
+    edges = [edge for edge in (2**exponent for exponent in range(5, 31)) if edge < most] + [most]
     counts = np.bincount(np.searchsorted(edges, length_D), minlength=len(edges))
     return [[edge, int(count)] for edge, count in zip(edges, counts, strict=True)]

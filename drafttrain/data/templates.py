@@ -92,8 +92,8 @@ class Template:
             # transformers' own token mask is wrong at trimmed spaces, so this uses the marked characters instead
             text, marked, pictures = self._run(conversation, messages, marks=True)
             return [Rendered(text, self._learnt_marks(conversation, marked), pictures)]
-        whole, _, pictures = self._run(conversation, messages)
-        return _rendered_texts(whole, self._replies(conversation, messages, whole), pictures)
+        full_text, _, pictures = self._run(conversation, messages)
+        return _rendered_texts(full_text, self._replies(conversation, messages, full_text), pictures)
 
     def _learnt_marks(self, conversation: Conversation, marked: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The marks of the replies that the data lets be learnt."""
@@ -105,61 +105,61 @@ class Template:
                 f"{conversation.origin}: some replies are not to be learnt, and the template marks {len(marked)} parts of "
                 f"{len(learnt)} replies; give data.template=FILE without generation marks, or remove the record"
             )
-        return [mark for mark, wanted in zip(marked, learnt, strict=True) if wanted]
+        return [mark for mark, is_learnt in zip(marked, learnt, strict=True) if is_learnt]
 
     def _text(self, conversation: Conversation) -> str:
         """The template's text. The tokenizer may have another one for conversations with tools."""
-        tooled = bool(conversation.tools)
-        if tooled not in self._dated:
-            own = self.options.text or chat_template(self.tokenizer, conversation.origin, conversation.tools)
-            self._dated[tooled] = dated(own, self.options.date)
-        return self._dated[tooled]
+        has_tools = bool(conversation.tools)
+        if has_tools not in self._dated:
+            template = self.options.text or chat_template(self.tokenizer, conversation.origin, conversation.tools)
+            self._dated[has_tools] = dated(template, self.options.date)
+        return self._dated[has_tools]
 
     def _messages(self, conversation: Conversation, template: str) -> list[dict[str, Any]]:
         """The messages with reasoning in the form that the template reads, or without any."""
-        takes, messages = TAKES_THOUGHTS.search(template), []
-        for written in conversation.messages:
-            message = {key: value for key, value in written.items() if key != LEARN}
-            thought = message.get("reasoning_content")
-            if message["role"] != ASSISTANT or (self.options.thinking == "keep" and (thought is None or takes)):
-                messages.append(message if thought is None else message | {"thinking": thought})
+        reads_thoughts, messages = TAKES_THOUGHTS.search(template), []
+        for original in conversation.messages:
+            message = {key: value for key, value in original.items() if key != LEARN}
+            reasoning = message.get("reasoning_content")
+            if message["role"] != ASSISTANT or (self.options.thinking == "keep" and (reasoning is None or reads_thoughts)):
+                messages.append(message if reasoning is None else message | {"thinking": reasoning})
                 continue
-            rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+            plain_message = {key: value for key, value in message.items() if key != "reasoning_content"}
             if self.options.thinking == "drop":
-                rest["content"] = THOUGHT.sub("", message["content"], count=1)
+                plain_message["content"] = THOUGHT.sub("", message["content"], count=1)
             else:
-                rest["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
-            messages.append(rest)
+                plain_message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
+            messages.append(plain_message)
         return messages
 
-    def _replies(self, conversation: Conversation, messages: Messages, whole: str) -> list[_Reply]:
-        found = []
+    def _replies(self, conversation: Conversation, messages: Messages, full_text: str) -> list[_Reply]:
+        replies = []
         for turn, message in enumerate(messages):
             # a reply to nothing has no prompt to be drafted from
             if message["role"] != ASSISTANT or turn == 0 or not conversation.learnt(turn):
                 continue
-            before = self._run(conversation, messages[:turn], add_generation_prompt=True)[0]
-            after = whole if turn + 1 == len(messages) else self._run(conversation, messages[: turn + 1])[0]
-            if not after.startswith(before):
+            prompt = self._run(conversation, messages[:turn], add_generation_prompt=True)[0]
+            completed = full_text if turn + 1 == len(messages) else self._run(conversation, messages[: turn + 1])[0]
+            if not completed.startswith(prompt):
                 raise UserError(
                     f"{conversation.origin}: the chat template cannot be masked reliably: turn {turn + 1} changes the text "
                     "before it; set data.template=FILE to one with {% generation %} marks around replies, or use `text` records"
                 )
-            found.append(_Reply(before, after[: self._end(message, after, len(before))]))
-        return found
+            replies.append(_Reply(prompt, completed[: self._end(message, completed, len(prompt))]))
+        return replies
 
-    def _end(self, message: dict[str, Any], after: str, start: int) -> int:
+    def _end(self, message: dict[str, Any], text: str, start: int) -> int:
         """After the special token that follows the content. Some templates write more after it when no turn follows."""
         if self._special is None or message.get("tool_calls") or not message["content"].strip():
-            return len(after)
+            return len(text)
         content = message["content"].strip()
-        for token in self._special.finditer(after, start):
-            if after[start : token.start()].rstrip().endswith(content):
+        for token in self._special.finditer(text, start):
+            if text[start : token.start()].rstrip().endswith(content):
                 return token.end()
-        return len(after)
+        return len(text)
 
     def _run(
-        self, conversation: Conversation, messages: Messages, marks: bool = False, **how: Any
+        self, conversation: Conversation, messages: Messages, marks: bool = False, **template_options: Any
     ) -> tuple[str, list[tuple[int, int]], tuple[ImageRef, ...]]:
         """The rendered text with the tokens of its images, its marked characters, and the images."""
         text, render = self._text(conversation), cast(Any, render_jinja_template)  # its annotations exclude marks
@@ -169,13 +169,13 @@ class Template:
                 tools=list(conversation.tools) or None,
                 chat_template=text,
                 return_assistant_tokens_mask=marks,
-                **(self.tokenizer.special_tokens_map | conversation.arguments | self.arguments | how),
+                **(self.tokenizer.special_tokens_map | conversation.arguments | self.arguments | template_options),
             )
-        found: list[tuple[int, int]] = marked[0] if marks else []
+        marked_spans: list[tuple[int, int]] = marked[0] if marks else []
         if not (sources := sources_of(messages)):
-            return rendered, found, ()
-        full = self.images.expand(rendered, sources, conversation.origin, [edge for span in found for edge in span])
-        return full.text, list(zip(full.edges[::2], full.edges[1::2], strict=True)), full.images
+            return rendered, marked_spans, ()
+        expanded = self.images.expand(rendered, sources, conversation.origin, [edge for span in marked_spans for edge in span])
+        return expanded.text, list(zip(expanded.edges[::2], expanded.edges[1::2], strict=True)), expanded.images
 
 
 @contextmanager
@@ -192,23 +192,23 @@ def template_errors(refused: str, origin: str, way_out: str) -> Iterator[None]:
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise UserError(f"{refused} ({_short(error)}); {way_out}") from error
     except (Exception, TooLongError) as error:  # a template is a program and may raise anything
-        kind = "" if isinstance(error, TooLongError) else f"{type(error).__name__}: "
-        raise UserError(f"{refused}: {origin} fails ({kind}{_short(error)}); mend the template") from error
+        error_type = "" if isinstance(error, TooLongError) else f"{type(error).__name__}: "
+        raise UserError(f"{refused}: {origin} fails ({error_type}{_short(error)}); mend the template") from error
 
 
 def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _rendered_texts(whole: str, replies: Sequence[_Reply], images: tuple[ImageRef, ...]) -> list[Rendered]:
+def _rendered_texts(full_text: str, replies: Sequence[_Reply], images: tuple[ImageRef, ...]) -> list[Rendered]:
     """The whole text with the replies that it contains unchanged, and for each other reply a text that ends with it."""
-    left, texts = list(replies), []
-    for text in (whole, *(reply.after for reply in reversed(replies))):
-        here = [reply for reply in left if text.startswith(reply.after)]
-        left = [reply for reply in left if reply not in here]
-        if here:
-            texts.append(Rendered(text, [(len(reply.before), len(reply.after)) for reply in here], images))
-    return texts[::-1] or [Rendered(whole, [], images)]
+    remaining, texts = list(replies), []
+    for text in (full_text, *(reply.after for reply in reversed(replies))):
+        contained = [reply for reply in remaining if text.startswith(reply.after)]
+        remaining = [reply for reply in remaining if reply not in contained]
+        if contained:
+            texts.append(Rendered(text, [(len(reply.before), len(reply.after)) for reply in contained], images))
+    return texts[::-1] or [Rendered(full_text, [], images)]
 
 
 def template_origin(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -228,8 +228,8 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, origin: str, tools: Sequen
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """A pattern for the tokens at which the tokenizer splits a text first; None where there are none."""
-    contents = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and not token.normalized]
-    longest_first = sorted(filter(None, contents), key=len, reverse=True)
+    token_texts = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and not token.normalized]
+    longest_first = sorted(filter(None, token_texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
@@ -238,12 +238,12 @@ def dated(template: str, day: str) -> str:
     if "strftime_now" not in template:
         return template
     try:
-        at = date.fromisoformat(day)
+        parsed_day = date.fromisoformat(day)
     except ValueError as error:
         raise UserError(f"data.date is {day!r} ({error}); write it as 2026-01-31") from error
-    written = "".join(f"|replace('%{code}', '{at.strftime('%' + code)}')" for code in DATE_CODES)
-    unpadded = f"|replace('%-d', '{at.day}')|replace('%-m', '{at.month}')"
-    return f"{{%- macro strftime_now(format) -%}}{{{{ format{unpadded}{written} }}}}{{%- endmacro -%}}{{{{ '' }}}}{template}"
+    padded = "".join(f"|replace('%{code}', '{parsed_day.strftime('%' + code)}')" for code in DATE_CODES)
+    unpadded = f"|replace('%-d', '{parsed_day.day}')|replace('%-m', '{parsed_day.month}')"
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{unpadded}{padded} }}}}{{%- endmacro -%}}{{{{ '' }}}}{template}"
 
 
 def read_template(path: str | None) -> str | None:

@@ -33,8 +33,8 @@ class TrainingSet:
     def summary(self) -> str:
         """Its id, split, licence and size in one line."""
         count = f"{self.rows:,} rows" if self.rows is not None else "rows unknown"
-        parts = [f"{self.hub} ({self.files or self.split})", f"licence {self.licence}", count, self.size or "size unknown"]
-        return ", ".join(parts + ["gated"] * self.gated)
+        details = [f"{self.hub} ({self.files or self.split})", f"licence {self.licence}", count, self.size or "size unknown"]
+        return ", ".join(details + ["gated"] * self.gated)
 
 
 TRAINING_SETS: dict[str, TrainingSet] = {
@@ -98,8 +98,8 @@ TRAINING_SETS: dict[str, TrainingSet] = {
 
 def named_set(path: str) -> TrainingSet | None:
     """The set that a path names; None for other paths. A file or folder of that name goes first."""
-    chosen = TRAINING_SETS.get(path)
-    return None if chosen is not None and Path(path).exists() else chosen
+    training_set = TRAINING_SETS.get(path)
+    return None if training_set is not None and Path(path).exists() else training_set
 
 
 def on_the_hub(source: SourceOptions) -> SourceOptions:
@@ -107,13 +107,13 @@ def on_the_hub(source: SourceOptions) -> SourceOptions:
 
     Raises UserError for a split that the set does not have.
     """
-    chosen = named_set(source.path)
-    if chosen is None:
+    training_set = named_set(source.path)
+    if training_set is None:
         return source
-    split = chosen.split if source.split == DEFAULT_SPLIT else source.split
-    known = (chosen.split, *chosen.splits)
-    if split not in known:
+    split = training_set.split if source.split == DEFAULT_SPLIT else source.split
+    splits = (training_set.split, *training_set.splits)
+    if split not in splits:
         raise UserError(
-            f"data.split={split}: {source.path} has {', '.join(known)}; name one of them, or use data.path={chosen.hub}"
+            f"data.split={split}: {source.path} has {', '.join(splits)}; name one of them, or use data.path={training_set.hub}"
         )
-    return replace(source, path=chosen.hub, split=split, files=source.files or chosen.files)
+    return replace(source, path=training_set.hub, split=split, files=source.files or training_set.files)

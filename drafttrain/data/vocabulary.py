@@ -43,8 +43,8 @@ def coverage(counts_V: Tensor) -> Coverage | None:
     if not total:
         return None
     covered_V = counts_V.sort(descending=True).values.cumsum(0).double() / total
-    sizes = [size for size in (2**power for power in range(6, 30)) if size < vocabulary] + [vocabulary]
-    needed = int(torch.searchsorted(covered_V, torch.tensor(ENOUGH, dtype=torch.float64))) + 1
-    recommended = min(-(-needed // STEP) * STEP, vocabulary)
+    sizes = [size for size in (2**exponent for exponent in range(6, 30)) if size < vocabulary] + [vocabulary]
+    needed_tokens = int(torch.searchsorted(covered_V, torch.tensor(ENOUGH, dtype=torch.float64))) + 1
+    recommended = min(-(-needed_tokens // STEP) * STEP, vocabulary)
     curve = [(size, float(covered_V[size - 1])) for size in sizes]
     return Coverage(vocabulary, int((counts_V > 0).sum()), curve, recommended, float(covered_V[recommended - 1]), covered_V)

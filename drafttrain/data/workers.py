@@ -88,9 +88,11 @@ class WorkerPool(Preparer):
         self._waiting: deque[Task] | None = deque()  # tasks until the processes have started; None afterwards
         self._futures: deque[tuple[Task, Future[str]]] = deque()
         self._end = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
-        own = weakref.ref(self)
+        self_ref = weakref.ref(self)
         self._broken = False
-        self._pool.submit(int).add_done_callback(lambda first: pool._started(first) if (pool := own()) is not None else None)
+        self._pool.submit(int).add_done_callback(
+            lambda probe: pool._started(probe) if (pool := self_ref()) is not None else None
+        )
 
     def add(self, tasks: Sequence[Task]) -> None:
         with self._lock:
@@ -99,14 +101,14 @@ class WorkerPool(Preparer):
             else:
                 self._waiting.extend(tasks)
 
-    def _started(self, first: Future[int]) -> None:
+    def _started(self, probe: Future[int]) -> None:
         with self._lock:
-            if first.cancelled() or not self._end.alive:
+            if probe.cancelled() or not self._end.alive:
                 return
-            self._broken = first.exception() is not None
+            self._broken = probe.exception() is not None
             if not self._broken:
-                waiting, self._waiting = self._waiting, None
-                self._submit(waiting or ())
+                queued, self._waiting = self._waiting, None
+                self._submit(queued or ())
 
     def _submit(self, tasks: Iterable[Task]) -> None:
         try:
@@ -121,9 +123,9 @@ class WorkerPool(Preparer):
             task = self._waiting.popleft() if self._waiting else None
         if task is not None:
             return self._read(task, self._writer(task))
-        for place, (task, future) in enumerate(self._futures):
+        for index, (task, future) in enumerate(self._futures):
             if future.done() or future.cancel():  # a task that no process has started is prepared here
-                del self._futures[place]
+                del self._futures[index]
                 return self._read(task, self._writer(task) if future.cancelled() else self._result(future))
         task, future = self._futures.popleft()
         return self._read(task, self._result(future))
@@ -175,8 +177,8 @@ class Follower(Preparer):
 
 def spare_cores() -> int:
     """Cores that this process may use, less the one it runs on, at most `MAX_WORKERS`."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MAX_WORKERS, allowed - 1))
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_WORKERS, available - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +200,13 @@ class BlockWriter:
 _writer: BlockWriter | None = None  # set in worker processes
 
 
-def _start_worker(work: BlockWriter) -> None:
+def _start_worker(writer: BlockWriter) -> None:
     """Initialise a worker process."""
     global _writer
     for name in IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _writer = work
+    _writer = writer
 
 
 def _prepare(task: Task) -> str:

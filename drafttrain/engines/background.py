@@ -35,17 +35,17 @@ class Resources:
 
     def timed(self, dtype: str, batch: int) -> dict[str, Any]:
         """The job's `timed`. `eager`: without compilation, which takes longer than a few prompts."""
-        kind = CPU if self.device == CPU else "cuda"
+        device_type = CPU if self.device == CPU else "cuda"
         return {
-            "speculative": True, "dtype": dtype, "threads": self.threads, "device": kind, "batch": batch, "eager": True,
+            "speculative": True, "dtype": dtype, "threads": self.threads, "device": device_type, "batch": batch, "eager": True,
         }  # fmt: skip
 
     def variables(self, engine: Engine) -> dict[str, str]:
         """The process's whole environment, without the launcher's variables."""
-        kept = without_launcher(environment(engine))
+        base_variables = without_launcher(environment(engine))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
         gpus = {"CUDA_VISIBLE_DEVICES": "" if self.device == CPU else self.device}
-        return kept | engine.limited | threads | gpus
+        return base_variables | engine.limited | threads | gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class BackgroundEngine:
         """The result of a process that has ended. Raises UserError with the engine's own message where it failed."""
         result_of(self.engine, self.place, self.process.returncode)
         with suppress(ValueError, TypeError):
-            about, *found = map(json.loads, (self.place / "answers").read_text(encoding="utf-8").splitlines())
-            return EngineInfo(**about), [answer_of(self.engine, one) for one in found]
+            info, *outputs = map(json.loads, (self.place / "answers").read_text(encoding="utf-8").splitlines())
+            return EngineInfo(**info), [answer_of(self.engine, output) for output in outputs]
         raise UserError(f"{self.engine.label}: its answers do not have the required form; correct the script")
 
 

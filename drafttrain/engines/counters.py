@@ -62,25 +62,27 @@ class CounterReading:
     def since(self, before: CounterReading) -> CounterReading:
         """What was counted after another reading."""
         sums = {name: value - before.sums.get(name, 0.0) for name, value in self.sums.items()}
-        return CounterReading(sums, {at: value - before.by_position.get(at, 0.0) for at, value in self.by_position.items()})
+        return CounterReading(
+            sums, {position: value - before.by_position.get(position, 0.0) for position, value in self.by_position.items()}
+        )
 
     def restarted_since(self, before: CounterReading) -> bool:
         """Whether it is another process that counts, or a counter went down."""
-        spent = self.since(before)
-        return self.started != before.started or min(*spent.sums.values(), *spent.by_position.values()) < 0
+        delta = self.since(before)
+        return self.started != before.started or min(*delta.sums.values(), *delta.by_position.values()) < 0
 
 
 def read(text: str | None) -> CounterReading | str:
     """The counters in the text of /metrics (None: there is no such page), or why there are none."""
     if text is None:
         return "the server has no /metrics (SGLang: --enable-metrics)"
-    found = prometheus(text)
-    for known in KNOWN:
-        names = {key: getattr(known, key) for key in ("generated", "verifications", "drafted", "accepted")}
-        values = {key: found.get(name) for key, name in names.items() if name is not None}
+    metrics = prometheus(text)
+    for counter_names in KNOWN:
+        names = {key: getattr(counter_names, key) for key in ("generated", "verifications", "drafted", "accepted")}
+        values = {key: metrics.get(name) for key, name in names.items() if name is not None}
         if all(value is not None for value in values.values()):
             sums = {key: value for key, value in values.items() if value is not None}
-            return CounterReading(sums, prometheus_by_position(text, known.by_position), found.get(STARTED))
+            return CounterReading(sums, prometheus_by_position(text, counter_names.by_position), metrics.get(STARTED))
     return "the server's /metrics does not count verifications as vLLM or SGLang do; was it started with speculation?"
 
 
@@ -91,23 +93,23 @@ def counted(before: CounterReading | str, look: Callable[[], str | None], tokens
     """
     if isinstance(before, str):
         return _unknown(before)
-    for left in reversed(range(LOOKS)):
-        now = read(look())
-        if isinstance(now, str):
-            return _unknown(now)
-        if now.restarted_since(before):
+    for looks_left in reversed(range(LOOKS)):
+        reading = read(look())
+        if isinstance(reading, str):
+            return _unknown(reading)
+        if reading.restarted_since(before):
             return _unknown("the server was restarted meanwhile, so its counters began anew")
-        spent = now.since(before)
-        generated = int(spent.sums.pop("generated"))
+        delta = reading.since(before)
+        generated = int(delta.sums.pop("generated"))
         if generated >= tokens:
             break
-        if left:
+        if looks_left:
             sleep(PAUSE)
     if generated > tokens:
         return _unknown(f"the server generated {generated - tokens} tokens for other clients meanwhile")
     if generated < tokens:
         return _unknown(f"the server counts {generated} of the {tokens} tokens that it sent")
-    return _of_sums(spent)
+    return _of_sums(delta)
 
 
 def of_answers(details: Sequence[dict[str, Any] | None], lengths: Sequence[int]) -> Counted | None:
@@ -115,14 +117,14 @@ def of_answers(details: Sequence[dict[str, Any] | None], lengths: Sequence[int])
 
     An answer of one token, which the prefill yields, has no counts.
     """
-    if any(one is None and length > 1 for one, length in zip(details, lengths, strict=True)) or not any(details):
+    if any(row is None and length > 1 for row, length in zip(details, lengths, strict=True)) or not any(details):
         return None
-    found = [one for one in details if one is not None]
-    histograms = [one.get("spec_correct_drafts_histogram") or [] for one in found]  # [n]: decode steps that accepted n drafts
+    sent = [row for row in details if row is not None]
+    histograms = [row.get("spec_correct_drafts_histogram") or [] for row in sent]  # [n]: decode steps that accepted n drafts
     names = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
-    steps, drafted, accepted = (sum(int(one.get(name) or 0) for one in found) for name in names)
-    places = range(max(0, *(len(histogram) - 1 for histogram in histograms), -(-drafted // steps) if steps else 0))
-    by_position = tuple(sum(sum(histogram[i + 1 :]) for histogram in histograms) for i in places)
+    steps, drafted, accepted = (sum(int(row.get(name) or 0) for row in sent) for name in names)
+    positions = range(max(0, *(len(histogram) - 1 for histogram in histograms), -(-drafted // steps) if steps else 0))
+    by_position = tuple(sum(sum(histogram[i + 1 :]) for histogram in histograms) for i in positions)
     if sum(by_position) != accepted:
         return Counted(steps, drafted, accepted, None, (DOES_NOT_ADD_UP,))
     return Counted(steps, drafted, accepted, by_position)
@@ -130,34 +132,34 @@ def of_answers(details: Sequence[dict[str, Any] | None], lengths: Sequence[int])
 
 def prometheus(text: str) -> dict[str, float]:
     """The values by name, without `_total`, summed over labels."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, _, value in _samples(text):
-        found[name] = found.get(name, 0.0) + value
-    return found
+        values[name] = values.get(name, 0.0) + value
+    return values
 
 
 def prometheus_by_position(text: str, wanted: str | None) -> dict[int, float]:
     """The values of one counter by its label `position`, summed over the other labels."""
-    found: dict[int, float] = {}
+    values: dict[int, float] = {}
     for name, labels, value in _samples(text):
         if name == wanted and (position := POSITION.search(labels)):
-            found[int(position[1])] = found.get(int(position[1]), 0.0) + value
-    return found
+            values[int(position[1])] = values.get(int(position[1]), 0.0) + value
+    return values
 
 
 def _unknown(reason: str) -> Counted:
     return Counted(notes=(f"no tau and no acceptance: {reason}",))
 
 
-def _of_sums(spent: CounterReading) -> Counted:
-    steps, drafted, accepted = (spent.sums.get(name) for name in ("verifications", "drafted", "accepted"))
-    found = Counted(_whole(steps), _whole(drafted), _whole(accepted))
-    if not spent.by_position:
-        return replace(found, notes=("no acceptance by position: the server counts only sums",))
-    by_position = tuple(int(spent.by_position.get(i, 0.0)) for i in range(max(spent.by_position) + 1))
-    if sum(by_position) != found.accepted:
-        return replace(found, notes=(DOES_NOT_ADD_UP,))
-    return replace(found, accepted_by_position=by_position)
+def _of_sums(delta: CounterReading) -> Counted:
+    steps, drafted, accepted = (delta.sums.get(name) for name in ("verifications", "drafted", "accepted"))
+    counts = Counted(_whole(steps), _whole(drafted), _whole(accepted))
+    if not delta.by_position:
+        return replace(counts, notes=("no acceptance by position: the server counts only sums",))
+    by_position = tuple(int(delta.by_position.get(i, 0.0)) for i in range(max(delta.by_position) + 1))
+    if sum(by_position) != counts.accepted:
+        return replace(counts, notes=(DOES_NOT_ADD_UP,))
+    return replace(counts, accepted_by_position=by_position)
 
 
 def _whole(value: float | None) -> int | None:
@@ -166,12 +168,12 @@ def _whole(value: float | None) -> int | None:
 
 def _samples(text: str) -> list[tuple[str, str, float]]:
     """(name without `_total`, labels, value) of each line that has them."""
-    found = []
+    samples = []
     for line in text.splitlines():
         name, _, value = line.partition("#")[0].strip().rpartition(" ")
-        bare, _, labels = name.partition("{")
+        metric, _, labels = name.partition("{")
         try:
-            found.append((bare.removesuffix("_total"), labels, float(value)))
+            samples.append((metric.removesuffix("_total"), labels, float(value)))
         except ValueError:
             continue
-    return found
+    return samples

@@ -58,10 +58,12 @@ class DraftPush:
         runner, config = worker.model_runner, worker.vllm_config
         model = runner.get_draft_model() if hasattr(runner, "get_draft_model") else runner.drafter.model
         weights, shared = load_file(path), _shared(model, runner.get_model())
-        alike = {name for name, x in weights.items() if (own := shared.get(_module(name))) is not None and _equal(own, x)}
-        if refused := [name for name in weights if _module(name) in shared and name not in alike]:
-            return refused
-        weights = {name: x for name, x in weights.items() if name not in alike}
+        identical = {
+            name for name, x in weights.items() if (module := shared.get(_module(name))) is not None and _equal(module, x)
+        }
+        if conflicting := [name for name in weights if _module(name) in shared and name not in identical]:
+            return conflicting
+        weights = {name: x for name, x in weights.items() if name not in identical}
         with set_current_vllm_config(config):
             initialize_layerwise_reload(model)
             model.load_weights(weights.items())
@@ -72,8 +74,8 @@ class DraftPush:
 def _shared(draft: Any, target: Any) -> dict[str, Any]:
     """The modules with weights that both have, by the last part of their names in the draft."""
     of_target = {id(module) for module in target.modules()}
-    found = {name.rpartition(".")[2]: module for name, module in draft.named_modules() if id(module) in of_target}
-    return {name: module for name, module in found.items() if getattr(module, "weight", None) is not None}
+    shared_modules = {name.rpartition(".")[2]: module for name, module in draft.named_modules() if id(module) in of_target}
+    return {name: module for name, module in shared_modules.items() if getattr(module, "weight", None) is not None}
 
 
 def _module(name: str) -> str:
@@ -83,8 +85,8 @@ def _module(name: str) -> str:
 
 def _equal(module: Any, weight: Tensor) -> bool:
     """False also where the engine has packed the module's weight."""
-    own: Tensor = module.weight
-    return own.shape == weight.shape and bool((own.cpu() == weight.to(own.dtype)).all())
+    module_weight: Tensor = module.weight
+    return module_weight.shape == weight.shape and bool((module_weight.cpu() == weight.to(module_weight.dtype)).all())
 
 
 class VLLMEngine:
@@ -106,8 +108,8 @@ class VLLMEngine:
         with tempfile.TemporaryDirectory(prefix="drafttrain-", dir=self.folder) as folder:
             file = Path(folder) / "draft.safetensors"
             save_file({name: tensor.cpu().contiguous().clone() for name, tensor in draft.weights()}, file)
-            refused = self.llm.collective_rpc("load_draft", args=(str(file),))
-        if names := sorted({name for one in refused or () for name in one or ()}):
+            conflicting = self.llm.collective_rpc("load_draft", args=(str(file),))
+        if names := sorted({name for worker_names in conflicting or () for name in worker_names or ()}):
             raise UserError(
                 f"vLLM uses the target's own {', '.join(names)} for the draft, because the draft that it started with had the "
                 "same; start it with a draft that has been trained for a step"
@@ -124,22 +126,24 @@ class ReloadedDirectory:
         self.folder, self.reload, self.stack, self.keep = Path(folder), reload, stack, max(1, keep)
 
     def receive(self, draft: PushedDrafter) -> None:
-        place = self.folder / f"draft-{draft.step:07d}"
-        with atomic_directory(place) as aside:
-            draft.write(aside)
-        self.reload(place)
+        new_dir = self.folder / f"draft-{draft.step:07d}"
+        with atomic_directory(new_dir) as staging_dir:
+            draft.write(staging_dir)
+        self.reload(new_dir)
         # by time: the steps of a loop that was started again are smaller than those of earlier drafts
-        earlier = [one for one in self.folder.glob("draft-*") if one != place and one.name.removeprefix("draft-").isdecimal()]
-        earlier.sort(key=lambda one: one.stat().st_mtime)
-        for old in earlier[: max(0, len(earlier) + 1 - self.keep)]:
-            shutil.rmtree(old, ignore_errors=True)
+        older = [
+            path for path in self.folder.glob("draft-*") if path != new_dir and path.name.removeprefix("draft-").isdecimal()
+        ]
+        older.sort(key=lambda path: path.stat().st_mtime)
+        for stale in older[: max(0, len(older) + 1 - self.keep)]:
+            shutil.rmtree(stale, ignore_errors=True)
 
 
 def receiver_of(engine: Any) -> DraftReceiver:
     """The engine as a receiver. Raises UserError for something that takes no drafts."""
     if callable(getattr(engine, "receive", None)) and hasattr(engine, "stack"):
-        found: DraftReceiver = engine
-        return found
+        receiver: DraftReceiver = engine
+        return receiver
     if callable(getattr(engine, "collective_rpc", None)):
         return VLLMEngine(engine)
     raise UserError(

@@ -53,36 +53,36 @@ class Endpoint:
 
     def answer(self, wave: Sequence[int]) -> WaveOutputs:
         """Send a wave of requests together. Counts come with the answers of a server that sends them, else from /metrics."""
-        before, began = read(_looked_up(self.client, "metrics")), perf_counter()
-        answers = list(self.asking.map(lambda i: self._streamed(i, began), wave))
+        counters_before, start_time = read(_looked_up(self.client, "metrics")), perf_counter()
+        answers = list(self.asking.map(lambda i: self._streamed(i, start_time), wave))
         texts, lengths = [text for text, _ in answers], [text.count for text, _ in answers]
-        found = of_answers([details for _, details in answers], lengths)
-        found = found or counted(before, lambda: _looked_up(self.client, "metrics"), sum(lengths))
-        return WaveOutputs(texts, **asdict(found))
+        counts = of_answers([details for _, details in answers], lengths)
+        counts = counts or counted(counters_before, lambda: _looked_up(self.client, "metrics"), sum(lengths))
+        return WaveOutputs(texts, **asdict(counts))
 
-    def _streamed(self, i: int, began: float) -> tuple[TimedText, dict[str, Any] | None]:
+    def _streamed(self, i: int, start_time: float) -> tuple[TimedText, dict[str, Any] | None]:
         """Stream one answer, and the server's counts of it. Raises UserError for a refusal, and for an answer without its
         number of tokens.
         """
         content: dict[str, Any] = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
         body = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": 0, "stream": True}
         body |= content | {"stream_options": {"include_usage": True}} | (ASK_DETAILS if SGLANG in self.about.versions else {})
-        body |= GREEDY if any(maker in self.about.versions for maker in MAKERS) else {}
+        body |= GREEDY if any(owner in self.about.versions for owner in MAKERS) else {}
         path = "completions" if self.where.api == TOKENS else "chat/completions"
-        first, text, count, details = None, "", None, None
+        first_time, text, count, details = None, "", None, None
         with _explained(self.where), self.client.stream("POST", path, json=body) as response:
             _check(response, self.where, path)
-            for part in _events(response, self.where):
-                piece = _piece(part)
-                if piece and first is None:
-                    first = perf_counter() - began
-                text += piece
-                count = (part.get("usage") or {}).get("completion_tokens") or count
-                details = (part.get("sglext") or {}).get("spec_tokens_details") or details
-            ended = perf_counter() - began
+            for event in _events(response, self.where):
+                delta = _piece(event)
+                if delta and first_time is None:
+                    first_time = perf_counter() - start_time
+                text += delta
+                count = (event.get("usage") or {}).get("completion_tokens") or count
+                details = (event.get("sglext") or {}).get("spec_tokens_details") or details
+            end_time = perf_counter() - start_time
         if count is None:
             raise UserError(f"{self.where.url} does not say how many tokens an answer has (stream_options.include_usage)")
-        return TimedText(count, text, ended if first is None else first, ended), details
+        return TimedText(count, text, end_time if first_time is None else first_time, end_time), details
 
 
 @contextmanager
@@ -91,10 +91,10 @@ def endpoint(
 ) -> Iterator[Endpoint]:
     """A connected server. batch: upper bound of parallel requests. Raises UserError for a missing server or model."""
     with _client(where, batch) as client, ThreadPoolExecutor(batch) as pool:
-        model, listed = _model(client, where)
-        maker = listed.get("owned_by")
-        about = EngineInfo({} if not maker else {str(maker): _version(client)}, ids=False)
-        yield Endpoint(where, client, pool, prompts, max_new_tokens, model, about)
+        model, model_info = _model(client, where)
+        owner = model_info.get("owned_by")
+        info = EngineInfo({} if not owner else {str(owner): _version(client)}, ids=False)
+        yield Endpoint(where, client, pool, prompts, max_new_tokens, model, info)
 
 
 def context_of(where: EndpointOptions) -> int | None:
@@ -104,29 +104,31 @@ def context_of(where: EndpointOptions) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def _client(where: EndpointOptions, batch: int) -> httpx.Client:
-    base = base_of(where.url, where.name, "engine_key_env")
+def _client(options: EndpointOptions, batch: int) -> httpx.Client:
+    base = base_of(options.url, options.name, "engine_key_env")
     import httpx
 
-    headers = {"Authorization": f"Bearer {where.key}"} if where.key else {}
+    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
     patience = httpx.Timeout(TIMEOUT, connect=CONNECT)
     limits = httpx.Limits(max_connections=batch, max_keepalive_connections=batch)
     return httpx.Client(base_url=base, headers=headers, timeout=patience, limits=limits)
 
 
-def _model(client: httpx.Client, where: EndpointOptions) -> tuple[str, dict[str, Any]]:
+def _model(client: httpx.Client, options: EndpointOptions) -> tuple[str, dict[str, Any]]:
     """The model that answers, and what the server lists about it."""
-    with _explained(where):
+    with _explained(options):
         response = client.get("models")
-        _check(response, where, "models")
+        _check(response, options, "models")
         try:
-            listed = {str(one["id"]): one for one in response.json()["data"]}
+            models = {str(entry["id"]): entry for entry in response.json()["data"]}
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{where.url} does not list its models; is {where.name} an OpenAI-compatible server?") from error
-    if where.model is None and len(listed) != 1:
-        raise UserError(f"{where.url} has the models {', '.join(listed) or 'none'}; set engine_model")
-    model = where.model or next(iter(listed))
-    return model, dict(listed.get(model, {}))
+            raise UserError(
+                f"{options.url} does not list its models; is {options.name} an OpenAI-compatible server?"
+            ) from error
+    if options.model is None and len(models) != 1:
+        raise UserError(f"{options.url} has the models {', '.join(models) or 'none'}; set engine_model")
+    model = options.model or next(iter(models))
+    return model, dict(models.get(model, {}))
 
 
 def _version(client: httpx.Client) -> str:
@@ -150,45 +152,47 @@ def _looked_up(client: httpx.Client, path: str) -> str | None:
 
 
 @contextmanager
-def _explained(where: EndpointOptions) -> Iterator[None]:
+def _explained(options: EndpointOptions) -> Iterator[None]:
     import httpx
 
     try:
         yield
     except httpx.HTTPError as error:
-        raise UserError(f"{where.url}: no answer ({type(error).__name__}); start the server, and check {where.name}") from error
+        raise UserError(
+            f"{options.url}: no answer ({type(error).__name__}); start the server, and check {options.name}"
+        ) from error
 
 
-def _check(response: httpx.Response, where: EndpointOptions, path: str) -> None:
+def _check(response: httpx.Response, options: EndpointOptions, path: str) -> None:
     if response.status_code == 200:
         return
     response.read()
-    if path == "models" and response.status_code == 404 and not where.url.rstrip("/").endswith("/v1"):
-        raise UserError(f"{where.url} lists no models; an OpenAI-compatible API mostly is at {where.url.rstrip('/')}/v1")
-    hint = "" if where.api == CHAT or path == "models" else ", or engine_api=chat where it takes no token ids"
+    if path == "models" and response.status_code == 404 and not options.url.rstrip("/").endswith("/v1"):
+        raise UserError(f"{options.url} lists no models; an OpenAI-compatible API mostly is at {options.url.rstrip('/')}/v1")
+    hint = "" if options.api == CHAT or path == "models" else ", or engine_api=chat where it takes no token ids"
     raise UserError(
-        f"{where.url} refuses {path} with status {response.status_code}: {error_text(response)}; check {where.name}, "
+        f"{options.url} refuses {path} with status {response.status_code}: {error_text(response)}; check {options.name}, "
         "engine_model "
         f"and the key in engine_key_env{hint}"
     )
 
 
-def _events(response: httpx.Response, where: EndpointOptions) -> Iterator[dict[str, Any]]:
+def _events(response: httpx.Response, options: EndpointOptions) -> Iterator[dict[str, Any]]:
     """The parts of a streamed answer."""
     for line in response.iter_lines():
         content = line.removeprefix("data:").strip() if line.startswith("data:") else ""
         if not content or content == "[DONE]":
             continue
         try:
-            part = json.loads(content)
+            event = json.loads(content)
         except ValueError as error:
-            raise UserError(f"{where.url} streams no JSON, {content[:80]!r}; name an OpenAI-compatible server") from error
-        if not isinstance(part, dict) or "error" in part:
-            raise UserError(f"{where.url} breaks off: {content[:200]}")
-        yield part
+            raise UserError(f"{options.url} streams no JSON, {content[:80]!r}; name an OpenAI-compatible server") from error
+        if not isinstance(event, dict) or "error" in event:
+            raise UserError(f"{options.url} breaks off: {content[:200]}")
+        yield event
 
 
-def _piece(part: dict[str, Any]) -> str:
-    choices = part.get("choices") or [{}]
-    piece = choices[0].get("text") or (choices[0].get("delta") or {}).get("content")
-    return str(piece or "")
+def _piece(event: dict[str, Any]) -> str:
+    choices = event.get("choices") or [{}]
+    text = choices[0].get("text") or (choices[0].get("delta") or {}).get("content")
+    return str(text or "")

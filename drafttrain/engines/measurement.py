@@ -50,7 +50,7 @@ class OwnDecoding:
     def by_position(self, chosen: Sequence[int], length: int) -> list[Interval]:
         """Acceptance by position of these prompts, in chains of this length."""
         steps = [accepted for i in chosen for accepted in self.accepted[i]]
-        return chain_alphas(len(steps), [sum(accepted > at for accepted in steps) for at in range(length)])
+        return chain_alphas(len(steps), [sum(accepted > position for accepted in steps) for position in range(length)])
 
 
 Decode = Callable[[str], OwnDecoding]  # by how the engine begins
@@ -93,30 +93,30 @@ def measured(sides: Mapping[str, TimedEngine], here: Decode, terms: TimingOption
     decoding, by how the engine begins (`drafttrain.engines.answers.EngineInfo`). Raises UserError where the engine fails.
     """
     notes = list(dict.fromkeys(note for side in sides.values() for note in side.about.notes))
-    share = terms.seconds / len(terms.sizes)
-    timed = {size: _contest(sides, size, share, terms, notes) for size in terms.sizes}
-    slices = [{"by": "batch_size", "value": size} | _figures(sides, one, here, terms) for size, one in timed.items()]
-    for size, one in timed.items():
-        notes += [f"{terms.label}, batch {size}: {line}" for line in _missing(one)]
-    first = next(iter(timed.values()))
+    seconds_per_size = terms.seconds / len(terms.sizes)
+    timed = {size: _contest(sides, size, seconds_per_size, terms, notes) for size in terms.sizes}
+    slices = [{"by": "batch_size", "value": size} | _figures(sides, batch, here, terms) for size, batch in timed.items()]
+    for size, batch in timed.items():
+        notes += [f"{terms.label}, batch {size}: {line}" for line in _missing(batch)]
+    first_timed = next(iter(timed.values()))
     keys = slices[0] | {"batch_size": terms.sizes[0], "draft_length": terms.draft_length}
     keys |= {"versions": next(iter(sides.values())).about.versions, "slices": slices, "notes": notes}
-    keys["same_as_here"] = _same_as_here(sides, first, here, terms)
+    keys["same_as_here"] = _same_as_here(sides, first_timed, here, terms)
     keys["flags"] = flags(keys, terms)
     return {name: value for name, value in keys.items() if name not in ("by", "value")}
 
 
 def flags(keys: Keys, terms: TimingOptions) -> list[str]:
     """Warnings, one sentence each."""
-    found, prompts = [], keys["prompts"]
+    messages, prompts = [], keys["prompts"]
     if keys["tau_gap_flagged"]:
         side = "above" if keys["tau_gap"] > 0 else "below"
         tau = f"{terms.label} counts tau {keys['tau']:.2f}, {abs(keys['tau_gap']):.0%} {side} our {keys['tau_here']:.2f}"
-        found.append(f"{tau} of the same chains: {'; '.join(_causes(keys, terms))}")
+        messages.append(f"{tau} of the same chains: {'; '.join(_causes(keys, terms))}")
     if keys["exact_matches"] is not None and keys["exact_matches"] < prompts:
         count = prompts - keys["exact_matches"]
-        found.append(f"{count} of {prompts} texts of {terms.label} with speculation are not those of its plain decoding")
-    return found
+        messages.append(f"{count} of {prompts} texts of {terms.label} with speculation are not those of its plain decoding")
+    return messages
 
 
 def _causes(keys: Keys, terms: TimingOptions) -> list[str]:
@@ -151,27 +151,27 @@ def _contest(
 
         return lap
 
-    contenders, wanted = {name: contender(name) for name in sides}, waves(terms.prompts, size)
-    race(contenders, wanted[:1], 1)
-    began = monotonic()
-    race(contenders, wanted[:1], 1)
-    chosen = plan(monotonic() - began, seconds, len(wanted), terms.repeats)
-    if chosen.waves < len(wanted) or chosen.repeats < terms.repeats:
+    contenders, all_waves = {name: contender(name) for name in sides}, waves(terms.prompts, size)
+    race(contenders, all_waves[:1], 1)
+    start_time = monotonic()
+    race(contenders, all_waves[:1], 1)
+    budget = plan(monotonic() - start_time, seconds, len(all_waves), terms.repeats)
+    if budget.waves < len(all_waves) or budget.repeats < terms.repeats:
         notes.append(
-            f"{terms.label}, batch {size}: {chosen.waves} of {len(wanted)} waves and {chosen.repeats} of {terms.repeats} "
+            f"{terms.label}, batch {size}: {budget.waves} of {len(all_waves)} waves and {budget.repeats} of {terms.repeats} "
             "repeats fitted into measure.minutes"
         )
-    for kept in answers.values():
-        kept.clear()
-    done, total = 0, chosen.waves * chosen.repeats * len(sides)
+    for outputs in answers.values():
+        outputs.clear()
+    completed, total = 0, budget.waves * budget.repeats * len(sides)
 
     def tick(lap: Decoded) -> None:
-        nonlocal done
-        done += 1
-        terms.watch(f"{terms.label}, batch {size}", done, total, sum(len(r.tokens) for r in lap.results))
+        nonlocal completed
+        completed += 1
+        terms.watch(f"{terms.label}, batch {size}", completed, total, sum(len(r.tokens) for r in lap.results))
 
-    laps = race(contenders, wanted[: chosen.waves], chosen.repeats, tick=tick)
-    return TimedBatchSize(Race(size, wanted[: chosen.waves], laps), chosen.repeats, answers)
+    laps = race(contenders, all_waves[: budget.waves], budget.repeats, tick=tick)
+    return TimedBatchSize(Race(size, all_waves[: budget.waves], laps), budget.repeats, answers)
 
 
 def _decoded(answer: WaveOutputs) -> Decoded:
@@ -183,7 +183,7 @@ def _decoded(answer: WaveOutputs) -> Decoded:
     return Decoded(results, Costs())
 
 
-def _figures(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, here: Decode, terms: TimingOptions) -> Keys:
+def _figures(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, decode: Decode, terms: TimingOptions) -> Keys:
     keys = {name: value for name, value in speed_keys(timed.race, SPECULATIVE).items() if name in SPEEDS}
     keys |= {"prompts": len(timed.chosen), "repeats": timed.repeats, "exact_matches": None}
     if len(sides) == 2:
@@ -191,23 +191,23 @@ def _figures(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, here: Deco
         keys["exact_matches"] = sum(ours == plain for ours, plain in pairs)
     keys |= dict.fromkeys((*COUNTS, *POSITIONS, "tau", "tau_here", "tau_gap"))
     if SPECULATIVE in sides:
-        keys |= _acceptance(sides[SPECULATIVE].about.begins, timed, here, terms)
-    drift = keys["tau_gap"]
-    return keys | {"tau_gap_flagged": drift is not None and abs(drift) > FLAGGED_GAP}
+        keys |= _acceptance(sides[SPECULATIVE].about.begins, timed, decode, terms)
+    tau_gap = keys["tau_gap"]
+    return keys | {"tau_gap_flagged": tau_gap is not None and abs(tau_gap) > FLAGGED_GAP}
 
 
-def _acceptance(begins: str, timed: TimedBatchSize, here: Decode, terms: TimingOptions) -> Keys:
+def _acceptance(begins: str, timed: TimedBatchSize, decode: Decode, terms: TimingOptions) -> Keys:
     """tau and acceptance by the engine's own counts, over all repeats; null where it does not count them."""
     answers, keys = timed.answers[SPECULATIVE], Keys()
     for name in COUNTS:
         counts = [getattr(answer, name) for answer in answers]
-        keys[name] = None if any(one is None for one in counts) else sum(counts)
+        keys[name] = None if any(count is None for count in counts) else sum(counts)
     keys |= _by_position(answers, keys["verifications"])
     prefilled = 0 if begins == "drafted" else 1
     emitted = sum(max(0, text.count - prefilled) for answer in answers for text in answer.texts)
     keys["tau"] = emitted / keys["verifications"] if keys["verifications"] else None
-    keys["tau_here"] = here(begins).tau(timed.chosen)
-    keys["alpha_by_position_here"] = [list(alpha) for alpha in here(begins).by_position(timed.chosen, terms.draft_length)]
+    keys["tau_here"] = decode(begins).tau(timed.chosen)
+    keys["alpha_by_position_here"] = [list(alpha) for alpha in decode(begins).by_position(timed.chosen, terms.draft_length)]
     return keys | {"tau_gap": gap(keys["tau"], keys["tau_here"])}
 
 
@@ -217,7 +217,7 @@ def _by_position(answers: Sequence[WaveOutputs], steps: int | None) -> Keys:
     if steps is None or len(counts) < len(answers):
         return {"accepted_by_position": None, "alpha_by_position": None}
     longest = max(map(len, counts), default=0)
-    accepted = [sum(one[i] for one in counts if i < len(one)) for i in range(longest)]
+    accepted = [sum(position_counts[i] for position_counts in counts if i < len(position_counts)) for i in range(longest)]
     return {"accepted_by_position": accepted, "alpha_by_position": [list(alpha) for alpha in chain_alphas(steps, accepted)]}
 
 
@@ -228,14 +228,14 @@ def _missing(timed: TimedBatchSize) -> list[str]:
     return [line if n == len(answers) else f"{line} ({n} of {len(answers)} waves)" for line, n in lines.items()]
 
 
-def _same_as_here(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, here: Decode, terms: TimingOptions) -> int:
+def _same_as_here(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, decode: Decode, terms: TimingOptions) -> int:
     """The number of plain outputs (or else speculative ones) that equal ours. A stop token at their end may be left out."""
     name = BASELINE if BASELINE in sides else SPECULATIVE
-    own, outputs = here(sides[name].about.begins), timed.once(name)
+    decoding, outputs = decode(sides[name].about.begins), timed.once(name)
     if not sides[name].about.ids:
-        return sum(text.strip() == own.letters[i].strip() for i, text in zip(timed.chosen, outputs, strict=True))
+        return sum(text.strip() == decoding.letters[i].strip() for i, text in zip(timed.chosen, outputs, strict=True))
     return sum(
-        _bare(text, terms.stop_ids) == _bare(own.texts[i], terms.stop_ids)
+        _bare(text, terms.stop_ids) == _bare(decoding.texts[i], terms.stop_ids)
         for i, text in zip(timed.chosen, outputs, strict=True)
     )
 

@@ -46,8 +46,8 @@ class Master:
                 command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        until = monotonic() + START
-        while monotonic() < until and self.process.poll() is None:
+        deadline = monotonic() + START
+        while monotonic() < deadline and self.process.poll() is None:
             with suppress(OSError), socket.create_connection((HERE, self.port), LOOK):
                 return
             sleep(LOOK / 10)
@@ -72,21 +72,21 @@ class Master:
 @contextmanager
 def mooncake_master(log: Path, say: Callable[[str], None]) -> Iterator[str]:
     """A master that answers; its address. Raises UserError where Mooncake is not installed, or the master does not start."""
-    found = importlib.util.find_spec("mooncake")
-    programs = [Path(folder) / "mooncake_master" for folder in (found.submodule_search_locations or ())] if found else []
+    spec = importlib.util.find_spec("mooncake")
+    programs = [Path(folder) / "mooncake_master" for folder in (spec.submodule_search_locations or ())] if spec else []
     if not programs or not programs[0].is_file():
         raise UserError(f"Mooncake is not installed, so that no mooncake_master can be started; {INSTALL}")
     with suppress(OSError):  # wheels may be unpacked without the bit
         programs[0].chmod(programs[0].stat().st_mode | 0o100)
     master = Master(programs[0], log, say)
-    watching = threading.Thread(target=master.watch, daemon=True)
+    watch_thread = threading.Thread(target=master.watch, daemon=True)
     try:
         master.start()
-        watching.start()
+        watch_thread.start()
         yield master.address
     finally:
         master.closing.set()
-        if watching.ident is not None:
-            watching.join()
+        if watch_thread.ident is not None:
+            watch_thread.join()
         if master.process is not None:
             kill(master.process)

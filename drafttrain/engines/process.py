@@ -93,7 +93,7 @@ OPENVINO = ("openvino-genai==2026.4.0.0", "openvino==2026.4.0", "optimum-intel==
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 # the build takes half an hour on two cores, with only the parts that a server needs
 LLAMA_PARTS = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI", "OPENSSL")
-LLAMA = {"CMAKE_ARGS": " ".join(f"-DLLAMA_{part}=OFF" for part in LLAMA_PARTS), "LLAMA_CPP_BUILD_JOBS": "2"}
+LLAMA = {"CMAKE_ARGS": " ".join(f"-DLLAMA_{option}=OFF" for option in LLAMA_PARTS), "LLAMA_CPP_BUILD_JOBS": "2"}
 
 ENGINES = {
     "vllm": Engine(
@@ -162,7 +162,7 @@ class EngineResult:
         """Read a result from JSON. Raises ValueError for another form."""
         try:
             prompts = content.get("prompts")
-            counts = None if prompts is None else [PromptCounts(**one) for one in prompts]
+            counts = None if prompts is None else [PromptCounts(**prompt) for prompt in prompts]
             outcome = EngineResult(**content | {"prompts": counts})
         except TypeError as error:
             raise ValueError(f"the result's keys are not those of its form: {error}") from error
@@ -183,41 +183,43 @@ def python_of(name: str, given: str | None, setting: str = "engine_python") -> P
             raise UserError(f"{setting} is {given!r}, which is no file; name a python that has {engine.label}")
         if _has(python, engine.package):
             return python
-    where, way = " and ".join(str(python) for python in candidates), engine.install(name)
-    raise UserError(f"{engine.label} is not in {where}; install it ({way}), or name the Python that has it: {setting}=PATH")
+    searched, install = " and ".join(str(python) for python in candidates), engine.install(name)
+    raise UserError(
+        f"{engine.label} is not in {searched}; install it ({install}), or name the Python that has it: {setting}=PATH"
+    )
 
 
 def check_family(name: str, family: str) -> None:
     """Raise UserError for a family that the engine's script does not draft with."""
-    able = runpy.run_path(str(SCRIPTS / f"{name}.py")).get("FAMILIES", (family,))
-    if family not in able:
-        raise UserError(f"{ENGINES[name].label} is run here with {', '.join(sorted(able))} alone, and this is {family}")
+    supported = runpy.run_path(str(SCRIPTS / f"{name}.py")).get("FAMILIES", (family,))
+    if family not in supported:
+        raise UserError(f"{ENGINES[name].label} is run here with {', '.join(sorted(supported))} alone, and this is {family}")
 
 
 def batches_with(name: str, family: str) -> bool:
     """Whether the engine decodes several prompts at a time and accepts as many drafts of this family then as of one."""
-    alone = runpy.run_path(str(SCRIPTS / f"{name}.py")).get("ALONE", ())
-    return ENGINES[name].batches and family not in alone
+    unbatched = runpy.run_path(str(SCRIPTS / f"{name}.py")).get("ALONE", ())
+    return ENGINES[name].batches and family not in unbatched
 
 
 def _has(python: Path, package: str) -> bool:
-    check = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
-    return subprocess.run([python, "-P", "-c", check], capture_output=True, check=False).returncode == 0
+    script = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-P", "-c", script], capture_output=True, check=False).returncode == 0
 
 
 def run(name: str, python: Path, job: EngineJob) -> EngineResult:
     """Run a job. Raises UserError with the engine's own message where it fails."""
     engine = ENGINES[name]
     with tempfile.TemporaryDirectory(prefix="drafttrain-engine-") as folder:
-        place = Path(folder)
-        (place / "scratch").mkdir()
-        content = asdict(job) | {"scratch": str(place / "scratch")}
-        (place / "job.json").write_text(json.dumps(content), encoding="utf-8")
-        with (place / "log").open("w", encoding="utf-8") as log:
-            done = subprocess.run(
-                command(name, python, place), stdout=log, stderr=subprocess.STDOUT, env=environment(engine), check=False
+        workdir = Path(folder)
+        (workdir / "scratch").mkdir()
+        content = asdict(job) | {"scratch": str(workdir / "scratch")}
+        (workdir / "job.json").write_text(json.dumps(content), encoding="utf-8")
+        with (workdir / "log").open("w", encoding="utf-8") as log:
+            completed = subprocess.run(
+                command(name, python, workdir), stdout=log, stderr=subprocess.STDOUT, env=environment(engine), check=False
             )
-        result = result_of(engine, place, done.returncode)
+        result = result_of(engine, workdir, completed.returncode)
         try:
             return EngineResult.of(result)
         except ValueError as error:

@@ -69,14 +69,14 @@ def server_process(
     arguments += ["--revision", served.revision] if served.revision is not None else []
     arguments += ["--trust-remote-code"] if served.trust_remote_code else []
     arguments += ["--tensor-parallel-size", str(tensor_parallel)] if tensor_parallel > 1 else []
-    known = without_launcher(environment(ENGINES[served.engine]))
-    known["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # of a conversation with all positions: the answer's is never computed
-    known[SPACE] = os.environ.get(SPACE, known[SPACE])
-    known.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # without its own process an engine writes the last file only later
-    known["PYTHONPATH"] = str(CONNECTORS)
+    variables = without_launcher(environment(ENGINES[served.engine]))
+    variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # of a conversation with all positions: the answer's is never computed
+    variables[SPACE] = os.environ.get(SPACE, variables[SPACE])
+    variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # without its own process an engine writes the last file only later
+    variables["PYTHONPATH"] = str(CONNECTORS)
     if gpus:
-        known["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return [*arguments, *served.arguments], known
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return [*arguments, *served.arguments], variables
 
 
 def _sglang_line(model: str, longest: int, arguments: Sequence[str]) -> str:

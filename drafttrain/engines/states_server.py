@@ -57,12 +57,12 @@ class StatesServer:
     def wait(self) -> None:
         """Wait until it answers. Raises UserError with its last lines where it does not."""
         assert self.process is not None
-        until, direct = monotonic() + START, build_opener(ProxyHandler({}))  # a proxy does not reach this machine
-        while monotonic() < until:
+        deadline, opener = monotonic() + START, build_opener(ProxyHandler({}))  # a proxy does not reach this machine
+        while monotonic() < deadline:
             if (code := self.process.poll()) is not None:
-                said = " | ".join(_errors(self.log)) or "its log is empty"
-                raise UserError(f"{self.name} ended with {code} as it started: {said}")
-            with suppress(URLError, OSError), direct.open(f"{self.url}/health", timeout=5) as answer:
+                log_tail = " | ".join(_errors(self.log)) or "its log is empty"
+                raise UserError(f"{self.name} ended with {code} as it started: {log_tail}")
+            with suppress(URLError, OSError), opener.open(f"{self.url}/health", timeout=5) as answer:
                 if answer.status == 200:
                     return
             sleep(LOOK)
@@ -71,19 +71,19 @@ class StatesServer:
     def watch(self) -> None:
         """Start the process again where it ends by itself, until `closing`."""
         assert self.process is not None
-        for starts in range(STARTS + 1):
+        for restarts in range(STARTS + 1):
             while (code := self.process.poll()) is None:
                 if self.closing.wait(LOOK):
                     return
             if self.closing.is_set():
                 return
-            ended = f"{self.name} ended with {code} ({' | '.join(_errors(self.log)[-1:])})"
+            message = f"{self.name} ended with {code} ({' | '.join(_errors(self.log)[-1:])})"
             kill(self.process)
-            if starts == STARTS:
-                self.lost = f"{ended} after {STARTS} new starts, and is not started again"
+            if restarts == STARTS:
+                self.lost = f"{message} after {STARTS} new starts, and is not started again"
                 self.say(f"features: {self.lost}")
                 return
-            self.say(f"features: {ended}; it starts again")
+            self.say(f"features: {message}; it starts again")
             self.start()
 
     def ask_to_end(self) -> None:
@@ -113,9 +113,9 @@ def running(servers: Sequence[StatesServer]) -> Iterator[None]:
         for server in servers:
             server.wait()
         for server in servers:
-            watching = threading.Thread(target=server.watch, daemon=True)
-            watching.start()
-            stack.callback(watching.join)
+            watch_thread = threading.Thread(target=server.watch, daemon=True)
+            watch_thread.start()
+            stack.callback(watch_thread.join)
             stack.callback(server.closing.set)
         yield
 
@@ -124,9 +124,9 @@ def free_ports(count: int, host: str = HERE) -> list[int]:
     """Ports of this address that nothing uses."""
     with ExitStack() as stack:  # all are held until the last one is found, so that none comes twice
         sockets = [stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) for _ in range(count)]
-        for free in sockets:
-            free.bind((host, 0))
-        return [int(free.getsockname()[1]) for free in sockets]
+        for sock in sockets:
+            sock.bind((host, 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
 
 
 def _end(servers: Sequence[StatesServer]) -> None:
@@ -150,5 +150,5 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def _errors(log: Path) -> list[str]:
     """The last lines of a log that name an error, else its last lines."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    named = [line for line in lines if "Error: " in line]
-    return (named or lines)[-SHOWN // 4 :]
+    error_lines = [line for line in lines if "Error: " in line]
+    return (error_lines or lines)[-SHOWN // 4 :]

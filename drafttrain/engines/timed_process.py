@@ -52,8 +52,8 @@ def answer_of(engine: Engine, found: dict[str, Any]) -> WaveOutputs:
     """A script's answer. Raises UserError for another form."""
     try:
         texts = [TimedText(len(t["tokens"]), tuple(t["tokens"]), t["first"], t["ended"], t["ahead"]) for t in found["texts"]]
-        places = found.get("accepted_by_position")
-        by_position = None if places is None else tuple(map(int, places))
+        accepted_counts = found.get("accepted_by_position")
+        by_position = None if accepted_counts is None else tuple(map(int, accepted_counts))
         return WaveOutputs(texts, found["verifications"], found["drafted"], found["accepted"], by_position)
     except (KeyError, TypeError) as error:
         raise UserError(f"{engine.label}: its answer does not have the required form; correct the script") from error
@@ -76,13 +76,13 @@ def serving(name: str, python: Path, job: EngineJob, place: Path) -> Iterator[Se
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment(engine), text=True, encoding="utf-8",
         )  # fmt: skip
     try:
-        about = EngineInfo(**_exchange(engine, process, place, None))
-        yield Serving(engine, process, place, about)
+        info = EngineInfo(**_exchange(engine, process, place, None))
+        yield Serving(engine, process, place, info)
     finally:
         _end(process)
 
 
-def _exchange(engine: Engine, process: subprocess.Popen[str], place: Path, line: str | None) -> dict[str, Any]:
+def _exchange(engine: Engine, process: subprocess.Popen[str], workdir: Path, line: str | None) -> dict[str, Any]:
     """Write a line, or none, and read one."""
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -92,7 +92,7 @@ def _exchange(engine: Engine, process: subprocess.Popen[str], place: Path, line:
     except BrokenPipeError:
         answer = ""
     if not answer:
-        result_of(engine, place, process.wait())
+        result_of(engine, workdir, process.wait())
         raise UserError(f"{engine.label} ended too early; measure again")
     content: dict[str, Any] = json.loads(answer)
     return content

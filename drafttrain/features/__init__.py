@@ -88,9 +88,9 @@ class FeatureOptions:
         if self.name == "engine":
             self._check_engine()
             return
-        usual = FeatureOptions()
+        defaults = FeatureOptions()
         for name in OF_SERVERS:
-            if getattr(self, name) != getattr(usual, name):
+            if getattr(self, name) != getattr(defaults, name):
                 raise UserError(
                     f"features.{name} is for features=engine, but features is {self.name}; set features=engine, or leave it out"
                 )

@@ -85,17 +85,17 @@ def unlikely(logits_AV: Tensor, token_A: Tensor, temperature: float) -> str | No
     logits_AV = logits_AV.double()
     if temperature == 0:
         gap_A = logits_AV.amax(1) - logits_AV.gather(1, token_A[:, None])[:, 0]
-        far = float((gap_A > GAP).double().mean())
-        return None if far <= GAPS else f"{far:.0%} of a greedy answer's tokens are not the target's likeliest"
+        fraction = float((gap_A > GAP).double().mean())
+        return None if fraction <= GAPS else f"{fraction:.0%} of a greedy answer's tokens are not the target's likeliest"
     log_p_AV = (logits_AV / temperature).log_softmax(1)
     p_AV = log_p_AV.exp()
     mean_A = (p_AV * log_p_AV.clamp_min(-1e4)).sum(1)
     variance_A = (p_AV * (log_p_AV.clamp_min(-1e4) - mean_A[:, None]) ** 2).sum(1)
-    found = float(log_p_AV.gather(1, token_A[:, None]).sum())
+    log_p = float(log_p_AV.gather(1, token_A[:, None]).sum())
     expected, deviation = float(mean_A.sum()), float(variance_A.sum().sqrt())
-    if found >= expected - DEVIATIONS * deviation - ROUNDING * len(token_A):
+    if log_p >= expected - DEVIATIONS * deviation - ROUNDING * len(token_A):
         return None
     return (
-        f"its log-likelihood under the target is {found / len(token_A):.2f} nats a token, that of answers which the target "
+        f"its log-likelihood under the target is {log_p / len(token_A):.2f} nats a token, that of answers which the target "
         f"samples is {expected / len(token_A):.2f}"
     )

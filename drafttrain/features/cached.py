@@ -59,11 +59,11 @@ class Cached:
 
         States are copied in their stored format and converted to the target's dtype on the device.
         """
-        read, form = self._ahead.get(batch), self.store.form
-        columns = read.columns
-        if self._buffers is not None and read.buffer is not None:
+        host_columns, form = self._ahead.get(batch), self.store.form
+        columns = host_columns.columns
+        if self._buffers is not None and host_columns.buffer is not None:
             columns = {name: column.to(self.device, non_blocking=True, copy=True) for name, column in columns.items()}
-            self._buffers.give(read.buffer)
+            self._buffers.give(host_columns.buffer)
         return replace(batch.to(self.device), hidden=form.states(columns, self.dtype), top=form.top_k(columns))
 
     def close(self) -> None:
@@ -73,34 +73,36 @@ class Cached:
     def _read(self, batch: TrainBatch) -> HostColumns:
         """Read from disk, in the reading thread or, while there is none, in the caller's."""
         T, first = batch.token_BT.shape[1], batch.span.first if batch.span else 0
-        read = self._zeros(*batch.token_BT.shape)
+        host_columns = self._zeros(*batch.token_BT.shape)
         for document in documents((batch.whole or batch).to(torch.device("cpu"))):
             start, stop = max(document.start, first), min(document.stop, first + T)
             if start < stop:
-                place = self.store.layout.places[document.key]
-                place = replace(place, start=place.start + start - document.start, stop=place.start + stop - document.start)
-                for name, part in self.store.read(place).items():
-                    read.columns[name][document.row, start - first : stop - first] = part
-        return read
+                placement = self.store.layout.places[document.key]
+                placement = replace(
+                    placement, start=placement.start + start - document.start, stop=placement.start + stop - document.start
+                )
+                for name, rows in self.store.read(placement).items():
+                    host_columns.columns[name][document.row, start - first : stop - first] = rows
+        return host_columns
 
     def _zeros(self, rows: int, length: int) -> HostColumns:
         """Zeroed columns of this many rows and positions."""
-        wanted = self.store.form.columns
+        specs = self.store.form.columns
         if self._buffers is None:
-            return HostColumns({name: torch.zeros(rows, length, *c.shape, dtype=c.dtype) for name, c in wanted.items()})
-        sizes = {name: -(-rows * length * c.bytes // ALIGNED) * ALIGNED for name, c in wanted.items()}
-        buffer, columns, at = self._buffers.take(sum(sizes.values())), dict[str, Tensor](), 0
-        for name, column in wanted.items():
-            columns[name] = _column(buffer[at : at + sizes[name]], rows, length, column)
-            at += sizes[name]
+            return HostColumns({name: torch.zeros(rows, length, *c.shape, dtype=c.dtype) for name, c in specs.items()})
+        sizes = {name: -(-rows * length * c.bytes // ALIGNED) * ALIGNED for name, c in specs.items()}
+        buffer, columns, offset = self._buffers.take(sum(sizes.values())), dict[str, Tensor](), 0
+        for name, column in specs.items():
+            columns[name] = _column(buffer[offset : offset + sizes[name]], rows, length, column)
+            offset += sizes[name]
         return HostColumns(columns, buffer)
 
 
-def _column(part: Tensor, rows: int, length: int, column: Column) -> Tensor:
+def _column(buffer_slice: Tensor, rows: int, length: int, column: Column) -> Tensor:
     """A [B, T, ...] view of zeros on a part of a byte buffer."""
-    used = part[: rows * length * column.bytes].zero_().view(column.dtype)
-    assert used.numel() == rows * length * prod(column.shape)
-    return used.view(rows, length, *column.shape)
+    zeroed = buffer_slice[: rows * length * column.bytes].zero_().view(column.dtype)
+    assert zeroed.numel() == rows * length * prod(column.shape)
+    return zeroed.view(rows, length, *column.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,10 @@ class Document:
 def documents(batch: TrainBatch) -> Iterator[Document]:
     """All documents of a batch, row by row."""
     for row, (token_T, document_T) in enumerate(zip(batch.token_BT, batch.document_BT, strict=True)):
-        numbers, counts = document_T.unique_consecutive(return_counts=True)
+        indices, counts = document_T.unique_consecutive(return_counts=True)
         start = 0
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            if number >= 0:
+        for index, count in zip(indices.tolist(), counts.tolist(), strict=True):
+            if index >= 0:
                 yield Document(row, start, start + count, key_of(token_T[start : start + count].numpy()))
             start += count
 
@@ -171,8 +173,8 @@ class HostBuffers:
     def take(self, size: int) -> Tensor:
         """At least `size` bytes that no copy reads. Once `BUFFERS` are in use, waits for the oldest copy."""
         if len(self._in_use) >= BUFFERS:
-            buffer, copied = self._in_use.popleft()
-            copied.synchronize()
+            buffer, copy_event = self._in_use.popleft()
+            copy_event.synchronize()
             if len(buffer) >= size:
                 return buffer
         return self._allocated(size)

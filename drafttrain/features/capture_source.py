@@ -45,43 +45,46 @@ class CaptureSource:
 
     def describe(self, url: str, ask: Ask) -> Description:
         """Ask how the server was started."""
-        version, about = server_info(url, ask, self.longest)
-        if not about.get("enable_spec_capture"):
+        version, info = server_info(url, ask, self.longest)
+        if not info.get("enable_spec_capture"):
             raise UserError(f"{url} puts no states into a store; {self.way_out}")
-        self._check_blocks(url, about.get("spec_capture_aux_layer_ids"))
+        self._check_blocks(url, info.get("spec_capture_aux_layer_ids"))
         return Description("sglang", f"{version} with SpecForge's patch")
 
     def states(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
         """Ask for the states of the sequence, and read their objects."""
         artifacts = [AUX, LAST] if self._blocks else [LAST]
         name, ids = request.name, request.ids
-        sample = key_of(name)
-        capture = {"store_id": STORE, "sample_id": sample, "gen": GENERATION, "replace": False}
+        sample_id = key_of(name)
+        capture = {"store_id": STORE, "sample_id": sample_id, "gen": GENERATION, "replace": False}
         body = {
             "rid": name,
             "input_ids": list(ids),
             "extra_key": name,  # a prompt whose beginning is cached would be captured without it
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
-            "spec_capture": capture | {"features": {one: one for one in artifacts}, "passthrough": []},
+            "spec_capture": capture | {"features": {artifact: artifact for artifact in artifacts}, "passthrough": []},
         }
-        about = meta_info(url, ask("POST", "generate", body), name)
-        features = self._features(url, about.get("spec_capture"), sample)
-        keys = [f"{STORE}/{sample}/g{GENERATION}/{one}" for one in artifacts]
+        metadata = meta_info(url, ask("POST", "generate", body), name)
+        features = self._features(url, metadata.get("spec_capture"), sample_id)
+        keys = [f"{STORE}/{sample_id}/g{GENERATION}/{artifact}" for artifact in artifacts]
         try:
             self._objects.sweep_once()
-            found = [self._read(url, key, features.get(one), len(ids), about) for key, one in zip(keys, artifacts, strict=True)]
+            tensors = [
+                self._read(url, key, features.get(artifact), len(ids), metadata)
+                for key, artifact in zip(keys, artifacts, strict=True)
+            ]
         except StoreError as error:
             raise AbsentError(str(error)) from error
         finally:
             with suppress(StoreError):  # a master that is away has forgotten all objects when it comes back
                 self._objects.store.remove(*keys)
-        last_TH = found[-1]
-        if self._blocks and found[0].shape[1] != len(self._blocks) * last_TH.shape[1]:
+        last_TH = tensors[-1]
+        if self._blocks and tensors[0].shape[1] != len(self._blocks) * last_TH.shape[1]:
             raise UserError(
-                f"{url} gives {found[0].shape[1]} values of the blocks and {last_TH.shape[1]} of the final state, but the "
+                f"{url} gives {tensors[0].shape[1]} values of the blocks and {last_TH.shape[1]} of the final state, but the "
                 f"drafter needs {len(self._blocks)} blocks; {self.way_out}"
             )
-        return Received(torch.cat([state_TW.unflatten(1, (-1, last_TH.shape[1])) for state_TW in found], 1), None)
+        return Received(torch.cat([state_TW.unflatten(1, (-1, last_TH.shape[1])) for state_TW in tensors], 1), None)
 
     def remove(self, names: Iterable[str]) -> None:
         """As `Transport.remove`."""
@@ -95,23 +98,23 @@ class CaptureSource:
         """As `Transport.close`."""
         self._objects.close()
 
-    def _features(self, url: str, said: Any, sample: str) -> Mapping[str, Any]:
+    def _features(self, url: str, capture: Any, sample_id: str) -> Mapping[str, Any]:
         """What an answer says of its objects."""
-        if not isinstance(said, dict):
+        if not isinstance(capture, dict):
             raise UserError(f"{url} answers without states; {self.way_out}")
-        if said.get("error"):
-            raise AbsentError(f"the server could not give the states: {said['error']!s:.300}")
-        if (said.get("store_id"), said.get("sample_id"), said.get("gen")) != (STORE, sample, GENERATION):
-            raise WrongError(f"the objects of another request, {said.get('sample_id')}")
-        self._check_blocks(url, said.get("aux_layer_ids"))
-        features = said.get("features")
+        if capture.get("error"):
+            raise AbsentError(f"the server could not give the states: {capture['error']!s:.300}")
+        if (capture.get("store_id"), capture.get("sample_id"), capture.get("gen")) != (STORE, sample_id, GENERATION):
+            raise WrongError(f"the objects of another request, {capture.get('sample_id')}")
+        self._check_blocks(url, capture.get("aux_layer_ids"))
+        features = capture.get("features")
         return features if isinstance(features, dict) else {}
 
     def _check_blocks(self, url: str, ids: Any) -> None:
         if self._blocks and (not isinstance(ids, list) or tuple(sorted(ids)) != self._blocks):
             raise UserError(f"{url} gives the blocks {ids}, but the drafter needs {list(self._blocks)}; {self.way_out}")
 
-    def _read(self, url: str, key: str, feature: Any, tokens: int, about: Mapping[str, Any]) -> Tensor:
+    def _read(self, url: str, key: str, feature: Any, tokens: int, metadata: Mapping[str, Any]) -> Tensor:
         """[T, W] an object."""
         try:
             dtype, shape = DTYPES[feature["dtype"]], tuple(int(size) for size in feature["shape"])
@@ -119,5 +122,5 @@ class CaptureSource:
             raise WrongError(f"no shape and dtype of the object {key}") from error
         if len(shape) != 3 or shape[0] != 1 or shape[2] < 1:
             raise WrongError(f"the object {key} of shape {list(shape)}")
-        check_whole(url, shape[1], tokens, about)
+        check_whole(url, shape[1], tokens, metadata)
         return self._objects.store.get(key, prod(shape) * dtype.itemsize).view(dtype).view(shape[1:])

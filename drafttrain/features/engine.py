@@ -54,9 +54,9 @@ class StateLayers:
 
     def states(self, hidden_BTKH: Tensor, target: Target) -> dict[int, Tensor]:
         """The states [B, T, H] by tap key, the final one included, in the target's dtype."""
-        of = {key: hidden_BTKH[..., i, :].to(target.dtype).contiguous() for i, key in enumerate(self.keys)}
-        final_BTH = of[FINAL] if self.final else target.norm(of[self.blocks - 1])
-        return {block: of[block] for block in self.taps.blocks} | {FINAL: final_BTH}
+        states = {key: hidden_BTKH[..., i, :].to(target.dtype).contiguous() for i, key in enumerate(self.keys)}
+        final_BTH = states[FINAL] if self.final else target.norm(states[self.blocks - 1])
+        return {block: states[block] for block in self.taps.blocks} | {FINAL: final_BTH}
 
 
 @dataclass
@@ -116,19 +116,19 @@ class EngineStates:
         hidden_BTKH = moved(hidden_BTKH, self.target.device)
         return replace(batch.to(self.target.device), hidden=self.layers.states(hidden_BTKH, self.target))
 
-    def submit(self, work: Callable[P, R], *given: P.args, **named: P.kwargs) -> Future[R]:
+    def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Start a request in a thread of its own."""
-        part = self._threads.submit(work, *given, **named)
-        self._open.add(part)
-        part.add_done_callback(self._open.discard)
-        return part
+        future = self._threads.submit(work, *args, **kwargs)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
 
     def results(self, parts: Sequence[Future[R]]) -> list[R]:
         """Wait for requests. Raises UserError where no server answers one."""
-        began = perf_counter()
-        found = [part.result() for part in parts]
-        self._waited += perf_counter() - began
-        return found
+        start_time = perf_counter()
+        results = [future.result() for future in parts]
+        self._waited += perf_counter() - start_time
+        return results
 
     def hold(self, batch: TrainBatch, states: Sequence[Tensor]) -> None:
         """Keep states that have come for `fill`: [T, K, H] of the first positions of each row."""
@@ -146,18 +146,18 @@ class EngineStates:
     def figures(self, seconds: float) -> dict[str, Any]:
         """The figures of a step that took so many seconds, of this process."""
         counts, waited = replace(self.servers.counts), self._waited
-        new, self._seen, self._waited = counts.since(self._seen), counts, 0.0
-        self.tokens, self.answer_tokens = self.tokens + new.tokens, self.answer_tokens + new.answer_tokens
+        delta, self._seen, self._waited = counts.since(self._seen), counts, 0.0
+        self.tokens, self.answer_tokens = self.tokens + delta.tokens, self.answer_tokens + delta.answer_tokens
         self.seconds, self.waited = self.seconds + seconds, self.waited + waited
-        found: dict[str, Any] = {
-            "states_tokens_per_s": new.tokens / seconds,
+        figures: dict[str, Any] = {
+            "states_tokens_per_s": delta.tokens / seconds,
             "states_queue": len(self._open),
             "states_wait_share": min(waited / seconds, 1.0),
             "states_repeated": counts.repeated,
         }
         if self.writing is not None:
-            found |= {"answers_tokens_per_s": new.answer_tokens / seconds} | new.answer_figures()
-        return found
+            figures |= {"answers_tokens_per_s": delta.answer_tokens / seconds} | delta.answer_figures()
+        return figures
 
     def pause(self) -> None:
         """Leave out what was received and waited for since the last step: it was not training's."""
@@ -166,7 +166,7 @@ class EngineStates:
     def totals(self) -> dict[str, Any]:
         """The figures of all steps since this process began, for the report."""
         counts = self.servers.counts
-        found = {
+        figures = {
             "engine": " ".join(self.servers.names),
             "servers": self.servers.number,
             "layer_ids": list(self.layers.ids),
@@ -177,10 +177,10 @@ class EngineStates:
             "repeated": counts.repeated,
         }
         if self.writing is None:
-            return found
+            return figures
         rate = self.answer_tokens / self.seconds if self.seconds else None
-        found |= {"answers": counts.answers, "answer_tokens": counts.answer_tokens, "answers_tokens_per_s": rate}
-        return found | counts.answer_figures() | {"temperature": self.writing.temperature}
+        figures |= {"answers": counts.answers, "answer_tokens": counts.answer_tokens, "answers_tokens_per_s": rate}
+        return figures | counts.answer_figures() | {"temperature": self.writing.temperature}
 
     def _receive(self, receiving: _Receiving, document: Document) -> None:
         """Get one conversation's states into the batch's."""

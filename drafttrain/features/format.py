@@ -50,15 +50,15 @@ class FeatureFormat:
     @property
     def columns(self) -> dict[str, Column]:
         """A shard's tensors by name."""
-        found = {}
+        columns = {}
         for key in self.keys:
-            found[name_of(key)] = Column(DTYPES[self.format], (self.hidden_size,))
+            columns[name_of(key)] = Column(DTYPES[self.format], (self.hidden_size,))
             if self.format == "float8":
-                found[scale_of(key)] = Column(torch.float32)
+                columns[scale_of(key)] = Column(torch.float32)
         if self.top:
-            found |= {"law.id": Column(torch.int32, (self.top,)), "law.log_p": Column(torch.float32, (self.top,))}
-            found[LOG_REST] = Column(torch.float32)
-        return found
+            columns |= {"law.id": Column(torch.int32, (self.top,)), "law.log_p": Column(torch.float32, (self.top,))}
+            columns[LOG_REST] = Column(torch.float32)
+        return columns
 
     @property
     def bytes(self) -> int:
@@ -67,35 +67,35 @@ class FeatureFormat:
 
     def encode(self, hidden: Mapping[int, Tensor], target: Target) -> dict[str, Tensor]:
         """The columns of N positions from the target's states, [N, H] each. The final state must be among them."""
-        found = {}
+        columns = {}
         for key in self.keys:
             state_NH = hidden[key]
             if self.format == "float8":
                 scale_N = state_NH.float().abs().amax(-1).clamp_min(SMALLEST) / LARGEST
-                state_NH, found[scale_of(key)] = state_NH.float() / scale_N[:, None], scale_N
-            found[name_of(key)] = state_NH.to(DTYPES[self.format])
+                state_NH, columns[scale_of(key)] = state_NH.float() / scale_N[:, None], scale_N
+            columns[name_of(key)] = state_NH.to(DTYPES[self.format])
         if self.top:
-            pieces = [self._top(target.head(final_CH)) for final_CH in hidden[FINAL].split(CHUNK)]
-            found |= {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        return found
+            chunks = [self._top(target.head(final_CH)) for final_CH in hidden[FINAL].split(CHUNK)]
+            columns |= {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        return columns
 
     def _top(self, logits_CV: Tensor) -> dict[str, Tensor]:
         """The k largest log-probabilities and the log of the remaining mass."""
         logits_CV = logits_CV.float()
-        best = logits_CV.topk(self.top, -1)
-        whole_C = logits_CV.logsumexp(-1)
-        rest_C = logits_CV.scatter(1, best.indices, -torch.inf).logsumexp(-1)
-        return {"law.id": best.indices.int(), "law.log_p": best.values - whole_C[:, None], LOG_REST: rest_C - whole_C}
+        top_k = logits_CV.topk(self.top, -1)
+        log_z_C = logits_CV.logsumexp(-1)
+        log_rest_C = logits_CV.scatter(1, top_k.indices, -torch.inf).logsumexp(-1)
+        return {"law.id": top_k.indices.int(), "law.log_p": top_k.values - log_z_C[:, None], LOG_REST: log_rest_C - log_z_C}
 
     def states(self, columns: Mapping[str, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
         """The stored states by tap key, [..., H] each."""
-        found = {}
+        states = {}
         for key in self.keys:
             state_H = columns[name_of(key)]
             if self.format == "float8":
                 state_H = state_H.float() * columns[scale_of(key)][..., None]
-            found[key] = state_H.to(dtype)
-        return found
+            states[key] = state_H.to(dtype)
+        return states
 
     def top_k(self, columns: Mapping[str, Tensor]) -> Top | None:
         """The stored top-k distribution; None where the final state is stored instead."""

@@ -23,8 +23,8 @@ def key_of(ids: Ids) -> str:
 
     Ids of images name their content, and need eight bytes.
     """
-    wide = len(ids) > 0 and int(ids.max()) >= FIRST
-    return hashlib.blake2b(ids.astype("<i8" if wide else "<i4").tobytes(), digest_size=16).hexdigest()
+    needs_int64 = len(ids) > 0 and int(ids.max()) >= FIRST
+    return hashlib.blake2b(ids.astype("<i8" if needs_int64 else "<i4").tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class ShardLayout:
     @staticmethod
     def of(documents: Iterable[Ids], position_bytes: int) -> ShardLayout:
         """Shards of `MAX_SHARD_BYTES`, or smaller if that gives fewer than `MIN_SHARDS`. A conversation is never divided."""
-        named = {key_of(ids): ids for ids in documents}
-        sequences = [ids for _, ids in sorted(named.items(), key=lambda item: (len(item[1]), item[0]))]
+        ids_by_key = {key_of(ids): ids for ids in documents}
+        sequences = [ids for _, ids in sorted(ids_by_key.items(), key=lambda item: (len(item[1]), item[0]))]
         sizes = [len(ids) for ids in sequences]
-        share = max(sum(sizes) // MIN_SHARDS, MIN_SHARD_TOKENS)
-        return ShardLayout(tuple(sequences), tuple(_groups(sizes, min(MAX_SHARD_BYTES // position_bytes, share))))
+        shard_tokens = max(sum(sizes) // MIN_SHARDS, MIN_SHARD_TOKENS)
+        return ShardLayout(tuple(sequences), tuple(_groups(sizes, min(MAX_SHARD_BYTES // position_bytes, shard_tokens))))
 
     def tokens(self, shard: int) -> int:
         """Tokens of a shard."""
@@ -58,25 +58,25 @@ class ShardLayout:
 
     def passes(self, shard: int, positions: int) -> list[Sequence[Ids]]:
         """The shard's conversations, in order, in batches of at most `positions` positions, padding included."""
-        found: list[list[Ids]] = []
+        batches: list[list[Ids]] = []
         for i in self.shards[shard]:
             sequence = self.sequences[i]  # the longest of its batch, since lengths ascend
-            if not found or (len(found[-1]) + 1) * len(sequence) > positions:
-                found.append([])
-            found[-1].append(sequence)
-        return list(found)
+            if not batches or (len(batches[-1]) + 1) * len(sequence) > positions:
+                batches.append([])
+            batches[-1].append(sequence)
+        return list(batches)
 
     @cached_property
     def places(self) -> dict[str, RowPlace]:
         """Each conversation's place by its key."""
-        found = {}
-        for number, shard in enumerate(self.shards):
+        places = {}
+        for shard_index, shard in enumerate(self.shards):
             start = 0
             for i in shard:
                 stop = start + len(self.sequences[i])
-                found[key_of(self.sequences[i])] = RowPlace(number, start, stop)
+                places[key_of(self.sequences[i])] = RowPlace(shard_index, start, stop)
                 start = stop
-        return found
+        return places
 
     @cached_property
     def digest(self) -> str:

@@ -76,18 +76,18 @@ class Manifest:
         try:
             if params["version"] != VERSION:
                 raise ValueError(f"version {params['version']!r}, not {VERSION}")
-            handle, parts = params["handle"], params["tensors"]
+            handle, tensors = params["handle"], params["tensors"]
             if not isinstance(handle, str) or len(handle) > LONGEST_HANDLE or not re.fullmatch(r"[\w-]+", handle, re.ASCII):
                 raise ValueError(f"the name {handle!r:.100}")
-            if sorted(parts) != [HIDDEN, TOKENS]:
-                raise ValueError(f"tensors {list(parts)!r:.100}")
-            hidden, ids = (_part(parts[key]) for key in (HIDDEN, TOKENS))
+            if sorted(tensors) != [HIDDEN, TOKENS]:
+                raise ValueError(f"tensors {list(tensors)!r:.100}")
+            hidden, ids = (_part(tensors[key]) for key in (HIDDEN, TOKENS))
             nbytes = _whole(params["metadata"]["total_aligned_bytes"])
             if params["metadata"]["num_tokens"] != tokens or ids.shape != (tokens,) or ids.dtype != torch.int64:
                 raise ValueError(f"other token ids than the {tokens} of the request")
             if len(hidden.shape) != 3 or hidden.shape[0] != tokens or not hidden.dtype.is_floating_point:
                 raise ValueError(f"states of shape {list(hidden.shape)} in {hidden.dtype} for {tokens} tokens")
-            first, second = sorted((hidden, ids), key=lambda part: part.offset)
+            first, second = sorted((hidden, ids), key=lambda tensor: tensor.offset)
             if first.offset + first.nbytes > second.offset or second.offset + second.nbytes > nbytes:
                 raise ValueError("tensors that overlap, or lie outside of the object")
             if nbytes > hidden.nbytes + ids.nbytes + 2 * ALIGNED:
@@ -154,10 +154,10 @@ class MooncakeStates:
         if size > LONGEST_ERROR:
             return AbsentError(f"{error} of {size} bytes")
         try:
-            said = str(json.loads(bytes(self.store.get(error, size).tolist()))["error"])
+            message = str(json.loads(bytes(self.store.get(error, size).tolist()))["error"])
         except (ValueError, KeyError, TypeError, RecursionError):
-            said = "an error that cannot be read"
-        return (NonFiniteError if "finite" in said else AbsentError)(f"the server could not give the states: {said:.300}")
+            message = "an error that cannot be read"
+        return (NonFiniteError if "finite" in message else AbsentError)(f"the server could not give the states: {message:.300}")
 
     def sweep_once(self) -> None:
         """At the first use: remove the objects of this machine's processes that have ended. Raises StoreError."""
@@ -183,8 +183,8 @@ class MooncakeStates:
     def _own_folder(self) -> bool:
         """Whether no other user can have written to the folder."""
         with suppress(OSError):
-            about = self.folder.lstat()
-            return self.folder.is_dir() and about.st_uid == os.getuid() and not about.st_mode & 0o022
+            status = self.folder.lstat()
+            return self.folder.is_dir() and status.st_uid == os.getuid() and not status.st_mode & 0o022
         return False
 
 
@@ -198,13 +198,13 @@ def key_of(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_-]", "_", name)
 
 
-def _part(given: Any) -> TensorPart:
+def _part(spec: Any) -> TensorPart:
     """Raises KeyError, TypeError or ValueError for something else."""
-    dtype = DTYPES[given["dtype"]]
-    part = TensorPart(tuple(map(_whole, given["shape"])), dtype, _whole(given["offset"]))
-    if len(part.shape) > 3 or given["nbytes"] != part.nbytes or part.nbytes == 0 or part.offset % ALIGNED:
-        raise ValueError(f"a tensor of {given['nbytes']!r:.40} bytes at {part.offset} with shape {list(part.shape)[:4]}")
-    return part
+    dtype = DTYPES[spec["dtype"]]
+    tensor = TensorPart(tuple(map(_whole, spec["shape"])), dtype, _whole(spec["offset"]))
+    if len(tensor.shape) > 3 or spec["nbytes"] != tensor.nbytes or tensor.nbytes == 0 or tensor.offset % ALIGNED:
+        raise ValueError(f"a tensor of {spec['nbytes']!r:.40} bytes at {tensor.offset} with shape {list(tensor.shape)[:4]}")
+    return tensor
 
 
 def _whole(value: Any) -> int:

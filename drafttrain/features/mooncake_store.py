@@ -67,12 +67,12 @@ class StoreSettings:
             if self.device:
                 raise UserError(f"{self.group}.device is {self.device!r}, but {self.group}.protocol is tcp; leave it out")
             return
-        found = sorted(one.name for one in DEVICES.iterdir()) if DEVICES.is_dir() else []
-        missing = [name for name in self.device.split(",") if name and name not in found]
-        if missing or not found:
+        devices = sorted(entry.name for entry in DEVICES.iterdir()) if DEVICES.is_dir() else []
+        missing = [name for name in self.device.split(",") if name and name not in devices]
+        if missing or not devices:
             raise UserError(
                 f"{self.group}.protocol is rdma, but this machine has {'no RDMA device ' + missing[0] if missing else 'none'}; "
-                f"{'choose ' + ', '.join(found) if found else f'set {self.group}.protocol=tcp'}"
+                f"{'choose ' + ', '.join(devices) if devices else f'set {self.group}.protocol=tcp'}"
             )
 
 
@@ -113,11 +113,11 @@ class MooncakeStore:
 
     def exists(self, *keys: str) -> list[bool]:
         """Whether objects of these names are there. Raises StoreError where the master does not say."""
-        found = self._called("batch_is_exist", list(keys))
-        for status in found:
+        statuses = self._called("batch_is_exist", list(keys))
+        for status in statuses:
             if status not in (0, 1):
                 raise self._fault("is_exist", status)
-        return [status == 1 for status in found]
+        return [status == 1 for status in statuses]
 
     def wait(self, keys: Sequence[str], deadline: float, closed: Event) -> str:
         """Wait for the first object of these names; where several are there, the first in this order.
@@ -125,20 +125,20 @@ class MooncakeStore:
         deadline: of `time.monotonic`. closed: ends the wait, `ENDING` seconds later. Raises MissingError where none
         comes in time.
         """
-        pause, ending = SHORTEST_PAUSE, False
+        delay, ending = SHORTEST_PAUSE, False
         while True:
-            for key, there in zip(keys, self.exists(*keys), strict=True):
-                if there:
+            for key, present in zip(keys, self.exists(*keys), strict=True):
+                if present:
                     return key
             if closed.is_set() and not ending:  # the server has answered and puts the object: nothing else would remove it
                 ending, deadline = True, min(deadline, time.monotonic() + ENDING)
             if time.monotonic() >= deadline:
                 raise MissingError(f"no object {keys[-1]} was put in time")
             if ending:
-                time.sleep(pause)
+                time.sleep(delay)
             else:
-                closed.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+                closed.wait(delay)
+            delay = min(2 * delay, LONGEST_PAUSE)
 
     def get(self, key: str, nbytes: int) -> Tensor:
         """[N] the object's bytes, which must be so many. It waits while the buffer is full.
@@ -152,15 +152,15 @@ class MooncakeStore:
                 f"an object of {nbytes} bytes is larger than {self.settings.group}.buffer ({self.settings.buffer}); raise it"
             )
         with self._buffer.part(nbytes) as part_N:
-            got = self._called("get_into", key, part_N.data_ptr(), nbytes)
-            if got == nbytes:
+            status = self._called("get_into", key, part_N.data_ptr(), nbytes)
+            if status == nbytes:
                 return part_N.clone()
-            if got >= 0 or got == TOO_SMALL:
-                raise StoreError(f"the object {key} has {f'{got} bytes' if got >= 0 else 'more bytes'}, not {nbytes}")
-            if got in (NOT_FOUND, NOT_READY):
+            if status >= 0 or status == TOO_SMALL:
+                raise StoreError(f"the object {key} has {f'{status} bytes' if status >= 0 else 'more bytes'}, not {nbytes}")
+            if status in (NOT_FOUND, NOT_READY):
                 raise MissingError(f"no object {key}")
             self._buffer.suspect(part_N)
-            raise self._fault(f"get of {key}", got)
+            raise self._fault(f"get of {key}", status)
 
     def size(self, key: str) -> int:
         """The object's bytes. Raises StoreError where it is missing."""
@@ -195,10 +195,10 @@ class MooncakeStore:
         if client is not None:
             client.close()
 
-    def _called(self, name: str, *arguments: Any, **named: Any) -> Any:
+    def _called(self, name: str, *arguments: Any, **kwargs: Any) -> Any:
         """The result of a call of Mooncake's client."""
         with self._using() as client:
-            return getattr(client, name)(*arguments, **named)
+            return getattr(client, name)(*arguments, **kwargs)
 
     @contextmanager
     def _using(self) -> Iterator[Any]:
@@ -220,10 +220,12 @@ class MooncakeStore:
     def _connected(self) -> Any:
         """A new client. Raises UserError for a host that does not exist, and StoreError where the master does not answer."""
         settings = self.settings
-        own = self._reached()
+        local_address = self._reached()
         client = self._module.MooncakeDistributedStore()
         # no segment: this machine gives the store no memory. no local buffer: objects arrive in the registered one
-        status = client.setup(settings.host or own, "P2PHANDSHAKE", 0, 0, settings.protocol, settings.device, settings.master)
+        status = client.setup(
+            settings.host or local_address, "P2PHANDSHAKE", 0, 0, settings.protocol, settings.device, settings.master
+        )
         if status == 0:
             status = client.register_buffer(self._buffer.all_N.data_ptr(), self._buffer.all_N.numel())
         if status != 0:
@@ -246,8 +248,8 @@ class MooncakeStore:
             raise StoreError(f"no mooncake_master answers at {self.settings.master} ({reason})") from error
         return f"[{address}]" if ":" in address else address
 
-    def _fault(self, what: str, status: int) -> StoreError:
-        return StoreError(f"Mooncake's {what} failed with status {status}, master {self.settings.master}")
+    def _fault(self, operation: str, status: int) -> StoreError:
+        return StoreError(f"Mooncake's {operation} failed with status {status}, master {self.settings.master}")
 
 
 class Buffer:
@@ -265,15 +267,15 @@ class Buffer:
         """[N] a part of the buffer, of one byte or more, until the context ends."""
         assert 1 <= nbytes <= self.all_N.numel()
         with self._changed:
-            while (begin := self._free(nbytes)) is None:
+            while (start := self._free(nbytes)) is None:
                 self._changed.wait(1.0 if self._suspects else None)
-            self._taken[begin] = begin + nbytes
+            self._taken[start] = start + nbytes
         try:
-            yield self.all_N[begin : begin + nbytes]
+            yield self.all_N[start : start + nbytes]
         finally:
             with self._changed:
-                if begin not in self._suspects:
-                    del self._taken[begin]
+                if start not in self._suspects:
+                    del self._taken[start]
                 self._changed.notify_all()
 
     def suspect(self, part_N: Tensor) -> None:
@@ -283,12 +285,12 @@ class Buffer:
 
     def _free(self, nbytes: int) -> int | None:
         """Where so many bytes are free; None: nowhere."""
-        for begin in [begin for begin, until in self._suspects.items() if until <= self._clock()]:
-            del self._suspects[begin]
-            self._taken.pop(begin, None)
-        begin = 0
-        for taken, end in sorted(self._taken.items()):
-            if taken - begin >= nbytes:
+        for start in [start for start, expiry in self._suspects.items() if expiry <= self._clock()]:
+            del self._suspects[start]
+            self._taken.pop(start, None)
+        start = 0
+        for allocated, end in sorted(self._taken.items()):
+            if allocated - start >= nbytes:
                 break
-            begin = -(-end // ALIGNED) * ALIGNED
-        return begin if begin + nbytes <= self.all_N.numel() else None
+            start = -(-end // ALIGNED) * ALIGNED
+        return start if start + nbytes <= self.all_N.numel() else None

@@ -33,21 +33,21 @@ class Prefetch:
 
     def fill(self, batch: TrainBatch) -> TrainBatch:
         """The batch with its states: those started for this batch object, or newly computed ones."""
-        begun, self._begun = self._begun, None
-        if begun is None or begun[0] is not batch:
+        started, self._begun = self._begun, None
+        if started is None or started[0] is not batch:
             return self._fill(batch)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
-            for tensor in tensors(begun[1]):
+            for tensor in tensors(started[1]):
                 tensor.record_stream(current)  # its memory is reused only after this stream has used it
-        return begun[1]
+        return started[1]
 
 
 def tensors(batch: TrainBatch) -> Iterator[Tensor]:
     """All tensors of a batch on its device, its states and what it placed there included."""
-    for part in (batch, batch.top, batch.whole):
-        for name in () if part is None else (field.name for field in fields(part)):
-            value = getattr(part, name)
-            held = value.values() if isinstance(value, dict) else [value]
-            yield from (x for x in (one[0] if isinstance(one, tuple) else one for one in held) if isinstance(x, Tensor))
+    for holder in (batch, batch.top, batch.whole):
+        for name in () if holder is None else (field.name for field in fields(holder)):
+            value = getattr(holder, name)
+            values = value.values() if isinstance(value, dict) else [value]
+            yield from (x for x in (item[0] if isinstance(item, tuple) else item for item in values) if isinstance(x, Tensor))

@@ -49,29 +49,29 @@ class PassRecorder:
 
     def take(self) -> list[Recorded]:
         """The recorded passes, oldest first; they are forgotten here."""
-        found = list(self.passes)
+        passes = list(self.passes)
         self.passes.clear()
-        return found
+        return passes
 
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        token_BT = given.get("input_ids", args[0] if args else None)
-        usable = torch.is_grad_enabled() and module.training and given.get("past_key_values") is None
-        if not usable or token_BT is None or given.get("position_ids") is not None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        token_BT = kwargs.get("input_ids", args[0] if args else None)
+        is_training_pass = torch.is_grad_enabled() and module.training and kwargs.get("past_key_values") is None
+        if not is_training_pass or token_BT is None or kwargs.get("position_ids") is not None:
             self._open = None
             return
-        labels = given.get("labels")
+        labels = kwargs.get("labels")
         mask_BT = None if labels is None else labels != NOT_A_TARGET
-        self._open = Recorded(token_BT.detach(), given.get("attention_mask"), mask_BT)
+        self._open = Recorded(token_BT.detach(), kwargs.get("attention_mask"), mask_BT)
 
-    def _block(self, number: int) -> Any:
+    def _block(self, block: int) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             if self._open is not None:
-                self._open.hidden[number] = (output[0] if isinstance(output, tuple) else output).detach()
+                self._open.hidden[block] = (output[0] if isinstance(output, tuple) else output).detach()
 
         return keep
 
@@ -80,6 +80,6 @@ class PassRecorder:
             self._open.hidden[FINAL] = output[0].detach()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        done, self._open = self._open, None
-        if done is not None and all(key in done.hidden for key in (*self._keys, FINAL)):
-            self.passes.append(done)
+        recorded, self._open = self._open, None
+        if recorded is not None and all(key in recorded.hidden for key in (*self._keys, FINAL)):
+            self.passes.append(recorded)

@@ -35,18 +35,18 @@ class ReferenceStates:
         In half precision rounding can be as large as the difference between two blocks' outputs. So a state must also be
         nearest to the own state of its key.
         """
-        size, own = hidden_TKH.shape[2], self.hidden_size
-        if size != own:
-            return f"states of {size} values, the target's have {own}: it serves another model"
+        size, hidden_size = hidden_TKH.shape[2], self.hidden_size
+        if size != hidden_size:
+            return f"states of {size} values, the target's have {hidden_size}: it serves another model"
         tolerance = max(TOLERANCE.get(dtype, 0.06) for dtype in (hidden_TKH.dtype, self.dtype))
         for i, key in enumerate(self.keys):
-            errors = {other: difference(hidden_TKH[:, i].float(), own_TH) for other, own_TH in self.own.items()}
-            best = min(errors, key=errors.__getitem__)
-            if errors[key] <= tolerance and errors[best] >= NEARER * errors[key]:
+            errors = {other_key: difference(hidden_TKH[:, i].float(), own_TH) for other_key, own_TH in self.own.items()}
+            nearest = min(errors, key=errors.__getitem__)
+            if errors[key] <= tolerance and errors[nearest] >= NEARER * errors[key]:
                 continue
-            other = f"; it is {label(best)}" if errors[best] <= tolerance else ""
+            hint = f"; it is {label(nearest)}" if errors[nearest] <= tolerance else ""
             return (
-                f"{label(key)} differs from the target's by {errors[key]:.2g} of its norm, more than rounding does{other}: "
+                f"{label(key)} differs from the target's by {errors[key]:.2g} of its norm, more than rounding does{hint}: "
                 "it serves other layer ids, another model or another revision"
             )
         return None

@@ -45,10 +45,10 @@ class Replay:
 
     def drop_before(self, version: int) -> int:
         """Drop the samples of earlier versions; how many they were."""
-        kept = [sample for sample in self.samples if sample.version >= version]
-        dropped = len(self.samples) - len(kept)
+        recent = [sample for sample in self.samples if sample.version >= version]
+        dropped = len(self.samples) - len(recent)
         if dropped:
-            self.samples = deque(kept, self.samples.maxlen)
+            self.samples = deque(recent, self.samples.maxlen)
         return dropped
 
     def draw(self, rows: int) -> TrainBatch | None:
@@ -57,9 +57,9 @@ class Replay:
             return None
         order = torch.randperm(len(self.samples), generator=self._generator).tolist()
         first = self.samples[order[0]]
-        alike = [self.samples[i] for i in order if self.samples[i].hidden.keys() == first.hidden.keys()][:rows]
-        token_BN = pad_sequence([sample.token_T for sample in alike], batch_first=True)
-        mask_BN = pad_sequence([sample.mask_T for sample in alike], batch_first=True)
-        real_BN = pad_sequence([torch.ones_like(sample.token_T) for sample in alike], batch_first=True)
-        hidden = {key: pad_sequence([sample.hidden[key] for sample in alike], batch_first=True) for key in first.hidden}
+        samples = [self.samples[i] for i in order if self.samples[i].hidden.keys() == first.hidden.keys()][:rows]
+        token_BN = pad_sequence([sample.token_T for sample in samples], batch_first=True)
+        mask_BN = pad_sequence([sample.mask_T for sample in samples], batch_first=True)
+        real_BN = pad_sequence([torch.ones_like(sample.token_T) for sample in samples], batch_first=True)
+        hidden = {key: pad_sequence([sample.hidden[key] for sample in samples], batch_first=True) for key in first.hidden}
         return batch_of(token_BN, real_BN, mask_BN, hidden)

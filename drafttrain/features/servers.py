@@ -99,7 +99,7 @@ class ReceivedCounts:
 
     def since(self, before: ReceivedCounts) -> ReceivedCounts:
         """What was received after `before`."""
-        return ReceivedCounts(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
+        return ReceivedCounts(*(getattr(self, counter.name) - getattr(before, counter.name) for counter in fields(self)))
 
     def answer_figures(self) -> dict[str, float | None]:
         """Mean length of the answers in tokens, their end tokens included, and the share of those that were cut off."""
@@ -121,8 +121,8 @@ class Servers:
         patience = httpx.Timeout(settings.timeout, connect=min(settings.timeout, 10.0))
 
         def client(url: str) -> httpx.Client:
-            trusted = not (settings.direct or httpx.URL(url).host in LOOPBACK)
-            return httpx.Client(base_url=url, headers=headers, limits=limits, timeout=patience, trust_env=trusted)
+            trust_env = not (settings.direct or httpx.URL(url).host in LOOPBACK)
+            return httpx.Client(base_url=url, headers=headers, limits=limits, timeout=patience, trust_env=trust_env)
 
         self.settings, self.source, self.reference, self.say = settings, source, reference, say
         self.servers = [_Server(url, client(url)) for url in settings.urls]
@@ -145,7 +145,7 @@ class Servers:
     @property
     def dtypes(self) -> list[str]:
         """Of the states that servers have given; one for each server that has answered."""
-        return [str(one.dtype).removeprefix("torch.") for one in self.servers if one.dtype is not None]
+        return [str(server.dtype).removeprefix("torch.") for server in self.servers if server.dtype is not None]
 
     def reset_counts(self) -> None:
         """Count from 0 again."""
@@ -164,7 +164,7 @@ class Servers:
 
     def _repeated(self, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
         """The states of a sequence, with the target's answer to it if one is requested."""
-        until, wrong = None, 0
+        deadline, wrong_answers = None, 0
         while True:
             if self._refusal is not None:
                 raise UserError(self._refusal)
@@ -176,7 +176,7 @@ class Servers:
                 answer = self._from(server, ids, request)
             except (AbsentError, WrongError) as error:
                 if (
-                    wrong >= SURE
+                    wrong_answers >= SURE
                     and isinstance(error, NonFiniteError)
                     and (nan := self._nonfinite(server, ids, request, error))
                 ):
@@ -186,11 +186,11 @@ class Servers:
                     self._failed(server, error)
                     with self._lock:
                         self.counts.repeated += 1
-                wrong += isinstance(error, WrongError)
-                until = until or monotonic() + self.settings.patience
-                if wrong >= TRIES:
+                wrong_answers += isinstance(error, WrongError)
+                deadline = deadline or monotonic() + self.settings.patience
+                if wrong_answers >= TRIES:
                     raise UserError(f"{server.url}: {error}, {TRIES} times; {self.source.way_out}") from error
-                if monotonic() >= until:
+                if monotonic() >= deadline:
                     raise UserError(
                         f"{server.url}: {error}, for {self.settings.patience:g} s; start the server again and repeat the "
                         "command with resume=auto, which continues from the last checkpoint, or raise features.patience"
@@ -232,16 +232,16 @@ class Servers:
         """The server with the fewest requests, of those that have answered last; else the one that is tried again first."""
         with self._lock:
             now = monotonic()
-            able = [one for one in self.servers if not one.failures]
-            for one in self.servers if able else ():
-                if one.failures and one.resumes_at <= now and one.probe is None:
-                    one.probe = Thread(target=self._probed, args=(one,), daemon=True)
-                    one.probe.start()
+            available = [candidate for candidate in self.servers if not candidate.failures]
+            for candidate in self.servers if available else ():
+                if candidate.failures and candidate.resumes_at <= now and candidate.probe is None:
+                    candidate.probe = Thread(target=self._probed, args=(candidate,), daemon=True)
+                    candidate.probe.start()
 
-            def order(one: _Server) -> tuple[bool, float, int]:
-                return one.checking.locked(), max(0.0, one.resumes_at - now), one.running
+            def order(candidate: _Server) -> tuple[bool, float, int]:
+                return candidate.checking.locked(), max(0.0, candidate.resumes_at - now), candidate.running
 
-            server = min(able or self.servers, key=order)
+            server = min(available or self.servers, key=order)
             server.running += 1
             return server
 
@@ -257,8 +257,8 @@ class Servers:
             pass
         else:
             with self._lock:
-                again, server.failures = server.failures >= TOLD, 0
-            if again:
+                recovered, server.failures = server.failures >= TOLD, 0
+            if recovered:
                 self.say(f"features: {server.url} gives states again")
         finally:
             server.probe = None
@@ -273,30 +273,30 @@ class Servers:
             if server.resumes_at > monotonic():  # another request has found the same failure
                 return
             server.failures += 1
-            wait = min(FIRST_WAIT * 2 ** (server.failures - 1), LONGEST_WAIT) * random.uniform(0.5, 1.0)
-            server.resumes_at = monotonic() + wait
-            told = server.failures == TOLD
-        if told and not self.closed.is_set():
+            delay = min(FIRST_WAIT * 2 ** (server.failures - 1), LONGEST_WAIT) * random.uniform(0.5, 1.0)
+            server.resumes_at = monotonic() + delay
+            announce = server.failures == TOLD
+        if announce and not self.closed.is_set():
             self.say(f"features: {server.url}: {error}; trying again for up to {self.settings.patience:g} s")
 
     def _succeeded(self, server: _Server, answer: Answer, request: AnswerRequest | None) -> None:
         with self._lock:
             self.counts.requests, self.counts.tokens = self.counts.requests + 1, self.counts.tokens + len(answer.hidden_TKH)
             if request is not None:
-                self.counts.answers, written = self.counts.answers + 1, len(answer.token_ids)
-                self.counts.answer_tokens += written
+                self.counts.answers, answer_tokens = self.counts.answers + 1, len(answer.token_ids)
+                self.counts.answer_tokens += answer_tokens
                 self.counts.answers_cut += answer.cut(request.writing)
             server.heard_at = monotonic()
-            again, server.failures = server.failures >= TOLD, 0
+            recovered, server.failures = server.failures >= TOLD, 0
             now = monotonic()
-            lost = [name for name, times in self._lost.items() if times[0] <= now]
-            for name in lost:
+            expired = [name for name, times in self._lost.items() if times[0] <= now]
+            for name in expired:
                 if times := [time for time in self._lost.pop(name) if time > now]:
                     self._lost[name] = times
-        if again:
+        if recovered:
             self.say(f"features: {server.url} gives states again")
-        if lost:
-            self.source.remove(lost)
+        if expired:
+            self.source.remove(expired)
 
     def _from(self, server: _Server, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
         if monotonic() - server.heard_at > IDLE:
@@ -324,47 +324,47 @@ class Servers:
                 raise
 
     def _compare(self, server: _Server) -> None:
-        server.description = about = self.source.describe(server.url, partial(self._json, server))
-        self.versions[about.engine] = about.version
+        server.description = description = self.source.describe(server.url, partial(self._json, server))
+        self.versions[description.engine] = description.version
         server.dtype = None
-        found = self._requested(server, self.reference.ids, None)
-        if fault := self.reference.fault(found.hidden_TKH, self.source.label):
+        answer = self._requested(server, self.reference.ids, None)
+        if fault := self.reference.fault(answer.hidden_TKH, self.source.label):
             raise UserError(f"{server.url}: {fault}; {self.source.way_out}")
-        server.dtype, server.heard_at = found.hidden_TKH.dtype, monotonic()
+        server.dtype, server.heard_at = answer.hidden_TKH.dtype, monotonic()
 
     def _nonfinite(
         self, server: _Server, ids: Sequence[int], request: AnswerRequest | None, error: NonFiniteError
     ) -> Answer | None:
         """States of NaN, where the conversation's own are not finite: the server gives the trainer's for another one."""
-        written = error.written if request is not None else []
-        if written is None:
+        token_ids = error.written if request is not None else []
+        if token_ids is None:
             return None
         try:
             with server.checking:
                 self._compare(server)
         except (AbsentError, WrongError):
             return None
-        size = len(ids) + max(0, len(written) - 1)
-        return Answer(list(written), torch.full((size, len(self.source.keys), self.reference.hidden_size), torch.nan))
+        size = len(ids) + max(0, len(token_ids) - 1)
+        return Answer(list(token_ids), torch.full((size, len(self.source.keys), self.reference.hidden_size), torch.nan))
 
     def _requested(self, server: _Server, ids: Sequence[int], request: AnswerRequest | None) -> Answer:
         """One request's states and, if it is for one, the target's answer."""
         assert server.description is not None, "a server is described before it is used"
         deadline, name = monotonic() + self.settings.timeout, self.source.names.next()
-        asked = StatesRequest(name, ids, deadline, self.closed, request)
+        states_request = StatesRequest(name, ids, deadline, self.closed, request)
         try:
-            found = self.source.states(server.url, server.description, partial(self._json, server), asked)
+            received = self.source.states(server.url, server.description, partial(self._json, server), states_request)
         except (AbsentError, WrongError):
             with self._lock:
                 self._lost[name] = [monotonic() + seconds for seconds in LATE]
             raise
-        self._check(server, found, [*ids, *found.written[:-1]])
-        return Answer(found.written, found.hidden_TKH)
+        self._check(server, received, [*ids, *received.written[:-1]])
+        return Answer(received.written, received.hidden_TKH)
 
-    def _check(self, server: _Server, found: Received, ids: Sequence[int]) -> None:
-        hidden_TKH, keys = found.hidden_TKH, self.source.keys
-        if found.ids is not None and found.ids != list(ids):
-            raise WrongError(f"states of {len(found.ids)} token ids that are not the {len(ids)} of the request")
+    def _check(self, server: _Server, received: Received, ids: Sequence[int]) -> None:
+        hidden_TKH, keys = received.hidden_TKH, self.source.keys
+        if received.ids is not None and received.ids != list(ids):
+            raise WrongError(f"states of {len(received.ids)} token ids that are not the {len(ids)} of the request")
         if hidden_TKH.ndim != 3 or hidden_TKH.shape[:2] != (len(ids), len(keys)):
             raise UserError(
                 f"{server.url} gives states of shape {list(hidden_TKH.shape)} for {len(ids)} tokens and "
@@ -373,7 +373,7 @@ class Servers:
         if server.dtype is not None and hidden_TKH.dtype != server.dtype:
             raise WrongError(f"states in {hidden_TKH.dtype} after others in {server.dtype}")
         if not bool(hidden_TKH.isfinite().all()):
-            raise NonFiniteError("states that are not finite", found.written)
+            raise NonFiniteError("states that are not finite", received.written)
 
     def _json(self, server: _Server, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request. Raises UserError for a refusal, which every repetition would get too."""
@@ -390,9 +390,9 @@ class Servers:
         if response.status_code >= 500 or response.status_code in BUSY:
             raise AbsentError(f"status {response.status_code}")
         if response.status_code >= 400:
-            said = " ".join(response.text.split())[:200] or "nothing"
+            text = " ".join(response.text.split())[:200] or "nothing"
             raise UserError(
-                f"{server.url} refuses {path} with status {response.status_code}: {said}; check features.servers and the key "
+                f"{server.url} refuses {path} with status {response.status_code}: {text}; check features.servers and the key "
                 "in features.key_env"
             )
         try:

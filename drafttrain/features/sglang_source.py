@@ -42,11 +42,11 @@ class SglangLayers:
         """From the answer to `server_info`. Raises UserError where a server gives no states of whole prompts."""
         if about.get("enable_return_aux_hidden_states"):
             ids = about.get("return_aux_hidden_state_layer_ids")
-            found = cls(None if ids is None else tuple(sorted(map(int, ids))), False)
+            layers = cls(None if ids is None else tuple(sorted(map(int, ids))), False)
         elif about.get("return_hidden_states_mode") == "full" or (
             about.get("enable_return_hidden_states") and about.get("return_hidden_states_mode") is None
         ):
-            found = cls((), True)
+            layers = cls((), True)
         else:
             raise UserError(f"{url} gives no hidden states; {way_out}")
         if int(about.get("chunked_prefill_size") or -1) > 0:  # of a batch, even a short prompt may be cut
@@ -54,13 +54,13 @@ class SglangLayers:
                 f"{url} computes long prompts in chunks and returns the states of the last one alone; start it with "
                 "--chunked-prefill-size -1"
             )
-        return found
+        return layers
 
     def __str__(self) -> str:
         if self.blocks is None:
             return "the blocks of SGLang's own choice"
         blocks = f"the blocks {', '.join(map(str, self.blocks))}" if self.blocks else ""
-        return " and ".join(part for part in (blocks, "the final state" if self.final else "") if part)
+        return " and ".join(text for text in (blocks, "the final state" if self.final else "") if text)
 
 
 class SglangSource:
@@ -80,11 +80,11 @@ class SglangSource:
 
     def describe(self, url: str, ask: Ask) -> Description:
         """Ask how the server was started, and compare that with what the drafter needs."""
-        version, about = server_info(url, ask, self.longest)
-        found = SglangLayers.of(url, about, self.way_out)
-        if self._conversion(found) is None:
-            raise UserError(f"{url} gives {found}, but the drafter needs {self._wanted}; {self.way_out}")
-        return Description("sglang", version, found)
+        version, info = server_info(url, ask, self.longest)
+        layers = SglangLayers.of(url, info, self.way_out)
+        if self._conversion(layers) is None:
+            raise UserError(f"{url} gives {layers}, but the drafter needs {self._wanted}; {self.way_out}")
+        return Description("sglang", version, layers)
 
     def states(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
         """Ask for one token after the sequence: SGLang returns no more lists of states than it returns tokens."""
@@ -97,19 +97,19 @@ class SglangSource:
             "return_prompt_token_ids": True,
         }
         answer = ask("POST", "generate", body)
-        about = meta_info(url, answer, request.name)
-        rows = about.get("hidden_states")
+        metadata = meta_info(url, answer, request.name)
+        rows = metadata.get("hidden_states")
         if not isinstance(rows, list) or not rows:
             raise UserError(f"{url} answers without states; {self.way_out}")
         state_TW = narrowed(numbers(rows[0]))
-        check_whole(url, state_TW.shape[0], len(request.ids), about)
+        check_whole(url, state_TW.shape[0], len(request.ids), metadata)
         states = len(description.details.blocks or ()) + description.details.final
         if state_TW.shape[1] % states:
             raise UserError(f"{url} gives {state_TW.shape[1]} values a token, which are not {states} states; {self.way_out}")
         convert = self._conversion(description.details)
         assert convert is not None, "the server was compared"
-        given = answer.get("prompt_token_ids")
-        return Received(convert(state_TW), list(given) if isinstance(given, list) else None)
+        prompt_ids = answer.get("prompt_token_ids")
+        return Received(convert(state_TW), list(prompt_ids) if isinstance(prompt_ids, list) else None)
 
     def remove(self, names: Iterable[str]) -> None:
         """Nothing is left: states are in the answer."""
@@ -124,13 +124,13 @@ class SglangSource:
     def _wanted(self) -> SglangLayers:
         return SglangLayers(tuple(key for key in self.keys if key != FINAL), FINAL in self.keys)
 
-    def _conversion(self, found: SglangLayers) -> Callable[[Tensor], Tensor] | None:
+    def _conversion(self, layers: SglangLayers) -> Callable[[Tensor], Tensor] | None:
         """Makes [T, K, H] of what such a server gives, [T, H of each]; None where it does not give what is needed."""
-        wanted = self._wanted
-        if found == wanted:
+        required = self._wanted
+        if layers == required:
             return lambda state_TW: state_TW.unflatten(1, (len(self.keys), -1))
-        if found.blocks and wanted.final and set(found.blocks) == {*(wanted.blocks or ()), self._last}:
-            return lambda state_TW: self._with_norm(state_TW.unflatten(1, (len(found.blocks or ()), -1)))
+        if layers.blocks and required.final and set(layers.blocks) == {*(required.blocks or ()), self._last}:
+            return lambda state_TW: self._with_norm(state_TW.unflatten(1, (len(layers.blocks or ()), -1)))
         return None
 
     def _with_norm(self, hidden_TKH: Tensor) -> Tensor:
@@ -146,17 +146,17 @@ def label_of(key: int) -> str:
 
 def server_info(url: str, ask: Ask, longest: int) -> tuple[str, Mapping[str, Any]]:
     """A server's version, and how it was started. Raises UserError where it has no room for so many tokens."""
-    about = ask("GET", "server_info")
+    info = ask("GET", "server_info")
     try:
-        version, room = str(about["version"]), int(about.get("max_req_input_len") or 2**31)
+        version, max_tokens = str(info["version"]), int(info.get("max_req_input_len") or 2**31)
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{url} does not say how it was started; is it an SGLang server?") from error
-    if room <= longest:
+    if max_tokens <= longest:
         raise UserError(
-            f"{url} takes prompts of fewer than {room} tokens, but conversations have up to {longest}; start it with "
+            f"{url} takes prompts of fewer than {max_tokens} tokens, but conversations have up to {longest}; start it with "
             f"--context-length {context_length(longest)} and memory for as many tokens, or lower data.max_length"
         )
-    return version, about
+    return version, info
 
 
 def context_length(longest: int) -> int:
@@ -166,15 +166,15 @@ def context_length(longest: int) -> int:
 
 def meta_info(url: str, answer: Any, name: str) -> Mapping[str, Any]:
     """What an answer of `/generate` says of its request."""
-    about = answer.get("meta_info") if isinstance(answer, dict) else None
-    if not isinstance(about, dict):
+    metadata = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(metadata, dict):
         raise UserError(f"{url} answers without meta_info; is it an SGLang server?")
-    reason = about.get("finish_reason")
+    reason = metadata.get("finish_reason")
     if isinstance(reason, dict) and reason.get("type") == "abort":
         raise AbsentError(f"it has ended the request ({reason.get('message') or 'without a reason'})")
-    if about.get("id") != name:
-        raise WrongError(f"the answer to another request, {about.get('id')}")
-    return about
+    if metadata.get("id") != name:
+        raise WrongError(f"the answer to another request, {metadata.get('id')}")
+    return metadata
 
 
 def check_whole(url: str, rows: int, tokens: int, about: Mapping[str, Any]) -> None:
@@ -183,23 +183,23 @@ def check_whole(url: str, rows: int, tokens: int, about: Mapping[str, Any]) -> N
         raise WrongError(f"states of {about.get('prompt_tokens')} tokens, not the {tokens} of the request")
     if rows == tokens:
         return
-    why = (
+    cause = (
         f"{about['cached_tokens']} are in its prefix cache; start it with --disable-radix-cache"
         if about.get("cached_tokens")
         else "it computes prompts in chunks; start it with --chunked-prefill-size -1"
     )
-    raise UserError(f"{url} returns the states of {rows} of {tokens} tokens, since {why}")
+    raise UserError(f"{url} returns the states of {rows} of {tokens} tokens, since {cause}")
 
 
 def numbers(rows: Any) -> Tensor:
     """[T, W] lists of numbers, in float32."""
     try:
-        found = np.array(rows, np.float32)
+        values = np.array(rows, np.float32)
     except (TypeError, ValueError) as error:  # JSON has no value that is not finite: SGLang writes null
         raise WrongError("states that are not finite, or rows of several lengths") from error
-    if found.ndim != 2:
-        raise WrongError(f"states of {found.ndim} dimensions")
-    return torch.from_numpy(found)
+    if values.ndim != 2:
+        raise WrongError(f"states of {values.ndim} dimensions")
+    return torch.from_numpy(values)
 
 
 def narrowed(state_TW: Tensor) -> Tensor:

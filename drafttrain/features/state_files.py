@@ -39,26 +39,26 @@ class StateFiles:
     def receive(self, name: str, params: Any, tokens: int, deadline: float, closed: Event) -> States:
         """As `Transport.receive`."""
         try:
-            given = Path(params["hidden_states_path"])
+            server_path = Path(params["hidden_states_path"])
         except (KeyError, TypeError) as error:
             raise NoStatesError("answers without states") from error
-        if not _possible(given):
-            raise WrongError(f"a file name that cannot be, {str(given)!r:.100}")
-        if name not in given.name or given.suffix != ".safetensors":
-            raise WrongError(f"the file {given.name} of another request")
-        path = given if self.folder is None else self.folder / given.name
+        if not _possible(server_path):
+            raise WrongError(f"a file name that cannot be, {str(server_path)!r:.100}")
+        if name not in server_path.name or server_path.suffix != ".safetensors":
+            raise WrongError(f"the file {server_path.name} of another request")
+        path = server_path if self.folder is None else self.folder / server_path.name
         with self._lock:
-            if new := path.parent not in self._seen:
+            if is_new := path.parent not in self._seen:
                 self._seen.add(path.parent)
-        if new:
+        if is_new:
             remove_abandoned(path.parent, self.names)
         return read(path, deadline, closed)
 
     def remove(self, names: Iterable[str]) -> None:
         """As `Transport.remove`."""
-        wanted = list(names)
+        request_names = list(names)
         for folder in self._folders():
-            remove_named(folder, wanted)
+            remove_named(folder, request_names)
 
     def sweep(self, late: bool = False) -> None:
         """As `Transport.sweep`. Late files tell by their names whose they are."""
@@ -93,21 +93,21 @@ def read(path: Path, deadline: float, closed: Event) -> States:
 
 def remove(path: Path) -> None:
     """Remove a file of states and its lock, where they are. Raises UserError where that is not allowed."""
-    for one in (path, path.with_name(path.name + LOCK)):
+    for file in (path, path.with_name(path.name + LOCK)):
         try:
-            one.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(
-                f"{one} cannot be removed ({error.strerror}), but every file of states is removed once it is read; run "
+                f"{file} cannot be removed ({error.strerror}), but every file of states is removed once it is read; run "
                 "server and trainer as one user, or let both write to the folder"
             ) from error
 
 
 def remove_named(folder: Path, names: Iterable[str]) -> None:
     """Remove the files of the requests of these names; a name may be the beginning of one."""
-    wanted = tuple(names)
+    prefixes = tuple(names)
     for file in _files(folder):
-        if any(name in file.name for name in wanted):
+        if any(name in file.name for name in prefixes):
             with suppress(PermissionError):  # `remove` says so
                 file.unlink(missing_ok=True)
 
@@ -143,7 +143,7 @@ def _wait(path: Path, deadline: float, closed: Event) -> None:
             "server's files"
         ) from error
     try:
-        pause, ending = SHORTEST_PAUSE, False
+        delay, ending = SHORTEST_PAUSE, False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -160,9 +160,9 @@ def _wait(path: Path, deadline: float, closed: Event) -> None:
                     "with flock (NFS 4, Lustre with its option flock), or set features.transport=mooncake"
                 ) from error
             if ending:
-                sleep(pause)
+                sleep(delay)
             else:
-                closed.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+                closed.wait(delay)
+            delay = min(2 * delay, LONGEST_PAUSE)
     finally:
         os.close(lock)

@@ -81,9 +81,9 @@ class FeatureStore:
             return f"{size:,} bytes instead of {record.bytes:,}"
         if verify:
             with file.open("rb") as content:
-                found = hashlib.file_digest(content, "sha256").hexdigest()
-            if found != record.sha256:
-                return f"sha256 {found[:12]}... instead of {record.sha256[:12]}..."
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            if digest != record.sha256:
+                return f"sha256 {digest[:12]}... instead of {record.sha256[:12]}..."
             return None
         try:
             self._opened(number)
@@ -95,9 +95,9 @@ class FeatureStore:
         """A shard, mapped. Raises ValueError for other columns than the format's, SafetensorError for another kind of file."""
         shard, rows = safe_open(self.file(number), framework="pt"), self.layout.tokens(number)
         for name, column in self.form.columns.items():
-            found = shard.get_slice(name)
-            if found.get_shape() != [rows, *column.shape] or found[:0].dtype != column.dtype:
-                raise ValueError(f"{name} is {found.get_dtype()} {found.get_shape()} in it")
+            stored = shard.get_slice(name)
+            if stored.get_shape() != [rows, *column.shape] or stored[:0].dtype != column.dtype:
+                raise ValueError(f"{name} is {stored.get_dtype()} {stored.get_shape()} in it")
         return shard
 
     def buffers(self, number: int) -> dict[str, Tensor]:

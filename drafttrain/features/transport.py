@@ -67,10 +67,10 @@ class RequestNames:
 
     def abandoned(self, name: str) -> bool:
         """Whether this is the name of a process of this machine that has ended."""
-        found = re.search(rf"{NAMED}{re.escape(HOST)}-(\d+)-[0-9a-f]+-", name)
-        if found is None or found[0] == self.own:
+        match = re.search(rf"{NAMED}{re.escape(HOST)}-(\d+)-[0-9a-f]+-", name)
+        if match is None or match[0] == self.own:
             return False
-        return int(found[1]) == os.getpid() or not process_runs(int(found[1]))
+        return int(match[1]) == os.getpid() or not process_runs(int(match[1]))
 
 
 class Transport(Protocol):

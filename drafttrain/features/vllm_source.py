@@ -31,36 +31,36 @@ class VllmSource:
     def describe(self, url: str, ask: Ask) -> Description:
         """Ask for the model's name, its room and the version."""
         try:
-            about = ask("GET", "models")["data"][0]
-            model = str(about["id"])
-            room, maker = int(about.get("max_model_len") or 2**31), str(about.get("owned_by") or "server")
+            model_info = ask("GET", "models")["data"][0]
+            model = str(model_info["id"])
+            context, owner = int(model_info.get("max_model_len") or 2**31), str(model_info.get("owned_by") or "server")
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(f"{url} does not list its models; is it an OpenAI-compatible server?") from error
-        if room <= self.longest:
+        if context <= self.longest:
             raise UserError(
-                f"{url} takes {room} tokens, one of them its answer, but conversations have up to {self.longest}; start it "
+                f"{url} takes {context} tokens, one of them its answer, but conversations have up to {self.longest}; start it "
                 f"with --max-model-len {self.longest + 1}, or lower data.max_length"
             )
         try:
             version = str(ask("GET", f"{url.removesuffix('/v1')}/version")["version"])
         except (UserError, KeyError, TypeError):
             version = "of unknown version"
-        return Description(maker, version, model)
+        return Description(owner, version, model)
 
     def states(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
         """Ask for one token after the sequence, or for an answer, and read what vLLM's answer names."""
         answer = request.answer
-        how = {"max_tokens": 1, "temperature": 0} if answer is None else answer.fields()
+        sampling = {"max_tokens": 1, "temperature": 0} if answer is None else answer.fields()
         body = {"model": description.details, "prompt": list(request.ids), "request_id": request.name}
-        said = ask("POST", "completions", body | how)
-        params = said.get("kv_transfer_params") if isinstance(said, dict) else None
-        written = [] if answer is None else _written(url, answer, said)
-        tokens = len([*request.ids, *written[:-1]])
+        response = ask("POST", "completions", body | sampling)
+        params = response.get("kv_transfer_params") if isinstance(response, dict) else None
+        answer_ids = [] if answer is None else _written(url, answer, response)
+        tokens = len([*request.ids, *answer_ids[:-1]])
         try:
-            found = self.transport.receive(request.name, params, tokens, request.deadline, request.closed)
+            states = self.transport.receive(request.name, params, tokens, request.deadline, request.closed)
         except NoStatesError as error:
             raise UserError(f"{url} {error}; {self.way_out}") from error
-        return Received(found.hidden_TLH, found.token_T.tolist(), written)
+        return Received(states.hidden_TLH, states.token_T.tolist(), answer_ids)
 
     def remove(self, names: Iterable[str]) -> None:
         """As `Transport.remove`."""
@@ -75,10 +75,10 @@ class VllmSource:
         self.transport.close()
 
 
-def _written(url: str, request: AnswerRequest, said: Any) -> list[int]:
+def _written(url: str, request: AnswerRequest, response: Any) -> list[int]:
     """The token ids of the target's answer."""
     try:
-        return request.read(said)
+        return request.read(response)
     except AnswerError as error:
         raise WrongError(str(error)) from error
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -45,11 +45,11 @@ class ShardWriter:
         passes = layout.passes(missing[len(missing) // 2], self.positions)
         sequences = passes[len(passes) // 2]
         self._columns(sequences)
-        began = perf_counter()
+        start_time = perf_counter()
         columns = self._columns(sequences)
-        share = sum(map(layout.tokens, missing)) / (size * sum(map(len, sequences)))
+        scale = sum(map(layout.tokens, missing)) / (size * sum(map(len, sequences)))
         dropped_mass = float(columns[LOG_REST].exp().mean()) if LOG_REST in columns else None
-        return TimedTrial((perf_counter() - began) * share, dropped_mass)
+        return TimedTrial((perf_counter() - start_time) * scale, dropped_mass)
 
     def write(self, missing: Sequence[int], rank: int, size: int, advance: Callable[[int], None]) -> None:
         """Write this process's share of the missing shards. advance: called with the tokens that are done.
@@ -57,18 +57,20 @@ class ShardWriter:
         Raises UserError on a full disk; complete shards are kept.
         """
         layout = self.store.layout
-        shares = [missing[r::size] for r in range(size)]
-        left = max(sum(len(layout.passes(number, self.positions)) for number in share) for share in shares)
-        for number in shares[rank]:
-            buffers, at = self.store.buffers(number), 0
-            for sequences in layout.passes(number, self.positions):
+        shards = [missing[process::size] for process in range(size)]
+        remaining_passes = max(
+            sum(len(layout.passes(shard, self.positions)) for shard in process_shards) for process_shards in shards
+        )
+        for shard in shards[rank]:
+            buffers, offset = self.store.buffers(shard), 0
+            for sequences in layout.passes(shard, self.positions):
                 tokens = sum(map(len, sequences))
                 for name, column in self._columns(sequences).items():
-                    buffers[name][at : at + tokens] = column
-                at, left = at + tokens, left - 1
+                    buffers[name][offset : offset + tokens] = column
+                offset, remaining_passes = offset + tokens, remaining_passes - 1
                 advance(tokens)
-            self.store.write(number, buffers)
-        for _ in range(left):
+            self.store.write(shard, buffers)
+        for _ in range(remaining_passes):
             self._columns(layout.sequences[:1])
 
     @torch.no_grad()

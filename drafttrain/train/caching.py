@@ -48,9 +48,9 @@ def check_features(options: FeatureOptions, drafter: Drafter, train: TrainOption
         "train.on_policy writes new replies in every step": train.on_policy > 0,
         "the drafter's adapter changes the target in every step": drafter.adapts is not None,
     }
-    kind = {"cached": "stores the target's states", "engine": "requests the target's states"}[options.name]
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        raise UserError(f"features={options.name} {kind} in advance, but {reason}; set features=online")
+    action = {"cached": "stores the target's states", "engine": "requests the target's states"}[options.name]
+    for reason in (reason for reason, applies in reasons.items() if applies):
+        raise UserError(f"features={options.name} {action} in advance, but {reason}; set features=online")
     if options.name == "engine":
         _check_engine(options, train)
     elif options.distribution == "top_k" and drafter.taps.final:
@@ -60,8 +60,8 @@ def check_features(options: FeatureOptions, drafter: Drafter, train: TrainOption
 
 
 def _check_engine(options: FeatureOptions, train: TrainOptions) -> None:
-    named = [(f"features.{name}", url) for name in ("servers", "final_servers") for url in getattr(options, name)]
-    for name, url in named or [("features=engine", "http://localhost")]:  # before servers are started: they take minutes
+    named_urls = [(f"features.{name}", url) for name in ("servers", "final_servers") for url in getattr(options, name)]
+    for name, url in named_urls or [("features=engine", "http://localhost")]:  # before servers are started: they take minutes
         base_of(url, name, "features.key_env")
     if train.sequence_parallel > 1:
         raise UserError(
@@ -91,9 +91,9 @@ class Caching:
         if missing:
             positions = self.micro_batch * max(len(row.token_ids) for row in rows)
             self._write(store, ShardWriter(store, Online(target, self.taps), self._collate, positions), missing, world, console)
-        for number in store.numbers:
-            if fault := store.fault(number, verify=False):
-                raise UserError(f"{store.file(number)} is {fault}; set features.dir to a directory that all processes share")
+        for shard in store.numbers:
+            if fault := store.fault(shard, verify=False):
+                raise UserError(f"{store.file(shard)} is {fault}; set features.dir to a directory that all processes share")
         size = f"{store.bytes(store.numbers) / GIB:,.2f} GiB"
         console.say(f"features: {size} in {store.folder}; training reads them and does not run the target's blocks")
         return Cached(store, target.device, target.dtype)
@@ -101,10 +101,10 @@ class Caching:
     def _store(self, rows: Sequence[Encoded]) -> FeatureStore:
         target, sparse = self.loaded.target, self.options.distribution == "top_k"
         keys = (self.taps if sparse else self.taps | Taps(final=True)).keys
-        form = FeatureFormat(keys, self.options.format, target.shape.hidden_size, self.options.k if sparse else 0)
-        layout = ShardLayout.of((document for row in rows for document in row.documents), form.bytes)
+        feature_format = FeatureFormat(keys, self.options.format, target.shape.hidden_size, self.options.k if sparse else 0)
+        layout = ShardLayout.of((document for row in rows for document in row.documents), feature_format.bytes)
         description = {"target": target.fingerprint, "dtype": self.loaded.description["dtype"]}
-        return FeatureStore(self.root.resolve(), layout, form, description)
+        return FeatureStore(self.root.resolve(), layout, feature_format, description)
 
     def _collate(self, sequences: Sequence[Ids]) -> TrainBatch:
         pad = self.loaded.tokenizer.pad_token_id
@@ -116,51 +116,51 @@ class Caching:
         size = store.bytes(store.numbers)
         shown = console.rich if store.folder.exists() and size > GIB else None
         with counting(shown, "checking features", round(size / MIB), "MiB/s") as advance:
-            for number in store.numbers[world.rank :: world.size]:
-                flag_S[number] = store.fault(number, self.options.verify) is not None
-                advance(world.size * store.bytes([number]) / MIB)
+            for shard in store.numbers[world.rank :: world.size]:
+                flag_S[shard] = store.fault(shard, self.options.verify) is not None
+                advance(world.size * store.bytes([shard]) / MIB)
         missing: list[int] = world.sum(flag_S).nonzero()[:, 0].tolist()
-        for number in missing if world.first else ():
-            fault = store.fault(number, self.options.verify)
+        for shard in missing if world.first else ():
+            fault = store.fault(shard, self.options.verify)
             if fault not in (None, ABSENT):
-                console.say(f"features: {store.file(number)} is damaged ({fault}) and will be computed again")
+                console.say(f"features: {store.file(shard)} is damaged ({fault}) and will be computed again")
         return missing
 
     def _write(self, store: FeatureStore, writer: ShardWriter, missing: list[int], world: World, console: Console) -> None:
-        tokens = sum(store.layout.tokens(number) for number in missing)
+        tokens = sum(store.layout.tokens(shard) for shard in missing)
         trial = writer.trial(missing, world.size)
-        free = shutil.disk_usage(next(p for p in store.folder.parents if p.exists())).free
-        need, time = f"{store.bytes(missing) / GIB:,.2f} GiB", timedelta(seconds=round(trial.seconds))
-        top = (
+        free_bytes = shutil.disk_usage(next(p for p in store.folder.parents if p.exists())).free
+        needed_size, duration = f"{store.bytes(missing) / GIB:,.2f} GiB", timedelta(seconds=round(trial.seconds))
+        top_k_note = (
             ""
             if trial.dropped_mass is None
             else f" (top {store.form.top} tokens: {1 - trial.dropped_mass:.1%} of the target's probability)"
         )
         console.say(
-            f"features: {tokens:,} tokens of {store.form.bytes:,} bytes each{top} need {need}; {self.root} has "
-            f"{free / GIB:,.2f} GiB free; about {time} at {tokens / trial.seconds:,.0f} tokens/s"
+            f"features: {tokens:,} tokens of {store.form.bytes:,} bytes each{top_k_note} need {needed_size}; {self.root} has "
+            f"{free_bytes / GIB:,.2f} GiB free; about {duration} at {tokens / trial.seconds:,.0f} tokens/s"
         )
-        if refusal := world.share(self._refusal(store.bytes(missing), free, console) if world.first else None):
+        if refusal := world.share(self._refusal(store.bytes(missing), free_bytes, console) if world.first else None):
             raise UserError(refusal)
         with store.writing() if world.first else nullcontext():
             if world.first:
                 store.describe(self.loaded.description)
             world.wait()
-            own = sum(store.layout.tokens(number) for number in missing[world.rank :: world.size])
+            local_tokens = sum(store.layout.tokens(shard) for shard in missing[world.rank :: world.size])
             with counting(console.rich, "features", tokens, "tokens/s") as advance:
-                writer.write(missing, world.rank, world.size, lambda done: advance(done * tokens / own))
+                writer.write(missing, world.rank, world.size, lambda count: advance(count * tokens / local_tokens))
             world.wait()
 
-    def _refusal(self, need: int, free: int, console: Console) -> str | None:
+    def _refusal(self, needed_bytes: int, free_bytes: int, console: Console) -> str | None:
         """Why the features cannot be written; None if they can."""
-        size = f"the target's states need {need / GIB:,.2f} GiB"
-        if need > free:
-            return f"{size}, but {self.root} has only {free / GIB:,.2f} GiB free; {WAYS_OUT}"
-        if self.options.yes or need <= self.options.confirm_above * GIB:
+        size = f"the target's states need {needed_bytes / GIB:,.2f} GiB"
+        if needed_bytes > free_bytes:
+            return f"{size}, but {self.root} has only {free_bytes / GIB:,.2f} GiB free; {WAYS_OUT}"
+        if self.options.yes or needed_bytes <= self.options.confirm_above * GIB:
             return None
         if console.rich is None or not (console.rich.is_terminal and sys.stdin.isatty()):
             return (
                 f"{size}, more than features.confirm_above={self.options.confirm_above:g}; add features.yes=true, or {WAYS_OUT}"
             )
-        agreed = Confirm.ask(f"write {need / GIB:,.2f} GiB to {self.root}?", console=console.rich, default=False)
-        return None if agreed else f"{size}, and you did not agree; {WAYS_OUT}"
+        confirmed = Confirm.ask(f"write {needed_bytes / GIB:,.2f} GiB to {self.root}?", console=console.rich, default=False)
+        return None if confirmed else f"{size}, and you did not agree; {WAYS_OUT}"

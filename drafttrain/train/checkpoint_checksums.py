@@ -43,10 +43,10 @@ def damage(directory: Path) -> str | None:
 def newest_valid(folder: Path, say: Callable[[str], None]) -> Path | None:
     """The newest undamaged checkpoint. Newer, damaged ones are renamed to `<name>.damaged`, with a line to `say` for each."""
     for path in reversed(list_checkpoints(folder)):
-        if (found := damage(path)) is None:
+        if (problem := damage(path)) is None:
             return path
-        aside = path.with_name(f"{path.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        say(f"checkpoint {path.name} is damaged and renamed to {aside.name}: {found}")
+        damaged_path = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(damaged_path, ignore_errors=True)
+        path.rename(damaged_path)
+        say(f"checkpoint {path.name} is damaged and renamed to {damaged_path.name}: {problem}")
     return None

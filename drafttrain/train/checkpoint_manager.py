@@ -53,11 +53,11 @@ class Progress:
     @staticmethod
     def of(checkpoint: Path) -> Progress:
         """Read a checkpoint's progress. Raises UserError for a file that is missing or damaged."""
-        file, what = checkpoint / PROGRESS, "the progress of training"
+        file, description = checkpoint / PROGRESS, "the progress of training"
         try:
-            return Progress(**read_sealed_json(file, what, ANOTHER))
+            return Progress(**read_sealed_json(file, description, ANOTHER))
         except (OSError, TypeError) as error:
-            raise UserError(f"{file}: expected {what}, got something else ({error}); {ANOTHER}") from error
+            raise UserError(f"{file}: expected {description}, got something else ({error}); {ANOTHER}") from error
 
 
 class NoSpaceError(Exception):
@@ -98,32 +98,32 @@ class CheckpointManager:
 
     def resume(self, checkpoint: Path) -> Progress:
         """Load weights and optimiser state; returns the progress of training."""
-        saved = read_weights(checkpoint)
-        self.engine.load_state(checkpoint, {self.names[name]: tensor for name, tensor in saved.items()})
+        weights = read_weights(checkpoint)
+        self.engine.load_state(checkpoint, {self.names[name]: tensor for name, tensor in weights.items()})
         return Progress.of(checkpoint)
 
     def _write(self, stack: ExitStack, weights: dict[str, Tensor], progress: Progress, meta: CheckpointMeta) -> None:
         """Write each process's files to a temporary directory, then the checksums, and then rename the directory."""
-        first, final = self.world.first, self.folder / checkpoint_name(progress.step)
-        aside = self._each(lambda: stack.enter_context(atomic_directory(final)) if first else final)[0]
-        sums = self._each(lambda: file_sums(self.engine.save_state(aside)))
+        is_main, final_dir = self.world.first, self.folder / checkpoint_name(progress.step)
+        staging_dir = self._each(lambda: stack.enter_context(atomic_directory(final_dir)) if is_main else final_dir)[0]
+        sums = self._each(lambda: file_sums(self.engine.save_state(staging_dir)))
 
         def complete() -> None:
-            state = {name: weights[inner] for name, inner in self.names.items()}
-            save_settings(aside, state, meta, progress, dict(ChainMap(*sums)))
+            state = {name: weights[module_name] for name, module_name in self.names.items()}
+            save_settings(staging_dir, state, meta, progress, dict(ChainMap(*sums)))
             stack.close()  # the directory gets its name
 
-        self._each(lambda: complete() if first else None)
+        self._each(lambda: complete() if is_main else None)
 
     def _each(self, work: Callable[[], Result]) -> list[Result]:
         """Results of `work` in every process, on all of them. Raises NoSpaceError on all if one finds its disk full."""
-        own: list[Result] = []
+        local_results: list[Result] = []
         try:
-            own = [work()]
+            local_results = [work()]
         except Exception as error:
             if not disk_full(error):
                 raise
-        results = self.world.gather(own)
+        results = self.world.gather(local_results)
         if not all(results):
             raise NoSpaceError
         return [result for (result,) in results]
@@ -133,13 +133,13 @@ class CheckpointManager:
         checkpoints = list_checkpoints(self.folder)
         if not checkpoints:
             return
-        for old in checkpoints[:-1]:
-            if Progress.of(old).passing:
-                remove_directory(old)
-        keep = {best_checkpoint(self.folder, self.by_engine).name, checkpoint_name(0)}
+        for checkpoint in checkpoints[:-1]:
+            if Progress.of(checkpoint).passing:
+                remove_directory(checkpoint)
+        kept_names = {best_checkpoint(self.folder, self.by_engine).name, checkpoint_name(0)}
         if self.by_engine and self.measured_step is not None:
-            keep.add(checkpoint_name(self.measured_step))
-        prune(self.folder, self.keep_last, keep)
+            kept_names.add(checkpoint_name(self.measured_step))
+        prune(self.folder, self.keep_last, kept_names)
 
 
 def save_settings(
@@ -161,17 +161,17 @@ def best_checkpoint(folder: Path, by_engine: bool = False) -> Path:
     by_engine: by the tau of a serving engine, among the checkpoints that it has measured; if there are any.
     """
     paths = list_checkpoints(folder)
-    there = {path: figures["tau"] for path in paths if by_engine and (figures := engine_figures(path))}
-    if there:
-        return max(there, key=lambda path: (there[path], step_of(path)))
-    known = {path: Progress.of(path) for path in paths}
-    measured = all(progress.measured_tau is not None for progress in known.values() if not progress.passing)
+    engine_tau = {path: figures["tau"] for path in paths if by_engine and (figures := engine_figures(path))}
+    if engine_tau:
+        return max(engine_tau, key=lambda path: (engine_tau[path], step_of(path)))
+    progress_by_path = {path: Progress.of(path) for path in paths}
+    measured = all(progress.measured_tau is not None for progress in progress_by_path.values() if not progress.passing)
 
     def merit(path: Path) -> tuple[float, int]:
-        progress = known[path]
+        progress = progress_by_path[path]
         return ((progress.measured_tau if measured else progress.expected_tau) or 0.0, progress.step)
 
-    return max(known, key=merit)
+    return max(progress_by_path, key=merit)
 
 
 def store_engine_figures(folder: Path, step: int, figures: Mapping[str, Any]) -> None:

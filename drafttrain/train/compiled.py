@@ -45,29 +45,29 @@ class Compiled:
 
 def compile_layers(drafter: Drafter, say: Callable[[str], None]) -> int:
     """Compile the parts of the drafter's layers. Returns their number. say: shows a line to the user, once if parts fail."""
-    told = list[Exception]()
+    reported = list[Exception]()
 
     def failed(error: Exception) -> None:
-        if not told:
+        if not reported:
             say(f"train.compile: this part runs without compilation, as do others that fail: {reason(error)}")
-        told.append(error)
+        reported.append(error)
 
-    parts = list(_parts(drafter))
-    if parts:  # with the first call, where a failure is caught, and not out of `backward`
+    methods = list(_parts(drafter))
+    if methods:  # with the first call, where a failure is caught, and not out of `backward`
         functorch.force_non_lazy_backward_lowering = True
-    for module, name in parts:
+    for module, name in methods:
         setattr(module, name, Compiled(getattr(module, name), failed))
-    if not parts:
+    if not methods:
         say("train.compile: nothing to compile, this family has no layers of its own; training continues without")
-    return len(parts)
+    return len(methods)
 
 
 def _parts(drafter: Drafter) -> Iterator[tuple[nn.Module, str]]:
     """(module, method). A layer's `leave` calls its MLP, which is then no part of its own."""
-    within = {id(layer.mlp) for layer in drafter.modules() if _leaves(layer)}
+    leaving_mlps = {id(layer.mlp) for layer in drafter.modules() if _leaves(layer)}
     for module in drafter.modules():
-        for kind, names in PARTS.items():
-            if isinstance(module, kind) and id(module) not in within:
+        for module_class, names in PARTS.items():
+            if isinstance(module, module_class) and id(module) not in leaving_mlps:
                 yield from ((module, name) for name in names if hasattr(module, name) and (name != "leave" or _leaves(module)))
 
 
@@ -98,5 +98,5 @@ def failures() -> tuple[type[Exception], ...]:
 def reason(error: Exception) -> str:
     """The error's first line, with the name of the innermost one."""
     inner: BaseException = getattr(error, "inner_exception", None) or error
-    first = next((line.strip() for line in str(inner).splitlines() if line.strip()), "no message")
-    return f"{type(inner).__name__}: {first}"[:200]
+    first_line = next((line.strip() for line in str(inner).splitlines() if line.strip()), "no message")
+    return f"{type(inner).__name__}: {first_line}"[:200]

@@ -54,9 +54,9 @@ class World:
         """Rank 0's value, on every process. The value must be picklable."""
         if self.size == 1:
             return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=0)
-        return box[0]
+        objects = [value]
+        torch.distributed.broadcast_object_list(objects, src=0)
+        return objects[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value by rank, on all processes. Values must be picklable."""
@@ -78,20 +78,20 @@ def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
     """
     bind(device)
     os.environ["DS_ACCELERATOR"] = device.type  # read when DeepSpeed is imported; without it DeepSpeed prefers a GPU
-    formed = torch.distributed.is_initialized()
-    lone = {} if formed or "RANK" in os.environ else LONE
-    os.environ |= lone
+    initialized = torch.distributed.is_initialized()
+    single_env = {} if initialized or "RANK" in os.environ else LONE
+    os.environ |= single_env
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed looks for MPI without it
     number_by_gpu(device)
-    if not formed:
+    if not initialized:
         try:
             with hushed():
                 backend, deepspeed = "nccl" if device.type == "cuda" else "gloo", load_deepspeed()
-                with contextlib.nullcontext() if lone else meeting():
+                with contextlib.nullcontext() if single_env else meeting():
                     deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(minutes=30, seconds=hang_timeout))
             end_at_exit()
         finally:
-            for name in lone.keys() - {"LOCAL_RANK"}:  # child processes must not join this group
+            for name in single_env.keys() - {"LOCAL_RANK"}:  # child processes must not join this group
                 del os.environ[name]
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
@@ -117,8 +117,8 @@ def head_exchange() -> Callable[..., Tensor]:
     load_deepspeed()
     from deepspeed.sequence.layer import _SeqAllToAll
 
-    found: Callable[..., Tensor] = _SeqAllToAll.apply
-    return found
+    all_to_all: Callable[..., Tensor] = _SeqAllToAll.apply
+    return all_to_all
 
 
 @contextmanager
@@ -189,11 +189,11 @@ class TrainingEngine:
         """
         for group in self._wrapped.param_groups:
             group["lr"] = lr * scale if group["rescaled"] else lr
-        before = self._norm() if self.stage == 0 else torch.zeros(())
-        self._norm_before, self._refused = before, refused
+        local_norm = self._norm() if self.stage == 0 else torch.zeros(())
+        self._norm_before, self._refused = local_norm, refused
         self.engine.step()
-        known = self.engine.get_global_grad_norm()
-        return before if known is None else torch.as_tensor(known)
+        global_norm = self.engine.get_global_grad_norm()
+        return local_norm if global_norm is None else torch.as_tensor(global_norm)
 
     def _refusal(self) -> Tensor:
         """Not 0 where the current step must change nothing. DeepSpeed's norm is one of all processes, known before its step."""
@@ -236,8 +236,8 @@ class TrainingEngine:
                 tensors[name].copy_(weights[name])
         shards.read(self._shards(), self._base.state, directory)
         if any(group.get("fused") or group.get("capturable") for group in self._base.param_groups):
-            for owner, kept in self._base.state.items():  # these count on the device
-                kept |= {key: value.to(owner.device) for key, value in kept.items() if torch.is_tensor(value)}
+            for owner, state in self._base.state.items():  # these count on the device
+                state |= {key: value.to(owner.device) for key, value in state.items() if torch.is_tensor(value)}
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by name. A tied matrix has two names."""
@@ -259,41 +259,43 @@ class TrainingEngine:
         The maps are private to DeepSpeed, which does not say publicly which elements of a parameter a process optimises. With
         them a checkpoint is in elements, and any number of processes at any stage can read it.
         """
-        parts = []
+        local_shards = []
         for g, group in enumerate(self._groups):
             for i, (name, parameter) in enumerate(group):
                 if is_part(parameter):
-                    parts.append(self._sharded(name, parameter))
+                    local_shards.append(self._sharded(name, parameter))
                 elif not hasattr(parameter, "_hp_mapping"):  # stage 0: every process has the whole, and saves an equal part
                     size = parameter.numel()
-                    edges = [size * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1)]
-                    parts.append(ParameterShard(name, 0, size, self._base.param_groups[g]["params"][i], 0, range(*edges)))
-                elif (mapped := parameter._hp_mapping) is not None:  # stages 1, 2: None where another process has it
+                    bounds = [size * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1)]
+                    local_shards.append(
+                        ParameterShard(name, 0, size, self._base.param_groups[g]["params"][i], 0, range(*bounds))
+                    )
+                elif (mapping := parameter._hp_mapping) is not None:  # stages 1, 2: None where another process has it
                     flat, lp, hp = (
                         self._base.param_groups[g]["params"][0],
-                        mapped.lp_fragment_address,
-                        mapped.hp_fragment_address,
+                        mapping.lp_fragment_address,
+                        mapping.hp_fragment_address,
                     )
-                    parts.append(ParameterShard(name, lp.start, lp.numel, flat, hp.start, range(lp.numel)))
-        return parts
+                    local_shards.append(ParameterShard(name, lp.start, lp.numel, flat, hp.start, range(lp.numel)))
+        return local_shards
 
     def _matrices(self) -> list[Matrix]:
         """The matrices that Muon optimises, with the elements that each process has."""
-        own = {shard.name: shard for shard in self._shards()}
-        spread = self.world.gather({name: (shard.start, shard.start + shard.length) for name, shard in own.items()})
+        local = {shard.name: shard for shard in self._shards()}
+        ranges_by_rank = self.world.gather({name: (shard.start, shard.start + shard.length) for name, shard in local.items()})
         matrices = []
-        for group, named in zip(self._base.param_groups, self._groups, strict=True):
-            for name, parameter in named if group["muon"] else []:
-                owner, offset = (own[name].owner, own[name].offset) if name in own else (group["params"][0], 0)
-                parts = tuple(range(*found.get(name, (0, 0))) for found in spread)
-                matrices.append(Matrix(tuple(getattr(parameter, "ds_shape", parameter.shape)), owner, offset, parts))
+        for group, named_parameters in zip(self._base.param_groups, self._groups, strict=True):
+            for name, parameter in named_parameters if group["muon"] else []:
+                owner, offset = (local[name].owner, local[name].offset) if name in local else (group["params"][0], 0)
+                ranges = tuple(range(*rank_ranges.get(name, (0, 0))) for rank_ranges in ranges_by_rank)
+                matrices.append(Matrix(tuple(getattr(parameter, "ds_shape", parameter.shape)), owner, offset, ranges))
         return matrices
 
     def _sharded(self, name: str, parameter: Any) -> ParameterShard:
         """ZeRO-3 cuts each parameter into equal parts, the last ones padded."""
-        group, offset, padded = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
-        start = min(self.world.rank * padded, parameter.ds_numel)
-        length = min(padded, parameter.ds_numel - start)
+        group, offset, padded_size = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
+        start = min(self.world.rank * padded_size, parameter.ds_numel)
+        length = min(padded_size, parameter.ds_numel - start)
         return ParameterShard(name, start, length, self._wrapped.fp32_partitioned_groups_flat[group], offset, range(length))
 
 
@@ -308,14 +310,14 @@ def divided(options: TrainOptions, world: World) -> TrainOptions:
             f"train.sequence_parallel is {per_sequence}; set it to a divisor of the number of processes, {world.size}, by "
             "launcher.nproc or torchrun's --nproc-per-node"
         )
-    share, over = divmod(options.global_batch, world.size // per_sequence)
-    if options.micro_batch < 1 or share < 1 or over:
+    quota, remainder = divmod(options.global_batch, world.size // per_sequence)
+    if options.micro_batch < 1 or quota < 1 or remainder:
         processes = f"{world.size}" if per_sequence == 1 else f"{world.size} / train.sequence_parallel={per_sequence}"
         raise UserError(
             f"train.global_batch is {options.global_batch}, train.micro_batch {options.micro_batch}; set global_batch to a "
             f"multiple of the number of processes, {processes}, and micro_batch to 1 or more"
         )
-    return replace(options, micro_batch=next(m for m in range(min(options.micro_batch, share), 0, -1) if share % m == 0))
+    return replace(options, micro_batch=next(m for m in range(min(options.micro_batch, quota), 0, -1) if quota % m == 0))
 
 
 def accumulation(options: TrainOptions, world: World) -> int:
@@ -332,29 +334,29 @@ def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: i
         raise UserError(f"train.precision is {options.precision!r}; choose float32 or bfloat16")
     if len(options.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in options.betas):
         raise UserError(f"train.betas is {list(options.betas)}; give two numbers from 0 to below 1")
-    for name, least in (("offload_optimizer", 1), ("offload_parameters", 3)):
-        if getattr(deepspeed, name) and deepspeed.zero_stage < least:
-            raise UserError(f"deepspeed.{name} needs ZeRO stage {least}, got {deepspeed.zero_stage}; set deepspeed=zero{least}")
+    for name, stage in (("offload_optimizer", 1), ("offload_parameters", 3)):
+        if getattr(deepspeed, name) and deepspeed.zero_stage < stage:
+            raise UserError(f"deepspeed.{name} needs ZeRO stage {stage}, got {deepspeed.zero_stage}; set deepspeed=zero{stage}")
     if options.optimizer not in OPTIMIZERS:
         raise UserError(f"train.optimizer is {options.optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
-    zero: dict[str, Any] = {"stage": deepspeed.zero_stage}
+    zero_config: dict[str, Any] = {"stage": deepspeed.zero_stage}
     if deepspeed.zero_stage in (1, 2):  # stage 3 overlaps by default; without streams, on a CPU, it is only another order
-        zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": BUCKET}
+        zero_config |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": BUCKET}
     if deepspeed.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
+        zero_config["offload_optimizer"] = {"device": "cpu"}
     if deepspeed.offload_parameters:
-        zero["offload_param"] = {"device": "cpu"}
-    narrow = options.precision == "bfloat16"
+        zero_config["offload_param"] = {"device": "cpu"}
+    bf16 = options.precision == "bfloat16"
     # stage 1 then has another optimiser, with float32 gradients of all parameters: only where there is something to add up
-    summed = {"data_types": {"grad_accum_dtype": "fp32"}} if narrow and accumulation > 1 and deepspeed.zero_stage else {}
+    grad_dtype = {"data_types": {"grad_accum_dtype": "fp32"}} if bf16 and accumulation > 1 and deepspeed.zero_stage else {}
     return {
         "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": options.clip,
-        "zero_optimization": zero,
+        "zero_optimization": zero_config,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": narrow},
+        "bf16": {"enabled": bf16},
         "communication_data_type": "fp32",
         "steps_per_print": 2**31,
-    } | (summed | deepspeed.extra)
+    } | (grad_dtype | deepspeed.extra)

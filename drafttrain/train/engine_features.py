@@ -84,7 +84,7 @@ class EngineFeatures:
         if data.has_images:
             raise UserError("features=engine takes text alone, but the data has images; set features=cached or online")
         self._check_groups()
-        beginning_T, reference = self._beginning(data)
+        prefix_T, reference = self._beginning(data)
         servers = None
         try:
             servers = _together(world, lambda: self._servers(reference, urls, folder, way_out, store, console))
@@ -93,15 +93,15 @@ class EngineFeatures:
             _together(world, lambda: self._check_room(store, servers.dtypes))
             if self.writing is not None:
                 assert isinstance(servers, Servers), "no groups of servers give answers"
-                self._compare_answers(servers, self.writing, beginning_T, world)
+                self._compare_answers(servers, self.writing, prefix_T, world)
         except UserError:
             if servers is not None:
                 servers.close()
             raise
         servers.reset_counts()  # the comparisons are not of training
-        answering, dtypes = len(servers.dtypes), " and ".join(sorted(set(servers.dtypes)))
+        responding, dtypes = len(servers.dtypes), " and ".join(sorted(set(servers.dtypes)))
         console.say(
-            f"features: {answering} of {servers.number} servers ({', '.join(servers.names)}) give the target's states of "
+            f"features: {responding} of {servers.number} servers ({', '.join(servers.names)}) give the target's states of "
             f"{self._described} in {dtypes}; training does not run the target's blocks"
         )
         return EngineStates(servers, self.layers, self.loaded.target, self.options.ahead, self.writing)
@@ -109,11 +109,11 @@ class EngineFeatures:
     def _beginning(self, data: Dataset) -> tuple[Ids, ReferenceStates]:
         """(the first tokens of a conversation, the states to compare): of the first conversation whose states are finite."""
         for row in islice(data.train, TRIED):
-            beginning_T = row.documents[0][:COMPARED]
-            reference = self._compared(np.array(self._known, np.int32) if self._known else beginning_T)[0]
-            if self._known or all(bool(own_TH.isfinite().all()) for own_TH in reference.own.values()):
+            prefix_T = row.documents[0][:COMPARED]
+            reference = self._compared(np.array(self._known, np.int32) if self._known else prefix_T)[0]
+            if self._known or all(bool(state_TH.isfinite().all()) for state_TH in reference.own.values()):
                 break
-        return beginning_T, reference
+        return prefix_T, reference
 
     @property
     def _described(self) -> str:
@@ -144,10 +144,10 @@ class EngineFeatures:
             settings, source = self._settings(urls, name), self._source(keys, folder, store, way_out)
             return Servers(settings, source, replace(reference, keys=keys), console.say)
 
-        keys, others = self.layers.keys, self.options.final_servers
-        if not others:
+        keys, final_urls = self.layers.keys, self.options.final_servers
+        if not final_urls:
             return group(urls, "features.servers", keys)
-        return JoinedServers(group(urls, "features.servers", keys[:-1]), group(others, "features.final_servers", (FINAL,)))
+        return JoinedServers(group(urls, "features.servers", keys[:-1]), group(final_urls, "features.final_servers", (FINAL,)))
 
     def _settings(self, urls: Sequence[str], name: str) -> ServerSettings:
         options = self.options
@@ -176,22 +176,22 @@ class EngineFeatures:
         """Raise UserError where the longest conversation's states are larger than the buffer in which they arrive."""
         if store is None:
             return
-        width, item = self.loaded.target.shape.hidden_size, max(getattr(torch, dtype).itemsize for dtype in dtypes)
-        needed = object_bytes(self.longest, len(self.layers.ids) or 1, width, item)
-        if needed > store.buffer:
+        width, item_bytes = self.loaded.target.shape.hidden_size, max(getattr(torch, dtype).itemsize for dtype in dtypes)
+        nbytes = object_bytes(self.longest, len(self.layers.ids) or 1, width, item_bytes)
+        if nbytes > store.buffer:
             raise UserError(
-                f"{store.group}.buffer is {store.buffer} bytes, but the states of {self.longest} tokens have {needed}; set it "
-                f"to {needed} or more, or lower data.max_length"
+                f"{store.group}.buffer is {store.buffer} bytes, but the states of {self.longest} tokens have {nbytes}; set it "
+                f"to {nbytes} or more, or lower data.max_length"
             )
 
-    def _compare_answers(self, servers: Servers, writing: Writing, beginning_T: Ids, world: World) -> None:
+    def _compare_answers(self, servers: Servers, writing: Writing, prefix_T: Ids, world: World) -> None:
         """Compare answers that a server writes at the same time with the trainer's own target: their states, and their tokens.
 
         Raises UserError on all processes where the target would not write them.
         """
-        prompt, free = beginning_T[: max(1, len(beginning_T) // 2)].tolist(), replace(writing, stop_ids=())
-        room = max(1, min(COMPARED, self.longest - len(prompt)))
-        requests = [AnswerRequest(prompt, seed, room, free) for seed in range(ANSWERS if world.first else 0)]
+        prompt, free_writing = prefix_T[: max(1, len(prefix_T) // 2)].tolist(), replace(writing, stop_ids=())
+        max_new_tokens = max(1, min(COMPARED, self.longest - len(prompt)))
+        requests = [AnswerRequest(prompt, seed, max_new_tokens, free_writing) for seed in range(ANSWERS if world.first else 0)]
 
         def ask() -> list[Answer]:
             with ThreadPoolExecutor(ANSWERS) as threads:
@@ -225,25 +225,25 @@ class EngineFeatures:
         batch = collate([Encoded(ids, np.ones(len(ids), np.bool_))], 0 if pad is None else pad)
         blocks, keys = target.shape.blocks, self.layers.keys
         tapped = [key for key in keys if key != FINAL]
-        compared = {near for key in (*tapped, blocks - 1) for near in (key - 1, key, key + 1) if 0 <= near < blocks}
-        hidden = Online(target, Taps(tuple(sorted(compared)))).fill(batch).hidden
+        candidates = {block for key in (*tapped, blocks - 1) for block in (key - 1, key, key + 1) if 0 <= block < blocks}
+        hidden = Online(target, Taps(tuple(sorted(candidates)))).fill(batch).hidden
         final_TH = target.norm(hidden[blocks - 1])[0].float()
         if FINAL not in keys and difference(final_TH, hidden[FINAL][0].float()) > TOLERANCE[torch.bfloat16]:
             raise UserError(
                 "features=engine: this target's final state is not the norm of its last block's output; set features=online"
             )
-        own = {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}
-        return ReferenceStates(ids.tolist(), keys, own, target.dtype), hidden[FINAL][0]
+        states = {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}
+        return ReferenceStates(ids.tolist(), keys, states, target.dtype), hidden[FINAL][0]
 
 
 def _together(world: World, ask: Callable[[], R]) -> R | None:
     """The result of `ask` in this process. Raises UserError on all processes where it does in one."""
-    found, fault = None, None
+    result, fault = None, None
     try:
-        found = ask()
+        result = ask()
     except UserError as error:
         fault = str(error)
-    for said in world.gather(fault):
-        if said is not None:
-            raise UserError(said)
-    return found
+    for process_fault in world.gather(fault):
+        if process_fault is not None:
+            raise UserError(process_fault)
+    return result

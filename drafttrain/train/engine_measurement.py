@@ -81,10 +81,10 @@ class EngineMeasurement:
         if self.process is None:
             return
         self._held |= self._collected()  # a measurement that has ended since the last look must not make this one skipped
-        if (running := self.process.step) is not None:
+        if (current := self.process.step) is not None:
             if not self._skipped:
                 self.say(
-                    f"{self.process.label} still measures step {running}, so it skips step {step}, and later steps while it is "
+                    f"{self.process.label} still measures step {current}, so it skips step {step}, and later steps while it is "
                     "busy"
                 )
             self._skipped = True
@@ -100,36 +100,36 @@ class EngineMeasurement:
 
     def collected(self) -> Figures:
         """The figures to log of a measurement that has ended since the last call; empty otherwise."""
-        found, self._held = self._held or self._collected(), {}
-        return found
+        figures, self._held = self._held or self._collected(), {}
+        return figures
 
     def _collected(self) -> Figures:
         if self.process is None or (step := self.process.step) is None:
             return {}
-        found = self.process.collect()
+        figures = self.process.collect()
         if self.process.step is None:
             self.checkpoints.measured_step = None
-        if found is None:
+        if figures is None:
             return {}
-        store_engine_figures(self.checkpoints.folder, step, found)
+        store_engine_figures(self.checkpoints.folder, step, figures)
         if self.checkpoints.by_engine:
             self.checkpoints.prune()
-        return {f"engine/{name}": value for name, value in found.items()}
+        return {f"engine/{name}": value for name, value in figures.items()}
 
     def finish(self, step: int, logger: Logger | None, interrupt: Interrupt | None, alive: Callable[[], None]) -> None:
         """Wait for the running measurement, and measure the last checkpoint if it was not; with `measure.best=engine` all that
         are kept. alive: called while it waits. When interrupted, raises Interrupted in all processes.
         """
-        going = True
-        while going:
-            going = self._goes_on()
+        running = True
+        while running:
+            running = self._goes_on()
             figures = self.collected()
             if logger is not None and figures:
                 logger.step(step, figures)
             alive()
-            if going and any(self.world.gather(interrupt is not None and interrupt.requested)):
+            if running and any(self.world.gather(interrupt is not None and interrupt.requested)):
                 raise Interrupted("while an engine measured; training has ended and is saved", together=True)
-            sleep(PAUSE if going else 0.0)
+            sleep(PAUSE if running else 0.0)
 
     def _goes_on(self) -> bool:
         """Start the next measurement if none runs; whether one runs now."""
@@ -139,14 +139,14 @@ class EngineMeasurement:
             step = self.process.step
             if step is not None and step != self._announced:
                 self._announced = step
-                left = f"{self.process.seconds_left:,.0f} s"
-                self.say(f"waiting for {self.process.label} to measure step {step}, at most {left}")
+                time_left = f"{self.process.seconds_left:,.0f} s"
+                self.say(f"waiting for {self.process.label} to measure step {step}, at most {time_left}")
         return bool(self.world.share(step is not None))
 
     def _start_kept(self, process: EngineProcess) -> None:
         """Measure the next kept checkpoint that was not, unless a measurement runs."""
-        kept = list_checkpoints(self.checkpoints.folder)
-        for checkpoint in kept if self.checkpoints.by_engine else kept[-1:]:
+        checkpoints = list_checkpoints(self.checkpoints.folder)
+        for checkpoint in checkpoints if self.checkpoints.by_engine else checkpoints[-1:]:
             if process.step is None and step_of(checkpoint) not in self._tried and self._lacking(checkpoint):
                 self.start(step_of(checkpoint), partial(_copy, checkpoint))
 

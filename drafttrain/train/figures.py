@@ -80,21 +80,21 @@ class LateLog:
         """Log the last step that was added, and record its loss."""
         if self._waiting is None:
             return
-        (step, taken), self._waiting = self._waiting, None
-        values = taken.values()
+        (step, result), self._waiting = self._waiting, None
+        values = result.values()
         self.progress.loss = values["loss"] if math.isfinite(values["loss"]) else None
-        self.bad = 0 if 0 <= values["grad_norm"] < math.inf and not taken.refused else self.bad + 1
+        self.bad = 0 if 0 <= values["grad_norm"] < math.inf and not result.refused else self.bad + 1
         values |= self._running.step(values) | self.more
         if self.logger is not None:
             self.logger.step(step, values)
-        self.bar.step(step, taken.tokens, values, line=step % self.every == 0)
+        self.bar.step(step, result.tokens, values, line=step % self.every == 0)
 
 
 def figures(counts: StepCounts) -> dict[str, Any]:
     """The figures to log: top-1 agreement, expected acceptance and loss by position, and a chain's expected tau (greedy)."""
 
-    def per(part_K: Tensor, whole_K: Tensor) -> Tensor:
-        return part_K / whole_K.clamp_min(1.0)
+    def per(numerator_K: Tensor, denominator_K: Tensor) -> Tensor:
+        return numerator_K / denominator_K.clamp_min(1.0)
 
     alpha_K = per(counts.alive_correct, counts.alive)
     return {

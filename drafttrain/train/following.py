@@ -89,18 +89,20 @@ class FollowingSteps:
         """
         self._share_weights()
         self.drafter.train(), self.working.drafter.train()
-        left, left_out = list(batches), 0
+        pending, left_out = list(batches), 0
         while True:
-            loss, counted_6K, nonfinite = self._backward(left)
-            own = loss.new_tensor([sum(batch.supervised() for batch in left)])
-            sums = torch.cat([loss[None], own, torch.cat([own.new_zeros(1), *nonfinite]).sum()[None], counted_6K.flatten()])
+            loss, counted_6K, nonfinite = self._backward(pending)
+            tokens = loss.new_tensor([sum(batch.supervised() for batch in pending)])
+            sums = torch.cat(
+                [loss[None], tokens, torch.cat([tokens.new_zeros(1), *nonfinite]).sum()[None], counted_6K.flatten()]
+            )
             self._sum(sums)
-            supervised, found = int(sums[1]), int(sums[2])
-            if not found:
+            supervised, nonfinite_count = int(sums[1]), int(sums[2])
+            if not nonfinite_count:
                 break
-            left_out += found
+            left_out += nonfinite_count
             rows = [x.nonzero()[:, 0].tolist() for x in nonfinite]
-            left = [batch.without(gone, token()) if gone else batch for batch, gone in zip(left, rows, strict=True)]
+            pending = [batch.without(bad, token()) if bad else batch for batch, bad in zip(pending, rows, strict=True)]
             self._forget()
         norm = NAN
         if supervised:
@@ -128,36 +130,38 @@ class FollowingSteps:
 
         Gradients are added to the drafter's.
         """
-        device, rows = self._computing[0].device, self.options.micro_batch
+        device, micro_batch_size = self._computing[0].device, self.options.micro_batch
         total = torch.zeros((), dtype=torch.float64, device=device)
         counted_6K = torch.zeros(6, WIDEST, dtype=torch.float64, device=device)
         nonfinite = [torch.zeros(len(batch.token_BT), dtype=torch.float64, device=device) for batch in batches]
         for batch, nonfinite_B in zip(batches, nonfinite, strict=True):
-            for first in range(0, len(batch.token_BT), rows):
-                part = rows_of(batch, first, first + rows)
-                if part.supervised():
-                    loss, counts = self.working(part)
+            for start in range(0, len(batch.token_BT), micro_batch_size):
+                micro_batch = rows_of(batch, start, start + micro_batch_size)
+                if micro_batch.supervised():
+                    loss, counts = self.working(micro_batch)
                     loss.backward()
                     total += loss.detach().double()
-                    found_6K = counts.packed()
-                    counted_6K[:, : found_6K.shape[1]] += found_6K
+                    batch_counts_6K = counts.packed()
+                    counted_6K[:, : batch_counts_6K.shape[1]] += batch_counts_6K
                     assert counts.nonfinite_2B is not None, "the objective finds them"
-                    nonfinite_B[first : first + rows] = counts.nonfinite_2B.any(0).double()
+                    nonfinite_B[start : start + micro_batch_size] = counts.nonfinite_2B.any(0).double()
         return total, counted_6K, nonfinite
 
     def _gradients(self, supervised: int) -> bool:
         """Sum the gradients over all processes and divide them by the supervised tokens; False: there are none at all."""
-        found = [p.grad for p in self._computing if p.grad is not None]
+        gradients = [p.grad for p in self._computing if p.grad is not None]
         if group_size(self.group) > 1:
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() for p in self._computing])
             self._sum(flat)
-            parts = flat.split([p.numel() for p in self._computing])
+            flat_gradients = flat.split([p.numel() for p in self._computing])
         else:
-            parts = tuple(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self._computing)
-        for parameter, computing, part in zip(self.parameters, self._computing, parts, strict=True):
-            computing.grad = None
-            parameter.grad = (part.view(parameter.shape).to(parameter.dtype) / supervised).contiguous()
-        return bool(found) or group_size(self.group) > 1
+            flat_gradients = tuple(
+                torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self._computing
+            )
+        for parameter, working_parameter, flat_gradient in zip(self.parameters, self._computing, flat_gradients, strict=True):
+            working_parameter.grad = None
+            parameter.grad = (flat_gradient.view(parameter.shape).to(parameter.dtype) / supervised).contiguous()
+        return bool(gradients) or group_size(self.group) > 1
 
     def _sum(self, x: Tensor) -> None:
         if group_size(self.group) > 1:
@@ -166,9 +170,9 @@ class FollowingSteps:
     def _share_weights(self) -> None:
         """Give every process the first one's weights, once."""
         if not self._alike and group_size(self.group) > 1:
-            first = distributed.get_global_rank(self.group, 0) if self.group is not None else 0
+            source_rank = distributed.get_global_rank(self.group, 0) if self.group is not None else 0
             for tensor in self.drafter.state_dict().values():
-                distributed.broadcast(tensor, first, group=self.group)
+                distributed.broadcast(tensor, source_rank, group=self.group)
             self.refresh()
         self._alike = True
 

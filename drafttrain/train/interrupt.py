@@ -38,15 +38,15 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # Python runs handlers nowhere else
             handled = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) is signal.default_int_handler]
-            self._before = {number: signal.signal(number, self._handle) for number in handled}
+            self._before = {signum: signal.signal(signum, self._handle) for signum in handled}
             self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._resend_timer is not None:
             self._resend_timer.cancel()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
         if self._before:
             sys.unraisablehook = self._unraisable
         if self.requested and isinstance(error, Exception):
@@ -72,9 +72,9 @@ class Interrupt:
         elif not isinstance(unraisable.exc_value, Interrupted):
             self._unraisable(unraisable)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.requested = True
-        if number == signal.SIGINT:
+        if signum == signal.SIGINT:
             if self._ctrl_c_seen:
                 raise KeyboardInterrupt
             if self._deferred and not self._ctrl_c_seen:
@@ -82,14 +82,14 @@ class Interrupt:
             self._ctrl_c_seen = True
         if self._deferred or is_interruption(sys.exception()):
             return
-        self._resend_later(signal.SIGTERM if number == signal.SIGINT else number)  # a second SIGINT would be a second Ctrl-C
-        raise Interrupted(f"by {signal.Signals(number).name}")
+        self._resend_later(signal.SIGTERM if signum == signal.SIGINT else signum)  # a second SIGINT would be a second Ctrl-C
+        raise Interrupted(f"by {signal.Signals(signum).name}")
 
-    def _resend_later(self, number: int) -> None:
+    def _resend_later(self, signum: int) -> None:
         """Send this process the signal again after `RESEND_AFTER`."""
         if self._resend_timer is not None:
             self._resend_timer.cancel()
-        self._resend_timer = threading.Timer(RESEND_AFTER, signal.pthread_kill, (threading.main_thread().ident, number))
+        self._resend_timer = threading.Timer(RESEND_AFTER, signal.pthread_kill, (threading.main_thread().ident, signum))
         self._resend_timer.daemon = True
         self._resend_timer.start()
 

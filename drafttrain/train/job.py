@@ -54,8 +54,8 @@ class TrainingJob:
 
 def tensor_names(job: TrainingJob) -> dict[str, str]:
     """Names of the tensors in the engine's module, by their names in a checkpoint."""
-    own = name_in_checkpoint if job.train.lora.rank else str
-    drafter = {own(name): f"drafter.{name}" for name in job.drafter.state_dict()}
+    to_checkpoint_name = name_in_checkpoint if job.train.lora.rank else str
+    drafter = {to_checkpoint_name(name): f"drafter.{name}" for name in job.drafter.state_dict()}
     return drafter | {name: name for name in adapter_state(job.adapter)}
 
 

@@ -32,8 +32,8 @@ def check_artifacts(kind: str) -> None:
 def group_of(config: Mapping[str, Any]) -> str:
     """`medusa on Llama-3.1-8B`: the W&B group of runs of one recipe on one target."""
     target = config.get("target") or {}
-    named = str(target.get("path") or target.get("name") or "target").rstrip("/")
-    return f"{config.get('name', 'default')} on {named.rpartition('/')[2]}"[:128]
+    target_name = str(target.get("path") or target.get("name") or "target").rstrip("/")
+    return f"{config.get('name', 'default')} on {target_name.rpartition('/')[2]}"[:128]
 
 
 def summary_of(report: dict[str, Any]) -> dict[str, Any]:
@@ -53,11 +53,11 @@ def measurement_rows(report: Mapping[str, Any]) -> list[list[Any]]:
     """Rows under `COLUMNS`: one per checkpoint, and one per slice of it."""
     rows = []
     for entry in report["checkpoints"]:
-        for part in (entry, *entry["slices"]):
-            whole = part is entry
-            own = {"checkpoint": entry["name"], "slice": "all" if whole else f"{part['by'].replace('_', ' ')} {part['value']}"}
-            own["alpha_by_position"] = " ".join(f"{a[0]:.3f}" for a in part["alpha_by_position"])
-            rows.append([own.get(name, part.get(name)) for name in COLUMNS])
+        for row in (entry, *entry["slices"]):
+            total = row is entry
+            cells = {"checkpoint": entry["name"], "slice": "all" if total else f"{row['by'].replace('_', ' ')} {row['value']}"}
+            cells["alpha_by_position"] = " ".join(f"{a[0]:.3f}" for a in row["alpha_by_position"])
+            rows.append([cells.get(name, row.get(name)) for name in COLUMNS])
     return rows
 
 
@@ -125,10 +125,10 @@ class Lineage:
         self._fill(artifact, folder)
         self.run.log_artifact(artifact, aliases=[stack])
 
-    def _artifact(self, name: str, kind: str, metadata: dict[str, Any]) -> Any:
+    def _artifact(self, name: str, artifact_type: str, metadata: dict[str, Any]) -> Any:
         import wandb
 
-        return wandb.Artifact(name, type=kind, metadata=json.loads(json.dumps(metadata, default=str)))
+        return wandb.Artifact(name, type=artifact_type, metadata=json.loads(json.dumps(metadata, default=str)))
 
     def _fill(self, artifact: Any, folder: Path, names: Sequence[str] = ()) -> None:
         """Add these files of a folder, or the whole folder, to the artifact: as paths, or with their content."""
@@ -141,9 +141,9 @@ class Lineage:
                 artifact.add_file(str(file))
 
     def _use(self, artifact: Any, name: str) -> None:
-        known = list(self.run.config.get("inputs", []))
-        if name not in known:  # a resumed run has it
-            self.run.config.update({"inputs": [*known, name]}, allow_val_change=True)
+        input_names = list(self.run.config.get("inputs", []))
+        if name not in input_names:  # a resumed run has it
+            self.run.config.update({"inputs": [*input_names, name]}, allow_val_change=True)
         if self.run.offline:
             self.run.log_artifact(artifact)
         else:
@@ -161,16 +161,16 @@ def run_of(checkpoint: Path) -> dict[str, Any] | None:
 
 def continued_run(run_dir: Path, project: str, entity: str | None) -> str | None:
     """The id of a run directory's W&B run, if it is one of this project."""
-    found = recorded_run(run_dir) or {}
-    if found.get("project") != project or (entity and found.get("entity") and found["entity"] != entity):
+    record = recorded_run(run_dir) or {}
+    if record.get("project") != project or (entity and record.get("entity") and record["entity"] != entity):
         return None
-    return str(found["id"])
+    return str(record["id"])
 
 
 def recorded_run(run_dir: Path) -> dict[str, Any] | None:
     """The names of a run directory's W&B run, from `Lineage.record_run`; None if there is none."""
     try:
-        found = json.loads((run_dir / RUN).read_text(encoding="utf-8"))
+        record = json.loads((run_dir / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("id") else None
+    return record if isinstance(record, dict) and record.get("id") else None

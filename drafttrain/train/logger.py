@@ -39,15 +39,17 @@ class Logger:
         self, options: LoggerOptions, run_dir: Path, config: dict[str, Any], kept_steps: int, say: Say = print
     ) -> None:
         self.file = run_dir / "metrics.jsonl"
-        kept = _drop_after(self.file, kept_steps)
+        kept_lines = _drop_after(self.file, kept_steps)
         self._lines = self.file.open("a", encoding="utf-8")
         self.options = replace(options, group=options.group or group_of(config))
         self.last, name = kept_steps, f"{run_dir.parent.name}/{run_dir.name}"
         resumed = continued_run(run_dir, options.project, options.entity)
         self.run = start(self.options, run_dir, config, name, "fit", say, resumed)
-        about = (self.options, run_dir, flat(config), name, kept_steps)
-        wanted = [kind for kind in dict.fromkeys((options.name, *options.also)) if kind in TRACKERS]
-        self.trackers = [GuardedTracker(kind, partial(TRACKERS[kind], *about), say, options.finish_timeout) for kind in wanted]
+        arguments = (self.options, run_dir, flat(config), name, kept_steps)
+        trackers = [tracker for tracker in dict.fromkeys((options.name, *options.also)) if tracker in TRACKERS]
+        self.trackers = [
+            GuardedTracker(tracker, partial(TRACKERS[tracker], *arguments), say, options.finish_timeout) for tracker in trackers
+        ]
         if self.run is None:
             return
         raw = self.run.raw
@@ -56,7 +58,7 @@ class Logger:
         # their step is earlier than that of the line
         self.run.attempt("metrics", lambda: raw.define_metric("engine/*", step_metric="engine/step"))
         self.run.attempt("artifacts", lambda: lineage.uses_data(config["data"]), ANSWER)
-        for line in kept:
+        for line in kept_lines:
             self.run.log(line["step"], _figures(line))
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
@@ -139,15 +141,15 @@ def _shown(report: Mapping[str, Any], plots: list[Path]) -> dict[str, Any]:
 
 def _figures(values: Mapping[str, Any]) -> dict[str, Any]:
     """A line's figures for W&B, by position where a figure has several values."""
-    flat: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for key, value in values.items():
         if key == "step":
             continue
         if isinstance(value, list):
-            flat |= {f"{key}/{i + 1}": v for i, v in enumerate(value)}
+            figures |= {f"{key}/{i + 1}": v for i, v in enumerate(value)}
         else:
-            flat[key] = value
-    return {key: value for key, value in flat.items() if value is not None}
+            figures[key] = value
+    return {key: value for key, value in figures.items() if value is not None}
 
 
 def plain_json(value: Any) -> Any:
@@ -166,16 +168,16 @@ def _drop_after(file: Path, steps: int) -> list[dict[str, Any]]:
     """
     if not file.exists():
         return []
-    kept: list[dict[str, Any]] = []
+    kept_lines: list[dict[str, Any]] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = plain_json(json.loads(line))
             if values["step"] <= steps:
-                kept.append(values)
+                kept_lines.append(values)
             elif values.get("engine/step", steps + 1) <= steps:
-                own = {key: value for key, value in values.items() if key.startswith("engine/")}
-                kept.append({"step": steps, **own})
+                engine_values = {key: value for key, value in values.items() if key.startswith("engine/")}
+                kept_lines.append({"step": steps, **engine_values})
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    atomic_write_text(file, "".join(f"{json.dumps(line)}\n" for line in kept))
-    return kept
+    atomic_write_text(file, "".join(f"{json.dumps(line)}\n" for line in kept_lines))
+    return kept_lines

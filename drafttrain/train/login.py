@@ -18,10 +18,10 @@ def logged_in() -> bool:
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or setting("base_url") or "").netloc
     try:
-        known = netrc.netrc(_netrc_file())
+        logins = netrc.netrc(_netrc_file())
     except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
         return False
-    return any(known.authenticators(name) is not None for name in ([host] if host and host not in HOSTS else HOSTS))
+    return any(logins.authenticators(name) is not None for name in ([host] if host and host not in HOSTS else HOSTS))
 
 
 def setting(key: str) -> str | None:
@@ -33,12 +33,12 @@ def setting(key: str) -> str | None:
             parser.read(folder / "settings", encoding="utf-8")
         except (OSError, ConfigError, UnicodeDecodeError):
             continue
-        if found := parser.get("default", key, fallback=None):
-            return found
+        if value := parser.get("default", key, fallback=None):
+            return value
     return None
 
 
 def _netrc_file() -> Path:
-    if given := os.environ.get("NETRC"):
-        return Path(given).expanduser()
+    if env_path := os.environ.get("NETRC"):
+        return Path(env_path).expanduser()
     return next((file for name in ("~/.netrc", "~/_netrc") if (file := Path(name).expanduser()).exists()), Path("~/.netrc"))

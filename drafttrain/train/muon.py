@@ -31,7 +31,7 @@ class Matrix:
 
     @property
     def replicated(self) -> bool:
-        return all(len(part) == math.prod(self.shape) for part in self.parts)
+        return all(len(span) == math.prod(self.shape) for span in self.parts)
 
 
 class Muon(torch.optim.Optimizer):
@@ -57,50 +57,52 @@ class Muon(torch.optim.Optimizer):
         """Step all groups. All processes call it together, with the same matrices. `params` are owners of matrices."""
         assert closure is None, "DeepSpeed steps without one"
         for group in self.param_groups:
-            stepped = [p for p in group["params"] if p.grad is not None]
-            for p in stepped:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
                 state = self.state[p]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(p.grad)
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(self._unless_refused(p.grad, momentum), 1 - MOMENTUM)
-                kept = 1 - group["lr"] * group["weight_decay"]
-                p.mul_(kept if self.found_inf is None else torch.where(self.found_inf > 0, 1.0, kept))
-            own = {id(p) for p in stepped}
-            matrices = [m for m in self._matrices if id(m.owner) in own]
+                decay_factor = 1 - group["lr"] * group["weight_decay"]
+                p.mul_(decay_factor if self.found_inf is None else torch.where(self.found_inf > 0, 1.0, decay_factor))
+            stepped_ids = {id(p) for p in parameters}
+            matrices = [m for m in self._matrices if id(m.owner) in stepped_ids]
             processes = len(matrices[0].parts) if matrices else 1
-            for first in range(0, len(matrices), processes):
-                self._step_together(matrices[first : first + processes], group["lr"])
+            for start in range(0, len(matrices), processes):
+                self._step_together(matrices[start : start + processes], group["lr"])
 
     def _step_together(self, matrices: Sequence[Matrix], lr: float) -> None:
         """Step at most one matrix per process. Each process orthogonalises the matrix of its rank."""
-        mine = matrices[self._rank] if self._rank < len(matrices) else None
-        found = self._whole(matrices, mine)
-        parts: list[Tensor] = []
-        if mine is not None:
+        local_matrix = matrices[self._rank] if self._rank < len(matrices) else None
+        direction = self._whole(matrices, local_matrix)
+        chunks: list[Tensor] = []
+        if local_matrix is not None:
             coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
-            flat = _zeropower_via_newtonschulz(found.view(mine.shape), coefficients, DEFAULT_NS_STEPS, EPS).reshape(-1)
-            parts = [flat[part.start : part.stop] for part in mine.parts]
-        updates = self._exchange(parts, [len(m.parts[self._rank]) for m in matrices], len(matrices[0].parts))
+            orthogonal = _zeropower_via_newtonschulz(
+                direction.view(local_matrix.shape), coefficients, DEFAULT_NS_STEPS, EPS
+            ).reshape(-1)
+            chunks = [orthogonal[span.start : span.stop] for span in local_matrix.parts]
+        updates = self._exchange(chunks, [len(m.parts[self._rank]) for m in matrices], len(matrices[0].parts))
         for matrix, update in zip(matrices, updates, strict=False):
             elements = self._own(matrix, matrix.owner)
             rate = _adjust_lr(lr, "match_rms_adamw", torch.Size(matrix.shape))
             update = self._unless_refused(update, torch.zeros_like(update))
             elements.add_(update.to(elements.device), alpha=-rate)
 
-    def _unless_refused(self, x: Tensor, otherwise: Tensor) -> Tensor:
-        return x if self.found_inf is None else torch.where(self.found_inf > 0, otherwise, x)
+    def _unless_refused(self, x: Tensor, fallback: Tensor) -> Tensor:
+        return x if self.found_inf is None else torch.where(self.found_inf > 0, fallback, x)
 
-    def _whole(self, matrices: Sequence[Matrix], mine: Matrix | None) -> Tensor:
+    def _whole(self, matrices: Sequence[Matrix], local_matrix: Matrix | None) -> Tensor:
         """The whole flattened matrix of this process's rank; empty if there is none."""
         if all(m.replicated for m in matrices):
-            return self._empty(0) if mine is None else self._direction(mine)
-        lengths = [] if mine is None else [len(part) for part in mine.parts]
-        parts = self._exchange([self._direction(m) for m in matrices], lengths, len(matrices[0].parts))
-        whole = self._empty(sum(lengths))
-        for where, part in zip(() if mine is None else mine.parts, parts, strict=False):
-            whole[where.start : where.stop] = part
-        return whole
+            return self._empty(0) if local_matrix is None else self._direction(local_matrix)
+        lengths = [] if local_matrix is None else [len(span) for span in local_matrix.parts]
+        chunks = self._exchange([self._direction(m) for m in matrices], lengths, len(matrices[0].parts))
+        full_direction = self._empty(sum(lengths))
+        for destination, chunk in zip(() if local_matrix is None else local_matrix.parts, chunks, strict=False):
+            full_direction[destination.start : destination.stop] = chunk
+        return full_direction
 
     def _direction(self, matrix: Matrix) -> Tensor:
         """This process's elements of the gradient with Nesterov momentum."""
@@ -112,15 +114,15 @@ class Muon(torch.optim.Optimizer):
     def _own(self, matrix: Matrix, tensor: Tensor) -> Tensor:
         return tensor.view(-1)[matrix.offset : matrix.offset + len(matrix.parts[self._rank])]
 
-    def _exchange(self, parts: Sequence[Tensor], lengths: Sequence[int], processes: int) -> list[Tensor]:
+    def _exchange(self, chunks: Sequence[Tensor], lengths: Sequence[int], processes: int) -> list[Tensor]:
         """All-to-all: send part k to process k, and receive lengths[k] elements from it. Missing parts are empty."""
         if processes == 1:
-            return list(parts)
-        sent = [len(part) for part in parts] + [0] * (processes - len(parts))
-        received = [*lengths, *[0] * (processes - len(lengths))]
-        found = self._empty(sum(received))
-        torch.distributed.all_to_all_single(found, torch.cat([self._empty(0), *parts]), received, sent)
-        return list(found.split(received))
+            return list(chunks)
+        send_sizes = [len(chunk) for chunk in chunks] + [0] * (processes - len(chunks))
+        receive_sizes = [*lengths, *[0] * (processes - len(lengths))]
+        buffer = self._empty(sum(receive_sizes))
+        torch.distributed.all_to_all_single(buffer, torch.cat([self._empty(0), *chunks]), receive_sizes, send_sizes)
+        return list(buffer.split(receive_sizes))
 
     def _empty(self, length: int) -> Tensor:
         return torch.empty(length, dtype=torch.bfloat16, device=self._device)

@@ -39,13 +39,13 @@ class OnPolicy:
         """
         if not self.options.on_policy:
             return rows
-        chosen = np.random.default_rng([STREAM, self.options.seed % 2**64, step]).random(len(rows)) < self.options.on_policy
-        own = [i for i in range(self.world.rank, len(rows), self.world.size) if chosen[i]]
+        selected = np.random.default_rng([STREAM, self.options.seed % 2**64, step]).random(len(rows)) < self.options.on_policy
+        local_indices = [i for i in range(self.world.rank, len(rows), self.world.size) if selected[i]]
         self.drafter.eval()
-        written = self._written([rows[i] for i in own], [step * len(rows) + i for i in own])
+        rewritten = self._written([rows[i] for i in local_indices], [step * len(rows) + i for i in local_indices])
         self.drafter.train()
-        replaced = dict(zip(own, written, strict=True))
-        return [replaced.get(i, row) for i, row in enumerate(rows)]
+        replacements = dict(zip(local_indices, rewritten, strict=True))
+        return [replacements.get(i, row) for i, row in enumerate(rows)]
 
     def _written(self, rows: list[Encoded], keys: list[int]) -> list[Encoded]:
         """Rewrite the last replies; none gets longer. keys: request numbers, which seed the noise of each reply."""
@@ -54,12 +54,12 @@ class OnPolicy:
         sampling = Sampling(self.options.on_policy_temperature, seed=self.options.seed + STREAM)
         policy = "greedy" if sampling.greedy else "lossless"
         decoder = Decoder(lm, None, policy, sampling, self.stop_ids, controls=Controls(capture=False))
-        starts = [row.last_reply for row in rows]
+        reply_starts = [row.last_reply for row in rows]
         longest = [min(len(row.token_ids), lm.shape.max_positions) for row in rows]
         requests = {
-            i: Request(row.token_ids[: starts[i]].tolist(), keys[i], longest[i] - starts[i], stop_ids=self.stop_ids)
+            i: Request(row.token_ids[: reply_starts[i]].tolist(), keys[i], longest[i] - reply_starts[i], stop_ids=self.stop_ids)
             for i, row in enumerate(rows)
-            if longest[i] > starts[i]  # otherwise the prompt fills the model's context
+            if longest[i] > reply_starts[i]  # otherwise the prompt fills the model's context
         }
         if not requests:
             return rows
@@ -67,7 +67,7 @@ class OnPolicy:
         results = {i: session.submit(request)[0] for i, request in requests.items()}
         for _ in session:
             pass
-        return [with_reply(row, starts[i], results[i].tokens) if i in results else row for i, row in enumerate(rows)]
+        return [with_reply(row, reply_starts[i], results[i].tokens) if i in results else row for i, row in enumerate(rows)]
 
 
 def check_on_policy(drafter: Drafter, options: TrainOptions, deepspeed: DeepSpeedOptions) -> None:

@@ -31,17 +31,17 @@ def make_optimizer(objective: Objective, options: TrainOptions, rescaled: nn.Mod
 
     rescaled: a part of the objective with a scaled learning rate; its parameter group has `rescaled` True.
     """
-    other = set() if rescaled is None else set(rescaled.parameters())
-    matrices = hidden_matrices(objective) - other if options.optimizer == "muon" else set()
+    rescaled_parameters = set() if rescaled is None else set(rescaled.parameters())
+    matrices = hidden_matrices(objective) - rescaled_parameters if options.optimizer == "muon" else set()
     groups: list[Group] = [{"params": [], "rescaled": n == 1, "muon": n == 2} for n in range(3)]
     for parameter in objective.parameters():
         if parameter.requires_grad:
-            groups[2 if parameter in matrices else 1 if parameter in other else 0]["params"].append(parameter)
-    *plain, hidden = groups
-    if not hidden["params"]:
-        return _adamw([group for group in plain if group["params"]], options)
-    muon, rest = Muon([hidden], options.lr, options.weight_decay), [group for group in plain if group["params"]]
-    return MuonWithAdamW(muon, _adamw(rest, options) if rest else None)
+            groups[2 if parameter in matrices else 1 if parameter in rescaled_parameters else 0]["params"].append(parameter)
+    *others, muon_group = groups
+    if not muon_group["params"]:
+        return _adamw([group for group in others if group["params"]], options)
+    muon, adamw_groups = Muon([muon_group], options.lr, options.weight_decay), [group for group in others if group["params"]]
+    return MuonWithAdamW(muon, _adamw(adamw_groups, options) if adamw_groups else None)
 
 
 def hidden_matrices(objective: Objective) -> set[nn.Parameter]:
@@ -49,8 +49,8 @@ def hidden_matrices(objective: Objective) -> set[nn.Parameter]:
 
     Embeddings, heads, norms and biases are excluded.
     """
-    maps = [m for m in objective.modules() if isinstance(m, nn.Linear) and m.out_features not in objective.vocabularies]
-    return {p for m in maps for p in m.parameters() if p.ndim == 2 and p.requires_grad}
+    linears = [m for m in objective.modules() if isinstance(m, nn.Linear) and m.out_features not in objective.vocabularies]
+    return {p for m in linears for p in m.parameters() if p.ndim == 2 and p.requires_grad}
 
 
 def _adamw(groups: list[Group], options: TrainOptions) -> torch.optim.Optimizer:
@@ -74,13 +74,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step the current `param_groups`. DeepSpeed sets them one at a time."""
         assert closure is None, "DeepSpeed steps without one"
-        parts: tuple[Any, ...] = (self.adamw, self.muon)
-        for part in parts:
-            if part is not None:
-                part.state = self.state
-                part.param_groups = [group for group in self.param_groups if group["muon"] == (part is self.muon)]
-                part.found_inf = self.found_inf
-                part.step()
+        optimizers: tuple[Any, ...] = (self.adamw, self.muon)
+        for optimizer in optimizers:
+            if optimizer is not None:
+                optimizer.state = self.state
+                optimizer.param_groups = [group for group in self.param_groups if group["muon"] == (optimizer is self.muon)]
+                optimizer.found_inf = self.found_inf
+                optimizer.step()
 
 
 class Refusal:
@@ -97,12 +97,12 @@ class Refusal:
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Any, *_: Any) -> None:
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if stepped and all(p.is_cuda for p in stepped):
-            optimizer.found_inf = self._refused().to(stepped[0].device, torch.float32)
-        elif stepped and bool(self._refused()):
-            self._taken = [(p, p.grad) for p in stepped]
-            for p in stepped:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if parameters and all(p.is_cuda for p in parameters):
+            optimizer.found_inf = self._refused().to(parameters[0].device, torch.float32)
+        elif parameters and bool(self._refused()):
+            self._taken = [(p, p.grad) for p in parameters]
+            for p in parameters:
                 p.grad = None
 
     def _after(self, optimizer: Any, *_: Any) -> None:
@@ -115,16 +115,16 @@ class Refusal:
 def save_state(file: Path, state: dict[Any, Any]) -> None:
     """Write a state. Raises UserError for a value that is neither a tensor nor plain data."""
     tensors: dict[str, Tensor] = {}
-    form = json.dumps(_packed(state, tensors))
-    save_file(tensors, file, {"form": form})
+    structure = json.dumps(_packed(state, tensors))
+    save_file(tensors, file, {"form": structure})
 
 
 def load_state(file: Path, device: torch.device) -> Any:
     """Read a state; its tensors are on this device. Raises UserError for a damaged file."""
     try:
-        with safe_open(file, "pt", device=str(device)) as content:
-            form = json.loads(content.metadata()["form"])
-            return _unpacked(form, content)
+        with safe_open(file, "pt", device=str(device)) as reader:
+            structure = json.loads(reader.metadata()["form"])
+            return _unpacked(structure, reader)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); delete it to go on without the optimiser's state") from error
 
@@ -147,9 +147,9 @@ def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _unpacked(form: Any, content: Any) -> Any:
-    if isinstance(form, dict):
-        if TENSOR in form:
-            return content.get_tensor(form[TENSOR])
-        return dict(zip(form[KEYS], (_unpacked(item, content) for item in form[ITEMS]), strict=True))
-    return [_unpacked(item, content) for item in form] if isinstance(form, list) else form
+def _unpacked(structure: Any, reader: Any) -> Any:
+    if isinstance(structure, dict):
+        if TENSOR in structure:
+            return reader.get_tensor(structure[TENSOR])
+        return dict(zip(structure[KEYS], (_unpacked(item, reader) for item in structure[ITEMS]), strict=True))
+    return [_unpacked(item, reader) for item in structure] if isinstance(structure, list) else structure

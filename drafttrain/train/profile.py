@@ -57,9 +57,9 @@ class Profile:
     def _write(self) -> None:
         if self._running is None:
             return
-        running, self._running = self._running, None
-        running.stop()
-        running.export_chrome_trace(str(self.file))
+        profiler, self._running = self._running, None
+        profiler.stop()
+        profiler.export_chrome_trace(str(self.file))
         self.say(f"trace: {self.file}; open it at https://ui.perfetto.dev or in chrome://tracing")
 
     def __exit__(self, *_: object) -> None:

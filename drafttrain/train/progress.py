@@ -35,8 +35,8 @@ class TrainingProgress:
             return
         self.tokens += tokens
         rate = self.tokens / max(monotonic() - self.began, 1e-6)
-        parts = shares(values) if self.progress.console.width >= WIDE else ""
-        self.stage.update(step, f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}{parts}")
+        share_text = shares(values) if self.progress.console.width >= WIDE else ""
+        self.stage.update(step, f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}{share_text}")
         if line and (self.terminal or step - self.printed >= self.total / LINES):
             self.printed = step
             agreement = " ".join(f"{a:.2f}" for a in values["agreement"])
@@ -49,9 +49,9 @@ class TrainingProgress:
                 soft_wrap=True,
             )
         if "measured_tau" in values:
-            speed = f"{values['measured_speedup']:.2f}x"
+            speedup = f"{values['measured_speedup']:.2f}x"
             self.progress.console.print(
-                f"step {step}: measured tau {values['measured_tau']:.2f}, {speed}", highlight=False, soft_wrap=True
+                f"step {step}: measured tau {values['measured_tau']:.2f}, {speedup}", highlight=False, soft_wrap=True
             )
 
 
@@ -84,9 +84,9 @@ def shares(values: Mapping[str, Any]) -> str:
 
     With a serving engine also the share of the time that training waited for its states, which is part of data's.
     """
-    shares = {"mfu": values["mfu"], "target": values["target_share"], "data": values["data_share"]}
-    shares["waiting for states"] = values.get("states_wait_share")
-    return "".join(f"  {name} {share:.0%}" for name, share in shares.items() if share is not None)
+    ratios = {"mfu": values["mfu"], "target": values["target_share"], "data": values["data_share"]}
+    ratios["waiting for states"] = values.get("states_wait_share")
+    return "".join(f"  {name} {ratio:.0%}" for name, ratio in ratios.items() if ratio is not None)
 
 
 class Console:

@@ -20,14 +20,14 @@ def learning_rate(options: TrainOptions, step: int, first_steps: int | None = No
     """
     if options.schedule not in SCHEDULES:
         raise UserError(f"train.schedule is {options.schedule!r}; choose one of {', '.join(SCHEDULES)}")
-    warm = round(options.warmup * (first_steps or options.steps))
-    if step < warm:
-        return options.lr * (step + 1) / warm
+    warmup_steps = round(options.warmup * (first_steps or options.steps))
+    if step < warmup_steps:
+        return options.lr * (step + 1) / warmup_steps
     if options.schedule == "constant":
         return options.lr
     if options.schedule == "cosine":
-        share = (step - warm) / max(1, options.steps - warm)
-        return options.lr * (options.min_lr + (1 - options.min_lr) * 0.5 * (1 + math.cos(math.pi * share)))
-    falling = max(1, round(options.decay * options.steps))
-    left = min(1.0, (options.steps - step) / falling)
-    return options.lr * (options.min_lr + (1 - options.min_lr) * left)
+        fraction = (step - warmup_steps) / max(1, options.steps - warmup_steps)
+        return options.lr * (options.min_lr + (1 - options.min_lr) * 0.5 * (1 + math.cos(math.pi * fraction)))
+    decay_steps = max(1, round(options.decay * options.steps))
+    remaining = min(1.0, (options.steps - step) / decay_steps)
+    return options.lr * (options.min_lr + (1 - options.min_lr) * remaining)

@@ -46,17 +46,17 @@ class ZeroShards:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        alive = HfDeepSpeedConfig(self._settings)  # transformers holds only a weak reference to it
+        config_reference = HfDeepSpeedConfig(self._settings)  # transformers holds only a weak reference to it
         try:
             with hushed():
                 yield
         finally:
-            del alive
+            del config_reference
             unset_hf_deepspeed_config()
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        found: AbstractContextManager[None] = self._library.zero.GatheredParameters(list(parameters), modifier_rank=None)
-        return found
+        context: AbstractContextManager[None] = self._library.zero.GatheredParameters(list(parameters), modifier_rank=None)
+        return context
 
     def start(self, blocks: nn.ModuleList) -> nn.Module:
         vectors = [p.ds_numel for p in blocks.parameters() if len(p.ds_shape) < 2]  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ class ZeroShards:
         # matrix's would. Blocks with many experts are too large to be whole twice; they are gathered module by module.
         for block, size in zip(blocks, matrices, strict=True):
             self._library.utils.set_z3_leaf_module(block, size <= AHEAD)
-        zero = {
+        zero_config = {
             "stage": 3,
             "stage3_param_persistence_threshold": max(vectors, default=0),
             "stage3_max_live_parameters": LIVE,
@@ -73,7 +73,7 @@ class ZeroShards:
         }
         with hushed():
             self._engine, *_ = self._library.initialize(
-                model=Trunk(blocks), config=self._settings | {"zero_optimization": zero}
+                model=Trunk(blocks), config=self._settings | {"zero_optimization": zero_config}
             )
         trunk: nn.Module = self._engine.module
         return trunk

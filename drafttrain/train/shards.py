@@ -55,10 +55,10 @@ def write(shards: Sequence[ParameterShard], state: dict[Tensor, dict[str, Any]],
     for shard in shards:
         for key, value in {MASTER: shard.flat, **state.get(shard.owner, {})}.items():
             if torch.is_tensor(value) and value.numel() == shard.owner.numel() and value.dim():
-                begin = shard.offset + shard.written.start
-                part = value.detach().view(-1)[begin : begin + len(shard.written)].cpu()
-                if len(part):
-                    pieces[piece_name(shard.name, key, shard.start + shard.written.start)] = part
+                start = shard.offset + shard.written.start
+                chunk = value.detach().view(-1)[start : start + len(shard.written)].cpu()
+                if len(chunk):
+                    pieces[piece_name(shard.name, key, shard.start + shard.written.start)] = chunk
             else:
                 pieces[piece_name(shard.name, key, None)] = torch.as_tensor(value).detach().cpu().clone()
     save_file(pieces, file)
@@ -73,15 +73,15 @@ def read(shards: Sequence[ParameterShard], state: dict[Tensor, dict[str, Any]], 
     with ExitStack() as stack, torch.no_grad():
         pieces = _Pieces(directory, stack)
         for shard in shards:
-            own = slice(shard.offset, shard.offset + shard.length)
-            shard.flat[own] = pieces.elements(shard, MASTER).to(shard.flat)
+            local_slice = slice(shard.offset, shard.offset + shard.length)
+            shard.flat[local_slice] = pieces.elements(shard, MASTER).to(shard.flat)
             for key in pieces.keys(shard.name) - {MASTER}:
-                kept = state.setdefault(shard.owner, {})
-                if (plain := pieces.plain(shard.name, key)) is not None:
-                    kept[key] = plain
+                parameter_state = state.setdefault(shard.owner, {})
+                if (scalar := pieces.plain(shard.name, key)) is not None:
+                    parameter_state[key] = scalar
                 else:
-                    kept.setdefault(key, torch.zeros_like(shard.owner))
-                    kept[key].view(-1)[own] = pieces.elements(shard, key).to(kept[key])
+                    parameter_state.setdefault(key, torch.zeros_like(shard.owner))
+                    parameter_state[key].view(-1)[local_slice] = pieces.elements(shard, key).to(parameter_state[key])
 
 
 class _Pieces:
@@ -93,14 +93,14 @@ class _Pieces:
         self._parts: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
         self._keys: dict[str, set[str]] = defaultdict(set)
         for file in sorted(directory.glob(PATTERN)):
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            for name in opened.keys():  # noqa: SIM118
+            reader = stack.enter_context(safe_open(file, framework="pt"))
+            for name in reader.keys():  # noqa: SIM118
                 parameter, key, start = name.rsplit(":", 2)
                 self._keys[parameter].add(key)
                 if start:
-                    self._parts[parameter, key][int(start)] = opened.get_slice(name)
+                    self._parts[parameter, key][int(start)] = reader.get_slice(name)
                 else:
-                    self._plain[parameter, key] = opened.get_tensor(name)
+                    self._plain[parameter, key] = reader.get_tensor(name)
 
     def keys(self, parameter: str) -> set[str]:
         return self._keys[parameter]
@@ -115,15 +115,15 @@ class _Pieces:
 
     def elements(self, shard: ParameterShard, key: str) -> Tensor:
         """[length] the shard's elements, joined from the pieces that have them."""
-        found, reached, end = [torch.empty(0)], shard.start, shard.start + shard.length
+        chunks, position, end = [torch.empty(0)], shard.start, shard.start + shard.length
         for start, piece in sorted(self._parts[shard.name, key].items()):
             stop = min(start + piece.get_shape()[0], end)
-            if start <= reached < stop:
-                found.append(piece[reached - start : stop - start])
-                reached = stop
-        if reached < end:
+            if start <= position < stop:
+                chunks.append(piece[position - start : stop - start])
+                position = stop
+        if position < end:
             raise UserError(
-                f"{self.directory}: its optimiser state lacks elements {reached} to {end} of {shard.name} ({key}); "
+                f"{self.directory}: its optimiser state lacks elements {position} to {end} of {shard.name} ({key}); "
                 "resume from another checkpoint"
             )
-        return torch.cat(found)
+        return torch.cat(chunks)

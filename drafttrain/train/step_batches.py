@@ -83,13 +83,13 @@ class Answers:
         Raises UserError where no server gives an answer.
         """
         self.begin(asked)
-        found = self.states.results(asked.parts)
-        rows = [answered(request.prompt, answer.token_ids) for request, answer in zip(asked.requests, found, strict=True)]
+        answers = self.states.results(asked.parts)
+        rows = [answered(request.prompt, answer.token_ids) for request, answer in zip(asked.requests, answers, strict=True)]
         batch = self.collate(rows)
-        self.states.hold(batch, [answer.hidden_TKH for answer in found])
+        self.states.hold(batch, [answer.hidden_TKH for answer in answers])
         return batch
 
-    def _request(self, row: Encoded, place: int) -> AnswerRequest:
+    def _request(self, row: Encoded, position: int) -> AnswerRequest:
         writing, prompt = self.states.writing, row.token_ids[: row.last_reply].tolist()
         assert writing is not None, "otherwise the given answers are trained on"
         if len(prompt) < 2:  # plain text is supervised from its second token on
@@ -99,13 +99,13 @@ class Answers:
             )
         if has_images(prompt):  # of data that is still being prepared: what is prepared is checked before training
             raise UserError("features=engine takes text alone, but a conversation has images; set features=cached or online")
-        room = min(writing.max_new_tokens, writing.longest - len(prompt))
-        if room < 1:
+        max_new_tokens = min(writing.max_new_tokens, writing.longest - len(prompt))
+        if max_new_tokens < 1:
             raise UserError(
                 f"a prompt has {len(prompt)} tokens, which leave the target no room for an answer; lower data.max_length"
             )
-        seed = int(np.random.SeedSequence([STREAM, self.seed % 2**64, place]).generate_state(1)[0]) >> 1
-        return AnswerRequest(prompt, seed, room, writing)
+        seed = int(np.random.SeedSequence([STREAM, self.seed % 2**64, position]).generate_state(1)[0]) >> 1
+        return AnswerRequest(prompt, seed, max_new_tokens, writing)
 
 
 def answered(prompt: Sequence[int], answer: Sequence[int]) -> Encoded:
@@ -156,9 +156,9 @@ class Batches:
             rows = self.job.data.global_batch(step, options.global_batch)
         rows = self.on_policy.rows(rows, step)
         with self.meter.data():
-            each = options.sequence_parallel
-            own = shard(rows, self.world.rank // each, self.world.size // each, options.micro_batch)
-            micro = [self._batch(part) for part in own]
+            group_size = options.sequence_parallel
+            local_rows = shard(rows, self.world.rank // group_size, self.world.size // group_size, options.micro_batch)
+            micro = [self._batch(micro_rows) for micro_rows in local_rows]
             if self.group is not None:
                 micro = [batch.part(self.group, self.job.drafter.label_offset) for batch in micro]
             return StepBatches(micro, sum(len(row.token_ids) for row in rows))
@@ -175,29 +175,29 @@ class Batches:
 
     def places(self) -> slice:
         """The places of this process's rows in the global batch."""
-        each = self.job.train.sequence_parallel
-        return slice(self.world.rank // each, None, self.world.size // each)
+        group_size = self.job.train.sequence_parallel
+        return slice(self.world.rank // group_size, None, self.world.size // group_size)
 
     def without(self, batches: StepBatches, places: Collection[int]) -> StepBatches:
         """The batches with these places of the global batch as padding. All processes call it together."""
         token, size = self._finite_token, self.job.train.micro_batch
-        own = [place in places for place in range(self.job.train.global_batch)][self.places()]
+        is_left_out = [position in places for position in range(self.job.train.global_batch)][self.places()]
         micro = list[TrainBatch]()
-        for number, batch in enumerate(batches.micro):
-            rows = [row for row in range(size) if own[number * size + row]]
+        for micro_index, batch in enumerate(batches.micro):
+            rows = [row for row in range(size) if is_left_out[micro_index * size + row]]
             micro.append(self._without(batch, rows, token) if rows else batch)
         return StepBatches(micro, batches.tokens, batches.left_out | frozenset(places))
 
     def by_place(self, fault_2B: Tensor) -> Tensor:
         """[2, R] counts by place of the global batch, from this process's rows."""
-        found_2R = torch.zeros(2, self.job.train.global_batch, dtype=torch.long, device=fault_2B.device)
-        found_2R[:, self.places()] = fault_2B.long()
-        return found_2R
+        counts_2R = torch.zeros(2, self.job.train.global_batch, dtype=torch.long, device=fault_2B.device)
+        counts_2R[:, self.places()] = fault_2B.long()
+        return counts_2R
 
     def origins(self, step: int, places: Collection[int]) -> list[str]:
         """The records of these places of a step, as messages name them."""
         size = self.job.train.global_batch
-        return [self.job.data.origin(step * size + place, size) for place in sorted(places)]
+        return [self.job.data.origin(step * size + position, size) for position in sorted(places)]
 
     def remember(self, step: int, places: Collection[int]) -> None:
         """Leave these rows, whose states are not finite, out of later steps at once, if the states stay.
@@ -206,14 +206,14 @@ class Batches:
         """
         size = self.job.train.global_batch
         if self.job.adapter is None and self.answers is None and not self.job.train.on_policy:
-            self._nonfinite.update(self.job.data.rows.row(step * size + place, size) for place in places)
+            self._nonfinite.update(self.job.data.rows.row(step * size + position, size) for position in places)
 
     def _without_known(self, batches: StepBatches, step: int) -> StepBatches:
         """The batches without the rows that are known to have states that are not finite."""
         if not self._nonfinite:
             return batches
         rows, size = self.job.data.rows, self.job.train.global_batch
-        places = [place for place in range(size) if rows.row(step * size + place, size) in self._nonfinite]
+        places = [position for position in range(size) if rows.row(step * size + position, size) in self._nonfinite]
         return self.without(batches, places) if not batches.left_out.issuperset(places) else batches
 
     def _without(self, batch: TrainBatch, rows: Sequence[int], token: int) -> TrainBatch:
@@ -251,8 +251,8 @@ class Batches:
         batches = [self._batch(rows[start : start + size]) for start in range(0, len(rows), size)]
         for i, batch in enumerate(batches):
             if isinstance(self.source, EngineStates):
-                for later in batches[i : i + 1 + self.source.ahead]:
-                    self.source.begin(later)
+                for upcoming in batches[i : i + 1 + self.source.ahead]:
+                    self.source.begin(upcoming)
             filled = self.source.fill(batch)
             nonfinite = filled.nonfinite().nonzero()[:, 0].tolist()
             yield filled.without(nonfinite, self._finite_token) if nonfinite else filled
@@ -263,23 +263,23 @@ class Batches:
         with self.meter.target() if isinstance(self.source, Online) else self.meter.data():
             return self.source.fill(batch)
 
-    def _coming(self, left: list[TrainBatch], step: int) -> Iterator[TrainBatch]:
+    def _coming(self, remaining: list[TrainBatch], step: int) -> Iterator[TrainBatch]:
         """The micro-batches after the current one, in order, whatever step they belong to."""
-        yield from left
-        later = step + 1
-        while (batches := self.ahead(later)) is not None:
+        yield from remaining
+        next_step = step + 1
+        while (batches := self.ahead(next_step)) is not None:
             yield from batches.micro
-            later += 1
+            next_step += 1
 
     def _answered(self, answers: Answers, step: int) -> StepBatches:
         """The batches of a step, once the target has answered its prompts."""
         with self.meter.data():
-            asked = self._prompts(answers, step)
+            prompt_batches = self._prompts(answers, step)
             del self._asked[step]
-            for one in asked:
-                answers.begin(one)
+            for prompt_batch in prompt_batches:
+                answers.begin(prompt_batch)
             self._ask(answers, step + 1)  # now, so that the servers have work while the longest answer is written
-            micro = [answers.batch(one) for one in asked]
+            micro = [answers.batch(prompt_batch) for prompt_batch in prompt_batches]
             tokens = sum(int((batch.document_BT >= 0).sum()) for batch in micro)
             return StepBatches(micro, int(self.world.sum(torch.tensor([tokens], device=self.job.loaded.target.device))))
 
@@ -288,16 +288,16 @@ class Batches:
         if step not in self._asked:
             size = self.job.train.global_batch
             requests = answers.requests(self.job.data.global_batch(step, size), step * size)
-            parts = shard(requests, self.world.rank, self.world.size, self.job.train.micro_batch)
-            self._asked[step] = [Asked(part) for part in parts]
+            micro_batches = shard(requests, self.world.rank, self.world.size, self.job.train.micro_batch)
+            self._asked[step] = [Asked(micro_requests) for micro_requests in micro_batches]
         return self._asked[step]
 
     def _ask(self, answers: Answers, step: int) -> None:
         """Request the answers of the first `ahead` micro-batches from this step on."""
         assert isinstance(self.source, EngineStates)
-        coming = (one for later in range(step, self.job.train.steps) for one in self._prompts(answers, later))
-        for one in islice(coming, self.source.ahead):
-            answers.begin(one)
+        upcoming = (prompts for later in range(step, self.job.train.steps) for prompts in self._prompts(answers, later))
+        for prompts in islice(upcoming, self.source.ahead):
+            answers.begin(prompts)
 
     def _batch(self, rows: Sequence[Encoded]) -> TrainBatch:
         pad, target = self.job.loaded.tokenizer.pad_token_id, self.job.loaded.target

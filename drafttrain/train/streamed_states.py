@@ -51,53 +51,55 @@ class StreamedStates:
         Other processes wait for a message after each block, so that no collective takes longer than a block.
         Raises UserError on all processes where the checkpoint cannot be read.
         """
-        known: KnownStates | str
+        states: KnownStates | str
         if world.first:
             try:
-                known = self._known(console, lambda _: world.share(GOING))
+                states = self._known(console, lambda _: world.share(GOING))
             except UserError as error:
-                known = str(error)
-            world.share(known)
+                states = str(error)
+            world.share(states)
         else:
-            while (known := world.share(None)) == GOING:
+            while (states := world.share(None)) == GOING:
                 pass
-        if isinstance(known, str):
-            raise UserError(known)
-        self.ends.target.learn(known)
+        if isinstance(states, str):
+            raise UserError(states)
+        self.ends.target.learn(states)
         self.ends.target.drop_others()
-        self.ends.loaded.description["fingerprint"] = known.fingerprint
+        self.ends.loaded.description["fingerprint"] = states.fingerprint
 
-    def _known(self, console: Console, done: Callable[[int], object]) -> KnownStates:
+    def _known(self, console: Console, on_block: Callable[[int], object]) -> KnownStates:
         ids, pieces = self._ids(), self.ends.pieces
         file = cache_home() / "targets" / f"{self._key(ids)}.safetensors"
-        if (kept := read(file)) is not None:
-            console.say(f"features: the target's states of {len(kept.ids)} tokens are in {file}")
-            return kept
-        began, size = monotonic(), format_bytes(pieces.bytes)
+        if (cached_states := read(file)) is not None:
+            console.say(f"features: the target's states of {len(cached_states.ids)} tokens are in {file}")
+            return cached_states
+        start_time, size = monotonic(), format_bytes(pieces.bytes)
         console.say(f"features: computing the target's states of {len(ids)} tokens block by block ({size} of weights, once)")
         with counting(console.rich, "features", pieces.count, "blocks/s") as advance:
 
             def tell(number: int) -> None:
                 advance(1)
-                done(number)
+                on_block(number)
 
             try:
-                found = stream(self.ends.target, pieces, ids, tell)
+                states = stream(self.ends.target, pieces, ids, tell)
             except (UserError, torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:  # libraries raise errors of every kind for damaged files
-                why = reason(error, pieces.place, pieces.files.revision)
-                raise UserError(f"{pieces.origin} could not be run block by block: {why}; set features.target=whole") from error
-        took = f"features: computed in {monotonic() - began:,.0f} s"
+                cause = reason(error, pieces.place, pieces.files.revision)
+                raise UserError(
+                    f"{pieces.origin} could not be run block by block: {cause}; set features.target=whole"
+                ) from error
+        report = f"features: computed in {monotonic() - start_time:,.0f} s"
         try:
-            atomic_write_bytes(file, packed(found), f"free space under {file.parent}, or set XDG_CACHE_HOME")
-            console.say(f"{took}, kept in {file}")
+            atomic_write_bytes(file, packed(states), f"free space under {file.parent}, or set XDG_CACHE_HOME")
+            console.say(f"{report}, kept in {file}")
         except UserError as error:
-            console.say(f"{took}, but not kept: {error}")
+            console.say(f"{report}, but not kept: {error}")
         except OSError as error:
-            why = f"{file.parent} cannot be written ({error.strerror})"
-            console.say(f"{took}, but not kept: {why}; set XDG_CACHE_HOME to another folder, or every run computes them")
-        return found
+            cause = f"{file.parent} cannot be written ({error.strerror})"
+            console.say(f"{report}, but not kept: {cause}; set XDG_CACHE_HOME to another folder, or every run computes them")
+        return states
 
     def _ids(self) -> list[int]:
         """The text: the beginning of embedded prompts."""
@@ -108,29 +110,29 @@ class StreamedStates:
     def _key(self, ids: list[int]) -> str:
         pieces, target = self.ends.pieces, self.ends.target
         attention = target.model.config.get_text_config()._attn_implementation
-        about: list[Any] = [FORM, transformers.__version__, pieces.files.identity, pieces.config.to_json_string(), ids]
-        about += [fingerprint_from(outside_samples(target)), str(target.dtype), attention]
-        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
+        key_fields: list[Any] = [FORM, transformers.__version__, pieces.files.identity, pieces.config.to_json_string(), ids]
+        key_fields += [fingerprint_from(outside_samples(target)), str(target.dtype), attention]
+        return hashlib.sha256(json.dumps(key_fields).encode()).hexdigest()[:24]
 
 
 def packed(known: KnownStates) -> bytes:
     """The content of the file."""
     tensors = {"hidden": torch.stack([known.hidden[block] for block in sorted(known.hidden)]), "final": known.final_TH}
     tensors = {name: x.contiguous() for name, x in tensors.items()}
-    about = {"ids": known.ids, "fingerprint": known.fingerprint, "wrong_tap": known.wrong_tap, "tensors": _digest(tensors)}
-    return save(tensors, {"drafttrain": json.dumps(sealed(about))})
+    metadata = {"ids": known.ids, "fingerprint": known.fingerprint, "wrong_tap": known.wrong_tap, "tensors": _digest(tensors)}
+    return save(tensors, {"drafttrain": json.dumps(sealed(metadata))})
 
 
 def read(file: Path) -> KnownStates | None:
     """The states in a file; None where there is none, or it is damaged: they are computed again."""
     try:
-        with safe_open(file, "pt") as opened:
-            about = unsealed(json.loads(opened.metadata()["drafttrain"]))
-            tensors = {name: opened.get_tensor(name) for name in ("hidden", "final")}
-        if about is None or about["tensors"] != _digest(tensors):
+        with safe_open(file, "pt") as reader:
+            metadata = unsealed(json.loads(reader.metadata()["drafttrain"]))
+            tensors = {name: reader.get_tensor(name) for name in ("hidden", "final")}
+        if metadata is None or metadata["tensors"] != _digest(tensors):
             return None
         hidden = dict(enumerate(tensors["hidden"]))
-        return KnownStates(about["ids"], hidden, tensors["final"], about["fingerprint"], about["wrong_tap"])
+        return KnownStates(metadata["ids"], hidden, tensors["final"], metadata["fingerprint"], metadata["wrong_tap"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
 

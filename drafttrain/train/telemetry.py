@@ -53,23 +53,23 @@ class Meter:
     @contextmanager
     def data(self) -> Iterator[None]:
         """Wraps waiting for the next batch."""
-        began = perf_counter()
+        start = perf_counter()
         yield
-        self._data += perf_counter() - began
+        self._data += perf_counter() - start
 
     @contextmanager
     def target(self) -> Iterator[None]:
         """Wraps the frozen target's forward pass."""
         if self.device.type != "cuda":
-            began = perf_counter()
+            start = perf_counter()
             yield
-            self._target += perf_counter() - began
+            self._target += perf_counter() - start
             return
-        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        pair[0].record()
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
         yield
-        pair[1].record()
-        self._events.append(pair)
+        events[1].record()
+        self._events.append(events)
 
     @contextmanager
     def micro_batch(self, batch: TrainBatch) -> Iterator[None]:
@@ -82,8 +82,8 @@ class Meter:
         """End a step, and return its cost. The next step begins."""
         target = self._target
         while self._events and self._events[0][1].query():
-            first, last = self._events.pop(0)
-            target += first.elapsed_time(last) / 1000
+            start_event, end_event = self._events.pop(0)
+            target += start_event.elapsed_time(end_event) / 1000
         seconds = perf_counter() - self._began
         data, target = min(self._data / seconds, 1.0), min(target / seconds, 1.0)
         mfu = None if self.peak is None else self._work / seconds / self.peak
@@ -100,8 +100,8 @@ def peak_memory(device: torch.device) -> int:
     """Peak memory in bytes: of tensors on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_rss if sys.platform == "darwin" else max_rss * 1024
 
 
 # The first name that occurs in the device's name counts. A longer name comes before its prefix.
@@ -133,7 +133,7 @@ def peak_of(device: torch.device) -> float | None:
 
 def named_peak(name: str) -> float | None:
     """The peak in FLOP/s of the device with this name; None if it is not in the table."""
-    return next((peak for known, peak in PEAKS if known in name), None)
+    return next((peak for pattern, peak in PEAKS if pattern in name), None)
 
 
 class Flops:
@@ -197,8 +197,8 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if packet in flop_registry and not self._again():
-            own = ATTENTION.get(packet._qualified_op_name)
-            flops = own(*args) if own else flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            count_flops = ATTENTION.get(packet._qualified_op_name)
+            flops = count_flops(*args) if count_flops else flop_registry[packet](*args, **(kwargs or {}), out_val=out)
             if "attention" in str(packet):
                 self.attention += flops
             else:

@@ -69,8 +69,8 @@ class MLflow:
             self._client.update_run(self._id, "RUNNING")
             return
         experiment = self._client.get_experiment_by_name(options.project)
-        where = experiment.experiment_id if experiment else self._client.create_experiment(options.project)
-        self._id = self._client.create_run(where, run_name=name).info.run_id
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(options.project)
+        self._id = self._client.create_run(experiment_id, run_name=name).info.run_id
         atomic_write_json(file, {"run_id": self._id})
         for key, value in config.items():
             self._client.log_param(self._id, key, str(value)[:LONGEST], synchronous=False)
@@ -78,8 +78,8 @@ class MLflow:
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        now = int(1000 * time.time())
-        metrics = [Metric(key, value, now, step) for key, value in figures.items()]
+        timestamp_ms = int(1000 * time.time())
+        metrics = [Metric(key, value, timestamp_ms, step) for key, value in figures.items()]
         self._client.log_batch(self._id, metrics, synchronous=False)
 
     def report(self, step: int, summary: Mapping[str, float], pictures: Sequence[Path]) -> None:
@@ -100,18 +100,18 @@ class Trackio:
     def __init__(self, options: LoggerOptions, folder: Path, config: Mapping[str, Any], name: str, kept: int) -> None:
         import trackio
 
-        space = os.environ.get("TRACKIO_SPACE_ID")
+        space_id = os.environ.get("TRACKIO_SPACE_ID")
         self._picture = trackio.Image
         self._run = trackio.init(
-            options.project, name=name, group=options.group, config=dict(config), resume="allow", space_id=space, embed=False
+            options.project, name=name, group=options.group, config=dict(config), resume="allow", space_id=space_id, embed=False
         )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
 
     def report(self, step: int, summary: Mapping[str, float], pictures: Sequence[Path]) -> None:
-        shown = {f"report/{path.stem}": self._picture(str(path)) for path in pictures}
-        self._run.log(dict(summary) | shown, step=step)
+        images = {f"report/{path.stem}": self._picture(str(path)) for path in pictures}
+        self._run.log(dict(summary) | images, step=step)
 
     def finish(self, failed: bool) -> None:
         self._run.finish()
@@ -147,8 +147,8 @@ class GuardedTracker:
     def report(self, step: int, summary: Mapping[str, Any], pictures: Sequence[Path]) -> None:
         """Log the measurement."""
         if (tracker := self._tracker) is not None:
-            named = {f"report/{key}": value for key, value in numbers(summary).items()}
-            self._attempt(lambda: tracker.report(step, named, pictures), ANSWER)
+            metrics = {f"report/{key}": value for key, value in numbers(summary).items()}
+            self._attempt(lambda: tracker.report(step, metrics, pictures), ANSWER)
 
     def finish(self, failed: bool) -> None:
         """End the run and wait for it, no longer than `finish_timeout`."""

@@ -83,26 +83,26 @@ class Trainer:
 
     def train(self, logger: Logger | None, console: Console, interrupt: Interrupt | None = None) -> Progress:
         """Run the remaining steps. logger: on rank 0 only. When interrupted, saves a checkpoint and raises Interrupted."""
-        options, progress, say = self.job.train, self.progress, console.say
-        first = progress.step
+        options, progress, notify = self.job.train, self.progress, console.say
+        first_step = progress.step
         if options.compile == "on":
-            compile_layers(self.job.drafter, say)
+            compile_layers(self.job.drafter, notify)
         usable = self.job.drafter.starts_usable or options.lora.rank > 0
-        if usable and first == 0 and not (self.checkpoints.folder / checkpoint_name(0)).exists():
-            self._checkpoint(say)  # the baseline that training is compared with
+        if usable and first_step == 0 and not (self.checkpoints.folder / checkpoint_name(0)).exists():
+            self._checkpoint(notify)  # the baseline that training is compared with
         with ExitStack() as stack:
             if not isinstance(self.features, Online):
                 stack.callback(self.features.close)
             watchdog = stack.enter_context(
-                Watchdog(self.run_dir / "logs", self.world.rank, options.hang_timeout, say, ends=self.world.size > 1)
+                Watchdog(self.run_dir / "logs", self.world.rank, options.hang_timeout, notify, ends=self.world.size > 1)
             )
-            trace = stack.enter_context(Profile(window(options.profile, first, options.steps), self._trace_file(), say))
-            bar = stack.enter_context(console.bar(options.steps, first))
-            measurement = engine_measurement(self.job.open_engine, self.run_dir, self.checkpoints, self.world, say)
-            in_engine = stack.enter_context(measurement)
+            trace = stack.enter_context(Profile(window(options.profile, first_step, options.steps), self._trace_file(), notify))
+            bar = stack.enter_context(console.bar(options.steps, first_step))
+            measurement_context = engine_measurement(self.job.open_engine, self.run_dir, self.checkpoints, self.world, notify)
+            measurement = stack.enter_context(measurement_context)
             if self.resumed is not None:
                 with self._same_random_numbers():
-                    in_engine.resume(self.resumed)
+                    measurement.resume(self.resumed)
             self.meter.pause()
             log = LateLog(progress, logger, bar, options.log_every)
             stack.callback(log.flush)
@@ -111,71 +111,71 @@ class Trainer:
                 log.flush()
                 return interrupt is not None and interrupt.requested
 
-            for step in range(first, options.steps):
+            for step in range(first_step, options.steps):
                 with trace.step(step + 1):
-                    taken = self._step(step, say, meanwhile)
-                progress.step, progress.tokens = step + 1, progress.tokens + taken.tokens
-                log.add(step + 1, taken, self._cost(taken.tokens))
-                log.more |= self._collected(in_engine) | self._quick_measure(step + 1, in_engine)
-                if taken.stop or self._due() or log.bad >= options.bad_steps:
+                    result = self._step(step, notify, meanwhile)
+                progress.step, progress.tokens = step + 1, progress.tokens + result.tokens
+                log.add(step + 1, result, self._cost(result.tokens))
+                log.more |= self._collected(measurement) | self._quick_measure(step + 1, measurement)
+                if result.stop or self._due() or log.bad >= options.bad_steps:
                     log.flush()  # a checkpoint has the loss of its step
-                    self._keep(say, taken.stop, log.bad)
+                    self._keep(notify, result.stop, log.bad)
                 watchdog.alive()
             if progress.left_out:
-                say(f"left out of steps: {progress.left_out:,} rows, because a value was not finite ({LEFT_OUT})")
+                notify(f"left out of steps: {progress.left_out:,} rows, because a value was not finite ({LEFT_OUT})")
             if self.job.open_engine is not None:
-                in_engine.finish(options.steps, logger, interrupt, watchdog.alive)
+                measurement.finish(options.steps, logger, interrupt, watchdog.alive)
         return progress
 
-    def _collected(self, in_engine: EngineMeasurement) -> dict[str, Any]:
+    def _collected(self, measurement: EngineMeasurement) -> dict[str, Any]:
         """The figures of a serving engine's measurement of an earlier step, if it has ended."""
-        if not in_engine.busy:
+        if not measurement.busy:
             return {}
         with self._same_random_numbers():
-            found = in_engine.collected()
-        if not in_engine.busy:
+            figures = measurement.collected()
+        if not measurement.busy:
             self.meter.pause()
-        return found
+        return figures
 
     def _same_random_numbers(self) -> AbstractContextManager[None]:
         """Measurements inside do not change training's random numbers."""
         return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
-    def _quick_measure(self, step: int, in_engine: EngineMeasurement) -> dict[str, float]:
+    def _quick_measure(self, step: int, measurement: EngineMeasurement) -> dict[str, float]:
         """The figures of a small measurement, if one is due. A serving engine starts its own, if there is one."""
         quick_measure = self.job.quick_measure
         self.progress.measured_tau = None
-        due = self._due() or step % (self.job.quick_measure_every or step + 1) == 0
-        if (quick_measure is None and self.job.open_engine is None) or not due:
+        is_due = self._due() or step % (self.job.quick_measure_every or step + 1) == 0
+        if (quick_measure is None and self.job.open_engine is None) or not is_due:
             return {}
         weights = self.engine.whole_state(self.checkpoints.names.values())
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         self._tune()
         if self.world.first:
-            state, meta = {name: weights[inner] for name, inner in self.checkpoints.names.items()}, meta_of(self.job, step)
+            state, meta = {name: weights[key] for name, key in self.checkpoints.names.items()}, meta_of(self.job, step)
             with self._same_random_numbers():
                 if quick_measure is not None:
-                    found = quick_measure(filled(self.run_dir, meta, self.job.loaded.target, state))
-                in_engine.start(step, lambda directory: save_drafter(directory, state, meta))
-        found = dict(self.world.share(found))
-        self.progress.measured_tau = found.get("measured_tau")
+                    figures = quick_measure(filled(self.run_dir, meta, self.job.loaded.target, state))
+                measurement.start(step, lambda directory: save_drafter(directory, state, meta))
+        figures = dict(self.world.share(figures))
+        self.progress.measured_tau = figures.get("measured_tau")
         self.meter.pause()
-        return found
+        return figures
 
     def _due(self) -> bool:
         """Whether a checkpoint is due after this step."""
         step, options = self.progress.step, self.job.train
         return step % options.checkpoint_every == 0 or step == options.steps
 
-    def _keep(self, say: Callable[[str], None], stop: bool, bad: int) -> None:
+    def _keep(self, notify: Callable[[str], None], stop: bool, bad: int) -> None:
         """Save a checkpoint. stop: raise Interrupted, too. bad: steps in a row that changed nothing.
 
         Raises UserError for too many of them, and if the last checkpoint does not fit.
         """
         step, options = self.progress.step, self.job.train
         if bad >= options.bad_steps:
-            self._end_bad(bad, say)
-        saved = self._checkpoint(say, passing=not self._due())
+            self._end_bad(bad, notify)
+        saved = self._checkpoint(notify, passing=not self._due())
         if stop:
             raise Interrupted(f"after step {step} of {options.steps}" + (", which is saved" if saved else ""), together=True)
         if not saved and step == options.steps:
@@ -184,15 +184,15 @@ class Trainer:
                 "resume=auto, which continues from the checkpoint before"
             )
 
-    def _end_bad(self, bad: int, say: Callable[[str], None]) -> NoReturn:
+    def _end_bad(self, bad: int, notify: Callable[[str], None]) -> NoReturn:
         """End a run whose last `bad` steps changed nothing. The weights of the last good step are saved, unless they are."""
         step, folder = self.progress.step, self.checkpoints.folder
         last = self.world.share(max((step_of(path) for path in list_checkpoints(folder)), default=0))
         if step - bad > last:
-            self._checkpoint(say)
-        kept = f"; {folder} has the weights from before" if step > bad else ""
+            self._checkpoint(notify)
+        saved = f"; {folder} has the weights from before" if step > bad else ""
         raise UserError(
-            f"steps {step - bad + 1} to {step} changed nothing, because no gradient was finite{kept}; lower train.lr, set "
+            f"steps {step - bad + 1} to {step} changed nothing, because no gradient was finite{saved}; lower train.lr, set "
             "train.precision=float32, or look at the target and the data (train.bad_steps sets how many may follow one another)"
         )
 
@@ -203,7 +203,7 @@ class Trainer:
         if isinstance(self.features, EngineStates):
             values |= self.features.figures(cost.seconds)
         if self.job.train.per_rank and self.progress.step % self.job.train.log_every == 0:
-            costs = [asdict(other) for other in self.world.gather(cost)]
+            costs = [asdict(rank_cost) for rank_cost in self.world.gather(cost)]
             values |= {f"{name}_by_rank": [c[name] for c in costs] for name in costs[0]}
         return values
 
@@ -220,43 +220,43 @@ class Trainer:
 
     def _trace_file(self) -> Path | None:
         """The trace file of this process; None if it records nothing."""
-        own = self.world.first or self.job.train.per_rank
-        return self.run_dir / f"trace-rank{self.world.rank}.json.gz" if own else None
+        is_traced = self.world.first or self.job.train.per_rank
+        return self.run_dir / f"trace-rank{self.world.rank}.json.gz" if is_traced else None
 
-    def _step(self, step: int, say: Callable[[str], None], meanwhile: Callable[[], bool]) -> StepResult:
+    def _step(self, step: int, notify: Callable[[str], None], meanwhile: Callable[[], bool]) -> StepResult:
         """Run one optimiser step, without the rows that have a value which is not finite.
 
         A step with such a row changes nothing, and is tried again without it, so that other steps need no wait.
         """
         batches = self.batches.of(step)
         while True:
-            taken, by_states, by_scores = self._tried(step, batches, meanwhile)
-            left = self.job.train.global_batch - len(batches.left_out | by_states)
-            if len(by_scores) == left > 1:  # no row's fault: the drafter's own states or weights have overflowed
+            result, by_states, by_scores = self._tried(step, batches, meanwhile)
+            remaining_rows = self.job.train.global_batch - len(batches.left_out | by_states)
+            if len(by_scores) == remaining_rows > 1:  # no row's fault: the drafter's own states or weights have overflowed
                 by_scores = frozenset()
             if not by_states | by_scores:
-                self.progress.left_out += taken.left_out
-                return taken
+                self.progress.left_out += result.left_out
+                return result
             self.batches.remember(step, by_states)
-            self._name(self.batches.origins(step, by_states), "the target's states are not finite", say)
-            self._name(self.batches.origins(step, by_scores), "its loss is not finite", say)
+            self._name(self.batches.origins(step, by_states), "the target's states are not finite", notify)
+            self._name(self.batches.origins(step, by_scores), "its loss is not finite", notify)
             batches, self._supervised = self.batches.without(batches, by_states | by_scores), None
 
-    def _name(self, records: list[str], why: str, say: Callable[[str], None]) -> None:
+    def _name(self, records: list[str], cause: str, notify: Callable[[str], None]) -> None:
         """Name records that are left out, each once: in left_out.txt, the first ones on the console too."""
-        new = [record for record in records if record not in self._named]
-        self._named.update(new)
-        if not new or not self.world.first:
+        new_records = [record for record in records if record not in self._named]
+        self._named.update(new_records)
+        if not new_records or not self.world.first:
             return
         with suppress(OSError), (self.run_dir / LEFT_OUT).open("a+", encoding="utf-8") as file:  # as where the disk is full
             file.seek(0)
-            known = set(file)  # before the run was resumed
-            file.writelines(line for record in new if (line := f"{record}: {why}\n") not in known)
-        shown = NAMED - (len(self._named) - len(new))
-        for record in new[: max(0, shown)]:
-            say(f"{record}: left out, because {why}")
-        if len(new) >= shown > 0:
-            say(f"{LEFT_OUT} in {self.run_dir} names further ones")
+            written_lines = set(file)  # before the run was resumed
+            file.writelines(line for record in new_records if (line := f"{record}: {cause}\n") not in written_lines)
+        free_lines = NAMED - (len(self._named) - len(new_records))
+        for record in new_records[: max(0, free_lines)]:
+            notify(f"{record}: left out, because {cause}")
+        if len(new_records) >= free_lines > 0:
+            notify(f"{LEFT_OUT} in {self.run_dir} names further ones")
 
     def _tried(
         self, step: int, batches: StepBatches, meanwhile: Callable[[], bool]
@@ -275,18 +275,18 @@ class Trainer:
         elif not supervised:
             return self._nothing_left(step, batches, meanwhile), frozenset(), frozenset()
         total, counted, fault_2B = self._gradients(step, batches, supervised)
-        coming = self.batches.ahead(step + 1)
-        own = torch.tensor([coming.supervised() if coming else 0, meanwhile()])
-        shared = self.world.sum(torch.cat([moved(own, self.device), self.batches.by_place(fault_2B).flatten()]))
-        agreed, refused = ToHost(shared), shared[len(own) :].any()
+        next_batches = self.batches.ahead(step + 1)
+        local_flags = torch.tensor([next_batches.supervised() if next_batches else 0, meanwhile()])
+        global_flags = self.world.sum(torch.cat([moved(local_flags, self.device), self.batches.by_place(fault_2B).flatten()]))
+        host_flags, is_refused = ToHost(global_flags), global_flags[len(local_flags) :].any()
         rate = learning_rate(options, step, self.first_steps)
         adapter = self.job.adapter
-        norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0, refused)
+        norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0, is_refused)
         sums = ToHost(self.world.sum(total), self.world.sum(counted), norm)
-        next_supervised, stop, *found = agreed.read()[0].tolist()
-        self._supervised = next_supervised if coming else None
-        taken = StepResult(sums, supervised, rate, batches.tokens, stop > 0, len(batches.left_out), any(found))
-        return taken, *_places(found)
+        next_supervised, stop, *faults = host_flags.read()[0].tolist()
+        self._supervised = next_supervised if next_batches else None
+        result = StepResult(sums, supervised, rate, batches.tokens, stop > 0, len(batches.left_out), any(faults))
+        return result, *_places(faults)
 
     def _gradients(self, step: int, batches: StepBatches, supervised: int) -> tuple[Tensor, Tensor, Tensor]:
         """(sum of the losses, counts [6, K], rows [2, B] with values that are not finite) of this process's micro-batches."""
@@ -294,9 +294,9 @@ class Trainer:
         total, counted, faults = torch.zeros(1, dtype=torch.float64, device=self.device), list[Tensor](), list[Tensor]()
         for i, batch in enumerate(batches.micro):
             with self.meter.micro_batch(batch):
-                filled = batch.to(self.device) if adapter else self.batches.filled(batch)  # its states need gradients
+                filled_batch = batch.to(self.device) if adapter else self.batches.filled(batch)  # its states need gradients
                 self.batches.begin_next(batches.micro[i + 1 :], step)
-                loss, counts = self.engine.forward(filled, progress)
+                loss, counts = self.engine.forward(filled_batch, progress)
                 self.engine.backward(loss, supervised)
             total += loss.detach().double()
             counted.append(counts.packed() if i == 0 else counted.pop() + counts.packed())
@@ -340,11 +340,11 @@ class Trainer:
         """The fastest number of nodes on rank 0's device. Its weights are whole: `fit` refuses sharded weights before."""
         drafter = self.job.drafter
         drafter.eval()
-        found = best_nodes(self.job.loaded.target, drafter, sequences) if self.world.first else 0
+        nodes = best_nodes(self.job.loaded.target, drafter, sequences) if self.world.first else 0
         drafter.train()
-        return int(self.world.share(found))
+        return int(self.world.share(nodes))
 
-    def _checkpoint(self, say: Callable[[str], None], passing: bool = False) -> bool:
+    def _checkpoint(self, notify: Callable[[str], None], passing: bool = False) -> bool:
         """Save a checkpoint; False if the disk is full. passing: at an interruption, only for resuming, without tuning."""
         if not passing:
             self._tune()
@@ -353,9 +353,9 @@ class Trainer:
         if not passing and (tau := self.progress.expected_tau) is not None:
             interval = self.progress.expected_interval
             figure = with_interval(tau, None if interval is None else (interval[0], interval[1]))
-            say(f"step {self.progress.step}: expected tau {figure} on {len(self.job.data.held_out)} held-out conversations")
+            notify(f"step {self.progress.step}: expected tau {figure} on {len(self.job.data.held_out)} held-out conversations")
         if not saved:
-            say(
+            notify(
                 f"disk full: no checkpoint of step {self.progress.step}; the earlier ones are kept; "
                 f"free space under {self.checkpoints.folder}"
             )
@@ -366,7 +366,7 @@ class Trainer:
 def _places(fault_2R: list[int]) -> tuple[frozenset[int], frozenset[int]]:
     """Places with states that are not finite, and others with scores that are not. fault_2R: flattened."""
     size = len(fault_2R) // 2
-    by_states, by_scores = (frozenset(p for p in range(size) if fault_2R[first + p]) for first in (0, size))
+    by_states, by_scores = (frozenset(p for p in range(size) if fault_2R[offset + p]) for offset in (0, size))
     return by_states, by_scores - by_states
 
 
@@ -374,8 +374,8 @@ def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
     """Write the only checkpoint of a drafter that is not trained: its settings, at step 0."""
     progress = Progress()
     if world.first:
-        with atomic_directory(run_dir / "checkpoints" / checkpoint_name(progress.step)) as aside:
-            save_settings(aside, job.drafter.state_dict(), meta_of(job, progress.step), progress)
+        with atomic_directory(run_dir / "checkpoints" / checkpoint_name(progress.step)) as staging_dir:
+            save_settings(staging_dir, job.drafter.state_dict(), meta_of(job, progress.step), progress)
     world.wait()
     return progress
 

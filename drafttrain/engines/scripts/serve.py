@@ -19,26 +19,26 @@ from typing import Any
 
 def main() -> None:
     """Run the job and write its result or its error."""
-    script, place, result = map(Path, sys.argv[1:])
-    job = json.loads(place.read_text(encoding="utf-8"))
+    script, job_path, result_path = map(Path, sys.argv[1:])
+    job = json.loads(job_path.read_text(encoding="utf-8"))
     if job["parent"] is not None:
-        threading.Thread(target=end_with, args=(job["parent"], place.parent), daemon=True).start()
+        threading.Thread(target=end_with, args=(job["parent"], job_path.parent), daemon=True).start()
     try:
         functions = runpy.run_path(str(script))
-        found = functions["decoded"](job) if job["timed"] is None else answering(functions["opened"], job)
+        output = functions["decoded"](job) if job["timed"] is None else answering(functions["opened"], job)
     except Exception as error:
         reason = " ".join(str(error).split())[:400]
-        result.write_text(json.dumps({"error": f"{type(error).__name__}: {reason}"}), encoding="utf-8")
+        result_path.write_text(json.dumps({"error": f"{type(error).__name__}: {reason}"}), encoding="utf-8")
         raise
-    result.write_text(json.dumps(found), encoding="utf-8")
+    result_path.write_text(json.dumps(output), encoding="utf-8")
 
 
 def answering(opened: Callable[..., Any], job: dict[str, Any]) -> dict[str, Any]:
     """Answer waves of prompt numbers from stdin until it ends. From here on stdout is only for answers."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    with opened(job) as (about, answer):
-        print(json.dumps(about), file=answers, flush=True)
+    with opened(job) as (info, answer):
+        print(json.dumps(info), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
     return {}

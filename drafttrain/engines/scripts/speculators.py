@@ -33,14 +33,14 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
         end = min(end, job["max_new_tokens"])
         outputs.append(text[:end])
         steps.append(walked(reached, len(prompt), end))
-    flat = [accepted for text in steps for accepted in text]
+    step_counts = [accepted for text in steps for accepted in text]
     return {
         "engine": "speculators",
         "versions": {name: version(name) for name in ("speculators", "torch", "transformers")},
         "outputs": outputs,
-        "accepted": sum(flat),
-        "drafted": len(flat) * job["draft_length"],
-        "accepted_by_position": [sum(accepted > i for accepted in flat) for i in range(job["draft_length"])],
+        "accepted": sum(step_counts),
+        "drafted": len(step_counts) * job["draft_length"],
+        "accepted_by_position": [sum(accepted > i for accepted in step_counts) for i in range(job["draft_length"])],
         "prompts": [{"accepted": sum(text), "drafted": len(text) * job["draft_length"]} for text in steps],
         "begins": "plain",
         "ends": "whole",
@@ -58,10 +58,10 @@ def use_dense_attention(drafter: Any) -> None:
 
 def greedy(target: Any, prompt: list[int], count: int) -> list[int]:
     """So many greedy tokens, past stop tokens too."""
-    ids, past, text = torch.tensor([prompt]), None, list[int]()
+    ids, cache, text = torch.tensor([prompt]), None, list[int]()
     while len(text) < count:
-        out = target(ids, past_key_values=past, use_cache=True)
-        past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        output = target(ids, past_key_values=cache, use_cache=True)
+        cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
         text.append(int(ids))
     return text
 
@@ -73,21 +73,21 @@ def accepted_at(target: Any, drafter: Any, tokens: list[int], drafts: int) -> li
     states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     fused_TH = torch.cat([states[k] for k in drafter.config.eagle_aux_hidden_state_layer_ids], -1)[:, :-1]
     next_T = torch.tensor([tokens[1:]])  # the state of position t goes with token t + 1, the root
-    chosen = drafter(fused_TH, next_T, torch.zeros_like(next_T), ttt_steps=drafts)
+    draft_ids = drafter(fused_TH, next_T, torch.zeros_like(next_T), ttt_steps=drafts)
     ids_D = torch.arange(drafter.draft_vocab_size) + (0 if drafter.d2t is None else drafter.d2t)
     reached = [0]
     for i in range(len(tokens) - 1):
-        right = 0
-        while right < drafts and i + 2 + right < len(tokens) and int(ids_D[chosen[right][0, i]]) == tokens[i + 2 + right]:
-            right += 1
-        reached.append(right)
+        hits = 0
+        while hits < drafts and i + 2 + hits < len(tokens) and int(ids_D[draft_ids[hits][0, i]]) == tokens[i + 2 + hits]:
+            hits += 1
+        reached.append(hits)
     return reached
 
 
 def walked(reached: list[int], prompt: int, end: int) -> list[int]:
     """Accepted drafts of each decode step. The first root is the output's first token."""
-    at, counts = 1, list[int]()
-    while at < end:
-        counts.append(reached[prompt + at - 1])
-        at += counts[-1] + 1
+    position, counts = 1, list[int]()
+    while position < end:
+        counts.append(reached[prompt + position - 1])
+        position += counts[-1] + 1
     return counts

@@ -21,12 +21,12 @@ FAMILIES = (*ASSISTANTS, STITCHED)
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
     """Decode every prompt of a job."""
-    target, assisted = loaded(job, "float32", "cpu", True)
+    target, draft_kwargs = loaded(job, "float32", "cpu", True)
     steps = recorded(target)
     outputs, counts = [], []
     for prompt in job["prompts"]:
         steps.clear()
-        outputs.append(generated(target, prompt, job, assisted))
+        outputs.append(generated(target, prompt, job, draft_kwargs))
         counts.append([(drafted, accepted) for drafted, accepted, _ in steps])
     matched = [accepted for text in counts for _, accepted in text]
     return {
@@ -48,21 +48,25 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
     """A target that is ready to answer one prompt at a time."""
     timed = job["timed"]
     torch.set_num_threads(timed["threads"])
-    drafts, skipped = timed["speculative"], begins(job["family"]) == "plain"
-    target, assisted = loaded(job, timed["dtype"], timed["device"], drafts)
+    drafts, prefill_steps = timed["speculative"], begins(job["family"]) == "plain"
+    target, draft_kwargs = loaded(job, timed["dtype"], timed["device"], drafts)
     steps, watch = recorded(target), Stopwatch()
 
     def answer(wave: list[int]) -> dict[str, Any]:
         (prompt,) = (job["prompts"][i] for i in wave)
         steps.clear()
-        watch.first, began = None, perf_counter()
-        tokens = generated(target, prompt, job, assisted if drafts else {"stopping_criteria": [watch]})
-        ended = perf_counter()
-        ahead, first = (1 + steps[0][1], steps[0][2]) if steps else (1, watch.first or ended)
-        text = {"tokens": tokens, "first": first - began, "ended": ended - began, "ahead": min(ahead, len(tokens))}
-        kept = steps[skipped:]  # where no drafts follow the prompt itself, the first step is the prefill
-        matched = [accepted for _, accepted, _ in kept]
-        counts: dict[str, Any] = {"verifications": len(kept), "drafted": sum(d for d, _, _ in kept), "accepted": sum(matched)}
+        watch.first, start = None, perf_counter()
+        tokens = generated(target, prompt, job, draft_kwargs if drafts else {"stopping_criteria": [watch]})
+        end = perf_counter()
+        ahead, first = (1 + steps[0][1], steps[0][2]) if steps else (1, watch.first or end)
+        text = {"tokens": tokens, "first": first - start, "ended": end - start, "ahead": min(ahead, len(tokens))}
+        counted_steps = steps[prefill_steps:]  # where no drafts follow the prompt itself, the first step is the prefill
+        matched = [accepted for _, accepted, _ in counted_steps]
+        counts: dict[str, Any] = {
+            "verifications": len(counted_steps),
+            "drafted": sum(d for d, _, _ in counted_steps),
+            "accepted": sum(matched),
+        }
         counts["accepted_by_position"] = by_position(matched, job)
         return {"texts": [text], **(counts if drafts else dict.fromkeys(counts))}
 
@@ -76,8 +80,8 @@ def loaded(job: dict[str, Any], dtype: str, device: str, drafts: bool) -> tuple[
     family, width = job["family"], getattr(torch, dtype)
     if family not in (*ASSISTANTS, STITCHED):
         raise ValueError(f"generate() takes no drafters of the family {family}")
-    place = job["drafter"] if family == STITCHED else job["target"]
-    target: Any = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=width)
+    model_path = job["drafter"] if family == STITCHED else job["target"]
+    target: Any = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=width)
     target = target.to(device).eval()
     pad = min(job["stop_ids"], default=0)
     target.generation_config = transformers.GenerationConfig(pad_token_id=pad)  # the file's would change what is generated
@@ -92,8 +96,8 @@ def loaded(job: dict[str, Any], dtype: str, device: str, drafts: bool) -> tuple[
     if family == "draft_model":
         settings = {"num_assistant_tokens": job["draft_length"], "num_assistant_tokens_schedule": "constant"}
         assistant.generation_config = transformers.GenerationConfig(**settings, assistant_confidence_threshold=0.0)
-    kind = {"speculation_type": "dflash"} if family == "dflash" else {}
-    return target, {"assistant_model": assistant, **kind}
+    speculation = {"speculation_type": "dflash"} if family == "dflash" else {}
+    return target, {"assistant_model": assistant, **speculation}
 
 
 def check_modules(target: Any, length: int) -> None:
@@ -144,10 +148,10 @@ class Stopwatch:
 def recorded(target: Any) -> list[tuple[int, int, float]]:
     """(drafted, accepted, time) of every following decode step, in a list that grows."""
     steps: list[tuple[int, int, float]] = []
-    make = target._get_candidate_generator
+    make_generator = target._get_candidate_generator
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        generator = make(*args, **kwargs)
+        generator = make_generator(*args, **kwargs)
         update = generator.update_candidate_strategy
 
         def updated(input_ids: Any, scores: Any, num_matches: Any) -> Any:

@@ -44,9 +44,9 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
     for prompt in job["prompts"]:
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         outputs.append(list(answer.outputs[0].token_ids))
-        now = counters(llm)
-        prompts.append({"accepted": now[ACCEPTED] - before[ACCEPTED], "drafted": now[DRAFTED] - before[DRAFTED]})
-        before = now
+        after = counters(llm)
+        prompts.append({"accepted": after[ACCEPTED] - before[ACCEPTED], "drafted": after[DRAFTED] - before[DRAFTED]})
+        before = after
     return {
         "engine": "vllm",
         "versions": versions(),
@@ -68,27 +68,27 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
 
     timed, drafts = job["timed"], job["timed"]["speculative"]
     notes = mended_key_norms(job) if drafts else []
-    more: dict[str, Any] = {"gpu_memory_utilization": SHARE} if timed["device"] == "cuda" else {}
+    llm_options: dict[str, Any] = {"gpu_memory_utilization": SHARE} if timed["device"] == "cuda" else {}
     if timed.get("eager"):
-        more["enforce_eager"] = True
+        llm_options["enforce_eager"] = True
     if drafts:
-        more["speculative_config"] = speculation(job)
-    llm = LLM(**settings(job, timed["dtype"]), max_num_seqs=timed["batch"], **more)
-    engine, sampling, numbers = llm.llm_engine, sampling_of(job), count()
+        llm_options["speculative_config"] = speculation(job)
+    llm = LLM(**settings(job, timed["dtype"]), max_num_seqs=timed["batch"], **llm_options)
+    engine, sampling, request_ids = llm.llm_engine, sampling_of(job), count()
 
     def answer(wave: list[int]) -> dict[str, Any]:
-        before, began = counters(llm), perf_counter()
+        counters_before, start_time = counters(llm), perf_counter()
         texts: dict[str, dict[str, Any]] = {}
         for i in wave:
-            name = str(next(numbers))
+            name = str(next(request_ids))
             texts[name] = {}
             engine.add_request(name, {"prompt_token_ids": job["prompts"][i]}, sampling)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                tokens, now = list(output.outputs[0].token_ids), perf_counter() - began
-                texts[output.request_id] = {"first": now, "ahead": len(tokens)} | texts[output.request_id]
-                texts[output.request_id] |= {"tokens": tokens, "ended": now}
-        return {"texts": list(texts.values()), **(spent(before, counters(llm)) if drafts else dict.fromkeys(COUNTS))}
+                tokens, elapsed = list(output.outputs[0].token_ids), perf_counter() - start_time
+                texts[output.request_id] = {"first": elapsed, "ahead": len(tokens)} | texts[output.request_id]
+                texts[output.request_id] |= {"tokens": tokens, "ended": elapsed}
+        return {"texts": list(texts.values()), **(spent(counters_before, counters(llm)) if drafts else dict.fromkeys(COUNTS))}
 
     yield {"versions": versions(), "notes": notes}, answer
 
@@ -158,19 +158,19 @@ def norms_rows_apart() -> bool:
 
 def counters(llm: Any) -> dict[str, Any]:
     """The speculative counters; zero before the first request."""
-    found: dict[str, Any] = {STEPS: 0, DRAFTED: 0, ACCEPTED: 0, BY_POSITION: []}
+    values: dict[str, Any] = {STEPS: 0, DRAFTED: 0, ACCEPTED: 0, BY_POSITION: []}
     for metric in llm.get_metrics():
         if metric.name == BY_POSITION:
-            found[BY_POSITION] = list(metric.values)
-        elif metric.name in found:
-            found[metric.name] = metric.value
-    return found
+            values[BY_POSITION] = list(metric.values)
+        elif metric.name in values:
+            values[metric.name] = metric.value
+    return values
 
 
 def spent(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """A wave's counts: the differences of the counters."""
-    earlier = [*before[BY_POSITION], *[0] * (len(after[BY_POSITION]) - len(before[BY_POSITION]))]
-    by_position = [now - then for now, then in zip(after[BY_POSITION], earlier, strict=True)]
+    padded = [*before[BY_POSITION], *[0] * (len(after[BY_POSITION]) - len(before[BY_POSITION]))]
+    by_position = [final - initial for final, initial in zip(after[BY_POSITION], padded, strict=True)]
     return {key: after[name] - before[name] for key, name in COUNTS.items()} | {"accepted_by_position": by_position}
 
 
