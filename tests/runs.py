@@ -129,8 +129,10 @@ def write(folder: Path, made: dict[str, Any], config: str = "") -> Path:
 
 
 def trained(folder: Path, tau: float | None, lr: float) -> None:
-    """A run that was not measured, with one checkpoint of this expected tau, if any."""
-    save_run(folder, f"train: {{lr: {lr}}}\ndrafter: {{family: medusa}}\ntarget: {{path: /models/tiny, name: hf}}\n")
+    """A run that was not measured and has not finished, with one checkpoint of this expected tau, if any."""
+    save_run(
+        folder, f"train: {{lr: {lr}, steps: 100}}\ndrafter: {{family: medusa}}\ntarget: {{path: /models/tiny, name: hf}}\n"
+    )
     if tau is not None:
         progress = Progress(step=80, expected_tau=tau, expected_interval=[tau - 0.1, tau + 0.1])
         write_sealed_json(folder / "checkpoints/step-00080/trainer.json", asdict(progress))

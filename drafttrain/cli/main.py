@@ -56,6 +56,7 @@ BARE = (
     "fit needs to know what to train: drafttrain fit recipe=NAME for the small embedded target, drafttrain fit recipe=NAME "
     "target=DIR data.path=FILE for your model; drafttrain --help lists the recipes"
 )
+NO_RECIPE = "note: no recipe=NAME, so the default drafter trains with default settings; drafttrain fit --help lists the recipes"
 PLAN = "--plan"
 POSITIONAL = {"compare": "runs"}  # by command: the key for arguments without a key
 
@@ -135,8 +136,12 @@ def _dispatch(arguments: list[str]) -> int:
         return _complete(arguments, config_dir)
     if command is None:
         raise UserError(f"there is no command; use one of {', '.join(COMMANDS)}, or drafttrain --help")
-    if command == "fit" and not (flags.overrides or flags.cfg or flags.info):
-        raise UserError(BARE)
+    keys = {word.partition("=")[0] for word in flags.overrides}
+    if command == "fit" and not (flags.cfg or flags.info):
+        if not keys:
+            raise UserError(BARE)
+        if keys & {"target", "target.path"} and not keys & {"recipe", "drafter", "resume"}:
+            print(NO_RECIPE, file=sys.stderr)
     if flags.plan and not (command == "export" and flags.overrides):
         raise UserError(f"{PLAN} says what an export would give: drafttrain export {PLAN} recipe=NAME target=DIR")
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]

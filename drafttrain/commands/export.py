@@ -91,7 +91,7 @@ def _print_result(console: Console, exported: Exported, wanted: ExportSettings) 
     places = {stack: wanted.out / stack if wanted.several else wanted.out for stack in exported.written}
     for stack, parity in exported.written.items():
         changed = "" if wanted.dtype == "float32" else f"; {wanted.dtype} changes {parity.changed} of them"
-        print_line(console, f"{stack}: {places[stack]} ({parity.drafts} golden drafts reproduced{changed})")
+        print_line(console, f"{stack}: {places[stack]} (checked: its {parity.drafts} drafts are the checkpoint's{changed})")
     for stack, reason in exported.refused.items():
         print_line(console, f"{stack}: not exported, {reason}", style="dim")
     print_line(console, f"how to serve it: {next(iter(places.values())) / 'README.md'}")

@@ -78,7 +78,9 @@ def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Shar
     own = jobs[share.rank :: share.size]
     left = [job for job in own if job.id not in found.answered]
     known = f", {sum(job.id in found.answered for job in jobs):,} of them answered before" if found.answered else ""
-    print_line(console, f"prompts: {len(scripts.scripts):,}, texts: {len(jobs):,}{known} ({paths})")
+    skipped = ", ".join(f"{count:,} {reason}" for reason, count in scripts.skipped.items())
+    prompts = f"{len(scripts.scripts):,}" + (f" (skipped: {skipped})" if skipped else "")
+    print_line(console, f"prompts: {prompts}, texts: {len(jobs):,}{known} ({paths})")
     if found.damaged:
         damaged = f"{len(found.damaged):,} damaged lines are ignored and their texts written again"
         print_line(console, f"{damaged}: {found.damaged[0]}")
@@ -95,8 +97,13 @@ def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Shar
         distributed.barrier()
     if first:
         wanted = options.prepare
-        prompts = {"path": paths, "count": len(scripts.scripts), "sha256": scripts.digest, "skipped": dict(scripts.skipped)}
-        record = {"format": FORMAT, "drafttrain": drafttrain.__version__, **about, "prompts": prompts}
+        prompt_record = {
+            "path": paths,
+            "count": len(scripts.scripts),
+            "sha256": scripts.digest,
+            "skipped": dict(scripts.skipped),
+        }
+        record = {"format": FORMAT, "drafttrain": drafttrain.__version__, **about, "prompts": prompt_record}
         record["drop"] = sorted(wanted.drop)
         summary = publish(folder, jobs, out, record, wanted.drop, wanted.format, wanted.shard)
         _report(console, summary, out, options)

@@ -96,7 +96,7 @@ def tune_run(
     if not chosen["better"]:
         print_line(console, f"tuning: nothing is faster than {DEFAULT} on {len(cases)} held-out conversations")
         return None
-    gain = f"{chosen['over_default']:.2f}x the speed of {DEFAULT}"
+    gain = f"{chosen['over_default']:.2f}x the speed of the proposal {DEFAULT}"
     print_line(console, f"tuning: {chosen['name']}, {gain} on {len(cases)} held-out conversations")
     if loaded.target.part.first:
         for directory in checkpoints:
@@ -156,7 +156,7 @@ def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: 
         result = "nothing was faster" if not chosen["settings"] else f"{name} is not faster on the other prompts"
         print_line(console, f"{result} ({chosen['over_default']:.2f}x): {effect}")
         return
-    print_line(console, f"{name}: {chosen['over_default']:.2f}x the speed of {DEFAULT} on the other prompts")
+    print_line(console, f"{name}: {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT} on the other prompts")
     if write:
         file = keep_tuned(directory, chosen["settings"], _about(found))
         print_line(console, f"stored in {file}; delete it to decode {DEFAULT} again")

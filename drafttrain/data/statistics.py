@@ -70,7 +70,7 @@ class Statistics:
         return [
             ("conversations", f"{count:,}"),
             ("without a supervised token", f"{sum(not s for s in self.supervised):,}"),
-            ("truncated", f"{self.truncated:,} ({self.truncated / count:.1%})"),
+            ("truncated to data.max_length", f"{self.truncated:,} ({self.truncated / count:.1%})"),
             ("turns", f"{self.turns:,}"),
             ("tokens", f"{tokens:,}"),
             ("supervised tokens", f"{supervised:,} ({supervised / max(tokens, 1):.1%})"),

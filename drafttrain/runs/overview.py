@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from drafttrain.core.intervals import with_interval
 from drafttrain.drafters.checkpoint import list_checkpoints
 from drafttrain.measure import cells
 from drafttrain.measure.compare.rows import names_of, varied
-from drafttrain.measure.compare.runs import RunReport, settings_of
+from drafttrain.measure.compare.runs import RUN, RunReport, settings_of
 from drafttrain.measure.html import render
 from drafttrain.train.checkpoint_manager import Progress, best_checkpoint
 
@@ -37,10 +38,11 @@ class ListedRun:
     settings: dict[str, Any]  # by dotted key
     family: str
     target: str
-    steps: int | None = None  # of the best checkpoint
+    steps: str = cells.MISSING  # of the best checkpoint, and how many there should be in a run that has not finished
     expected: str = cells.MISSING  # tau on held-out conversations, with its interval
     merit: tuple[float, float] = (0.0, 0.0)  # speedup and expected tau, 0 where unknown: the order of the list
     measured: tuple[str, str, str, str, str] = (cells.MISSING,) * 5  # under the last columns
+    source: str = ""  # of a report of `drafttrain measure`: the checkpoint, as run and step
 
 
 def list_runs(reports: Sequence[RunReport], unmeasured: Sequence[Path]) -> list[ListedRun]:
@@ -59,7 +61,7 @@ def _measured(run: RunReport) -> ListedRun:
         run.config,
         str(report["drafter"].get("family", cells.MISSING)),
         Path(str(target.get("path") or target.get("name"))).name,
-        entry["step"],
+        cells.MISSING if entry["step"] is None else str(entry["step"]),
         cells.expected(entry),
         (entry["speedup"] or 0.0, entry.get("expected_tau") or 0.0),
         (
@@ -69,7 +71,14 @@ def _measured(run: RunReport) -> ListedRun:
             f"{conditions}, {entry['prompts']} prompts",
             str(environment.get("accelerator") or environment.get("processor") or environment.get("device")),
         ),
+        "" if run.config else _source(Path(entry["path"])),
     )
+
+
+def _source(checkpoint: Path) -> str:
+    run = checkpoint.parent.parent
+    own = checkpoint.parent.name == "checkpoints"
+    return f"measures {run.parent.name}/{run.name}/{checkpoint.name}" if own else f"measures {checkpoint}"
 
 
 def _unmeasured(run: Path) -> ListedRun:
@@ -85,7 +94,9 @@ def _unmeasured(run: Path) -> ListedRun:
         return ListedRun(*run_fields)
     tau, interval = progress.expected_tau, progress.expected_interval
     text = cells.number(tau) if tau is None or interval is None else with_interval(tau, (interval[0], interval[1]))
-    return ListedRun(*run_fields, progress.step, text, (0.0, tau or 0.0))
+    finished = json.loads((run / RUN).read_text(encoding="utf-8")).get("finished")
+    steps = str(progress.step) if finished else f"{progress.step} of {settings.get('train.steps')}"
+    return ListedRun(*run_fields, steps, text, (0.0, tau or 0.0))
 
 
 def rows_of_list(runs: Sequence[ListedRun]) -> list[list[str]]:
@@ -96,10 +107,10 @@ def rows_of_list(runs: Sequence[ListedRun]) -> list[list[str]]:
             names[run.where],
             run.family,
             run.target,
-            cells.MISSING if run.steps is None else str(run.steps),
+            run.steps,
             run.expected,
             *run.measured,
-            ", ".join(f"{key}={run.settings[key]}" for key in keys if key in run.settings),
+            run.source or ", ".join(f"{key}={run.settings[key]}" for key in keys if key in run.settings),
         ]
         for run in runs
     ]

@@ -52,7 +52,7 @@ def test_fit_stores_and_reports_proposal_that_is_fastest_on_held_out_prompts(
     (plain,) = rows.keys() - {"step-00001", "step-00002"}
     assert plain in ("step-00001 as trained", "step-00002 as trained") and not rows[plain] and rows[plain.split()[0]]
     assert kept == [list(race["settings"].values())[1]] * 2 and report["best"] in ("step-00001", "step-00002")
-    assert "1.50x the speed of as trained on 4 held-out conversations" in said
+    assert "1.50x the speed of the proposal as trained on 4 held-out conversations" in said
     assert "drafttrain export checkpoint=outputs/medusa/" in said, "a next step, since stacks load the family"
 
 

@@ -133,7 +133,7 @@ def test_inspect_terminal_and_page_show_supervised_tokens_and_copies(
     coloured = re.findall(r"\x1b\[30;42m(.*?)\x1b\[0m", shown, re.DOTALL)
     assert any(re.fullmatch(r"reply \d <script>x</script><\|im_end\|>", piece) for piece in coloured)
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
-    assert re.search(r"conversations +10\s", plain) and re.search(r"truncated +1 \(10.0%\)", plain)
+    assert re.search(r"conversations +10\s", plain) and re.search(r"truncated to data.max_length +1 \(10.0%\)", plain)
     assert "1 of 1 prompts (prompts.jsonl) with 50% or more" in plain and "100%  prompt 7" in plain
     assert "replies by" in plain and "unknown (there is no provenance.json)" in plain
 

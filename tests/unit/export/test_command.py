@@ -32,7 +32,7 @@ def test_export_command_writes_one_stack_and_respects_overwrite(
     assert command("export", f"checkpoint={run}", "format=vllm", "out=a=b c", "dtype=bfloat16") == 0
     said = capsys.readouterr().out
     assert "golden drafts: the checkpoint has none; they are made now from the target" in said
-    assert "vllm: a=b c (18 golden drafts reproduced; bfloat16 changes" in said
+    assert "vllm: a=b c (checked: its 18 drafts are the checkpoint's; bfloat16 changes" in said
     assert sorted(p.name for p in Path("a=b c").iterdir()) == [
         "README.md",
         "config.json",
@@ -59,7 +59,7 @@ def test_export_command_all_stacks_uses_stored_golden_drafts(
     said = capsys.readouterr().out
     assert "golden drafts: the checkpoint has none" not in said
     sglang = "sglang: not exported, it has no loader for this family"
-    for line in ("vllm: out/vllm (18", sglang, "how to serve it: out/vllm/README.md"):
+    for line in ("vllm: out/vllm (checked: its 18", sglang, "how to serve it: out/vllm/README.md"):
         assert line in said
     record = json.loads(Path("out/drafttrain.json").read_text())
     assert record["written"] == ["vllm", "tgi"] and len(record["refused"]) == 9
@@ -156,7 +156,7 @@ def test_export_command_adapter_is_written_or_refused(
 ) -> None:
     made = checkpoint(tmp_path / "lora", "draft_model-lora", embedded())
     assert command("export", f"checkpoint={made}", "format=transformers", "adapter=true", "out=out") == 0
-    assert "transformers: out (18 golden drafts reproduced)" in capsys.readouterr().out
+    assert "transformers: out (checked: its 18 drafts are the checkpoint's)" in capsys.readouterr().out
     assert {"adapter_config.json", "adapter_model.safetensors", "base"} <= {path.name for path in Path("out").iterdir()}
     assert command("export", f"checkpoint={made}", "format=vllm", "adapter=true", "out=other") == 2
     assert "it takes no adapter as a drafter" in capsys.readouterr().err and not Path("other").exists()

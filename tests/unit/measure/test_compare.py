@@ -252,7 +252,7 @@ def test_compare_unmeasured_runs_are_listed_by_expected_tau(command: Command, tm
     first = {
         "family": "medusa",
         "target": "tiny",
-        "steps": "80",
+        "steps": "80 of 100",
         "expected tau": "1.90 (1.80 to 2.00)",
         "speedup [min-max]": "-",
     }

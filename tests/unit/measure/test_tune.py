@@ -133,7 +133,7 @@ def test_tune_command_faster_settings_are_stored_and_decoded_with(
     (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
     found = json.loads(kept.read_text())
     assert found["chosen"]["better"] and len(found["surface"]) > 2 and (kept.parent / "surface.png").stat().st_size > 1000
-    assert "1.25x the speed of as trained on the other prompts" in capsys.readouterr().out
+    assert "1.25x the speed of the proposal as trained on the other prompts" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_picture")
