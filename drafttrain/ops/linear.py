@@ -1,7 +1,8 @@
 """Products with a frozen weight, each by the library that is fastest for its rows.
 
 A CPU library packs a weight again for every product of few rows, which costs as much as the product itself. So a frozen
-float32 weight is packed once, in oneDNN's order, in addition to the original. On a GPU, cuBLAS chooses worse kernels than
+weight is packed once, in oneDNN's order, in addition to the original: in float32, and in bfloat16 where the processor
+multiplies it (elsewhere oneDNN widens it in every product, which is slower than float32). On a GPU, cuBLAS chooses worse kernels than
 cuBLASLt for the rows of a draft tree. Shapes: I in, O out.
 """
 
@@ -25,11 +26,20 @@ LT_ROWS = range(33, 257)
 
 
 def pack(weight_OI: Tensor) -> Tensor | None:
-    """The weight in oneDNN's order; None on another device, for another dtype or without oneDNN."""
-    if weight_OI.device.type != "cpu" or weight_OI.dtype != torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    """The weight in oneDNN's order; None on another device, for a dtype that the processor lacks, or without oneDNN."""
+    if weight_OI.device.type != "cpu" or weight_OI.dtype not in packed_dtypes():
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), PACKED_FOR)
     return packed
+
+
+@cache
+def packed_dtypes() -> tuple[torch.dtype, ...]:
+    """The formats in which this processor multiplies, in oneDNN's order."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return ()
+    bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return (torch.float32, torch.bfloat16) if bfloat16 else (torch.float32,)
 
 
 def linear(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed: Tensor | None = None) -> Tensor:

@@ -26,8 +26,9 @@ class ResidualHeads:
     def __init__(self, blocks: Sequence[tuple[Tensor, Tensor]], output_KVH: Tensor, frozen: bool) -> None:
         self.blocks, self.output_KVH = blocks, output_KVH
         self._kept: library.KeptWeights | None = None
-        packed = [pack(w.flatten(0, 1)) for w in (*(weight for weight, _ in blocks), output_KVH)] if frozen else [None]
-        if library.has_product() and None not in packed:
+        fusable = frozen and output_KVH.dtype == torch.float32 and library.has_product()
+        packed = [pack(w.flatten(0, 1)) for w in (*(weight for weight, _ in blocks), output_KVH)] if fusable else [None]
+        if None not in packed:
             biases = [bias for _, bias in blocks]
             pairs = [tensor for pair in zip(packed, biases, strict=False) for tensor in pair]
             self._kept = library.KeptWeights([*pairs, packed[-1]])
@@ -38,7 +39,7 @@ class ResidualHeads:
         Only one row is compiled. With several rows the packed product would multiply each head's state with every head's
         matrices.
         """
-        if self._kept is None or len(state_BH) != 1 or not library.serves(state_BH) or state_BH.dtype != torch.float32:
+        if self._kept is None or len(state_BH) != 1 or not library.serves(state_BH):
             return self.reference(state_BH, heads, ranks)
         template = torch.empty(0, dtype=torch.long)
         token_ids: Tensor = torch.ops.drafttrain.top_of_heads(

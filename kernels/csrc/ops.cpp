@@ -334,9 +334,11 @@ Tensor run_blocks(int64_t model, const Tensor& x, const std::optional<Tensor>& r
         const Tensor qkv = linear(l == 0 && read ? *read : normed, w[kQkv], w[kQkvBias]);
         const int64_t heads = qkv.size(2) / width - 2 * kv_heads;
         if (l == 0) attended = torch::stable::new_empty(x, {batch, nodes, heads * width});
-        attend_at(qkv, cos, sin, some(w[kQNorm]), some(w[kKNorm]), head_eps, scale, data<int64_t>(windows)[l], position, table,
-                  length, ancestor, earlier, page, kv_heads, width, data<float>(store) + 2 * l * half,
-                  data<float>(store) + (2 * l + 1) * half, attended);
+        by_type(x, [&](auto kind) {
+            auto* keys = data<decltype(kind)>(store) + 2 * l * half;
+            attend_at(qkv, cos, sin, some(w[kQNorm]), some(w[kKNorm]), head_eps, scale, data<int64_t>(windows)[l], position,
+                      table, length, ancestor, earlier, page, kv_heads, width, keys, keys + half, attended);
+        });
         const Tensor out = linear(attended, w[kOut], w[kOutBias]);
         rms_norm(x, out, w[kNorm2], eps, x, normed);
         const Tensor gate_up = linear(normed, w[kGateUp], w[kGateUpBias]);
@@ -344,9 +346,16 @@ Tensor run_blocks(int64_t model, const Tensor& x, const std::optional<Tensor>& r
         gated(gate_up, act);
         delta = linear(act, w[kDown], w[kDownBias]);
         if (next_tap < taps.numel() && data<int64_t>(taps)[next_tap] == l) {
-            float *stream = data<float>(x), *to = data<float>(tapped) + next_tap++ * x.numel();
-            const float* more = data<float>(*delta);
-            for (int64_t i = 0; i < x.numel(); i++) to[i] = stream[i] += more[i];
+            by_type(x, [&](auto kind) {
+                using T = decltype(kind);
+                T *stream = data<T>(x), *to = data<T>(tapped) + next_tap * x.numel();
+                const T* more = data<T>(*delta);
+                for (int64_t i = 0; i < x.numel(); i++) {
+                    drafttrain::from_float(drafttrain::to_float(stream[i]) + drafttrain::to_float(more[i]), &stream[i]);
+                    to[i] = stream[i];
+                }
+            });
+            next_tap++;
             delta.reset();
         }
     }
