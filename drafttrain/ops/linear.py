@@ -2,8 +2,8 @@
 
 A CPU library packs a weight again for every product of few rows, which costs as much as the product itself. So a frozen
 weight is packed once, in oneDNN's order, in addition to the original: in float32, and in bfloat16 where the processor
-multiplies it (elsewhere oneDNN widens it in every product, which is slower than float32). On a GPU, cuBLAS chooses worse kernels than
-cuBLASLt for the rows of a draft tree. Shapes: I in, O out.
+multiplies it (elsewhere oneDNN widens it in every product, which is slower than float32). On a GPU, cuBLAS chooses worse
+kernels than cuBLASLt for the rows of a draft tree. Shapes: I in, O out.
 """
 
 from __future__ import annotations
