@@ -48,6 +48,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         "fit does not read checkpoint: train.init=DIR starts from a",
     ),
     (["tune", "format=vllm"], "tune does not read format: it is of export; leave it out"),
+    (["fit", "engine=vllm"], "fit does not read engine: measure.every=STEPS measure.engine=NAME measures with an engine"),
     (["fot"], "unknown command 'fot'; did you mean fit?"),
     (["xyz"], "unknown command 'xyz'; use one of fit, measure, tune, generate, "),
     ([], "there is no command; use one of fit, measure, tune, generate, "),
