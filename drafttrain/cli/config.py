@@ -52,8 +52,8 @@ def register(config_dir: Path | None = None) -> None:
         body = _read_recipe(name, file.read_text(encoding="utf-8"))
         of_targets = {target: body.pop(target) for target in TARGETS if target in body}
         store.store(group="recipe", name=name, node=body, package="_global_")
-        for target, own in of_targets.items():
-            store.store(group="on_target", name=f"{target}_{name}", node=own, package="_global_")
+        for target, settings in of_targets.items():
+            store.store(group="on_target", name=f"{target}_{name}", node=settings, package="_global_")
     OmegaConf.register_new_resolver("drafttrain_required", _required, replace=True)
     OmegaConf.register_new_resolver("drafttrain_scratch", _scratch, use_cache=True, replace=True)
 
@@ -157,9 +157,9 @@ def _read_recipe(name: str, text: str) -> dict[str, Any]:
         raise UserError(f"recipe {name}, line {line}: {error.problem}; correct the YAML") from error
     if not isinstance(body, dict):
         raise UserError(f"recipe {name} is {type(body).__name__}, not a mapping; write key: value lines")
-    for part in (body, *(body[target] for target in TARGETS if isinstance(body.get(target), dict))):
+    for section in (body, *(body[target] for target in TARGETS if isinstance(body.get(target), dict))):
         for old, new in ((old.split("."), new.split(".")) for old, new in RENAMED.items()):
-            if isinstance(group := part.get(old[0]), dict) and old[1] in group:
+            if isinstance(group := section.get(old[0]), dict) and old[1] in group:
                 group[new[1]] = group.pop(old[1])
                 note_renamed(".".join(old))
     return body

@@ -106,11 +106,11 @@ def _unknown_key(key: str, free: bool) -> str:
         return f"{key!r} is a key of another choice of {parent}; drafttrain fit --cfg job prints the keys of this choice"
     if f"{NEXT_TO.get(parent)}.{leaf}" in keys:
         return f"unknown key {key!r}; did you mean {NEXT_TO[parent]}.{leaf}?"
-    siblings = [known for known in keys if known.rpartition(".")[0] == parent]
+    siblings = [valid for valid in keys if valid.rpartition(".")[0] == parent]
     while parent and not siblings:
         parent = parent.rpartition(".")[0]
-        siblings = [known for known in keys if known.rpartition(".")[0] == parent]
-    for name, pool in ((leaf, _by_leaf(siblings)), (key, {known: known for known in keys}), (leaf, _by_leaf(keys))):
+        siblings = [valid for valid in keys if valid.rpartition(".")[0] == parent]
+    for name, pool in ((leaf, _by_leaf(siblings)), (key, {valid: valid for valid in keys}), (leaf, _by_leaf(keys))):
         if close := difflib.get_close_matches(name, pool, n=3, cutoff=0.6):
             return f"unknown key {key!r}; did you mean {' or '.join(pool[match] for match in close)}?"
     return f"unknown key {key!r}; use one of {', '.join(siblings)}"

@@ -196,7 +196,9 @@ def command_help(name: str, config_dir: Path | None = None) -> str:
             *(f"  {line}" for line in COMMANDS[name].examples),
             *_keys(name),
             *_choices(config_dir, name),
-            *_section("flags", {flag: about for flag, text in FLAGS.items() if (about := _for_command(name, text))}),
+            *_section(
+                "flags", {flag: description for flag, text in FLAGS.items() if (description := _for_command(name, text))}
+            ),
             "",
             f"drafttrain {name} --cfg job prints every key with its value.",
         ]
@@ -244,16 +246,16 @@ def _keys(command: str) -> list[str]:
     comments = field_comments("runs/options.py", "RunOptions")
     rows = {key: _for_command(command, comments[key]) for key in COMMANDS[command].keys}
     if command in OWN_OPTIONS:
-        own = {key: _for_command(command, text) for key, text in field_comments(*OWN_OPTIONS[command]).items()}
-        rows |= {f"{command}.{key}": text for key, text in own.items() if text}
+        own_keys = {key: _for_command(command, text) for key, text in field_comments(*OWN_OPTIONS[command]).items()}
+        rows |= {f"{command}.{key}": text for key, text in own_keys.items() if text}
     return _section("keys (key=VALUE)", rows) if rows else []
 
 
 def _for_command(command: str, text: str) -> str:
     """Of a comment such as `prepare, tune: A; export: B` what is about this command, or about all."""
     parts = re.split(rf"(?:^|; )((?:(?:{'|'.join(COMMANDS)})(?:, |: ))+)", text)
-    about = [text for names, text in zip(parts[1::2], parts[2::2], strict=True) if command in re.findall(r"\w+", names)]
-    return "; ".join(filter(None, [parts[0], *about]))
+    clauses = [text for names, text in zip(parts[1::2], parts[2::2], strict=True) if command in re.findall(r"\w+", names)]
+    return "; ".join(filter(None, [parts[0], *clauses]))
 
 
 def field_comments(file: str, name: str) -> dict[str, str]:
@@ -265,8 +267,8 @@ def field_comments(file: str, name: str) -> dict[str, str]:
         code, _, comment = line.partition("  # " if not line.startswith("    #") else "# ")
         if not code.strip():
             above.append(comment)
-        elif found := re.match(r" {4}(\w+): ", code):
-            comments[found[1]] = " ".join([*above, comment]).strip()
+        elif field_match := re.match(r" {4}(\w+): ", code):
+            comments[field_match[1]] = " ".join([*above, comment]).strip()
             above = []
     return comments
 

@@ -139,8 +139,8 @@ def check_variables() -> None:
 def _launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> Path | None:
     launcher = options.launcher
     if launcher.nproc == launcher.nodes == 1 and not launcher.restarts:
-        made = work(options, resolved)
-        return made if isinstance(made, Path) else None
+        command_result = work(options, resolved)
+        return command_result if isinstance(command_result, Path) else None
     if "RANK" in os.environ:
         raise UserError(
             f"launcher.nproc={launcher.nproc} under torchrun, which has already started the processes, as RANK="
@@ -198,7 +198,7 @@ def _config(options: RunOptions, name: str) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
     launcher, hang_timeout = options.launcher, options.train.hang_timeout
-    here = launcher.nodes == 1 or str(launcher.rendezvous).split(":")[0] in ("localhost", "127.0.0.1")
+    on_this_machine = launcher.nodes == 1 or str(launcher.rendezvous).split(":")[0] in ("localhost", "127.0.0.1")
     return LaunchConfig(
         min_nodes=launcher.nodes,
         max_nodes=launcher.nodes,
@@ -208,7 +208,7 @@ def _config(options: RunOptions, name: str) -> LaunchConfig:
         rdzv_endpoint="localhost:0" if launcher.nodes == 1 else str(launcher.rendezvous),
         rdzv_configs={"read_timeout": max(1, int(min(CALL, hang_timeout or CALL))), "join_timeout": int(JOINING)},
         max_restarts=launcher.restarts,
-        local_addr="localhost" if here else None,
+        local_addr="localhost" if on_this_machine else None,
         signals_to_handle="SIGHUP,SIGQUIT",  # other signals are ours: it would kill the processes after 30 seconds
     )
 
@@ -220,11 +220,11 @@ def _forwarding(folder: Path, several: bool) -> Iterator[None]:
     A terminal sends Ctrl-C to the children too. They ignore it, and get SIGTERM from here instead. several: there are several
     machines: while this one waits for the others, a signal ends it at once.
     """
-    ctrl_c_seen, here = False, os.getpid()
+    ctrl_c_seen, parent_pid = False, os.getpid()
 
     def forward(number: int, frame: object) -> None:
         nonlocal ctrl_c_seen
-        if os.getpid() != here:  # in a process that was forked, and has no handler of its own yet
+        if os.getpid() != parent_pid:  # in a process that was forked, and has no handler of its own yet
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         (folder / SIGNALLED).touch()
@@ -264,9 +264,9 @@ def _shown(error: ChildFailedError, options: RunOptions, folder: Path) -> Worker
 
 def _show(options: RunOptions, folder: Path, ending: str, rank: int) -> None:
     """Keep the logs of all processes, and print the end of this one's log."""
-    kept = Path(options.output) / options.name / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    log_folder = Path(options.output) / options.name / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S")
     with suppress(OSError):  # a full disk must not hide what failed
-        shutil.copytree(folder, kept, dirs_exist_ok=True)
+        shutil.copytree(folder, log_folder, dirs_exist_ok=True)
     log = log_of(folder, rank)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST:] if log.exists() else []
-    print("\n".join([*lines, f"drafttrain: rank {rank} {ending}; output of all ranks: {kept}"]), file=sys.stderr)
+    print("\n".join([*lines, f"drafttrain: rank {rank} {ending}; output of all ranks: {log_folder}"]), file=sys.stderr)

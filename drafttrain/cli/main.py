@@ -228,7 +228,7 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
 
     register(config_dir)
     for_slurm: list[SlurmRequest] = []
-    made: list[tuple[Path, Any]] = []  # what the command has made, and its options
+    finished_runs: list[tuple[Path, Any]] = []  # what the command has made, and its options
     first = os.environ.get("RANK", "0") == "0"
 
     def task(composed: DictConfig) -> None:
@@ -237,7 +237,7 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
                 run = to_run(composed)
                 if run.sweep and first:
                     print(f"sweep: {run.sweep}", flush=True)
-                made.extend((path, run.options) for path in _execute(command, run, config_dir, for_slurm))
+                finished_runs.extend((path, run.options) for path in _execute(command, run, config_dir, for_slurm))
         except UserError as error:
             raise Stop(str(error)) from error
         except (ParityError, OutputError) as error:
@@ -249,11 +249,11 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()
     if for_slurm:
         import_module("drafttrain.cli.slurm").submit(command, for_slurm)
-    if command == "fit" and made and first:
-        if len(made) > 1:
-            import_module("drafttrain.commands.compare").show_sweep([path for path, _ in made])
+    if command == "fit" and finished_runs and first:
+        if len(finished_runs) > 1:
+            import_module("drafttrain.commands.compare").show_sweep([path for path, _ in finished_runs])
         else:
-            import_module("drafttrain.commands.fit").next_steps(*made[0])
+            import_module("drafttrain.commands.fit").next_steps(*finished_runs[0])
 
 
 def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[SlurmRequest]) -> list[Path]:
@@ -270,8 +270,8 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
         function(Path(run.options.output))
         return []
     if launcher.name == "slurm":
-        own = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
-        for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*own, *run.overrides], run.options))
+        config_dir_flags = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
+        for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*config_dir_flags, *run.overrides], run.options))
         return []
     if launcher.name != "local":
         raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")

@@ -160,7 +160,7 @@ def parameters(command: str, request: SlurmRequest, array: bool) -> dict[str, An
     cpus = [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
     trainers = launcher.nodes - servers
     place = [f"--nodes={trainers}", f"--ntasks={trainers}", "--relative=0"] if servers else []
-    given = {
+    sbatch_options = {
         "job_name": f"drafttrain-{command}",
         "partition": slurm.partition,
         "account": slurm.account,
@@ -177,7 +177,7 @@ def parameters(command: str, request: SlurmRequest, array: bool) -> dict[str, An
         "array_parallelism": slurm.array_parallelism,
         "additional_parameters": {"requeue": True, **slurm.extra},
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in sbatch_options.items() if value is not None}
 
 
 def gpus_of(request: SlurmRequest) -> int:

@@ -41,18 +41,18 @@ def compare(options: RunOptions, resolved: dict[str, Any]) -> Path | None:
     check_options(options.compare)
     check_project(options.compare.wandb)
     out, console = _folder(options.out), Console()
-    written, project = show(options.runs, options.compare, console, out), options.compare.wandb
-    for file in written.files:
+    shown, project = show(options.runs, options.compare, console, out), options.compare.wandb
+    for file in shown.files:
         print_line(console, f"wrote {file}")
     if project is not None:
-        if written.comparison is None:
-            raise UserError(f"compare.wandb is {project!r}, but the runs cannot be ranked: {written.why}")
-        rows = written.comparison.rows
-        known = [_at_wandb(row.run.where) for row in rows]
-        address = save_report(written.comparison, project, known)
-        without = [row.label for row, path in zip(rows, known, strict=True) if path is None]
-        left = f" (these runs are not at W&B and are in its table only: {', '.join(without)})" if without else ""
-        print_line(console, f"saved {address}{left}")
+        if shown.comparison is None:
+            raise UserError(f"compare.wandb is {project!r}, but the runs cannot be ranked: {shown.why}")
+        rows = shown.comparison.rows
+        wandb_paths = [_at_wandb(row.run.where) for row in rows]
+        address = save_report(shown.comparison, project, wandb_paths)
+        without = [row.label for row, path in zip(rows, wandb_paths, strict=True) if path is None]
+        missing_note = f" (these runs are not at W&B and are in its table only: {', '.join(without)})" if without else ""
+        print_line(console, f"saved {address}{missing_note}")
     return out
 
 

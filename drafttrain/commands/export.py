@@ -48,7 +48,7 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
     stacks = stacks_for(source.family, stack)
     dtype = options.dtype or ("float32" if options.adapter else source.dtype)
     repository = None if options.push_to_hub is None else Repository(options.push_to_hub, options.push_private)
-    wanted = ExportSettings(
+    settings = ExportSettings(
         stacks,
         out,
         dtype,
@@ -59,21 +59,21 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
         repository,
         options.adapter,
     )
-    check_wanted(wanted)
+    check_wanted(settings)
     with shared_target(options, "export"):
         loaded = loaded or load_target(source.target(options.target))
         directory = source.checkpoint(loaded, line_printer(console))
         scaling = options.export.rope_scaling
-        opened = Opened.of(directory, loaded, scaling)
-        refusals(opened, wanted)  # before anything is computed
+        checkpoint = Opened.of(directory, loaded, scaling)
+        refusals(checkpoint, settings)  # before anything is computed
         material = golden.stored(directory) if scaling is None else None
         if material is None:
             why = "the checkpoint has none" if scaling is None else "its positions are scaled from here on"
             print_line(console, f"golden drafts: {why}; they are made now from the target")
-            material = golden.made(opened, golden.sequences_for(loaded))
-        exported = export_to(opened, material, wanted)
-        _print_result(console, exported, wanted)
-        places = {stack: out / stack if wanted.several else out for stack in exported.written}
+            material = golden.made(checkpoint, golden.sequences_for(loaded))
+        exported = export_to(checkpoint, material, settings)
+        _print_result(console, exported, settings)
+        places = {stack: out / stack if settings.several else out for stack in exported.written}
         log_export(options.logger, resolved, directory, places, line_printer(console))
         if repository is not None:
             address = push(out, repository, f"{source.family} drafter for {stack}, drafttrain {__version__}")

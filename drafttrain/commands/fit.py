@@ -78,9 +78,9 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     where = ready.place if ready else place(options, world, console.say)
     job = prepare_job(options, world, where, console, ready)
     shape, rows = job.loaded.target.shape, len(job.data.train)
-    found = derived(options, shape, rows, world.size // options.train.sequence_parallel)
-    asked, options, resolved = options, with_values(options, found), recorded(resolved, found)
-    for line in lines_of(asked, options, shape, rows):
+    derived_values = derived(options, shape, rows, world.size // options.train.sequence_parallel)
+    recipe_options, options, resolved = options, with_values(options, derived_values), recorded(resolved, derived_values)
+    for line in lines_of(recipe_options, options, shape, rows):
         console.say(line)
     options = replace(options, train=divided(options.train, world))
     job = replace(job, train=options.train)
@@ -185,7 +185,7 @@ def _finish(
         report = measure_run(
             loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out, chosen
         )
-        files = [run.path / f"report.{kind}" for kind in ("json", "md", "html")]
+        files = [run.path / f"report.{extension}" for extension in ("json", "md", "html")]
         if logger is not None:
             logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
     if logger is not None:
@@ -196,13 +196,13 @@ def _chosen_by_engine(options: RunOptions, checkpoints: list[Path], console: Ric
     """The name of the best checkpoint by the engine's tau, if `measure.best=engine` and it has measured any."""
     if options.measure.best != ENGINE:
         return None
-    found = {path.name: figures["tau"] for path in checkpoints if (figures := engine_figures(path))}
-    others, label = [path.name for path in checkpoints if path.name not in found], options.measure.engine
-    if not found:
+    engine_tau = {path.name: figures["tau"] for path in checkpoints if (figures := engine_figures(path))}
+    others, label = [path.name for path in checkpoints if path.name not in engine_tau], options.measure.engine
+    if not engine_tau:
         print_note(console, f"measure.best=engine: {label} has measured no kept checkpoint, so our own figures choose the best")
         return None
     best = best_checkpoint(checkpoints[0].parent, by_engine=True).name
-    print_line(console, f"best checkpoint by {label}: {best}, tau {found[best]:.2f}")
+    print_line(console, f"best checkpoint by {label}: {best}, tau {engine_tau[best]:.2f}")
     if others:
         print_note(console, f"{label} has not measured {', '.join(others)}, so measure.best=engine leaves them out")
     return best
@@ -215,9 +215,9 @@ def _store_golden(checkpoints: list[Path], loaded: LoadedTarget, console: RichCo
     for directory in checkpoints:
         try:
             if loads(read_meta(directory).family) and golden.stored(directory) is None:
-                opened = Opened.of(directory, loaded)
-                if opened.drafter.trained:
-                    golden.store(directory, golden.made(opened, golden.sequences_for(loaded)))
+                checkpoint = Opened.of(directory, loaded)
+                if checkpoint.drafter.trained:
+                    golden.store(directory, golden.made(checkpoint, golden.sequences_for(loaded)))
         except UserError as error:
             print_note(console, f"no golden drafts with {directory.name}: {error}")
 

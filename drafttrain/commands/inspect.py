@@ -79,10 +79,10 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
         ("replies by", ", ".join(dict.fromkeys(map(_writer, options.data.paths)))),
     ]
     copied = copies(prompts, conversations, settings.ngram, settings.overlap)
-    found = Inspection(rows, statistics.histogram(), copied, len(prompts), prompt_file, samples)
+    inspection = Inspection(rows, statistics.histogram(), copied, len(prompts), prompt_file, samples)
     console = Console()
-    _print(console, found, settings)
-    text = _page(found, settings)
+    _print(console, inspection, settings)
+    text = _page(inspection, settings)
     if named is None:
         page = new_file(dated_path(options.output, "inspect", ".html"), text.encode("utf-8", "backslashreplace"))
     else:
@@ -113,8 +113,8 @@ def _checked(options: RunOptions) -> Path | None:
 def _statistics(
     conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, options: RunOptions, faults: Faults
 ) -> tuple[Statistics, list[Sample]]:
-    statistics, most = Statistics(), max(options.inspect.page_samples, options.inspect.samples)
-    kept: dict[int, Encoded | None] = dict.fromkeys(chosen(len(conversations), most, options.data.seed))
+    statistics, sample_count = Statistics(), max(options.inspect.page_samples, options.inspect.samples)
+    shown: dict[int, Encoded | None] = dict.fromkeys(chosen(len(conversations), sample_count, options.data.seed))
     encode = encoder_of(options.data, tokenizer, _images(options, conversations, tokenizer))
     with tokenising(len(conversations)) as advance:
         for i, conversation in enumerate(conversations):
@@ -125,9 +125,9 @@ def _statistics(
                 faults.add(str(error))
                 continue
             statistics.add(conversation, encoded)
-            if i in kept:
-                kept[i] = encoded
-    return statistics, [sample_of(conversations[i], encoded, tokenizer) for i, encoded in kept.items() if encoded is not None]
+            if i in shown:
+                shown[i] = encoded
+    return statistics, [sample_of(conversations[i], encoded, tokenizer) for i, encoded in shown.items() if encoded is not None]
 
 
 def _images(options: RunOptions, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase) -> Images:
@@ -140,14 +140,18 @@ def _images(options: RunOptions, conversations: list[Conversation], tokenizer: P
 def _writer(data: str) -> str:
     if data == "embedded":
         return "the embedded target"
-    found = find_provenance(data)
-    return "unknown (there is no provenance.json)" if found is None else str(found["target"]["path"] or found["target"]["name"])
+    provenance = find_provenance(data)
+    return (
+        "unknown (there is no provenance.json)"
+        if provenance is None
+        else str(provenance["target"]["path"] or provenance["target"]["name"])
+    )
 
 
 def _print(console: Console, found: Inspection, settings: InspectOptions) -> None:
     for sample in found.samples[: settings.samples]:
-        about = f"{sample.tokens:,} tokens, {sample.supervised:,} supervised" + (", truncated" if sample.truncated else "")
-        console.rule(Text(printable(f"{sample.origin}: {about}")), align="left")
+        counts = f"{sample.tokens:,} tokens, {sample.supervised:,} supervised" + (", truncated" if sample.truncated else "")
+        console.rule(Text(printable(f"{sample.origin}: {counts}")), align="left")
         console.print(_coloured(sample), soft_wrap=True)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in found.rows:
@@ -155,9 +159,9 @@ def _print(console: Console, found: Inspection, settings: InspectOptions) -> Non
     console.rule("figures", align="left")
     console.print(table)
     console.rule("lengths in tokens", align="left")
-    most, wide = max(b.count for b in found.bins), len(f"{found.bins[-1].last:,}")
+    largest, wide = max(b.count for b in found.bins), len(f"{found.bins[-1].last:,}")
     for b in found.bins:
-        bar = "█" * round(WIDE * b.count / most) or "▏" * bool(b.count)
+        bar = "█" * round(WIDE * b.count / largest) or "▏" * bool(b.count)
         console.print(Text.assemble(f"{b.first:>{wide},}–{b.last:<{wide},} ", (bar, BAR), f" {b.count:,}"), soft_wrap=True)
     console.rule("evaluation prompts in the data", align="left")
     of = f"{len(found.copies)} of {found.prompts} prompts ({found.prompt_file})"
@@ -166,8 +170,8 @@ def _print(console: Console, found: Inspection, settings: InspectOptions) -> Non
         highlight=False,
     )
     for copy in found.copies[:10]:
-        place = printable(copy.origin)
-        console.print(Text(f"  {copy.share:4.0%}  prompt {copy.question_id} ({copy.category})  {place}"), soft_wrap=True)
+        origin = printable(copy.origin)
+        console.print(Text(f"  {copy.share:4.0%}  prompt {copy.question_id} ({copy.category})  {origin}"), soft_wrap=True)
     if len(found.copies) > 10:
         console.print(f"  and {len(found.copies) - 10} more, on the page", highlight=False)
 

@@ -160,12 +160,14 @@ def training_cost(checkpoint: Path) -> dict[str, Any] | None:
     if not (checkpoint / PROGRESS).is_file():
         return None
     progress = Progress.of(checkpoint)
-    known = progress.device is not None or not progress.step  # checkpoints of old versions lack device, process time and flops
+    has_costs = (
+        progress.device is not None or not progress.step
+    )  # checkpoints of old versions lack device, process time and flops
     return {
         "steps": progress.step,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
-        "process_seconds": progress.process_seconds if known else None,
+        "process_seconds": progress.process_seconds if has_costs else None,
         "flops": progress.flops if progress.flops or not progress.step else None,
         "device": progress.device,
     }

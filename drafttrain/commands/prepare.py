@@ -71,23 +71,25 @@ def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Shar
     """part: of a shared target; its processes decode everything in lock step, and the first of them writes."""
     first = share.rank == 0 and (part is None or part.first)
     console, folder = Console(quiet=not first), out.with_name(f"{out.name}.journal")
-    answerer, about = server_answerer(options, scripts) if options.prepare.server else decoder_answerer(options, scripts, part)
-    check_settings(folder, about, write=first)
+    answerer, answerer_facts = (
+        server_answerer(options, scripts) if options.prepare.server else decoder_answerer(options, scripts, part)
+    )
+    check_settings(folder, answerer_facts, write=first)
     jobs, paths = list(jobs_of(scripts.scripts, options.prepare)), ", ".join(options.data.paths)
-    found = scan(folder)
-    own = jobs[share.rank :: share.size]
-    left = [job for job in own if job.id not in found.answered]
-    known = f", {sum(job.id in found.answered for job in jobs):,} of them answered before" if found.answered else ""
+    journal = scan(folder)
+    share_jobs = jobs[share.rank :: share.size]
+    open_jobs = [job for job in share_jobs if job.id not in journal.answered]
+    answered_note = f", {sum(job.id in journal.answered for job in jobs):,} of them answered before" if journal.answered else ""
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in scripts.skipped.items())
     prompts = f"{len(scripts.scripts):,}" + (f" (skipped: {skipped})" if skipped else "")
-    print_line(console, f"prompts: {prompts}, texts: {len(jobs):,}{known} ({paths})")
-    if found.damaged:
-        damaged = f"{len(found.damaged):,} damaged lines are ignored and their texts written again"
-        print_line(console, f"{damaged}: {found.damaged[0]}")
+    print_line(console, f"prompts: {prompts}, texts: {len(jobs):,}{answered_note} ({paths})")
+    if journal.damaged:
+        damaged = f"{len(journal.damaged):,} damaged lines are ignored and their texts written again"
+        print_line(console, f"{damaged}: {journal.damaged[0]}")
     with stages(console) as watch, _writing(folder, share.rank, first or part is None) as write:
-        progress = _Progress(write, options.prepare.failures, len(own), len(own) - len(left), watch)
+        progress = _Progress(write, options.prepare.failures, len(share_jobs), len(share_jobs) - len(open_jobs), watch)
         try:
-            answerer.answer(left, progress.finished, progress.tick)
+            answerer.answer(open_jobs, progress.finished, progress.tick)
         except torch.OutOfMemoryError as error:
             size, length = options.prepare.batch_size, options.prepare.max_length
             raise UserError(
@@ -96,16 +98,16 @@ def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Shar
     if share.size > 1:
         distributed.barrier()
     if first:
-        wanted = options.prepare
+        settings = options.prepare
         prompt_record = {
             "path": paths,
             "count": len(scripts.scripts),
             "sha256": scripts.digest,
             "skipped": dict(scripts.skipped),
         }
-        record = {"format": FORMAT, "drafttrain": drafttrain.__version__, **about, "prompts": prompt_record}
-        record["drop"] = sorted(wanted.drop)
-        summary = publish(folder, jobs, out, record, wanted.drop, wanted.format, wanted.shard)
+        record = {"format": FORMAT, "drafttrain": drafttrain.__version__, **answerer_facts, "prompts": prompt_record}
+        record["drop"] = sorted(settings.drop)
+        summary = publish(folder, jobs, out, record, settings.drop, settings.format, settings.shard)
         _report(console, summary, out, options)
 
 
@@ -113,33 +115,33 @@ def _checked(options: RunOptions) -> Path:
     """The directory to write. Raises UserError for options out of their range."""
     if options.out is None:
         raise UserError("out is not set; name the new data set's directory with out=DIR")
-    wanted, out = options.prepare, Path(os.path.normpath(Path(options.out).expanduser()))
+    settings, out = options.prepare, Path(os.path.normpath(Path(options.out).expanduser()))
     if out.name in ("", ".."):
         raise UserError(f"out is {options.out!r}; name a new directory")
     check_out(out)
-    check_rules(wanted.drop)
-    check_at_least(1, "prepare", wanted, "samples", "max_new_tokens", "max_length", "batch_size", "shard", "concurrency")
-    if wanted.timeout <= 0 or wanted.patience < 0 or wanted.failures < 0:
+    check_rules(settings.drop)
+    check_at_least(1, "prepare", settings, "samples", "max_new_tokens", "max_length", "batch_size", "shard", "concurrency")
+    if settings.timeout <= 0 or settings.patience < 0 or settings.failures < 0:
         raise UserError(
-            f"prepare.timeout is {wanted.timeout:g}, patience {wanted.patience:g}, failures {wanted.failures}; "
+            f"prepare.timeout is {settings.timeout:g}, patience {settings.patience:g}, failures {settings.failures}; "
             "set timeout above 0, the others to 0 or more"
         )
-    if wanted.format not in FORMATS:
-        raise UserError(f"prepare.format is {wanted.format!r}; choose {' or '.join(FORMATS)}")
-    _check_mixture(wanted)
+    if settings.format not in FORMATS:
+        raise UserError(f"prepare.format is {settings.format!r}; choose {' or '.join(FORMATS)}")
+    _check_mixture(settings)
     return out
 
 
-def _check_mixture(wanted: PrepareOptions) -> None:
+def _check_mixture(settings: PrepareOptions) -> None:
     """Raise UserError for bad temperatures, weights or sampling settings."""
-    temperatures, weights = wanted.temperatures, wanted.weights
+    temperatures, weights = settings.temperatures, settings.weights
     if not temperatures:
         raise UserError("prepare.temperatures is empty; name at least one, 0 is greedy")
     if weights and (len(weights) != len(temperatures) or min(weights) < 0 or not sum(weights)):
         raise UserError(f"prepare.weights is {weights}; give one for each of prepare.temperatures {temperatures}, none below 0")
     try:
         for temperature in temperatures:
-            sampling_at(wanted, temperature)
+            sampling_at(settings, temperature)
     except ValueError as error:
         raise UserError(f"prepare: {error}") from error
 

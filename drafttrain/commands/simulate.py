@@ -30,12 +30,12 @@ def simulate(options: RunOptions, resolved: dict[str, Any]) -> Path:
 
     Raises UserError for bad options, and for reports that cannot be read or have no timings.
     """
-    picture, wanted = _picture(options), options.simulate
-    simulation = run_simulation(wanted, _measured(options))
+    picture, settings = _picture(options), options.simulate
+    simulation = run_simulation(settings, _measured(options))
     console = Console(highlight=False)
     for line in assumptions(simulation):
         console.print(line, soft_wrap=True)
-    console.print(chain_table(simulation, wanted.alphas, simulation.scenario.costs.draft))
+    console.print(chain_table(simulation, settings.alphas, simulation.scenario.costs.draft))
     console.print(shape_table(simulation))
     for line in findings(simulation):
         console.print(line, soft_wrap=True)
@@ -46,7 +46,7 @@ def simulate(options: RunOptions, resolved: dict[str, Any]) -> Path:
     else:
         picture.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_json(picture.with_suffix(".json"), figures)
-    simulation_plot(simulation, wanted.alphas, picture)
+    simulation_plot(simulation, settings.alphas, picture)
     console.print(f"picture: {picture}", soft_wrap=True)
     return picture
 
@@ -82,12 +82,12 @@ def assumptions(simulation: Simulation) -> list[str]:
     alphas = " ".join(f"{alpha:.2f}" for alpha in scenario.alpha_K)
     where = "at every position" if len(scenario.alpha_K) == 1 else "by position, the last one for all later positions"
     passes = "one pass gives all drafts" if costs.parallel else "one pass per draft"
-    own = "assumed" if simulation.measured is None else f"from {simulation.measured.name} unless set"
+    origin = "assumed" if simulation.measured is None else f"from {simulation.measured.name} unless set"
     lines = [] if costs.experts is None else [experts_line(costs.experts)]
     return [
         f"acceptance {alphas} {where}",
         f"costs in plain steps: {costs.draft:.3g} for a draft pass ({passes}), {costs.token:.3g} for each further token in the "
-        f"target's pass, {costs.other:.3g} for the rest of a step ({own})",
+        f"target's pass, {costs.other:.3g} for the rest of a step ({origin})",
         *lines,
     ]
 
@@ -105,11 +105,11 @@ def chain_table(simulation: Simulation, alphas: Sequence[float], draft_operation
     table = console_table("chains at batch 1", columns, left=())
     scenario = simulation.scenario
     best = {alpha: scenario.at(alpha).best_chain().depth for alpha in alphas}
-    own = scenario.best_chain().depth
+    best_length = scenario.best_chain().depth
     for chain in simulation.chains:
         K = chain.depth
         line = [str(K), f"{chain.tokens:.2f}", f"{scenario.costs.verify(K + 1):.2f}"]
-        line += [_bold(f"{chain.speedup:.2f}x", own == K), f"{operations(chain.tokens, K, draft_operations):.2f}x"]
+        line += [_bold(f"{chain.speedup:.2f}x", best_length == K), f"{operations(chain.tokens, K, draft_operations):.2f}x"]
         line += [_bold(f"{scenario.at(alpha).chain(K).speedup:.2f}x", best[alpha] == K) for alpha in alphas]
         table.add_row(*line)
     return table

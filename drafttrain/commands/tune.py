@@ -51,16 +51,16 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
     with shared_target(options, "tune") as part:
         loaded = load_target(source.target(options.target), part)
         directory = source.checkpoint(loaded, line_printer(console))
-        room = loaded.target.shape.max_positions - options.decode.max_new_tokens
-        cases, left_out = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
-        for note in left_out_notes(left_out, len(prompts), room):
+        max_prompt = loaded.target.shape.max_positions - options.decode.max_new_tokens
+        cases, left_out = encode_cases(prompts, loaded.tokenizer, max_prompt, loaded.images)
+        for note in left_out_notes(left_out, len(prompts), max_prompt):
             print_note(console, note)
         _check_prompts(len(cases), options.tune.batch_size)
-        found = _searched(directory, loaded, options.tune, options.decode, cases[0::2], cases[1::2], console)
+        search_result = _searched(directory, loaded, options.tune, options.decode, cases[0::2], cases[1::2], console)
         if part.first:
-            folder = new_directory(folder, partial(_write, found))
-            _print_finalists(found, console)
-            _write_choice(directory, found, options.tune.write, console)
+            folder = new_directory(folder, partial(_write, search_result))
+            _print_finalists(search_result, console)
+            _write_choice(directory, search_result, options.tune.write, console)
             print_line(console, f"surface: {folder / 'surface.png'}")
     return folder
 
@@ -88,11 +88,11 @@ def tune_run(
         print_note(console, f"tuning was left out: {few}; raise data.held_out, or run drafttrain tune")
         return None
     try:
-        found = _searched(best, loaded, tune, options.decode, cases, (), console)
+        search_result = _searched(best, loaded, tune, options.decode, cases, (), console)
     except UserError as error:  # the checkpoints are there, and can be measured as they were trained
         print_note(console, f"tuning was left out: {error}")
         return None
-    chosen = found["chosen"]
+    chosen = search_result["chosen"]
     if not chosen["better"]:
         print_line(console, f"tuning: nothing is faster than {DEFAULT} on {len(cases)} held-out conversations")
         return None
@@ -100,7 +100,7 @@ def tune_run(
     print_line(console, f"tuning: {chosen['name']}, {gain} on {len(cases)} held-out conversations")
     if loaded.target.part.first:
         for directory in checkpoints:
-            keep_tuned(directory, chosen["settings"], _about(found))
+            keep_tuned(directory, chosen["settings"], _about(search_result))
     return str(chosen["name"])
 
 
@@ -119,10 +119,14 @@ def _searched(
         measure = MeasureOptions(minutes=tune.minutes, repeats=tune.repeats)
         budget = Budget(60 * tune.minutes, LEAST_PROMPTS if deciding else LEAST_CHOOSING)
         bench = Bench(restored.loaded, decode, measure, budget, watch)
-        found = search(Tuner(bench, restored.drafter.requires_grad_(False), tune, record.decode), choosing, deciding)
-    found |= {"checkpoint": str(directory), "prompts": len(choosing) + len(deciding)}
-    found |= {"environment": environment(loaded.target.device), "batch_size": tune.batch_size, "objective": tune.objective}
-    return found | {"decode": asdict(decode)}
+        search_result = search(Tuner(bench, restored.drafter.requires_grad_(False), tune, record.decode), choosing, deciding)
+    search_result |= {"checkpoint": str(directory), "prompts": len(choosing) + len(deciding)}
+    search_result |= {
+        "environment": environment(loaded.target.device),
+        "batch_size": tune.batch_size,
+        "objective": tune.objective,
+    }
+    return search_result | {"decode": asdict(decode)}
 
 
 def _write(found: dict[str, Any], folder: Path) -> None:
@@ -163,8 +167,8 @@ def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: 
 
 
 def _about(found: dict[str, Any]) -> dict[str, Any]:
-    about = {key: found[key] for key in ("batch_size", "objective", "prompts", "environment", "decode")}
-    return dict(rounded(about | {"over_default": found["chosen"]["over_default"]}))
+    facts = {key: found[key] for key in ("batch_size", "objective", "prompts", "environment", "decode")}
+    return dict(rounded(facts | {"over_default": found["chosen"]["over_default"]}))
 
 
 def _by_hand(decode: DecodeOptions) -> list[str]:

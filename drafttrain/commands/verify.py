@@ -55,27 +55,27 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
     meta = read_meta(export.checkpoint)
     with shared_target(options, "verify"):
         target = replace(CheckpointSource(export.checkpoint, meta).target(options.target), dtype="float32")
-        opened = Opened.of(export.checkpoint, load_target(target))
-        ending = Ending(opened.loaded.target.stop_ids, options.decode.max_new_tokens)
-        length = options.decode.draft_length or opened.drafter.draft_length
-        drafter = chain_drafter(opened, length, export.record["dtype"])
-        cases, left_out = cases_of(options, opened.loaded, length, console)
+        checkpoint = Opened.of(export.checkpoint, load_target(target))
+        ending = Ending(checkpoint.loaded.target.stop_ids, options.decode.max_new_tokens)
+        length = options.decode.draft_length or checkpoint.drafter.draft_length
+        drafter = chain_drafter(checkpoint, length, export.record["dtype"])
+        cases, left_out = cases_of(options, checkpoint.loaded, length, console)
         ids, names = [case.tokens for case in cases], [case.question_id for case in cases]
         print_line(console, f"{ENGINES[export.engine].label}: {len(ids)} prompts, chains of {length}, after it has loaded")
         with console.status("waiting for the engine"):
-            outcome = run(export.engine, export.python, job_of(export, opened, ids, ending, length))
-        own = opened.loaded.target
+            outcome = run(export.engine, export.python, job_of(export, checkpoint, ids, ending, length))
+        target_model = checkpoint.loaded.target
         sequences: list[DecodedSequence] = []
         with counting(console, "our own decoder", len(ids)) as advance:
             for prompt in ids:
-                sequences.append(decoded(own, drafter, prompt, ending, length, outcome.begins))
+                sequences.append(decoded(target_model, drafter, prompt, ending, length, outcome.begins))
                 advance(1)
-            found = engine_check(outcome, names, plain(own, ids, ending), sequences, ending, length)
-    about = {key: export.record[key] for key in RECORDED} | found.as_json() | {"left_out": left_out}
+            check = engine_check(outcome, names, plain(target_model, ids, ending), sequences, ending, length)
+    report = {key: export.record[key] for key in RECORDED} | check.as_json() | {"left_out": left_out}
     base = dated_path(options.output, "verify")
-    folder = new_directory(base, lambda aside: atomic_write_json(aside / "verification.json", about))
-    print_verification(console, found, outcome, folder)
-    found.check()
+    folder = new_directory(base, lambda aside: atomic_write_json(aside / "verification.json", report))
+    print_verification(console, check, outcome, folder)
+    check.check()
     return folder
 
 
@@ -124,9 +124,9 @@ def cases_of(options: RunOptions, loaded: LoadedTarget, length: int, console: Co
 
     A note on these is printed. Raises UserError when none is left.
     """
-    prompts, room = measurement_prompts(options), chain_room(loaded, options.decode.max_new_tokens, length)
-    cases, left_out = encode_cases(prompts, loaded.tokenizer, room)
-    for note in left_out_notes(left_out, len(prompts), room):
+    prompts, max_prompt = measurement_prompts(options), chain_room(loaded, options.decode.max_new_tokens, length)
+    cases, left_out = encode_cases(prompts, loaded.tokenizer, max_prompt)
+    for note in left_out_notes(left_out, len(prompts), max_prompt):
         print_note(console, note)
     return cases, left_out
 
