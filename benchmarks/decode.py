@@ -1,11 +1,12 @@
 """The decoder compared with named alternatives, as ratios taken in one run: interleaved, median of repeats.
 
-    python -m benchmarks.decode [--checkpoint DIR] [--repeats 5] [--only NAME ...] [--json FILE]
+    python -m benchmarks.decode [--checkpoint DIR] [--target DIR] [--repeats 5] [--only NAME ...] [--json FILE]
 
 It uses the embedded target. Before timing, the compared sides must give the same tokens; otherwise only that is printed, and
 the exit code is 1. Each line shows the ratio, its goal, and its two figures.
 
 --checkpoint: a drafter of the embedded target (the quickstart's), for the figures that need a trained one.
+--target: only plain decoding of this model on a CPU, in float32 and bfloat16, and what reading their weights allows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -40,10 +42,12 @@ from drafttrain.measure.transformers_baseline import generate, generation_config
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Taps
 from drafttrain.ops import library
+from drafttrain.ops.linear import packed_dtypes
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
 NEW, CONTEXT = 128, 128
+FORMAT_TOKENS = 48
 
 
 class Bench:
@@ -244,6 +248,32 @@ class Bench:
             )  # fmt: skip
 
 
+def format_lines(target: str, repeats: int) -> Iterator[Line]:
+    """Plain decoding of one prompt by the format of the weights."""
+    decoders, weight_bytes = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        loaded = load_target(TargetOptions(name="hf", path=target, dtype=dtype, device="cpu"))
+        decoders[dtype] = Decoder(loaded.target, None, "greedy", Sampling(), frozenset(), FORMAT_TOKENS)
+        linears = [m for m in loaded.target.model.modules() if isinstance(m, torch.nn.Linear)]
+        weight_bytes[dtype] = sum(m.weight.numel() * m.weight.element_size() for m in linears)
+    memory = torch.ones(2**27)
+
+    def tokens_per_s(dtype: str) -> float:
+        start = perf_counter()
+        decoders[dtype].run([list(range(5, 5 + 32))])
+        return FORMAT_TOKENS / (perf_counter() - start)
+
+    def allowed(dtype: str) -> float:
+        return memory.nbytes / (milliseconds(memory.sum, 5) / 1e3) / weight_bytes[dtype]
+
+    runs = [partial(tokens_per_s, dtype) for dtype in decoders] + [partial(allowed, dtype) for dtype in decoders]
+    wide, narrow, wide_bound, narrow_bound = interleaved(repeats, *runs)
+    units, goal = "{:.1f} / {:.1f} tokens/s", 0.7 if torch.bfloat16 in packed_dtypes() else None
+    yield ratio("plain decoding, bfloat16 / float32", narrow, wide, units)
+    yield ratio("float32 / what reading its weights allows", wide, wide_bound, units, at_least=0.7)
+    yield ratio("bfloat16 / what reading its weights allows", narrow, narrow_bound, units, at_least=goal)
+
+
 def milliseconds(work: Callable[[], object], times: int = 20) -> float:
     spent = []
     for _ in range(times):
@@ -256,13 +286,17 @@ def milliseconds(work: Callable[[], object], times: int = 20) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--target")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     quiet()
     torch.manual_seed(0)
-    console, bench = Console(width=WIDTH), Bench(arguments.checkpoint, arguments.repeats)
+    console = Console(width=WIDTH)
+    if arguments.target is not None:
+        return report(console, list(format_lines(arguments.target, arguments.repeats)), arguments.json)
+    bench = Bench(arguments.checkpoint, arguments.repeats)
     console.print(f"operators: {library.state().text}", soft_wrap=True)
     if (difference := bench.same_tokens()) is not None:
         console.print(f"not timed: {difference}", style="red")
