@@ -35,7 +35,7 @@ class Run:
     options: RunOptions
     resolved: dict[str, Any]  # the same as plain data, to be recorded
     overrides: list[str]  # of this job, if it is one of a sweep
-    sweep: str | None = None  # the job's number in a sweep and its values, to be printed
+    number: int | None = None  # of this job in a sweep, from 1 on
 
 
 def register(config_dir: Path | None = None) -> None:
@@ -68,7 +68,7 @@ def to_run(composed: DictConfig) -> Run:
     run = _run(composed, running.runtime.choices.get("recipe"), list(running.overrides.task))
     if running.mode != RunMode.MULTIRUN:
         return run
-    return replace(run, sweep=f"run {running.job.num + 1}, {' '.join(running.overrides.task)}")
+    return replace(run, number=running.job.num + 1)
 
 
 def compose_run(recipe: str | None, overrides: Sequence[str]) -> Run:

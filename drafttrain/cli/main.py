@@ -230,13 +230,15 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     for_slurm: list[SlurmRequest] = []
     finished_runs: list[tuple[Path, Any]] = []  # what the command has made, and its options
     first = os.environ.get("RANK", "0") == "0"
+    swept = {word.partition("=")[0] for word in arguments if "," in word}
 
     def task(composed: DictConfig) -> None:
         try:
             with user_errors():
                 run = to_run(composed)
-                if run.sweep and first:
-                    print(f"sweep: {run.sweep}", flush=True)
+                if run.number is not None and first:
+                    values = " ".join(word for word in run.overrides if word.partition("=")[0] in swept)
+                    print(f"sweep, run {run.number}: {values}", flush=True)
                 finished_runs.extend((path, run.options) for path in _execute(command, run, config_dir, for_slurm))
         except UserError as error:
             raise Stop(str(error)) from error

@@ -131,8 +131,11 @@ def test_cli_sweep_of_unmeasured_runs_ends_with_their_expected_tau(
     monkeypatch.setattr(fit, "fit", train)
     assert command("fit", "recipe=medusa", "-m", "train.lr=1.5e-3,2e-3") == 0
     said = capsys.readouterr().out
+    assert "sweep, run 2: train.lr=2e-3\n" in said and "next:" not in said
     assert "2 runs by expected tau" in said and said.index("rate-0.002") < said.index("rate-0.0015")
-    assert command("fit", "recipe=medusa", "train.lr=1.5e-3") == 0 and "expected tau" not in capsys.readouterr().out
+    assert command("fit", "recipe=medusa", "train.lr=1.5e-3") == 0
+    said = capsys.readouterr().out
+    assert "expected tau" not in said and "next:\n  drafttrain tune checkpoint=" in said
 
 
 def test_cli_unexpected_exception_keeps_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
