@@ -11,8 +11,7 @@ from benchmarks.common import Run, wait
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.drafters import families
-from drafttrain.features.online import Online
-from drafttrain.features.prefetch import Prefetch
+from drafttrain.features.online import Online, Prefetch
 from drafttrain.model.batch import TrainBatch
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.load import LoadedTarget

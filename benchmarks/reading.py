@@ -21,8 +21,7 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features.cached import Cached
 from drafttrain.features.format import FeatureFormat
-from drafttrain.features.layout import ShardLayout
-from drafttrain.features.store import FeatureStore
+from drafttrain.features.store import FeatureStore, ShardLayout
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL
 

@@ -16,11 +16,8 @@ from benchmarks.gpu.rows import noise, sampling
 from drafttrain.core.sampling import Lane, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.acceptance import DELTA, EPSILON
-from drafttrain.ops import choice_accept as choice_op
+from drafttrain.ops import accept as accept_op
 from drafttrain.ops import commit as commit_op
-from drafttrain.ops import greedy_accept as greedy_op
-from drafttrain.ops import likely_accept as likely_op
-from drafttrain.ops import lossless_accept as lossless_op
 
 SHARPNESS = 4.0  # of the logits, so that some drafts are accepted and some rejected
 RANKS = 3  # a node's token is one of this many most likely ones after its parent
@@ -98,13 +95,13 @@ def lowest_of_greatest(logits_V: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class GreedyAccept(Verified):
     op: ClassVar = "greedy_accept"
-    twins: ClassVar = (greedy_op, choice_op)
+    twins: ClassVar = ("drafttrain.ops.accept.greedy_reference", "drafttrain.ops.accept.choice_reference")
     rows: int
     nodes: int
     vocab: int
 
     def run(self, given: Tensors) -> Tensors:
-        return verdict(greedy_op.greedy_accept(tree_of(given), given["logits"]))
+        return verdict(accept_op.greedy_accept(tree_of(given), given["logits"]))
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         return walked(wide, lowest_of_greatest(wide["logits"]))
@@ -115,7 +112,7 @@ class ChoiceAccept(Verified):
     """Only the walk. The choices come from a small vocabulary, so that paths are long."""
 
     op: ClassVar = "choice_accept"
-    twins: ClassVar = (choice_op,)
+    twins: ClassVar = ("drafttrain.ops.accept.choice_reference",)
     dtypes: ClassVar = (torch.float32,)
     goal: ClassVar = 5.0
     rows: int
@@ -127,7 +124,7 @@ class ChoiceAccept(Verified):
         return {name: given[name] for name in ("token", "parent", "count")} | {"choice": given["logits"].argmax(-1)}
 
     def run(self, given: Tensors) -> Tensors:
-        return verdict(choice_op.choice_accept(tree_of(given), given["choice"]))
+        return verdict(accept_op.choice_accept(tree_of(given), given["choice"]))
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         return walked(wide, wide["choice"])
@@ -142,7 +139,7 @@ class LosslessAccept(Verified):
     """drawn: a chain sampled from its own distribution q; otherwise a tree of deterministic drafts."""
 
     op: ClassVar = "lossless_accept"
-    twins: ClassVar = (lossless_op, greedy_op)
+    twins: ClassVar = ("drafttrain.ops.accept.lossless_reference", "drafttrain.ops.accept.greedy_reference")
     goal: ClassVar = 15.0
     rows: int
     nodes: int
@@ -166,11 +163,11 @@ class LosslessAccept(Verified):
         return given | {"token": token_BN, "q": q_BNV, "sampled": torch.ones_like(token_BN, dtype=torch.bool)}
 
     def run(self, given: Tensors) -> Tensors:
-        found = lossless_op.lossless_accept(tree_of(given), given["logits"], given["position"], sampling(given))
+        found = accept_op.lossless_accept(tree_of(given), given["logits"], given["position"], sampling(given))
         return verdict(found)
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
-        path_BN, count_B, _ = lossless_op.reference(tree_of(wide), wide["logits"], wide["position"], sampling(wide))
+        path_BN, count_B, _ = accept_op.lossless_reference(tree_of(wide), wide["logits"], wide["position"], sampling(wide))
         last_B = path_BN.gather(1, count_B[:, None] - 1)[:, 0]
         left_BV = torch.stack([self._left(wide, row, int(last)) for row, last in enumerate(last_B.tolist())])
         return {"path": path_BN, "count": count_B, "bonus": bonus(wide, left_BV, last_B)}
@@ -197,18 +194,18 @@ class LosslessAccept(Verified):
 @dataclass(frozen=True)
 class LikelyAccept(Verified):
     op: ClassVar = "likely_accept"
-    twins: ClassVar = (likely_op,)
+    twins: ClassVar = ("drafttrain.ops.accept.likely_reference",)
     rows: int
     nodes: int
     vocab: int
 
     def run(self, given: Tensors) -> Tensors:
         at = (given["position"], sampling(given), EPSILON, DELTA)
-        return verdict(likely_op.likely_accept(tree_of(given), given["logits"], *at))
+        return verdict(accept_op.likely_accept(tree_of(given), given["logits"], *at))
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         at = (wide["position"], sampling(wide), EPSILON, DELTA)
-        path_BN, count_B, _ = likely_op.reference(tree_of(wide), wide["logits"], *at)
+        path_BN, count_B, _ = accept_op.likely_reference(tree_of(wide), wide["logits"], *at)
         last_B = path_BN.gather(1, count_B[:, None] - 1)[:, 0]
         row_B = torch.arange(self.rows, device=last_B.device)
         p_BV = (wide["logits"][row_B, last_B] / wide["temperature"][:, None]).softmax(-1)
@@ -226,7 +223,7 @@ class Commit(Verified):
     """What a step makes of an accepted path: tokens, the state of the texts, the host's record."""
 
     op: ClassVar = "commit"
-    twins: ClassVar = (commit_op,)
+    twins: ClassVar = ("drafttrain.ops.commit.reference",)
     dtypes: ClassVar = (torch.float32,)
     rows: int
     nodes: int
@@ -234,7 +231,7 @@ class Commit(Verified):
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         given = super().inputs(torch.float32, device, seed)
-        path_BN, count_B, bonus_B = choice_op.reference(tree_of(given), given["logits"].argmax(-1))
+        path_BN, count_B, bonus_B = accept_op.choice_reference(tree_of(given), given["logits"].argmax(-1))
         made_B = torch.arange(1, self.rows + 1, device=device)
         found = {name: given[name] for name in ("token", "parent", "count")}
         found |= {"path": path_BN, "accepted": count_B, "bonus": bonus_B, "slot": made_B.flip(0) - 1}

@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Tensors, generator, paged, ragged, random_parents
 from drafttrain.core.tree import ancestors
 from drafttrain.model.kv_storage import ARRIVALS, PAGE
-from drafttrain.ops import append as append_op
-from drafttrain.ops import kv_keep as keep_op
+from drafttrain.ops import kv_cache as cache_op
 from drafttrain.ops import tree_attention as attention_op
 from drafttrain.ops.tree_bits import ancestors_of, bits_of
 
@@ -26,7 +25,7 @@ FARTHEST = 64  # rotary positions beyond the longest prefix
 @dataclass(frozen=True)
 class Append(Case):
     op: ClassVar = "append"
-    twins: ClassVar = (append_op,)
+    twins: ClassVar = ("drafttrain.ops.kv_cache.append_reference",)
     rows: int
     nodes: int
     heads: int
@@ -59,7 +58,7 @@ class Append(Case):
     def run(self, given: Tensors) -> Tensors:
         q_weight, k_weight = (given["q_weight"], given["k_weight"]) if self.normed else (None, None)
         at = (given["position"], given["table"], given["length"], given["keys"], given["values"])
-        query = append_op.append(
+        query = cache_op.append(
             given["qkv"], given["cos"], given["sin"], q_weight, k_weight, EPS, *at, self.heads, self.earlier or 0
         )
         return ({"query": query} if self.heads else {}) | {"keys": given["keys"], "values": given["values"]}
@@ -88,7 +87,7 @@ class Append(Case):
 @dataclass(frozen=True)
 class TreeAttention(Case):
     op: ClassVar = "tree_attention"
-    twins: ClassVar = (attention_op,)
+    twins: ClassVar = ("drafttrain.ops.tree_attention.reference",)
     rows: int
     nodes: int
     context: int
@@ -179,7 +178,7 @@ class TreeAttention(Case):
 @dataclass(frozen=True)
 class KvKeep(Case):
     op: ClassVar = "kv_keep"
-    twins: ClassVar = (keep_op,)
+    twins: ClassVar = ("drafttrain.ops.kv_cache.keep_reference",)
     goal: ClassVar = 5.0
     rows: int
     layers: int
@@ -208,7 +207,7 @@ class KvKeep(Case):
         return {"store": store, "table": table_BQ, "length": length_B, "path": path_BN, "count": count_B}
 
     def run(self, given: Tensors) -> Tensors:
-        keep_op.kv_keep(given["store"], given["table"], given["length"], given["path"], given["count"])
+        cache_op.kv_keep(given["store"], given["table"], given["length"], given["path"], given["count"])
         return {"store": given["store"]}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from drafttrain.decoding.graph_runner import Launched
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
-from drafttrain.measure.floor import kv_bytes
+from drafttrain.measure.speed import kv_bytes
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.fast import FastTarget
 

@@ -19,7 +19,7 @@ from drafttrain.ops import divergence as divergence_op
 @dataclass(frozen=True)
 class Divergence(Case):
     op: ClassVar = "divergence"
-    twins: ClassVar = (divergence_op,)
+    twins: ClassVar = ("drafttrain.ops.divergence.reference",)
     loss: str
     rows: int
     vocab: int

@@ -20,8 +20,7 @@ from drafttrain.ops import fp8_rows as fp8_rows_op
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops import rotary as rotary_op
-from drafttrain.ops import sample as sample_op
-from drafttrain.ops import shaped as shaped_op
+from drafttrain.ops import sampling as sampling_op
 from drafttrain.ops import top as top_op
 
 EPS = 1e-5
@@ -31,7 +30,7 @@ TEMPERATURE = 0.7
 @dataclass(frozen=True)
 class RmsNorm(Case):
     op: ClassVar = "rms_norm"
-    twins: ClassVar = (norm_op,)
+    twins: ClassVar = ("drafttrain.ops.rms_norm.reference",)
     rows: int
     width: int
     added: bool = True
@@ -58,7 +57,7 @@ class RmsNorm(Case):
 @dataclass(frozen=True)
 class Gated(Case):
     op: ClassVar = "gated"
-    twins: ClassVar = (gated_op,)
+    twins: ClassVar = ("drafttrain.ops.gated.reference",)
     rows: int
     width: int
 
@@ -83,7 +82,7 @@ class Rotary(Case):
     """Rows are the positions of one text, whose heads are a part of a joined projection; with the gradient."""
 
     op: ClassVar = "rotary"
-    twins: ClassVar = (rotary_op,)
+    twins: ClassVar = ("drafttrain.ops.rotary.reference",)
     rows: int
     heads: int
     width: int
@@ -124,7 +123,7 @@ def rotated(x_BhND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Fp8Rows(Case):
     op: ClassVar = "fp8_rows"
-    twins: ClassVar = (fp8_rows_op,)
+    twins: ClassVar = ("drafttrain.ops.fp8_rows.reference",)
     rows: int
     width: int
     groups: int = 1
@@ -150,7 +149,7 @@ class Fp8(Case):
     op: ClassVar = "fp8"
     blocks: ClassVar = False
     dtypes: ClassVar = (torch.bfloat16,)  # in other dtypes the weights are widened
-    twins: ClassVar = (fp8_op, fp8_rows_op)
+    twins: ClassVar = ("drafttrain.ops.fp8.reference", "drafttrain.ops.fp8_rows.reference")
     rows: int
     inputs_each: int
     outputs: int
@@ -204,7 +203,7 @@ def _codes(x_MI: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Top(Case):
     op: ClassVar = "top"
-    twins: ClassVar = (top_op,)
+    twins: ClassVar = ("drafttrain.ops.top.reference",)
     rows: int
     vocab: int
     k: int
@@ -245,7 +244,7 @@ class TopLog(Top):
 @dataclass(frozen=True)
 class Sample(Case):
     op: ClassVar = "sample"
-    twins: ClassVar = (sample_op,)
+    twins: ClassVar = ("drafttrain.ops.sampling.sample_reference",)
     rows: int
     vocab: int
 
@@ -255,7 +254,7 @@ class Sample(Case):
         return {"logits": logits_MV.to(dtype)} | noise(self.rows, device, seed)
 
     def run(self, given: Tensors) -> Tensors:
-        return {"token": sample_op.sample(given["logits"], sampling(given), given["position"], Lane.TARGET)}
+        return {"token": sampling_op.sample(given["logits"], sampling(given), given["position"], Lane.TARGET)}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         p_MV = (wide["logits"] / wide["temperature"][:, None]).softmax(-1)
@@ -269,7 +268,7 @@ class Sample(Case):
 @dataclass(frozen=True)
 class Shaped(Case):
     op: ClassVar = "shaped"
-    twins: ClassVar = (shaped_op,)
+    twins: ClassVar = ("drafttrain.ops.sampling.shaped_reference",)
     rows: int
     vocab: int
     top_k: int = 0
@@ -285,7 +284,7 @@ class Shaped(Case):
         return replace(sampling(given), top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     def run(self, given: Tensors) -> Tensors:
-        return {"shaped": shaped_op.shaped(given["logits"], self._sampling(given))}
+        return {"shaped": sampling_op.shaped(given["logits"], self._sampling(given))}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         return {"shaped": Kept.of(wide["logits"], self._sampling(wide))}

@@ -28,7 +28,7 @@ from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
 from drafttrain.decoding.graph_runner import Launched
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
-from drafttrain.measure.floor import kv_bytes
+from drafttrain.measure.speed import kv_bytes
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.kv_cache import KVCache

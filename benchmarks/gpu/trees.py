@@ -14,15 +14,13 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Ranks, Tensors, generator, random_parents
 from drafttrain.ops import build_tree as build_op
 from drafttrain.ops import residual_heads as heads_op
-from drafttrain.ops import top as top_op
-from drafttrain.ops import tree_links as links_op
 from drafttrain.ops.tree_bits import words_for, words_of
 
 
 @dataclass(frozen=True)
 class TreeLinks(Case):
     op: ClassVar = "tree_links"
-    twins: ClassVar = (links_op,)
+    twins: ClassVar = ("drafttrain.ops.build_tree.links_reference",)
     dtypes: ClassVar = (torch.float32,)
     rows: int
     nodes: int
@@ -31,7 +29,7 @@ class TreeLinks(Case):
         return {"parent": random_parents(self.rows, self.nodes, device, seed)}
 
     def run(self, given: Tensors) -> Tensors:
-        return dict(zip(("depth", "bits"), links_op.tree_links(given["parent"]), strict=True))
+        return dict(zip(("depth", "bits"), build_op.tree_links(given["parent"]), strict=True))
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         found = [links(parent) for parent in wide["parent"].tolist()]
@@ -57,7 +55,11 @@ def links(parent: list[int]) -> tuple[list[int], list[list[int]]]:
 @dataclass(frozen=True)
 class BuildTree(Case):
     op: ClassVar = "build_tree"
-    twins: ClassVar = (build_op, links_op, top_op)
+    twins: ClassVar = (
+        "drafttrain.ops.build_tree.build_reference",
+        "drafttrain.ops.build_tree.links_reference",
+        "drafttrain.ops.top.reference",
+    )
     dtypes: ClassVar = (torch.float32,)
     goal: ClassVar = 5.0
     rows: int
@@ -110,7 +112,7 @@ class Heads(Case):
     """Parallel heads of one residual block each: batched products by cuBLAS, then `top`."""
 
     op: ClassVar = "residual_heads"
-    twins: ClassVar = (top_op,)
+    twins: ClassVar = ("drafttrain.ops.top.reference",)
     modules: ClassVar = (heads_op.__name__,)  # type: ignore[assignment]
     rows: int
     heads: int

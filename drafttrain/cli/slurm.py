@@ -2,12 +2,16 @@
 
 The job runs one `drafttrain` on each node, which starts the processes there. The jobs of a sweep are one array. submitit writes
 and submits the script, and asks Slurm to queue the job again. It pickles only the command line.
+
+Nodes that run servers of states have a step of their own, next to the step of the trainers. `python -m drafttrain.cli.slurm
+FOLDER` runs the servers of its node. The command is that of the job's trainers, which submitit has pickled in FOLDER.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,13 +22,21 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.cli.launch import check_launcher
-from drafttrain.cli.slurm_servers import server_steps
 from drafttrain.core.errors import Interrupted, UserError, WorkerError
 from drafttrain.runs.options import LauncherOptions, RunOptions
 
 COMMANDS = ("fit", "measure")
 INTERRUPTED = (Interrupted.CODE, -signal.SIGTERM, -signal.SIGUSR1)  # the last two: while Python starts
 PORTS = range(15000, 25000)  # below those that Linux gives to connections
+# ends with training (0), or where servers do not start or do not stay (2, the trainers end too); with the job in any case
+STEPS = """serve() {{ # states, on one node; again if its step is lost
+  until srun --nodes=1 --ntasks=1 --nodelist="$1" {options}; do
+    [ $? -eq 2 ] && return
+    sleep 5
+    kill -0 $$ || return # the job's script has ended
+  done
+}}
+for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n {servers}); do serve "$node" & done"""
 
 
 class SlurmJob:
@@ -199,3 +211,29 @@ def announcement(request: SlurmRequest, sweep: Sequence[SlurmRequest], number: s
     several = request.launcher.nodes - request.servers > 1 or request.servers
     file = f"{number}_*_log.out, a file for each node" if several else f"{number}_0_log.out"
     return f"job {number}{f' ({own})' if own else ''}: output in {folder / file}"
+
+
+def server_steps(servers: int, folder: Path, cpus: Sequence[str], array: bool) -> list[str]:
+    """Lines of the job's script. servers: the number of nodes, which are the job's last ones. cpus: options of srun.
+
+    array: the script is that of several jobs.
+    """
+    name = "%A_%a" if array else "%j"
+    output = folder.absolute() / f"{name}_%N_log.out"
+    own = [sys.executable, "-m", "drafttrain.cli.slurm", str(folder.absolute())]
+    options = ["--unbuffered", f"--output={output}", "--open-mode=append", *cpus, *own]
+    return STEPS.format(options=shlex.join(options), servers=servers).splitlines()
+
+
+def main() -> None:
+    from submitit.core.utils import DelayedSubmission, JobPaths
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    job = SlurmJobEnvironment()
+    trainers: Any = DelayedSubmission.load(JobPaths(Path(sys.argv[1]), job.job_id).submitted_pickle).function
+    command = [*trainers.command(job), "launcher.role=server"]
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ from rich.table import Table
 from drafttrain.core.errors import UserError
 from drafttrain.ops import build, jit, library
 from drafttrain.runs.environment import versions
-from drafttrain.train.login import logged_in, setting
+from drafttrain.train.wandb_run import logged_in, setting
 
 
 def doctor(output: Path = Path("outputs")) -> int:

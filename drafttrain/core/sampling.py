@@ -118,7 +118,7 @@ def shaped(logits_V: Tensor, sampling: Sampling) -> Tensor:
     Top-p keeps the smallest set of most likely tokens whose mass reaches p. Min-p keeps tokens with at least min_p times
     the highest probability (arXiv 2407.01082). All do as transformers does, with one rule for equal logits: they stay or go
     together, also at the end of the set of top-p. So no order decides, and a token's fate depends on its logit alone. It never
-    syncs with the host. `ops.shaped` does the same on a GPU without sorting.
+    syncs with the host. `ops.sampling` does the same on a GPU without sorting.
     """
     by_k = 0 < sampling.top_k < logits_V.shape[-1]
     if sampling.greedy or not (by_k or sampling.top_p < 1.0 or sampling.min_p > 0.0):

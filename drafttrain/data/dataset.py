@@ -26,7 +26,7 @@ from drafttrain.data.packing import Packed, pack
 from drafttrain.data.pool import Conversations, PoolRows, Workers
 from drafttrain.data.records import Records
 from drafttrain.data.sources import Faults, Source, cache_folder, open_sources
-from drafttrain.data.summary import summarise
+from drafttrain.data.statistics import summarise
 from drafttrain.data.templates import TemplateOptions, read_template
 from drafttrain.data.workers import spare_cores
 from drafttrain.model.batch import TrainBatch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from drafttrain.core.errors import UserError
-from drafttrain.decoding.guards.repetition import tail_run
+from drafttrain.decoding.guards import tail_run
 
 LONGEST_PERIOD = 400  # characters: a paragraph
 LEAST_CHARACTERS = 120  # shorter repetition is ordinary text: a ruler, a row of a table

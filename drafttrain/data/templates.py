@@ -10,16 +10,21 @@ the generation prompt) and past it. Worked example, a template without marks:
 Some templates change a turn once another turn follows. They drop its reasoning, or move the system turn to the last user turn.
 The whole text then contains a reply that the target never wrote in this form. Such a reply gets a separate text, which ends
 with it.
+
+Templates come with a target or its data, and are programs: they run within limits of time and memory (`bounded`).
 """
 
 from __future__ import annotations
 
 import re
+import signal
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import jinja2
@@ -27,7 +32,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.bounds import TooLongError, bounded
 from drafttrain.data.forms import ASSISTANT, Conversation
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.turns import LEARN
@@ -39,6 +43,9 @@ TAKES_THOUGHTS = re.compile(r"reasoning_content|\.thinking\b|\[['\"]thinking['\"
 THOUGHT = re.compile(r"^(\s*<think>)?.*?</think>\s*", re.DOTALL)
 WAY_OUT = "correct its roles and their order, or remove it"
 DATE_CODES = "aAbBdmyYHIMSpj"
+SECONDS = 20.0  # of processor time
+SIZE = 1 << 30  # bytes in addition to what the process uses already
+STATM = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +264,49 @@ def read_template(path: str | None) -> str | None:
         raise UserError(
             f"data.template={path}: expected a Jinja file in UTF-8, got none ({error}); correct the path"
         ) from error
+
+
+class TooLongError(BaseException):
+    """The time is used up. Not an Exception, because the bounded program may catch those, as Jinja's optimiser does."""
+
+
+@contextmanager
+def bounded(seconds: float | None = None, size: int | None = None) -> Iterator[None]:
+    """End the code inside with TooLongError or MemoryError when it exceeds these limits; None: `SECONDS` and `SIZE`.
+
+    Time is limited only in a process's main thread, memory only on Linux.
+    """
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "ITIMER_VIRTUAL"):
+            stack.enter_context(_time(SECONDS if seconds is None else seconds))
+        if STATM.is_file():
+            stack.enter_context(_memory(SIZE if size is None else size))
+        yield
+
+
+@contextmanager
+def _time(seconds: float) -> Iterator[None]:
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise TooLongError(f"it takes more than {seconds:g} seconds")
+
+    previous_handler = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)  # repeated, in case the error is caught
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous_handler)
+
+
+@contextmanager
+def _memory(size: int) -> Iterator[None]:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    requested_limit = int(STATM.read_text().split()[0]) * resource.getpagesize() + size
+    soft_limit = requested_limit if soft == resource.RLIM_INFINITY else min(requested_limit, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Lane, Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.ops.choice_accept import choice_accept
-from drafttrain.ops.greedy_accept import greedy_accept
-from drafttrain.ops.likely_accept import likely_accept
-from drafttrain.ops.lossless_accept import lossless_accept
-from drafttrain.ops.sample import sample
+from drafttrain.ops.accept import choice_accept, greedy_accept, likely_accept, lossless_accept
+from drafttrain.ops.sampling import sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """Runs decode steps ahead of the host, which reads their results later: as CUDA graphs, or operation by operation.
 
+When a graph is captured, the bytes of weights that its step reads are counted, product by product (`WeightReads`).
+
 Shapes: B rows, A new tokens of a step, M steps.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -13,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, cuda
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from drafttrain.decoding.cuda_graph import CaptureError, captured_graph, warmed
 from drafttrain.decoding.step import DecodeStep, StepRow
-from drafttrain.decoding.weight_reads import WeightReads
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Target
@@ -25,6 +29,8 @@ GRAPHS = 32  # of a session at most; the least recently used one is dropped firs
 LEAST_BOUND = 512  # positions: shorter texts share their graphs
 RING = 64  # steps at most between two reads by the host
 TIMED = 8  # replays of each graph whose parts are timed
+aten = torch.ops.aten
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.matmul, aten.linear, aten._scaled_mm}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +187,37 @@ def bind(caches: Iterable[KVCache], longest: int, widest: int) -> None:
 def pinned(x: Tensor) -> Tensor:
     """A copy in pinned host memory, for asynchronous copies."""
     return x.pin_memory()
+
+
+class WeightReads(TorchDispatchMode):
+    """Counts what matrix products read of tensors that were there before: the weights, in their stored size.
+
+    A weight counts once for each product, as the head of a drafter that drafts token by token does. An embedding table counts
+    only as an output matrix, and an expert only where it is chosen. Work within this context runs as it does outside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[int] = set()  # storages of results: no weights
+        self._reads: list[tuple[int, int]] = []  # (address, bytes) of each weight, product by product
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func.overloadpacket in PRODUCTS:
+            self._reads += [(x.data_ptr(), x.numel() * x.element_size()) for x in inputs if _storage(x) not in self._made]
+        input_storages = {_storage(x) for x in inputs}  # a view's storage may be a weight's
+        self._made |= {_storage(x) for x in tree_leaves(out) if isinstance(x, Tensor)} - input_storages
+        return out
+
+    def bytes(self, cached: int = 0) -> int:
+        """Bytes read in all. cached: bytes that stay on the chip between two reads; weights that fit there are read once."""
+        times = Counter(self._reads)
+        repeated_bytes = sum(size for (_, size), count in times.items() if count > 1)
+        return sum(size if repeated_bytes <= cached else size * count for (_, size), count in times.items())
+
+
+def _storage(x: Tensor) -> int:
+    return id(x) if x.is_mkldnn else x.untyped_storage().data_ptr()

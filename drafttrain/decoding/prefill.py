@@ -17,7 +17,7 @@ from drafttrain.decoding.step import DecodeStep
 from drafttrain.model.drafter import Commit
 from drafttrain.model.images import chunk_ends
 from drafttrain.model.target import Taps
-from drafttrain.ops.sample import sample
+from drafttrain.ops.sampling import sample
 
 
 class Prefill:

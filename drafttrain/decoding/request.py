@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from drafttrain.decoding.guards.guard import Act, Guard, Watch
+from drafttrain.decoding.guards import Act, Guard, Watch
 
 CONTEXT = 5  # tokens of the prompt that a text's first token is decoded after
 

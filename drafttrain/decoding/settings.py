@@ -11,7 +11,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.acceptance import policy_for
 from drafttrain.decoding.draft_length import Cut, Fallback
 from drafttrain.decoding.graph_runner import RING, capturable
-from drafttrain.decoding.guards.guard import Guard
+from drafttrain.decoding.guards import Guard
 from drafttrain.decoding.request import Request, StopText
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.images import FIRST, has_images

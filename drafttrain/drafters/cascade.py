@@ -29,8 +29,7 @@ from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Target, TargetOut
-from drafttrain.ops.sample import sample
-from drafttrain.ops.shaped import distribution
+from drafttrain.ops.sampling import distribution, sample
 
 
 class CascadeProposal(Proposal):

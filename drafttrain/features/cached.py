@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.features.format import Column
-from drafttrain.features.layout import key_of
-from drafttrain.features.store import FeatureStore
+from drafttrain.features.store import FeatureStore, key_of
 from drafttrain.model.batch import TrainBatch
 
 ALIGNED = 64  # bytes; each column of a buffer starts at a multiple

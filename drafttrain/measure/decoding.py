@@ -8,7 +8,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.decoding.guards.guard import Guard
+from drafttrain.decoding.guards import Guard
 from drafttrain.decoding.request import StopText
 from drafttrain.decoding.settings import Controls
 from drafttrain.measure import DecodeOptions

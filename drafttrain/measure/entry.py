@@ -1,4 +1,4 @@
-"""One checkpoint's figures under the report's keys (docs/report-schema.md), over all prompts and by slice."""
+"""One checkpoint's figures under the report's keys (docs/report-schema.md), over all prompts and by slice; sample outputs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.tree import Path
 from drafttrain.data.pictures import text_of
@@ -19,9 +20,13 @@ from drafttrain.measure.exactness import Match
 from drafttrain.measure.expected import FLAGGED_GAP, ExpectedTau, expected_tau, gap, predicted, rank_shares
 from drafttrain.measure.monitors import counted, ends_in_loop, missed_stop
 from drafttrain.measure.speed import Race, Repeats, by_prompt, costs, over_repeats, seconds, speedup, throughput, tpot, ttft
+from drafttrain.model.images import without_images
 from drafttrain.objective.losses import Hits
 
 Keys = dict[str, Any]
+OUTPUTS = 8  # outputs per checkpoint: the first ones, because the prompts alternate between categories
+PROMPT = 400  # characters of a prompt's end that are shown
+HALF = "\ufffd"  # a tokenizer decodes an incomplete character to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +232,42 @@ def prompt_digest(tokens: Sequence[int]) -> str:
 
 def _milli(value: float | None) -> float | None:
     return None if value is None else 1000 * value
+
+
+def samples(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """`[accepted drafts, their text, the target's text]` for each verification of the first outputs."""
+    indices = range(min(OUTPUTS, len(evidence.cases)))
+    return [_sample(evidence, i, tokenizer) for i in indices]
+
+
+def _sample(evidence: Evidence, i: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    case, result = evidence.cases[i], evidence.speculative[i]
+    exact: Match | None = None if evidence.exact is None else evidence.exact[i]
+    first, *rest = _pieces(result, tokenizer)
+    return {
+        "question_id": case.question_id,
+        "category": case.category,
+        "tau": result.tau if result.verifications else None,
+        "exact": None if exact is None else exact.value,
+        "prompt": str(tokenizer.decode(without_images(case.tokens), skip_special_tokens=True))[-PROMPT:],
+        "first": first,
+        "runs": [[drafts, *rest[2 * n : 2 * n + 2]] for n, drafts in enumerate(result.runs)],
+    }
+
+
+def _pieces(result: Result, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of the first token; then, for each verification, the text of its accepted drafts and the text that follows.
+
+    A character of several tokens belongs to the piece with its last token.
+    """
+    ends, token_count = [1], 1
+    for drafts, length in zip(result.runs, result.lengths, strict=True):
+        ends += [token_count + drafts, token_count + length]
+        token_count = ends[-1]
+    pieces, previous_text = [], ""
+    for end in ends:
+        text = str(tokenizer.decode(result.tokens[:end], skip_special_tokens=True))
+        complete_text = text if end == len(result.tokens) else text.rstrip(HALF)
+        pieces.append(complete_text[len(previous_text) :])
+        previous_text = complete_text
+    return pieces

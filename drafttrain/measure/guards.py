@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from drafttrain.decoding.guards.guard import JSON, LOOP
+from drafttrain.decoding.guards import JSON, LOOP
 from drafttrain.decoding.request import Result
 from drafttrain.measure import GuardOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case
 from drafttrain.measure.entry import Evidence, Keys, monitor_keys
-from drafttrain.measure.guard_sections import QUALITY
-from drafttrain.measure.monitors import valid_json
+from drafttrain.measure.monitors import QUALITY, valid_json
 from drafttrain.measure.quality import mean_log_likelihood
 
 

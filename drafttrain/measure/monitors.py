@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from drafttrain.decoding.guards.json_text import JsonText
-from drafttrain.decoding.guards.repetition import LONGEST_PERIOD, loops, whole_run
+from drafttrain.decoding.guards import LONGEST_PERIOD, JsonText, loops, whole_run
+
+QUALITY = ("loops", "stop_misses", "longest_repeat", "json_valid")  # what is counted
 
 
 def longest_repeat(tokens: Sequence[int]) -> int:
@@ -18,7 +19,7 @@ def longest_repeat(tokens: Sequence[int]) -> int:
 
 
 def ends_in_loop(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset()) -> bool:
-    """Whether the output's tail is a loop (`drafttrain.decoding.guards.repetition.loops`). A stopped output has none."""
+    """Whether the output's tail is a loop (`drafttrain.decoding.guards.loops`). A stopped output has none."""
     return bool(tokens) and tokens[-1] not in stop_ids and loops(tokens)
 
 

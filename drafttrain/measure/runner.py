@@ -20,17 +20,15 @@ from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case, encode_cases, follow_ups, left_out_notes
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
-from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys
+from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys, samples
 from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
 from drafttrain.measure.flags import distillation, flags
-from drafttrain.measure.floor import step_floor
 from drafttrain.measure.guards import guard_keys, valid_outputs, without_guards
 from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import Original, mean_log_likelihood
-from drafttrain.measure.samples import samples
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices
-from drafttrain.measure.speed import Race
+from drafttrain.measure.speed import Race, step_floor
 from drafttrain.measure.tuning import ProposalShape
 from drafttrain.model.drafter import Drafter, check_images, trainable
 from drafttrain.model.images import has_images

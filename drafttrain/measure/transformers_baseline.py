@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drafttrain.decoding.decoder import Decoded
-from drafttrain.decoding.guards.guard import Guard, Watch
+from drafttrain.decoding.guards import Guard, Watch
 from drafttrain.decoding.request import Result, StopText
 from drafttrain.decoding.scheduler import Costs
 from drafttrain.measure import DecodeOptions

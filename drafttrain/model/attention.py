@@ -27,7 +27,7 @@ from drafttrain.model.mask_chains import Chains
 from drafttrain.model.masks import Documents, additive, attention_mask
 from drafttrain.model.prefill_attention import chunk_attention
 from drafttrain.ops import library
-from drafttrain.ops.append import append
+from drafttrain.ops.kv_cache import append
 from drafttrain.ops.rms_norm import norm
 from drafttrain.ops.rotary import rotate_signed
 from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, bits_of, causal_bits

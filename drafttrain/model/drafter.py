@@ -27,8 +27,7 @@ from drafttrain.model.proposal import Proposal
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import PrunedTarget, Taps, Target
 from drafttrain.ops.remap import over_vocabulary
-from drafttrain.ops.sample import sample
-from drafttrain.ops.shaped import distribution, shaped
+from drafttrain.ops.sampling import distribution, sample, shaped
 
 DOUBT = 1e-6  # of a token whose probability rounds to 1
 

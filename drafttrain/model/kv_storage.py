@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drafttrain.ops.kv_keep import flat, kv_keep
+from drafttrain.ops.kv_cache import flat, kv_keep
 from drafttrain.ops.tree_attention import tree_attention
 
 PAGE = 32  # positions

@@ -1,6 +1,7 @@
-"""Keep the best nodes of a tree of candidates, as a new tree: EAGLE-2's reranking (arXiv 2406.16858, section 4.2).
+"""Draft trees from their parents: depth and ancestors of the nodes, and a new tree of the best nodes of a tree of candidates,
+as EAGLE-2 reranks (arXiv 2406.16858, section 4.2).
 
-Shapes: B rows, M candidates (root included), N nodes kept, w words of ancestor bits.
+Shapes: B rows, M candidates (root included), N nodes (root included, at most 256), w words of 64 nodes (`tree_bits`).
 """
 
 from __future__ import annotations
@@ -12,10 +13,42 @@ from torch import Tensor
 
 from drafttrain.ops import library
 from drafttrain.ops import top as top_op
-from drafttrain.ops import tree_links as links_op
-from drafttrain.ops.tree_bits import MOST_NODES, words_for
+from drafttrain.ops.tree_bits import MOST_NODES, single_bits, words_for
 
 MOST_CANDIDATES = 4096
+
+
+def tree_links(parent_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """(depth_BN, bits_BNw), int64: bit j of row i is set where j is i or an ancestor of i.
+
+    parent[0] = -1, parent[i] < i, and padding has the root as its parent. The example in core/tree.py gives depth (0, 1, 1, 2)
+    and bits (1, 3, 5, 11), each in the one word of its node. Raises ValueError for more than 256 nodes.
+    """
+    words = words_for(parent_BN.shape[1])
+    if not _serves(parent_BN):
+        return links_reference(parent_BN)
+    depth_BN = torch.empty(parent_BN.shape, dtype=torch.long, device=parent_BN.device)
+    bits_BNw = depth_BN.new_empty(*parent_BN.shape, words)
+    torch.ops.drafttrain.tree_links(parent_BN.contiguous(), depth_BN, bits_BNw)
+    return depth_BN, bits_BNw
+
+
+def _serves(parent_BN: Tensor) -> bool:
+    device_type = parent_BN.device.type
+    return device_type in ("cpu", "cuda") and (library.state() if device_type == "cpu" else library.cuda_state()).loaded
+
+
+def links_reference(parent_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Each pass doubles the distance that a node has looked up the tree. The root is its own ancestor, at distance 0."""
+    (B, N), words = parent_BN.shape, words_for(parent_BN.shape[1])
+    up_BN = parent_BN.clamp_min(0)
+    bits_BNw = single_bits(0, N, words, parent_BN.device).expand(B, -1, -1)
+    depth_BN = (torch.arange(N, device=parent_BN.device) > 0).long().expand_as(parent_BN)
+    for _ in range(N.bit_length()):
+        bits_BNw = bits_BNw | bits_BNw.gather(1, up_BN[..., None].expand(-1, -1, words))
+        depth_BN = depth_BN + depth_BN.gather(1, up_BN)
+        up_BN = up_BN.gather(1, up_BN)
+    return depth_BN, bits_BNw
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +79,7 @@ def build_tree(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
             f"candidates, and those are at most {MOST_CANDIDATES}"
         )
     if not library.serves(score_BM):
-        return reference(parent_BM, score_BM, nodes)
+        return build_reference(parent_BM, score_BM, nodes)
     kept_index, parent, depth, child, sibling = (parent_BM.new_empty(len(parent_BM), nodes) for _ in range(5))
     built = Built(kept_index, parent, depth, kept_index.new_empty(*kept_index.shape, words_for(nodes)), child, sibling)
     torch.ops.drafttrain.build_tree(
@@ -56,13 +89,13 @@ def build_tree(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
     return built
 
 
-def reference(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
+def build_reference(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
     """The plain-torch twin of `build_tree`."""
     rooted_BM = torch.cat([torch.full_like(score_BM[:, :1], torch.inf), score_BM[:, 1:]], 1)
     kept_BN = top_op.reference(rooted_BM, nodes)[1].sort(-1).values
     kept_parent_BN = parent_BM.gather(1, kept_BN)
     parent_BN = (kept_BN[:, None] <= kept_parent_BN[..., None]).sum(-1) - 1  # the parent's index among the kept candidates
-    depth_BN, bits_BNw = links_op.reference(parent_BN)
+    depth_BN, bits_BNw = links_reference(parent_BN)
     node_N = torch.arange(nodes, device=parent_BM.device)
     child_BNN = parent_BN[:, None] == node_N[:, None]
     sibling_BNN = (parent_BN[:, None] == parent_BN[..., None]) & (node_N > node_N[:, None])

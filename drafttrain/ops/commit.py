@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafttrain.core.tree import DraftTree
 from drafttrain.ops import library
-from drafttrain.ops.choice_accept import nodes
+from drafttrain.ops.accept import nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.ops import jit
-from drafttrain.ops.kv_keep import flat
+from drafttrain.ops.kv_cache import flat
 from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

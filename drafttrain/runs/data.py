@@ -12,7 +12,7 @@ from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset, token_counts
 from drafttrain.data.prompts import Prompt, load_prompts
 from drafttrain.data.records import Records
-from drafttrain.data.vocabulary import Coverage, coverage
+from drafttrain.data.statistics import Coverage, coverage
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import first_of_machine
 from drafttrain.targets.load import LoadedTarget

@@ -20,7 +20,7 @@ from drafttrain.drafters.checkpoint import list_checkpoints, step_of
 from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RENAMED, RunOptions
 from drafttrain.runs.paths import dated_path
-from drafttrain.train.checkpoint_checksums import newest_valid
+from drafttrain.train.checkpoint_manager import newest_valid
 from drafttrain.train.engine import World
 from drafttrain.train.schedule import learning_rate
 

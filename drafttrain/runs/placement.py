@@ -27,7 +27,7 @@ from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choo
 from drafttrain.targets.experts import DispatchedTarget, check_experts, experts_of
 from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, dtype_of, load_target
 from drafttrain.targets.parallel import Part, leave
-from drafttrain.targets.round_robin import RoundRobinTarget, part_among_neighbours
+from drafttrain.targets.split import RoundRobinTarget, part_among_neighbours
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import World, leave_world
 from drafttrain.train.sharding import ZeroShards

@@ -23,10 +23,9 @@ from drafttrain.model.low_rank import LowRank
 from drafttrain.model.masks import Documents
 from drafttrain.model.recurrent_state import States, UnknownScanError
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
-from drafttrain.targets.attention import install
+from drafttrain.targets.attention import LayerMasks, install
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.graph_probe import why_not_captured
-from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import INSTEAD, InexactError, Reference, probe, reference_of, wrong_tap
 from drafttrain.targets.quantised import check_whole

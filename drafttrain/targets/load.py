@@ -19,8 +19,7 @@ from drafttrain.core.hub_errors import hub_reason, without_token
 from drafttrain.model.shapes import TargetShape
 from drafttrain.targets import TargetOptions, check_there
 from drafttrain.targets.devices import bind, device_of
-from drafttrain.targets.expert_weights import load_share
-from drafttrain.targets.experts import ExpertTarget, whole_size
+from drafttrain.targets.experts import ExpertTarget, load_share, whole_size
 from drafttrain.targets.fast import FastTarget, runs, why_not, why_whole
 from drafttrain.targets.fp8_checkpoint import Fp8Checkpoint
 from drafttrain.targets.hf import HFTarget

@@ -26,8 +26,8 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents, additive, attention_mask
 from drafttrain.model.unrolled_attention import unrolled as unrolled_attention
 from drafttrain.ops.tree_bits import ancestors_of
+from drafttrain.targets.attention import LayerMasks
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.slot_cache import extra_layers
 from drafttrain.targets.structure import find_blocks, set_depth
 

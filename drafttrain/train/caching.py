@@ -1,18 +1,25 @@
-"""Prepares cached features before training: checks those on disk, and computes the missing ones in all processes."""
+"""Prepares cached features before training: checks those on disk, and computes the missing ones in all processes.
+
+The target runs once over all conversations, and each process computes whole shards.
+
+Shapes: B rows, T positions, N positions without padding.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import torch
 from rich.prompt import Confirm
+from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.progress import counting
@@ -21,11 +28,9 @@ from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
 from drafttrain.features.cached import Cached
-from drafttrain.features.format import FeatureFormat
-from drafttrain.features.layout import Ids, ShardLayout
+from drafttrain.features.format import LOG_REST, FeatureFormat
 from drafttrain.features.online import Online
-from drafttrain.features.store import ABSENT, FeatureStore
-from drafttrain.features.writer import ShardWriter
+from drafttrain.features.store import ABSENT, FeatureStore, Ids, ShardLayout
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Taps
@@ -36,6 +41,7 @@ from drafttrain.train.progress import Console
 
 MIB, GIB = 2**20, 2**30
 WAYS_OUT = "set features.format=float8, features.distribution=top_k, data.limit or features.dir, or features=online"
+Batch = Callable[[Sequence[Ids]], TrainBatch]
 
 
 def check_features(options: FeatureOptions, drafter: Drafter, train: TrainOptions, vocab_size: int) -> None:
@@ -164,3 +170,64 @@ class Caching:
             )
         confirmed = Confirm.ask(f"write {needed_bytes / GIB:,.2f} GiB to {self.root}?", console=console.rich, default=False)
         return None if confirmed else f"{size}, and you did not agree; {WAYS_OUT}"
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTrial:
+    """Extrapolation from one timed forward."""
+
+    seconds: float  # expected time for all missing shards
+    dropped_mass: float | None  # mean probability outside the stored top-k tokens; None: the final state is stored
+
+
+class ShardWriter:
+    """Computes and writes shards.
+
+    positions: tokens of one forward, padding included. batch: collates conversations. All processes run the same number of
+    forwards, so that a target that is split over processes can compute.
+    """
+
+    def __init__(self, store: FeatureStore, online: Online, batch: Batch, positions: int) -> None:
+        self.store, self.online, self.batch, self.positions = store, online, batch, positions
+
+    def trial(self, missing: Sequence[int], size: int) -> TimedTrial:
+        """Extrapolate the time of these shards on `size` processes, from one forward of medium length after a warm-up."""
+        layout = self.store.layout
+        passes = layout.passes(missing[len(missing) // 2], self.positions)
+        sequences = passes[len(passes) // 2]
+        self._columns(sequences)
+        start_time = perf_counter()
+        columns = self._columns(sequences)
+        scale = sum(map(layout.tokens, missing)) / (size * sum(map(len, sequences)))
+        dropped_mass = float(columns[LOG_REST].exp().mean()) if LOG_REST in columns else None
+        return TimedTrial((perf_counter() - start_time) * scale, dropped_mass)
+
+    def write(self, missing: Sequence[int], rank: int, size: int, advance: Callable[[int], None]) -> None:
+        """Write this process's share of the missing shards. advance: called with the tokens that are done.
+
+        Raises UserError on a full disk; complete shards are kept.
+        """
+        layout = self.store.layout
+        shards = [missing[process::size] for process in range(size)]
+        remaining_passes = max(
+            sum(len(layout.passes(shard, self.positions)) for shard in process_shards) for process_shards in shards
+        )
+        for shard in shards[rank]:
+            buffers, offset = self.store.buffers(shard), 0
+            for sequences in layout.passes(shard, self.positions):
+                tokens = sum(map(len, sequences))
+                for name, column in self._columns(sequences).items():
+                    buffers[name][offset : offset + tokens] = column
+                offset, remaining_passes = offset + tokens, remaining_passes - 1
+                advance(tokens)
+            self.store.write(shard, buffers)
+        for _ in range(remaining_passes):
+            self._columns(layout.sequences[:1])
+
+    @torch.no_grad()
+    def _columns(self, sequences: Sequence[Ids]) -> dict[str, Tensor]:
+        """The stored columns of some conversations, on the CPU."""
+        filled = self.online.fill(self.batch(sequences))
+        real_BT = filled.document_BT >= 0
+        hidden = {key: state_BTH[real_BT] for key, state_BTH in filled.hidden.items()}
+        return {name: column.cpu() for name, column in self.store.form.encode(hidden, self.online.target).items()}

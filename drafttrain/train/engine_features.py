@@ -23,7 +23,6 @@ from drafttrain.features.answers import Answer, AnswerRequest, Writing, unlikely
 from drafttrain.features.capture_source import CaptureSource
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.joined_servers import JoinedServers
-from drafttrain.features.layout import Ids
 from drafttrain.features.mooncake_states import MooncakeStates, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
@@ -32,6 +31,7 @@ from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.sglang_source import SglangSource
 from drafttrain.features.source import StatesSource
 from drafttrain.features.state_files import StateFiles
+from drafttrain.features.store import Ids
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.frozen_ends import FrozenEnds

@@ -30,9 +30,8 @@ from drafttrain.data.dataset import collate, shard
 from drafttrain.features.answers import Answer, AnswerRequest
 from drafttrain.features.cached import Cached
 from drafttrain.features.engine import EngineStates
-from drafttrain.features.online import Online
+from drafttrain.features.online import Online, Prefetch
 from drafttrain.features.padded import finite_token
-from drafttrain.features.prefetch import Prefetch
 from drafttrain.features.servers import Servers
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.images import has_images

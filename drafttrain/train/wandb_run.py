@@ -2,23 +2,28 @@
 
 A run that cannot be started online is logged offline. A resumed training goes on in the same W&B run: online W&B continues it,
 offline its files start again with all steps, because `wandb sync` does not join the files of one run.
+
+Whether the user is logged in is found as wandb finds it (`logged_in`), without importing wandb.
 """
 
 from __future__ import annotations
 
+import netrc
 import os
 import secrets
 import string
 from collections.abc import Callable, Mapping
+from configparser import ConfigParser
+from configparser import Error as ConfigError
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 from drafttrain.core.errors import one_line
 from drafttrain.train import LoggerOptions
-from drafttrain.train.login import logged_in, setting
 
 WANDB = "wandb"
 ANSWER = 60.0  # seconds that a run waits for W&B at its start, and for each artifact that it uses
@@ -26,6 +31,7 @@ EARLIER = "earlier"  # next to a run's files: those of the same W&B run that lat
 OFFLINE = ("offline", "dryrun")
 
 Say = Callable[[str], None]
+HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # of W&B's own service, by version of wandb
 
 
 class WandbRun:
@@ -207,3 +213,35 @@ def _set_aside(run: WandbRun) -> None:
             (run.files.parent / EARLIER).mkdir(exist_ok=True)
             with suppress(OSError):
                 files.rename(run.files.parent / EARLIER / files.name)
+
+
+def logged_in() -> bool:
+    """Whether there is a login for the server in use: in the environment or in ~/.netrc. The key itself is not used."""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or setting("api_key"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or setting("base_url") or "").netloc
+    try:
+        logins = netrc.netrc(_netrc_file())
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        return False
+    return any(logins.authenticators(name) is not None for name in ([host] if host and host not in HOSTS else HOSTS))
+
+
+def setting(key: str) -> str | None:
+    """A value of W&B's settings files: of the directory, else of the user. `wandb login` and `wandb offline` write them."""
+    user = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    for folder in (Path("wandb"), user):
+        parser = ConfigParser(interpolation=None)
+        try:
+            parser.read(folder / "settings", encoding="utf-8")
+        except (OSError, ConfigError, UnicodeDecodeError):
+            continue
+        if value := parser.get("default", key, fallback=None):
+            return value
+    return None
+
+
+def _netrc_file() -> Path:
+    if env_path := os.environ.get("NETRC"):
+        return Path(env_path).expanduser()
+    return next((file for name in ("~/.netrc", "~/_netrc") if (file := Path(name).expanduser()).exists()), Path("~/.netrc"))

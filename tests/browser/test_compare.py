@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drafttrain.measure.compare import CompareOptions
-from drafttrain.measure.compare.page import page
+from drafttrain.measure.compare.files import page
 from drafttrain.measure.compare.ranking import ranked
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import RunReport

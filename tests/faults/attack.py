@@ -36,9 +36,9 @@ def run(arguments: Line, folder: Path) -> Ended:
     work = cli(arguments)
 
     def bounded() -> int:
-        from drafttrain.data import bounds
+        from drafttrain.data import templates
 
-        bounds.SECONDS, bounds.SIZE = SECONDS, SIZE
+        templates.SECONDS, templates.SIZE = SECONDS, SIZE
         return work()
 
     return forked(bounded, folder, folder.parent / "said").wait(LATE)

@@ -84,7 +84,7 @@ def of_report(folder: Path) -> Digests:
 
 def sound_checkpoints(folder: Path) -> str | None:
     """A checkpoint under its own name is whole at any moment."""
-    from drafttrain.train.checkpoint_checksums import damage
+    from drafttrain.train.checkpoint_manager import damage
 
     for path in folder.glob("runs/*/*/checkpoints/step-*"):
         if ".tmp-" not in path.name and not path.name.endswith(".damaged") and (found := damage(path)):

@@ -19,7 +19,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.experts import DispatchedTarget, dispatched, find_experts, summed
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
-from drafttrain.targets.round_robin import part_among_neighbours
+from drafttrain.targets.split import part_among_neighbours
 from drafttrain.train.engine import join_world, leave_world
 from tests.architectures import model_of
 from tests.forked import launch

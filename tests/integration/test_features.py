@@ -20,7 +20,8 @@ from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.drafters import families
-from drafttrain.features import FeatureOptions, layout
+from drafttrain.features import FeatureOptions
+from drafttrain.features import store as store_module
 from drafttrain.features.cached import Cached
 from drafttrain.model.batch import TrainBatch
 from drafttrain.objective.losses import LossOptions
@@ -52,7 +53,7 @@ def data(material: Path, loaded: LoadedTarget) -> Dataset:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(layout, "MIN_SHARD_TOKENS", 200)
+    monkeypatch.setattr(store_module, "MIN_SHARD_TOKENS", 200)
     return join_world(torch.device("cpu"))
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from drafttrain.core.errors import Interrupted
 from drafttrain.train import shards
-from drafttrain.train.checkpoint_checksums import SUMS
+from drafttrain.train.checkpoint_manager import SUMS
 from drafttrain.train.logger import Logger
 from tests import forked
 from tests.integration.test_training import arguments, digest, fit, kill_after, last_weights, lines_of, losses, once

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.ops import choice_accept, commit, greedy_accept, library, likely_accept, lossless_accept, sample
+from drafttrain.ops import accept, commit, library
+from drafttrain.ops import sampling as sampling_op
+from drafttrain.ops.accept import choice_accept, greedy_accept, likely_accept, lossless_accept
 from tests.kernels import emulated
 
 pytestmark = pytest.mark.timeout(3600)  # one test compiles the emulated kernels: minutes on a busy machine
@@ -144,9 +146,9 @@ def test_greedy_and_choice_accept_equal_reference(machine: str) -> None:
     for seed, B, N, V, dtype in sizes(machine, ROUNDS):
         c = case(seed, B, N, V, dtype=dtype)
         real_BNV = c.logits_BNV.nan_to_num(0.0, neginf=-torch.inf)
-        check(greedy_accept.greedy_accept(c.tree, c.logits_BNV), greedy_accept.reference(c.tree, real_BNV))
+        check(greedy_accept(c.tree, c.logits_BNV), accept.greedy_reference(c.tree, real_BNV))
         choice_BN = torch.randint(0, min(V, 9), (B, N), generator=torch.Generator().manual_seed(seed))
-        check(choice_accept.choice_accept(c.tree, choice_BN), choice_accept.reference(c.tree, choice_BN))
+        check(choice_accept(c.tree, choice_BN), accept.choice_reference(c.tree, choice_BN))
 
 
 def test_greedy_accept_finds_argmax_at_every_position(machine: str) -> None:
@@ -157,7 +159,7 @@ def test_greedy_accept_finds_argmax_at_every_position(machine: str) -> None:
             logits[0, :, place:] = 2.0
             logits[0, 1, : place + 1] = -torch.inf
             tree = DraftTree(torch.tensor([[0, place]]), torch.tensor([[-1, 0]]), torch.tensor([2]))
-            path, count, bonus = greedy_accept.greedy_accept(tree, logits)
+            path, count, bonus = greedy_accept(tree, logits)
             assert path.tolist() == [[0, 1]] and count.tolist() == [2]
             assert bonus.tolist() == [(place + 1) % V]
 
@@ -168,8 +170,8 @@ def test_lossless_accept_equals_reference(machine: str, drawn: bool, monkeypatch
     kept = total = 0
     for seed, B, N, V, dtype in sizes(machine, ROUNDS):
         c = case(seed, B, N, V, drawn, dtype=dtype)
-        found = lossless_accept.lossless_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling)
-        wanted, stable_B = steady(lossless_accept, lambda _, c=c: lossless_accept.reference(*c.wide()), monkeypatch)
+        found = lossless_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling)
+        wanted, stable_B = steady(accept, lambda _, c=c: accept.lossless_reference(*c.wide()), monkeypatch)
         check(found, wanted, stable_B)
         kept, total = kept + int(stable_B.sum()), total + B
     assert kept > (0.99 if machine == "cpu" else 0.9) * total
@@ -185,10 +187,10 @@ def test_likely_accept_equals_reference(machine: str, epsilon: float, delta: flo
         c.tree.token_BN.masked_fill_(torch.arange(N) % 3 == 1, int(c.logits_BNV[0, 0].argmax()))
 
         def twin(shift: float, c: Case = c) -> Verdict:
-            return likely_accept.reference(*c.wide(), epsilon * (1.0 + shift), delta * (1.0 + shift))
+            return accept.likely_reference(*c.wide(), epsilon * (1.0 + shift), delta * (1.0 + shift))
 
-        found = likely_accept.likely_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling, epsilon, delta)
-        wanted, stable_B = steady(likely_accept, twin, monkeypatch)
+        found = likely_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling, epsilon, delta)
+        wanted, stable_B = steady(accept, twin, monkeypatch)
         check(found, wanted, stable_B)
         kept, total = kept + int(stable_B.sum()), total + B
     assert kept > (0.99 if machine == "cpu" else 0.9) * total
@@ -202,13 +204,13 @@ def test_sample_operator_equals_reference(machine: str, monkeypatch: pytest.Monk
             c = case(V, 4 if machine != "cpu" else 200 if V < 100 else 30, 2, V, dtype=dtype)
             logits_MV = c.logits_BNV[:, 0].contiguous().repeat_interleave(2, 0)  # keys and temperatures serve two rows each
             at_M = c.position_BN.flatten()
-            found_M = sample.sample(logits_MV, c.sampling, at_M, Lane.DRAFT, 5)
+            found_M = sampling_op.sample(logits_MV, c.sampling, at_M, Lane.DRAFT, 5)
             assert (logits_MV.gather(1, found_M[:, None]) > -torch.inf).all()
 
             def twin(_: float, logits_MV: Tensor = logits_MV, c: Case = c, at_M: Tensor = at_M) -> Verdict:
-                return (sample.reference(logits_MV.double(), c.sampling, at_M, Lane.DRAFT, 5),) * 3
+                return (sampling_op.sample_reference(logits_MV.double(), c.sampling, at_M, Lane.DRAFT, 5),) * 3
 
-            wanted, stable_M = steady(sample, twin, monkeypatch)
+            wanted, stable_M = steady(sampling_op, twin, monkeypatch)
             check((found_M,) * 3, wanted, stable_M)
             kept, total = kept + int(stable_M.sum()), total + len(found_M)
     assert kept > (0.99 if machine == "cpu" else 0.9) * total
@@ -220,13 +222,13 @@ def test_sample_operator_degenerate_logits_give_valid_tokens(machine: str) -> No
     places = [0, 17, 4095, V - 1]
     logits = torch.full((4, V), -torch.inf)
     logits[torch.arange(4), places] = 1e4
-    assert sample.sample(logits, Sampling(0.01), torch.arange(4), Lane.TARGET).tolist() == places
+    assert sampling_op.sample(logits, Sampling(0.01), torch.arange(4), Lane.TARGET).tolist() == places
     for bad in (torch.nan, -torch.inf):  # nothing hangs, and what comes is a token
-        found = sample.sample(torch.full((1, 4100), bad), Sampling(1.0), torch.zeros(1, dtype=torch.long), Lane.TARGET)
+        found = sampling_op.sample(torch.full((1, 4100), bad), Sampling(1.0), torch.zeros(1, dtype=torch.long), Lane.TARGET)
         assert 0 <= int(found) < 4100
     if machine != "cpu":
         with pytest.raises(RuntimeError, match="bytes of shared memory"):
-            sample.sample(torch.zeros(1, 1 << 24, dtype=torch.float16), Sampling(1.0), torch.zeros(1).long(), Lane.TARGET)
+            sampling_op.sample(torch.zeros(1, 1 << 24, dtype=torch.float16), Sampling(1.0), torch.zeros(1).long(), Lane.TARGET)
 
 
 def test_lossless_accept_children_with_all_probability_are_accepted(machine: str) -> None:
@@ -236,19 +238,19 @@ def test_lossless_accept_children_with_all_probability_are_accepted(machine: str
     logits[..., 7], logits[..., 23] = 1.3, -0.4
     tree = DraftTree(torch.tensor([[0, 7, 23]]).repeat(B, 1), torch.tensor([[-1, 0, 0]]).repeat(B, 1), torch.full((B,), 3))
     position = torch.tensor([[4, 5, 5]]).repeat(B, 1)
-    path, count, bonus = lossless_accept.lossless_accept(tree, logits, position, Sampling(0.9).rows(torch.arange(B)))
+    path, count, bonus = lossless_accept(tree, logits, position, Sampling(0.9).rows(torch.arange(B)))
     assert (count == 2).all() and set(path[:, 1].tolist()) == {1, 2} and set(bonus.tolist()) == {7, 23}
 
 
 def test_lossless_accept_row_is_independent_of_batch(machine: str) -> None:
     c = case(5, 6 if machine == "cpu" else 3, 7, 4099, drawn=True)
-    whole = lossless_accept.lossless_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling)
+    whole = lossless_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling)
     for row in range(len(c.logits_BNV)):
         one = slice(row, row + 1)
         parts = {f.name: getattr(c.tree, f.name) for f in fields(c.tree)}
         tree = DraftTree(**{name: None if x is None else x[one] for name, x in parts.items()})
         sampling = replace(c.sampling, key_B=c.sampling.key_B[one], temperature_B=c.sampling.temperature_B[one])
-        alone = lossless_accept.lossless_accept(tree, c.logits_BNV[one], c.position_BN[one], sampling)
+        alone = lossless_accept(tree, c.logits_BNV[one], c.position_BN[one], sampling)
         assert all(torch.equal(a[one], b) for a, b in zip(whole, alone, strict=True))
 
 
@@ -291,7 +293,7 @@ def test_lossless_accept_emitted_tokens_follow_target_distribution(kind: str) ->
     tree, sampling = drafts(kind, p_WW, q_WW, random), Sampling(1.0, seed=11).rows(torch.arange(ROWS))
     token_BN, position_BN = tree.token_BN, tree.ancestor_BNN.sum(-1) + 3
     with torch.inference_mode():
-        path_BN, count_B, bonus_B = lossless_accept.lossless_accept(tree, logits_WW[token_BN], position_BN, sampling)
+        path_BN, count_B, bonus_B = lossless_accept(tree, logits_WW[token_BN], position_BN, sampling)
     assert 0.2 < float((count_B > 1).float().mean()) < 0.95
     text_BN = token_BN.gather(1, path_BN).roll(-1, 1).scatter(1, count_B[:, None] - 1, bonus_B[:, None])
     plain_B = drawn_from(p_WW, text_BN[:, 0], random)[:, 0]
@@ -320,7 +322,7 @@ def test_keyed_uniform_numbers_in_cpp_equal_python_bitwise() -> None:
 def test_commit_operator_equals_reference(machine: str, nodes: int, skips: bool, counts: bool) -> None:
     """Texts that have ended, that reach their limit and that stop; paths that are a part of a wider tensor."""
     one = case(nodes, BATCH, nodes, 11)
-    path_BN, count_B, bonus_B = greedy_accept.reference(one.tree, one.logits_BNV)
+    path_BN, count_B, bonus_B = accept.greedy_reference(one.tree, one.logits_BNV)
     path_BA = path_BN[:, : int(count_B.max())]
     random = torch.Generator().manual_seed(nodes)
     slot_B = torch.randperm(BATCH + 3, generator=random)[:BATCH]

@@ -13,15 +13,13 @@ import torch
 from benchmarks.gpu.case import Kept
 from drafttrain.core.sampling import Sampling
 from drafttrain.model.kv_storage import PAGE
-from drafttrain.ops import append as append_op
 from drafttrain.ops import build, library, tree_attention
 from drafttrain.ops import build_tree as tree_op
 from drafttrain.ops import gated as gated_op
-from drafttrain.ops import kv_keep as keep_op
+from drafttrain.ops import kv_cache as cache_op
 from drafttrain.ops import rms_norm as norm_op
-from drafttrain.ops import shaped as shaped_op
+from drafttrain.ops import sampling as sampling_op
 from drafttrain.ops import top as top_op
-from drafttrain.ops import tree_links as links_op
 from drafttrain.ops.tree_bits import bits_of, words_for
 from tests.kernels import emulated
 from tests.kernels.test_trees import candidates, fields
@@ -115,7 +113,7 @@ def test_cuda_append_equals_reference(case: str, dtype: torch.dtype) -> None:
     emulated.ops().append(
         shifted(qkv, by), cos, sin, q_weight, k_weight, 1e-6, position, table, length, earlier, pools[0], pools[1], query
     )  # fmt: skip
-    wanted = append_op.reference(
+    wanted = cache_op.append_reference(
         qkv, cos, sin, q_weight, k_weight, 1e-6, position, table, length, pools[2], pools[3], heads, earlier
     )  # fmt: skip
     close(query, wanted, dtype)
@@ -141,7 +139,7 @@ def test_append_and_tree_attention_references_equal_cpu_attend(dtype: torch.dtyp
     torch.ops.drafttrain.attend(
         qkv, cos, sin, *weights, 1e-6, 0.2, 0, position, table, length, None, 0, keys, values, out
     )  # fmt: skip
-    query = append_op.append(qkv, cos, sin, *weights, 1e-6, position, table, length, *pools, heads)
+    query = cache_op.append(qkv, cos, sin, *weights, 1e-6, position, table, length, *pools, heads)
     close(pools[0], keys, dtype)
     assert torch.equal(pools[1], values)
     causal = bits_of(torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, -1, -1))
@@ -176,7 +174,7 @@ def test_cuda_kv_keep_equals_reference(dtype: torch.dtype, heads: int, width: in
     for by in (0, 1):
         ours, theirs = shifted(store.to(dtype), by), store.to(dtype)
         emulated.ops().kv_keep(ours, table, length, path, count, PAGE)
-        keep_op.reference(theirs, table, length, path, count)
+        cache_op.keep_reference(theirs, table, length, path, count)
         assert torch.equal(ours, theirs) and not torch.equal(ours, store.to(dtype))
 
 
@@ -254,11 +252,11 @@ def test_cuda_shaped_logits_equal_reference_and_ignore_batch(
     scale = {"one": 0.0, "flat": 0.1, "steep": 1e-5, "far": 50.0}.get(kind)
     logits = (logits if scale is None else logits * scale + (20.0 if kind == "steep" else -7.0)).to(dtype)
     sampling = Sampling(1.0, temperature_B=torch.tensor([0.7, 1e-4 if kind == "steep" else 1.3]), **settings)
-    out = shaped_op._compiled(logits, sampling)
+    out = sampling_op._compiled(logits, sampling)
     assert Kept.of(logits.double(), sampling).complaint(out) is None
     for row, by in ((0, 0), (rows - 1, 1)):
         alone = replace(sampling, temperature_B=sampling.temperature_B[2 * row // rows][None])
-        assert torch.equal(shaped_op._compiled(shifted(logits[row : row + 1], by), alone)[0], out[row])
+        assert torch.equal(sampling_op._compiled(shifted(logits[row : row + 1], by), alone)[0], out[row])
 
 
 def test_cuda_tree_links_equal_reference_for_one_to_256_nodes(subtests: pytest.Subtests) -> None:
@@ -269,7 +267,7 @@ def test_cuda_tree_links_equal_reference_for_one_to_256_nodes(subtests: pytest.S
             parent[0] = torch.arange(-1, nodes - 1)
             depth, bits = torch.full_like(parent, -7), torch.full((20, nodes, words_for(nodes)), -7)
             emulated.ops().tree_links(parent, depth, bits)
-            for found, wanted in zip((depth, bits), links_op.reference(parent), strict=True):
+            for found, wanted in zip((depth, bits), tree_op.links_reference(parent), strict=True):
                 assert torch.equal(found, wanted)
 
 
@@ -288,7 +286,7 @@ def test_cuda_build_tree_equals_reference(many: int, nodes: int) -> None:
     shapes = [(10, nodes)] * 3 + [(10, nodes, words_for(nodes))] + [(10, nodes)] * 2
     built = tree_op.Built(*(torch.full(shape, -7) for shape in shapes))
     emulated.ops().build_tree(parent, score, *fields(built))
-    for found, wanted in zip(fields(built), fields(tree_op.reference(parent, score, nodes)), strict=True):
+    for found, wanted in zip(fields(built), fields(tree_op.build_reference(parent, score, nodes)), strict=True):
         assert torch.equal(found, wanted)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drafttrain.decoding.weight_reads import WeightReads
+from drafttrain.decoding.graph_runner import WeightReads
 from drafttrain.ops import fp8
 from drafttrain.ops.fp8 import Fp8Linear
 from drafttrain.ops.fp8_rows import E4M3, LARGEST, fp8_rows

@@ -25,11 +25,10 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.layers import Linear
 from drafttrain.model.target import Taps
-from drafttrain.ops import append as append_op
+from drafttrain.ops import accept as accept_op
 from drafttrain.ops import divergence, library
 from drafttrain.ops import gated as gated_op
-from drafttrain.ops import greedy_accept as accept_op
-from drafttrain.ops import kv_keep as keep_op
+from drafttrain.ops import kv_cache as cache_op
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops.linear import PACKS, linear, pack, packed_dtypes
 from drafttrain.ops.residual_heads import ResidualHeads
@@ -220,7 +219,7 @@ def test_greedy_accept_reference_with_distinct_siblings_equals_python_walk() -> 
         rank = [sum(int(parent[0, j] == parent[0, i]) for j in range(i)) for i in range(12)]
         tree = DraftTree(torch.tensor([rank]), parent, torch.tensor([int(torch.randint(1, 13, ()))]))
         logits = torch.randn(1, 12, 4)
-        assert [x.tolist() for x in accept_op.reference(tree, logits)] == list(walked(tree, logits))
+        assert [x.tolist() for x in accept_op.greedy_reference(tree, logits)] == list(walked(tree, logits))
 
 
 @compiled
@@ -239,8 +238,8 @@ def test_cpu_kv_keep_equals_reference(seed: int, rows: int, nodes: int) -> None:
     for row in range(rows):
         chosen = torch.randperm(nodes - 1)[: int(count[row]) - 1].sort().values + 1
         path[row, 1 : len(chosen) + 1] = chosen
-    keep_op.kv_keep(stores[0], table, length, path, count)
-    keep_op.reference(stores[1], table, length, path, count)
+    cache_op.kv_keep(stores[0], table, length, path, count)
+    cache_op.keep_reference(stores[1], table, length, path, count)
     assert torch.equal(*stores)
 
 
@@ -362,8 +361,8 @@ def test_cpu_append_equals_reference(poison: None, heads: int, normed: bool, ear
     position = length[:, None] + torch.randint(0, 9, (rows, nodes))
     pools = [torch.full((rows * 4, PAGE, kv_heads, width), torch.nan, dtype=dtype) for _ in range(4)]
     at = (position, table, length)
-    found = append_op.append(qkv, cos, sin, *weights, 1e-6, *at, *pools[:2], heads, earlier)
-    wanted = append_op.reference(qkv, cos, sin, *weights, 1e-6, *at, *pools[2:], heads, earlier)
+    found = cache_op.append(qkv, cos, sin, *weights, 1e-6, *at, *pools[:2], heads, earlier)
+    wanted = cache_op.append_reference(qkv, cos, sin, *weights, 1e-6, *at, *pools[2:], heads, earlier)
     close = {"rtol": DTYPES[dtype], "atol": DTYPES[dtype], "equal_nan": True}
     torch.testing.assert_close(found, wanted, **close)
     torch.testing.assert_close(pools[:2], pools[2:], **close)

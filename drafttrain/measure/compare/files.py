@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import drafttrain
 from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
-from drafttrain.measure.compare.columns import cell_rows, figure_rows, header, pair_cells, varied_text
-from drafttrain.measure.compare.page import page
-from drafttrain.measure.compare.ranking import Comparison
+from drafttrain.measure.compare.columns import cell_rows, cost_text, figure_rows, header, pair_cells, varied_text
+from drafttrain.measure.compare.ranking import UNITS, Comparison
 from drafttrain.measure.compare.significance import Pair
+from drafttrain.measure.html import render
 
 PAIRS = ("figure", "first", "second", "prompts", "difference", "low", "high", "p", "p_corrected", "verdict")
+SIZES = {"wide": (720, 400), "narrow": (340, 340)}
+LEFT, RIGHT, TOP, BOTTOM = 46, 16, 14, 46  # margins
+RADIUS = 9
+LOGARITHMIC = 20.0  # ratio of greatest to least cost from which the axis is logarithmic
 
 
 def write_comparison(folder: Path, comparison: Comparison, command: str) -> list[Path]:
@@ -47,3 +55,142 @@ def _pair(comparison: Comparison, pair: Pair) -> list[Any]:
     names = [comparison.rows[k].label for k in (pair.first, pair.second)]
     figures = [pair.difference, low, high, pair.p, pair.corrected]
     return [pair.figure, *names, pair.prompts, *figures, pair.verdict(comparison.level)]
+
+
+def page(comparison: Comparison, command: str) -> str:
+    """The whole page. command: the command line to show on it."""
+    first = comparison.rows[0]
+    return render(
+        "compare.html",
+        title=f"{len(comparison.rows)} runs by {comparison.sort}",
+        version=drafttrain.__version__,
+        command=command,
+        entry=first.entry,
+        target=first.run.report["target"],
+        header=header(comparison),
+        rows=cell_rows(comparison),
+        varied=[varied_text(comparison, i, 99) for i in range(len(comparison.rows))],
+        frontier=comparison.frontier,
+        plots=plots(comparison),
+        unit=UNITS[comparison.cost],
+        pairs=pair_cells(comparison),
+        tests=tests(comparison),
+        level=comparison.level,
+        notes=comparison.notes,
+    )
+
+
+def tests(comparison: Comparison) -> int:
+    """Number of pairs tested per figure, which Holm's correction takes into account."""
+    return max((sum(p.figure == name and p.p is not None for p in comparison.pairs) for name in ("speedup", "tau")), default=0)
+
+
+def plots(comparison: Comparison) -> dict[str, Scatter]:
+    """The scatter plots of speedup against training cost, for wide and narrow screens; none if no run has both."""
+    points = comparison.points()
+    if not points:
+        return {}
+    marks: list[dict[str, Any]] = []
+    for i, cost, speed in points:
+        entry = comparison.rows[i].entry
+        tooltip = f"{comparison.rows[i].label}: {cells.speedups(entry)}, tau {cells.number(entry['tau'])}"
+        tooltip += f", {cost_text(comparison, i)}"
+        marks.append(
+            {
+                "rank": i + 1,
+                "cost": cost,
+                "speed": speed,
+                "low": entry["speedup_min"],
+                "high": entry["speedup_max"],
+                "about": tooltip,
+                "ahead": i in comparison.frontier,
+            }
+        )
+    return {name: scatter(marks, width, height) for name, (width, height) in SIZES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A tick of an axis: its position in pixels and its label."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """A scatter plot of speedup against cost. All positions are in pixels."""
+
+    width: int
+    height: int
+    marks: list[dict[str, Any]]  # the marks with x, y, and y_low, y_high of the repeats
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    one: float  # y of speedup 1
+    steps: str  # the frontier's line as `x,y x,y ...`
+
+    @property
+    def box(self) -> dict[str, int]:
+        return {"left": LEFT, "right": self.width - RIGHT, "top": TOP, "bottom": self.height - BOTTOM}
+
+
+def scatter(marks: Sequence[dict[str, Any]], width: int, height: int) -> Scatter:
+    """Place the marks. Each has rank, cost, speed, low, high, about, ahead. The line of speedup 1 is always visible."""
+    costs, speeds = [m["cost"] for m in marks], [x for m in marks for x in (m["low"], m["high"], 1.0)]
+    place_x, x_ticks = _cost_axis(costs, LEFT + 2 * RADIUS, width - RIGHT - 2 * RADIUS)
+    step = _nice((max(speeds) - min(speeds)) / 4 or 0.1)
+    low, high = step * max(0, math.floor(min(speeds) / step - 0.2)), step * math.ceil(max(speeds) / step + 0.2)
+
+    def place_y(speed: float) -> float:
+        return round(height - BOTTOM - (speed - low) / (high - low) * (height - BOTTOM - TOP), 1)
+
+    placed = [
+        m | {"x": place_x(m["cost"]), "y": place_y(m["speed"]), "y_low": place_y(m["low"]), "y_high": place_y(m["high"])}
+        for m in marks
+    ]
+    y_values = [low + step * k for k in range(round((high - low) / step) + 1)]
+    y_ticks = [Tick(place_y(value), f"{value:.{max(0, 2 if step < 0.1 else 1)}f}x") for value in y_values]
+    return Scatter(width, height, placed, x_ticks, y_ticks, place_y(1.0), _steps(placed, width - RIGHT))
+
+
+def _steps(marks: Sequence[dict[str, Any]], end: float) -> str:
+    """The frontier's line as stairs: from each of its marks to the right, then up to the next mark."""
+    frontier_marks = sorted((m for m in marks if m["ahead"]), key=lambda m: (m["cost"], m["speed"]))
+    corners: list[tuple[float, float]] = []
+    for mark in frontier_marks:
+        if corners:
+            corners.append((mark["x"], corners[-1][1]))
+        corners.append((mark["x"], mark["y"]))
+    if corners:
+        corners.append((end, corners[-1][1]))
+    return " ".join(f"{x},{y}" for x, y in corners)
+
+
+def _cost_axis(costs: Sequence[float], left: float, right: float) -> tuple[Callable[[float], float], list[Tick]]:
+    """(position of a cost, ticks). The axis is logarithmic if costs differ much and none is 0."""
+    min_cost, max_cost = min(costs), max(costs)
+    if min_cost > 0 and max_cost / min_cost >= LOGARITHMIC:
+        low, high = math.floor(math.log10(min_cost)), math.ceil(math.log10(max_cost))
+        stride = max(1, math.ceil((high - low) / 5))
+
+        def place(cost: float) -> float:
+            return round(left + (math.log10(cost) - low) / (high - low) * (right - left), 1)
+
+        return place, [Tick(place(10.0**k), _short(10.0**k)) for k in range(low, high + 1, stride)]
+    step = _nice(max_cost / 3 or 1.0)
+    top = step * math.ceil(max_cost / step + 1e-9) or step
+
+    def place_linear(cost: float) -> float:
+        return round(left + cost / top * (right - left), 1)
+
+    return place_linear, [Tick(place_linear(step * k), _short(step * k)) for k in range(round(top / step) + 1)]
+
+
+def _nice(step: float) -> float:
+    """The least of 1, 2 and 5 times a power of ten that is at least `step`."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= step * (1 - 1e-9))
+
+
+def _short(value: float) -> str:
+    return f"{value:.1e}".replace(".0e", "e").replace("e+", "e") if value >= 1e5 else f"{value:.4g}"

@@ -28,7 +28,7 @@ from drafttrain.data.sources import open_sources
 from drafttrain.data.store import BlockStore, RecordBlock, encode_block
 from drafttrain.data.templates import TemplateOptions
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.features.layout import key_of
+from drafttrain.features.store import key_of
 from drafttrain.model.images import FIRST, bases, with_placeholders, without_images
 from drafttrain.targets.images import ImageReader, NoImages, image_reader
 from tests.helpers import read_conversations

@@ -12,8 +12,7 @@ import datasets
 import pytest
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.prompts import Prompt, load_prompts, named_prompts
-from drafttrain.data.sets import FEW, SETS
+from drafttrain.data.prompts import FEW, SETS, Prompt, load_prompts, named_prompts
 
 PUBLIC = Path(os.environ.get("DRAFTTRAIN_TEST_DATA", Path(__file__).parents[4] / "shared" / "data")) / "prompts"
 FORMS: dict[str, tuple[dict[str, Any], Prompt]] = {  # one record as it is published, and the prompt it gives

@@ -10,12 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from drafttrain.core.errors import UserError
-from drafttrain.data import bounds
-from drafttrain.data.bounds import TooLongError, bounded
+from drafttrain.data import templates
 from drafttrain.data.chat import Encoder
 from drafttrain.data.forms import Conversation
 from drafttrain.data.prompts import encode_messages
-from drafttrain.data.templates import TemplateOptions
+from drafttrain.data.templates import TemplateOptions, TooLongError, bounded
 from drafttrain.targets.load import EMBEDDED
 
 HOSTILE = {
@@ -43,7 +42,7 @@ def embedded() -> Any:
 @pytest.fixture
 def tokenizer(embedded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With little memory for its template, which is put back."""
-    monkeypatch.setattr(bounds, "SIZE", 64 << 20)
+    monkeypatch.setattr(templates, "SIZE", 64 << 20)
     monkeypatch.setattr(embedded, "chat_template", embedded.chat_template)
     return embedded
 
@@ -54,7 +53,7 @@ def test_template_hostile_code_is_refused_in_one_line(
     for name, (template, said) in HOSTILE.items():
         tokenizer.chat_template = template
         # only what ends by its time gets little: on a slow machine another fault must come first
-        monkeypatch.setattr(bounds, "SECONDS", 0.1 if "seconds" in said else 60.0)
+        monkeypatch.setattr(templates, "SECONDS", 0.1 if "seconds" in said else 60.0)
         ways = [lambda: encode_messages(tokenizer, [dict(TALK.messages[0])]), lambda: Encoder(tokenizer, 64)(TALK)]
         if name == "division":  # the user's own template is bounded by the same call
             ways.insert(0, lambda template=template: Encoder(tokenizer, 64, TemplateOptions(template))(TALK))

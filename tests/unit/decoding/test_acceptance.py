@@ -19,8 +19,8 @@ from torch import Tensor
 from drafttrain.core.sampling import Lane, Sampling, distribution
 from drafttrain.core.tree import DraftTree, TreeShape, ancestors
 from drafttrain.decoding.acceptance import POLICIES, AcceptedPath, coupled, greedy, lossless, policy_for
-from drafttrain.ops import lossless_accept as lossless_op
-from drafttrain.ops import sample as sample_op
+from drafttrain.ops import accept as accept_op
+from drafttrain.ops import sampling as sampling_op
 
 V = 5
 Law = dict[tuple[int, ...], float]
@@ -32,8 +32,8 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.script: dict[int, float | Tensor] = {}  # of each node: one draw for all rows, or one for each
         self.residual_V = torch.zeros(V)
-        monkeypatch.setattr(lossless_op, "uniform", self.uniform)
-        monkeypatch.setattr(lossless_op, "pick", self.pick)
+        monkeypatch.setattr(accept_op, "uniform", self.uniform)
+        monkeypatch.setattr(accept_op, "pick", self.pick)
 
     def uniform(self, sampling: Sampling, position_B: Tensor, lane: Lane, draw: int = 0) -> Tensor:
         given = torch.as_tensor(self.script.get(draw, 0.0), dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_coupled_tree_preserves_target_distribution(
     tree = DraftTree.static(torch.tensor([token]), shape)
     logits = tree_logits(tree, logits_of)
     mask, laws, script = ancestors(tree.parent_BN), distribution(logits, sampling)[0], {}
-    monkeypatch.setattr(sample_op, "pick", lambda p, u: torch.tensor([script.get(i, 0) for i in range(len(p))]))
+    monkeypatch.setattr(sampling_op, "pick", lambda p, u: torch.tensor([script.get(i, 0) for i in range(len(p))]))
     outcome: Law = defaultdict(float)
 
     def walk(node: int, probability: float) -> None:

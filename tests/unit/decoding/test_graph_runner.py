@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding import acceptance, scheduler
 from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.graph_runner import WeightReads
 from drafttrain.decoding.request import Request, Result, StopText
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
@@ -276,3 +279,44 @@ def test_decode_costs_of_second_run_exclude_idle_time(
     now[0] += 1000.0
     costs = decoder.run(prompts(1), 1).costs
     assert not costs.captures and costs.draft + costs.verify + costs.commit + costs.host < 1.0
+
+
+__all__ = ["cpu_graphs"]
+
+
+def size(*modules: nn.Module) -> int:
+    """Bytes of all linear maps."""
+    linear = [m for module in modules for m in module.modules() if isinstance(m, nn.Linear)]
+    return sum(p.nbytes for m in linear for p in m.parameters())
+
+
+@torch.inference_mode()
+def test_weight_reads_counts_each_product_but_no_embedding_lookup() -> None:
+    first_HH, second_VH, table_VH = torch.randn(8, 8), torch.randn(32, 8), torch.randn(32, 8)
+    with WeightReads() as reads:
+        x_H = F.embedding(torch.tensor([3]), table_VH)
+        x_H = F.linear(x_H, first_HH)
+        for _ in range(3):
+            x_H = F.linear(F.linear(x_H, second_VH), second_VH[:, :8].t())
+        x_H @ x_H.t()
+    repeated = second_VH.nbytes
+    assert reads.bytes() == first_HH.nbytes + 3 * 2 * repeated
+    assert reads.bytes(cached=repeated - 1) == reads.bytes()
+    assert reads.bytes(cached=repeated) == first_HH.nbytes + repeated
+
+
+@pytest.mark.parametrize(("name", "passes"), [(None, 0), ("medusa", 0), ("eagle", 4)])
+def test_captured_step_reads_target_weights_once_and_head_in_each_drafter_pass(
+    name: str | None, passes: int, monkeypatch: pytest.MonkeyPatch, cpu_graphs: None
+) -> None:
+    monkeypatch.setattr(library, "has_product", lambda: False)  # blocks run one by one, as on a GPU
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # so that no weight is packed
+    target = FastTarget(tiny_model())
+    drafter = None if name is None else build(name, target, 0.3)
+    decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=6, controls=Controls(read_every=1))
+    decoder.captures = True
+    costs = decoder.run(prompts(1), 1).costs
+    head = size(target.model.get_output_embeddings())
+    own = 0 if drafter is None else size(drafter)
+    expected = size(target.model) + (own if not passes else passes * (own + head))
+    assert costs.steps and costs.weight_bytes == expected * costs.steps

@@ -17,7 +17,7 @@ from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.ops import library
-from drafttrain.ops.lossless_accept import lossless_accept
+from drafttrain.ops.accept import lossless_accept
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import Scripted, oracle, prompts, random_guess, tiny_model, tiny_target
 from tests.unit.decoding.path_logits import check_logits_by_path

@@ -18,7 +18,8 @@ from drafttrain.decoding.settings import Controls
 from drafttrain.measure.exactness import Match, compare
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.target import Taps
-from drafttrain.ops import greedy_accept, library, lossless_accept, sample
+from drafttrain.ops import accept, library
+from drafttrain.ops import sampling as sampling_op
 from drafttrain.targets.fast import FastTarget
 from tests.distributions import Texts, of_texts, tail
 from tests.helpers import Scripted, ScriptedState, never, oracle, prompts, random_guess, tiny_model, tiny_target
@@ -216,8 +217,8 @@ def test_float16_target_verifies_with_compiled_operators(paths: list[list[int]],
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the plain-torch twin ran where the compiled operator should")
 
-    for module in (lossless_accept, greedy_accept, sample):
-        monkeypatch.setattr(module, "reference", refuse)
+    for module, name in ((accept, "lossless_reference"), (accept, "greedy_reference"), (sampling_op, "sample_reference")):
+        monkeypatch.setattr(module, name, refuse)
     target, asked = FastTarget(tiny_model().half()), prompts(6, seed=4)
     for sampling in (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=20, seed=5)):
         plain = Decoder(target, None, "lossless", sampling, max_new_tokens=24).run(asked, 6)

@@ -14,18 +14,17 @@ from hypothesis import strategies as st
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
-from drafttrain.features import layout as layouts
+from drafttrain.features import store as stores
 from drafttrain.features.cached import Cached, documents
 from drafttrain.features.format import FeatureFormat
-from drafttrain.features.layout import ShardLayout, key_of
 from drafttrain.features.online import Online
-from drafttrain.features.store import ABSENT, FeatureStore
-from drafttrain.features.writer import ShardWriter
+from drafttrain.features.store import ABSENT, FeatureStore, ShardLayout, key_of
 from drafttrain.model.batch import Prediction, Top, TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.teacher import TopKDistribution
 from drafttrain.ops.divergence import LOSSES, divergence
 from drafttrain.targets.hf import HFTarget
+from drafttrain.train.caching import ShardWriter
 from tests.damage import harmed
 from tests.helpers import prompts, tiny_target
 
@@ -39,8 +38,8 @@ def target() -> HFTarget:
 
 @pytest.fixture(autouse=True)
 def many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "MIN_SHARD_TOKENS", 24)
-    monkeypatch.setattr(layouts, "MIN_SHARDS", 4)
+    monkeypatch.setattr(stores, "MIN_SHARD_TOKENS", 24)
+    monkeypatch.setattr(stores, "MIN_SHARDS", 4)
 
 
 def texts(count: int = 12) -> list[np.ndarray]:

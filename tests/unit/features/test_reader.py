@@ -14,15 +14,14 @@ import torch
 
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
-from drafttrain.features import layout as layouts
+from drafttrain.features import store as stores
 from drafttrain.features.cached import BUFFERS, Cached, HostBuffers, ReadAhead
 from drafttrain.features.format import FeatureFormat
-from drafttrain.features.layout import ShardLayout
 from drafttrain.features.online import Online
-from drafttrain.features.store import FeatureStore
-from drafttrain.features.writer import ShardWriter
+from drafttrain.features.store import FeatureStore, ShardLayout
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
+from drafttrain.train.caching import ShardWriter
 from tests.helpers import prompts, tiny_target
 
 CPU = torch.device("cpu")
@@ -38,8 +37,8 @@ def batch(rows: list[np.ndarray]) -> TrainBatch:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FeatureStore:
-    monkeypatch.setattr(layouts, "MIN_SHARD_TOKENS", 24)
-    monkeypatch.setattr(layouts, "MIN_SHARDS", 4)
+    monkeypatch.setattr(stores, "MIN_SHARD_TOKENS", 24)
+    monkeypatch.setattr(stores, "MIN_SHARDS", 4)
     target = tiny_target()
     form = FeatureFormat((1, FINAL), "bfloat16", target.shape.hidden_size)
     found = FeatureStore(tmp_path, ShardLayout.of(texts(), form.bytes), form, {"target": target.fingerprint})

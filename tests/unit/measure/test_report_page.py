@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from drafttrain.measure.entry import samples
 from drafttrain.measure.flags import broken_guarantees, flags
 from drafttrain.measure.report import page
-from drafttrain.measure.samples import samples
 from tests.reports import engine_of, evidence_of, report_of_figures
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.features.prefetch import tensors
+from drafttrain.features.online import tensors
 from drafttrain.model.batch import TrainBatch, moved
 from drafttrain.objective.chunks import chunks
 

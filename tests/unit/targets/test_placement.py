@@ -21,8 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.common.drafter_lora import add_matrices, trained_and_frozen
-from drafttrain.features.online import Online
-from drafttrain.features.prefetch import Prefetch
+from drafttrain.features.online import Online, Prefetch
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import trainable
 from drafttrain.model.lora import LoraOptions

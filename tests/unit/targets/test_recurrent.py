@@ -17,7 +17,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.decoding.guards.guard import Guard
+from drafttrain.decoding.guards import Guard
 from drafttrain.decoding.request import Request
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.train.login import logged_in, setting
+from drafttrain.train.wandb_run import logged_in, setting
 
 
 @pytest.fixture(autouse=True)

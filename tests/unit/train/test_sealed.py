@@ -11,8 +11,7 @@ import pytest
 from drafttrain.commands.measure import training_cost
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import CHECKSUM, write_sealed_json
-from drafttrain.train.checkpoint_checksums import SUMS, damage, file_sums, newest_valid, seal
-from drafttrain.train.checkpoint_manager import PROGRESS, Progress
+from drafttrain.train.checkpoint_manager import PROGRESS, SUMS, Progress, damage, file_sums, newest_valid, seal
 from tests.damage import refused
 
 FILES = ("drafter.safetensors", "optimizer-00000.safetensors", "trainer.json")

@@ -1,9 +1,11 @@
-"""The part of a layer between its projection and its attention: q/k norm, rotary embedding, writing the KV cache.
+"""Writing a paged KV cache: new positions before a layer's attention, and the accepted path after verification.
 
-One compiled operator does it. On a CPU the `attend` operator does it itself, together with the attention.
+`append` is the part of a layer between its projection and its attention: q/k norm, rotary embedding, writing the cache. On a
+CPU the `attend` operator does it itself, together with the attention. `kv_keep` moves an accepted path to the end of the
+committed prefix, in all layers at once.
 
-Shapes: B rows, N new positions, M rotary positions, Q pages of a row, h query heads, k KV heads, D head width, X = (h + 2 k)
-D.
+Shapes: B rows, N new positions, A accepted nodes, M rotary positions, L layers, Q pages (of a row, or of the store), P
+positions of a page, h query heads, k KV heads (h in a store), D head width, X = (h + 2 k) D.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import torch
 from torch import Tensor
 
 from drafttrain.ops import library
-from drafttrain.ops.kv_keep import flat
 
 WIDEST = 256
 
@@ -29,7 +30,7 @@ def append(
     are in the cache already. The caller ensures that length + earlier + N fits in the table's pages.
     """
     if not _serves(qkv_BNX, keys, values):
-        return reference(
+        return append_reference(
             qkv_BNX, cos_MD, sin_MD, q_weight, k_weight, eps, position_BN, table_BQ, length_B, keys, values, heads,
             earlier,
         )  # fmt: skip
@@ -47,7 +48,7 @@ def _serves(qkv_BNX: Tensor, keys: Tensor, values: Tensor) -> bool:
     return contiguous and supported and library.serves(qkv_BNX)
 
 
-def reference(
+def append_reference(
     qkv_BNX: Tensor, cos_MD: Tensor, sin_MD: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int, earlier: int = 0,
 ) -> Tensor:  # fmt: skip
@@ -69,3 +70,34 @@ def reference(
     keys.view(-1, kv_heads, D)[index_BN] = rotated(k_BNhD, k_weight)
     values.view(-1, kv_heads, D)[index_BN] = v_BNhD
     return rotated(q_BNhD, q_weight)
+
+
+def kv_keep(store: Tensor, table_BQ: Tensor, length_B: Tensor, path_BA: Tensor, count_B: Tensor) -> None:
+    """Move position length + path[a] to length + a, for the first `count` entries of each path. store: [L, 2, Q, P, h, D].
+
+    Every path ascends from node 0. Paths overlap their destinations, so every row is read before it is overwritten.
+    """
+    if library.serves(store):
+        page = store.shape[3]
+        torch.ops.drafttrain.kv_keep(store, table_BQ, length_B, path_BA.contiguous(), count_B, page)
+    else:
+        keep_reference(store, table_BQ, length_B, path_BA, count_B)
+
+
+def keep_reference(store: Tensor, table_BQ: Tensor, length_B: Tensor, path_BA: Tensor, count_B: Tensor) -> None:
+    """The plain-torch twin of `kv_keep`."""
+    column_A = torch.arange(path_BA.shape[1], device=path_BA.device)
+    counts_BA = column_A < count_B[:, None]
+    # on other devices this check would sync with the host, which costs more than the copy
+    if path_BA.device.type == "cpu" and not bool(((path_BA != column_A) & counts_BA).any()):
+        return
+    target_BA = flat(table_BQ, length_B[:, None] + torch.where(counts_BA, column_A, 0), store.shape[3])
+    source_BA = flat(table_BQ, length_B[:, None] + torch.where(counts_BA, path_BA, 0), store.shape[3])
+    positions = store.flatten(2, 3)
+    positions[:, :, target_BA] = positions[:, :, source_BA]
+
+
+def flat(table_BQ: Tensor, position_BN: Tensor, page: int) -> Tensor:
+    """[B, N]: indices of these positions of each row in the pages of the store, concatenated."""
+    position_BN = position_BN.clamp_max(table_BQ.shape[1] * page - 1)
+    return table_BQ.gather(1, position_BN // page) * page + position_BN % page

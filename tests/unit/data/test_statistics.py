@@ -12,7 +12,7 @@ import torch
 from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import load_dataset, token_counts
-from drafttrain.data.vocabulary import coverage
+from drafttrain.data.statistics import coverage
 from drafttrain.measure.markdown import data_section
 from drafttrain.measure.plots import data_plot
 from drafttrain.runs.data import data_report, forms, print_counts, print_vocabulary, write_rejected

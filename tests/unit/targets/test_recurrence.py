@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.ops.recurrence import CHUNK, delta_state, selective_state, state_space_state, steps
+from drafttrain.targets.recurrent import CHUNK, delta_state, selective_state, state_space_state, steps
 
 LONG = 2 * CHUNK + 3  # whole chunks and a part of one
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}

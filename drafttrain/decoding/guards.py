@@ -1,21 +1,47 @@
 """Output monitors that act: they watch a text while it is decoded, and act when it starts to loop or can no longer become JSON.
 
+A loop is a run of one n-gram that repeats without gaps. JSON is checked against its grammar (RFC 8259), with llguidance: can
+the text still become one whole value? Blanks may surround the value, and so may a ``` fence with or without a language's name.
 The monitors of `drafttrain.measure.monitors` count the same faults in finished texts and never act.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
 
-from drafttrain.decoding.guards.json_text import JsonText
-from drafttrain.decoding.guards.repetition import REACH, loops
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 ACTIONS = ("off", "plain", "stop")
 LOOP, JSON = "loop", "json"
 UNFINISHED = "\ufffd"  # a tokenizer decodes a part of a character to this
 
 Decode = Callable[[list[int]], str]
+LEAST_REPEATS = 3
+LONGEST_PERIOD = 32  # longest n-gram that is searched for
+LEAST_TOKENS = 16  # shorter repetition is ordinary text
+REACH = LEAST_REPEATS * LONGEST_PERIOD  # number of last tokens that are enough to detect a loop
+TICKS = "```"
+BLANKS = " \t\n\r"
+GRAMMAR = r"""
+value: object | array | STRING | NUMBER | "true" | "false" | "null"
+object: "{" WS? (member ("," WS? member)*)? "}"
+member: STRING WS? ":" WS? value WS?
+array: "[" WS? (element ("," WS? element)*)? "]"
+element: value WS?
+STRING: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/
+NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
+WS: /[ \t\n\r]+/
+"""
+BARE = "start: WS? value WS?" + GRAMMAR
+FENCED = (
+    r"""start: WS? value WS? | WS? "```" NAME? "\n" WS? value WS? "```" WS?
+NAME: /[\p{L}\p{N} \r_+.\-]+/"""
+    + GRAMMAR
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +130,69 @@ class _Reader:
             return True
         self._from, self._read = self._read, end
         return self._json.feed(text[len(previous_text) :]) is None
+
+
+def tail_run(items: Sequence[object], n: int) -> int:
+    """Length of the run of one n-gram that ends the sequence; 0 if it repeats fewer than three times.
+
+    Example: `c a b a b a b` ends in three times `a b`, 6 items.
+    """
+    equal = 0
+    while equal + n < len(items) and items[-1 - equal] == items[-1 - equal - n]:
+        equal += 1
+    return whole_run(equal, n)
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether the tail repeats one n-gram of at most 32 tokens at least three times, over at least 16 tokens."""
+    tail = tokens[-REACH:]
+    return any(tail_run(tail, n) >= LEAST_TOKENS for n in range(1, LONGEST_PERIOD + 1))
+
+
+def whole_run(equal: int, n: int) -> int:
+    """Length of a run in which `equal` items agree with the item n earlier: equal + n, or 0 if it repeats too rarely."""
+    run = equal + n
+    return run if equal and run // n >= LEAST_REPEATS else 0
+
+
+class JsonText:
+    """One text that grows. fence: whether a ``` fence may surround the value; its name, if any, ends with the line."""
+
+    def __init__(self, fence: bool = True) -> None:
+        self._matcher, self._text, self._broken = _start(fence).deep_copy(), "", False
+
+    def feed(self, text: str) -> int | None:
+        """Append `text`. Returns the index of the first character with which the text can no longer become JSON, or None.
+
+        Raises RuntimeError when the text exceeds a limit of llguidance.
+        """
+        if self._broken or not text:
+            return 0 if self._broken and text else None
+        content = text.encode("utf-8", "surrogatepass")
+        accepted = self._matcher.try_consume_tokens(list(content))
+        if self._matcher.is_error():
+            raise RuntimeError(f"llguidance cannot read this JSON text: {self._matcher.get_error()}")
+        self._text += text
+        self._broken = accepted < len(content)
+        return len(content[:accepted].decode(errors="ignore")) if self._broken else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text is one whole value and nothing is left to close."""
+        return not self._broken and bool(self._matcher.is_accepting())
+
+    @property
+    def value(self) -> str:
+        """The value without the fence and the blanks around it, once the text is complete."""
+        text = self._text.strip(BLANKS)
+        return text.partition("\n")[2].removesuffix(TICKS).strip(BLANKS) if text.startswith(TICKS) else text
+
+
+@cache
+def _start(fence: bool) -> LLMatcher:
+    """A matcher at the beginning of a text; to be copied."""
+    from llguidance import LLMatcher, LLTokenizer  # only here: the GPU suites run without it
+
+    matcher = LLMatcher(LLTokenizer("byte"), FENCED if fence else BARE)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
