@@ -131,7 +131,7 @@ def test_cli_sweep_of_unmeasured_runs_ends_with_their_expected_tau(
     monkeypatch.setattr(fit, "fit", train)
     assert command("fit", "recipe=medusa", "-m", "train.lr=1.5e-3,2e-3") == 0
     said = capsys.readouterr().out
-    assert "sweep, run 2: train.lr=2e-3\n" in said and "next:" not in said
+    assert "sweep, run 2: train.lr=0.002\n" in said and "next:" not in said
     assert "2 runs by expected tau" in said and said.index("rate-0.002") < said.index("rate-0.0015")
     assert command("fit", "recipe=medusa", "train.lr=1.5e-3") == 0
     said = capsys.readouterr().out
