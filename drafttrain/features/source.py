@@ -1,8 +1,8 @@
 """What is particular to an engine that gives states: how it is asked, and how its states come to the trainer.
 
 `servers.py` has what all engines share: retries, waits, comparisons. A file for each engine has a class with the protocol
-`StatesSource`. Where states travel beside the answer, it says in `kv_transfer_params` where they are, and a `Transport` reads
-each once and removes it.
+`StatesSource`. Where states do not travel in the answer, it says in `kv_transfer_params` where they are, and a `Transport`
+reads each once and removes it.
 
 Shapes: T tokens, L layer ids, K keys (of tapped blocks, and of the final state), H hidden.
 """
