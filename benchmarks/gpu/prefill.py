@@ -30,8 +30,7 @@ from benchmarks.gpu.ladder import PLAIN
 from benchmarks.gpu.machine import WARM, Machine
 from benchmarks.gpu.results import ROOT
 from benchmarks.gpu.suite import Job, RedError
-from drafttrain.model.causal_attention import causal
-from drafttrain.model.prefill_attention import row_attention
+from drafttrain.model.causal_attention import causal, row_attention
 
 ORDERS = {"torch's order": None, "cuDNN after the others": "1"}  # of TORCH_CUDNN_SDPA_DEPRIORITIZED
 VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
@@ -147,7 +146,7 @@ def _elsewhere(setting: str | None, machine: Machine) -> dict[str, Any]:
 
 def jobs(machine: Machine) -> list[Job]:
     needs = check.needed((), machine, texts=[PLAIN])
-    modules = ("drafttrain.model.causal_attention", "drafttrain.model.prefill_attention")
+    modules = ("drafttrain.model.causal_attention",)
     return [Job("prefill attention", "prefill attention", modules, partial(measure, machine), **needs)]
 
 

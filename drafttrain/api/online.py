@@ -20,9 +20,8 @@ from drafttrain.drafters.checkpoint import save_drafter as save_weights
 from drafttrain.engines.draft_push import DraftReceiver, PushedDrafter, receiver_of
 from drafttrain.export.exporter import CurrentDrafter
 from drafttrain.features.online import Online
-from drafttrain.features.padded import batch_of, finite_token
+from drafttrain.features.padded import Replay, batch_of, finite_token
 from drafttrain.features.recorder import Recorded
-from drafttrain.features.replay import Replay
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter

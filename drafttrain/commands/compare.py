@@ -17,11 +17,10 @@ from drafttrain.core.errors import UserError
 from drafttrain.measure import cells
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cost_text, engines_of, varied_text
-from drafttrain.measure.compare.files import write_comparison
+from drafttrain.measure.compare.files import check_project, save_report, write_comparison
 from drafttrain.measure.compare.ranking import Comparison, check_options, differences, listed, ranked
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
-from drafttrain.measure.compare.wandb_report import check_project, save_report
 from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.overview import console_list, list_runs, write_list

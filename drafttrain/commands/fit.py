@@ -45,9 +45,9 @@ from drafttrain.train.checkpoint_manager import Progress, best_checkpoint, engin
 from drafttrain.train.engine import World, divided, join_world, settings
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.logger import Logger, check_logger
+from drafttrain.train.optimizer import learning_rate
 from drafttrain.train.profile import window
 from drafttrain.train.progress import Console
-from drafttrain.train.schedule import learning_rate
 from drafttrain.train.trainer import Trainer, without_training
 
 

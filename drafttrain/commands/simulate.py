@@ -17,10 +17,9 @@ from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
 from drafttrain.measure.report import rounded
 from drafttrain.measure.simulate.formulas import distinct_experts, operations
-from drafttrain.measure.simulate.measured import Measured
 from drafttrain.measure.simulate.plot import simulation_plot
 from drafttrain.measure.simulate.scenario import MOST_BATCH, Experts
-from drafttrain.measure.simulate.simulation import Simulation, run_simulation
+from drafttrain.measure.simulate.simulation import Measured, Simulation, run_simulation
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
 

@@ -46,7 +46,7 @@ from drafttrain.targets.one_block import (
     new_norm,
     unrolled_pass,
 )
-from drafttrain.targets.stored import StoredTensors, directory_of
+from drafttrain.targets.weights import StoredTensors, directory_of
 
 
 class OwnMTPModule(nn.Module):

@@ -19,7 +19,7 @@ Job:
   k, the number of the block that reads them (empty for families without taps)
 - `scratch`: an empty directory for converted files, which is removed afterwards
 - `timed`: null here; `timed_process.py` explains it for engines that are timed
-- `parent`: null here; `background.py` gives the process whose end ends this one
+- `parent`: null here; `timed_process.py` gives the process whose end ends this one
 
 A script's `FAMILIES` are those that it drafts with. Of those in `ALONE` the engine accepts fewer drafts in a batch than alone.
 

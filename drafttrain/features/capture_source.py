@@ -21,8 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.features.mooncake_states import MooncakeStates, key_of
 from drafttrain.features.mooncake_store import StoreError
 from drafttrain.features.sglang_source import check_whole, label_of, meta_info, server_info
-from drafttrain.features.source import Ask, Description, Received, StatesRequest
-from drafttrain.features.transport import AbsentError, WrongError
+from drafttrain.features.source import AbsentError, Ask, Description, Received, StatesRequest, WrongError
 from drafttrain.model.target import FINAL
 
 STORE, GENERATION = "drafttrain", 1

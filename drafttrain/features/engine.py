@@ -18,8 +18,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.features.answers import Writing
 from drafttrain.features.cached import Document, documents
-from drafttrain.features.joined_servers import JoinedServers
-from drafttrain.features.servers import ClosedError, ReceivedCounts, Servers
+from drafttrain.features.servers import ClosedError, ReceivedCounts, Servers, ServerSettings
 from drafttrain.model.batch import TrainBatch, moved
 from drafttrain.model.images import has_images
 from drafttrain.model.target import FINAL, Taps, Target
@@ -67,6 +66,61 @@ class _Receiving:
     hidden_BTKH: Tensor | None  # in host memory, pinned for a GPU; made when the first states come, in the server's dtype
     making: Lock
     parts: list[Future[None]]
+
+
+class JoinedServers:
+    """Asks both groups for every sequence. The keys of the second follow those of the first."""
+
+    def __init__(self, first: Servers, second: Servers) -> None:
+        self.groups = (first, second)
+
+    @property
+    def settings(self) -> ServerSettings:
+        return self.groups[0].settings
+
+    @property
+    def names(self) -> list[str]:
+        """Engines and their versions."""
+        return sorted({name for group in self.groups for name in group.names})
+
+    @property
+    def number(self) -> int:
+        """Of servers."""
+        return sum(group.number for group in self.groups)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Of the states that servers have given; one for each server that has answered."""
+        return [dtype for group in self.groups for dtype in group.dtypes]
+
+    @property
+    def counts(self) -> ReceivedCounts:
+        """A sequence counts once; every repeated request counts."""
+        return replace(self.groups[0].counts, repeated=sum(group.counts.repeated for group in self.groups))
+
+    def reset_counts(self) -> None:
+        """Count from 0 again."""
+        for group in self.groups:
+            group.reset_counts()
+
+    def states(self, ids: Sequence[int]) -> Tensor:
+        """[T, K, H] the states of a sequence. Raises as `Servers.states`."""
+        return torch.cat([group.states(ids) for group in self.groups], 1)
+
+    def check(self) -> None:
+        """Compare every server's states with the trainer's own."""
+        for group in self.groups:
+            group.check()
+
+    def stop(self) -> None:
+        """End the waits."""
+        for group in self.groups:
+            group.stop()
+
+    def close(self) -> None:
+        """End the waits, and remove the states of requests that nothing waits for."""
+        for group in self.groups:
+            group.close()
 
 
 class EngineStates:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.features.mooncake_store import ALIGNED, MooncakeStore, StoreError
-from drafttrain.features.transport import AbsentError, NonFiniteError, NoStatesError, RequestNames, States, WrongError
+from drafttrain.features.source import AbsentError, NonFiniteError, NoStatesError, RequestNames, States, WrongError
 
 VERSION = 1  # of the manifest
 HIDDEN, TOKENS = "hidden_states", "token_ids"

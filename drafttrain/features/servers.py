@@ -32,8 +32,15 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.features.answers import Answer, AnswerRequest
 from drafttrain.features.reference import ReferenceStates
-from drafttrain.features.source import Description, Received, StatesRequest, StatesSource
-from drafttrain.features.transport import AbsentError, NonFiniteError, WrongError
+from drafttrain.features.source import (
+    AbsentError,
+    Description,
+    NonFiniteError,
+    Received,
+    StatesRequest,
+    StatesSource,
+    WrongError,
+)
 
 if TYPE_CHECKING:
     import httpx

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.features.source import Ask, Description, Received, StatesRequest
-from drafttrain.features.transport import AbsentError, RequestNames, WrongError
+from drafttrain.features.source import AbsentError, Ask, Description, Received, RequestNames, StatesRequest, WrongError
 from drafttrain.model.target import FINAL
 
 RESERVED = 6  # positions that SGLang keeps free of its context length, beyond a prompt

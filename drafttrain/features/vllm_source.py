@@ -2,18 +2,47 @@
 
 vLLM numbers layers by what is before them: id i is the residual stream before block i, so 0 is the embedding and b + 1 the
 output of block b. It gives the last block's output, and no state after the last norm.
+
+Files are one transport (`StateFiles`). vLLM's connector writes `<folder>/<request id>.safetensors` after it has answered the
+request. From the request's first step until the file is whole it holds an exclusive lock (`flock`) on `<file>.lock`. It never
+deletes a file.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Lock
+from time import monotonic, sleep
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from drafttrain.core.errors import UserError
 from drafttrain.features.answers import AnswerError, AnswerRequest
-from drafttrain.features.source import Ask, Description, Received, StatesRequest
-from drafttrain.features.transport import NoStatesError, Transport, WrongError
+from drafttrain.features.source import (
+    NAMED,
+    AbsentError,
+    Ask,
+    Description,
+    NoStatesError,
+    Received,
+    RequestNames,
+    States,
+    StatesRequest,
+    Transport,
+    WrongError,
+)
 from drafttrain.model.target import FINAL
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at a lock
+ENDING = 5.0  # seconds that the end of a run waits for a file that is being written
+LOCK = ".lock"
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 
 
 class VllmSource:
@@ -83,3 +112,144 @@ def _written(url: str, request: AnswerRequest, response: Any) -> list[int]:
         raise WrongError(str(error)) from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(f"{url} answers without token ids; features.answers needs vLLM 0.32 or later") from error
+
+
+class StateFiles:
+    """States that servers on this machine, or with a mount in common, leave in files."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: where this machine sees the servers' files; None: where the servers say."""
+        self.names, self.folder = RequestNames(), folder
+        self._seen: set[Path] = set()  # folders with files of servers
+        self._lock = Lock()
+
+    def receive(self, name: str, params: Any, tokens: int, deadline: float, closed: Event) -> States:
+        """As `Transport.receive`."""
+        try:
+            server_path = Path(params["hidden_states_path"])
+        except (KeyError, TypeError) as error:
+            raise NoStatesError("answers without states") from error
+        if not _possible(server_path):
+            raise WrongError(f"a file name that cannot be, {str(server_path)!r:.100}")
+        if name not in server_path.name or server_path.suffix != ".safetensors":
+            raise WrongError(f"the file {server_path.name} of another request")
+        path = server_path if self.folder is None else self.folder / server_path.name
+        with self._lock:
+            if is_new := path.parent not in self._seen:
+                self._seen.add(path.parent)
+        if is_new:
+            remove_abandoned(path.parent, self.names)
+        return read(path, deadline, closed)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """As `Transport.remove`."""
+        request_names = list(names)
+        for folder in self._folders():
+            remove_named(folder, request_names)
+
+    def sweep(self, late: bool = False) -> None:
+        """As `Transport.sweep`. Late files tell by their names whose they are."""
+        for folder in self._folders():
+            remove_named(folder, [self.names.own])
+            remove_abandoned(folder, self.names)
+
+    def close(self) -> None:
+        """As `Transport.close`."""
+
+    def _folders(self) -> set[Path]:
+        with self._lock:
+            return set(self._seen)
+
+
+def read(path: Path, deadline: float, closed: Event) -> States:
+    """Wait until the file is whole, read it and remove it. deadline: of `monotonic`. closed: ends the wait.
+
+    Raises AbsentError for a file that is missing, damaged or late.
+    """
+    _wait(path, deadline, closed)
+    try:
+        content = load(path.read_bytes())  # not mapped: a server may truncate the file
+        return States(content["hidden_states"], content["token_ids"])
+    except OSError as error:
+        raise AbsentError(f"no readable {path} ({error.strerror})") from error
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise AbsentError(f"{path} is damaged ({error})") from error
+    finally:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file of states and its lock, where they are. Raises UserError where that is not allowed."""
+    for file in (path, path.with_name(path.name + LOCK)):
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{file} cannot be removed ({error.strerror}), but every file of states is removed once it is read; run "
+                "server and trainer as one user, or let both write to the folder"
+            ) from error
+
+
+def remove_named(folder: Path, names: Iterable[str]) -> None:
+    """Remove the files of the requests of these names; a name may be the beginning of one."""
+    prefixes = tuple(names)
+    for file in _files(folder):
+        if any(name in file.name for name in prefixes):
+            with suppress(PermissionError):  # `remove` says so
+                file.unlink(missing_ok=True)
+
+
+def remove_abandoned(folder: Path, names: RequestNames) -> None:
+    """Remove the files that killed processes of this machine have left in a folder."""
+    for file in _files(folder):
+        if names.abandoned(file.name):
+            with suppress(PermissionError):  # another user's
+                file.unlink(missing_ok=True)
+
+
+def _possible(path: Path) -> bool:
+    """Whether a file can have this path. The file is not looked for: NFS would remember that it is not there yet."""
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in name and len(name) <= LONGEST_PATH and max(map(len, name.split(b"/"))) <= LONGEST_NAME
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in folder.glob(f"*{NAMED}*") if not file.is_dir()]
+
+
+def _wait(path: Path, deadline: float, closed: Event) -> None:
+    """Wait until the server holds no lock on the file. A killed server holds none: the system takes it back."""
+    try:
+        lock = os.open(path.with_name(path.name + LOCK), os.O_RDONLY)
+    except OSError as error:
+        raise AbsentError(
+            f"{path}{LOCK} cannot be read ({error.strerror}); features.dir names the folder in which this machine sees the "
+            "server's files"
+        ) from error
+    try:
+        delay, ending = SHORTEST_PAUSE, False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if closed.is_set() and not ending:  # the server writes the file: nothing else would remove it
+                    ending, deadline = True, min(deadline, monotonic() + ENDING)
+                if monotonic() >= deadline:
+                    remove(path)
+                    raise AbsentError(f"{path} was not written in time") from None
+            except OSError as error:  # a mount without locks; no other try would succeed
+                raise UserError(
+                    f"{path.parent} takes no locks ({error.strerror}), which tell when a file of states is whole; mount it "
+                    "with flock (NFS 4, Lustre with its option flock), or set features.transport=mooncake"
+                ) from error
+            if ending:
+                sleep(delay)
+            else:
+                closed.wait(delay)
+            delay = min(2 * delay, LONGEST_PAUSE)
+    finally:
+        os.close(lock)

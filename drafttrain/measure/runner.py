@@ -11,8 +11,7 @@ from typing import Any
 from drafttrain.core.errors import UserError, check_at_least
 from drafttrain.core.progress import Watch
 from drafttrain.data.chat import Encoded
-from drafttrain.data.documents import read_documents
-from drafttrain.data.prompts import Prompt
+from drafttrain.data.prompts import Prompt, read_documents
 from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.request import Result
 from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_meta

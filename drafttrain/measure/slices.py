@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from drafttrain.data.documents import long_prompts, read_documents
+from drafttrain.data.prompts import long_prompts, read_documents
 from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.bench import Bench

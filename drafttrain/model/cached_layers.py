@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.model.attention import AttentionMetadata, attend
-from drafttrain.model.decoder_block import DecoderBlock, heads_of
-from drafttrain.model.fused_blocks import Blocks
+from drafttrain.model.decoder_block import Blocks, DecoderBlock, heads_of
 from drafttrain.model.joint import PACKED_BYTES, Joint
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, DecoderLayer

@@ -1,14 +1,16 @@
 """A decoder block of the Llama family in decoding: joined projections and few operations, for targets and drafters alike.
-What differs between the blocks of architectures that our own forward runs is data (`BlockKind`).
 
-Other modules hold the weights: transformers' or a drafter's layers, with the same names. Shapes: B rows, N new positions,
-I joined heads, H hidden, X width of an input.
+Other modules hold the weights: transformers' or a drafter's layers, with the same names. What differs between the blocks of
+architectures that our own forward runs is data (`BlockKind`). All blocks of a Llama-like model run in one compiled call over
+few new positions (`Blocks`).
+
+Shapes: B rows, N new positions, I joined heads, H hidden, X width of an input, L blocks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.model.attention import AttentionMetadata, Heads, attend, write
-from drafttrain.model.fused_blocks import BlockWeights
 from drafttrain.model.joint import Joint
 from drafttrain.model.latent_attention import LatentAttention
 from drafttrain.model.low_rank import LowRank
+from drafttrain.ops import library
 from drafttrain.ops.gated import gated
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.rms_norm import OtherNorm, norm
@@ -254,3 +256,56 @@ def _normed(module: Any, x_BNH: Tensor, delta_BNH: Tensor | None) -> tuple[Tenso
         return norm(module, x_BNH, delta_BNH)
     summed_BNH = x_BNH if delta_BNH is None else x_BNH + delta_BNH
     return summed_BNH, summed_BNH
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """One block's weights; its projections are packed by `ops.linear.pack`."""
+
+    norm_H: Tensor | None  # before attention; None: the block is given the input of its projections
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    norm2_H: Tensor  # before the MLP
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    shape: Heads
+
+
+class Blocks:
+    """A frozen model's blocks, whose weights the compiled operators hold. The twin of `run` is the loop over the blocks."""
+
+    def __init__(self, blocks: Sequence[BlockWeights], eps: float) -> None:
+        first = blocks[0].shape
+        self.eps, self.scale = eps, first.scale
+        self.head_eps = 0.0 if first.q_norm is None else first.q_norm.variance_epsilon
+        self.windows = torch.tensor([b.shape.window or 0 for b in blocks])
+        tensors: list[Tensor | None] = []
+        for b in blocks:
+            q_norm, k_norm = (None if m is None else m.weight for m in (b.shape.q_norm, b.shape.k_norm))
+            tensors += [b.norm_H, b.qkv, b.qkv_bias, q_norm, k_norm, b.out, b.out_bias]
+            tensors += [b.norm2_H, b.gate_up, b.gate_up_bias, b.down, b.down_bias]
+        self._kept = library.KeptWeights(tensors)
+        self._taps: dict[tuple[int, ...], Tensor] = {}  # block numbers as tensors, made once: captured passes bring no data
+
+    def run(
+        self, x_BNH: Tensor, meta: AttentionMetadata, taps: tuple[int, ...] = (), read_BNI: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+        """(x, delta, tapped block outputs): the last block's output is x + delta. x is changed in place.
+
+        read_BNI: input of the first block's projections; None: the norm of x.
+        """
+        pages = meta.pages
+        assert pages is not None and meta.compiled
+        if taps not in self._taps:
+            self._taps[taps] = torch.tensor(taps, dtype=torch.long)
+        tapped = x_BNH.new_empty(len(taps), *x_BNH.shape)
+        delta_BNH = torch.ops.drafttrain.run_blocks(
+            self._kept.number, x_BNH, read_BNI, meta.cos_MD, meta.sin_MD, self.eps, self.head_eps, self.scale, self.windows,
+            meta.position_BN, pages.table_BQ, pages.rows.length_B, meta.seen, meta.earlier, pages.store,
+            self._taps[taps], tapped,
+        )  # fmt: skip
+        return x_BNH, delta_BNH if delta_BNH.numel() else None, dict(zip(taps, tapped, strict=True))

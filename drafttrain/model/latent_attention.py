@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from drafttrain.model.attention import AttentionMetadata, Heads, without_cache
 from drafttrain.model.capped_attention import SCORES, capped_attention
+from drafttrain.model.causal_attention import row_attention
 from drafttrain.model.joint import Joint
-from drafttrain.model.prefill_attention import row_attention
 from drafttrain.ops.rms_norm import norm
 
 EXPANDED = 2**25  # numbers of expanded keys and values in memory at once, if one head has fewer

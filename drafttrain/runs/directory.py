@@ -22,7 +22,7 @@ from drafttrain.runs.options import RENAMED, RunOptions
 from drafttrain.runs.paths import dated_path
 from drafttrain.train.checkpoint_manager import newest_valid
 from drafttrain.train.engine import World
-from drafttrain.train.schedule import learning_rate
+from drafttrain.train.optimizer import learning_rate
 
 NOT_HASHED = (
     *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, remove_abandoned
-from drafttrain.engines.mooncake_master import mooncake_master
 from drafttrain.engines.process import python_of
 from drafttrain.engines.states_command import (
     ServedStates,
@@ -24,7 +23,7 @@ from drafttrain.engines.states_command import (
     serve_line,
     server_process,
 )
-from drafttrain.engines.states_server import HERE, StatesServer, free_ports, running
+from drafttrain.engines.states_server import HERE, StatesServer, free_ports, mooncake_master, running
 from drafttrain.features import FeatureOptions
 from drafttrain.features.mooncake_store import StoreSettings
 from drafttrain.model.target import FINAL

@@ -18,9 +18,8 @@ from typing import Any
 from drafttrain.core.errors import ParityError, UserError, check_at_least, one_line
 from drafttrain.core.files import temporary_name
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord
-from drafttrain.engines import background
-from drafttrain.engines.background import CPU, BackgroundEngine, Resources
 from drafttrain.engines.process import ENGINES, EngineJob, batches_with, check_family, python_of
+from drafttrain.engines.timed_process import CPU, BackgroundEngine, Resources, start_background
 from drafttrain.export import golden
 from drafttrain.export.engine_check import Ending
 from drafttrain.export.exporter import export
@@ -159,7 +158,7 @@ class RunEngine:
         export_settings = wanted_export(checkpoint, settings.name, folder / "export", settings.dtype)
         export(checkpoint, golden.made(checkpoint, golden.sequences_for(settings.loaded)), export_settings)
         job = settings.job(checkpoint, export_settings.out, export_settings.stacks[0])
-        return background.start(settings.name, settings.python, job, folder, settings.waves, settings.resources)
+        return start_background(settings.name, settings.python, job, folder, settings.waves, settings.resources)
 
     def _figures(self, running: _Running) -> Figures:
         """The engine's counts, and tau of our decoder with the same chains, which are decoded now."""

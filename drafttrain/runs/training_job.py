@@ -42,10 +42,9 @@ from drafttrain.runs.target_ends import ends_alone
 from drafttrain.runs.training_engine import ENGINE, engine_settings
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.estimate import format_bytes
-from drafttrain.targets.frozen_ends import FrozenEnds
+from drafttrain.targets.frozen_ends import FrozenEnds, load_ends
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
-from drafttrain.targets.load_ends import load_ends
 from drafttrain.targets.quantised import why_slow
 from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features

@@ -20,9 +20,8 @@ from drafttrain.targets.devices import device_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.live import LiveTarget
 from drafttrain.targets.load import DTYPES, dtype_of, reason
-from drafttrain.targets.stored import StoredTensors
 from drafttrain.targets.structure import find_blocks, set_depth, shape_of
-from drafttrain.targets.weights import model_class
+from drafttrain.targets.weights import StoredTensors, model_class
 
 NO_BLOCKS = "the target was given as shapes alone, so its blocks cannot be run"
 

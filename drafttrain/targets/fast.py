@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from drafttrain.core.errors import UserError
 from drafttrain.decoding.cuda_graph import why_waiting
 from drafttrain.model.attention import AttentionMetadata
-from drafttrain.model.decoder_block import LLAMA, BlockKind, DecoderBlock, has_experts, rotary_order
+from drafttrain.model.decoder_block import LLAMA, BlockKind, Blocks, DecoderBlock, has_experts, rotary_order
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.fused_blocks import Blocks
 from drafttrain.model.joint import PACKED_BYTES, Extended, Joint
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import recomputed

@@ -21,9 +21,8 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.utils import cached_file
 
 from drafttrain.core.errors import UserError
-from drafttrain.targets.stored import StoredTensors
 from drafttrain.targets.structure import find_blocks, shape_of
-from drafttrain.targets.weights import INDEX, check_known, filled, listed_weights, model_class
+from drafttrain.targets.weights import INDEX, StoredTensors, check_known, filled, listed_weights, model_class
 
 SINGLE = "model.safetensors"
 NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.)")

@@ -21,8 +21,7 @@ from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
 from drafttrain.features.answers import Answer, AnswerRequest, Writing, unlikely
 from drafttrain.features.capture_source import CaptureSource
-from drafttrain.features.engine import EngineStates, StateLayers
-from drafttrain.features.joined_servers import JoinedServers
+from drafttrain.features.engine import EngineStates, JoinedServers, StateLayers
 from drafttrain.features.mooncake_states import MooncakeStates, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
@@ -30,9 +29,8 @@ from drafttrain.features.reference import TOLERANCE, ReferenceStates, difference
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.sglang_source import SglangSource
 from drafttrain.features.source import StatesSource
-from drafttrain.features.state_files import StateFiles
 from drafttrain.features.store import Ids
-from drafttrain.features.vllm_source import VllmSource
+from drafttrain.features.vllm_source import StateFiles, VllmSource
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.frozen_ends import FrozenEnds
 from drafttrain.targets.load import LoadedTarget

@@ -22,8 +22,8 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.objective.lora_target import AdaptedObjective
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.adapt import Adapter
+from drafttrain.targets.frozen_ends import LoadedEnds
 from drafttrain.targets.load import LoadedTarget
-from drafttrain.targets.load_ends import LoadedEnds
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine_measurement import OpenEngine
 

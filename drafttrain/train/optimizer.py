@@ -1,4 +1,7 @@
-"""The drafter's optimiser: AdamW, or Muon for hidden matrices and AdamW for the other parameters; and its state as a file.
+"""The drafter's optimiser: AdamW, or Muon for hidden matrices and AdamW for the other parameters; its learning rate, and its
+state as a file.
+
+The learning rate is a function of the step alone, so that a resumed run needs no scheduler state.
 
 A state is what `Optimizer.state_dict()` gives: dictionaries and lists of tensors, numbers, strings and None. In the file
 tensors are tensors, and all else is JSON in its metadata. Nothing is pickled (decision 002).
@@ -7,6 +10,7 @@ tensors are tensors, and all else is JSON in its metadata. Nothing is pickled (d
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from drafttrain.train.muon import Muon
 OPTIMIZERS = ("adamw", "muon")
 Group = dict[str, Any]
 TENSOR, KEYS, ITEMS = "tensor", "keys", "items"
+SCHEDULES = ("cosine", "wsd", "constant")
 
 
 def make_optimizer(objective: Objective, options: TrainOptions, rescaled: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -153,3 +158,26 @@ def _unpacked(structure: Any, reader: Any) -> Any:
             return reader.get_tensor(structure[TENSOR])
         return dict(zip(structure[KEYS], (_unpacked(item, reader) for item in structure[ITEMS]), strict=True))
     return [_unpacked(item, reader) for item in structure] if isinstance(structure, list) else structure
+
+
+def learning_rate(options: TrainOptions, step: int, first_steps: int | None = None) -> float:
+    """The learning rate of `step` (from 0): linear warm-up, then cosine, wsd (warmup-stable-decay, linear) or constant.
+
+    first_steps: the number of steps at the beginning of a run that was lengthened; its warm-up is behind it and stays.
+
+    Example: 100 steps, warmup 0.1, schedule wsd, decay 0.2: rises over steps 0-9, is constant to step 79, then falls.
+    Raises UserError for an unknown schedule.
+    """
+    if options.schedule not in SCHEDULES:
+        raise UserError(f"train.schedule is {options.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+    warmup_steps = round(options.warmup * (first_steps or options.steps))
+    if step < warmup_steps:
+        return options.lr * (step + 1) / warmup_steps
+    if options.schedule == "constant":
+        return options.lr
+    if options.schedule == "cosine":
+        fraction = (step - warmup_steps) / max(1, options.steps - warmup_steps)
+        return options.lr * (options.min_lr + (1 - options.min_lr) * 0.5 * (1 + math.cos(math.pi * fraction)))
+    decay_steps = max(1, round(options.decay * options.steps))
+    remaining = min(1.0, (options.steps - step) / decay_steps)
+    return options.lr * (options.min_lr + (1 - options.min_lr) * remaining)

@@ -35,13 +35,12 @@ from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, sav
 from drafttrain.train.compiled import compile_layers
 from drafttrain.train.engine import TrainingEngine, World
 from drafttrain.train.engine_measurement import EngineMeasurement, engine_measurement
-from drafttrain.train.figures import LateLog, StepResult, ToHost
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.job import TrainingJob, meta_of, objective_of, tensor_names
-from drafttrain.train.logger import Logger
+from drafttrain.train.logger import LateLog, Logger, StepResult, ToHost
+from drafttrain.train.optimizer import learning_rate
 from drafttrain.train.profile import Profile, window
 from drafttrain.train.progress import Console
-from drafttrain.train.schedule import learning_rate
 from drafttrain.train.step_batches import Batches, StepBatches
 from drafttrain.train.telemetry import Meter, StepCost
 from drafttrain.train.watchdog import Watchdog

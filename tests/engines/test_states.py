@@ -18,13 +18,12 @@ import pytest
 import torch
 
 from drafttrain.core.files import remove_abandoned
-from drafttrain.engines.mooncake_master import mooncake_master
 from drafttrain.engines.states_command import ServedStates, server_process
-from drafttrain.engines.states_server import StatesServer, free_ports, running
+from drafttrain.engines.states_server import StatesServer, free_ports, mooncake_master, running
 from drafttrain.features.mooncake_states import MooncakeStates
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
-from drafttrain.features.state_files import StateFiles
-from drafttrain.features.transport import States, Transport
+from drafttrain.features.source import States, Transport
+from drafttrain.features.vllm_source import StateFiles
 from drafttrain.runs.states_servers import NAME
 from drafttrain.targets.load import EMBEDDED
 from tests.engines.conftest import ROOT, python_for

@@ -28,8 +28,8 @@ from drafttrain.objective.losses import LossOptions
 from drafttrain.runs.target_ends import check_target
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.frozen_ends import LoadedEnds, load_ends
 from drafttrain.targets.load import LoadedTarget, load_target
-from drafttrain.targets.load_ends import LoadedEnds, load_ends
 from drafttrain.targets.pieces import Pieces
 from drafttrain.targets.quantised import is_quantised
 from drafttrain.train import DeepSpeedOptions, streamed_states

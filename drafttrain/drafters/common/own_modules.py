@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
-from drafttrain.targets.stored import StoredTensors
+from drafttrain.targets.weights import StoredTensors
 
 BLOCK = "block"
 FUSED = ("gate_up_proj", "down_proj")  # experts' matrices that transformers keeps in one tensor each

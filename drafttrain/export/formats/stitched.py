@@ -22,7 +22,7 @@ from drafttrain.core.errors import ParityError, UserError
 from drafttrain.drafters.common.own_modules import LAYOUTS, Numbered, OwnModule, StoredPiece, count_of
 from drafttrain.export.files import DTYPES, ExportSource, Files
 from drafttrain.export.format import Format, ReadBack, Rows, StackRow
-from drafttrain.targets.stored import StoredTensors, directory_of
+from drafttrain.targets.weights import StoredTensors, directory_of
 
 APPENDED = "model-mtp.safetensors"
 MODULES = "depths"

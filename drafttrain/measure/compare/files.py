@@ -1,14 +1,16 @@
-"""Writes a comparison as compare.csv, pairs.csv, compare.md and compare.html."""
+"""Writes a comparison as compare.csv, pairs.csv, compare.md and compare.html, and saves it as a report at W&B."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import drafttrain
+from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
 from drafttrain.measure.compare.columns import cell_rows, cost_text, figure_rows, header, pair_cells, varied_text
@@ -21,6 +23,7 @@ SIZES = {"wide": (720, 400), "narrow": (340, 340)}
 LEFT, RIGHT, TOP, BOTTOM = 46, 16, 14, 46  # margins
 RADIUS = 9
 LOGARITHMIC = 20.0  # ratio of greatest to least cost from which the axis is logarithmic
+PROJECT = re.compile(r"([\w.-]+)/([\w.-]+)")
 
 
 def write_comparison(folder: Path, comparison: Comparison, command: str) -> list[Path]:
@@ -194,3 +197,69 @@ def _nice(step: float) -> float:
 
 def _short(value: float) -> str:
     return f"{value:.1e}".replace(".0e", "e").replace("e+", "e") if value >= 1e5 else f"{value:.4g}"
+
+
+def check_project(name: str | None) -> None:
+    """Raise UserError for a malformed project name, and if the library that writes reports is missing."""
+    if name is None:
+        return
+    if not PROJECT.fullmatch(name):
+        raise UserError(f"compare.wandb is {name!r}; name a project as ENTITY/PROJECT")
+    try:
+        import wandb_workspaces  # noqa: F401
+    except ImportError as error:
+        raise UserError("compare.wandb needs wandb-workspaces; pip install 'drafttrain[reports]'") from error
+
+
+def save_report(comparison: Comparison, name: str, known: Sequence[str | None]) -> str:
+    """Save the comparison to the project `name`; returns the new report's address.
+
+    known: each row's W&B run as entity/project/id, or None. Raises UserError if W&B refuses or cannot be reached.
+    """
+    import wandb
+
+    entity, project = name.split("/")
+    report = _report(comparison, entity, project, [path for path in known if path is not None])
+    try:
+        report.save()
+    except (wandb.Error, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot save the report in {name}: {reason}; check the name, and wandb login") from error
+    return str(report.url)
+
+
+def _report(comparison: Comparison, entity: str, project: str, runs: Sequence[str]) -> Any:
+    """The report: tables of all runs, and plots of the runs that are at W&B."""
+    import wandb_workspaces.reports.v2 as wr
+
+    title = f"{len(comparison.rows)} runs by {comparison.sort}"
+    blocks: list[Any] = [wr.MarkdownBlock(markdown(comparison).split("\n", 2)[2])]
+    if runs:
+        grid = wr.PanelGrid(runsets=_runsets(runs), panels=_panels(comparison))
+        blocks = [wr.H2("Plots"), grid, wr.H2("Table"), *blocks]
+    return wr.Report(project=project, entity=entity, title=title, description="by drafttrain compare", blocks=blocks)
+
+
+def _runsets(runs: Sequence[str]) -> list[Any]:
+    """A run set for each project."""
+    import wandb_workspaces.reports.v2 as wr
+
+    names_by_project: dict[tuple[str, str], list[str]] = {}
+    for entity, project, name in (path.split("/") for path in runs):
+        names_by_project.setdefault((entity, project), []).append(name)
+    return [
+        wr.Runset(entity=entity, project=project, name=project, filters=f"Metric('ID') in {names!r}")
+        for (entity, project), names in names_by_project.items()
+    ]
+
+
+def _panels(comparison: Comparison) -> list[Any]:
+    import wandb_workspaces.reports.v2 as wr
+
+    summary: Callable[[str], Any] = wr.SummaryMetric
+    speed, cost = summary("speedup"), summary(f"training_{comparison.cost}")
+    return [
+        wr.BarPlot(title="tau", metrics=[summary("tau")]),
+        wr.BarPlot(title="speedup", metrics=[speed]),
+        wr.ScatterPlot(title=f"speedup over training {comparison.cost}", x=cost, y=speed),
+    ]

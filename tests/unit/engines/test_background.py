@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from drafttrain.core.errors import UserError
-from drafttrain.engines import background, process
+from drafttrain.engines import process
 from drafttrain.engines.answers import EngineInfo, TimedText, WaveOutputs
-from drafttrain.engines.background import Resources
 from drafttrain.engines.process import ENGINES, LAUNCHERS, Engine, EngineJob, check_family
+from drafttrain.engines.timed_process import Resources, start_background
 
 SCRIPT = """
 import json, os, time
@@ -50,7 +50,7 @@ def spoken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_background_engine_answers_are_read_after_exit(spoken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES", "MINE"):
         monkeypatch.setenv(name, "1")
-    started = background.start("spoken", Path(sys.executable), job(0), spoken / "place", [[0], [1]], Resources("0,1", 3))
+    started = start_background("spoken", Path(sys.executable), job(0), spoken / "place", [[0], [1]], Resources("0,1", 3))
     started.process.wait(30)
     about, answers = started.answers()
     assert about == EngineInfo({"spoken": "1"})
@@ -61,7 +61,7 @@ def test_background_engine_answers_are_read_after_exit(spoken: Path, monkeypatch
 
 
 def test_background_engine_killed_process_raises_user_error(spoken: Path) -> None:
-    started = background.start("spoken", Path(sys.executable), job(60), spoken / "place", [[0]], Resources())
+    started = start_background("spoken", Path(sys.executable), job(60), spoken / "place", [[0]], Resources())
     assert not started.ended()
     started.kill()
     assert started.ended()
@@ -78,12 +78,13 @@ def test_check_family_not_supported_by_engine_script_is_refused(spoken: Path) ->
 STARTER = """
 import sys, time
 from pathlib import Path
-from drafttrain.engines import background, process
+from drafttrain.engines import process
 from drafttrain.engines.process import ENGINES, Engine
+from drafttrain.engines.timed_process import Resources, start_background
 from tests.unit.engines.test_background import job
 process.SCRIPTS = Path(sys.argv[1])
 ENGINES["spoken"] = Engine("Spoken", "json", (), ())
-started = background.start("spoken", Path(sys.executable), job(60), process.SCRIPTS / "place", [[0]], background.Resources())
+started = start_background("spoken", Path(sys.executable), job(60), process.SCRIPTS / "place", [[0]], Resources())
 print(started.process.pid, flush=True)
 time.sleep(60)
 """

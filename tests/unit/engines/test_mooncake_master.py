@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drafttrain.engines.mooncake_master import mooncake_master
+from drafttrain.engines.states_server import mooncake_master
 from tests.standin.mooncake import ROOT, needs_mooncake
 
 pytestmark = [pytest.mark.slow, needs_mooncake]
 CODE = """
 import sys, time
 from pathlib import Path
-from drafttrain.engines.mooncake_master import mooncake_master
+from drafttrain.engines.states_server import mooncake_master
 with mooncake_master(Path(sys.argv[1]), print) as address:
     print(address, flush=True)
     time.sleep(600)

@@ -24,15 +24,13 @@ from drafttrain.core.files import HOST
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.engines.states_server import free_ports
-from drafttrain.features import FeatureOptions, MooncakeOptions, servers, state_files
+from drafttrain.features import FeatureOptions, MooncakeOptions, servers, vllm_source
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
 from drafttrain.features.reference import ReferenceStates
 from drafttrain.features.servers import Servers, ServerSettings
-from drafttrain.features.source import Description, Received
-from drafttrain.features.state_files import StateFiles
-from drafttrain.features.transport import AbsentError, RequestNames, WrongError
-from drafttrain.features.vllm_source import VllmSource
+from drafttrain.features.source import AbsentError, Description, Received, RequestNames, WrongError
+from drafttrain.features.vllm_source import StateFiles, VllmSource
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.fast import FastTarget
@@ -427,7 +425,7 @@ def test_engine_servers_hanging_server_does_not_delay_requests() -> None:
 
 
 def test_state_file_written_while_run_ends_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_files, "ENDING", 60.0, raising=False)
+    monkeypatch.setattr(vllm_source, "ENDING", 60.0, raising=False)
     path, closed, looks, ended = tmp_path / "cmpl-1.safetensors", threading.Event(), list[int](), list[int]()
     closed.set()
 
@@ -437,10 +435,10 @@ def test_state_file_written_while_run_ends_is_removed(tmp_path: Path, monkeypatc
 
     def read() -> None:
         with suppress(AbsentError):
-            state_files.read(path, time.monotonic() + 60, closed)
+            vllm_source.read(path, time.monotonic() + 60, closed)
         ended.append(1)
 
-    monkeypatch.setattr(state_files, "fcntl", SimpleNamespace(LOCK_SH=fcntl.LOCK_SH, LOCK_NB=fcntl.LOCK_NB, flock=flock))
+    monkeypatch.setattr(vllm_source, "fcntl", SimpleNamespace(LOCK_SH=fcntl.LOCK_SH, LOCK_NB=fcntl.LOCK_NB, flock=flock))
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         thread = threading.Thread(target=read)
@@ -462,7 +460,7 @@ def test_state_files_on_mount_without_locks_raise_user_error(
         def unsupported(*given: object) -> None:
             raise OSError(errno.ENOSYS, "Function not implemented")
 
-        monkeypatch.setattr(state_files, "fcntl", SimpleNamespace(LOCK_SH=1, LOCK_NB=4, flock=unsupported))
+        monkeypatch.setattr(vllm_source, "fcntl", SimpleNamespace(LOCK_SH=1, LOCK_NB=4, flock=unsupported))
         with pytest.raises(UserError, match=r"takes no locks \(Function not implemented\).*features.transport=mooncake"):
             states.fill(batch(texts(1)))
 

@@ -20,7 +20,7 @@ from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
 from drafttrain.features.reference import ReferenceStates
 from drafttrain.features.servers import Servers, ServerSettings
-from drafttrain.features.transport import NoStatesError, WrongError
+from drafttrain.features.source import NoStatesError, WrongError
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.targets.hf import HFTarget
 from tests.standin.mooncake import Master, Producer, free_port, needs_mooncake

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.features import servers
-from drafttrain.features.engine import EngineStates, StateLayers
-from drafttrain.features.joined_servers import JoinedServers
+from drafttrain.features.engine import EngineStates, JoinedServers, StateLayers
 from drafttrain.features.online import Online
 from drafttrain.features.reference import ReferenceStates
 from drafttrain.features.servers import Servers, ServerSettings
 from drafttrain.features.sglang_source import SglangSource, meta_info, narrowed, numbers
-from drafttrain.features.transport import AbsentError, WrongError
+from drafttrain.features.source import AbsentError, WrongError
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.commands.measure import measure, measure_run
 from drafttrain.core.errors import UserError
-from drafttrain.data.documents import long_prompts, read_documents
+from drafttrain.data.prompts import long_prompts, read_documents
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, save_drafter
 from drafttrain.measure import DecodeOptions, MeasureOptions

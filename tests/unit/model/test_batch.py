@@ -130,7 +130,7 @@ def test_chunks_on_device_need_no_device_reads() -> None:
 
 
 def test_prefetch_tensors_include_indices_placed_on_device() -> None:
-    """Another stream keeps their memory (`features.prefetch`)."""
+    """Another stream keeps their memory (`features.online.Prefetch`)."""
     there = packed_batch().to(DEVICE)
     pairs = there.future(2)
     found = list(tensors(there))

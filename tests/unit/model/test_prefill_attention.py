@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.model import attention
+from drafttrain.model.causal_attention import chunk_attention
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.masks import attention_mask
-from drafttrain.model.prefill_attention import chunk_attention
 from drafttrain.targets.fast import FastTarget
 from tests.cases import with_grid
 from tests.helpers import tiny_model

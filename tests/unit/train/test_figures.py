@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drafttrain.train.checkpoint_manager import Progress
-from drafttrain.train.figures import LateLog, StepResult, ToHost
+from drafttrain.train.logger import LateLog, StepResult, ToHost
 from drafttrain.train.progress import TrainingProgress
 
 

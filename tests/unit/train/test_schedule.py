@@ -4,7 +4,7 @@ import pytest
 
 from drafttrain.core.errors import UserError
 from drafttrain.train import TrainOptions
-from drafttrain.train.schedule import learning_rate
+from drafttrain.train.optimizer import learning_rate
 
 
 def test_learning_rate_of_cosine_wsd_and_constant_equals_formula() -> None:
