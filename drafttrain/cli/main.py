@@ -268,8 +268,6 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
         own = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
         for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*own, *run.overrides], run.options))
         return []
-    if launcher.name != "local":
-        raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")
     launch = import_module("drafttrain.cli.launch").launch
     path = launch(partial(_run_explained, function), run.options, run.resolved)
     return [] if path is None else [path]

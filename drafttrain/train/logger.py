@@ -10,14 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_text
 from drafttrain.measure.compare.runs import flat
 from drafttrain.train import LoggerOptions
 from drafttrain.train.lineage import (
     COLUMNS,
     Lineage,
-    check_artifacts,
     checkpoint_artifact,
     continued_run,
     group_of,
@@ -26,7 +24,7 @@ from drafttrain.train.lineage import (
     summary_of,
 )
 from drafttrain.train.trackers import TRACKERS, GuardedTracker, check_installed
-from drafttrain.train.wandb_run import ANSWER, WANDB, Say, start
+from drafttrain.train.wandb_run import ANSWER, Say, start
 
 
 class Logger:
@@ -105,7 +103,7 @@ def log_export(
     made_by = run_of(checkpoint)
     if made_by is None or options.artifacts == "none":
         return
-    check_logger(options)
+    check_installed([options.name, *options.also])
     group = options.group or made_by.get("group") or group_of(config)
     options = replace(options, group=group, project=made_by.get("project") or options.project)
     run = start(options, checkpoint.absolute().parent.parent, config, f"export {checkpoint.name}", "export", say)
@@ -117,18 +115,6 @@ def log_export(
         name = checkpoint_artifact(str(made_by["id"]), checkpoint)
         run.attempt("artifacts", partial(lineage.made_export, folder, stack, name))
     run.finish(failed=False)
-
-
-def check_logger(options: LoggerOptions) -> None:
-    """Raise UserError for bad options."""
-    for key, names in (("name", [options.name]), ("also", options.also)):
-        for name in names:
-            if name not in (WANDB, *TRACKERS, "none"):
-                raise UserError(f"logger.{key} is {name!r}; choose {WANDB}, {', '.join(TRACKERS)} or none")
-    check_installed([options.name, *options.also])
-    if options.mode not in ("auto", "online", "offline"):
-        raise UserError(f"logger.mode is {options.mode!r}; choose auto, online or offline")
-    check_artifacts(options.artifacts)
 
 
 def _shown(report: Mapping[str, Any], plots: list[Path]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from drafttrain.objective.losses import Objective
 from drafttrain.train import TrainOptions
 from drafttrain.train.muon import Muon
 
-OPTIMIZERS = ("adamw", "muon")
 Group = dict[str, Any]
 TENSOR, KEYS, ITEMS = "tensor", "keys", "items"
 
