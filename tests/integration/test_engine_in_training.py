@@ -185,7 +185,6 @@ def test_check_engine_options_refuses_settings_of_no_effect_or_no_sense(subtests
     for asked, line in (
         (("measure.engine=vllm",), "measure.every is 0"),
         (("measure.every=2", "measure.best=engine"), "no engine measures during training"),
-        (("engine=vllm",), "during training set measure.every=STEPS measure.engine=NAME"),
         ((*vllm, "decode=sampling"), "measured with greedy decoding"),
         ((*vllm, "measure.engine_device=cuda:1"), "the number of a GPU"),
     ):
