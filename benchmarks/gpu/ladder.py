@@ -28,7 +28,7 @@ from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.decoder import Decoded, Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
-from drafttrain.drafters.common.proposal import KINDS, TreeOptions
+from drafttrain.drafters.options import TREES, TreeOptions
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.exactness import Match, compare
 from drafttrain.measure.transformers_baseline import generate
@@ -112,7 +112,7 @@ def shapes(options: type) -> dict[str, dict[str, Any]]:
     """Options of a family's trees other than its default, by kind. A static tree has several paths at once."""
     if not issubclass(options, TreeOptions):
         return {}
-    found: dict[str, dict[str, Any]] = {kind: {"tree": kind} for kind in KINDS if kind != options().tree}
+    found: dict[str, dict[str, Any]] = {kind: {"tree": kind} for kind in TREES if kind != options().tree}
     return found | {"static": {"tree": "static", "paths": TREE}}
 
 

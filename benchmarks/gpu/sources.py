@@ -140,4 +140,4 @@ def of_family(name: str) -> tuple[str, ...]:
     family = families()[name]
     defaults = [getattr(family.options(), f.name) for f in fields(family.options)]
     inner = [value["family"] for value in defaults if isinstance(value, dict) and "family" in value]
-    return (family.build.__module__, *(module for other in inner for module in of_family(other)))
+    return (family.make.__module__, *(module for other in inner for module in of_family(other)))

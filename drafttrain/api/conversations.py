@@ -8,6 +8,7 @@ from typing import Any
 
 from drafttrain.api.drafter import LoadedDrafter, for_recipe
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import check_limits
 from drafttrain.data.dataset import collate, load_dataset, token_counts
 from drafttrain.data.records import Listed
 from drafttrain.model.batch import TrainBatch
@@ -64,6 +65,7 @@ def batches(
     options = for_recipe(drafter.recipe, drafter.settings, target).options.data
     length = min(max_length or options.max_length, target.target.shape.max_positions)
     options = replace(options, path=NAME, mix=[], max_length=length, held_out=0, seed=seed)
+    check_limits("data", options)
     data = load_dataset(
         options,
         target.tokenizer,

@@ -9,6 +9,7 @@ from typing import Any, cast
 from drafttrain.api.drafter import LoadedDrafter
 from drafttrain.api.settings import with_options
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import check_limits
 from drafttrain.data.forms import conversation
 from drafttrain.data.prompts import encode_messages
 from drafttrain.data.reply_text import Continuation
@@ -65,6 +66,7 @@ def generate(
     """
     overrides = {"max_new_tokens": max_new_tokens, "temperature": temperature, **options}
     decode = with_options(DecodeOptions(policy=policy or ("lossless" if temperature else "greedy")), overrides, "generate")
+    check_limits("decode", decode)
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; set it to 1 or more")
     if drafter is not None:

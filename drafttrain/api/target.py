@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from drafttrain.core.limits import check_limits
 from drafttrain.targets import TargetOptions
 from drafttrain.targets import load as targets
 from drafttrain.targets.load import LoadedTarget
@@ -39,16 +40,16 @@ def load_target(
         UserError: The path has no usable model, or two options contradict each other.
     """
     name = "embedded" if str(path) == "embedded" else "hf"
-    return targets.load_target(
-        TargetOptions(
-            name=name,
-            path=None if name == "embedded" else str(path),
-            revision=revision,
-            dtype=dtype,
-            weights=weights,
-            device=device,
-            attention=attention,
-            runner=runner,
-            trust_remote_code=trust_remote_code,
-        )
+    options = TargetOptions(
+        name=name,
+        path=None if name == "embedded" else str(path),
+        revision=revision,
+        dtype=dtype,
+        weights=weights,
+        device=device,
+        attention=attention,
+        runner=runner,
+        trust_remote_code=trust_remote_code,
     )
+    check_limits("target", options)
+    return targets.load_target(options)

@@ -16,6 +16,7 @@ from drafttrain.api.settings import composed, for_drafter, given
 from drafttrain.cli.main import user_errors
 from drafttrain.cli.quiet import quiet as quieten
 from drafttrain.core.errors import Interrupted, UserError
+from drafttrain.core.limits import check_limits
 from drafttrain.data.records import Listed
 from drafttrain.drafters.checkpoint import list_checkpoints
 from drafttrain.features.online import Online
@@ -135,6 +136,7 @@ def loss(drafter: LoadedDrafter, target: LoadedTarget, batch: TrainBatch, *, nam
     if drafter.module.adapts is not None:
         raise UserError(f"{drafter.recipe or drafter.family} also trains the target; use train_drafter")
     options = LossOptions(name)
+    check_limits("loss", options)
     options.check()
     if not (supervised := batch.supervised()):
         raise UserError("the batch has no supervised token; give longer conversations, or raise max_length")

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.cli.help import recipe_files
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import check_limits
 from drafttrain.drafters import schemas
 from drafttrain.objective.options import MIX
 from drafttrain.runs.options import FREE, RENAMED, RunOptions, note_renamed, understood
@@ -106,6 +107,7 @@ def _run(composed: DictConfig, recipe: str | None, overrides: list[str]) -> Run:
     assert isinstance(options, RunOptions)
     if strays := list(_strays(options)):
         raise UserError(f"unknown key {strays[0]!r}; + adds keys to deepspeed.extra only")
+    check_limits("", options)
     resolved = OmegaConf.to_container(with_choice, resolve=True, throw_on_missing=True)
     assert isinstance(resolved, dict)
     return Run(options, {str(key): value for key, value in resolved.items()}, overrides)

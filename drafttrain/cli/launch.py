@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafttrain.cli.rendezvous import CALL, JOINING, address_towards, not_stuck, wait_for_rendezvous, without_rendezvous
 from drafttrain.cli.worker import INTERRUPTIONS, MADE, NOTES, SIGNALLED, STARTED, log_of, work_in_process
-from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
+from drafttrain.core.errors import Interrupted, UserError, WorkerError
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.server_machines import MEETING, end, meeting_folder
 from drafttrain.train.interrupt import SAVING, SIGNALS
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # torchelastic takes long to import, and one process needs no
     from torch.distributed.launcher.api import LaunchConfig
 
 Work = Callable[[RunOptions, dict[str, Any]], object]
-ROLES = ("trainer", "server")
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_RESTART_COUNT")  # variables of launchers
 LAST = 20  # lines of a failed process's log to show
 
@@ -65,12 +64,8 @@ def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> Path | 
 def check_launcher(options: RunOptions) -> None:
     """Raise UserError for launcher options that do not fit each other, or the machines that `features` asks for."""
     launcher, features = options.launcher, options.features
-    check_at_least(1, "launcher", launcher, "nodes")
-    check_at_least(0, "launcher", launcher, "restarts")
     if features.name == "engine":
         features.check_started()
-    if launcher.role not in ROLES:
-        raise UserError(f"launcher.role is {launcher.role!r}; choose {' or '.join(ROLES)}")
     if launcher.role == "server" and not features.nodes:
         raise UserError("launcher.role is server, but features.nodes is 0; set it to the number of machines that run servers")
     if not features.nodes:

@@ -275,8 +275,6 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
         config_dir_flags = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
         for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*config_dir_flags, *run.overrides], run.options))
         return []
-    if launcher.name != "local":
-        raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")
     launch = import_module("drafttrain.cli.launch").launch
     path = launch(partial(_run_explained, function), run.options, run.resolved)
     return [] if path is None else [path]

@@ -18,7 +18,7 @@ from drafttrain.measure import cells
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cost_text, engines_of, varied_text
 from drafttrain.measure.compare.files import check_project, save_report, write_comparison
-from drafttrain.measure.compare.ranking import Comparison, check_options, differences, listed, ranked
+from drafttrain.measure.compare.ranking import Comparison, differences, listed, ranked
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
 from drafttrain.runs.console import print_line, print_note
@@ -37,7 +37,6 @@ def compare(options: RunOptions, resolved: dict[str, Any]) -> Path | None:
     Raises UserError for runs that cannot be found or read, and for named runs that were measured under different conditions.
     The runs of a folder are listed then.
     """
-    check_options(options.compare)
     check_project(options.compare.wandb)
     out, console = _folder(options.out), Console()
     shown, project = show(options.runs, options.compare, console, out), options.compare.wandb

@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 
 from drafttrain.commands.measure import measure_run
 from drafttrain.commands.tune import tune_run
-from drafttrain.core.errors import Interrupted, UserError, check_at_least
+from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.sources import check_sources
 from drafttrain.drafters.checkpoint import list_checkpoints, read_meta
@@ -44,10 +44,10 @@ from drafttrain.train import TrainOptions
 from drafttrain.train.checkpoint_manager import Progress, best_checkpoint, engine_figures
 from drafttrain.train.engine import World, divided, join_world, settings
 from drafttrain.train.interrupt import Interrupt
-from drafttrain.train.logger import Logger, check_logger
-from drafttrain.train.optimizer import learning_rate
+from drafttrain.train.logger import Logger
 from drafttrain.train.profile import window
 from drafttrain.train.progress import Console
+from drafttrain.train.trackers import check_installed
 from drafttrain.train.trainer import Trainer, without_training
 
 
@@ -122,21 +122,9 @@ def _divided(train: TrainOptions, world: World, console: Console) -> TrainOption
 def _check(options: RunOptions) -> None:
     """Raise UserError for options that are wrong for every target and data set."""
     settings(options.train, options.deepspeed, 1)
-    learning_rate(options.train, 0)
-    options.train.lora.check()
-    check_at_least(1, "train", options.train, "steps", "checkpoint_every", "keep_last", "log_every", "bad_steps")
-    check_logger(options.logger)
+    check_installed([options.logger.name, *options.logger.also])
     window(options.train.profile, 0, options.train.steps)
-    if options.train.hang_timeout < 0:
-        raise UserError(f"train.hang_timeout is {options.train.hang_timeout:g}; set it to a number of seconds, or 0 for never")
-    if options.decode.tree_nodes is not None and options.decode.tree_nodes < 1:
-        raise UserError(
-            f"decode.tree_nodes is {options.decode.tree_nodes}; set it to 1 or more, or null for the fastest number"
-        )
     options.loss.check()
-    if options.measure.every < 0 or options.measure.every_prompts < 1:
-        every, prompts = options.measure.every, options.measure.every_prompts
-        raise UserError(f"measure.every is {every}, every_prompts {prompts}; set steps to 0 or more, prompts to 1 or more")
     check_engine_options(options)
     if options.measure.enabled or options.measure.every:
         measurement_prompts(options)

@@ -94,14 +94,6 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
 
 def _checked(options: RunOptions) -> Path | None:
     """The page that the user names, if any. Raises UserError for bad options."""
-    settings = options.inspect
-    if settings.samples < 0 or settings.page_samples < 0 or settings.ngram < 1 or not 0.0 < settings.overlap <= 1.0:
-        raise UserError(
-            f"inspect.samples is {settings.samples}, page_samples {settings.page_samples}, ngram {settings.ngram}, overlap "
-            f"{settings.overlap:g}; set samples to 0 or more, ngram to 1 or more, overlap above 0 and at most 1"
-        )
-    if options.data.max_length < 2:
-        raise UserError(f"data.max_length is {options.data.max_length}; set it to 2 or more")
     if options.out is None:
         return None
     page = Path(options.out).expanduser()

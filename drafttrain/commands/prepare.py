@@ -15,17 +15,16 @@ from rich.console import Console
 from torch import distributed
 
 import drafttrain
-from drafttrain.core.errors import Interrupted, UserError, check_at_least
+from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.core.progress import stages
 from drafttrain.data import PrepareOptions
 from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, PromptScripts, jobs_of, read_scripts
 from drafttrain.data.journal import Journal, check_settings, scan
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.provenance import FORMAT
-from drafttrain.data.publish import FORMATS, check_out, publish
-from drafttrain.data.rules import check_rules
+from drafttrain.data.publish import check_out, publish
 from drafttrain.data.sources import read_usable
-from drafttrain.runs.answerers import decoder_answerer, sampling_at, server_answerer
+from drafttrain.runs.answerers import decoder_answerer, server_answerer
 from drafttrain.runs.console import print_line
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions, target_arguments
@@ -112,38 +111,24 @@ def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Shar
 
 
 def _checked(options: RunOptions) -> Path:
-    """The directory to write. Raises UserError for options out of their range."""
+    """The directory to write. Raises UserError for options that do not fit each other."""
     if options.out is None:
         raise UserError("out is not set; name the new data set's directory with out=DIR")
     settings, out = options.prepare, Path(os.path.normpath(Path(options.out).expanduser()))
     if out.name in ("", ".."):
         raise UserError(f"out is {options.out!r}; name a new directory")
     check_out(out)
-    check_rules(settings.drop)
-    check_at_least(1, "prepare", settings, "samples", "max_new_tokens", "max_length", "batch_size", "shard", "concurrency")
-    if settings.timeout <= 0 or settings.patience < 0 or settings.failures < 0:
-        raise UserError(
-            f"prepare.timeout is {settings.timeout:g}, patience {settings.patience:g}, failures {settings.failures}; "
-            "set timeout above 0, the others to 0 or more"
-        )
-    if settings.format not in FORMATS:
-        raise UserError(f"prepare.format is {settings.format!r}; choose {' or '.join(FORMATS)}")
     _check_mixture(settings)
     return out
 
 
 def _check_mixture(settings: PrepareOptions) -> None:
-    """Raise UserError for bad temperatures, weights or sampling settings."""
+    """Raise UserError for temperatures and weights that do not fit each other."""
     temperatures, weights = settings.temperatures, settings.weights
     if not temperatures:
         raise UserError("prepare.temperatures is empty; name at least one, 0 is greedy")
-    if weights and (len(weights) != len(temperatures) or min(weights) < 0 or not sum(weights)):
-        raise UserError(f"prepare.weights is {weights}; give one for each of prepare.temperatures {temperatures}, none below 0")
-    try:
-        for temperature in temperatures:
-            sampling_at(settings, temperature)
-    except ValueError as error:
-        raise UserError(f"prepare: {error}") from error
+    if weights and (len(weights) != len(temperatures) or not sum(weights)):
+        raise UserError(f"prepare.weights is {weights}; give one for each of prepare.temperatures {temperatures}, not all 0")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from drafttrain.core.errors import UserError, check_at_least
+from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, new_directory
 from drafttrain.core.progress import stages
 from drafttrain.data.chat import Encoded
@@ -24,7 +24,7 @@ from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case, encode_cases, held_out_cases, left_out_notes
 from drafttrain.measure.plan import LEAST_PROMPTS, Budget
 from drafttrain.measure.report import rounded
-from drafttrain.measure.tuning import DEFAULT, OBJECTIVES, Tuner, search
+from drafttrain.measure.tuning import DEFAULT, Tuner, search
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import measurement_prompts
@@ -177,15 +177,9 @@ def _by_hand(decode: DecodeOptions) -> list[str]:
 
 
 def _check(options: RunOptions) -> None:
-    tune_options, decode = options.tune, options.decode
     if options.checkpoint is None:
         raise UserError("checkpoint is not set; name a step-NNNNN directory of a run with checkpoint=DIR")
-    if tune_options.objective not in OBJECTIVES:
-        raise UserError(f"tune.objective is {tune_options.objective!r}; choose {' or '.join(OBJECTIVES)}")
-    check_at_least(1, "tune", tune_options, "batch_size", "repeats", "finalists")
-    if tune_options.minutes <= 0:
-        raise UserError(f"tune.minutes is {tune_options.minutes:g}; give more than 0")
-    if set_by_hand := _by_hand(decode):
+    if set_by_hand := _by_hand(options.decode):
         raise UserError(f"decode.{set_by_hand[0]} is set, but tune chooses it or tests without it; leave it out")
 
 

@@ -64,11 +64,3 @@ class OutputError(RuntimeError):
     """A policy that promises the target's own output gave another. The command line exits with `OutputError.CODE`."""
 
     CODE = 4
-
-
-def check_at_least(least: int, group: str, options: object, *names: str) -> None:
-    """Raise UserError unless each of these options of a configuration group is None or at least `least`."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"{group}.{name} is {value}; set it to {least} or more")

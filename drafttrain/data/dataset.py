@@ -114,7 +114,6 @@ def load_dataset(
     records: conversations in memory, used instead of those that the options name. images: of the target. vocab_size: tokens
     that the target has; a conversation with another one is unusable.
     """
-    _check_options(options)
     sources = open_sources(options) if records is None else [Source(options.path, records, options.form, None)]
     encoder = encoder_of(options, tokenizer, images, vocab_size)
     conversations = Conversations(sources, encoder, _workers(options, sources, leads), Faults.of(options, sources))
@@ -280,11 +279,3 @@ def check_supervised(count: int, step: int) -> None:
             f"step {step}: expected supervised tokens, got a batch whose loss mask selects nothing (its replies are cut off "
             "or too short to draft); raise data.max_length or train.global_batch"
         )
-
-
-def _check_options(options: DataOptions) -> None:
-    for name, lowest in {"max_length": 2, "held_out": 0, "bad_records": 0, "workers": 1}.items():
-        value = getattr(options, name)
-        if value is not None and value < lowest:
-            rule = "must not be negative" if lowest == 0 else f"must be at least {lowest}"
-            raise UserError(f"data.{name} {rule}, got {value}; " + ("set it to 0 or more" if lowest == 0 else "raise it"))

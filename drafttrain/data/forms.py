@@ -15,7 +15,7 @@ from drafttrain.data.files import keys_of
 from drafttrain.data.pictures import located, with_images
 from drafttrain.data.turns import ASSISTANT, LEARN, ROLES, message, pair, string, turns, unlearnt, unpacked
 
-__all__ = ["ASSISTANT", "FORMS", "UNANSWERED", "Conversation", "TokenText", "check_form", "conversation"]
+__all__ = ["ASSISTANT", "FORMS", "UNANSWERED", "Conversation", "TokenText", "conversation"]
 
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")  # of `input_ids`: 1 on supervised tokens
 UNLABELLED = -100  # in `labels`: the token is not supervised
@@ -114,12 +114,6 @@ def conversation(
     return Conversation(
         origin, tuple(parsed), tools=tools, form=name, tokens=tokens, tokenizer=ids_tokenizer, arguments=arguments
     )
-
-
-def check_form(form: str) -> None:
-    """Raise UserError for an unknown form."""
-    if form != "auto" and form not in FORMS:
-        raise UserError(f"data.form is {form!r}; set it to auto, {', '.join(FORMS)}")
 
 
 def _recognised(origin: str, fields: dict[str, Any]) -> str:

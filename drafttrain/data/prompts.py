@@ -137,10 +137,6 @@ def load_prompts(prompts: str | Sequence[str], limit: int | None = None) -> list
 
     limit: largest number of prompts of each. Raises UserError that names file and line of a malformed record.
     """
-    if limit is not None and limit < 1:
-        raise UserError(
-            f"the prompt limit must be at least 1, got {limit}; raise measure.limit, or leave it out to read everything"
-        )
     names: list[Any] = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
     if not names or not all(isinstance(name, str) for name in names):
         raise UserError(f"measure.prompts is {prompts!r}; name embedded, a file, or one or more of {', '.join(SETS)}")

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from drafttrain.core.errors import UserError
 from drafttrain.decoding.guards import tail_run
 
 LONGEST_PERIOD = 400  # characters: a paragraph
@@ -62,12 +61,6 @@ def empty(reply: Reply) -> bool:
 
 
 RULES: dict[str, Callable[[Reply], bool]] = {"empty": empty, "truncated": truncated, "loop": loop, "refusal": refusal}
-
-
-def check_rules(names: Sequence[str]) -> None:
-    """Raise UserError for an unknown rule."""
-    if unknown_names := [name for name in names if name not in RULES]:
-        raise UserError(f"prepare.drop names {', '.join(unknown_names)}; the rules are {', '.join(RULES)}")
 
 
 def judge(replies: Sequence[Reply], drop: Sequence[str]) -> Judged:

@@ -12,7 +12,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import cache_home
 from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, path_of, reason_of
-from drafttrain.data.forms import ASSISTANT, Conversation, check_form, conversation
+from drafttrain.data.forms import ASSISTANT, Conversation, conversation
 from drafttrain.data.hub_data import open_hub
 from drafttrain.data.provenance import shards_of
 from drafttrain.data.records import JoinedRecords, Records, open_records
@@ -46,8 +46,6 @@ def open_sources(options: DataOptions) -> list[Source]:
     weights = [source.weight for source in source_options]
     if any(w is None for w in weights) != all(w is None for w in weights):
         raise UserError("data.mix: some sources have a weight and others have none; give one to all, or to none")
-    if any(w is not None and not 0 < w < float("inf") for w in weights):
-        raise UserError(f"data.mix: expected weights above 0, got {', '.join(map(str, weights))}; leave a source out instead")
     cache, sources = cache_folder(options), []
     for source in source_options:
         records, commit = _open(on_the_hub(source), cache)
@@ -115,12 +113,7 @@ def _chosen(options: DataOptions) -> list[SourceOptions]:
     single = SourceOptions(**{f.name: getattr(options, f.name) for f in fields(SourceOptions) if f.name != "weight"})
     if options.mix and (stray_keys := [f.name for f in fields(single) if getattr(single, f.name) != f.default]):
         raise UserError(f"data.{stray_keys[0]} is for data.path alone; give each source of data.mix its own {stray_keys[0]}")
-    sources = list(options.mix) or [single]
-    for source in sources:
-        check_form(source.form)
-        if source.limit is not None and source.limit < 1:
-            raise UserError(f"data.limit must be at least 1, got {source.limit}; raise it, or leave it out to read everything")
-    return sources
+    return list(options.mix) or [single]
 
 
 def _open(source: SourceOptions, cache: Path) -> tuple[Records, str | None]:

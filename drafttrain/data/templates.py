@@ -78,8 +78,6 @@ class Template:
     """The chat template that renders conversations."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions, images: Images = TEXT_ONLY) -> None:
-        if options.thinking not in ("keep", "drop"):
-            raise UserError(f"data.thinking is {options.thinking!r}; set it to keep or drop")
         self.tokenizer, self.options, self.images = tokenizer, options, images
         self.arguments: dict[str, Any] = (
             dict.fromkeys(("enable_thinking", "thinking"), False) if options.thinking == "drop" else {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from drafttrain.core.limits import check_limits
 from drafttrain.drafters import options
 
 if TYPE_CHECKING:
@@ -26,7 +27,12 @@ class Family:
 
     name: str
     options: type
-    build: Callable[[Any, Target], Drafter]
+    make: Callable[[Any, Target], Drafter]
+
+    def build(self, options: Any, target: Target) -> Drafter:
+        """The drafter for this target. Raises UserError for options out of their limits, and that do not fit the target."""
+        check_limits("drafter", options)
+        return self.make(options, target)
 
 
 @cache

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import check_limits
 from drafttrain.core.sampling import Lane, Sampling
 from drafttrain.core.tree import DraftTree, depth
 from drafttrain.decoding.acceptance import Policy, policy_for
@@ -271,12 +272,7 @@ def policy_name(sampling: Sampling) -> str:
     return "coupled" if sampling.shared_noise else "lossless"
 
 
-JOINS = ("auto", "verify", "merge")
-
-
 def build(options: CascadeOptions, target: Target) -> Cascade | Merged:
-    if options.join not in JOINS:
-        raise UserError(f"drafter.join is {options.join!r}; choose one of {', '.join(JOINS)}")
     middle = built(options.middle, target, "drafter.middle")
     if options.join == "verify" or (options.join == "auto" and middle.language_model() is not None):
         return Cascade(options, target, middle)
@@ -287,6 +283,7 @@ def built(options: Any, target: Target, key: str) -> Drafter:
     """A family's drafter for this target, from its options or from plain data, as a checkpoint has them."""
     if isinstance(options, Mapping):
         options = _parsed(options, key)
+    check_limits(key, options)
     drafter = families()[options.family].build(options, target)
     if drafter.adapts is not None:
         raise UserError(f"{key} trains the target too, which a cascade leaves as it is; give one that does not")

@@ -56,11 +56,8 @@ class DFlash2(BlockDrafter):
     def __init__(self, options: DFlash2Options, target: Target) -> None:
         super().__init__(options, target, walks=True, group=options.group)
         width, vocab = target.shape.hidden_size, target.shape.vocab_size
-        if options.rank < 1 or not 2 <= options.candidates <= vocab:
-            raise UserError(
-                f"drafter.rank is {options.rank}, drafter.candidates {options.candidates}; set the rank to 1 or more, "
-                f"candidates within 2 and {vocab}"
-            )
+        if options.candidates > vocab:
+            raise UserError(f"drafter.candidates is {options.candidates}; the target has {vocab} tokens, set fewer")
         self.width = width
         self.offered = options.candidates
         self.candidate_selector = CandidateSelector(width, vocab, options.rank)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import STD, BlockDrafter, Choices
 from drafttrain.drafters.common.layer_fusion import LayerFusion, falling
@@ -57,8 +56,6 @@ class DFly(BlockDrafter):
         super().__init__(options, target, walks=True)
         width, inner = self.layer_shape.hidden_size, options.hidden_correction_size
         self.inner = width if inner is None else inner
-        if self.inner < 1:
-            raise UserError(f"drafter.hidden_correction_size is {self.inner}; set it to 1 or more")
         self.hidden_correction = HiddenCorrection(width, self.inner, self.layer_shape.norm_eps)
 
     def add_context(self) -> list[nn.Linear]:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs, Walk
 from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
@@ -67,13 +66,6 @@ class Domino(BlockDrafter):
 
     def __init__(self, options: DominoOptions, target: Target) -> None:
         super().__init__(options, target, walks=True)
-        if options.rank < 1 or options.state < 1:
-            raise UserError(f"drafter.state is {options.state}, drafter.rank {options.rank}; set both to 1 or more")
-        if not (0.0 <= options.base_share <= 1.0 and 0.0 < options.base_until <= 1.0):
-            raise UserError(
-                f"drafter.base_share is {options.base_share}, drafter.base_until {options.base_until}; set the share within 0 "
-                "and 1, its end in (0, 1]"
-            )
         width, vocab = target.shape.hidden_size, target.shape.vocab_size
         self.width, self.recurrent_width, self.base = width, options.state, (options.base_share, options.base_until)
         self.prefix_gru = PrefixGRU(width, options.state)

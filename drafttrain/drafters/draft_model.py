@@ -80,23 +80,12 @@ def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
 
 
 def check(options: DraftModelOptions) -> None:
-    if options.draft_length < 1:
-        raise UserError(f"drafter.draft_length is {options.draft_length}; set it to 1 or more")
-    if options.source not in ("pruned", "scratch", "hf"):
-        raise UserError(f"drafter.source is {options.source!r}; choose pruned, scratch or hf")
     if (options.source == "hf") != bool(options.path):
         requirement = "needs drafter.path, a model directory or a hub id" if options.source == "hf" else "reads no drafter.path"
         raise UserError(f"drafter.source={options.source} {requirement}; drafter.source=hf and drafter.path go together")
-    if options.quantize not in (None, *BITS):
-        raise UserError(f"drafter.quantize is {options.quantize!r}; choose {' or '.join(BITS)}, or null")
     if options.hidden_size is not None and options.source != "scratch":
         raise UserError(
             f"drafter.hidden_size is {options.hidden_size}, and drafter.source={options.source} keeps its own; leave it out"
-        )
-    if options.lora_rank < 0 or options.lora_alpha <= 0:
-        raise UserError(
-            f"drafter.lora_rank is {options.lora_rank}, lora_alpha {options.lora_alpha}; "
-            "set the rank to 1 or more (0: no adapters) and alpha above 0"
         )
     if options.lora_rank and options.source == "scratch":
         raise UserError("drafter.lora_rank adapts trained weights, drafter.source=scratch has none; set lora_rank=0")

@@ -55,10 +55,6 @@ class DSpark(BlockDrafter):
     def __init__(self, options: DSparkOptions, target: Target) -> None:
         super().__init__(options, target, walks=True, draft_vocab=options.draft_vocab)
         width = target.shape.hidden_size
-        if options.rank < 1:
-            raise UserError(f"drafter.rank is {options.rank}; set it to 1 or more")
-        if options.gaps not in ("stop", "skip"):
-            raise UserError(f"drafter.gaps is {options.gaps!r}; choose stop or skip")
         self.width, self.unbroken = width, options.gaps == "stop"
         self.markov_head = MarkovHead(target.shape.vocab_size, options.rank, options.draft_vocab or target.shape.vocab_size)
         self.confidence_head = ConfidenceHead(width + options.rank)

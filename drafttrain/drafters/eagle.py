@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
@@ -35,8 +34,6 @@ class Eagle(Recurrent):
 
     def __init__(self, options: EagleOptions, target: Target) -> None:
         super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
-        if options.steps < 1 or options.top_k < 1:
-            raise UserError(f"drafter.steps is {options.steps}, drafter.top_k {options.top_k}; both must be 1 or more")
         shape, self.options, self.taps = LayerOptions.of(options.layer).shape(target.shape), options, Taps(final=True)
         self.layer_shape = shape
         shape.check_window(1, max(self.draft_length, options.steps))

@@ -76,13 +76,9 @@ class Eagle3(FusedDrafter, Recurrent):
     def __init__(self, options: Eagle3Options, target: Target) -> None:
         super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
         shape = LayerOptions.of(options.layer).shape(target.shape)
-        if options.steps < 1:
-            raise UserError(f"drafter.steps is {options.steps}; set it to 1 or more")
         self.norm_output, self.before = options.norm_output, options.norm_before_residual
         self.layer_shape = shape
         self.decay = options.step_decay
-        if options.layers < 1:
-            raise UserError(f"drafter.layers is {options.layers}; set it to 1 or more")
         self.add_fusion(taps_of(options, shape.blocks), options.fc_norm, shape, options.norm_before_fc)
         shape.check_window(options.layers, max(self.draft_length, options.steps))
         self.midlayer = Eagle3Layer(shape, options.qk_norm)
@@ -145,11 +141,7 @@ def taps_of(options: Tapped, blocks: int) -> list[int]:
 
 
 def default_taps(blocks: int, rule: str = "official") -> list[int]:
-    """Low, middle and high block outputs; shallow targets get what they have. Raises UserError for an unknown rule."""
-    if rule not in ("official", "thirds", "auto"):
-        raise UserError(
-            f"drafter.target_layer_rule is {rule!r}; choose official, thirds or auto, or give drafter.target_layer_ids"
-        )
+    """Low, middle and high block outputs; shallow targets get what they have."""
     official = sorted({min(1, blocks - 1), max(blocks // 2 - 1, 0), max(blocks - 4, 0)})
     if rule == "official" or (rule == "auto" and len(official) == 3):
         return official

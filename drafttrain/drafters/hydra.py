@@ -73,8 +73,6 @@ class HydraBase(Drafter):
 
     def __init__(self, options: HydraOptions, target: Target) -> None:
         shape, width = target.shape, target.shape.hidden_size
-        if options.heads < 1 or options.layers < 1:
-            raise UserError(f"drafter.heads is {options.heads}, drafter.layers {options.layers}; both must be 1 or more")
         if options.heads + 2 > shape.max_positions:
             raise UserError(
                 f"drafter.heads is {options.heads}; a context of {shape.max_positions} allows {shape.max_positions - 2}"

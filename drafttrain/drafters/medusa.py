@@ -80,14 +80,10 @@ class Medusa(Drafter):
 
     def __init__(self, options: MedusaOptions, target: Target) -> None:
         shape = target.shape
-        if options.heads < 1 or options.layers < 1:
-            raise UserError(f"drafter.heads is {options.heads}, drafter.layers {options.layers}; both must be 1 or more")
         if options.heads + 2 > shape.max_positions:
             raise UserError(
                 f"drafter.heads is {options.heads}; a context of {shape.max_positions} allows {shape.max_positions - 2}"
             )
-        if options.init not in ("copy", "share"):
-            raise UserError(f"drafter.init is {options.init!r}; choose copy or share")
         adapts = LoraSpec.of(options.adapter)
         super().__init__(TreeProposal(options, options.heads, target, independent=True))
         self.taps, self.decay, self.adapts = Taps(final=True), options.head_decay, adapts

@@ -64,8 +64,6 @@ class MLPSpeculator(Drafter):
     def __init__(self, options: MLPSpeculatorOptions, target: Target) -> None:
         shape, count = target.shape, options.n_predict
         inner = shape.hidden_size if options.inner_dim is None else options.inner_dim
-        if count < 1 or inner < 1:
-            raise UserError(f"drafter.n_predict is {count}, drafter.inner_dim {inner}; both must be 1 or more")
         if count + 2 > shape.max_positions:
             raise UserError(
                 f"drafter.n_predict is {count}; a context of {shape.max_positions} allows {shape.max_positions - 2}"

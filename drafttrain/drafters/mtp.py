@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
@@ -46,11 +45,6 @@ class MTP(Recurrent):
 
     def __init__(self, options: MTPOptions, target: Target) -> None:
         super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
-        if options.steps < 1 or options.step_decay <= 0:
-            raise UserError(
-                f"drafter.steps is {options.steps}, drafter.step_decay {options.step_decay:g}; set steps to 1 or more, "
-                "step_decay above 0"
-            )
         shape, self.taps = LayerOptions.of(options.layer).shape(target.shape), Taps(final=True)
         self.layer_shape, self.decay = shape, options.step_decay
         self.norm_output = options.norm_output

@@ -76,7 +76,6 @@ class MTPNative(FeedsBack):
 
     def __init__(self, options: MTPNativeOptions, target: Target) -> None:
         super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
-        check(options)
         hf_target, self.taps = cast(HFTarget, target), Taps(final=True)
         layout, stored = source_of(options, hf_target)
         self.hidden_first = layout is not None and layout.hidden_first
@@ -226,17 +225,6 @@ class MTPNative(FeedsBack):
         for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.predicted_steps):
             weight = self.first_weight * self.decay**step
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, weight)
-
-
-def check(options: MTPNativeOptions) -> None:
-    """Raise UserError for numbers that cannot be."""
-    if options.steps < 1 or options.step_decay <= 0:
-        raise UserError(
-            f"drafter.steps is {options.steps}, drafter.step_decay {options.step_decay:g}; set steps to 1 or more, "
-            "step_decay above 0"
-        )
-    if options.modules is not None and options.modules < 1:
-        raise UserError(f"drafter.modules is {options.modules}; set it to 1 or more, or to null: as many as there are")
 
 
 def source_of(options: MTPNativeOptions, target: HFTarget) -> tuple[OwnModule | None, StoredTensors | None]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import above, at_least, choice, share, within
 from drafttrain.model.lora import LoraSpec
 from drafttrain.model.shapes import LayerOptions
 
+TREES = ("chain", "static", "dynamic", "best_first")
 # options of earlier versions, which checkpoints have
 RENAMED = {
     "law_weight": "distribution_weight",
@@ -22,7 +24,8 @@ RENAMED = {
 class TreeOptions:
     """Options of every family whose drafts can be a tree. docs/families/eagle.md explains how trees grow."""
 
-    tree: str = "static"  # chain | static | dynamic | best_first, where drafts do not know each other
+    # best_first: where drafts do not know each other
+    tree: str = choice("static", *TREES)
     paths: list[list[int]] | None = None  # of a static tree, by rank; None: searched on held-out text after training
     width: int = 10  # dynamic: paths fed at each depth, and candidates of each
     nodes: int | None = None  # dynamic, best_first: of the proposal, root excluded; None: decode.tree_nodes
@@ -36,35 +39,31 @@ class BlockOptions(TreeOptions):
 
     tree: str = "chain"
     width: int = 4  # as wide as a block of 16 can be
-    block_size: int = 16  # slots, the anchor's included
-    slots: str = "in_place"  # in_place: slot k predicts the token k after the anchor. shifted: the one k + 1 after it
-    layers: int = 5
+    block_size: int = within(16, 2, 256)  # slots, the anchor's included
+    # in_place: slot k predicts the token k after the anchor. shifted: the one k + 1 after it
+    slots: str = choice("in_place", "shifted")
+    layers: int = at_least(5, 1)
     target_layer_ids: list[int] | None = None  # block outputs, from 0; None: five, evenly from 1 to n - 3
     mask_token: int | None = None  # an id that the target embeds; None: the last one
-    anchors: int = 512  # blocks of a sequence in one step at most
+    anchors: int = at_least(512, 1)  # blocks of a sequence in one step at most
     causal: bool = False  # slots see no later slot of their block, in all layers
-    weights: str = "decay"  # decay: exp(-k / gamma) for draft k from 0. dpace: by the drafter's own confidence. uniform
-    gamma: float | None = None  # None: 7, 5, 4 for blocks of 16, of 10, and smaller
-    alpha: float = 0.5  # of dpace: 1 is no doubt in any draft, near 0 the drafter's own confidence
+    # decay: exp(-k / gamma) for draft k from 0. dpace: by the drafter's own confidence. uniform
+    weights: str = choice("decay", "dpace", "uniform")
+    gamma: float | None = above(None, 0)  # None: 7, 5, 4 for blocks of 16, of 10, and smaller
+    alpha: float = share(0.5)  # of dpace: 1 is no doubt in any draft, near 0 the drafter's own confidence
     causal_windows: bool = True  # in layers with a sliding window slots see no later slot of their block, as in vLLM and SGLang
-    confidence: str | None = None  # top1: of chains, the probability of a draft's likeliest token, as in D-Cut
+    confidence: str | None = choice(None, "top1")  # top1: of chains, the probability of a draft's likeliest token, as in D-Cut
     layer: LayerOptions = field(default_factory=LayerOptions)
 
     def confident(self) -> bool:
-        """Whether chains carry a confidence. Raises UserError for one that there is not."""
-        if self.confidence not in (None, "top1"):
-            raise UserError(f"drafter.confidence is {self.confidence!r}; choose top1, or null for none")
+        """Whether chains carry a confidence. Raises UserError for trees."""
         if self.confidence and self.tree != "chain":
             raise UserError(f"drafter.confidence is {self.confidence} and drafter.tree {self.tree}; set drafter.tree=chain")
         return self.confidence is not None
 
     def decay(self, drafts: int) -> list[float]:
-        """The weight of each draft, in all 1. Raises UserError for weights that there are not."""
-        if self.weights not in ("decay", "dpace", "uniform"):
-            raise UserError(f"drafter.weights is {self.weights!r}; choose decay, dpace or uniform")
+        """The weight of each draft, in all 1."""
         gamma = default_gamma(self.block_size) if self.gamma is None else self.gamma
-        if not (gamma > 0.0 and 0.0 < self.alpha <= 1.0):
-            raise UserError(f"drafter.gamma is {gamma}, drafter.alpha {self.alpha}; set gamma above 0, alpha in (0, 1]")
         decay = [1.0 if self.weights == "uniform" else math.exp(-step / gamma) for step in range(drafts)]
         return [weight / sum(decay) for weight in decay]
 
@@ -81,7 +80,8 @@ class CascadeOptions:
     family: str = "cascade"
     middle: Any = field(default_factory=lambda: {"family": "draft_model"})  # trained; the figures are its own
     inner: Any = field(default_factory=lambda: {"family": "prompt_lookup"})  # drafts for the middle's model, or for the target
-    join: str = "auto"  # verify: the middle's model verifies the inner's drafts. merge: one tree. auto: verify where it has one
+    # verify: the middle's model verifies the inner's drafts. merge: one tree. auto: verify where it has one
+    join: str = choice("auto", "verify", "merge")
 
 
 @dataclass
@@ -104,24 +104,25 @@ class DFlash2Options(BlockOptions):
     family: str = "dflash2"
     causal_windows: bool = False
     group: int = 16  # channels that share what a position adds to the kernel of a convolution
-    rank: int = 256  # of the selector
-    candidates: int = 16  # tokens of a slot that it chooses from
+    rank: int = at_least(256, 1)  # of the selector
+    candidates: int = at_least(16, 2)  # tokens of a slot that it chooses from
 
 
 @dataclass
 class DFlyOptions(BlockOptions):
     family: str = "dfly"
     block_size: int = 8
-    hidden_correction_size: int | None = None  # inner width of the correction by the token before; None: the hidden size
+    # inner width of the correction by the token before; None: the hidden size
+    hidden_correction_size: int | None = at_least(None, 1)
 
 
 @dataclass
 class DominoOptions(BlockOptions):
     family: str = "domino"
-    state: int = 1024  # units of the recurrent state over the tokens above a draft
-    rank: int = 256  # of the correction that it gives
-    base_share: float = 1.0  # of the loss on slots alone at the start; it falls to 0
-    base_until: float = 1.0  # share of the training steps after which it is 0
+    state: int = at_least(1024, 1)  # units of the recurrent state over the tokens above a draft
+    rank: int = at_least(256, 1)  # of the correction that it gives
+    base_share: float = within(1.0, 0, 1)  # of the loss on slots alone at the start; it falls to 0
+    base_until: float = share(1.0)  # share of the training steps after which it is 0
 
 
 @dataclass
@@ -130,15 +131,18 @@ class DraftModelOptions(TreeOptions):
 
     family: str = "draft_model"
     tree: str = "chain"
-    source: str = "pruned"  # pruned: the target's first blocks. scratch: its architecture, fresh weights. hf: `path`
+    # pruned: the target's first blocks. scratch: its architecture, fresh weights. hf: `path`
+    source: str = choice("pruned", "scratch", "hf")
     path: str | None = None  # hf: directory or hub id of a causal LM, safetensors
     revision: str | None = None
-    blocks: int = 3  # pruned, scratch
+    blocks: int = at_least(3, 1)  # pruned, scratch
     hidden_size: int | None = None  # scratch; null: the target's
-    lora_rank: int = 0  # of adapters on every linear map but the head (arXiv 2106.09685); 0: all weights are trained
-    lora_alpha: int = 16  # adapters count alpha / rank
-    quantize: str | None = None  # int8, int4: of the weights that it decodes with; measured next to the unquantised ones
-    draft_length: int = 4
+    # of adapters on every linear map but the head (arXiv 2106.09685); 0: all weights are trained
+    lora_rank: int = at_least(0, 0)
+    lora_alpha: int = above(16, 0)  # adapters count alpha / rank
+    # int8, int4: of the weights that it decodes with; measured next to the unquantised ones
+    quantize: str | None = choice(None, "int8", "int4")
+    draft_length: int = at_least(4, 1)
 
 
 @dataclass
@@ -147,8 +151,9 @@ class DSparkOptions(BlockOptions):
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data, with a head of its own
     block_size: int = 7
     slots: str = "shifted"
-    rank: int = 256  # of the bias that the token before gives
-    gaps: str = "stop"  # stop: a block ends before its first unsupervised token. skip: later labels count, as in speculators
+    rank: int = at_least(256, 1)  # of the bias that the token before gives
+    # stop: a block ends before its first unsupervised token. skip: later labels count, as in speculators
+    gaps: str = choice("stop", "skip")
 
 
 @dataclass
@@ -157,14 +162,15 @@ class EagleOptions(TreeOptions):
 
     family: str = "eagle"
     tree: str = "chain"
-    steps: int = 1  # forwards of training: the first on the target's features, each further one on the drafter's own
-    draft_length: int = 4
+    # forwards of training: the first on the target's features, each further one on the drafter's own
+    steps: int = at_least(1, 1)
+    draft_length: int = at_least(4, 1)
     bias: bool = True  # of fc, as officially; not every serving stack has a place for one (docs/export.md)
     distribution_weight: float = 0.1  # of the divergence between the distributions
     feature_weight: float = 1.0  # of the smooth L1 distance between the features
     noise: float = 0.0  # uniform in +- noise * 512 / length, added to the target's features in training; officially 0.1
     top_weight: float = 0.0  # of a cross-entropy over the target's likeliest tokens alone (HASS: 1)
-    top_k: int = 10  # how many those are
+    top_k: int = at_least(10, 1)  # how many those are
     layer: LayerOptions = field(default_factory=LayerOptions)
 
 
@@ -174,18 +180,18 @@ class Eagle3Options(TreeOptions):
 
     family: str = "eagle3"
     tree: str = "chain"
-    steps: int = 3  # of training-time test
-    draft_length: int = 4
+    steps: int = at_least(3, 1)  # of training-time test
+    draft_length: int = at_least(4, 1)
     target_layer_ids: list[int] | None = None  # three block outputs, from 0; None: by the rule
     # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks. auto: official, three others below 7 blocks
-    target_layer_rule: str = "official"
+    target_layer_rule: str = choice("official", "thirds", "auto")
     step_decay: float = 0.8  # step i (from 0) weighs step_decay ** i in the loss
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
     fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
     norm_output: bool = False  # EAGLE 3.1: the normed state goes to the next step too
     norm_before_fc: bool = False  # one RMS norm of all tapped states together
     norm_before_residual: bool = False  # the residual is the normed state; officially not
-    layers: int = 1  # of attention and MLP; only the first reads the embedding
+    layers: int = at_least(1, 1)  # of attention and MLP; only the first reads the embedding
     qk_norm: bool = False  # an RMS norm of each query and key, as in Qwen3's blocks
     own_embedding: bool = False  # the embedding is trained too; false: the target's
     layer: LayerOptions = field(default_factory=LayerOptions)
@@ -199,7 +205,7 @@ class EarlyExitOptions(TreeOptions):
     tree: str = "chain"
     blocks: int | None = None  # of the target, from its first; null: a third of them
     adapter: bool = False  # one attention layer at the exit, the only thing trained
-    draft_length: int = 4
+    draft_length: int = at_least(4, 1)
 
 
 @dataclass
@@ -207,8 +213,8 @@ class HydraOptions(TreeOptions):
     """K sequentially dependent heads; with `prefix_layer` Hydra++."""
 
     family: str = "hydra"
-    heads: int = 4
-    layers: int = 4  # blocks per head; the first one narrows state and embeddings to the hidden size
+    heads: int = at_least(4, 1)
+    layers: int = at_least(4, 1)  # blocks per head; the first one narrows state and embeddings to the hidden size
     prefix_layer: bool = False  # one decoder layer over the target's states, with its own KV cache
     head_decay: float = 1.0  # head k (from 1) weighs head_decay ** k in the loss
 
@@ -224,17 +230,19 @@ class JetSpecOptions(BlockOptions):
 @dataclass
 class LiLiCorrOptions(BlockOptions):
     family: str = "lilicorr"
-    candidates: int = 8  # tokens of a slot that are scored: 2, 4, 8 or 16
-    hidden_size: int = 1024  # of the corrector
-    factor_dim: int = 1024  # of the vectors whose products are the scores
-    corrector_layers: int = 2
-    heads: int = 8
-    mlp_ratio: float = 2.0
-    logit_scale: float = 8.0  # scores are within this and its negative
-    vector_eps: float = 1e-4  # smallest length that a vector is divided by
-    ce_weight: float = 0.25  # of the true token's cross-entropy among the candidates
-    penalty_weight: float = 0.25  # of the candidates' expected distance below the true token in the target's logits
-    divergence_weight: float = 0.0  # of `loss` between the choice among the candidates and the target; 0: as published
+    candidates: int = choice(8, 2, 4, 8, 16)  # tokens of a slot that are scored: 2, 4, 8 or 16
+    hidden_size: int = at_least(1024, 1)  # of the corrector
+    factor_dim: int = at_least(1024, 1)  # of the vectors whose products are the scores
+    corrector_layers: int = at_least(2, 1)
+    heads: int = at_least(8, 1)
+    mlp_ratio: float = above(2.0, 0)
+    logit_scale: float = above(8.0, 0)  # scores are within this and its negative
+    vector_eps: float = above(1e-4, 0, below=0.5)  # smallest length that a vector is divided by
+    ce_weight: float = at_least(0.25, 0)  # of the true token's cross-entropy among the candidates
+    # of the candidates' expected distance below the true token in the target's logits
+    penalty_weight: float = at_least(0.25, 0)
+    # of `loss` between the choice among the candidates and the target; 0: as published
+    divergence_weight: float = at_least(0.0, 0)
 
 
 @dataclass
@@ -242,9 +250,9 @@ class MedusaOptions(TreeOptions):
     """K residual heads, how they start, and the tree that their choices make."""
 
     family: str = "medusa"
-    heads: int = 4
-    layers: int = 1  # residual blocks per head
-    init: str = "copy"  # copy: own output matrices, from the target's. share: the target's own, frozen
+    heads: int = at_least(4, 1)
+    layers: int = at_least(1, 1)  # residual blocks per head
+    init: str = choice("copy", "share")  # copy: own output matrices, from the target's. share: the target's own, frozen
     head_decay: float = 0.8  # head k (from 1) weighs head_decay ** k in the loss
     adapter: LoraSpec = field(default_factory=lambda: LoraSpec(rank=0))  # Medusa-2, from rank 1: the target is trained too
 
@@ -254,8 +262,8 @@ class MLPSpeculatorOptions(TreeOptions):
     """n_predict stages, each with embeddings, a projection, a norm and a head of its own, or all with one."""
 
     family: str = "mlp_speculator"
-    n_predict: int = 3
-    inner_dim: int | None = None  # of the states; null: the target's hidden size
+    n_predict: int = at_least(3, 1)
+    inner_dim: int | None = at_least(None, 1)  # of the states; null: the target's hidden size
     tie_weights: bool = False  # one set for all stages; the first projection stays apart
     scale_input: bool = False  # the target's state is brought to a root mean square of 1 / sqrt 2 first
 
@@ -266,9 +274,9 @@ class MTPOptions(TreeOptions):
 
     family: str = "mtp"
     tree: str = "chain"
-    steps: int = 3  # of training on own outputs
-    step_decay: float = 0.8  # step i (from 0) weighs step_decay ** i in the loss
-    draft_length: int = 4
+    steps: int = at_least(3, 1)  # of training on own outputs
+    step_decay: float = above(0.8, 0)  # step i (from 0) weighs step_decay ** i in the loss
+    draft_length: int = at_least(4, 1)
     norm_output: bool = False  # the normed state goes to the next depth; DeepSeek's is not normed
     qk_norm: bool = False  # of each head's query and key, as in Qwen3's blocks
     layer: LayerOptions = field(default_factory=LayerOptions)
@@ -281,10 +289,10 @@ class MTPNativeOptions(TreeOptions):
     family: str = "mtp_native"
     tree: str = "chain"  # as serving stacks draft with such modules
     source: str = "target"  # target: the target's own checkpoint. fresh: random. Else the directory of another checkpoint
-    steps: int = 3  # of training on own outputs
-    step_decay: float = 0.6  # step i (from 0) weighs step_decay ** i; the weights add up to 1 (arXiv 2509.18362)
-    draft_length: int = 3
-    modules: int | None = None  # more than 1: one for each depth; null: as many as the files have, of fresh ones 1
+    steps: int = at_least(3, 1)  # of training on own outputs
+    step_decay: float = above(0.6, 0)  # step i (from 0) weighs step_decay ** i; the weights add up to 1 (arXiv 2509.18362)
+    draft_length: int = at_least(3, 1)
+    modules: int | None = at_least(None, 1)  # more than 1: one for each depth; null: as many as the files have, of fresh ones 1
     norm_output: bool | None = None  # the normed state goes to the next depth; null: as the target's layout says
 
 
@@ -296,8 +304,8 @@ class PardOptions(DraftModelOptions):
     width: int = 4
     draft_length: int = 8
     mask_token: int | None = None  # an id that the model embeds; None: the last one
-    retention: float = 0.7  # in training a share retention ** d of the anchors has a mask d
-    least_retention: float = 0.2  # and no less than this
+    retention: float = share(0.7)  # in training a share retention ** d of the anchors has a mask d
+    least_retention: float = within(0.2, 0, 1)  # and no less than this
 
 
 @dataclass
@@ -307,14 +315,14 @@ class PEagleOptions(TreeOptions):
     family: str = "peagle"
     tree: str = "chain"
     width: int = 4
-    draft_length: int = 8
-    layers: int = 4
+    draft_length: int = at_least(8, 1)
+    layers: int = at_least(4, 1)
     target_layer_ids: list[int] | None = None  # three block outputs, from 0; None: by the rule
     # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks. auto: official, three others below 7 blocks
-    target_layer_rule: str = "official"
+    target_layer_rule: str = choice("official", "thirds", "auto")
     mask_token: int | None = None  # an id of the embedding; None: the last one
-    retention: float = 0.8  # in training a share retention ** d of the anchors has a slot d
-    least_retention: float = 0.2  # and no less than this
+    retention: float = share(0.8)  # in training a share retention ** d of the anchors has a slot d
+    least_retention: float = within(0.2, 0, 1)  # and no less than this
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
     fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
     norm_before_fc: bool = False  # one RMS norm of all tapped states together
@@ -328,9 +336,10 @@ class PromptLookupOptions:
     """How much of the text must occur again, and how much is copied."""
 
     family: str = "prompt_lookup"
-    max_ngram: int | None = 3  # tokens matched at most; null: the longest suffix of the text that occurred before
-    min_ngram: int = 1  # tokens matched at least
-    draft_length: int = 10  # tokens copied at most
+    # tokens matched at most; null: the longest suffix of the text that occurred before
+    max_ngram: int | None = at_least(3, 1, null=True)
+    min_ngram: int = at_least(1, 1)  # tokens matched at least
+    draft_length: int = at_least(10, 1)  # tokens copied at most
 
 
 @dataclass
@@ -338,11 +347,12 @@ class ReDrafterOptions:
     """The head, how far it is unrolled in training, and the beam search."""
 
     family: str = "redrafter"
-    layers: int = 2  # residual blocks before the output matrix
-    steps: int = 5  # unrolled in training
-    width: int = 10  # beams
-    length: int = 4  # drafts in a beam; the official length counts the root too
-    nodes: int | None = None  # most drafts of a proposal, the likeliest first; None: decode.tree_nodes, set after training
+    layers: int = at_least(2, 1)  # residual blocks before the output matrix
+    steps: int = at_least(5, 1)  # unrolled in training
+    width: int = at_least(10, 1)  # beams
+    length: int = at_least(4, 1)  # drafts in a beam; the official length counts the root too
+    # most drafts of a proposal, the likeliest first; None: decode.tree_nodes, set after training
+    nodes: int | None = within(None, 1, 255)
     dropped: bool = True  # offer also the states that the search had among its beams once and left; officially not
 
 
@@ -351,12 +361,12 @@ class SuffixOptions:
     """How long matches are, and how much of a continuation is drafted."""
 
     family: str = "suffix"
-    depth: int = 32  # tokens of a text's end matched at most
-    draft_length: int = 16
-    factor: float = 1.0  # after a match of m tokens at most factor * m + offset are drafted
+    depth: int = at_least(32, 1)  # tokens of a text's end matched at most
+    draft_length: int = at_least(16, 1)
+    factor: float = at_least(1.0, 0)  # after a match of m tokens at most factor * m + offset are drafted
     offset: float = 0.0
-    min_probability: float = 0.1  # a draft ends where its frequencies multiply to less
-    past: int = 65536  # tokens of earlier texts kept, about; 0: each text by itself
+    min_probability: float = share(0.1)  # a draft ends where its frequencies multiply to less
+    past: int = at_least(65536, 0)  # tokens of earlier texts kept, about; 0: each text by itself
 
 
 @dataclass
@@ -366,20 +376,20 @@ class UnoOptions(TreeOptions):
     family: str = "uno"
     tree: str = "chain"
     width: int = 4
-    draft_length: int = 4  # K: the root and K - 1 random tokens in a drafting pass, K drafts
-    lora_rank: int = 16
-    lora_alpha: float = 32.0  # the matrices' product counts alpha / rank
+    draft_length: int = at_least(4, 1)  # K: the root and K - 1 random tokens in a drafting pass, K drafts
+    lora_rank: int = at_least(16, 1)
+    lora_alpha: float = above(32.0, 0)  # the matrices' product counts alpha / rank
     lora_targets: list[str] = field(default_factory=list)  # last names of linear maps, such as q_proj; none: all in the blocks
-    retention: float = 0.7  # in training a share retention ** d of the anchors has d random tokens
-    least_retention: float = 0.2  # and no less than this
+    retention: float = share(0.7)  # in training a share retention ** d of the anchors has d random tokens
+    least_retention: float = within(0.2, 0, 1)  # and no less than this
 
 
 @dataclass
 class XPressOptions(BlockOptions):
     family: str = "xpress"
     gamma: float | None = 4.0
-    rank: int = 256  # width of the refiner
-    mlp_hidden: int | None = None  # inner width of the refiner's MLP; None: twice the rank
-    free_passes: int = 3  # passes of a training step in which the refiner reads its own drafts
-    free_weight: float = 0.3  # of the loss of all of these passes together
-    base_weight: float = 0.6  # of the loss of the slots' own logits
+    rank: int = at_least(256, 1)  # width of the refiner
+    mlp_hidden: int | None = at_least(None, 1)  # inner width of the refiner's MLP; None: twice the rank
+    free_passes: int = at_least(3, 0)  # passes of a training step in which the refiner reads its own drafts
+    free_weight: float = at_least(0.3, 0)  # of the loss of all of these passes together
+    base_weight: float = at_least(0.6, 0)  # of the loss of the slots' own logits

@@ -65,11 +65,8 @@ class PEagle(FusedDrafter):
         self.retention = Retention(options.retention, options.least_retention)
         layer_shape = self.layer_shape = LayerOptions.of(options.layer).shape(target.shape)
         self.mask_token = layer_shape.vocab_size - 1 if options.mask_token is None else options.mask_token
-        if not 0 <= self.mask_token < layer_shape.vocab_size or options.layers < 1:
-            raise UserError(
-                f"drafter.mask_token is {self.mask_token}, drafter.layers {options.layers}; the drafter embeds "
-                f"0..{layer_shape.vocab_size - 1}, and has one layer at least"
-            )
+        if not 0 <= self.mask_token < layer_shape.vocab_size:
+            raise UserError(f"drafter.mask_token is {self.mask_token}; the drafter embeds 0..{layer_shape.vocab_size - 1}")
         self.before = options.norm_before_residual
         self.add_fusion(taps_of(options, layer_shape.blocks), options.fc_norm, layer_shape, options.norm_before_fc)
         self.mask = MaskState(self.fc.in_features)

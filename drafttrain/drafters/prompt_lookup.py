@@ -31,11 +31,8 @@ class PromptLookup(Drafter):
 
     def __init__(self, options: PromptLookupOptions, target: Target) -> None:
         max_ngram, min_ngram = options.max_ngram, options.min_ngram
-        if min_ngram < 1 or options.draft_length < 1 or (max_ngram is not None and max_ngram < min_ngram):
-            raise UserError(
-                f"drafter.min_ngram is {min_ngram}, max_ngram {max_ngram}, draft_length {options.draft_length}; "
-                "set each to 1 or more, and min_ngram no higher than max_ngram"
-            )
+        if max_ngram is not None and max_ngram < min_ngram:
+            raise UserError(f"drafter.min_ngram is {min_ngram}, drafter.max_ngram {max_ngram}; set the first no higher")
         super().__init__(Proposal(options.draft_length))
         self.taps, self.most, self.least = Taps(), max_ngram, min_ngram
         self._target = FrozenRef(target)

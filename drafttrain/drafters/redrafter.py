@@ -108,16 +108,11 @@ class ReDrafter(Drafter):
 
     @staticmethod
     def _check(options: ReDrafterOptions, vocab: int) -> None:
-        for name in ("layers", "steps", "width", "length"):
-            if getattr(options, name) < 1:
-                raise UserError(f"drafter.{name} is {getattr(options, name)}; set it to 1 or more")
         if options.width > vocab or 1 + options.width * options.length > MOST_CANDIDATES:
             raise UserError(
                 f"{options.width} beams of {options.length} drafts; there are {vocab} tokens and room for "
                 f"{MOST_CANDIDATES - 1} drafts; set drafter.width or drafter.length lower"
             )
-        if options.nodes is not None and not 1 <= options.nodes < MOST_NODES:
-            raise UserError(f"drafter.nodes is {options.nodes}; set it within 1 and {MOST_NODES - 1}, or leave it out")
 
     def recur(self, token: Tensor, recurrent_H: Tensor) -> Tensor:
         """[..., H] the state after one more token."""

@@ -184,15 +184,9 @@ class Suffix(Drafter):
     revertible = True
 
     def __init__(self, options: SuffixOptions, target: Target) -> None:
-        if options.depth < 1 or options.draft_length < 1 or options.past < 0:
+        if options.factor + options.offset < 1:
             raise UserError(
-                f"drafter.depth is {options.depth}, drafter.draft_length {options.draft_length}, drafter.past {options.past}; "
-                "set the first two to 1 or more, and past to 0 or more"
-            )
-        if options.factor < 0 or options.factor + options.offset < 1 or not 0 < options.min_probability <= 1:
-            raise UserError(
-                f"drafter.factor is {options.factor:g}, drafter.offset {options.offset:g}, drafter.min_probability "
-                f"{options.min_probability:g}; set factor to 0 or more, factor + offset to 1 or more, the last within 0 and 1"
+                f"drafter.factor is {options.factor:g}, drafter.offset {options.offset:g}; set factor + offset to 1 or more"
             )
         super().__init__(Proposal(options.draft_length))
         self.taps, self.options = Taps(), options

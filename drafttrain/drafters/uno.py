@@ -66,11 +66,6 @@ class Uno(Autoregressive):
     """At a temperature above 0 each draft of a chain is sampled from its marginal distribution, which the chain carries."""
 
     def __init__(self, options: UnoOptions, target: HFTarget) -> None:
-        if options.lora_rank < 1 or options.lora_alpha <= 0:
-            raise UserError(
-                f"drafter.lora_rank is {options.lora_rank}, drafter.lora_alpha {options.lora_alpha:g}; "
-                "set the rank to 1 or more and alpha above 0"
-            )
         super().__init__(TreeProposal(options, options.draft_length, target, independent=True))
         if self.draft_length + 2 > target.shape.max_positions:
             raise UserError(

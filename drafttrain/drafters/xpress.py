@@ -97,13 +97,6 @@ class XPress(BlockDrafter):
         rank, inner = options.rank, 2 * options.rank if options.mlp_hidden is None else options.mlp_hidden
         if options.slots != "in_place":
             raise UserError(f"drafter.slots is {options.slots!r}, but slot 0 of this family drafts nothing; set it to in_place")
-        if rank < 1 or inner < 1:
-            raise UserError(f"drafter.rank is {rank}, drafter.mlp_hidden {inner}; set both to 1 or more")
-        if options.free_passes < 0 or options.free_weight < 0.0 or options.base_weight < 0.0:
-            raise UserError(
-                f"drafter.free_passes is {options.free_passes}, drafter.free_weight {options.free_weight}, "
-                f"drafter.base_weight {options.base_weight}; none may be below 0"
-            )
         self.width, self.rank, self.mlp_hidden = target.shape.hidden_size, rank, inner
         self.free_passes = options.free_passes if options.free_weight else 0
         self.free_share, self.base_weight = options.free_weight / max(1, self.free_passes), options.base_weight

@@ -60,8 +60,6 @@ class Exported:
 
 def check_wanted(wanted: ExportSettings) -> None:
     """Raise UserError for settings that are wrong with every checkpoint."""
-    if wanted.dtype not in DTYPES:
-        raise UserError(f"dtype is {wanted.dtype!r}; choose one of {', '.join(DTYPES)}")
     if wanted.with_target and GGUF not in wanted.stacks:
         raise UserError(f"with_target=true writes the target as GGUF, which only format={GGUF} reads; leave it out")
     if wanted.repository is not None:

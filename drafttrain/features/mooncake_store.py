@@ -24,7 +24,6 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 
-PROTOCOLS = ("tcp", "rdma")
 INSTALL = "pip install 'drafttrain[mooncake]' (Linux on x86-64)"
 DEVICES = Path("/sys/class/infiniband")  # RDMA devices of a Linux machine
 CONNECT = 10.0  # seconds for the master to accept a connection
@@ -51,7 +50,7 @@ class StoreSettings:
 
     master: str  # host:port of mooncake_master
     host: str | None = None  # the name of this machine for the others; None: its address towards the master
-    protocol: str = "tcp"
+    protocol: str = "tcp"  # tcp | rdma
     device: str = ""  # RDMA devices, with commas; empty: Mooncake chooses
     buffer: int = 2**30  # bytes in which objects arrive; no object may be larger
     group: str = "features.mooncake"
@@ -59,10 +58,6 @@ class StoreSettings:
     def check(self) -> None:
         """Raise UserError for values that cannot be right."""
         split_address(self.master, f"{self.group}.master")
-        if self.protocol not in PROTOCOLS:
-            raise UserError(f"{self.group}.protocol is {self.protocol!r}; choose {' or '.join(PROTOCOLS)}")
-        if self.buffer < 2**20:
-            raise UserError(f"{self.group}.buffer is {self.buffer} bytes; set it to 1048576 or more")
         if self.protocol == "tcp":
             if self.device:
                 raise UserError(f"{self.group}.device is {self.device!r}, but {self.group}.protocol is tcp; leave it out")

@@ -33,7 +33,6 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Target
 from drafttrain.objective.losses import Hits
 
-OBJECTIVES = ("tpot", "throughput")
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 DEFAULT = "as trained"
 TINY = 1e-9  # least speed, of an output without time

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.core.errors import UserError
 from drafttrain.model.batch import Anchors, Context, Pairs, TrainBatch
 from drafttrain.model.masks import Documents
 
@@ -35,18 +34,11 @@ from drafttrain.model.masks import Documents
 class Retention:
     """The share of anchors that have a slot of depth d (from 1) in training: max(rate ** d, least).
 
-    An anchor with a slot of one depth has slots of all depths before it. Raises UserError for values that are no shares.
+    An anchor with a slot of one depth has slots of all depths before it.
     """
 
     rate: float
     least: float
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.rate <= 1.0 or not 0.0 <= self.least <= 1.0:
-            raise UserError(
-                f"drafter.retention is {self.rate:g}, drafter.least_retention {self.least:g}; "
-                "set the first above 0 and at most 1, the second within 0 and 1"
-            )
 
     def shares(self, slots: int) -> list[float]:
         """The shares of depths 1 to `slots`."""

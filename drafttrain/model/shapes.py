@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import above, at_least, check_limits
 
 CONTEXT = "original_max_position_embeddings"
 SCALINGS = {  # of rotary positions, as transformers names them: kind -> the fields that it needs
@@ -82,14 +83,14 @@ class LayerShape(TargetShape):
 class LayerOptions:
     """Dimensions of a drafter's own decoder layers; null: the target's. Published drafters often have another rope_theta."""
 
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    rope_theta: float | None = None
-    norm_eps: float | None = None
+    heads: int | None = at_least(None, 1)
+    kv_heads: int | None = at_least(None, 1)
+    head_dim: int | None = at_least(None, 1)
+    intermediate_size: int | None = at_least(None, 1)
+    rope_theta: float | None = above(None, 0)
+    norm_eps: float | None = above(None, 0)
     rope_scaling: Any = None  # {rope_type: yarn, factor: ...}, as in transformers; null: none. Any: Hydra fills no null mapping
-    sliding_window: int | None = None  # positions that a query sees at most, its own included; null: all
+    sliding_window: int | None = at_least(None, 1)  # positions that a query sees at most, its own included; null: all
     full_attention_layers: list[int] = field(default_factory=list)  # layers without the window, from 0
 
     @staticmethod
@@ -119,14 +120,11 @@ class LayerOptions:
 
     def shape(self, target: TargetShape) -> LayerShape:
         """The layers' dimensions. Raises UserError for values that no layer can have."""
+        check_limits("drafter.layer", self)
         check_scaling(self.rope_scaling, self.head_dim or target.head_dim)
         overrides = {name: value for name, value in asdict(self).items() if value is not None}
         overrides["full_attention_layers"] = tuple(self.full_attention_layers)
         shape = LayerShape(**asdict(target) | overrides)
-        for name in set(overrides) - {"rope_scaling", "full_attention_layers"}:
-            if overrides[name] <= 0:
-                default = "all positions" if name == "sliding_window" else "as the target's"
-                raise UserError(f"drafter.layer.{name} is {overrides[name]}; set it above 0, or to null: {default}")
         if shape.heads % shape.kv_heads or shape.head_dim % 2:
             raise UserError(
                 f"drafter.layer has {shape.heads} heads of width {shape.head_dim} over {shape.kv_heads} KV heads; choose an "

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from drafttrain.core.errors import UserError
 from drafttrain.model.shapes import TargetShape
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import device_of
@@ -34,8 +33,6 @@ def from_target(options: RunOptions, shape: TargetShape) -> Derived:
     values: Derived = {}
     train, size = options.train, getattr(options.drafter, "draft_vocab", None)
     if train.lr_width is not None:
-        if train.lr_width < 1:
-            raise UserError(f"train.lr_width is {train.lr_width}; set it to a hidden size, or null for train.lr as it is")
         values["train.lr"] = train.lr * max(1.0, train.lr_width / max(NARROWEST, shape.hidden_size))
     if size is not None and size >= shape.vocab_size:
         values["drafter.draft_vocab"] = None
@@ -51,8 +48,6 @@ def from_data(options: RunOptions, conversations: int, processes: int) -> Derive
     train = options.train
     if train.epochs is None or not conversations:
         return {}
-    if not train.epochs > 0:
-        raise UserError(f"train.epochs is {train.epochs:g}; set it to more than 0, or null for train.steps alone")
     batch, min_steps = train.global_batch, train.least_steps or 0
     if not train.exact_steps:
         min_steps = min(min_steps, train.steps)

@@ -46,8 +46,6 @@ def only_first_prints(part: Part) -> Iterator[None]:
 
 
 def _check(setting: str, size: int, processes: int, command: str) -> None:
-    if size < 1:
-        raise UserError(f"{setting} is {size}; set it to 1 or more")
     if size == processes:
         return
     if size == 1:

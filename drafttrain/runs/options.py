@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import at_least, choice
 from drafttrain.data import DataOptions, InspectOptions, PrepareOptions
 from drafttrain.drafters.options import RENAMED as RENAMED_OPTIONS
+from drafttrain.export import STACK_NAMES
 from drafttrain.features import FeatureOptions
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
 from drafttrain.measure.compare import CompareOptions
@@ -45,12 +47,12 @@ class LauncherOptions:
     With several nodes, start the same command on each node, with the same rendezvous.
     """
 
-    name: str = "local"  # local: processes on this machine | slurm: a Slurm job
+    name: str = choice("local", "slurm")  # local: processes on this machine | slurm: a Slurm job
     nproc: int | str = 1  # processes per machine; auto: one for each of its GPUs that no server of features=engine has
-    nodes: int = 1  # machines
-    role: str = "trainer"  # of this machine, with features.nodes: trainer | server. launcher=slurm sets it
+    nodes: int = at_least(1, 1)  # machines
+    role: str = choice("trainer", "server")  # of this machine, with features.nodes: trainer | server. launcher=slurm sets it
     rendezvous: str | None = None  # HOST:PORT, for several nodes
-    restarts: int = 0  # how often all processes may restart from the last checkpoint after one has failed
+    restarts: int = at_least(0, 0)  # how often all processes may restart from the last checkpoint after one has failed
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
 
     @property
@@ -69,7 +71,7 @@ class LauncherOptions:
 class ExportOptions:
     """Changes of the drafter on its way into a stack's files."""
 
-    stacks: list[str] = field(default_factory=list)  # fit: stacks that must load the drafter; else nothing is trained
+    stacks: list[str] = choice([], *STACK_NAMES)  # fit: stacks that must load the drafter; else nothing is trained
     plan: bool = False  # only print which stacks load the recipe's drafter for this target, as `export --plan` does
     rope_scaling: Any = None  # of the drafter's layers, for contexts longer than it was trained on: {rope_type: yarn, ...}
 
@@ -108,8 +110,10 @@ class RunOptions:
     prompts: str | None = None  # fit, measure, tune, verify, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the prompt; null: standard input, or a chat on a terminal
     chat: bool = True  # generate: apply the chat template and remember turns; false: continue the text without a template
-    format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | llamacpp | openvino | ... | all
-    dtype: str | None = None  # export: dtype of the weights, float32 | bfloat16 | float16; null: that of the target in training
+    # export: vllm | sglang | trtllm | speculators | transformers | llamacpp | openvino | ... | all
+    format: str | None = choice(None, *STACK_NAMES, "all")
+    # export: dtype of the weights, float32 | bfloat16 | float16; null: that of the target in training
+    dtype: str | None = choice(None, "float32", "bfloat16", "float16")
     adapter: bool = False  # export: write low-rank matrices as a peft adapter instead of merging them
     overwrite: bool = False  # export: replace an earlier export in `out`
     max_shard_size: str = "5GB"  # export: largest size of a weights file
@@ -124,7 +128,8 @@ class RunOptions:
     engine_plain_url: str | None = None  # measure: a server without speculation, for engine=http
     engine_model: str | None = None  # the model's name at both servers; null: their only model
     engine_key_env: str = "OPENAI_API_KEY"  # environment variable with the servers' API key, if they need one
-    engine_api: str = "tokens"  # tokens: completions of our token ids | chat: messages, with the server's template
+    # tokens: completions of our token ids | chat: messages, with the server's template
+    engine_api: str = choice("tokens", "chat")
     runs: list[str] = field(default_factory=list)  # compare: the runs, named by the arguments without a key
     recipe: str | None = None
 

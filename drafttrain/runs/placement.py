@@ -23,7 +23,7 @@ from drafttrain.runs.options import RunOptions
 from drafttrain.runs.target_ends import ends_alone
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import device_of
-from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, format_bytes, free_bytes, need_of, outline
+from drafttrain.targets.estimate import Need, activation_bytes, choose, format_bytes, free_bytes, need_of, outline
 from drafttrain.targets.experts import DispatchedTarget, check_experts, experts_of
 from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, dtype_of, load_target
 from drafttrain.targets.parallel import Part, leave
@@ -42,7 +42,7 @@ SHARDED_FROM = {"optimiser": 1, "gradients": 2, "sums": 2, "weights": 3}  # ZeRO
 class Placement:
     """The placement of the target, and the memory that it needs."""
 
-    placement: str  # one of `PLACEMENTS`
+    placement: str  # one of `estimate.PLACEMENTS`
     sharing: int  # number of processes that share one target
     need: Need
     weights: int  # bytes of the drafter's weights
@@ -61,12 +61,10 @@ class Placement:
 
 
 def check_placement(options: RunOptions) -> None:
-    """Raise UserError for an unknown placement and settings in conflict with it. It runs before processes are joined."""
+    """Raise UserError for settings in conflict with the placement. It runs before processes are joined."""
     target = options.target
     check_options(target)
     size = _sharing(options)
-    if target.placement not in ("auto", *PLACEMENTS):
-        raise UserError(f"target.placement is {target.placement!r}; choose auto, {', '.join(PLACEMENTS)}")
     setting, shared_size = target.shared_by
     if shared_size != 1 and target.placement not in ("auto", setting.removeprefix("target.")):
         raise UserError(f"{setting} is {shared_size}, but target.placement is {target.placement}; leave one out")

@@ -20,7 +20,7 @@ from drafttrain.core.progress import Watch, stages
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import Prompt, encode_prompt
 from drafttrain.engines.answers import TimedEngine
-from drafttrain.engines.http import CHAT, TOKENS, EndpointOptions, context_of, endpoint
+from drafttrain.engines.http import CHAT, EndpointOptions, context_of, endpoint
 from drafttrain.engines.measurement import FIGURES, SPECULATIVE, OwnDecoding, TimingOptions, measured
 from drafttrain.engines.process import ENGINES, EngineJob, python_of
 from drafttrain.engines.timed_process import serving
@@ -215,8 +215,6 @@ def _check(options: RunOptions, names: Sequence[str]) -> None:
         raise UserError(f"{setting} is {size}, but engines load the whole target; leave one out")
     if options.engine_python is not None and len([name for name in names if name not in ENDPOINTS]) > 1:
         raise UserError("engine_python names the Python of one engine, but there are several; measure them one by one")
-    if options.engine_api not in (TOKENS, CHAT):
-        raise UserError(f"engine_api is {options.engine_api!r}; choose {TOKENS} or {CHAT}")
 
 
 def _places(options: RunOptions, name: str) -> dict[str, EndpointOptions]:

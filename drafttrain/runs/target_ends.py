@@ -5,7 +5,7 @@ from __future__ import annotations
 from drafttrain.core.errors import UserError
 from drafttrain.runs.options import RunOptions
 
-WHOLE, ENDS = "whole", "ends"
+ENDS = "ends"
 WHOLE_ENGINES = ("llamacpp",)  # read targets as files that the trainer writes
 
 
@@ -15,13 +15,11 @@ def ends_alone(options: RunOptions) -> bool:
 
 
 def check_target(options: RunOptions, in_memory: bool) -> None:
-    """Raise UserError for an unknown `features.target`, and where a run without the target's blocks needs them.
+    """Raise UserError where a run without the target's blocks needs them.
 
     in_memory: a caller has loaded the target already. Families that need blocks are refused where they are built.
     """
     features, target, measure = options.features, options.target, options.measure
-    if features.target not in (WHOLE, ENDS):
-        raise UserError(f"features.target is {features.target!r}; choose {WHOLE} or {ENDS}")
     if not ends_alone(options):
         return
     if in_memory:

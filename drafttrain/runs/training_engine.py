@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from drafttrain.core.errors import ParityError, UserError, check_at_least, one_line
+from drafttrain.core.errors import ParityError, UserError, one_line
 from drafttrain.core.files import temporary_name
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord
 from drafttrain.engines.process import ENGINES, EngineJob, batches_with, check_family, python_of
@@ -30,7 +30,6 @@ from drafttrain.model.images import has_images
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.serving_engines import (
-    TIMED,
     chain_room,
     check_greedy,
     own_decoding,
@@ -210,23 +209,16 @@ class RunEngine:
 def check_engine_options(options: RunOptions) -> None:
     """Raise UserError for settings of `measure.engine` that are wrong for every target and drafter."""
     measure = options.measure
-    if measure.best not in (OWN, ENGINE):
-        raise UserError(f"measure.best is {measure.best!r}; choose {OWN} or {ENGINE}")
     if measure.engine is None:
         if measure.best == ENGINE:
             raise UserError("measure.best is engine, but no engine measures during training; set measure.engine=NAME")
         return
-    if measure.engine not in TIMED:
-        raise UserError(f"measure.engine is {measure.engine!r}; choose one of {', '.join(TIMED)}")
     if not measure.every:
         raise UserError(f"measure.engine is {measure.engine}, but measure.every is 0; set it to a number of steps")
     if measure.engine_device is not None and not DEVICE.fullmatch(_device(measure.engine_device)):
         raise UserError(
             f"measure.engine_device is {measure.engine_device!r}; set it to cpu, the number of a GPU, or a list of numbers"
         )
-    check_at_least(1, "measure", measure, "engine_threads")
-    if measure.engine_timeout <= 0:
-        raise UserError(f"measure.engine_timeout is {measure.engine_timeout:g}; set it to a number of seconds")
     check_greedy(options)
 
 

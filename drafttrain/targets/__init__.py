@@ -6,29 +6,37 @@ import os
 from dataclasses import dataclass
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import at_least, choice
 
 
 @dataclass
 class TargetOptions:
     """Which target to load, and how."""
 
-    name: str = "embedded"  # embedded: the model in the wheel. hf: any transformers causal LM at `path`; a path implies hf
+    # embedded: the model in the wheel. hf: any transformers causal LM at `path`; a path implies hf
+    name: str = choice("embedded", "hf")
     path: str | None = None  # directory or hub id, for hf
     revision: str | None = None
-    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto: bfloat16 on a GPU, else float32
-    weights: str | None = None  # fp8, int8, int4: quantise the blocks' linear maps at load time; the result is the target
+    # float32 | bfloat16 | float16 | auto: bfloat16 on a GPU, else float32
+    dtype: str = choice("float32", "bfloat16", "float16", "auto")
+    # fp8, int8, int4: quantise the blocks' linear maps at load time; the result is the target
+    weights: str | None = choice(None, "fp8", "int8", "int4")
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
-    attention: str = "auto"  # transformers' attn_implementation: sdpa | eager. auto: sdpa where the model has it, else eager
-    runner: str = "auto"  # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can
+    # transformers' attn_implementation: sdpa | eager. auto: sdpa where the model has it, else eager
+    attention: str = choice("auto", "sdpa", "eager")
+    # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can
+    runner: str = choice("auto", "fast", "hf")
     trust_remote_code: bool = False
-    tensor_parallel: int = 1  # processes that share one target, each with its own GPU; equals the number of started processes
-    expert_parallel: int = 1  # as tensor_parallel, for a mixture of experts: each process has a share of every block's experts
+    # processes that share one target, each with its own GPU; equals the number of started processes
+    tensor_parallel: int = at_least(1, 1)
+    # as tensor_parallel, for a mixture of experts: each process has a share of every block's experts
+    expert_parallel: int = at_least(1, 1)
     prefetch: bool = False  # fit: start the next batch's target forward before the drafter's step; on a GPU both overlap
-    image_inputs: str = (
-        "fused"  # what drafters read at an image's tokens: the target's image embeddings (fused), or the embedding
-    )
-    # of its placeholder token (docs/images.md)
-    placement: str = "auto"  # fit: replicated | zero3 | tensor_parallel | expert_parallel; auto: from free memory
+    # what drafters read at an image's tokens: the target's image embeddings (fused), or the embedding of its placeholder token
+    # (docs/images.md)
+    image_inputs: str = choice("fused", "placeholder")
+    # fit: replicated | zero3 | tensor_parallel | expert_parallel; auto: from free memory
+    placement: str = choice("auto", "replicated", "zero3", "tensor_parallel", "expert_parallel")
 
     def __post_init__(self) -> None:
         if self.path is not None and self.name == "embedded":

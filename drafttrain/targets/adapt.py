@@ -35,7 +35,6 @@ class Adapter(nn.Module):
         from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and few runs need it
 
         super().__init__()
-        spec.check()
         check_whole(original)
         self.spec, model = spec, weight_sharing_copy(original.model)
         config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=_modules(model, original.shape.blocks, spec))  # type: ignore[arg-type]

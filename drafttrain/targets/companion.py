@@ -37,8 +37,6 @@ def from_scratch(target: Target, blocks: int, width: int | None) -> HFTarget:
 
     Raises UserError for a depth or width that the architecture cannot have.
     """
-    if blocks < 1:
-        raise UserError(f"drafter.blocks is {blocks}; set it to 1 or more")
     original = _hf(target)
     config = copy.deepcopy(original.model.config)
     text = set_depth(config, blocks)

@@ -25,7 +25,6 @@ from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.images import ImageReader
 
 KEPT_BYTES = 2**29  # of features of images, on the target's device
-INPUTS = ("fused", "placeholder")
 
 
 @dataclass(frozen=True, slots=True)

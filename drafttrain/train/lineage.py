@@ -8,25 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json
 from drafttrain.drafters.checkpoint import META, WEIGHTS
 from drafttrain.measure.flags import best_entry
 
 RUN = "wandb.json"  # in a run directory: the names of its W&B run
 DRAFTER_FILES = (WEIGHTS, META)  # files of a checkpoint that the drafter needs; the others are for resuming
-ARTIFACTS = ("none", "reference", "files")
 COLUMNS = (
     *("checkpoint", "slice", "step", "tau", "expected_tau", "alpha", "alpha_by_position"),
     *("speedup", "speedup_min", "speedup_max"),
     *("tokens_per_s", "baseline_tokens_per_s", "draft_cost", "verify_cost", "exact_matches", "prompts", "parameters"),
 )
-
-
-def check_artifacts(kind: str) -> None:
-    """Raise UserError for an unknown kind."""
-    if kind not in ARTIFACTS:
-        raise UserError(f"logger.artifacts is {kind!r}; choose {', '.join(ARTIFACTS)}")
 
 
 def group_of(config: Mapping[str, Any]) -> str:
@@ -68,7 +60,6 @@ class Lineage:
     """
 
     def __init__(self, run: Any, kind: str) -> None:
-        check_artifacts(kind)
         self.run, self.kind = run, kind
 
     def record_run(self, run_dir: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_text
 from drafttrain.measure.compare.runs import flat
 from drafttrain.objective.losses import StepCounts
@@ -26,7 +25,6 @@ from drafttrain.train.checkpoint_manager import Progress
 from drafttrain.train.lineage import (
     COLUMNS,
     Lineage,
-    check_artifacts,
     checkpoint_artifact,
     continued_run,
     group_of,
@@ -36,7 +34,7 @@ from drafttrain.train.lineage import (
 )
 from drafttrain.train.progress import RunningMeans, TrainingProgress
 from drafttrain.train.trackers import TRACKERS, GuardedTracker, check_installed
-from drafttrain.train.wandb_run import ANSWER, WANDB, Say, start
+from drafttrain.train.wandb_run import ANSWER, Say, start
 
 
 class Logger:
@@ -115,7 +113,7 @@ def log_export(
     made_by = run_of(checkpoint)
     if made_by is None or options.artifacts == "none":
         return
-    check_logger(options)
+    check_installed([options.name, *options.also])
     group = options.group or made_by.get("group") or group_of(config)
     options = replace(options, group=group, project=made_by.get("project") or options.project)
     run = start(options, checkpoint.absolute().parent.parent, config, f"export {checkpoint.name}", "export", say)
@@ -127,18 +125,6 @@ def log_export(
         name = checkpoint_artifact(str(made_by["id"]), checkpoint)
         run.attempt("artifacts", partial(lineage.made_export, folder, stack, name))
     run.finish(failed=False)
-
-
-def check_logger(options: LoggerOptions) -> None:
-    """Raise UserError for bad options."""
-    for key, names in (("name", [options.name]), ("also", options.also)):
-        for name in names:
-            if name not in (WANDB, *TRACKERS, "none"):
-                raise UserError(f"logger.{key} is {name!r}; choose {WANDB}, {', '.join(TRACKERS)} or none")
-    check_installed([options.name, *options.also])
-    if options.mode not in ("auto", "online", "offline"):
-        raise UserError(f"logger.mode is {options.mode!r}; choose auto, online or offline")
-    check_artifacts(options.artifacts)
 
 
 def _shown(report: Mapping[str, Any], plots: list[Path]) -> dict[str, Any]:

@@ -71,12 +71,7 @@ class OnPolicy:
 
 
 def check_on_policy(drafter: Drafter, options: TrainOptions, deepspeed: DeepSpeedOptions) -> None:
-    """Raise UserError for options out of range, for a drafter without a language model, and for sharded weights."""
-    if not 0.0 <= options.on_policy <= 1.0 or options.on_policy_temperature < 0.0:
-        raise UserError(
-            f"train.on_policy is {options.on_policy:g}, on_policy_temperature {options.on_policy_temperature:g}; "
-            "set the share within 0 and 1 and the temperature to 0 or more"
-        )
+    """Raise UserError for a drafter without a language model, and for sharded weights."""
     if options.on_policy and (not drafter.trained or drafter.language_model() is None):
         raise UserError(
             f"train.on_policy is {options.on_policy:g}, but this drafter has no language model to write replies with; "

@@ -70,7 +70,7 @@ def test_drafter_lora_from_checkpoint_trains_resumes_and_exports_merged(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("train.lora.rank=-1",), "train.lora.rank is -1, alpha 16; set rank to 1 or more"),
+        (("train.lora.rank=-1",), "train.lora.rank is -1; set it to 0 or more"),
         ((*RANK,), "train.lora.rank is 2 without train.init, but LoRA on random weights learns nothing; give a checkpoint"),
     ],
 )

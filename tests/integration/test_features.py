@@ -220,8 +220,6 @@ def test_check_features_unsupported_cached_options_are_refused(loaded: LoadedTar
         (medusa, options, replace(OPTIONS, on_policy=0.5), "train.on_policy writes new replies"),
         (medusa, replace(options, distribution="top_k", k=8), OPTIONS, "stores no final state, but this drafter reads it"),
         (medusa, replace(options, distribution="top_k", k=64), OPTIONS, "features.k is 64, the target has 64 tokens"),
-        (medusa, replace(options, format="int4"), OPTIONS, "features.format is 'int4'; choose float32, bfloat16, float8"),
-        (medusa, FeatureOptions("offline"), OPTIONS, "features.name is 'offline'; choose online, cached"),
     ]:
         with pytest.raises(UserError, match=says):
             check_features(features, drafter, train_options, loaded.target.shape.vocab_size)

@@ -20,7 +20,7 @@ from benchmarks.gpu.results import BLOCKED, CHECK, FAILED, PASSED, Entry, Result
 from benchmarks.gpu.stages import mark_dead
 from benchmarks.gpu.suite import Arguments
 from drafttrain.drafters import families
-from drafttrain.drafters.common.proposal import KINDS
+from drafttrain.drafters.options import TREES
 
 ROOT = Path(__file__).parents[2]
 GPU = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})
@@ -168,7 +168,7 @@ def test_gpu_ladder_early_texts_cover_families_policies_and_dtypes() -> None:
     )
     known = families()
     parts = [rung.drafter.partition("-") for rung in early if rung.drafter != ladder.PLAIN]
-    assert {shape or getattr(known[name].options(), "tree", "chain") for name, _, shape in parts} == set(KINDS)
+    assert {shape or getattr(known[name].options(), "tree", "chain") for name, _, shape in parts} == set(TREES)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from benchmarks.gpu.results import PASSED
 from benchmarks.gpu.steps import binary
 from benchmarks.gpu.suite import RedError
 from drafttrain.drafters import families
-from drafttrain.drafters.common.proposal import KINDS
+from drafttrain.drafters.options import TREES
 from drafttrain.features.online import Online
 from drafttrain.model.drafter import Drafter
 from drafttrain.objective.losses import LossOptions, Objective
@@ -261,8 +261,8 @@ def test_gpu_ladder_contains_every_family_and_tree_shape(drafters: dict[str, Dra
     rehearsed = {rung.drafter for rung in ladder.rungs(replace(GPU, rehearsal=True)) if rung.policy == "greedy"}
     assert {rung.drafter for rung in ladder.rungs(GPU)} == rehearsed == {ladder.PLAIN, *ladder.variants()}
     assert set(families()) < rehearsed
-    assert set(ladder.shapes(families()["eagle3"].options)) == set(KINDS) - {"chain"}
-    assert set(ladder.shapes(families()["medusa"].options)) == set(KINDS)
+    assert set(ladder.shapes(families()["eagle3"].options)) == set(TREES) - {"chain"}
+    assert set(ladder.shapes(families()["medusa"].options)) == set(TREES)
     machine = replace(GPU, rehearsal=True)
     built = {name: drafters[name] for name in families()}
     assert {name for name, drafter in built.items() if isinstance(drafter, Drafter) and not drafter.captured} == {"suffix"}

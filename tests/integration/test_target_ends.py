@@ -201,7 +201,6 @@ def test_target_ends_family_that_needs_blocks_is_refused(material: Path, subtest
 
 
 NEEDS_BLOCKS = [
-    (["features.target=part"], "features.target is 'part'; choose whole or ends"),
     (["features=online"], "features.target is ends, but features=online runs the target's blocks"),
     (["target.weights=int8"], "target.weights=int8 quantises the blocks in the trainer"),
     (["target.placement=zero3"], "target.placement=zero3 divides the blocks among processes"),

@@ -17,7 +17,6 @@ from drafttrain.model.proposal import Proposal, chain_paths
 from drafttrain.model.target import Target
 from drafttrain.ops.tree_bits import MOST_NODES
 
-KINDS = ("chain", "static", "dynamic", "best_first")
 NODES = 24  # of a tree that grows by confidence and was neither given a number nor tuned
 
 
@@ -32,8 +31,6 @@ class TreeProposal(Proposal):
     def __init__(self, options: TreeOptions, draft_length: int, target: Target, independent: bool = False) -> None:
         """independent: drafts do not know each other's tokens. Raises UserError for a shape that cannot be."""
         tree_kind, paths = options.tree, options.paths
-        if tree_kind not in KINDS:
-            raise UserError(f"drafter.tree is {tree_kind!r}; choose one of {', '.join(KINDS)}")
         if not 1 <= draft_length < MOST_NODES:
             raise UserError(f"drafter.draft_length is {draft_length}; set it within 1 and {MOST_NODES - 1}")
         if paths is not None and tree_kind != "static":

@@ -18,7 +18,6 @@ from drafttrain.measure.compare.significance import Interval, Pair, all_pairs, i
 
 KINDS = (FLOPS, HOURS, TOKENS)
 UNITS = {FLOPS: "floating-point operations", HOURS: "hours of all processes", TOKENS: "tokens read"}
-SORTS = ("speedup", "tau", "alpha", "tokens_per_s", "parameters", "cost", "name")
 SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop")
 SOFTWARE = ("drafttrain", "torch", "transformers")
 
@@ -59,7 +58,6 @@ def ranked(rows: Sequence[Row], options: CompareOptions, notes: Sequence[str] = 
 
     Raises UserError for bad options, and for rows measured under different conditions, unless `mixed`.
     """
-    check_options(options)
     cost_kind = options.cost
     if cost_kind == "auto":
         cost_kind = next((cost_kind for cost_kind in KINDS if all(row.cost(cost_kind) is not None for row in rows)), TOKENS)
@@ -69,21 +67,6 @@ def ranked(rows: Sequence[Row], options: CompareOptions, notes: Sequence[str] = 
     intervals = [interval(row, tau, options.samples, options.seed) for row in ordered]
     all_notes = [*notes, *check_alike(rows, options.mixed), *_untested(ordered, pairs)]
     return Comparison(ordered, options.sort, tested, pairs, intervals, cost_kind, options.level, all_notes)
-
-
-def check_options(options: CompareOptions) -> None:
-    """Raise UserError for options out of range."""
-    if options.sort not in SORTS:
-        raise UserError(f"compare.sort is {options.sort!r}; choose {', '.join(SORTS)}")
-    if options.checkpoints not in ("best", "all"):
-        raise UserError(f"compare.checkpoints is {options.checkpoints!r}; choose best or all")
-    if options.cost not in ("auto", *KINDS):
-        raise UserError(f"compare.cost is {options.cost!r}; choose auto, {', '.join(KINDS)}")
-    if not 0.0 < options.level < 1.0 or options.samples < 100:
-        raise UserError(
-            f"compare.level is {options.level:g}, compare.samples {options.samples}; set the level above 0 and below 1, "
-            "and 100 samples or more"
-        )
 
 
 def frontier(points: Sequence[tuple[int, float, float]]) -> frozenset[int]:

@@ -346,6 +346,7 @@ HEAVY = ("transformers", "deepspeed", "peft", "wandb")
     ("command", "unneeded"),
     [
         (["fit", "recipe=medusa", "--cfg", "job"], ("torch", "matplotlib")),
+        (["fit", "recipe=medusa", "train.schedule=linear"], ("torch", "matplotlib")),
         pytest.param(["fit", "--help"], ("torch", "matplotlib"), marks=pytest.mark.slow),
         pytest.param(["doctor"], HEAVY, marks=pytest.mark.slow),
         pytest.param(["simulate", "simulate.trials=100", "out={folder}/picture.png"], HEAVY, marks=pytest.mark.slow),
@@ -379,6 +380,21 @@ def test_cli_missing_path_is_said_before_torch_is_imported(command: Command, sub
         with subtests.test(word=word), pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "drafttrain.commands.fit", None)  # an import would fail
             assert command("fit", "recipe=medusa", word) == 2
+            assert capfd.readouterr().err.startswith(f"drafttrain: {message}")
+
+
+def test_cli_value_out_of_its_limit_is_refused_before_torch_is_imported(
+    command: Command, subtests: pytest.Subtests, capfd: Any
+) -> None:
+    for name, word, message in (
+        ("fit", "train.schedule=linear", "train.schedule is 'linear'; choose one of cosine, wsd, constant\n"),
+        ("measure", "measure.batch_sizes=[1,0]", "measure.batch_sizes has 0; set it to 1 or more\n"),
+        ("tune", "tune.minutes=0", "tune.minutes is 0; set it above 0\n"),
+        ("export", "format=vlm", "format is 'vlm'; choose one of vllm, sglang, "),
+    ):
+        with subtests.test(word=word), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, f"drafttrain.commands.{name}", None)  # an import would fail
+            assert command(name, word) == 2
             assert capfd.readouterr().err.startswith(f"drafttrain: {message}")
 
 

@@ -166,7 +166,7 @@ def test_inspect_histogram_counts_every_conversation(
 MISTAKES = [
     (["data.path=none.jsonl"], "none.jsonl"),
     (["out=page.txt"], "name the page with out=FILE.html"),
-    (["inspect.overlap=0"], "overlap 0"),
+    (["inspect.overlap=0"], "inspect.overlap is 0; set it above 0 and at most 1"),
     (["data.max_length=1"], "data.max_length is 1; set it to 2 or more"),
     (["prompts=none.jsonl"], "none.jsonl"),
     (["target=hf", "target.path=/nowhere"], "target.path '/nowhere' does not exist"),

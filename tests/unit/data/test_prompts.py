@@ -70,12 +70,10 @@ def test_load_prompts_malformed_line_is_named(tmp_path: Path, subtests: pytest.S
             load_prompts(path)
 
 
-def test_load_prompts_missing_file_or_bad_limit_is_refused(tmp_path: Path) -> None:
+def test_load_prompts_missing_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "prompts.jsonl", {"turns": ["a"]})
     with pytest.raises(UserError, match=r"did you mean prompts.jsonl\?"):
         load_prompts(str(tmp_path / "promts.jsonl"))
-    with pytest.raises(UserError, match="limit must be at least 1, got 0"):
-        load_prompts(str(tmp_path / "prompts.jsonl"), limit=0)
 
 
 @pytest.mark.parametrize("prompts", [3, None, [], [1, 2]])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drafttrain.core.errors import UserError
-from drafttrain.data.rules import Reply, check_rules, judge
+from drafttrain.data.rules import Reply, judge
 
 PROSE = "The parser reads one line, then the next. It keeps what it has seen in a list, and gives that list back at the end."
 
@@ -44,9 +43,3 @@ def test_judge_conversation_is_kept_up_to_first_fault() -> None:
     assert (dropped.kept, dropped.fault, dropped.found) == (1, "refusal", {"refusal", "empty"})
     assert judge(replies, ["empty"]).kept == 2
     assert judge(replies[1:], ["refusal"]).kept == 0
-
-
-def test_check_rules_unknown_rule_is_refused() -> None:
-    check_rules(["empty", "loop"])
-    with pytest.raises(UserError, match="names loops; the rules are empty, truncated, loop, refusal"):
-        check_rules(["loops"])

@@ -78,8 +78,6 @@ def test_source_parquet_arrow_and_csv_tables_are_read(tmp_path: Path) -> None:
 
 def test_source_limit_stops_before_broken_line(tmp_path: Path) -> None:
     assert len(read(write(tmp_path / "a.jsonl", MESSAGES, MESSAGES, "broken"), limit=2)) == 2
-    with pytest.raises(UserError, match=r"data.limit must be at least 1, got 0"):
-        read(str(tmp_path / "a.jsonl"), limit=0)
 
 
 def test_source_embedded_reads_asset_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

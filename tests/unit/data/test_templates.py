@@ -173,8 +173,6 @@ def test_encoder_thinking_drop_leaves_reasoning_out() -> None:
     row = Encoder(tokenizer("qwen3"), 1000, TemplateOptions(thinking="drop"))(Conversation("x:1", messages))
     assert runs(row, tokenizer("qwen3")) == ["b<|im_end|>", "d<|im_end|>"]
     assert all("<think>\n\n</think>\n\n" in tokenizer("qwen3").decode(ids) for ids in row.documents)
-    with pytest.raises(UserError, match=r"data.thinking is 'never'; set it to keep or drop"):
-        Encoder(tokenizer("qwen3"), 1000, TemplateOptions(thinking="never"))
 
 
 def test_encoder_chat_template_kwargs_of_record_reach_its_template_alone() -> None:

@@ -17,7 +17,7 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.common import block_drafter
 from drafttrain.drafters.common.block_options import spread_taps
-from drafttrain.drafters.dflash import DFlash, DFlashOptions
+from drafttrain.drafters.dflash import FAMILY, DFlash, DFlashOptions
 from drafttrain.drafters.options import BlockOptions
 from drafttrain.features.online import Online
 from drafttrain.model import blockwise_attention as blockwise
@@ -302,8 +302,8 @@ def test_dflash_invalid_block_options_are_refused(subtests: pytest.Subtests) -> 
     }
     wrong |= {"anchors": [0], "weights": ["none"], "gamma": [0.0], "alpha": [0.0]}
     for name, value in ((name, value) for name, values in wrong.items() for value in values):
-        with subtests.test(name=name, value=value), pytest.raises(UserError, match=r"drafter\."):
-            built(target, **{name: value})
+        with subtests.test(name=name, value=value), pytest.raises(UserError, match=rf"drafter\.{name}"):
+            FAMILY.build(DFlashOptions(**SMALL | {name: value}), target)
 
 
 @pytest.mark.parametrize("slots", ["in_place", "shifted"])
@@ -330,7 +330,7 @@ def test_dflash_top1_confidence_equals_calibrated_token_probability(slots: str) 
 
 
 def test_dflash_unavailable_confidence_is_refused() -> None:
-    with pytest.raises(UserError, match=r"drafter\.confidence is 'head'; choose top1, or null for none"):
-        built(tiny_target(), confidence="head")
+    with pytest.raises(UserError, match=r"drafter\.confidence is 'head'; choose one of top1, or null"):
+        FAMILY.build(DFlashOptions(**SMALL, confidence="head"), tiny_target())
     with pytest.raises(UserError, match=r"drafter\.confidence is top1 and drafter\.tree static; set drafter\.tree=chain"):
         built(tiny_target(), confidence="top1", tree="static")

@@ -11,7 +11,7 @@ import torch
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
-from drafttrain.drafters.dflash2 import DFlash2, DFlash2Options
+from drafttrain.drafters.dflash2 import FAMILY, DFlash2, DFlash2Options
 from drafttrain.model.convolution import Convolved
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
@@ -116,4 +116,4 @@ def test_dflash2_invalid_selector_options_are_refused(subtests: pytest.Subtests)
     target = tiny_target()
     for wrong in ({"rank": 0}, {"candidates": 1}, {"candidates": 65}, {"group": 5}, {"group": 0}):
         with subtests.test(wrong=wrong), pytest.raises(UserError, match=r"drafter\."):
-            fresh(target, **wrong)
+            FAMILY.build(DFlash2Options(**SMALL | OWN | wrong), target)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling, distribution
-from drafttrain.drafters.dfly import DFly, DFlyOptions
+from drafttrain.drafters.dfly import FAMILY, DFly, DFlyOptions
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
@@ -126,4 +126,4 @@ def test_dfly_hidden_correction_size_is_resolved_and_zero_is_refused() -> None:
     assert built(target, hidden_correction_size=None).resolved_options()["hidden_correction_size"] == 32
     assert built(target).hidden_correction.up_proj.weight.shape == (12, 64)
     with pytest.raises(UserError, match=r"drafter\.hidden_correction_size is 0"):
-        built(target, hidden_correction_size=0)
+        FAMILY.build(DFlyOptions(hidden_correction_size=0), target)

@@ -10,7 +10,7 @@ import torch
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling, distribution
-from drafttrain.drafters.domino import Domino, DominoOptions, PrefixGRU
+from drafttrain.drafters.domino import FAMILY, Domino, DominoOptions, PrefixGRU
 from drafttrain.model.target import Target
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
@@ -113,4 +113,4 @@ def test_domino_invalid_options_are_refused() -> None:
     target = tiny_target()
     for name, value in {"rank": 0, "state": 0, "base_share": 1.5, "base_until": 0.0}.items():
         with pytest.raises(UserError, match=rf"drafter\.{name}"):
-            built(target, **{name: value})
+            FAMILY.build(DominoOptions(**{name: value}), target)

@@ -12,7 +12,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling, distribution
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.drafters.dspark import DSpark, DSparkOptions
+from drafttrain.drafters.dspark import FAMILY, DSpark, DSparkOptions
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit
@@ -147,10 +147,10 @@ def test_draft_vocabulary_sampled_chain_has_distribution_over_target_ids(name: s
 
 
 def test_dspark_unknown_gaps_are_refused() -> None:
-    with pytest.raises(UserError, match=r"drafter\.gaps is 'keep'; choose stop or skip"):
-        built(tiny_target(), gaps="keep")
+    with pytest.raises(UserError, match=r"drafter\.gaps is 'keep'; choose one of stop, skip"):
+        FAMILY.build(DSparkOptions(gaps="keep"), tiny_target())
 
 
 def test_dspark_rank_below_one_is_refused() -> None:
     with pytest.raises(UserError, match=r"drafter\.rank is 0"):
-        built(tiny_target(), rank=0)
+        FAMILY.build(DSparkOptions(rank=0), tiny_target())

@@ -252,7 +252,6 @@ def test_tree_proposal_tuning_sets_nodes_and_paths_by_tree_type(target: HFTarget
 
 def test_tree_proposal_invalid_tree_options_are_refused(target: HFTarget, subtests: pytest.Subtests) -> None:
     for kind, length, paths, width, nodes, message in (
-        ("bush", 4, None, 10, None, "choose one of chain, static, dynamic, best_first"),
         ("best_first", 4, None, 10, None, "depend on those above them"),
         ("chain", 0, None, 10, None, "set it within 1 and 255"),
         ("chain", 4, [[0]], 10, None, "set drafter.tree=static"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafttrain.core.errors import UserError
-from drafttrain.drafters.eagle import Eagle, EagleOptions
+from drafttrain.drafters.eagle import FAMILY, Eagle, EagleOptions
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective
 from tests.contract import test_families as contract
@@ -76,7 +76,7 @@ def test_eagle_invalid_options_are_refused() -> None:
     target = tiny_target()
     for name, value in {"steps": 0, "top_k": 0, "tree": "oak"}.items():
         with pytest.raises(UserError, match=rf"drafter\.{name}"):
-            Eagle(EagleOptions(**{name: value}), target)  # type: ignore[arg-type]
+            FAMILY.build(EagleOptions(**{name: value}), target)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.drafters.hydra import HydraBase, HydraOptions, HydraPlus, build
+from drafttrain.drafters.hydra import FAMILY, HydraBase, HydraOptions, HydraPlus, build
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit, Drafter
@@ -172,12 +172,12 @@ def test_hydra_fresh_head_equals_target_head(prefix: bool) -> None:
 def test_hydra_invalid_options_are_refused() -> None:
     target = tiny_target()
     for options, message in (
-        (HydraOptions(heads=0), "drafter.heads is 0, drafter.layers 4; both must be 1 or more"),
+        (HydraOptions(heads=0), "drafter.heads is 0; set it to 1 or more"),
         (HydraOptions(heads=511), "a context of 512 allows 510"),
         (HydraOptions(heads=1, paths=[[0], [0, 0]]), "1 levels"),
     ):
         with pytest.raises(UserError, match=message):
-            build(options, target)
+            FAMILY.build(options, target)
 
 
 CONTRACT: list[Any] = [

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
-from drafttrain.drafters.lilicorr import LiLiCorr, LiLiCorrOptions
+from drafttrain.drafters.lilicorr import FAMILY, LiLiCorr, LiLiCorrOptions
 from drafttrain.model.batch import Top, TrainBatch
 from drafttrain.model.drafter import Commit
 from drafttrain.model.target import FINAL
@@ -349,5 +349,5 @@ def test_lilicorr_invalid_options_are_refused_in_one_line(subtests: pytest.Subte
     for options in wrong:
         with subtests.test(options=options):
             with pytest.raises(UserError, match=r"drafter\.") as caught:
-                built(target, **options)
+                FAMILY.build(LiLiCorrOptions(**SMALL | OWN | options), target)
             assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
-from drafttrain.drafters.mlp_speculator import MLPSpeculator, MLPSpeculatorOptions
+from drafttrain.drafters.mlp_speculator import FAMILY, MLPSpeculator, MLPSpeculatorOptions
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
@@ -103,5 +103,5 @@ def test_mlp_speculator_fresh_copies_target_embedding_and_head() -> None:
 def test_mlp_speculator_invalid_options_are_refused() -> None:
     target = tiny_target()
     for options in ({"n_predict": 0}, {"inner_dim": 0}, {"n_predict": 4096}):
-        with pytest.raises(UserError, match=r"^drafter\.n_predict is \S+(, drafter\.inner_dim .*)?; "):
-            MLPSpeculator(MLPSpeculatorOptions(**options), target)
+        with pytest.raises(UserError, match=rf"^drafter\.{next(iter(options))} is \d+; "):
+            FAMILY.build(MLPSpeculatorOptions(**options), target)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafttrain.core.errors import UserError
-from drafttrain.drafters.mtp import MTP, MTPOptions
+from drafttrain.drafters.mtp import FAMILY, MTP, MTPOptions
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective
 from tests.helpers import tiny_target
@@ -66,4 +66,4 @@ def test_mtp_invalid_options_are_refused() -> None:
     target = tiny_target()
     for name, value in {"steps": 0, "step_decay": 0.0, "tree": "best_first"}.items():
         with pytest.raises(UserError, match=rf"drafter\.{name}"):
-            MTP(MTPOptions(**{name: value}), target)  # type: ignore[arg-type]
+            FAMILY.build(MTPOptions(**{name: value}), target)  # type: ignore[arg-type]

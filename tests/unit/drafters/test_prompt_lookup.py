@@ -11,7 +11,7 @@ import torch
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from drafttrain.drafters.prompt_lookup import FAMILY, PromptLookup, PromptLookupOptions
 from drafttrain.model.drafter import Commit
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import prompts, tiny_model
@@ -95,5 +95,5 @@ def test_prompt_lookup_without_match_decodes_plainly(target: FastTarget) -> None
 
 def test_prompt_lookup_invalid_lengths_are_refused(target: FastTarget) -> None:
     for wrong in ({"min_ngram": 0}, {"max_ngram": 1, "min_ngram": 2}, {"draft_length": 0}):
-        with pytest.raises(UserError, match="set each to 1 or more"):
-            PromptLookup(PromptLookupOptions(**wrong), target)
+        with pytest.raises(UserError, match=r"^drafter\.\w+ is .*; set "):
+            FAMILY.build(PromptLookupOptions(**wrong), target)

@@ -14,7 +14,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.drafters.redrafter import ReDrafter, ReDrafterOptions, Search, prefix_tree, survivors
+from drafttrain.drafters.redrafter import FAMILY, ReDrafter, ReDrafterOptions, Search, prefix_tree, survivors
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit
 from drafttrain.model.target import FINAL
@@ -226,7 +226,7 @@ def test_redrafter_invalid_options_are_refused() -> None:
         (ReDrafterOptions(nodes=256), "within 1 and 255"),
     ):
         with pytest.raises(UserError, match=message):
-            ReDrafter(options, target)
+            FAMILY.build(options, target)
 
 
 CONTRACT: list[Any] = [

@@ -12,7 +12,7 @@ import torch
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.drafters.suffix import END, Node, Suffix, SuffixOptions, SuffixTree
+from drafttrain.drafters.suffix import END, FAMILY, Node, Suffix, SuffixOptions, SuffixTree
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import prompts, tiny_model, tiny_target
 
@@ -140,4 +140,4 @@ def test_suffix_drafter_invalid_options_are_refused() -> None:
     wrong: tuple[dict[str, Any], ...] = ({"depth": 0}, {"past": -1}, {"factor": 0.5}, {"min_probability": 0.0})
     for options in (*wrong, {"factor": -1.0, "offset": 4.0}):
         with pytest.raises(UserError, match=r"^drafter\.\w+ is .*; set "):
-            Suffix(SuffixOptions(**options), target)
+            FAMILY.build(SuffixOptions(**options), target)

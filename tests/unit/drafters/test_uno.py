@@ -12,7 +12,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.drafters.uno import Uno, UnoOptions, decided, random_tokens
+from drafttrain.drafters.uno import FAMILY, Uno, UnoOptions, decided, random_tokens
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.kv_cache import KVCache
@@ -157,14 +157,14 @@ def test_uno_invalid_target_or_options_are_refused_in_one_line(subtests: pytest.
         (quantised_target("int8"), {}, "leave target.weights out"),
         (tiny, {"lora_targets": ["c_attn"]}, "drafter.lora_targets has c_attn; the blocks' linear maps are down_proj"),
         (tiny, {"lora_rank": 0}, "drafter.lora_rank is 0"),
-        (tiny, {"lora_alpha": 0.0}, "drafter.lora_alpha 0"),
+        (tiny, {"lora_alpha": 0.0}, "drafter.lora_alpha is 0"),
         (tiny, {"draft_length": 0}, "drafter.draft_length is 0"),
         (tiny, {"retention": 0.0}, "drafter.retention is 0"),
     )
     for target, options, text in wrong:
         with subtests.test(text=text):
             with pytest.raises(UserError) as caught:
-                Uno(UnoOptions(**options), target)
+                FAMILY.build(UnoOptions(**options), target)
             assert text in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling, distribution
-from drafttrain.drafters.xpress import XPress, XPressOptions
+from drafttrain.drafters.xpress import FAMILY, XPress, XPressOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
@@ -249,11 +249,11 @@ def test_xpress_invalid_options_are_refused(subtests: pytest.Subtests) -> None:
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"slots": "shifted"}, r"drafter\.slots is 'shifted'"),
         ({"rank": 0}, r"drafter\.rank is 0"),
-        ({"mlp_hidden": 0}, r"drafter\.mlp_hidden 0"),
+        ({"mlp_hidden": 0}, r"drafter\.mlp_hidden is 0"),
         ({"free_passes": -1}, r"drafter\.free_passes is -1"),
-        ({"free_weight": -0.1}, r"drafter\.free_weight -0\.1"),
-        ({"base_weight": -1.0}, r"drafter\.base_weight -1\.0"),
+        ({"free_weight": -0.1}, r"drafter\.free_weight is -0\.1"),
+        ({"base_weight": -1.0}, r"drafter\.base_weight is -1"),
     )
     for options, says in wrong:
         with subtests.test(options=options), pytest.raises(UserError, match=says):
-            fresh(target, **options)
+            FAMILY.build(XPressOptions(**SMALL | options), target)

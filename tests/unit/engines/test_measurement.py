@@ -218,7 +218,7 @@ def test_timed_engine_process_answers_or_reports_script_error(
         (["engine=http", "engine_url=http://u:p@x/v1"], "a key goes into engine_key_env"),
         (["engine=transformers", "decode=sampling"], "engines are measured with greedy decoding"),
         (["engine=[openvino,vllm]", "engine_python=/x"], "engine_python names the Python of one engine"),
-        (["engine=http", "engine_url=http://x", "engine_api=text"], "engine_api is 'text'; choose tokens or chat"),
+        (["engine=http", "engine_url=http://x", "engine_api=text"], "engine_api is 'text'; choose one of tokens, chat"),
     ],
 )
 def test_measure_engine_invalid_options_are_refused_before_measuring(

@@ -13,7 +13,7 @@ import torch
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST
-from drafttrain.features import FeatureOptions, MooncakeOptions, servers
+from drafttrain.features import FeatureOptions, servers
 from drafttrain.features.engine import EngineStates
 from drafttrain.features.mooncake_states import Manifest, MooncakeStates, key_of, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
@@ -116,9 +116,7 @@ def test_mooncake_answer_without_manifest_is_refused(params: Any, line: str) -> 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"transport": "nccl"}, "features.transport is 'nccl'; choose files, mooncake"),
         ({"transport": "mooncake", "servers": ["http://a:1"]}, "give the HOST:PORT of the mooncake_master"),
-        ({"transport": "mooncake", "mooncake": MooncakeOptions(buffer=1)}, "features.mooncake.buffer is 1"),
     ],
 )
 def test_mooncake_feature_options_invalid_values_are_refused(options: dict[str, Any], line: str) -> None:

@@ -147,8 +147,6 @@ def test_mooncake_store_invalid_settings_are_refused(monkeypatch: pytest.MonkeyP
         with pytest.raises(UserError, match="HOST:PORT"):
             StoreSettings(master).check()
     StoreSettings("[::1]:50051").check()
-    with pytest.raises(UserError, match="protocol"):
-        StoreSettings("a:1", protocol="udp").check()
     with pytest.raises(UserError, match="device"):
         StoreSettings("a:1", device="mlx5_0").check()
     monkeypatch.setattr(mooncake_store, "DEVICES", mooncake_store.DEVICES / "none")

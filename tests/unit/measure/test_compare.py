@@ -319,9 +319,6 @@ def test_compare_mistakes_are_named_in_one_line(
         (["torn"], {}, "torn/report.json cannot be read as a report"),
         (["other"], {}, "other/report.json is not the report of a measurement"),
         (["newer"], {}, "newer/report.json: schema_version 99 is newer than 2; update drafttrain"),
-        (["fine"], {"sort": "speed"}, "compare.sort is 'speed'; choose speedup, tau"),
-        (["fine"], {"checkpoints": "last"}, "compare.checkpoints is 'last'; choose best or all"),
-        (["fine"], {"level": 2}, "compare.level is 2"),
         (["fine"], {"out": "fine/report.json"}, "out is 'fine/report.json', a file"),
         (
             ["fine", "slow"],

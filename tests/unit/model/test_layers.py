@@ -87,8 +87,8 @@ def test_layer_options_that_cannot_be_are_refused_in_one_line(subtests: pytest.S
     for given, says in (
         ({"heads": 3}, "drafter.layer has 3 heads of width 8 over 2 KV heads; choose an even width, and KV heads that divide"),
         ({"head_dim": 7}, "heads of width 7"),
-        ({"rope_theta": -1.0}, r"drafter.layer.rope_theta is -1.0; set it above 0, or to null: as the target's"),
-        ({"intermediate_size": 0}, r"drafter.layer.intermediate_size is 0; set it above 0"),
+        ({"rope_theta": -1.0}, r"drafter.layer.rope_theta is -1; set it above 0, or null"),
+        ({"intermediate_size": 0}, r"drafter.layer.intermediate_size is 0; set it to 1 or more, or null"),
         ({"depth": 3}, r"drafter.layer has no setting depth; it has heads, kv_heads"),
         (
             {"rope_scaling": {"rope_type": "su"}},

@@ -233,9 +233,9 @@ def test_objective_finds_rows_with_states_or_losses_that_are_not_finite(monkeypa
     assert objective(batch)[1].nonfinite_2B.tolist() == [[False, False, False], [False, True, False]]
 
 
-def test_loss_options_that_name_no_loss_are_refused(subtests: pytest.Subtests) -> None:
+def test_loss_options_whose_mix_does_not_fit_are_refused(subtests: pytest.Subtests) -> None:
     wrong: list[tuple[str, dict[str, float]]]
-    wrong = [("mse", {}), ("mix", {}), ("kl", {"ce": 1.0}), ("mix", {"mse": 1.0}), ("mix", {"ce": 0.0})]
+    wrong = [("mix", {}), ("kl", {"ce": 1.0}), ("mix", {"mse": 1.0}), ("mix", {"ce": 0.0})]
     for name, mix in wrong:
         with subtests.test(name=name, mix=mix), pytest.raises(UserError, match=r"loss\."):
             LossOptions(name, mix=mix).check()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from drafttrain.core.errors import UserError
 from drafttrain.drafters.options import Eagle3Options
 from drafttrain.model.shapes import TargetShape
 from drafttrain.runs.derived import derived, from_device, lines_of, recorded, with_values
@@ -88,9 +87,3 @@ def test_derived_formats_are_those_of_the_device() -> None:
     on_cpu = RunOptions(target=TargetOptions(dtype="auto", device="cpu"), train=TrainOptions(precision="auto"))
     assert from_device(on_cpu) == {"target.dtype": "float32", "train.precision": "float32"}
     assert from_device(RunOptions(target=TargetOptions(dtype="float16"))) == {}
-
-
-@pytest.mark.parametrize("train", [{"epochs": 0.0}, {"epochs": -1.0}, {"lr_width": 0}])
-def test_derived_setting_out_of_range_is_refused_by_name(train: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=rf"train\.{next(iter(train))} is "):
-        derived(asked(**train), shape(64), 100, 1)

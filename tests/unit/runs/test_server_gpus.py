@@ -90,10 +90,8 @@ def test_launch_conflicting_server_options_are_refused(subtests: pytest.Subtests
             {},
             "features.count is 3, but features.gpus=4 and .* are those of 4 servers; leave count out",
         ),
-        (engine(gpus=-1), {}, "features.gpus is -1; set it to 0 or more"),
         (FeatureOptions(nodes=1), two, "features.nodes is 1, but features=online has no servers; leave it out"),
         (engine(), {"role": "server"}, "launcher.role is server, but features.nodes is 0"),
-        (engine(), {"role": "both"}, "launcher.role is 'both'; choose trainer or server"),
         (engine(nodes=1, dir="x"), two, "launcher.rendezvous is None with launcher.nodes=2; set it to HOST:PORT"),
         (engine(), {"nproc": "many"}, "launcher.nproc is 'many'; set it to a number of processes, or to auto"),
     ):

@@ -266,7 +266,7 @@ def test_parallel_drafter_state_dict_names_and_options_match_published() -> None
 def test_parallel_drafter_options_out_of_range_are_refused(subtests: pytest.Subtests) -> None:
     wrongs: dict[str, dict[str, Any]] = {
         "drafter.retention is 0": {"retention": 0.0},
-        "least_retention 1.5": {"least_retention": 1.5},
+        "drafter.least_retention is 1.5; set it within 0 and 1": {"least_retention": 1.5},
         "embeds 0..63": {"mask_token": 64},
         "draft_length": {"draft_length": 0},
     }

@@ -171,9 +171,7 @@ def test_quantised_target_speculative_tokens_equal_plain_decoding(kind: str, run
         build("draft_model", target)
 
 
-def test_quantised_target_unknown_kind_or_fast_runner_is_refused() -> None:
-    with pytest.raises(UserError, match=r"target\.weights is 'int2'; choose fp8, int8, int4, or null"):
-        load_target(TargetOptions(weights="int2"))
+def test_quantised_target_on_fast_runner_is_refused() -> None:
     with pytest.raises(UserError, match=r"reads whole weights, target\.weights is int8"):
         load_target(TargetOptions(weights="int8", runner="fast"))
 
@@ -312,7 +310,7 @@ def test_make_optimizer_muon_updates_hidden_matrices_and_adamw_rest() -> None:
 
 def test_engine_settings_unsupported_options_are_refused() -> None:
     for train, deepspeed, line in (
-        (TrainOptions(optimizer="sgd"), DeepSpeedOptions(), r"train\.optimizer is 'sgd'; choose adamw or muon"),
+        (TrainOptions(betas=(0.9,)), DeepSpeedOptions(), r"train\.betas is \[0\.9\]; give two numbers"),  # type: ignore[arg-type]
         (TrainOptions(), DeepSpeedOptions(offload_optimizer=True), r"offload_optimizer needs ZeRO stage 1, got 0"),
         (TrainOptions(), DeepSpeedOptions(2, offload_parameters=True), r"offload_parameters needs ZeRO stage 3, got 2"),
     ):
@@ -364,13 +362,11 @@ def test_place_chooses_placement_by_free_memory_and_prints_it(monkeypatch: pytes
 
 def test_shared_target_unsupported_settings_are_refused(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     for more, line in (
-        (("target.placement=nowhere",), "choose auto, replicated, zero3, tensor_parallel, expert_parallel"),
         (("target.placement=zero3", "target.tensor_parallel=2"), "leave one out"),
         (("target.tensor_parallel=3",), "this machine runs 2 of the processes"),
         (("target.placement=zero3", "target.expert_parallel=2"), "leave one out"),
         (("target.tensor_parallel=2", "target.expert_parallel=2"), "a target is shared in one way; leave one out"),
         (("target.expert_parallel=3",), "the run has 2 processes; set launcher.nproc"),
-        (("target.expert_parallel=0",), "the run has 2 processes; set launcher.nproc"),
         (("target.placement=expert_parallel",), "has no routed experts"),
         (("target.placement=zero3", "target.runner=fast"), "needs whole weights"),
         (("target.placement=zero3", "target.weights=int8"), "needs the whole target in every process"),

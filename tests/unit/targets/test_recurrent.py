@@ -250,7 +250,7 @@ def test_recurrent_recording_leaves_other_models_unchanged(tmp_path: Path) -> No
     before = bare.generate(asked, **given).tolist()
     model_of(MAMBA2, seed=2).save_pretrained(tmp_path)
     target, texts = target_of(DELTA), prompts(3, vocab=60, seed=6)
-    drafter = build("draft_model", target, source="hf", path=str(tmp_path), blocks=None)
+    drafter = build("draft_model", target, source="hf", path=str(tmp_path))
     found = Decoder(target, drafter, "greedy", Sampling(), frozenset(), 12).run(texts, 3).results
     assert [r.tokens for r in found] == greedy(target, texts, 12)
     assert bare.generate(asked, **given).tolist() == before

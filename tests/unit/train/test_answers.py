@@ -102,8 +102,6 @@ def test_answers_plain_text_full_prompt_or_packed_rows_are_refused() -> None:
 def test_feature_options_answers_invalid_value_is_refused() -> None:
     for features, line in (
         (FeatureOptions("online", answers=True), "needs an engine to write them, but features is online; set features=engine"),
-        (FeatureOptions("engine", answers=True, temperature=-1.0), "features.temperature is -1; set it to 0"),
-        (FeatureOptions("engine", answers=True, max_new_tokens=0), "features.max_new_tokens is 0; set it to 1 or more"),
     ):
         with pytest.raises(UserError, match=line):
             features.check(64)

@@ -19,11 +19,10 @@ import wandb
 from matplotlib.figure import Figure
 from wandb.proto import wandb_internal_pb2 as protocol
 
-from drafttrain.core.errors import UserError
 from drafttrain.measure.curves import read_curves
 from drafttrain.train import LoggerOptions
 from drafttrain.train.lineage import COLUMNS, Lineage, group_of, measurement_rows, run_of, summary_of
-from drafttrain.train.logger import Logger, check_logger, log_export
+from drafttrain.train.logger import Logger, log_export
 from tests.runs import report
 
 CONFIG = {"name": "medusa", "target": {"name": "hf", "path": "/models/Some-8B/"}, "data": {"path": None, "seed": 0}}
@@ -202,17 +201,6 @@ def test_lineage_summary_omits_missing_exactness_and_rows_fit_columns() -> None:
     made = report(entry__exact_matches=None)
     assert "exact" not in summary_of(made) and summary_of(made)["policy"] == "greedy"
     assert all(len(row) == len(COLUMNS) for row in measurement_rows(made))
-
-
-def test_check_logger_unknown_option_value_is_refused() -> None:
-    for options, message in (
-        (LoggerOptions(artifacts="all"), "logger.artifacts is 'all'; choose none, reference, files"),
-        (LoggerOptions(name="x"), "logger.name is 'x'; choose wandb, tensorboard, mlflow, trackio or none"),
-        (LoggerOptions(also=["x"]), "logger.also is 'x'; choose wandb, tensorboard"),
-        (LoggerOptions(mode="x"), "logger.mode is 'x'; choose auto, online or offline"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_logger(options)
 
 
 def test_logger_resume_drops_damaged_and_later_lines_of_metrics_jsonl(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from drafttrain.core.errors import UserError
 from drafttrain.train import TrainOptions
 from drafttrain.train.optimizer import learning_rate
 
@@ -23,8 +22,3 @@ def test_learning_rate_of_longer_run_keeps_its_warm_up() -> None:
     assert learning_rate(constant, 10) == pytest.approx(1.1) and learning_rate(constant, 10, first_steps=100) == 2.0
     wsd = TrainOptions(steps=200, lr=2.0, warmup=0.1, schedule="wsd", decay=0.2)
     assert [learning_rate(wsd, s, 100) for s in (10, 100, 159, 180)] == pytest.approx([2.0, 2.0, 2.0, 1.0])
-
-
-def test_learning_rate_unknown_schedule_is_refused() -> None:
-    with pytest.raises(UserError, match="choose one of cosine, wsd, constant"):
-        learning_rate(TrainOptions(schedule="linear"), 0)

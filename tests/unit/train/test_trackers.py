@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from drafttrain.core.errors import UserError
 from drafttrain.train import LoggerOptions, trackers
-from drafttrain.train.logger import Logger, check_logger
+from drafttrain.train.logger import Logger
 from drafttrain.train.trackers import GuardedTracker, check_installed
 from tests.runs import report
 
@@ -88,5 +88,5 @@ def test_tracker_that_is_not_installed_is_refused_before_training(monkeypatch: p
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     for options in (LoggerOptions(name="mlflow"), LoggerOptions(also=["mlflow"])):
         with pytest.raises(UserError, match="logger is mlflow, which is not installed; pip install mlflow"):
-            check_logger(options)
+            check_installed([options.name, *options.also])
     check_installed(["wandb", "none"])
