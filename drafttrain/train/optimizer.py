@@ -27,7 +27,6 @@ from drafttrain.train.muon import Muon
 
 Group = dict[str, Any]
 TENSOR, KEYS, ITEMS = "tensor", "keys", "items"
-SCHEDULES = ("cosine", "wsd", "constant")
 
 
 def make_optimizer(objective: Objective, options: TrainOptions, rescaled: nn.Module | None = None) -> torch.optim.Optimizer:
