@@ -13,7 +13,6 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.limits import at_least, choice
 from drafttrain.data import DataOptions, InspectOptions, PrepareOptions
 from drafttrain.drafters.options import RENAMED as RENAMED_OPTIONS
-from drafttrain.export import STACK_NAMES
 from drafttrain.features import FeatureOptions
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
 from drafttrain.measure.compare import CompareOptions
@@ -71,7 +70,7 @@ class LauncherOptions:
 class ExportOptions:
     """Changes of the drafter on its way into a stack's files."""
 
-    stacks: list[str] = choice([], *STACK_NAMES)  # fit: stacks that must load the drafter; else nothing is trained
+    stacks: list[str] = field(default_factory=list)  # fit: stacks that must load the drafter; else nothing is trained
     plan: bool = False  # only print which stacks load the recipe's drafter for this target, as `export --plan` does
     rope_scaling: Any = None  # of the drafter's layers, for contexts longer than it was trained on: {rope_type: yarn, ...}
 
@@ -110,8 +109,7 @@ class RunOptions:
     prompts: str | None = None  # fit, measure, tune, verify, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the prompt; null: standard input, or a chat on a terminal
     chat: bool = True  # generate: apply the chat template and remember turns; false: continue the text without a template
-    # export: vllm | sglang | trtllm | speculators | transformers | llamacpp | openvino | ... | all
-    format: str | None = choice(None, *STACK_NAMES, "all")
+    format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | llamacpp | openvino | ... | all
     # export: dtype of the weights, float32 | bfloat16 | float16; null: that of the target in training
     dtype: str | None = choice(None, "float32", "bfloat16", "float16")
     adapter: bool = False  # export: write low-rank matrices as a peft adapter instead of merging them

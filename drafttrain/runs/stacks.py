@@ -11,7 +11,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord
 from drafttrain.export.exporter import planned
 from drafttrain.export.opened import Opened
-from drafttrain.export.serve import NO_LOADER
+from drafttrain.export.serve import NO_LOADER, STACKS
 from drafttrain.export.table import load_it, loads, rows, stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.runs.options import RunOptions
@@ -37,6 +37,8 @@ def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, sa
     for reason, stacks in by_reason.items():
         say(f"  not {', '.join(stacks)}: {reason if len(stacks) > 1 else refused[stacks[0]]}")
     for stack in options.export.stacks:
+        if stack not in STACKS:
+            raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
         stacks_for(family, stack)
         if stack not in loadable:
             raise UserError(f"export.stacks names {stack}, which cannot load this drafter: {refused[stack]}")

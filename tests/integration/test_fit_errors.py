@@ -155,6 +155,6 @@ def test_fit_says_which_stacks_load_the_drafter_before_training(
     eagle3 = [word.replace("recipe=medusa", "recipe=eagle3") for word in arguments(material)]
     last = (*eagle3, "drafter.target_layer_ids=[0,1,3]", "export.stacks=[vllm,sglang]")
     refused(command, capsys, "export.stacks names sglang, which cannot load this drafter", *last)
-    refused(command, capsys, "export.stacks has 'vlm'; choose one of vllm, sglang", *eagle3, "export.stacks=[vlm]")
+    refused(command, capsys, "export.stacks names 'vlm'; choose of vllm, sglang", *eagle3, "export.stacks=[vlm]")
     assert command(*eagle3, "export.stacks=[vllm,openvino]") == 0
     assert "vllm, sglang, trtllm, speculators, openvino load this drafter" in capsys.readouterr().out

@@ -390,7 +390,6 @@ def test_cli_value_out_of_its_limit_is_refused_before_torch_is_imported(
         ("fit", "train.schedule=linear", "train.schedule is 'linear'; choose one of cosine, wsd, constant\n"),
         ("measure", "measure.batch_sizes=[1,0]", "measure.batch_sizes has 0; set it to 1 or more\n"),
         ("tune", "tune.minutes=0", "tune.minutes is 0; set it above 0\n"),
-        ("export", "format=vlm", "format is 'vlm'; choose one of vllm, sglang, "),
     ):
         with subtests.test(word=word), pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, f"drafttrain.commands.{name}", None)  # an import would fail
