@@ -37,7 +37,7 @@ if __name__ != "__mp_main__":  # worker processes import this file, and need not
     from drafttrain.data.files import ASSETS
     from drafttrain.data.forms import conversation
     from drafttrain.data.packing import pack
-    from drafttrain.data.sources import read_conversations
+    from drafttrain.data.sources import read_usable
 
 LENGTH = 100_000  # no conversation is cut, so that tokens do not depend on which turns are kept
 
@@ -129,7 +129,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.jsonl"
-        lines = [json.dumps({"messages": c.messages}) + "\n" for c in read_conversations(DataOptions(path=arguments.file))]
+        lines = [json.dumps({"messages": c.messages}) + "\n" for c in read_usable(DataOptions(path=arguments.file))[0]]
         file.write_text("".join(lines) * arguments.copies)
         times: dict[str, list[Cost]] = {"plain": [], "encoder": [], "prepared": []}
         firsts = []

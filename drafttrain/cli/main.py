@@ -140,7 +140,8 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "fit" and not (flags.cfg or flags.info):
         if not keys:
             raise UserError(BARE)
-        if keys & {"target", "target.path"} and not keys & {"recipe", "drafter", "resume"}:
+        named = keys & {"recipe", "drafter", "resume"}
+        if keys & {"target", "target.path"} and not named and os.environ.get("RANK", "0") == "0":
             print(NO_RECIPE, file=sys.stderr)
     if flags.plan and not (command == "export" and flags.overrides):
         raise UserError(f"{PLAN} says what an export would give: drafttrain export {PLAN} recipe=NAME target=DIR")
@@ -230,7 +231,7 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     for_slurm: list[SlurmRequest] = []
     finished_runs: list[tuple[Path, Any]] = []  # what the command has made, and its options
     first = os.environ.get("RANK", "0") == "0"
-    swept = {word.partition("=")[0] for word in arguments if "," in word}
+    swept = {key for key, _, value in (word.partition("=") for word in arguments) if "," in value and value[0] not in "[{"}
 
     def task(composed: DictConfig) -> None:
         try:

@@ -33,7 +33,7 @@ class Limit:
         """Whether the value is allowed; one of another type is not."""
         try:
             return bool(self.allows(value))
-        except TypeError:
+        except (TypeError, ValueError, RuntimeError):  # the last two of arrays
             return False
 
 

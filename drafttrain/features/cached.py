@@ -111,7 +111,7 @@ class Document:
     row: int
     start: int
     stop: int
-    key: str  # `layout.key_of` its token ids
+    key: str  # `key_of` its token ids
 
 
 def documents(batch: TrainBatch) -> Iterator[Document]:

@@ -146,11 +146,12 @@ def target_arguments(options: RunOptions) -> str:
     return f" target={path}" if "/" in path else f" target={target.name} target.path={path}"
 
 
-# settings that hold as they are typed, and what makes them so: without it a recipe's follow the target and the data
+# settings that hold as they are typed: the override that makes them so, and the keys that are typed in its place. Without it a
+# recipe's follow the target and the data
 EXPLICIT = {
-    "train.steps": ("train.exact_steps", "true"),
-    "train.global_batch": ("train.least_steps", "null"),
-    "train.lr": ("train.lr_width", "null"),
+    "train.steps": ("train.exact_steps=true", ("train.exact_steps", "train.epochs")),
+    "train.global_batch": ("train.least_steps=null", ("train.least_steps",)),
+    "train.lr": ("train.lr_width=null", ("train.lr_width",)),
 }
 # keys of earlier versions, by their whole names
 RENAMED = {
@@ -180,4 +181,4 @@ def understood(words: Sequence[str]) -> list[str]:
     keys = {word.partition("=")[0] for word in overrides}
     if "target.path" in keys and "target" not in keys:
         overrides.append("target=hf")
-    return overrides + [f"{key}={value}" for typed, (key, value) in EXPLICIT.items() if typed in keys and key not in keys]
+    return overrides + [word for key, (word, others) in EXPLICIT.items() if key in keys and keys.isdisjoint(others)]

@@ -181,9 +181,9 @@ def test_slurm_sweep_is_submitted_as_one_job_array(cluster: Cluster, material: P
 
 def test_slurm_failed_rank_traceback_is_in_named_log(cluster: Cluster, material: Path, root: Path, tmp_path: Path) -> None:
     node = cluster.network.machines[1]
-    file = root / "drafttrain" / "train" / "schedule.py"
-    damaged = tmp_path / "schedule.py"
-    damaged.write_text(file.read_text() + "\n\ndef learning_rate(options, step):\n    raise RuntimeError('planted fault')\n")
+    file = root / "drafttrain" / "train" / "optimizer.py"
+    damaged = tmp_path / "optimizer.py"
+    damaged.write_text(file.read_text() + "\n\ndef learning_rate(*_):\n    raise RuntimeError('planted fault')\n")
     with_fault(node, damaged, file)
     try:
         job = submitted(cluster, material, tmp_path, "launcher.nodes=2")

@@ -188,6 +188,8 @@ def test_cli_recipe_has_published_settings_unless_target_is_embedded(command: Co
     assert (embedded.train.lr, embedded.train.lr_width, embedded.drafter.fc_norm) == (7e-3, None, True)
     train = typed.train
     assert (train.steps, train.exact_steps, train.lr, train.lr_width) == (7, True, 1e-3, None)
+    assert command("fit", "recipe=eagle3", "target=org/model", "train.steps=7", "train.epochs=1") == 0
+    assert not runs[-1][0].train.exact_steps, "passes that are typed hold too"
 
 
 def test_cli_mapping_of_free_keys_is_taken_as_typed(command: Command, runs: list[Any]) -> None:
