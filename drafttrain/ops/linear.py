@@ -33,7 +33,6 @@ def pack(weight_OI: Tensor) -> Tensor | None:
     return packed
 
 
-@cache
 def packed_dtypes() -> tuple[torch.dtype, ...]:
     """The formats in which this processor multiplies, in oneDNN's order."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

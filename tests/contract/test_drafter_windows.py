@@ -141,7 +141,7 @@ def test_sliding_window_invalid_options_are_refused(subtests: pytest.Subtests) -
         ("dflash", {"sliding_window": 5}, f"{cut} 5; 4 drafts or training steps and the token before"),
         ("dflash", MIXED | {"full_attention_layers": [2]}, "full_attention_layers is [2]; the drafter has layers 0"),
         ("dflash", {"full_attention_layers": [0]}, "without drafter.layer.sliding_window"),
-        ("eagle3", {"sliding_window": -1}, f"{cut} -1; set it above 0, or to null: all positions"),
+        ("eagle3", {"sliding_window": -1}, f"{cut} -1; set it to 1 or more, or null"),
     ]
     for name, layer, says in cases:
         with subtests.test(name=name, layer=layer), pytest.raises(UserError, match=re.escape(says)):
