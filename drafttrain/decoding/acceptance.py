@@ -46,7 +46,7 @@ class Policy:
     keyed: bool = False  # the target samples with plain sampling's noise at each position: the output is plain sampling's
     at_zero: bool = True  # may be used at temperature 0
     above_zero: bool = True  # may be used at temperatures above 0
-    parameter: str | None = None  # the key of `decode` that `accept` takes too, within 0 and 1
+    parameter: str | None = None  # the key of `decode` that `accept` takes too; the field has its limit
 
     def repeats_plain(self, sampling: Sampling) -> bool:
         """Whether the output equals plain decoding's token for token."""
@@ -129,7 +129,5 @@ def policy_for(name: str, sampling: Sampling, parameter: float | None = None) ->
     if sampling.greedy and not policy.at_zero:
         raise ValueError(f"decode.policy={name} at temperature 0; set decode.temperature above 0, or decode.policy=greedy")
     if policy.parameter is not None and parameter is not None:
-        if not 0.0 < parameter < 1.0:
-            raise ValueError(f"decode.{policy.parameter} is {parameter}; set it above 0 and below 1")
         return replace(policy, accept=partial(policy.accept, **{policy.parameter: parameter}))
     return policy

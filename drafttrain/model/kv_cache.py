@@ -5,21 +5,20 @@ Shapes: S slots, B rows in use, R any slots, h KV heads, D head width, N new pos
 Worked example: a slot with length 5 verifies a tree of 4 nodes. Node i is written at position 5 + i, whatever its
 depth. If nodes 0, 1, 3 are accepted, `keep` moves positions 5, 6, 8 to 5, 6, 7 and the length becomes 8.
 
-Other files use `KVCache` alone. It counts positions; a `Storage` holds keys and values, and `STORAGE` is the one in use.
+Other files use `KVCache` alone. It counts positions; a `Storage` holds keys and values (`model/kv_storage.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from drafttrain.model.kv_storage import CacheRows, PagedStorage, PageView, Storage, pages_for
+from drafttrain.model import kv_storage
+from drafttrain.model.kv_storage import CacheRows, PageView, pages_for
 from drafttrain.model.recurrent_state import RecurrentStates, States
-
-STORAGE: Callable[[int, int, int, torch.device, int | None, int | None], Storage] = PagedStorage  # every new cache gets one
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,8 @@ class KVCache:
         self.layers, self.slots, self.max_len, self.kept, self.back = layers, slots, max_len, kept, back
         self.states = RecurrentStates(slots, torch.device(device)) if recurrent else None
         self.padding_slot = slots
-        self.storage = STORAGE(layers, slots, max_len, torch.device(device), pages, kept)  # for this file and its tests alone
+        # for this file and its tests alone
+        self.storage = kv_storage.STORAGE(layers, slots, max_len, torch.device(device), pages, kept)
         self._length_S = torch.zeros(slots + 1, dtype=torch.long, device=device)
         # rotary position of a slot's next position, less its index: not 0 after images that take fewer positions than tokens
         self.shift_S = torch.zeros(slots + 1, dtype=torch.long, device=device)

@@ -12,7 +12,7 @@ as a sliding window does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -301,3 +301,6 @@ class PagedStorage:
 def pages_for(positions: int, page: int = PAGE) -> int:
     """Pages that hold so many positions."""
     return -(-positions // page)
+
+
+STORAGE: Callable[[int, int, int, torch.device, int | None, int | None], Storage] = PagedStorage  # every new cache gets one

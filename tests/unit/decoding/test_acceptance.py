@@ -317,5 +317,3 @@ def test_threshold_policy_accepts_tokens_above_probability() -> None:
         policy = policy_for("threshold", sampling, least)
         assert not policy.lossless
         assert policy.accept(tree, tree.ancestor_BNN, logits, torch.tensor([[5, 6, 7]]), sampling).count_B.tolist() == [count]
-    with pytest.raises(ValueError, match=r"decode\.threshold is 1\.5"):
-        policy_for("threshold", sampling, 1.5)

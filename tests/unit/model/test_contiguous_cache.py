@@ -12,7 +12,7 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
-from drafttrain.model import kv_cache
+from drafttrain.model import kv_storage
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.targets.fast import FastTarget
@@ -56,7 +56,7 @@ def test_contiguous_cache_decodes_same_tokens_as_paged_cache(
     name: str | None, runner: str, every: int | None, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter, wanted = expected(name, runner)
-    monkeypatch.setattr(kv_cache, "STORAGE", STORAGES[storage])
+    monkeypatch.setattr(kv_storage, "STORAGE", STORAGES[storage])
     assert isinstance(target.new_cache(1, 8).storage, ContiguousStorage)
     for policy, tokens, pages in zip(POLICIES, wanted, (None, 3), strict=True):  # in a pool slots are reserved and released
         assert decoded(target, drafter, *policy, every, pages) == tokens
@@ -77,6 +77,6 @@ def test_contiguous_cache_keep_and_fork_equal_paged_cache(storage: str, monkeypa
         return [pool[row, :, :length] for layer in range(2) for pool in kv.read(layer, 0) for row, length in ((0, 2), (1, 1))]
 
     wanted = used()
-    monkeypatch.setattr(kv_cache, "STORAGE", STORAGES[storage])
+    monkeypatch.setattr(kv_storage, "STORAGE", STORAGES[storage])
     for found, paged in zip(used(), wanted, strict=True):
         assert torch.equal(found, paged)
