@@ -205,7 +205,8 @@ def test_fit_one_visible_gpu_per_process_losses_equal_cpu_run(
 
 @pytest.mark.slow
 def test_fit_more_processes_than_gpus_is_refused_in_one_line(material: Path, tmp_path: Path, gpus: Path) -> None:
-    command = [sys.executable, "-m", "drafttrain", "fit", *paths(material, tmp_path), *SETTINGS, "launcher.nproc=3"]
+    command = [sys.executable, "-m", "drafttrain", "fit", "recipe=medusa", *paths(material, tmp_path), *SETTINGS]
+    command.append("launcher.nproc=3")
     done = forked.start(command)
     assert done.wait() == 2
     (line,) = done.said().strip().splitlines()
