@@ -237,7 +237,7 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
         try:
             with user_errors():
                 run = to_run(composed)
-                if run.number is not None and first:
+                if run.number is not None and first and run.options.launcher.name == "local":
                     values = " ".join(word for word in run.overrides if word.partition("=")[0] in swept)
                     print(f"sweep, run {run.number}: {values}", flush=True)
                 finished_runs.extend((path, run.options) for path in _execute(command, run, config_dir, for_slurm))
