@@ -321,6 +321,7 @@ Tensor run_blocks(int64_t model, const Tensor& x, const std::optional<Tensor>& r
                   const Tensor& taps, const Tensor& tapped) {
     std::vector<Tensor>* weights = &kept(model);
     STD_TORCH_CHECK(weights->size() % kPartsOfBlock == 0, "a block has another number of weights");
+    STD_TORCH_CHECK(store.scalar_type() == x.scalar_type(), "the cache has another element type than the residual stream");
     const int64_t blocks = int64_t(weights->size()) / kPartsOfBlock, batch = x.size(0), nodes = x.size(1);
     const int64_t positions = store.size(2), page = store.size(3), kv_heads = store.size(4), width = store.size(5);
     const int64_t half = positions * page * kv_heads * width;

@@ -442,6 +442,17 @@ def test_fused_blocks_equal_loop_over_blocks(poison: None, name: str, taps: tupl
 
 
 @compiled
+def test_fused_blocks_refuse_cache_of_another_dtype() -> None:
+    target = FastTarget(tiny_model("llama"))
+    if target._blocks is None:
+        pytest.skip("this torch does not export oneDNN's product")
+    kv = KVCache(target.shape.blocks, 1, 40)
+    kv.allocate(target.shape.kv_heads, target.shape.head_dim, torch.bfloat16)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="another element type"):
+        target(torch.ones(1, 2, dtype=torch.long), kv, None, torch.arange(2)[None], Taps())
+
+
+@compiled
 def test_kept_weights_are_freed_with_owner() -> None:
     kept = library.KeptWeights([torch.ones(3), None])
     number = kept.number
