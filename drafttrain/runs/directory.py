@@ -93,7 +93,7 @@ def _find(options: RunOptions, resolved: dict[str, Any], log: Callable[[str], No
         return None
     if options.resume != "auto":
         path = Path(options.resume).expanduser()
-        state = _state(path)
+        state = run_state(path)
         if state is None:
             raise UserError(
                 f"resume is {options.resume!r}, which is not a run directory (no run.json of one); name one, or set resume=auto"
@@ -113,7 +113,7 @@ def _find(options: RunOptions, resolved: dict[str, Any], log: Callable[[str], No
     finished, mismatch = None, ""
     runs = Path(options.output) / options.name
     for path in sorted((p.parent for p in runs.glob("*/run.json")), reverse=True):
-        state = _state(path)
+        state = run_state(path)
         if not state:
             continue
         steps = _steps(path, state)
@@ -187,7 +187,7 @@ def _lengthened(
     path: Path, options: RunOptions, resolved: dict[str, Any], resumed_step: int, log: Callable[[str], None]
 ) -> int | None:
     """The number of steps that a run had at its beginning; None if it still has. Makes it longer where train.steps is more."""
-    state = _state(path) or {}
+    state = run_state(path) or {}
     steps, train = _steps(path, state), options.train
     first: int | None = state.get("first_steps")
     if steps is None or train.steps <= steps:
@@ -207,7 +207,7 @@ def _lengthened(
     return first
 
 
-def _state(path: Path) -> dict[str, Any] | None:
+def run_state(path: Path) -> dict[str, Any] | None:
     """What `run.json` says; None without one of a run."""
     try:
         state = json.loads((path / "run.json").read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from drafttrain.core.intervals import with_interval
 from drafttrain.drafters.checkpoint import list_checkpoints
 from drafttrain.measure import cells
 from drafttrain.measure.compare.rows import names_of, varied
-from drafttrain.measure.compare.runs import RUN, RunReport, settings_of
+from drafttrain.measure.compare.runs import RunReport, settings_of
 from drafttrain.measure.html import render
+from drafttrain.runs.directory import run_state
 from drafttrain.train.checkpoint_manager import Progress, best_checkpoint
 
 HEADER = (
@@ -94,7 +94,7 @@ def _unmeasured(run: Path) -> ListedRun:
         return ListedRun(*run_fields)
     tau, interval = progress.expected_tau, progress.expected_interval
     text = cells.number(tau) if tau is None or interval is None else with_interval(tau, (interval[0], interval[1]))
-    finished = json.loads((run / RUN).read_text(encoding="utf-8")).get("finished")
+    finished = (run_state(run) or {}).get("finished")
     steps = str(progress.step) if finished else f"{progress.step} of {settings.get('train.steps')}"
     return ListedRun(*run_fields, steps, text, (0.0, tau or 0.0))
 

@@ -244,6 +244,7 @@ def test_compare_unmeasured_runs_are_listed_by_expected_tau(command: Command, tm
     trained(tmp_path / "runs/a", 1.4, 0.001)
     trained(tmp_path / "runs/b", 1.9, 0.002)
     trained(tmp_path / "runs/begun", None, 0.003)
+    (tmp_path / "runs/b/run.json").write_text("{")  # damaged: whether it has finished is not known
     assert command("compare", "runs/a", "runs/b", "runs/begun", "out=out") == 0
     said = capsys.readouterr().out
     assert "3 runs by expected tau" in said and "1.90" in said and "train.lr=0.002" in said
