@@ -117,26 +117,32 @@ def shaped(logits_V: Tensor, sampling: Sampling) -> Tensor:
 
     Top-p keeps the smallest set of most likely tokens whose mass reaches p. Min-p keeps tokens with at least min_p times
     the highest probability (arXiv 2407.01082). All do as transformers does, with one rule for equal logits: they stay or go
-    together, also at the end of the set of top-p. So no order decides, and a token's fate depends on its logit alone. It never
-    syncs with the host. `ops.sampling` does the same on a GPU without sorting.
+    together, also at the end of the set of top-p. So no order decides, and a token's fate depends on its logit alone. A row
+    whose greatest logit is infinite has no probabilities, and stays as it is. It never syncs with the host. `ops.sampling` does
+    the same on a GPU without sorting.
     """
     by_k = 0 < sampling.top_k < logits_V.shape[-1]
     if sampling.greedy or not (by_k or sampling.top_p < 1.0 or sampling.min_p > 0.0):
         return logits_V
     tempered_V = _tempered(logits_V, sampling)
     if by_k:
-        lowest_1 = tempered_V.topk(sampling.top_k, dim=-1).values[..., -1:]
-        tempered_V = tempered_V.masked_fill(tempered_V < lowest_1, -torch.inf)
+        best_k = tempered_V.topk(sampling.top_k, dim=-1).values
+        tempered_V = _from(tempered_V, best_k[..., -1:], best_k[..., :1])
     if sampling.top_p < 1.0:
         sorted_V = tempered_V.sort(dim=-1, descending=True).values
         probability_V = sorted_V.softmax(-1)
         mass_before_V = probability_V.cumsum(-1) - probability_V
         lowest_1 = sorted_V.masked_fill(mass_before_V >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
-        tempered_V = tempered_V.masked_fill(tempered_V < lowest_1, -torch.inf)
+        tempered_V = _from(tempered_V, lowest_1, sorted_V[..., :1])
     if sampling.min_p > 0.0:
-        lowest_1 = tempered_V.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        tempered_V = tempered_V.masked_fill(tempered_V < lowest_1, -torch.inf)
+        greatest_1 = tempered_V.amax(-1, keepdim=True)
+        tempered_V = _from(tempered_V, greatest_1 + math.log(sampling.min_p), greatest_1)
     return logits_V.masked_fill(tempered_V == -torch.inf, -torch.inf)
+
+
+def _from(tempered_V: Tensor, lowest_1: Tensor, greatest_1: Tensor) -> Tensor:
+    """The logits from the lowest on, minus infinity for the others; all of a row whose greatest one is infinite."""
+    return tempered_V.masked_fill(tempered_V < lowest_1.masked_fill(greatest_1 == torch.inf, -torch.inf), -torch.inf)
 
 
 def _wide(logits_V: Tensor) -> Tensor:

@@ -54,6 +54,14 @@ def test_shaped_equal_logits_are_kept_or_dropped_together() -> None:
         assert kept.tolist() == [[True, True, True, True, False, True]]
 
 
+def test_shaped_row_with_infinite_logit_stays_as_it_is() -> None:
+    """It has no probabilities. The kernel, which compares with the greatest logit too, leaves it alone likewise."""
+    logits = torch.tensor([[1.0, torch.inf, 0.0, -torch.inf], [1.0, 9.0, 0.0, -torch.inf]])
+    for settings in ({"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.5}):
+        kept = shaped(logits, Sampling(1.0, **settings)) > -torch.inf
+        assert kept.tolist() == [[True, True, True, False], [False, True, False, False]]
+
+
 def test_distribution_with_temperature_per_row_equals_separate_rows() -> None:
     logits, temperature = torch.randn(2, 3, 30), torch.tensor([0.5, 1.7])
     own = distribution(logits, Sampling(1.0, top_p=0.7, temperature_B=temperature))
