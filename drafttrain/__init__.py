@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from drafttrain.api.conversations import batches as batches
     from drafttrain.api.decoding import Generation as Generation
     from drafttrain.api.decoding import generate as generate
     from drafttrain.api.drafter import LoadedDrafter as LoadedDrafter
     from drafttrain.api.drafter import build_drafter as build_drafter
+    from drafttrain.api.drafter import export_drafter as export_drafter
     from drafttrain.api.drafter import load_drafter as load_drafter
     from drafttrain.api.drafter import save_drafter as save_drafter
-    from drafttrain.api.exporting import export_drafter as export_drafter
     from drafttrain.api.following import FollowCallback as FollowCallback
     from drafttrain.api.measuring import Measurement as Measurement
     from drafttrain.api.measuring import measure_drafter as measure_drafter
     from drafttrain.api.online import OnlineDrafter as OnlineDrafter
-    from drafttrain.api.target import load_target as load_target
+    from drafttrain.api.settings import load_target as load_target
     from drafttrain.api.training import TrainingRun as TrainingRun
+    from drafttrain.api.training import batches as batches
     from drafttrain.api.training import loss as loss
     from drafttrain.api.training import train_drafter as train_drafter
     from drafttrain.core.errors import UserError as UserError
@@ -43,12 +43,12 @@ HOMES = {
     "StepMetrics": "train.following",
     "TrainingRun": "api.training",
     "UserError": "core.errors",
-    "batches": "api.conversations",
+    "batches": "api.training",
     "build_drafter": "api.drafter",
-    "export_drafter": "api.exporting",
+    "export_drafter": "api.drafter",
     "generate": "api.decoding",
     "load_drafter": "api.drafter",
-    "load_target": "api.target",
+    "load_target": "api.settings",
     "loss": "api.training",
     "measure_drafter": "api.measuring",
     "save_drafter": "api.drafter",
