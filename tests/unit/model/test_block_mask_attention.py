@@ -12,8 +12,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from drafttrain.model import blockwise_attention as blockwise
 from drafttrain.model.batch import Context, TrainBatch
-from drafttrain.model.block_mask_attention import TILE, block_mask_attention, mask_of, tiles
-from drafttrain.model.blockwise_attention import Rule, blockwise_attention
+from drafttrain.model.blockwise_attention import TILE, Rule, block_mask_attention, blockwise_attention, mask_of, tiles
 from drafttrain.train.telemetry import Flops
 
 COLUMNS, BLOCKS, SLOTS = 200, 40, 8
