@@ -30,8 +30,7 @@ from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.drafter import Commit
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import Attention, DecoderLayer, RMSNorm, recomputed
-from drafttrain.model.mask_chain_attention import attended
-from drafttrain.model.mask_chains import Chains, Retention
+from drafttrain.model.mask_chains import Chains, Retention, attended
 from drafttrain.model.shapes import LayerOptions
 from drafttrain.model.target import Target
 

@@ -22,8 +22,7 @@ from drafttrain.model.capped_attention import capped_attention
 from drafttrain.model.causal_attention import by_document, chunk_attention
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.kv_storage import PageView
-from drafttrain.model.mask_chain_attention import attended
-from drafttrain.model.mask_chains import Chains
+from drafttrain.model.mask_chains import Chains, attended
 from drafttrain.model.masks import Documents, additive, attention_mask
 from drafttrain.ops import library
 from drafttrain.ops.kv_cache import append

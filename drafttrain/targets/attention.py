@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.mask_chain_attention import attended
+from drafttrain.model.mask_chains import attended
 from drafttrain.model.masks import Documents, additive, attention_mask
 from drafttrain.model.target import FINAL, Taps
 

@@ -21,8 +21,7 @@ from drafttrain.model import blockwise_attention as blockwise
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.mask_chain_attention import attended, reference
-from drafttrain.model.mask_chains import Chains, Retention
+from drafttrain.model.mask_chains import Chains, Retention, attended, reference
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
