@@ -21,7 +21,7 @@ from drafttrain.export.formats.dflash import (
 )
 from drafttrain.export.speculators import TYPE, speculators_type
 from drafttrain.export.target_ends import embedding_scale, logit_ends, refuse_logits
-from drafttrain.model.convolution import TAPS
+from drafttrain.model.recurrent_state import TAPS
 from drafttrain.model.target import Target
 
 MULTIPLIER, CAP = "output_multiplier", "final_logit_softcapping"  # fields of what the target does to its logits

@@ -46,7 +46,7 @@ from drafttrain.export.gguf_models import (
 from drafttrain.export.golden import check_facts
 from drafttrain.export.target_ends import EMBEDDING, embedding_scale, is_shared, logit_ends
 from drafttrain.export.vocabulary import vocabulary_typed
-from drafttrain.model.convolution import TAPS
+from drafttrain.model.recurrent_state import TAPS
 from drafttrain.model.shapes import LayerOptions, TargetShape
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"

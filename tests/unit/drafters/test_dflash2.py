@@ -12,7 +12,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
 from drafttrain.drafters.dflash2 import FAMILY, DFlash2, DFlash2Options
-from drafttrain.model.convolution import Convolved
+from drafttrain.model.recurrent_state import Convolved
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.unit.drafters.test_dspark import proposed, read
