@@ -48,7 +48,7 @@ from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.lora import LoraOptions
+from drafttrain.model.low_rank import LoraOptions
 from drafttrain.model.mask_chains import Chains, Retention
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget

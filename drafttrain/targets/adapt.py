@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.lora import LoraSpec
+from drafttrain.model.low_rank import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.shallow import weight_sharing_copy

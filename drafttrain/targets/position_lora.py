@@ -16,8 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.lora import LoraOptions
-from drafttrain.model.low_rank import LowRank, Scale
+from drafttrain.model.low_rank import LoraOptions, LowRank, Scale
 from drafttrain.model.masks import Documents
 from drafttrain.model.target import Taps, TargetOut
 from drafttrain.targets.experts import find_experts
