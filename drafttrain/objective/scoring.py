@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.objective.chunks import LossChunk, PredictionPart, alike, chunks, index_tensor, joined, joined_index
-from drafttrain.objective.scores import Terms, scores_of
-from drafttrain.objective.shared import shared_steps
+from drafttrain.objective.scores import Terms, scores_of, shared_steps
 from drafttrain.objective.teacher import Distribution, Rows
 
 KEEP_NO_OUTPUT = {"MmBackward0", "AddmmBackward0"}  # operators whose gradient does not need their output
@@ -137,7 +136,7 @@ def leaves(*roots: Tensor) -> list[Tensor]:
 class Scoring:
     """Scores the predictions of one batch against the target's distribution, at most `at_once` of them at a time.
 
-    steps: what is scored: the predictions as they are, and those of each shared head joined (`objective/shared.py`).
+    steps: what is scored: the predictions as they are, and those of each shared head joined (`objective/scores.py`).
     """
 
     def __init__(

@@ -21,8 +21,8 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.chunks import LossChunk, chunks
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.objective.scores import shared_steps
 from drafttrain.objective.scoring import Scoring
-from drafttrain.objective.shared import shared_steps
 from drafttrain.objective.teacher import target_distribution
 from drafttrain.ops import divergence
 from drafttrain.targets.hf import HFTarget
