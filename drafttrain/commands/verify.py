@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_write_json, new_directory
+from drafttrain.core.files import atomic_write_json, check_listed, new_directory
 from drafttrain.core.progress import counting
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run

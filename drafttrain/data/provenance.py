@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.core.checksums import LISTED, changed, check_listed, first_fault, listed
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import LISTED, changed, check_listed, first_fault, listed
 
 FILE = "provenance.json"
 SHARDS = "part-*.*"

@@ -15,9 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from drafttrain.core.checksums import list_files
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_directory, atomic_write_json
+from drafttrain.core.files import atomic_directory, atomic_write_json, list_files
 from drafttrain.data.forms import ARGUMENTS, DOCUMENTS, TOKENIZER
 from drafttrain.data.generation_jobs import TOO_LONG, GenerationJob, documents_of
 from drafttrain.data.journal import read, record_of

@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from drafttrain import __version__
-from drafttrain.core.checksums import list_files
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_directory, remove_abandoned
+from drafttrain.core.files import atomic_directory, list_files, remove_abandoned
 from drafttrain.drafters.checkpoint import CheckpointMeta
 from drafttrain.export.card import card
 from drafttrain.export.drafter_adapter import adapter_of

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import check_listed
 from drafttrain.core.hub_errors import hub_reason, without_token
 from drafttrain.targets.weights import listed_files
 

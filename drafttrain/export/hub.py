@@ -11,8 +11,8 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from drafttrain import __version__
-from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import check_listed
 
 SHOWN = 200  # characters of the hub's answer
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import check_listed
 from drafttrain.core.progress import Watch, stages
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import Prompt, encode_prompt

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import cached_file, logging
 
-from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import check_listed
 
 INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"

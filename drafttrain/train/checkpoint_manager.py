@@ -15,9 +15,16 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from drafttrain.core.checksums import file_sum, first_fault
 from drafttrain.core.errors import UserError
-from drafttrain.core.files import atomic_directory, disk_full, read_sealed_json, remove_directory, write_sealed_json
+from drafttrain.core.files import (
+    atomic_directory,
+    disk_full,
+    file_sum,
+    first_fault,
+    read_sealed_json,
+    remove_directory,
+    write_sealed_json,
+)
 from drafttrain.drafters.checkpoint import (
     ANOTHER,
     META,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.core.checksums import LISTED
+from drafttrain.core.files import LISTED
 from drafttrain.drafters.checkpoint import read_meta
 from tests.engines.conftest import note, python_for, trained
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.core.checksums import LISTED, check_listed, list_files
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import LISTED, check_listed, list_files
 
 
 @pytest.fixture

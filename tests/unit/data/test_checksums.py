@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from drafttrain.cli import main as cli
-from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import LISTED
 from drafttrain.data import DataOptions
 from drafttrain.data import journal as journal_module
 from drafttrain.data.journal import SETTINGS, Journal, check_settings, read, scan

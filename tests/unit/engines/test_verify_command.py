@@ -14,8 +14,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from drafttrain.commands.verify import cases_of
-from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError, UserError
+from drafttrain.core.files import LISTED
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
 from drafttrain.engines import process as engine

@@ -10,8 +10,8 @@ import pytest
 from safetensors import safe_open
 
 from drafttrain.commands.verify import record_of
-from drafttrain.core.checksums import LISTED, list_files
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import LISTED, list_files
 from drafttrain.export import convert, hub
 from drafttrain.export.convert import converted
 from drafttrain.export.exporter import CARD, TARGET

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafttrain.commands.verify import record_of
-from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError, UserError
+from drafttrain.core.files import LISTED
 from drafttrain.export import convert, exporter, parity
 from drafttrain.export.drafter_adapter import adapter_of, merge
 from drafttrain.export.exporter import ExportSettings

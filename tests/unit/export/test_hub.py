@@ -17,8 +17,8 @@ import pytest
 from huggingface_hub import constants
 
 from drafttrain.commands import export as commands
-from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import LISTED
 from drafttrain.export import hub
 from drafttrain.export.hub import Repository, is_repository, push
 from drafttrain.model.low_rank import LoraSpec

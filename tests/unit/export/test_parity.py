@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError
+from drafttrain.core.files import LISTED
 from drafttrain.export import exporter, parity
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.golden import Golden

@@ -15,8 +15,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import ParityError, UserError
+from drafttrain.core.files import LISTED
 from drafttrain.export import convert, parity
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafttrain.core.checksums import LISTED
+from drafttrain.core.files import LISTED
 from drafttrain.export import convert
 from drafttrain.export.convert import converted
 from drafttrain.export.exporter import RECORD
