@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.core.divided import pieces
 from drafttrain.core.errors import UserError
+from drafttrain.core.sequence_shard import pieces
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import CHUNK, EVALUATED, BlockDrafter, Walk, stateless
 from drafttrain.drafters.common.lattice import Lattice, LatticeNetwork, LatticeShape

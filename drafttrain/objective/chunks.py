@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafttrain.core.divided import most_of_all
+from drafttrain.core.sequence_shard import most_of_all
 from drafttrain.model.batch import moved
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def alike(
 ) -> list[LossChunk]:
     """The chunks with empty pieces between them, so that all processes call every head in one order and equally often.
 
-    heads: of each step, in the same order in all processes. shared: the shared ones. See `core/divided.py`.
+    heads: of each step, in the same order in all processes. shared: the shared ones. See `core/sequence_shard.py`.
     """
     order = list(dict.fromkeys(heads))
     local_pieces = [[[p for p in chunk.pieces if heads[p[0].step] == head] for head in order] for chunk in found]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.core.divided import divided
+from drafttrain.core.sequence_shard import divided
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter, confidence_of
 from drafttrain.model.frozen_ref import FrozenRef

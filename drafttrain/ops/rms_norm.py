@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.core.divided import is_part
+from drafttrain.core.sequence_shard import is_part
 from drafttrain.ops import jit, library
 
 WIDEST = 16_384  # numbers of a row that one program of the kernel holds

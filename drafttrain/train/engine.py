@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafttrain.core.divided import is_part
 from drafttrain.core.errors import UserError
+from drafttrain.core.sequence_shard import is_part
 from drafttrain.objective.losses import Objective
 from drafttrain.targets.devices import bind, number_by_gpu
 from drafttrain.targets.parallel import end_at_exit, meeting

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.core.divided import pieces
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.core.sequence_shard import Span
+from drafttrain.core.sequence_shard import Span, pieces
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.common.block_options import BlockOptions, BlockShape
 from drafttrain.drafters.common.calibration import PlattCalibration
