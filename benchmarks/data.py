@@ -36,7 +36,7 @@ if __name__ != "__mp_main__":  # worker processes import this file, and need not
     from drafttrain.data.dataset import Dataset, load_dataset
     from drafttrain.data.files import ASSETS
     from drafttrain.data.forms import conversation
-    from drafttrain.data.packing import pack
+    from drafttrain.data.order import pack
     from drafttrain.data.sources import read_usable
 
 LENGTH = 100_000  # no conversation is cut, so that tokens do not depend on which turns are kept

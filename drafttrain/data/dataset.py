@@ -21,8 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.progress import counting
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded, Encoder
-from drafttrain.data.order import Mixture, Order, SingleRows, generator
-from drafttrain.data.packing import Packed, pack
+from drafttrain.data.order import Mixture, Order, Packed, SingleRows, generator, pack
 from drafttrain.data.pool import Conversations, PoolRows, Workers
 from drafttrain.data.records import Records
 from drafttrain.data.sources import Faults, Source, cache_folder, open_sources
