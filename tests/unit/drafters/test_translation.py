@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.drafters.common.translation import TranslatedDraft, Translation, recent
-from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions, build
+from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions, TranslatedDraft, Translation, build, recent
 from drafttrain.model.drafter import Commit
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.companion import companion
