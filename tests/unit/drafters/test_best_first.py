@@ -11,9 +11,8 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
-from drafttrain.drafters.common.best_first import BestFirst
 from drafttrain.drafters.common.dynamic_tree import DynamicTree
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import BestFirst, TreeOptions, TreeProposal
 from drafttrain.ops.build_tree import MOST_CANDIDATES
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_target
