@@ -23,8 +23,7 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META
 from drafttrain.export import golden as material
-from drafttrain.export.card import CardFigures
-from drafttrain.export.exporter import ExportSettings, check_wanted, refusals
+from drafttrain.export.exporter import CardFigures, ExportSettings, check_wanted, refusals
 from drafttrain.export.files import DTYPES
 from drafttrain.export.format import StackRow
 from drafttrain.export.golden import GOLDEN, TENSORS, Golden, store, stored
