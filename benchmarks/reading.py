@@ -20,8 +20,7 @@ from benchmarks.section import Found, Settings
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features.cached import Cached
-from drafttrain.features.format import FeatureFormat
-from drafttrain.features.store import FeatureStore, ShardLayout
+from drafttrain.features.store import FeatureFormat, FeatureStore, ShardLayout
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL
 

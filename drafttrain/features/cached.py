@@ -17,8 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from drafttrain.features.format import Column
-from drafttrain.features.store import FeatureStore, key_of
+from drafttrain.features.store import Column, FeatureStore, key_of
 from drafttrain.model.batch import TrainBatch
 
 ALIGNED = 64  # bytes; each column of a buffer starts at a multiple

@@ -28,9 +28,8 @@ from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
 from drafttrain.features.cached import Cached
-from drafttrain.features.format import LOG_REST, FeatureFormat
 from drafttrain.features.online import Online
-from drafttrain.features.store import ABSENT, FeatureStore, Ids, ShardLayout
+from drafttrain.features.store import ABSENT, LOG_REST, FeatureFormat, FeatureStore, Ids, ShardLayout
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Taps

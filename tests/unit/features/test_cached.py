@@ -16,9 +16,8 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features import store as stores
 from drafttrain.features.cached import Cached, documents
-from drafttrain.features.format import FeatureFormat
 from drafttrain.features.online import Online
-from drafttrain.features.store import ABSENT, FeatureStore, ShardLayout, key_of
+from drafttrain.features.store import ABSENT, FeatureFormat, FeatureStore, ShardLayout, key_of
 from drafttrain.model.batch import Prediction, Top, TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.teacher import TopKDistribution

@@ -16,9 +16,8 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features import store as stores
 from drafttrain.features.cached import BUFFERS, Cached, HostBuffers, ReadAhead
-from drafttrain.features.format import FeatureFormat
 from drafttrain.features.online import Online
-from drafttrain.features.store import FeatureStore, ShardLayout
+from drafttrain.features.store import FeatureFormat, FeatureStore, ShardLayout
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.train.caching import ShardWriter
