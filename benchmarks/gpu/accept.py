@@ -17,7 +17,7 @@ from drafttrain.core.sampling import Lane, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.acceptance import DELTA, EPSILON
 from drafttrain.ops import accept as accept_op
-from drafttrain.ops import commit as commit_op
+from drafttrain.ops import kv_cache as commit_op
 
 SHARPNESS = 4.0  # of the logits, so that some drafts are accepted and some rejected
 RANKS = 3  # a node's token is one of this many most likely ones after its parent
@@ -223,7 +223,7 @@ class Commit(Verified):
     """What a step makes of an accepted path: tokens, the state of the texts, the host's record."""
 
     op: ClassVar = "commit"
-    twins: ClassVar = ("drafttrain.ops.commit.reference",)
+    twins: ClassVar = ("drafttrain.ops.kv_cache.reference",)
     dtypes: ClassVar = (torch.float32,)
     rows: int
     nodes: int

@@ -23,7 +23,7 @@ from drafttrain.decoding.request import Request
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Taps, Target, TargetOut
-from drafttrain.ops.commit import Sequences, commit, shifted
+from drafttrain.ops.kv_cache import Sequences, commit, shifted
 
 
 class SlotState:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.ops import accept, commit, library
+from drafttrain.ops import accept, kv_cache, library
 from drafttrain.ops import sampling as sampling_op
 from drafttrain.ops.accept import choice_accept, greedy_accept, likely_accept, lossless_accept
 from tests.kernels import emulated
@@ -328,10 +328,10 @@ def test_commit_operator_equals_reference(machine: str, nodes: int, skips: bool,
     slot_B = torch.randperm(BATCH + 3, generator=random)[:BATCH]
     made_S, limit_S = (torch.randint(low, high, (BATCH + 3,), generator=random) for low, high in ((1, 9), (4, 12)))
     stop_SK = torch.randint(-1, 11, (BATCH + 3, 2), generator=random)
-    sequences = commit.Sequences(torch.zeros_like(made_S), made_S, made_S % 4 == 0, limit_S, stop_SK)
-    same = commit.Sequences(*(getattr(sequences, field.name).clone() for field in fields(sequences)))
-    found = commit.commit(one.tree, path_BA, count_B, bonus_B, slot_B, sequences, skips, counts)
-    wanted = commit.reference(one.tree, path_BA, count_B, bonus_B, slot_B, same, skips, counts)
+    sequences = kv_cache.Sequences(torch.zeros_like(made_S), made_S, made_S % 4 == 0, limit_S, stop_SK)
+    same = kv_cache.Sequences(*(getattr(sequences, field.name).clone() for field in fields(sequences)))
+    found = kv_cache.commit(one.tree, path_BA, count_B, bonus_B, slot_B, sequences, skips, counts)
+    wanted = kv_cache.reference(one.tree, path_BA, count_B, bonus_B, slot_B, same, skips, counts)
     assert bool(same.done_S.any()) and not bool(same.done_S.all())
     for ours, theirs in ((found, wanted), (sequences, same)):
         for field in fields(theirs):
