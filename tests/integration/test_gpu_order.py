@@ -20,7 +20,7 @@ from benchmarks.gpu.suite import Suite
 
 GPU = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})  # its cases, not its work
 NORM = ("drafttrain.ops.rms_norm",)
-TREES = ("drafttrain.ops.build_tree",)
+TREES = ("drafttrain.ops.tree_bits",)
 
 
 def test_gpu_results_hold_only_for_same_sources_and_torch_version(tmp_path: Path) -> None:

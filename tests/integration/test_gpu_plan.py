@@ -215,7 +215,7 @@ RESETS: dict[str, set[str]] = {
 @pytest.mark.slow
 def test_gpu_source_digest_changes_only_for_affected_cases(checkout: Path, subtests: pytest.Subtests) -> None:
     cases = {op: (f"drafttrain.ops.{op}",) for op in ("rms_norm", "tree_attention", "divergence")}
-    cases["tree_links"] = ("drafttrain.ops.build_tree",)
+    cases["tree_links"] = ("drafttrain.ops.tree_bits",)
     cases |= {name: (*sources.DECODER, *sources.of_family(name)) for name in ("medusa", "eagle3")}
     cases |= {"plain": sources.DECODER, "training": sources.TRAINING}
 
