@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from drafttrain.decoding import cuda_graph
 from drafttrain.decoding import graph_runner as ahead
+from drafttrain.decoding import graph_runner as cuda_graph
 from drafttrain.decoding import tree_size as treesize
 from drafttrain.targets import vision
 

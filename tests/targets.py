@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from drafttrain.core.errors import UserError
-from drafttrain.decoding.cuda_graph import reason_of
+from drafttrain.decoding.graph_runner import reason_of
 from drafttrain.targets.experts import experts_of, find_experts
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.graph_probe import why_not_captured

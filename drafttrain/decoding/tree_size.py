@@ -18,8 +18,7 @@ from torch import Tensor, cuda
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import expected_nodes, tuned_paths
-from drafttrain.decoding.cuda_graph import WARM_RUNS, CaptureError, captured_graph, warmed
-from drafttrain.decoding.graph_runner import LEAST_BOUND, bind, capturable
+from drafttrain.decoding.graph_runner import LEAST_BOUND, WARM_RUNS, CaptureError, bind, capturable, captured_graph, warmed
 from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Target

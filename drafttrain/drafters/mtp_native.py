@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.cuda_graph import why_waiting
+from drafttrain.decoding.graph_runner import why_waiting
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.own_modules import LAYOUTS, Numbered, OwnModule, count_of, layout_of, open_source
 from drafttrain.drafters.common.pending import CachedState, concatenated

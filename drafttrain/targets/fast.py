@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
-from drafttrain.decoding.cuda_graph import why_waiting
+from drafttrain.decoding.graph_runner import why_waiting
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.decoder_block import LLAMA, BlockKind, Blocks, DecoderBlock, has_experts, rotary_order
 from drafttrain.model.frozen_ref import FrozenRef

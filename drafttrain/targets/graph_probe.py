@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.decoding.cuda_graph import CaptureError, captured_graph, warmed, why_waiting
+from drafttrain.decoding.graph_runner import CaptureError, captured_graph, warmed, why_waiting
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.target import Taps

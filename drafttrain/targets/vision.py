@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
-from drafttrain.decoding.cuda_graph import capturing
+from drafttrain.decoding.graph_runner import capturing
 from drafttrain.model.images import FIRST, bases, rows, spans
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents

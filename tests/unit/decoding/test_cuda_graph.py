@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding import cuda_graph, tree_size
-from drafttrain.decoding.cuda_graph import CaptureError, captured_graph, why_waiting
+from drafttrain.decoding import graph_runner, tree_size
 from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.graph_runner import CaptureError, captured_graph, why_waiting
 from drafttrain.decoding.settings import Controls
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.graph_probe import why_not_captured
@@ -36,11 +36,11 @@ class Driver:
         return Broken(self) if self.begun <= self.refused else self.right(graph, **named)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        self.right = cuda_graph.cuda.graph
+        self.right = graph_runner.cuda.graph
         own = {"graph": self.graph, "current_stream": lambda _: self.stream, "set_stream": self.set_stream}
-        own |= {"stream": cuda_graph.cuda.stream, "graph_pool_handle": lambda: (0, 7)}
-        patch.setattr(cuda_graph, "cuda", SimpleNamespace(**(vars(cuda_graph.cuda) | own)))
-        patch.setattr(cuda_graph, "end_pool", lambda device, pool: self.ended_pools.append(pool))
+        own |= {"stream": graph_runner.cuda.stream, "graph_pool_handle": lambda: (0, 7)}
+        patch.setattr(graph_runner, "cuda", SimpleNamespace(**(vars(graph_runner.cuda) | own)))
+        patch.setattr(graph_runner, "end_pool", lambda device, pool: self.ended_pools.append(pool))
 
     def set_stream(self, stream: Any) -> None:
         self.stream = stream
@@ -61,7 +61,7 @@ class Broken:
 def driver(cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(1)
     made.install(monkeypatch)
-    monkeypatch.setattr(cuda_graph, "_failed", [])  # other tests count the graphs that are alive
+    monkeypatch.setattr(graph_runner, "_failed", [])  # other tests count the graphs that are alive
     return made
 
 
@@ -113,7 +113,7 @@ def test_verification_seconds_failed_capture_times_calls(driver: Driver, monkeyp
 def test_why_waiting_finds_synchronising_work_without_capture(cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     modes = [0]
     own = {"get_sync_debug_mode": lambda: modes[-1], "set_sync_debug_mode": modes.append}
-    monkeypatch.setattr(cuda_graph, "cuda", SimpleNamespace(**(vars(cuda_graph.cuda) | own)))
+    monkeypatch.setattr(graph_runner, "cuda", SimpleNamespace(**(vars(graph_runner.cuda) | own)))
 
     def waits() -> None:
         if modes[-1] == "error":
