@@ -18,9 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from drafttrain.core.errors import UserError
+from drafttrain.core.errors import UserError, data_set_reason, hub_reason, without_token
 from drafttrain.core.files import atomic_file, atomic_write_bytes
-from drafttrain.core.hub_errors import data_set_reason, hub_reason, without_token
 from drafttrain.data import SourceOptions
 from drafttrain.data.files import LINES, TABLES, reason_of
 from drafttrain.data.records import NO_ROOM, JoinedRecords, Listed, Loaded, Records, open_records

@@ -17,8 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.core.errors import UserError, printable
-from drafttrain.core.hub_errors import data_set_reason, without_token
+from drafttrain.core.errors import UserError, data_set_reason, printable, without_token
 from drafttrain.data import DataOptions
 from drafttrain.data.files import ASSETS, keys_of, path_of
 from drafttrain.data.forms import conversation

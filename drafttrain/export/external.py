@@ -22,9 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafttrain.core.errors import UserError
+from drafttrain.core.errors import UserError, hub_reason, without_token
 from drafttrain.core.files import check_listed
-from drafttrain.core.hub_errors import hub_reason, without_token
 from drafttrain.targets.weights import listed_files
 
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "adapter_model.safetensors")

@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from drafttrain.core.errors import UserError
-from drafttrain.core.hub_errors import hub_reason
+from drafttrain.core.errors import UserError, hub_reason
 from drafttrain.model.target import Target
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget

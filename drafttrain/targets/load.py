@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from drafttrain.core.errors import UserError
-from drafttrain.core.hub_errors import hub_reason, without_token
+from drafttrain.core.errors import UserError, hub_reason, without_token
 from drafttrain.model.shapes import TargetShape
 from drafttrain.targets import TargetOptions, check_there
 from drafttrain.targets.devices import bind, device_of

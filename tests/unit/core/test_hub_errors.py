@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants, errors
 
-from drafttrain.core import hub_errors
-from drafttrain.core.hub_errors import hub_reason, without_token
+from drafttrain.core import errors as hub_errors
+from drafttrain.core.errors import hub_reason, without_token
 
 
 class Answer:
