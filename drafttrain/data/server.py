@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.forms import ARGUMENTS
-from drafttrain.data.generation_jobs import Dialogue, GenerationJob, Message, TokenTurn
-from drafttrain.data.local_generator import Finished, Tick
+from drafttrain.data.generation_jobs import Dialogue, Finished, GenerationJob, Message, Tick, TokenTurn
 from drafttrain.data.pictures import INLINE
 from drafttrain.data.rules import Reply
 from drafttrain.targets.images import content_of

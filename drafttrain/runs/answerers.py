@@ -13,8 +13,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.data import PrepareOptions
 from drafttrain.data.forms import TOKENIZER
-from drafttrain.data.generation_jobs import Dialogue, GenerationJob, PromptScripts
-from drafttrain.data.local_generator import LocalGenerator
+from drafttrain.data.generation_jobs import Dialogue, GenerationJob, LocalGenerator, PromptScripts
 from drafttrain.data.provenance import template_hash, tokenizer_hash
 from drafttrain.data.server import Server, ServerOptions, model_of
 from drafttrain.data.templates import chat_template, read_template

@@ -18,8 +18,7 @@ from drafttrain.data import DataOptions, PrepareOptions
 from drafttrain.data.chat import Encoder
 from drafttrain.data.dataset import load_dataset
 from drafttrain.data.forms import conversation
-from drafttrain.data.generation_jobs import Dialogue, jobs_of, read_scripts
-from drafttrain.data.local_generator import LocalGenerator
+from drafttrain.data.generation_jobs import Dialogue, LocalGenerator, jobs_of, read_scripts
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.pool import Conversations, Workers
 from drafttrain.data.prompts import encode_prompt, load_prompts

@@ -28,13 +28,13 @@ from drafttrain.data.generation_jobs import (
     TOO_LONG,
     Dialogue,
     GenerationJob,
+    LocalGenerator,
     PromptScripts,
     documents_of,
     jobs_of,
     read_scripts,
 )
 from drafttrain.data.journal import Journal, check_settings, read, scan
-from drafttrain.data.local_generator import LocalGenerator
 from drafttrain.data.sources import Conversation
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.targets.hf import HFTarget
