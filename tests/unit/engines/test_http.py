@@ -15,11 +15,10 @@ import pytest
 from drafttrain.commands import measure as measure_file
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import encode_prompt, load_prompts
-from drafttrain.engines import counters as counters_file
+from drafttrain.engines import http as counters_file
 from drafttrain.engines import http as endpoint_file
 from drafttrain.engines.answers import EngineInfo
-from drafttrain.engines.counters import counted, of_answers, prometheus, prometheus_by_position, read
-from drafttrain.engines.http import EndpointOptions, endpoint
+from drafttrain.engines.http import EndpointOptions, counted, endpoint, of_answers, prometheus, prometheus_by_position, read
 from drafttrain.measure import report as report_file
 from drafttrain.measure.engine_report import section
 from tests.exports import embedded, loaded_before
