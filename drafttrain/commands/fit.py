@@ -23,7 +23,7 @@ from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
 from drafttrain.measure import DecodeOptions, MeasureOptions
-from drafttrain.measure.curves import engine_steps
+from drafttrain.measure.plots import engine_steps
 from drafttrain.measure.report import FILE
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.measure.tuning import DEFAULT

@@ -17,11 +17,11 @@ import drafttrain
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text
 from drafttrain.measure import cells, engine_report
-from drafttrain.measure.curves import CURVES, read_curves
 from drafttrain.measure.engine_report import acceptance_entries
 from drafttrain.measure.flags import best, best_entry
 from drafttrain.measure.html import render, script_json
 from drafttrain.measure.markdown import headline, markdown
+from drafttrain.measure.plots import CURVES, read_curves
 from drafttrain.measure.sheet import write_sheet
 
 SCHEMA_VERSION = 2

@@ -8,8 +8,8 @@ from typing import Any
 
 from drafttrain.core.files import atomic_write_json
 from drafttrain.drafters.checkpoint import checkpoint_name
-from drafttrain.measure.curves import engine_steps, read_curves
 from drafttrain.measure.engine_report import during_training
+from drafttrain.measure.plots import engine_steps, read_curves
 from drafttrain.train import LoggerOptions
 from drafttrain.train.checkpoint_manager import PROGRESS, best_checkpoint, engine_figures, store_engine_figures
 from drafttrain.train.logger import Logger

@@ -19,7 +19,7 @@ import wandb
 from matplotlib.figure import Figure
 from wandb.proto import wandb_internal_pb2 as protocol
 
-from drafttrain.measure.curves import read_curves
+from drafttrain.measure.plots import read_curves
 from drafttrain.train import LoggerOptions
 from drafttrain.train.lineage import COLUMNS, Lineage, group_of, measurement_rows, run_of, summary_of
 from drafttrain.train.logger import Logger, log_export
