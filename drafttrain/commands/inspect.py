@@ -27,7 +27,7 @@ from drafttrain.data.sources import Conversation, Faults, read_usable
 from drafttrain.data.statistics import Bin, Sample, Statistics, chosen, sample_of, template_rows
 from drafttrain.data.templates import read_template
 from drafttrain.data.training_sets import named_set
-from drafttrain.measure.html import render
+from drafttrain.measure.markdown import render
 from drafttrain.runs.console import print_line
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path

@@ -19,8 +19,7 @@ from drafttrain.core.files import atomic_write_json, atomic_write_text
 from drafttrain.measure import cells, engine_report
 from drafttrain.measure.engine_report import acceptance_entries
 from drafttrain.measure.flags import best, best_entry
-from drafttrain.measure.html import render, script_json
-from drafttrain.measure.markdown import headline, markdown
+from drafttrain.measure.markdown import headline, markdown, render, script_json
 from drafttrain.measure.plots import CURVES, read_curves
 from drafttrain.measure.sheet import write_sheet
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
 from drafttrain.measure.flags import best_entry
-from drafttrain.measure.html import render
+from drafttrain.measure.markdown import render
 from drafttrain.model.images import without_images
 
 if TYPE_CHECKING:  # `compare` and `simulate` read reports without loading a model

@@ -20,7 +20,7 @@ from drafttrain.drafters.checkpoint import list_checkpoints
 from drafttrain.measure import cells
 from drafttrain.measure.compare.rows import names_of, varied
 from drafttrain.measure.compare.runs import RunReport, settings_of
-from drafttrain.measure.html import render
+from drafttrain.measure.markdown import render
 from drafttrain.runs.directory import run_state
 from drafttrain.train.checkpoint_manager import Progress, best_checkpoint
 

@@ -15,7 +15,7 @@ from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
 from drafttrain.measure.compare.columns import cell_rows, cost_text, figure_rows, header, pair_cells, varied_text
 from drafttrain.measure.compare.ranking import UNITS, Comparison, Pair
-from drafttrain.measure.html import render
+from drafttrain.measure.markdown import render
 
 PAIRS = ("figure", "first", "second", "prompts", "difference", "low", "high", "p", "p_corrected", "verdict")
 SIZES = {"wide": (720, 400), "narrow": (340, 340)}
