@@ -13,16 +13,17 @@ from drafttrain.core.progress import Watch
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import Prompt, read_documents
 from drafttrain.decoding.acceptance import POLICIES
+from drafttrain.decoding.guards import JSON, LOOP
 from drafttrain.decoding.request import Result
 from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_meta
-from drafttrain.measure import DecodeOptions, MeasureOptions
+from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case, encode_cases, follow_ups, left_out_notes
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
-from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys, samples
+from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys, monitor_keys, samples
 from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
 from drafttrain.measure.flags import distillation, flags
-from drafttrain.measure.guards import guard_keys, valid_outputs, without_guards
+from drafttrain.measure.monitors import QUALITY, valid_json
 from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import Original, mean_log_likelihood
 from drafttrain.measure.sheet import outputs as sheet_outputs
@@ -35,6 +36,58 @@ from drafttrain.objective.losses import Hits
 from drafttrain.targets.adapt import check_whole
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import weights_of
+
+
+def valid_outputs(bench: Bench, cases: Sequence[Case], results: Sequence[Result]) -> list[bool | None]:
+    """Whether each output is the JSON that its prompt asks for; None for prompts that ask for none."""
+    tokenizer, fence = bench.loaded.tokenizer, bench.decode.guard.fence
+    return [
+        valid_json(str(tokenizer.decode(r.tokens, skip_special_tokens=True)), case.required, fence) if case.as_json else None
+        for case, r in zip(cases, results, strict=True)
+    ]
+
+
+def without_guards(bench: Bench) -> Bench | None:
+    """The bench with all guards off; None if none is on."""
+    guard = bench.decode.guard
+    if guard.loop == guard.json == "off":
+        return None
+    return replace(bench, decode=replace(bench.decode, guard=GuardOptions(fence=guard.fence)))
+
+
+def guard_keys(bench: Bench, evidence: Evidence, free: Sequence[Result]) -> Keys:
+    """The report's `guards`. free: the outputs without guards."""
+    names = [case.category for case in evidence.cases]
+    keys: Keys = {
+        name: {
+            "action": getattr(bench.decode.guard, name),
+            "acted": _acted(evidence.speculative, name),
+            "baseline_acted": _acted(evidence.plain, name),
+        }
+        for name in (LOOP, JSON)
+    }
+    keys["categories"] = []
+    for category in dict.fromkeys(names):
+        category_results = [
+            r for r, case_category in zip(evidence.speculative, names, strict=True) if case_category == category
+        ]
+        keys["categories"].append(
+            {"category": category, "prompts": len(category_results)} | {n: _acted(category_results, n) for n in (LOOP, JSON)}
+        )
+    keys["with"] = _quality(bench, evidence)
+    keys["without"] = _quality(bench, replace(evidence, speculative=free, valid=valid_outputs(bench, evidence.cases, free)))
+    return keys
+
+
+def _acted(results: Sequence[Result], guard: str) -> int:
+    return sum(act.guard == guard for result in results for act in result.acts)
+
+
+def _quality(bench: Bench, evidence: Evidence) -> Keys:
+    target, outputs = bench.loaded.target, [r.tokens for r in evidence.speculative]
+    monitors = monitor_keys(evidence, target.stop_ids)
+    log_likelihood = mean_log_likelihood(target, [c.tokens for c in evidence.cases], outputs, target.device)
+    return {key: monitors[key] for key in QUALITY} | {"tokens": sum(map(len, outputs)), "log_likelihood": log_likelihood}
 
 
 @dataclass(frozen=True, slots=True)
