@@ -12,8 +12,7 @@ from typing import Any
 from drafttrain.core.errors import UserError
 from drafttrain.measure.simulate import SimulateOptions
 from drafttrain.measure.simulate.formulas import Ranks, best_tree, expected_tokens, full_tree, geometric_ranks, shifted, speedup
-from drafttrain.measure.simulate.scenario import Experts, Scenario, Shape, StepCosts
-from drafttrain.measure.simulate.toy import Trial, sampled_chain, tree_trial
+from drafttrain.measure.simulate.scenario import Experts, Scenario, Shape, StepCosts, Trial, sampled_chain, tree_trial
 
 ASSUMED = {"alpha": 0.7, "draft": 0.05, "token": 0.01, "other": 0.0}
 WIDE = 10  # ranks of a tree's level without a report

@@ -29,9 +29,8 @@ from drafttrain.measure.simulate.formulas import (
     speedup,
     tree_tokens,
 )
-from drafttrain.measure.simulate.scenario import MOST_BATCH, Experts, Scenario, StepCosts
+from drafttrain.measure.simulate.scenario import MOST_BATCH, Experts, Scenario, StepCosts, sampled_chain, tree_trial
 from drafttrain.measure.simulate.simulation import Measured, alpha_of, run_simulation, token_cost
-from drafttrain.measure.simulate.toy import sampled_chain, tree_trial
 from drafttrain.runs.options import RunOptions
 from tests.runs import report, version_1, write
 
