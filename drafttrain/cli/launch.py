@@ -227,7 +227,7 @@ def check_launcher(options: RunOptions) -> None:
 def _processes(options: RunOptions) -> int:
     if options.launcher.nproc != "auto":
         return options.launcher.processes
-    return import_module("drafttrain.runs.server_gpus").processes_of(options)  # it imports torch, which takes long
+    return import_module("drafttrain.runs.server_machines").processes_of(options)  # it imports torch, which takes long
 
 
 def _serve(options: RunOptions) -> None:

@@ -20,8 +20,17 @@ from drafttrain.engines.states_command import ServedStates, server_process
 from drafttrain.engines.states_server import StatesServer, free_ports, running
 from drafttrain.features import FeatureOptions
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.server_gpus import servers_alone, visible_gpus
-from drafttrain.runs.server_machines import LOOK, Machine, Wanted, answer, earlier_answer, leave, wanted
+from drafttrain.runs.server_machines import (
+    LOOK,
+    Machine,
+    Wanted,
+    answer,
+    earlier_answer,
+    leave,
+    servers_alone,
+    visible_gpus,
+    wanted,
+)
 from drafttrain.train.interrupt import Interrupt
 
 SILENT = 600.0  # seconds without a sign of life after which the trainers count as lost

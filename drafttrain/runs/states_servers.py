@@ -28,8 +28,7 @@ from drafttrain.features import FeatureOptions
 from drafttrain.features.mooncake_store import StoreSettings
 from drafttrain.model.target import FINAL
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.server_gpus import servers_next_to_trainers, visible_gpus
-from drafttrain.runs.server_machines import MEETING, asked
+from drafttrain.runs.server_machines import MEETING, asked, servers_next_to_trainers, visible_gpus
 from drafttrain.targets.devices import NUMBER
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import EngineFeatures

@@ -15,7 +15,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.engines.states_command import ServedStates, server_process
 from drafttrain.features import FeatureOptions
 from drafttrain.runs.options import LauncherOptions, RunOptions, SlurmOptions
-from drafttrain.runs.server_gpus import processes_of, servers_alone, servers_next_to_trainers, visible_gpus
+from drafttrain.runs.server_machines import processes_of, servers_alone, servers_next_to_trainers, visible_gpus
 
 EIGHT = [str(i) for i in range(8)]
 
