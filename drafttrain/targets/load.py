@@ -27,8 +27,7 @@ from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import InexactError
 from drafttrain.targets.quantised import FP8, quantise
 from drafttrain.targets.recomputed import RecomputedTarget
-from drafttrain.targets.sharded import ShardedTarget, Shards
-from drafttrain.targets.split import SplitTarget, check_divides, split_target
+from drafttrain.targets.split import ShardedTarget, Shards, SplitTarget, check_divides, split_target
 from drafttrain.targets.structure import shape_of
 from drafttrain.targets.vision import ARCHITECTURES, VisionTarget
 from drafttrain.targets.weights import INDEX, PICKLED, PICKLED_INDEX, check_settings, is_pickled, load_model

@@ -31,7 +31,7 @@ class Trunk(nn.Module):
 
 
 class ZeroShards:
-    """`drafttrain.targets.sharded.Shards` over the processes of the default group, which must exist."""
+    """`drafttrain.targets.split.Shards` over the processes of the default group, which must exist."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._library: Any = load_deepspeed()

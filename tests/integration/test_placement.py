@@ -28,8 +28,7 @@ from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget, load_target
-from drafttrain.targets.sharded import ShardedTarget
-from drafttrain.targets.split import RoundRobinTarget, part_among_neighbours
+from drafttrain.targets.split import RoundRobinTarget, ShardedTarget, part_among_neighbours
 from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
 from drafttrain.train.engine import TrainingEngine, World, join_world, leave_world
 from drafttrain.train.job import TrainingJob

@@ -36,7 +36,7 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
 from drafttrain.targets.quantised import KINDS, QuantisedLinear, quantise, rounded_to, whole_fingerprint
-from drafttrain.targets.sharded import ShardedTarget
+from drafttrain.targets.split import ShardedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions, sharding
 from drafttrain.train.engine import World, settings
 from drafttrain.train.optimizer import hidden_matrices, make_optimizer
