@@ -19,10 +19,9 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.experts import expert_size
-from drafttrain.targets.fp8_checkpoint import holds_fp8
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import DTYPES, dtype_of, path_of, reason
-from drafttrain.targets.quantised import FP8, weight_bytes
+from drafttrain.targets.quantised import FP8, holds_fp8, weight_bytes
 from drafttrain.targets.structure import find_blocks
 from drafttrain.targets.weights import model_class
 

@@ -20,12 +20,11 @@ from drafttrain.targets import TargetOptions, check_there
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.experts import ExpertTarget, load_share, whole_size
 from drafttrain.targets.fast import FastTarget, runs, why_not, why_whole
-from drafttrain.targets.fp8_checkpoint import Fp8Checkpoint
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.images import TEXT_ONLY, ImageReader, Images, NoImages, image_reader
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import InexactError
-from drafttrain.targets.quantised import FP8, quantise
+from drafttrain.targets.quantised import FP8, Fp8Checkpoint, quantise
 from drafttrain.targets.recomputed import RecomputedTarget
 from drafttrain.targets.split import ShardedTarget, Shards, SplitTarget, check_divides, split_target
 from drafttrain.targets.structure import shape_of
