@@ -29,10 +29,9 @@ from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import INSTEAD, InexactError, Reference, probe, reference_of, wrong_tap
 from drafttrain.targets.quantised import check_whole
-from drafttrain.targets.recurrent import Limits, Recorder, recording
+from drafttrain.targets.recurrent import Limits, Recorder, RowShape, SlotCache, extra_layers, recording
 from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed, weight_sharing_copy
-from drafttrain.targets.slot_cache import RowShape, SlotCache, extra_layers
 from drafttrain.targets.structure import find_backbone, find_blocks, is_recurrent, lacking, scale_of, set_depth, shape_of
 from drafttrain.targets.substitute import restore, substitute
 

@@ -28,7 +28,7 @@ from drafttrain.model.unrolled_attention import unrolled as unrolled_attention
 from drafttrain.ops.tree_bits import ancestors_of
 from drafttrain.targets.attention import LayerMasks
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.slot_cache import extra_layers
+from drafttrain.targets.recurrent import extra_layers
 from drafttrain.targets.structure import find_blocks, set_depth
 
 FULL, NAME = "full_attention", "drafttrain_block"
