@@ -19,9 +19,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.decoding.graph_runner import reason_of
 from drafttrain.targets.experts import experts_of, find_experts
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
-from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.probe import InexactError
+from drafttrain.targets.probe import InexactError, why_not_captured
 from drafttrain.targets.recomputed import RecomputedTarget
 from tests.architectures import ROWS, Architecture, model_of
 from tests.recorder import install

@@ -25,9 +25,8 @@ from drafttrain.model.recurrent_state import States, UnknownScanError
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
 from drafttrain.targets.attention import LayerMasks, install
 from drafttrain.targets.fingerprint import fingerprint_of
-from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.parallel import WHOLE, Part
-from drafttrain.targets.probe import INSTEAD, InexactError, Reference, probe, reference_of, wrong_tap
+from drafttrain.targets.probe import INSTEAD, InexactError, Reference, probe, reference_of, why_not_captured, wrong_tap
 from drafttrain.targets.quantised import check_whole
 from drafttrain.targets.recurrent import Limits, Recorder, RowShape, SlotCache, extra_layers, recording
 from drafttrain.targets.recurrent import install as record_scans

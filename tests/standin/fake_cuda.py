@@ -122,7 +122,7 @@ def install(library: ctypes.CDLL, count: int) -> None:
     Stream.operators = attention()
     after_import("drafttrain.measure.speed", lambda module: setattr(module.copy_bandwidth, "__defaults__", SMALL))
     after_import("drafttrain.decoding.graph_runner", lambda module: setattr(module, "capturable", lambda *_: False))
-    after_import("drafttrain.targets.graph_probe", lambda module: setattr(module, "why_not_captured", lambda _: "a stand-in"))
+    after_import("drafttrain.targets.probe", lambda module: setattr(module, "why_not_captured", lambda _: "a stand-in"))
 
 
 def attention() -> torch.library.Library:

@@ -14,7 +14,7 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.graph_runner import CaptureError, captured_graph, why_waiting
 from drafttrain.decoding.settings import Controls
 from drafttrain.targets.fast import FastTarget
-from drafttrain.targets.graph_probe import why_not_captured
+from drafttrain.targets.probe import why_not_captured
 from tests.contract.test_families import build
 from tests.helpers import prompts, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs
