@@ -17,7 +17,7 @@ so that the LoRA learns to ignore them, and no embedding has to be trained.
 The design:
 
 - The matrices are the only parameters. The target's weights stay where they are and are never written
-  (`targets/position_lora.py`); keys and values of the text are those of the base weights.
+  (`targets/adapt.py`); keys and values of the text are those of the base weights.
 - Training is one pass over the text, followed by the random tokens of all anchors (`model/mask_chains.py`), by the target's
   own runner with its own attention. No training recipe has been published; this one is ours.
 - Decoding has a cache of its own, as every drafter that is a language model: the decoder gives a drafter the target's states,
@@ -51,8 +51,8 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.low_rank import LoraOptions
 from drafttrain.model.mask_chains import Chains, Retention
 from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets.adapt import PositionLora
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.position_lora import PositionLora
 
 UNLIKELY = 30.0  # what the logits of tokens lose that the target's greedy choice rules out
 
