@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from drafttrain.core.errors import UserError
-from drafttrain.targets.fingerprint import fingerprint_of, sample_of, sampled_places
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.parallel import Part
+from drafttrain.targets.structure import fingerprint_of, sample_of, sampled_places
 from drafttrain.targets.weights import check_files, model_class
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # (state_SH, expert_SK, weight_SK) -> [S, H]

@@ -24,14 +24,22 @@ from drafttrain.model.masks import Documents
 from drafttrain.model.recurrent_state import States, UnknownScanError
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
 from drafttrain.targets.attention import LayerMasks, install
-from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import INSTEAD, InexactError, Reference, probe, reference_of, why_not_captured, wrong_tap
 from drafttrain.targets.quantised import check_whole
 from drafttrain.targets.recurrent import Limits, Recorder, RowShape, SlotCache, extra_layers, recording
 from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed, weight_sharing_copy
-from drafttrain.targets.structure import find_backbone, find_blocks, is_recurrent, lacking, scale_of, set_depth, shape_of
+from drafttrain.targets.structure import (
+    find_backbone,
+    find_blocks,
+    fingerprint_of,
+    is_recurrent,
+    lacking,
+    scale_of,
+    set_depth,
+    shape_of,
+)
 from drafttrain.targets.substitute import restore, substitute
 
 

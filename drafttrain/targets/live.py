@@ -23,10 +23,9 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.low_rank import LowRank
 from drafttrain.model.masks import Documents
 from drafttrain.model.target import FINAL, Taps, TargetOut
-from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.shallow import final_norm, weight_sharing_copy
-from drafttrain.targets.structure import find_backbone, find_blocks, is_recurrent, scale_of, shape_of
+from drafttrain.targets.structure import find_backbone, find_blocks, fingerprint_of, is_recurrent, scale_of, shape_of
 
 
 def unwrapped(model: Any) -> PreTrainedModel:

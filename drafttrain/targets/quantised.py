@@ -20,9 +20,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.ops.fp8 import BLOCK, Fp8Linear, why_widened
 from drafttrain.ops.fp8_rows import E4M3
 from drafttrain.ops.quantised import BITS, Quantised, stored_bytes
-from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.pieces import CheckpointFiles, OpenFiles
-from drafttrain.targets.structure import find_blocks, shape_of
+from drafttrain.targets.structure import find_blocks, fingerprint_of, shape_of
 from drafttrain.targets.weights import AGAIN, model_class
 
 FP8 = "fp8"

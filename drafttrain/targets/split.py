@@ -34,11 +34,10 @@ from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import Taps, TargetOut
 from drafttrain.targets.attention import LayerMasks
 from drafttrain.targets.fast import FastTarget, why_not
-from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.parallel import Part
 from drafttrain.targets.probe import Reference, reference_of
-from drafttrain.targets.structure import find_backbone, find_blocks, shape_of
+from drafttrain.targets.structure import find_backbone, find_blocks, fingerprint_of, shape_of
 
 
 class Shards(Protocol):

@@ -32,10 +32,10 @@ from drafttrain.core.progress import counting
 from drafttrain.data.prompts import load_prompts
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.targets.estimate import format_bytes
-from drafttrain.targets.fingerprint import Samples, fingerprint_from, sample_of, sampled
 from drafttrain.targets.frozen_ends import FrozenEnds, KnownStates, LoadedEnds
 from drafttrain.targets.load import reason
 from drafttrain.targets.pieces import Pieces
+from drafttrain.targets.structure import Samples, fingerprint_from, sample_of, sampled
 from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
 

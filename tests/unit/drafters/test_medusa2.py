@@ -39,10 +39,10 @@ from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.adapt import Adapter, own_bytes
 from drafttrain.targets.fast import FastTarget
-from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.parallel import Part
+from drafttrain.targets.structure import fingerprint_of
 from tests.helpers import prompts, tiny_model, tiny_target
 from tests.unit.measure.test_runner import SCHEMA, Letters, check
 from tests.unit.measure.test_runner import prompts as prompt_file

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from drafttrain.targets.fingerprint import fingerprint_of
+from drafttrain.targets.structure import fingerprint_of
 
 
 def model(seed: int = 0, scale: float = 1.0) -> nn.Module:

@@ -18,8 +18,8 @@ from drafttrain.ops.fp8 import Fp8Linear
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.estimate import need_of, outline
 from drafttrain.targets.fast import FastTarget
-from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.structure import fingerprint_of
 from tests.architectures import model_of
 from tests.tokenizers import save_bytes_tokenizer
 
