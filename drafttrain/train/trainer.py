@@ -35,7 +35,7 @@ from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, sav
 from drafttrain.train.compiled import compile_layers
 from drafttrain.train.engine import TrainingEngine, World
 from drafttrain.train.engine_measurement import EngineMeasurement, engine_measurement
-from drafttrain.train.interrupt import Interrupt
+from drafttrain.train.interrupt import Interrupt, Watchdog
 from drafttrain.train.job import TrainingJob, meta_of, objective_of, tensor_names
 from drafttrain.train.logger import LateLog, Logger, StepResult, ToHost
 from drafttrain.train.optimizer import learning_rate
@@ -43,7 +43,6 @@ from drafttrain.train.profile import Profile, window
 from drafttrain.train.progress import Console
 from drafttrain.train.step_batches import Batches, StepBatches
 from drafttrain.train.telemetry import Meter, StepCost
-from drafttrain.train.watchdog import Watchdog
 
 OUT_OF_REACH = 2**31  # a rank that no path contains
 LEFT_OUT, NAMED = "left_out.txt", 20  # records that steps left out: the file that names them, how many the console names

@@ -19,9 +19,9 @@ from torch.utils.flop_counter import flop_registry
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.batch import TrainBatch
+from drafttrain.train.interrupt import Watchdog
 from drafttrain.train.profile import Profile, window
 from drafttrain.train.telemetry import Flops, Meter, named_peak
-from drafttrain.train.watchdog import Watchdog
 
 
 def batch(B: int, T: int) -> TrainBatch:
@@ -173,9 +173,9 @@ def test_watchdog_hanging_step_writes_stacks(tmp_path: Path) -> None:
     def waits_for_a_rank_that_never_comes() -> tuple[Path, str]:
         with Watchdog(tmp_path, 3, 0.05, said.put) as watchdog:
             line, end = said.get(timeout=60), time.monotonic() + 60
-            while "never_comes" not in watchdog.file.read_text() and time.monotonic() < end:  # a thread of its own writes it
+            while "never_comes" not in interrupt.file.read_text() and time.monotonic() < end:  # a thread of its own writes it
                 time.sleep(0.005)
-            return watchdog.file, line
+            return interrupt.file, line
 
     stacks, line = waits_for_a_rank_that_never_comes()
     assert "waits_for_a_rank_that_never_comes" in stacks.read_text()
@@ -185,13 +185,13 @@ def test_watchdog_hanging_step_writes_stacks(tmp_path: Path) -> None:
 HANGS = """
 import sys, time
 from pathlib import Path
-from drafttrain.train import watchdog
+from drafttrain.train import interrupt
 
 def waits_for_a_rank_that_never_comes():
     time.sleep(60)
 
-watchdog.WRITING = 0.1
-with watchdog.Watchdog(Path(sys.argv[1]), 3, 0.1, print, ends=True):
+interrupt.WRITING = 0.1
+with interrupt.Watchdog(Path(sys.argv[1]), 3, 0.1, print, ends=True):
     waits_for_a_rank_that_never_comes()
 """
 
@@ -206,5 +206,5 @@ def test_watchdog_ends_hanging_process_with_exit_code_1(tmp_path: Path) -> None:
 def test_watchdog_without_hang_leaves_no_files(tmp_path: Path) -> None:
     for seconds in (60.0, 0.0):
         with Watchdog(tmp_path / "logs", 3, seconds, print) as watchdog:
-            watchdog.alive()
+            interrupt.alive()
     assert not list(tmp_path.iterdir())
