@@ -50,8 +50,8 @@ from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World
 from drafttrain.train.engine_features import EngineFeatures
+from drafttrain.train.following import check_on_policy
 from drafttrain.train.job import TrainingJob
-from drafttrain.train.onpolicy import check_on_policy
 from drafttrain.train.progress import Console
 from drafttrain.train.streamed_states import StreamedStates
 from drafttrain.train.ulysses import check_sequence_parallel, language_models

@@ -36,8 +36,8 @@ from drafttrain.features.servers import Servers
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.images import has_images
 from drafttrain.train.engine import World
+from drafttrain.train.following import OnPolicy
 from drafttrain.train.job import TrainingJob
-from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.telemetry import Meter
 from drafttrain.train.ulysses import sequence_group
 

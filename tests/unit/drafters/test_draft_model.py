@@ -25,7 +25,7 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import World
-from drafttrain.train.onpolicy import OnPolicy, check_on_policy
+from drafttrain.train.following import OnPolicy, check_on_policy
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_model, tiny_target
 
