@@ -22,8 +22,7 @@ from drafttrain.targets.devices import bind, number_by_gpu
 from drafttrain.targets.parallel import end_at_exit, meeting
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
 from drafttrain.train.compiled import check
-from drafttrain.train.muon import Matrix
-from drafttrain.train.optimizer import MuonWithAdamW, Refusal, make_optimizer
+from drafttrain.train.optimizer import Matrix, MuonWithAdamW, Refusal, make_optimizer
 from drafttrain.train.shards import ParameterShard
 
 # Gradients that are reduced at once while the backward pass goes on, in elements. Large enough for full bandwidth, and a small

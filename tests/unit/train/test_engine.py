@@ -16,7 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import OPTIMIZERS, DeepSpeedOptions, TrainOptions, engine
 from drafttrain.train.engine import TrainingEngine, World, accumulation, divided
-from drafttrain.train.muon import Muon
+from drafttrain.train.optimizer import Muon
 
 
 class Product(nn.Module):
