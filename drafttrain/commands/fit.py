@@ -45,8 +45,8 @@ from drafttrain.train.checkpoint_manager import Progress, best_checkpoint, engin
 from drafttrain.train.engine import World, divided, join_world, settings
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.logger import Logger
-from drafttrain.train.profile import window
 from drafttrain.train.progress import Console
+from drafttrain.train.telemetry import window
 from drafttrain.train.trackers import check_installed
 from drafttrain.train.trainer import Trainer, without_training
 

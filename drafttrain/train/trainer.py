@@ -39,10 +39,9 @@ from drafttrain.train.interrupt import Interrupt, Watchdog
 from drafttrain.train.job import TrainingJob, meta_of, objective_of, tensor_names
 from drafttrain.train.logger import LateLog, Logger, StepResult, ToHost
 from drafttrain.train.optimizer import learning_rate
-from drafttrain.train.profile import Profile, window
 from drafttrain.train.progress import Console
 from drafttrain.train.step_batches import Batches, StepBatches
-from drafttrain.train.telemetry import Meter, StepCost
+from drafttrain.train.telemetry import Meter, Profile, StepCost, window
 
 OUT_OF_REACH = 2**31  # a rank that no path contains
 LEFT_OUT, NAMED = "left_out.txt", 20  # records that steps left out: the file that names them, how many the console names

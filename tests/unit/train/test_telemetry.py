@@ -20,8 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from drafttrain.core.errors import UserError
 from drafttrain.model.batch import TrainBatch
 from drafttrain.train.interrupt import Watchdog
-from drafttrain.train.profile import Profile, window
-from drafttrain.train.telemetry import Flops, Meter, named_peak
+from drafttrain.train.telemetry import Flops, Meter, Profile, named_peak, window
 
 
 def batch(B: int, T: int) -> TrainBatch:
