@@ -44,10 +44,9 @@ from drafttrain.train import TrainOptions
 from drafttrain.train.checkpoint_manager import Progress, best_checkpoint, engine_figures
 from drafttrain.train.engine import World, divided, join_world, settings
 from drafttrain.train.interrupt import Interrupt
-from drafttrain.train.logger import Logger
+from drafttrain.train.logger import Logger, check_installed
 from drafttrain.train.progress import Console
 from drafttrain.train.telemetry import window
-from drafttrain.train.trackers import check_installed
 from drafttrain.train.trainer import Trainer, without_training
 
 

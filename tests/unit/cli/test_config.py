@@ -39,7 +39,7 @@ from drafttrain.targets import load as targets
 from drafttrain.targets.estimate import PLACEMENTS
 from drafttrain.targets.quantised import KINDS
 from drafttrain.train import LoggerOptions
-from drafttrain.train.trackers import TRACKERS
+from drafttrain.train.logger import TRACKERS
 from tests.composing import HYDRAS_OWN, compose
 from tests.syntax import FILES, statements
 from tests.unit.cli.choices import CHOICES, COUNT, SEVERAL, choice, composed, words

@@ -9,9 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from drafttrain.core.errors import UserError
-from drafttrain.train import LoggerOptions, trackers
-from drafttrain.train.logger import Logger
-from drafttrain.train.trackers import GuardedTracker, check_installed
+from drafttrain.train import LoggerOptions, logger
+from drafttrain.train.logger import GuardedTracker, Logger, check_installed
 from tests.runs import report
 
 CONFIG = {"name": "medusa", "target": {"name": "hf", "path": "/models/Some-8B"}, "train": {"lr": 0.001}}
@@ -85,7 +84,7 @@ def test_tracker_failure_is_said_once_and_ends_no_training() -> None:
 
 
 def test_tracker_that_is_not_installed_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(logger, "find_spec", lambda name: None)
     for options in (LoggerOptions(name="mlflow"), LoggerOptions(also=["mlflow"])):
         with pytest.raises(UserError, match="logger is mlflow, which is not installed; pip install mlflow"):
             check_installed([options.name, *options.also])
