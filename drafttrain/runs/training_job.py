@@ -53,8 +53,8 @@ from drafttrain.train.engine_features import EngineFeatures
 from drafttrain.train.following import check_on_policy
 from drafttrain.train.job import TrainingJob
 from drafttrain.train.progress import Console
+from drafttrain.train.sharding import check_sequence_parallel, language_models
 from drafttrain.train.streamed_states import StreamedStates
-from drafttrain.train.ulysses import check_sequence_parallel, language_models
 
 CHECKPOINT = 16  # bytes of a trained parameter in a checkpoint: weights, master weights and two moments
 FROZEN = 4  # and of a parameter that LoRA freezes

@@ -38,8 +38,8 @@ from drafttrain.model.images import has_images
 from drafttrain.train.engine import World
 from drafttrain.train.following import OnPolicy
 from drafttrain.train.job import TrainingJob
+from drafttrain.train.sharding import sequence_group
 from drafttrain.train.telemetry import Meter
-from drafttrain.train.ulysses import sequence_group
 
 STREAM = 0x616E7377  # a separate noise stream from those of the data and of measurements
 LENGTHS = 64  # a batch's length on a GPU is a multiple: each other length is a new plan of cuDNN and a new shape to allocate

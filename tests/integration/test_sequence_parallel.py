@@ -23,7 +23,7 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.engine import World, join_world, leave_world
-from drafttrain.train.ulysses import check_sequence_parallel, sequence_group
+from drafttrain.train.sharding import check_sequence_parallel, sequence_group
 from tests.contract.test_families import NAMES, SHAPES
 from tests.forked import launch
 from tests.helpers import chosen, tiny_model

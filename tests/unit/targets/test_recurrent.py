@@ -28,7 +28,7 @@ from drafttrain.objective.losses import LossOptions
 from drafttrain.runs.training_job import check_packing
 from drafttrain.targets.hf import HFTarget
 from drafttrain.train import TrainOptions
-from drafttrain.train.ulysses import check_sequence_parallel
+from drafttrain.train.sharding import check_sequence_parallel
 from tests.architectures import model_of
 from tests.exports import unprobed
 from tests.helpers import Scripted, oracle, prompts, random_guess

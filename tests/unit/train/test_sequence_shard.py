@@ -15,7 +15,7 @@ from drafttrain.model.batch import TrainBatch
 from drafttrain.objective.losses import LossOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.train import TrainOptions
-from drafttrain.train.ulysses import check_sequence_parallel
+from drafttrain.train.sharding import check_sequence_parallel
 from tests.helpers import tiny_model
 
 
