@@ -22,8 +22,7 @@ from drafttrain.drafters.checkpoint import list_checkpoints
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.objective.losses import LossOptions, Objective
-from drafttrain.runs.placement import built
-from drafttrain.runs.ready import Ready
+from drafttrain.runs.placement import Ready, built
 from drafttrain.targets.load import LoadedTarget
 
 Conversation = Mapping[str, Any]

@@ -32,8 +32,7 @@ from drafttrain.runs.data import data_report, measurement_prompts, print_counts,
 from drafttrain.runs.derived import derived, from_device, lines_of, recorded, with_values
 from drafttrain.runs.directory import RunDirectory
 from drafttrain.runs.options import RunOptions, target_arguments
-from drafttrain.runs.placement import check_placement, place, target_to_measure
-from drafttrain.runs.ready import Ready
+from drafttrain.runs.placement import Ready, check_placement, place, target_to_measure
 from drafttrain.runs.target_ends import check_target, ends_alone
 from drafttrain.runs.training_engine import ENGINE, check_engine_options
 from drafttrain.runs.training_job import prepare_job, states_totals, with_features

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from drafttrain.core.errors import UserError
+from drafttrain.data.records import Records
 from drafttrain.drafters import families
 from drafttrain.drafters.common.drafter_lora import trained_and_frozen
 from drafttrain.model.drafter import Drafter, trainable
@@ -276,3 +277,19 @@ def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOpti
         counts[state_name] * size // (processes if deepspeed.zero_stage >= SHARDED_FROM[state_name] else 1)
         for state_name, size in sizes.items()
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A whole target in this process, a drafter for it, and the conversations to train on."""
+
+    loaded: LoadedTarget
+    drafter: Drafter
+    start: dict[str, Tensor] | None = None  # weights to begin with after the family has prepared itself from the data
+    records: Records | None = None  # conversations; None: those that the options name
+    quiet: bool = False  # print nothing
+
+    @property
+    def place(self) -> Placement:
+        """The target is there already: nothing is estimated."""
+        return Placement("replicated", 1, Need(0, 0, 0, 0, 0), 0, self.loaded.target.shape)
