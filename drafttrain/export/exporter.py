@@ -16,7 +16,7 @@ from drafttrain import __version__
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, list_files, remove_abandoned
 from drafttrain.drafters.checkpoint import CheckpointMeta
-from drafttrain.export.drafter_adapter import about, adapter_of, merged_place
+from drafttrain.export.drafter_adapter import about, adapter_of, merged_place, write_alone
 from drafttrain.export.files import DTYPES, ExportSource, Files, write
 from drafttrain.export.format import Format
 from drafttrain.export.formats import gguf
@@ -25,7 +25,6 @@ from drafttrain.export.hub import Repository, is_repository
 from drafttrain.export.layers import refuse_scaling
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_model, rounded
-from drafttrain.export.peft import write_alone
 from drafttrain.export.serve import STACKS
 from drafttrain.export.table import TABLE, format_of, load_it, loads, refuse_pictures, row_of, serving_command, stacks_for
 from drafttrain.model.drafter import Drafter

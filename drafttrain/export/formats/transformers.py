@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from drafttrain.core.errors import UserError
+from drafttrain.export.drafter_adapter import CONFIG, PEFT, WEIGHTS, check_plain, config_of, usual_lora
 from drafttrain.export.external import ExternalCheckpoint, listed
 from drafttrain.export.files import ExportSource, Files
 from drafttrain.export.format import ConvertedDrafter, Format, Importer, Renames, Rows, StackRow
 from drafttrain.export.formats.eagle3 import MASK, mask_token
-from drafttrain.export.peft import CONFIG, PEFT, WEIGHTS, check_plain, config_of, usual_lora
 from drafttrain.model.target import Target
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # architectures of which exports are checked

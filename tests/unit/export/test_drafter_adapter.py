@@ -17,12 +17,11 @@ from drafttrain.commands.verify import record_of
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.core.files import LISTED
 from drafttrain.export import convert, exporter, parity
-from drafttrain.export.drafter_adapter import adapter_of, merge
+from drafttrain.export.drafter_adapter import PEFT, adapter_of, merge
 from drafttrain.export.exporter import ExportSettings
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource
 from drafttrain.export.opened import Opened
-from drafttrain.export.peft import PEFT
 from drafttrain.export.table import format_of, loads
 from drafttrain.model.low_rank import LoraOptions
 from tests.exports import CASES, loaded, opened, target_of_files, written

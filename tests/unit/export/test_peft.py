@@ -201,7 +201,7 @@ def test_export_adapter_unavailable_is_refused(case: str, stack: str, dtype: str
 def test_export_target_adapter_saved_with_other_values_fails_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, golden = opened(tmp_path / "run", "medusa", spec=LoraSpec(rank=2))
     monkeypatch.setattr(
-        "drafttrain.export.peft.save_file",
+        "drafttrain.export.drafter_adapter.save_file",
         lambda tensors, *rest: save_file({name: x + 1 for name, x in tensors.items()}, *rest),
     )
     with pytest.raises(ParityError, match=r"Parity: target: base_model.model.model.layers.0.* was not saved as it is"):
