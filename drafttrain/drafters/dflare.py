@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter
-from drafttrain.drafters.common.layer_fusion import LayerFusion, preferring
+from drafttrain.drafters.common.own_modules import LayerFusion, preferring
 from drafttrain.drafters.options import DFlareOptions
 from drafttrain.model.layers import RMSNorm
 from drafttrain.model.target import Target

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import STD, BlockDrafter, Choices
-from drafttrain.drafters.common.layer_fusion import LayerFusion, falling
+from drafttrain.drafters.common.own_modules import LayerFusion, falling
 from drafttrain.drafters.options import DFlyOptions
 from drafttrain.model.layers import Linear, RMSNorm
 from drafttrain.model.target import Target

@@ -11,7 +11,7 @@ from torch import Tensor
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.common.block_options import BlockShape
-from drafttrain.drafters.common.layer_fusion import falling, preferring
+from drafttrain.drafters.common.own_modules import falling, preferring
 from drafttrain.drafters.dflare import DFlare, DFlareOptions
 from drafttrain.model.shapes import TargetShape
 from drafttrain.objective.losses import LossOptions, Objective
