@@ -19,8 +19,7 @@ from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cost_text, engines_of, varied_text
 from drafttrain.measure.compare.files import check_project, save_report, write_comparison
 from drafttrain.measure.compare.ranking import Comparison, differences, listed, ranked
-from drafttrain.measure.compare.rows import rows_of
-from drafttrain.measure.compare.runs import find_runs
+from drafttrain.measure.compare.runs import find_runs, rows_of
 from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.overview import console_list, list_runs, write_list

@@ -13,8 +13,7 @@ from rich.table import Table
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, new_file
 from drafttrain.measure.cells import console_table
-from drafttrain.measure.compare.rows import rows_of
-from drafttrain.measure.compare.runs import find_runs
+from drafttrain.measure.compare.runs import find_runs, rows_of
 from drafttrain.measure.report import rounded
 from drafttrain.measure.simulate.formulas import distinct_experts, operations
 from drafttrain.measure.simulate.plot import simulation_plot

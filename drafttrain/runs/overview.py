@@ -18,8 +18,7 @@ from drafttrain.core.files import atomic_write_text
 from drafttrain.core.intervals import with_interval
 from drafttrain.drafters.checkpoint import list_checkpoints
 from drafttrain.measure import cells
-from drafttrain.measure.compare.rows import names_of, varied
-from drafttrain.measure.compare.runs import RunReport, settings_of
+from drafttrain.measure.compare.runs import RunReport, names_of, settings_of, varied
 from drafttrain.measure.markdown import render
 from drafttrain.runs.directory import run_state
 from drafttrain.train.checkpoint_manager import Progress, best_checkpoint

@@ -11,8 +11,7 @@ import pytest
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.files import page
 from drafttrain.measure.compare.ranking import ranked
-from drafttrain.measure.compare.rows import rows_of
-from drafttrain.measure.compare.runs import RunReport
+from drafttrain.measure.compare.runs import RunReport, rows_of
 from tests.runs import report
 
 pytest.importorskip("selenium", reason="selenium is not installed")

@@ -7,7 +7,7 @@ from typing import Any
 
 from drafttrain.measure import cells, engine_report
 from drafttrain.measure.compare.ranking import Comparison
-from drafttrain.measure.compare.rows import FLOPS, HOURS, TOKENS
+from drafttrain.measure.compare.runs import FLOPS, HOURS, TOKENS
 
 HEADER = (
     *("", "run", "checkpoint", "family", "tau [95 %]", "alpha", "by position", "draft cost", "verify cost"),

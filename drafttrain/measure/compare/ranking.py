@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from drafttrain.core.errors import UserError
 from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure.compare import CompareOptions
-from drafttrain.measure.compare.rows import FLOPS, HOURS, TOKENS, Row
+from drafttrain.measure.compare.runs import FLOPS, HOURS, TOKENS, Row
 
 Array = NDArray[np.float64]
 Samples = dict[str, Array]  # by prompt: [C]

@@ -23,8 +23,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cell_rows, figure_rows, header
 from drafttrain.measure.compare.ranking import Pair, frontier, holm, interval, permutation_p, ranked, speedup, tau
-from drafttrain.measure.compare.rows import rows_of
-from drafttrain.measure.compare.runs import RunReport, find_runs
+from drafttrain.measure.compare.runs import RunReport, find_runs, rows_of
 from drafttrain.runs.options import RunOptions
 from tests.reports import engine_of
 from tests.runs import report, save_run, trained, version_1, write
