@@ -297,10 +297,10 @@ class Session:
             slots = [self.free.pop() for _ in range(request.samples)]
             if self.pooled:
                 self.kv.reserve(slots[0], positions)
-            for sample, slot in enumerate(slots):
-                self.slots.enter(slot, request, request.key + sample)
+            for number, slot in enumerate(slots):
+                self.slots.enter(slot, request, request.key + number)
                 self.logits_processors.enter(slot, request)
-                waiting.results[sample].started = perf_counter()
+                waiting.results[number].started = perf_counter()
             admitted.append((waiting, slots))
             tokens += len(request.prompt)
         return self._prefill(admitted) if admitted else []

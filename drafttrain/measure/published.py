@@ -9,7 +9,7 @@ from typing import Any
 from drafttrain.measure import cells
 from drafttrain.measure.flags import best_entry
 
-FILE = Path(__file__).parent / "published.json"
+PUBLISHED = Path(__file__).parent / "published.json"
 CAUTION = "Target, hardware and engine differ: compare only the order of magnitude."
 
 
@@ -21,7 +21,7 @@ def published_for(report: dict[str, Any], sets: set[str | None]) -> list[dict[st
     best = best_entry(report)
     measured = {entry["value"]: entry for entry in best["slices"] if entry["by"] == "set"} or dict.fromkeys(sets, best)
     drafter, published = report["drafter"], []
-    for figure in json.loads(FILE.read_text(encoding="utf-8")):
+    for figure in json.loads(PUBLISHED.read_text(encoding="utf-8")):
         options = figure["options"].items()
         if figure["family"] != drafter.get("family") or figure["set"] not in measured:
             continue

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drafttrain.decoding.decoder import Decoded
-from drafttrain.decoding.guards import Guard, Watch
+from drafttrain.decoding import guards
 from drafttrain.decoding.request import Result, StopText
 from drafttrain.decoding.scheduler import Costs
 from drafttrain.measure import DecodeOptions
@@ -39,7 +39,7 @@ def generate(
     stop_ids: frozenset[int],
     decode: DecodeOptions,
     stop_text: StopText | None = None,
-    guards: Sequence[Guard | None] | None = None,
+    guards: Sequence[guards.Guard | None] | None = None,
     inputs: Callable[[Tensor], dict[str, Tensor]] | None = None,
 ) -> Decoded:
     """Greedy `generate`, with its cache, on all prompts as one left-padded batch. Each output is cut where it ends.
@@ -97,10 +97,10 @@ def _greedy(stop_ids: Collection[int], pad: int, decode: DecodeOptions) -> Gener
 
 
 def _cut(
-    prompt: Sequence[int], tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None, guard: Guard | None
+    prompt: Sequence[int], tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None, guard: guards.Guard | None
 ) -> list[int]:
     end = next((i + 1 for i, t in enumerate(tokens) if t in stop_ids), len(tokens))
     text_end = stop_text.end(prompt, tokens, len(tokens)) if stop_text else None
     output = tokens[: min(end, text_end or end)]
-    act = Watch(guard).act(output, len(output)) if guard else None
+    act = guards.Watch(guard).act(output, len(output)) if guard else None
     return output[: act.kept] if act else output

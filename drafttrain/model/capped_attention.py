@@ -40,13 +40,13 @@ def capped_attention(
             chunk_mask = mask_BNP[:, start:stop]
         else:
             first, last = 0 if window is None else max(0, P - N + start + 1 - window), P - N + stop
-            chunk_mask = _seen(range(P - N + start, last), range(first, last), window, q_BhND.device)[None]
+            chunk_mask = _seen_keys(range(P - N + start, last), range(first, last), window, q_BhND.device)[None]
         keys_BgKD, values_BgKD = (x_BgPD[:, :, first:last] for x_BgPD in (k_BgPD, v_BgPD))
         chunks.append(_part(q_BhND[:, :, start:stop], keys_BgKD, values_BgKD, scale, cap, sinks_h, chunk_mask))
     return torch.cat(chunks, 2) if len(chunks) > 1 else chunks[0]
 
 
-def _seen(queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
+def _seen_keys(queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
     """[N, P] bool by positions."""
     query_N1 = torch.arange(queries.start, queries.stop, device=device)[:, None]
     key_P = torch.arange(keys.start, keys.stop, device=device)

@@ -23,7 +23,7 @@ from drafttrain.targets.load import DTYPES, dtype_of, reason
 from drafttrain.targets.structure import find_blocks, set_depth, shape_of
 from drafttrain.targets.weights import StoredTensors, model_class
 
-NO_BLOCKS = "the target was given as shapes alone, so its blocks cannot be run"
+SHAPES_ALONE = "the target was given as shapes alone, so its blocks cannot be run"
 
 
 class EndsTarget(LiveTarget):
@@ -88,10 +88,10 @@ class EndsTarget(LiveTarget):
         taps: Taps,
         logit_row_BR: Tensor | None = None,
     ) -> TargetOut:
-        raise UserError(f"{NO_BLOCKS}; give the states of your own forward pass")
+        raise UserError(f"{SHAPES_ALONE}; give the states of your own forward pass")
 
     def frozen(self) -> HFTarget:
-        raise UserError(f"{NO_BLOCKS}; give the model itself")
+        raise UserError(f"{SHAPES_ALONE}; give the model itself")
 
 
 def set_depth_of_copy(config: Any) -> Any:

@@ -172,9 +172,9 @@ def test_watchdog_hanging_step_writes_stacks(tmp_path: Path) -> None:
     def waits_for_a_rank_that_never_comes() -> tuple[Path, str]:
         with Watchdog(tmp_path, 3, 0.05, said.put) as watchdog:
             line, end = said.get(timeout=60), time.monotonic() + 60
-            while "never_comes" not in interrupt.file.read_text() and time.monotonic() < end:  # a thread of its own writes it
+            while "never_comes" not in watchdog.file.read_text() and time.monotonic() < end:  # a thread of its own writes it
                 time.sleep(0.005)
-            return interrupt.file, line
+            return watchdog.file, line
 
     stacks, line = waits_for_a_rank_that_never_comes()
     assert "waits_for_a_rank_that_never_comes" in stacks.read_text()
@@ -205,5 +205,5 @@ def test_watchdog_ends_hanging_process_with_exit_code_1(tmp_path: Path) -> None:
 def test_watchdog_without_hang_leaves_no_files(tmp_path: Path) -> None:
     for seconds in (60.0, 0.0):
         with Watchdog(tmp_path / "logs", 3, seconds, print) as watchdog:
-            interrupt.alive()
+            watchdog.alive()
     assert not list(tmp_path.iterdir())
