@@ -25,8 +25,7 @@ from drafttrain.drafters.common.merged import Merged
 from drafttrain.drafters.common.pending import CachedState, with_root
 from drafttrain.drafters.options import CascadeOptions
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter, RevertibleState
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Commit, Drafter, FrozenRef, RevertibleState
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Target, TargetOut

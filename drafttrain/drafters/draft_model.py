@@ -21,8 +21,7 @@ from drafttrain.drafters.common.autoregressive import Autoregressive
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.options import DraftModelOptions
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter, RevertibleState
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Commit, Drafter, FrozenRef, RevertibleState
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL, Taps, Target

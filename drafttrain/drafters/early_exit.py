@@ -23,7 +23,7 @@ from drafttrain.drafters.options import EarlyExitOptions
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedAttention
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, AttentionShape, RMSNorm, recomputed
 from drafttrain.model.shapes import TargetShape

@@ -25,8 +25,7 @@ from drafttrain.drafters.options import HydraOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.causal_attention import causal
-from drafttrain.model.drafter import Commit, Drafter
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Commit, Drafter, FrozenRef
 from drafttrain.model.layers import DecoderLayer, Linear, ResidualBlock, RMSNorm, recomputed
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import FINAL, Taps, Target

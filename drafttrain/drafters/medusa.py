@@ -19,8 +19,7 @@ from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.options import MedusaOptions
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Drafter
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Drafter, FrozenRef
 from drafttrain.model.layers import ResidualBlock, recomputed
 from drafttrain.model.low_rank import LoraSpec
 from drafttrain.model.target import FINAL, Taps, Target

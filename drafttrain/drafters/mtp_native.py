@@ -33,8 +33,7 @@ from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import FeedsBack, Passes
 from drafttrain.drafters.options import MTPNativeOptions
 from drafttrain.model.batch import Pairs, Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, draft_chain
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Commit, FrozenRef, draft_chain
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.layers import recomputed
 from drafttrain.model.target import FINAL, Taps, Target

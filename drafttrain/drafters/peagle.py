@@ -27,8 +27,7 @@ from drafttrain.drafters.eagle3 import Eagle3Layer, FusedDrafter, own_embedding,
 from drafttrain.drafters.options import PEagleOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
-from drafttrain.model.drafter import Commit
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Commit, FrozenRef
 from drafttrain.model.layers import Attention, DecoderLayer, RMSNorm, recomputed
 from drafttrain.model.mask_chains import Chains, Retention, attended
 from drafttrain.model.shapes import LayerOptions

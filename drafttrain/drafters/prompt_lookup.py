@@ -17,8 +17,7 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.options import PromptLookupOptions
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter, RevertibleState
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Commit, Drafter, FrozenRef, RevertibleState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps, Target
 

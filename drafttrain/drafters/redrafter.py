@@ -25,8 +25,7 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.options import ReDrafterOptions
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Drafter
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Drafter, FrozenRef
 from drafttrain.model.layers import Linear, ResidualBlock, recomputed
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL, Taps, Target

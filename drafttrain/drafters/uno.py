@@ -45,8 +45,7 @@ from drafttrain.drafters.common.pending import with_root
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.options import UnoOptions
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import draft_chain
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import FrozenRef, draft_chain
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.low_rank import LoraOptions
 from drafttrain.model.mask_chains import Chains, Retention

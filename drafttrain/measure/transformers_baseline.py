@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding import guards
+from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result, StopText
 from drafttrain.decoding.scheduler import Costs
 from drafttrain.measure import DecodeOptions

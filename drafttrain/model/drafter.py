@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,22 @@ from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import PrunedTarget, Taps, Target
 from drafttrain.ops.remap import over_vocabulary
 from drafttrain.ops.sampling import distribution, sample, shaped
+
+T = TypeVar("T")
+
+
+class FrozenRef(Generic[T]):
+    """Holds a module that another module uses without owning it.
+
+    torch registers a module that is assigned to an attribute of another one: it would be trained, moved, sharded and saved
+    with the holder. It does not find a module inside this object.
+    """
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: T) -> None:
+        self.module = module
+
 
 DOUBT = 1e-6  # of a token whose probability rounds to 1
 

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from drafttrain.core.sequence_shard import divided
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Drafter, confidence_of
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Drafter, FrozenRef, confidence_of
 from drafttrain.model.target import Target
 from drafttrain.objective.chunks import chunks
 from drafttrain.objective.options import END_TO_END, LossOptions

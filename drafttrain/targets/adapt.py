@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.low_rank import LoraOptions, LoraSpec, LowRank, Scale
 from drafttrain.model.masks import Documents

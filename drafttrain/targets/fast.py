@@ -21,7 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.decoding.graph_runner import why_waiting
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.decoder_block import LLAMA, BlockKind, Blocks, DecoderBlock, has_experts, rotary_order
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import FrozenRef
 from drafttrain.model.joint import PACKED_BYTES, Extended, Joint
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import recomputed

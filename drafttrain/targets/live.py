@@ -18,7 +18,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.low_rank import LowRank
 from drafttrain.model.masks import Documents

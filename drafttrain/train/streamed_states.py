@@ -30,7 +30,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_bytes, cache_home, sealed, unsealed
 from drafttrain.core.progress import counting
 from drafttrain.data.prompts import load_prompts
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import FrozenRef
 from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.frozen_ends import FrozenEnds, KnownStates, LoadedEnds
 from drafttrain.targets.load import reason

@@ -39,8 +39,7 @@ from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.batch import Anchors, Context, Pairs, Prediction, TrainBatch
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
-from drafttrain.model.drafter import Candidates, Commit, confidence_of, draft_chain
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Candidates, Commit, FrozenRef, confidence_of, draft_chain
 from drafttrain.model.layers import ContextAttention, DecoderLayer, Linear, RMSNorm, recomputed
 from drafttrain.model.recurrent_state import Bare, Convolved
 from drafttrain.model.shapes import LayerOptions, TargetShape

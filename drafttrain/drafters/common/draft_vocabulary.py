@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.drafter import Candidates, Drafter
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Candidates, Drafter, FrozenRef
 from drafttrain.model.layers import Linear
 from drafttrain.model.target import Target
 

@@ -24,8 +24,7 @@ from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.batch import Pairs, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
-from drafttrain.model.drafter import Candidates, Commit, Drafter, draft_chain
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Candidates, Commit, Drafter, FrozenRef, draft_chain
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, DecoderLayer, recomputed
 from drafttrain.model.target import Target

@@ -23,8 +23,7 @@ from drafttrain.drafters.cascade import FAMILY, Cascade, CascadeOptions
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions
 from drafttrain.drafters.prompt_lookup import PromptLookup
 from drafttrain.features.online import Online
-from drafttrain.model.drafter import Drafter, DraftState
-from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.drafter import Drafter, DraftState, FrozenRef
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget
