@@ -14,7 +14,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import META
 from drafttrain.drafters.checkpoint import options_of, read_meta
 from drafttrain.runs.options import RunOptions
-from drafttrain.targets.ends import ends_of
+from drafttrain.targets.frozen_ends import ends_of
 from drafttrain.targets.live import LiveTarget
 from drafttrain.targets.load import stop_ids_of
 

@@ -30,7 +30,7 @@ from drafttrain.objective.losses import Objective
 from drafttrain.runs.derived import for_target, from_device, with_values
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.placement import built
-from drafttrain.targets.ends import EndsTarget
+from drafttrain.targets.frozen_ends import EndsTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.following import FollowingSteps, StepMetrics, group_size, own_modes
 from drafttrain.train.optimizer import load_state, save_state
