@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.capped_attention import capped_attention
-from drafttrain.model.causal_attention import by_document, chunk_attention
+from drafttrain.model.causal_attention import by_document, capped_attention, chunk_attention
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.kv_storage import PageView
 from drafttrain.model.mask_chains import Chains, attended

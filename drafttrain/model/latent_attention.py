@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.model.attention import AttentionMetadata, Heads, without_cache
-from drafttrain.model.capped_attention import SCORES, capped_attention
-from drafttrain.model.causal_attention import row_attention
+from drafttrain.model.causal_attention import SCORES, capped_attention, row_attention
 from drafttrain.model.joint import Joint
 from drafttrain.ops.rms_norm import norm
 

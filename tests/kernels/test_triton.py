@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.core.tree import ancestors
-from drafttrain.model.capped_attention import capped_attention
+from drafttrain.model.causal_attention import capped_attention
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import additive, attention_mask
 from drafttrain.ops import divergence as divergence_op

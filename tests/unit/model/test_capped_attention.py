@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.model import capped_attention as module
-from drafttrain.model.capped_attention import capped_attention
+from drafttrain.model import causal_attention as module
+from drafttrain.model.causal_attention import capped_attention
 from tests.cases import with_grid
 
 # scores: in memory at once, of one query, of some, the last part short, or of all unless a window divides them
