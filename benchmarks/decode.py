@@ -36,9 +36,9 @@ from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import load_drafter
 from drafttrain.measure import DecodeOptions
+from drafttrain.measure.bench import generate, generation_config_of
 from drafttrain.measure.cases import alternate_categories, encode_cases
 from drafttrain.measure.expected import forced_hits
-from drafttrain.measure.transformers_baseline import generate, generation_config_of
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.joint import PACKED_BYTES
 from drafttrain.model.target import Taps

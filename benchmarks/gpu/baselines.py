@@ -16,7 +16,7 @@ from transformers import GenerationConfig, StaticCache, StoppingCriteria, Stoppi
 from benchmarks.gpu.machine import WARM, Machine, race
 from benchmarks.gpu.steps import Setting, Shared, Station, target_of
 from benchmarks.gpu.suite import Job
-from drafttrain.measure.transformers_baseline import generation_config_of
+from drafttrain.measure.bench import generation_config_of
 
 NEW = 16  # tokens of one timed run
 REPEATS = 5

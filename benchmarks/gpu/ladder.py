@@ -30,8 +30,8 @@ from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.drafters.options import TREES, TreeOptions
 from drafttrain.measure import DecodeOptions
+from drafttrain.measure.bench import generate
 from drafttrain.measure.exactness import Match, compare
-from drafttrain.measure.transformers_baseline import generate
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.experts import find_experts

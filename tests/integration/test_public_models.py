@@ -16,7 +16,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
 from drafttrain.measure import DecodeOptions
-from drafttrain.measure.transformers_baseline import generate
+from drafttrain.measure.bench import generate
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget

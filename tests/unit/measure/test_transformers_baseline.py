@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging as theirs
 
 from drafttrain.measure import DecodeOptions
-from drafttrain.measure.transformers_baseline import generate
+from drafttrain.measure.bench import generate
 from tests.helpers import prompts, tiny_target
 
 
