@@ -21,8 +21,7 @@ from drafttrain.drafters.checkpoint import load_checkpoint, read_meta
 from drafttrain.drafters.tuned_settings import TUNED, keep_tuned
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions, cells
 from drafttrain.measure.bench import Bench
-from drafttrain.measure.cases import Case, encode_cases, held_out_cases, left_out_notes
-from drafttrain.measure.plan import LEAST_PROMPTS, Budget
+from drafttrain.measure.cases import LEAST_PROMPTS, Budget, Case, encode_cases, held_out_cases, left_out_notes
 from drafttrain.measure.report import rounded
 from drafttrain.measure.tuning import DEFAULT, Tuner, search
 from drafttrain.runs.checkpoint_source import CheckpointSource

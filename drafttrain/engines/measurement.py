@@ -15,11 +15,10 @@ from drafttrain.decoding.scheduler import Costs
 from drafttrain.engines.answers import TimedEngine, WaveOutputs
 from drafttrain.measure.acceptance import Interval, chain_alphas
 from drafttrain.measure.bench import BASELINE
-from drafttrain.measure.cases import waves
+from drafttrain.measure.cases import plan, waves
 from drafttrain.measure.entry import speed_keys
 from drafttrain.measure.expected import FLAGGED_GAP, gap
 from drafttrain.measure.flags import FEW
-from drafttrain.measure.plan import plan
 from drafttrain.measure.speed import Race, race
 
 Keys = dict[str, Any]

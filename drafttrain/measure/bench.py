@@ -19,10 +19,9 @@ from drafttrain.decoding.decoder import Decoded, Decoder
 from drafttrain.decoding.request import Result, StopText
 from drafttrain.decoding.scheduler import Costs
 from drafttrain.measure import DecodeOptions, MeasureOptions, exactness
-from drafttrain.measure.cases import Case, interleaved_turns, waves
+from drafttrain.measure.cases import Budget, Case, interleaved_turns, plan, waves
 from drafttrain.measure.decoding import decoder_of, guard_of, sampling_of, stop_text_of
 from drafttrain.measure.exactness import Match, compare, first_difference
-from drafttrain.measure.plan import Budget, plan
 from drafttrain.measure.speed import Contender, Race, Repeats, race
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget

@@ -18,13 +18,12 @@ from drafttrain.decoding.request import Result
 from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_meta
 from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
-from drafttrain.measure.cases import Case, encode_cases, follow_ups, left_out_notes
+from drafttrain.measure.cases import Budget, Case, encode_cases, follow_ups, left_out_notes
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys, monitor_keys, samples
 from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
 from drafttrain.measure.flags import distillation, flags
 from drafttrain.measure.monitors import QUALITY, valid_json
-from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import Original, mean_log_likelihood
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices

@@ -21,10 +21,9 @@ from drafttrain.drafters.common.drafter_lora import adapted_maps, added, trained
 from drafttrain.features.engine import EngineStates
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
-from drafttrain.measure.cases import encode_cases
+from drafttrain.measure.cases import Budget, encode_cases
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.entry import race_keys
-from drafttrain.measure.plan import Budget
 from drafttrain.measure.runner import check_measurement
 from drafttrain.model.drafter import Drafter, check_images, trainable
 from drafttrain.model.images import has_images

@@ -13,8 +13,7 @@ from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs
 from drafttrain.measure import speed
-from drafttrain.measure.cases import Case, alternate_categories, waves
-from drafttrain.measure.plan import Budget, Plan, plan
+from drafttrain.measure.cases import Budget, Case, Plan, alternate_categories, plan, waves
 from drafttrain.measure.speed import Race, costs, kv_bytes, race, speedup, throughput, tpot, ttft
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import tiny_model
