@@ -83,7 +83,7 @@ class PrepareOptions:
     # tokens of a conversation; a turn that leaves no room for max_new_tokens is not answered
     max_length: int = at_least(4096, 1)
     batch_size: int = at_least(32, 1)  # texts decoded together, in each process
-    drop: list[str] = choice(["empty", "truncated", "loop"], "refusal")  # of data/rules.py: also refusal
+    drop: list[str] = choice(["empty", "truncated", "loop"], "refusal")  # of data/reply_text.py: also refusal
     failures: int = at_least(100, 0)  # prompts that may fail; one more ends the command
     format: str = choice("jsonl", "parquet")  # jsonl | parquet
     shard: int = at_least(50_000, 1)  # conversations in a file

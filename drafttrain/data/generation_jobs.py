@@ -21,8 +21,7 @@ from drafttrain.data import PrepareOptions
 from drafttrain.data.forms import ARGUMENTS, ASSISTANT, Conversation
 from drafttrain.data.pictures import Content, sources_of, text_of
 from drafttrain.data.prompts import encode_messages
-from drafttrain.data.reply_text import Continuation
-from drafttrain.data.rules import Reply
+from drafttrain.data.reply_text import Continuation, Reply
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Session

@@ -21,7 +21,7 @@ from drafttrain.data.forms import ARGUMENTS, DOCUMENTS, TOKENIZER
 from drafttrain.data.generation_jobs import TOO_LONG, GenerationJob, documents_of
 from drafttrain.data.journal import read, record_of
 from drafttrain.data.provenance import FILE
-from drafttrain.data.rules import RULES, Reply, judge
+from drafttrain.data.reply_text import RULES, Reply, judge
 from drafttrain.data.sources import ASSISTANT
 
 SUMMARY, REJECTS = "summary.json", "rejects.jsonl"

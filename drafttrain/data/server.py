@@ -24,7 +24,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.forms import ARGUMENTS
 from drafttrain.data.generation_jobs import Dialogue, Finished, GenerationJob, Message, Tick, TokenTurn
 from drafttrain.data.pictures import INLINE
-from drafttrain.data.rules import Reply
+from drafttrain.data.reply_text import Reply
 from drafttrain.targets.images import content_of
 
 if TYPE_CHECKING:

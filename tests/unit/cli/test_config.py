@@ -21,7 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.limits import check_limits
 from drafttrain.data import DataOptions, PrepareOptions, SourceOptions, publish
 from drafttrain.data.forms import FORMS
-from drafttrain.data.rules import RULES
+from drafttrain.data.reply_text import RULES
 from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.graph_runner import RING
 from drafttrain.drafters import families

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drafttrain.data.rules import Reply, judge
+from drafttrain.data.reply_text import Reply, judge
 
 PROSE = "The parser reads one line, then the next. It keeps what it has seen in a list, and gives that list back at the end."
 
