@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from drafttrain.api.online import OnlineDrafter
-from drafttrain.features.recorder import PassRecorder
+from drafttrain.features.padded import PassRecorder
 from drafttrain.model.target import Taps
 from drafttrain.train.following import StepMetrics
 

@@ -20,8 +20,7 @@ from drafttrain.drafters.checkpoint import save_drafter as save_weights
 from drafttrain.engines.draft_push import DraftReceiver, PushedDrafter, receiver_of
 from drafttrain.export.exporter import CurrentDrafter
 from drafttrain.features.online import Online
-from drafttrain.features.padded import Replay, batch_of, finite_token
-from drafttrain.features.recorder import Recorded
+from drafttrain.features.padded import Recorded, Replay, batch_of, finite_token
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import drafttrain as dt
-from drafttrain.features.recorder import PassRecorder
+from drafttrain.features.padded import PassRecorder
 from drafttrain.model.target import FINAL, Taps
 from tests.helpers import tiny_model
 from tests.unit.api.test_online import follower, tokens
