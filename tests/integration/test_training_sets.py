@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.data.training_sets import TRAINING_SETS
+from drafttrain.data.sources import TRAINING_SETS
 from tests.hubs import card, read, run, table
 from tests.standin.hub import OWNER, STRANGER, Hub
 

@@ -11,7 +11,7 @@ import yaml
 from drafttrain.cli.help import general_help
 from drafttrain.core.errors import UserError
 from drafttrain.data import SourceOptions
-from drafttrain.data.training_sets import TRAINING_SETS, named_set, on_the_hub
+from drafttrain.data.sources import TRAINING_SETS, named_set, on_the_hub
 
 
 def test_training_set_config_and_docs_agree_with_entry(root: Path, subtests: pytest.Subtests) -> None:
