@@ -12,15 +12,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from drafttrain.api.decoding import Generation as Generation
+    from drafttrain.api.decoding import Measurement as Measurement
     from drafttrain.api.decoding import generate as generate
+    from drafttrain.api.decoding import measure_drafter as measure_drafter
     from drafttrain.api.drafter import LoadedDrafter as LoadedDrafter
     from drafttrain.api.drafter import build_drafter as build_drafter
     from drafttrain.api.drafter import export_drafter as export_drafter
     from drafttrain.api.drafter import load_drafter as load_drafter
     from drafttrain.api.drafter import save_drafter as save_drafter
     from drafttrain.api.following import FollowCallback as FollowCallback
-    from drafttrain.api.measuring import Measurement as Measurement
-    from drafttrain.api.measuring import measure_drafter as measure_drafter
     from drafttrain.api.online import OnlineDrafter as OnlineDrafter
     from drafttrain.api.settings import load_target as load_target
     from drafttrain.api.training import TrainingRun as TrainingRun
@@ -37,7 +37,7 @@ HOMES = {
     "Generation": "api.decoding",
     "LoadedDrafter": "api.drafter",
     "LoadedTarget": "targets.load",
-    "Measurement": "api.measuring",
+    "Measurement": "api.decoding",
     "OnlineDrafter": "api.online",
     "ReloadedDirectory": "engines.draft_push",
     "StepMetrics": "train.following",
@@ -50,7 +50,7 @@ HOMES = {
     "load_drafter": "api.drafter",
     "load_target": "api.settings",
     "loss": "api.training",
-    "measure_drafter": "api.measuring",
+    "measure_drafter": "api.decoding",
     "save_drafter": "api.drafter",
     "train_drafter": "api.training",
 }
