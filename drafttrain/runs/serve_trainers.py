@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 from drafttrain.core.errors import UserError, WorkerError
 from drafttrain.core.files import HOST
 from drafttrain.engines.process import python_of
-from drafttrain.engines.states_command import ServedStates, server_process
-from drafttrain.engines.states_server import StatesServer, free_ports, running
+from drafttrain.engines.states_server import ServedStates, StatesServer, free_ports, running, server_process
 from drafttrain.features import FeatureOptions
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.server_machines import (

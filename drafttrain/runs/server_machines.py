@@ -28,7 +28,7 @@ import torch
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST
-from drafttrain.engines.states_command import ServedStates
+from drafttrain.engines.states_server import ServedStates
 from drafttrain.features import FeatureOptions
 from drafttrain.runs.options import RunOptions
 

@@ -14,16 +14,20 @@ from urllib.parse import urlsplit
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, remove_abandoned
 from drafttrain.engines.process import python_of
-from drafttrain.engines.states_command import (
+from drafttrain.engines.states_server import (
+    HERE,
     ServedStates,
+    StatesServer,
     blocks_line,
     capture_line,
     final_line,
+    free_ports,
     mooncake_connector,
+    mooncake_master,
+    running,
     serve_line,
     server_process,
 )
-from drafttrain.engines.states_server import HERE, StatesServer, free_ports, mooncake_master, running
 from drafttrain.features import FeatureOptions
 from drafttrain.features.mooncake_store import StoreSettings
 from drafttrain.model.target import FINAL

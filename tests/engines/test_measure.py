@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.engines.states_command import ServedStates, server_process
-from drafttrain.engines.states_server import StatesServer, free_ports, running
+from drafttrain.engines.states_server import ServedStates, StatesServer, free_ports, running, server_process
 from tests.engines.conftest import ROOT, python_for, trained
 from tests.unit.measure.test_runner import SCHEMA, check
 

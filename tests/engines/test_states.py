@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from drafttrain.core.files import remove_abandoned
-from drafttrain.engines.states_command import ServedStates, server_process
-from drafttrain.engines.states_server import StatesServer, free_ports, mooncake_master, running
+from drafttrain.engines.states_server import ServedStates, StatesServer, free_ports, mooncake_master, running, server_process
 from drafttrain.features.mooncake_states import MooncakeStates
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.source import States, Transport

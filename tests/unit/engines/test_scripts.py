@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from drafttrain.engines.scripts import llamacpp, transformers, vllm
-from drafttrain.engines.states_command import serve_arguments
+from drafttrain.engines.states_server import serve_arguments
 from drafttrain.export.format import StackRow
 from drafttrain.export.table import TABLE
 from tests.helpers import tiny_model

@@ -12,7 +12,7 @@ import torch
 from drafttrain.cli.launch import check_launcher, launch
 from drafttrain.cli.slurm import parameters, request_of
 from drafttrain.core.errors import UserError
-from drafttrain.engines.states_command import ServedStates, server_process
+from drafttrain.engines.states_server import ServedStates, server_process
 from drafttrain.features import FeatureOptions
 from drafttrain.runs.options import LauncherOptions, RunOptions, SlurmOptions
 from drafttrain.runs.server_machines import processes_of, servers_alone, servers_next_to_trainers, visible_gpus

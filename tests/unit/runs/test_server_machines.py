@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.engines.states_command import ServedStates
+from drafttrain.engines.states_server import ServedStates
 from drafttrain.features import FeatureOptions
 from drafttrain.runs import serve_trainers
 from drafttrain.runs.serve_trainers import SILENT, _Machine
