@@ -20,7 +20,7 @@ from drafttrain.export.table import loads
 from drafttrain.measure import cells
 from drafttrain.measure.engine_report import engines_table
 from drafttrain.measure.flags import broken_guarantees
-from drafttrain.measure.published import published_for, published_lines
+from drafttrain.measure.markdown import published_for, published_lines
 from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.runs.checkpoint_source import CheckpointSource

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from drafttrain.data.prompts import encode_prompt
 from drafttrain.drafters import families
-from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions, published
+from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions, markdown
 from drafttrain.measure.cases import Case, follow_ups, interleaved_turns
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.measure.flags import flags
@@ -117,12 +117,12 @@ def test_measure_run_published_tau_is_shown_for_same_set_and_family(loaded: Load
     assert report["measure"]["prompts"] == f"spec_bench:{file}"
     assert {(p["set"], p["method"], p["measured_tau"]) for p in report["published"]} == {
         ("spec_bench", "Medusa", report["checkpoints"][0]["tau"])}  # fmt: skip
-    assert published.CAUTION in said and "published for Medusa: 2.32" in said
-    assert published.CAUTION in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    assert published.published_for(report, {"gsm8k"}) == [] == published.published_for(report, {None})
+    assert markdown.CAUTION in said and "published for Medusa: 2.32" in said
+    assert markdown.CAUTION in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert markdown.published_for(report, {"gsm8k"}) == [] == markdown.published_for(report, {None})
     report["drafter"]["family"] = "dflash"
-    assert published.published_for(report, {"spec_bench"}) == []
-    known = json.loads(published.FILE.read_text(encoding="utf-8"))
+    assert markdown.published_for(report, {"spec_bench"}) == []
+    known = json.loads(markdown.FILE.read_text(encoding="utf-8"))
     assert {k["family"] for k in known} <= set(families()) and all(k["source"] and k["tau"] > 1 for k in known)
 
 
