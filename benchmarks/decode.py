@@ -28,9 +28,8 @@ from benchmarks.common import WIDTH, Line, Run, interleaved, ratio, report
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.prompts import load_prompts
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters import families

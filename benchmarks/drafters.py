@@ -32,8 +32,7 @@ from benchmarks.gpu.drafting import likely
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.prompts import load_prompts
-from drafttrain.decoding.decoder import Decoder
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.drafters import families
 from drafttrain.measure.cases import encode_cases
 from drafttrain.model.drafter import Drafter

@@ -28,7 +28,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import collate, load_dataset
 from drafttrain.data.prompts import load_prompts
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.features.online import Online
 from drafttrain.measure.cases import encode_cases

@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.targets.fast import FastTarget
 from drafttrain.train.telemetry import peak_memory
 

@@ -48,7 +48,7 @@ from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate, load_dataset
 from drafttrain.data.prompts import load_prompts
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import read_meta, read_weights
 from drafttrain.export.format import SAME

@@ -32,7 +32,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, TreeShape
 from drafttrain.data import DataOptions
 from drafttrain.data.sources import Conversation, read_usable
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, TrainBatch

@@ -22,10 +22,9 @@ from benchmarks.gpu.steps import Setting, Shared, Station, named, target_of
 from benchmarks.gpu.suite import Job, SkipError
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
 from drafttrain.decoding.graph_runner import Launched
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.measure.speed import kv_bytes

@@ -21,8 +21,8 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import LADDER
 from benchmarks.gpu.suite import Job, RedError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.graph_runner import CaptureError, captured_graph, why_waiting
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 
 FAMILY = "suffix"  # its trees are on the host

@@ -25,7 +25,7 @@ from benchmarks.gpu.trace import busy
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.acceptance import POLICIES
-from drafttrain.decoding.decoder import Decoded, Decoder
+from drafttrain.decoding.scheduler import Decoded, Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.drafters.options import TREES, TreeOptions

@@ -26,7 +26,7 @@ from benchmarks.gpu.models import LADDER, random_model
 from benchmarks.gpu.sources import ROOT
 from benchmarks.gpu.suite import Job, RedError, SkipError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.objective.losses import LossOptions, Objective

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = "drafttrain.kernels"  # the folder kernels/ of a checkout
 SHARED = ("kernels/csrc/schema.h", "kernels/csrc/ops.cpp")  # they declare all operators
 LOADER = "drafttrain.ops.library"  # it names an operator only to try the library; its users do not depend on that operator
-DECODER: tuple[str, ...] = ("drafttrain.decoding.decoder", "drafttrain.targets.load")
+DECODER: tuple[str, ...] = ("drafttrain.decoding.scheduler", "drafttrain.targets.load")
 TRAINING = (
     *DECODER,
     "drafttrain.features.online",

@@ -23,10 +23,9 @@ from benchmarks.gpu.suite import Job, RedError, SkipError
 from benchmarks.gpu.trace import traced
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, Path, TreeShape
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
 from drafttrain.decoding.graph_runner import Launched
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.measure.speed import kv_bytes
 from drafttrain.model.batch import Prediction, TrainBatch

@@ -15,9 +15,8 @@ from rich.text import Text
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import dialogue, encode_messages
 from drafttrain.data.reply_text import UNFINISHED, Continuation, text_alone
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Chunk, Request, Result
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.runs.checkpoint_source import CheckpointSource

@@ -22,9 +22,8 @@ from drafttrain.data.forms import ARGUMENTS, ASSISTANT, Conversation
 from drafttrain.data.pictures import Content, sources_of, text_of
 from drafttrain.data.prompts import encode_messages
 from drafttrain.data.reply_text import Continuation, Reply
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Result
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.targets.images import TEXT_ONLY, Images
 
 PROMPT_ROLES = ("system", "developer", "user")

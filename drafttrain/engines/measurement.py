@@ -9,9 +9,8 @@ from time import monotonic
 from typing import Any
 
 from drafttrain.core.progress import Watch
-from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result
-from drafttrain.decoding.scheduler import Costs
+from drafttrain.decoding.scheduler import Costs, Decoded
 from drafttrain.engines.answers import TimedEngine, WaveOutputs
 from drafttrain.measure.acceptance import Interval, chain_alphas
 from drafttrain.measure.bench import BASELINE

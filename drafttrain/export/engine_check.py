@@ -18,8 +18,7 @@ import torch
 
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.checkpoint import filled
 from drafttrain.engines.process import EngineResult, PromptCounts

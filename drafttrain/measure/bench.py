@@ -15,9 +15,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from drafttrain.core.progress import Watch
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding import guards
-from drafttrain.decoding.decoder import Decoded, Decoder
 from drafttrain.decoding.request import Result, StopText
-from drafttrain.decoding.scheduler import Costs
+from drafttrain.decoding.scheduler import Costs, Decoded, Decoder
 from drafttrain.measure import DecodeOptions, MeasureOptions, exactness
 from drafttrain.measure.cases import Budget, Case, interleaved_turns, plan, waves
 from drafttrain.measure.decoding import decoder_of, guard_of, sampling_of, stop_text_of

@@ -7,9 +7,9 @@ from dataclasses import replace
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.acceptance import POLICIES
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.guards import Guard
 from drafttrain.decoding.request import StopText
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.measure import DecodeOptions
 from drafttrain.model.drafter import Drafter

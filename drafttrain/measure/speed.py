@@ -12,9 +12,8 @@ from time import perf_counter
 
 import torch
 
-from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result
-from drafttrain.decoding.scheduler import Costs
+from drafttrain.decoding.scheduler import Costs, Decoded
 from drafttrain.model.shapes import TargetShape
 from drafttrain.targets.hf import CacheBytes
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.tree import Path, tuned_paths
-from drafttrain.decoding.decoder import Decoded
+from drafttrain.decoding.scheduler import Decoded
 from drafttrain.decoding.tree_size import CANDIDATES, LARGE, proposal_seconds, verification_seconds
 from drafttrain.drafters.tuned_settings import with_tuned
 from drafttrain.measure import TuneOptions

@@ -17,7 +17,7 @@ from drafttrain.data.generation_jobs import Dialogue, GenerationJob, LocalGenera
 from drafttrain.data.provenance import template_hash, tokenizer_hash
 from drafttrain.data.server import Server, ServerOptions, model_of
 from drafttrain.data.templates import chat_template, read_template
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target, load_tokenizer
 from drafttrain.targets.parallel import Part

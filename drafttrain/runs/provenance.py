@@ -19,9 +19,8 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.provenance import foreign
 from drafttrain.data.templates import read_template
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.ops import library

@@ -17,9 +17,8 @@ from torch import Tensor, distributed, nn
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.chat import Encoded
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.features.padded import rows_of
 from drafttrain.model.batch import TrainBatch

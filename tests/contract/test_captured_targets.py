@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import mtp_native
 from drafttrain.ops import library

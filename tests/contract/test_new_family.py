@@ -14,7 +14,7 @@ import drafttrain.drafters as folder
 from drafttrain.commands.measure import measure_run
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters import Family, families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, load_drafter, save_drafter
 from drafttrain.export.table import stacks_for

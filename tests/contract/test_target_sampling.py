@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from tests.architectures import WINDOW, model_of
 from tests.cases import slow_but
 from tests.contract.test_targets import EXACT, runner_of

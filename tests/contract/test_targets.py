@@ -10,7 +10,7 @@ import torch
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch

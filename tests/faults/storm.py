@@ -124,8 +124,7 @@ def tied(target: HFTarget, sampling: Sampling, result: Result, tokens: list[int]
 def storm(target: HFTarget, drafter: Drafter | None, count: int, seed: int, every: int | None) -> None:
     """Run with as few pages as the largest request needs, with some more, and with enough. every: as `Controls.read_every`."""
     from drafttrain.core.sampling import Sampling
-    from drafttrain.decoding.decoder import Decoder
-    from drafttrain.decoding.scheduler import Session
+    from drafttrain.decoding.scheduler import Decoder, Session
     from drafttrain.decoding.settings import Controls
     from drafttrain.model.kv_storage import PAGE, pages_for
 

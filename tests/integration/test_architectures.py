@@ -21,7 +21,7 @@ from transformers import (
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.draft_model import DraftModelOptions, build
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target

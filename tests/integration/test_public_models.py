@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters import families
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.bench import generate

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, save_drafter

@@ -21,7 +21,7 @@ from triton import language as tl
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import ancestors
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.model import attention
 from drafttrain.model.kv_storage import PAGE

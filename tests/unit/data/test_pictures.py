@@ -26,7 +26,7 @@ from drafttrain.data.server import Server, ServerOptions
 from drafttrain.data.sources import open_sources
 from drafttrain.data.store import BlockStore, RecordBlock, encode_block
 from drafttrain.data.templates import TemplateOptions
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.features.store import key_of
 from drafttrain.model.images import FIRST, bases, with_placeholders, without_images
 from drafttrain.targets.images import ImageReader, NoImages, image_reader

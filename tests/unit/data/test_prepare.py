@@ -36,7 +36,7 @@ from drafttrain.data.generation_jobs import (
 )
 from drafttrain.data.journal import Journal, check_settings, read, scan
 from drafttrain.data.sources import Conversation
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from tests.composing import compose_quickly

@@ -10,8 +10,8 @@ import torch
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding import graph_runner, tree_size
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.graph_runner import CaptureError, captured_graph, why_waiting
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.probe import why_not_captured

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.draft_length import WHOLE_EVERY, Cut, best_depth
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import build, pair_law

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.draft_length import Fallback
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import Scripted, never, oracle, prompts, random_guess, tiny_model, tiny_target

@@ -13,11 +13,10 @@ import torch
 from torch._subclasses import FakeTensor
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding import decoder as speculate
 from drafttrain.decoding import graph_runner as ahead
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding import scheduler as speculate
 from drafttrain.decoding.request import Request, Result
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.draft_model import DraftModel
 from drafttrain.model.drafter import Drafter

@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding import acceptance, scheduler
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.graph_runner import WeightReads
 from drafttrain.decoding.request import Request, Result, StopText
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.drafter import Commit, Drafter, DraftState

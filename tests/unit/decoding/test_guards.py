@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.draft_length import Cut
 from drafttrain.decoding.guards import Act, Guard, JsonText, Watch
 from drafttrain.decoding.request import Result
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import Scripted, ScriptedState, prompts, random_guess, tiny_model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Sampling, distribution
 from drafttrain.core.tree import DraftTree, Path, TreeShape
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.model.attention import AttentionMetadata

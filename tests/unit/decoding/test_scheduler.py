@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request, Result, StopText
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.measure.exactness import Match, compare
 from drafttrain.model.kv_storage import PAGE

@@ -15,9 +15,8 @@ from omegaconf import OmegaConf
 from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling, distribution
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.cascade import FAMILY, Cascade, CascadeOptions
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions

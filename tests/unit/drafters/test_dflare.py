@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.common.block_options import BlockShape
 from drafttrain.drafters.common.own_modules import falling, preferring
 from drafttrain.drafters.dflare import DFlare, DFlareOptions

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.common import block_drafter
 from drafttrain.drafters.common.block_options import spread_taps

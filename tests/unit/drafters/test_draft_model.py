@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.chat import Encoded
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
 from drafttrain.drafters.draft_model import FAMILY, DraftModelOptions, build
 from drafttrain.measure.flags import best, distillation

@@ -11,7 +11,7 @@ import torch
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling, distribution
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.dspark import FAMILY, DSpark, DSparkOptions
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch

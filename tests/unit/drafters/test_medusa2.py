@@ -15,7 +15,7 @@ from drafttrain.commands.measure import measure_run
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters import cascade
 from drafttrain.drafters.cascade import CascadeOptions
 from drafttrain.drafters.checkpoint import (

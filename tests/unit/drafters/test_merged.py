@@ -13,9 +13,8 @@ import torch
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.cascade import FAMILY, CascadeOptions
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.mtp_native import FAMILY, MTPNative, MTPNativeOptions
 from drafttrain.features.online import Online

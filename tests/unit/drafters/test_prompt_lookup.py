@@ -10,7 +10,7 @@ import torch
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.prompt_lookup import FAMILY, PromptLookup, PromptLookupOptions
 from drafttrain.model.drafter import Commit
 from drafttrain.targets.fast import FastTarget

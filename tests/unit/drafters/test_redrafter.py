@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.redrafter import FAMILY, ReDrafter, ReDrafterOptions, Search, prefix_tree, survivors
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit

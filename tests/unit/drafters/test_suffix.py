@@ -11,7 +11,7 @@ import torch
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.suffix import END, FAMILY, Node, Suffix, SuffixOptions, SuffixTree
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import prompts, tiny_model, tiny_target

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions, TranslatedDraft, Translation, build, recent
 from drafttrain.model.drafter import Commit
 from drafttrain.targets import TargetOptions

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.uno import FAMILY, Uno, UnoOptions, decided, random_tokens
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.core.errors import UserError
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
 from drafttrain.export.engine_check import GREEDY, DecodedSequence, Ending, chain_drafter, decoded, plain

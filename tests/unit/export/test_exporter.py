@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.core.files import write_sealed_json
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META
 from drafttrain.export import golden as material

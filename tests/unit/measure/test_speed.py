@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result
-from drafttrain.decoding.scheduler import Costs
+from drafttrain.decoding.scheduler import Costs, Decoded
 from drafttrain.measure import speed
 from drafttrain.measure.cases import Budget, Case, Plan, alternate_categories, plan, waves
 from drafttrain.measure.speed import Race, costs, kv_bytes, race, speedup, throughput, tpot, ttft

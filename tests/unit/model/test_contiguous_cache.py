@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.model import kv_storage
 from drafttrain.model.drafter import Drafter

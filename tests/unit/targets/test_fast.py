@@ -24,7 +24,7 @@ from transformers import (
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.model.masks import Documents
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions

@@ -9,7 +9,7 @@ import transformers
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions

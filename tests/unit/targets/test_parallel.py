@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.drafters.common.dynamic_tree import StaticTree

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.common.drafter_lora import add_matrices, trained_and_frozen
 from drafttrain.features.online import Online, Prefetch
 from drafttrain.model.batch import TrainBatch

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.model.target import Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target

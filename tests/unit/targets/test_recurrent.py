@@ -16,10 +16,9 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.guards import Guard
 from drafttrain.decoding.request import Request
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.recurrent_state import RecurrentStates, States

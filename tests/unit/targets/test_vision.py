@@ -11,7 +11,7 @@ import torch
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.chat import Encoded, join
 from drafttrain.data.dataset import collate
-from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.features.online import Online
 from drafttrain.measure.expected import forced_batch
 from drafttrain.model.images import FIRST, chunk_ends, has_images, spans, with_placeholders
