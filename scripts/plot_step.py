@@ -25,8 +25,7 @@ from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.prompts import load_prompts
 from drafttrain.decoding import step as decode_steps
-from drafttrain.decoding.scheduler import Decoder
-from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.measure.cases import alternate_categories, encode_cases
 from drafttrain.measure.plots import COLOURS
