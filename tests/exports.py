@@ -22,7 +22,7 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.parity import rounded
 from drafttrain.export.table import stacks_for
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.low_rank import LoraOptions, LoraSpec
+from drafttrain.model.lora import LoraOptions, LoraSpec
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget

@@ -28,7 +28,7 @@ from drafttrain.drafters.common.drafter_lora import merged
 from drafttrain.drafters.options import RENAMED
 from drafttrain.drafters.tuned_settings import tuned_settings, with_tuned
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.low_rank import LoraOptions, LoraSpec
+from drafttrain.model.lora import LoraOptions, LoraSpec
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import Target
 from drafttrain.targets.adapt import Adapter, adapted

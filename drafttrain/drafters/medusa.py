@@ -21,7 +21,7 @@ from drafttrain.drafters.options import MedusaOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter, FrozenRef
 from drafttrain.model.layers import ResidualBlock, recomputed
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.residual_heads import ResidualHeads, ranked, residual
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.limits import above, at_least, choice, share, within
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.model.shapes import LayerOptions
 
 TREES = ("chain", "static", "dynamic", "best_first")

@@ -47,7 +47,7 @@ from drafttrain.drafters.options import UnoOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import FrozenRef, draft_chain
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.low_rank import LoraOptions
+from drafttrain.model.lora import LoraOptions
 from drafttrain.model.mask_chains import Chains, Retention
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.adapt import PositionLora

@@ -22,7 +22,7 @@ from drafttrain.core.sampling import Lane, Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import PrunedTarget, Taps, Target

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.objective.losses import LossOptions, Objective, StepCounts
 from drafttrain.objective.scores import ScoresFunction

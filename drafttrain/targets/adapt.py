@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from drafttrain.core.errors import UserError
 from drafttrain.model.drafter import FrozenRef
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.low_rank import LoraOptions, LoraSpec, LowRank, Scale
+from drafttrain.model.lora import LoraOptions, LoraSpec
+from drafttrain.model.low_rank import LowRank, Scale
 from drafttrain.model.masks import Documents
 from drafttrain.model.target import Taps, TargetOut
 from drafttrain.targets.experts import find_experts

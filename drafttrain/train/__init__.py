@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafttrain.core.limits import above, at_least, choice, within
-from drafttrain.model.low_rank import LoraOptions
+from drafttrain.model.lora import LoraOptions
 
 OPTIMIZERS = ("adamw", "muon")
 TRACKER_NAMES = ("tensorboard", "mlflow", "trackio")  # loggers beside W&B

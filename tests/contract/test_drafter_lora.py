@@ -14,7 +14,7 @@ from drafttrain.drafters.common.drafter_lora import PREFIX, add_matrices, name_i
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.low_rank import LoraOptions
+from drafttrain.model.lora import LoraOptions
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import EACH, drafted_and_predicted, prompts, tiny_target

@@ -16,7 +16,7 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset
 from drafttrain.drafters.checkpoint import list_checkpoints, load_checkpoint, read_weights
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.objective.losses import LossOptions
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget

@@ -14,7 +14,7 @@ import torch
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, save_drafter
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
 from drafttrain.measure.bench import Bench
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.targets import TargetOptions, load
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import load_target

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.drafter import Drafter, trainable
-from drafttrain.model.low_rank import LoraOptions
+from drafttrain.model.lora import LoraOptions
 
 PREFIX = "lora."  # of the matrices' names in a checkpoint
 NAME = "default"  # peft's name for a single adapter

@@ -15,7 +15,7 @@ from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.drafters.common.drafter_lora import adapted_maps, add_matrices, added, merged, name_in_checkpoint
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.joint import Joint
-from drafttrain.model.low_rank import LoraOptions
+from drafttrain.model.lora import LoraOptions
 from drafttrain.model.target import Taps
 from drafttrain.targets.fast import FastTarget
 from tests.exports import checkpoint

@@ -32,7 +32,7 @@ from drafttrain.features.online import Online
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.model.batch import TrainBatch
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.lora_target import AdaptedObjective, drafter_weight, rate_scale
 from drafttrain.objective.losses import LossOptions, Objective

@@ -18,7 +18,7 @@ from drafttrain.export.exporter import CARD, TARGET
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target, load_tokenizer
 from tests.damage import refused

@@ -23,7 +23,7 @@ from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import format_of, loads
-from drafttrain.model.low_rank import LoraOptions
+from drafttrain.model.lora import LoraOptions
 from tests.exports import CASES, loaded, opened, target_of_files, written
 from tests.native import native
 

@@ -31,7 +31,7 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.parity import check_model
 from drafttrain.export.serve import STACKS
 from drafttrain.export.table import TABLE, loads, stacks_for
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.targets.load import LoadedTarget
 from tests import support_matrix as matrix
 from tests.damage import refused

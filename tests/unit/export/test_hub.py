@@ -21,7 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import LISTED
 from drafttrain.export import hub
 from drafttrain.export.hub import Repository, is_repository, push
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from tests.exports import checkpoint, embedded, opened, written
 
 TOKEN = "hf_" + "s" * 34

@@ -23,7 +23,7 @@ from drafttrain.export.files import ExportSource
 from drafttrain.export.golden import Golden, made
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import format_of
-from drafttrain.model.low_rank import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from tests.export_oracles.check import check_export
 from tests.exports import TEXTS, loaded, opened, put_model, written
 from tests.helpers import tiny_model

@@ -24,7 +24,7 @@ from drafttrain.drafters.common.drafter_lora import add_matrices, trained_and_fr
 from drafttrain.features.online import Online, Prefetch
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import trainable
-from drafttrain.model.low_rank import LoraOptions
+from drafttrain.model.lora import LoraOptions
 from drafttrain.model.target import Taps
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops.fp8 import Fp8Linear
