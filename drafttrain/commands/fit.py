@@ -243,7 +243,7 @@ def _commands(checkpoint: str, options: RunOptions, measured: bool) -> Iterator[
         yield f"tune {checkpoint}", "find the fastest draft length or tree on this machine"
         yield f"measure {checkpoint}", "measure acceptance and speed"
     if stacks:
-        yield f"export {checkpoint} format=all out=exported", f"write it for {', '.join(stacks)}"
+        yield f"export {checkpoint} format=all out=exported", "write it for the serving stacks that load it"
         if engine := next((name for name, engine in ENGINES.items() if set(engine.loads) & set(stacks)), None):
             stack = next(stack for stack in ENGINES[engine].loads if stack in stacks)
             yield f"verify engine={engine} out=exported/{stack} {checkpoint}", f"count the drafts that {engine} accepts"
