@@ -151,7 +151,7 @@ def test_cli_launchers_variable_that_is_no_number_is_refused(
 ) -> None:
     monkeypatch.setenv(name, "y")
     assert command("measure", "checkpoint=x") == 2
-    assert capfd.readouterr().err.startswith(f"drafttrain: {name} is 'y' in the provenance, expected a number")
+    assert capfd.readouterr().err.startswith(f"drafttrain: {name} is 'y' in the environment, expected a number")
 
 
 def test_cli_target_given_as_path_is_target_path(command: Command, runs: list[Any], tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_measure_run_published_tau_is_shown_for_same_set_and_family(loaded: Load
     assert markdown.published_for(report, {"gsm8k"}) == [] == markdown.published_for(report, {None})
     report["drafter"]["family"] = "dflash"
     assert markdown.published_for(report, {"spec_bench"}) == []
-    known = json.loads(markdown.FILE.read_text(encoding="utf-8"))
+    known = json.loads(markdown.PUBLISHED.read_text(encoding="utf-8"))
     assert {k["family"] for k in known} <= set(families()) and all(k["source"] and k["tau"] > 1 for k in known)
 
 
