@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from drafttrain.decoding import graph_runner as ahead
-from drafttrain.decoding import graph_runner as cuda_graph
 from drafttrain.decoding import tree_size as treesize
 from drafttrain.targets import vision
 
@@ -318,7 +317,7 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
         memory_reserved=lambda _: 0,
         get_device_properties=lambda _: SimpleNamespace(L2_cache_size=0),
     )
-    for module in (cuda_graph, ahead, treesize):
+    for module in (ahead, treesize):
         patch(module, "cuda", fake)
     patch(ahead, "pinned", lambda x: x)
 

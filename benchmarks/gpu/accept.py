@@ -17,7 +17,7 @@ from drafttrain.core.sampling import Lane, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.acceptance import DELTA, EPSILON
 from drafttrain.ops import accept as accept_op
-from drafttrain.ops import kv_cache as commit_op
+from drafttrain.ops import kv_cache as cache_op
 
 SHARPNESS = 4.0  # of the logits, so that some drafts are accepted and some rejected
 RANKS = 3  # a node's token is one of this many most likely ones after its parent
@@ -239,13 +239,13 @@ class Commit(Verified):
         return found | {"stop": torch.full_like(made_B, -1)[:, None]}
 
     def run(self, given: Tensors) -> Tensors:
-        return self._done(commit_op.commit, given)
+        return self._done(cache_op.commit, given)
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
-        return self._done(commit_op.reference, wide)
+        return self._done(cache_op.reference, wide)
 
     def _done(self, work: Any, given: Tensors) -> Tensors:
-        sequences = commit_op.Sequences(*(given[name] for name in ("root", "made", "done", "limit", "stop")))
+        sequences = cache_op.Sequences(*(given[name] for name in ("root", "made", "done", "limit", "stop")))
         at = (given["path"], given["accepted"], given["bonus"], given["slot"], sequences, True, True)
         found = work(tree_of(given), *at)
         state = {"root": sequences.root_S, "made": sequences.made_S, "done": sequences.done_S}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.case import Case, Ranks, Tensors, generator, random_parents
 from drafttrain.ops import residual_heads as heads_op
-from drafttrain.ops import tree_bits as build_op
+from drafttrain.ops import tree_bits as tree_op
 from drafttrain.ops.tree_bits import words_for, words_of
 
 
@@ -29,7 +29,7 @@ class TreeLinks(Case):
         return {"parent": random_parents(self.rows, self.nodes, device, seed)}
 
     def run(self, given: Tensors) -> Tensors:
-        return dict(zip(("depth", "bits"), build_op.tree_links(given["parent"]), strict=True))
+        return dict(zip(("depth", "bits"), tree_op.tree_links(given["parent"]), strict=True))
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         found = [links(parent) for parent in wide["parent"].tolist()]
@@ -76,7 +76,7 @@ class BuildTree(Case):
         return {"parent": parent_BM, "score": score_BM}
 
     def run(self, given: Tensors) -> Tensors:
-        built = build_op.build_tree(given["parent"], given["score"], self.nodes)
+        built = tree_op.build_tree(given["parent"], given["score"], self.nodes)
         names = (*_BUILT[:2], *_LINKS, *_BUILT[2:])
         found = (built.kept_BN, built.parent_BN, built.depth_BN, built.bits_BNw, built.child_BN, built.sibling_BN)
         return dict(zip(names, found, strict=True))

@@ -1,4 +1,4 @@
-"""Decode with a drafter."""
+"""Decode with a drafter, and measure one."""
 
 from __future__ import annotations
 

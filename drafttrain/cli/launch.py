@@ -1,4 +1,4 @@
-"""Runs a command in this process, or in `launcher.nproc` processes on each of `launcher.nodes` machines."""
+"""Runs a command here, or in `launcher.nproc` processes on each of `launcher.nodes` machines, which meet and may be lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package's exceptions, and text that is safe to print."""
+"""The package's exceptions, text that is safe to print, and failures of the Hugging Face hub in one clause."""
 
 from __future__ import annotations
 
@@ -78,6 +78,9 @@ SHOWN = 120  # characters of a transport error
 
 def hub_reason(error: BaseException, name: str, kind: str = "model", revision: str | None = None) -> str | None:
     """Why a model or data set (kind: model | dataset) could not be read from the hub, and the fix; None for other errors.
+
+    transformers and datasets wrap the hub's errors in their own, whose text is long or says something else. The cause is found
+    in the chain of exceptions.
 
     Worked example: `it is gated; accept its terms or ask for access at https://huggingface.co/a/b, with the login of HF_TOKEN`.
     """

@@ -1,4 +1,4 @@
-"""Files and directories that appear complete or not at all: written under a temporary name, fsynced, then renamed."""
+"""Files and directories that appear complete or not at all: written under another name, fsynced, renamed. Their checksums."""
 
 from __future__ import annotations
 
@@ -361,7 +361,11 @@ def listed(directory: Path, way_out: str) -> dict[str, Any] | None:
 
 
 def check_listed(directory: Path, way_out: str, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Raise UserError unless the listed files are unchanged. wanted: selects the names to check."""
+    """Raise UserError unless the listed files are unchanged. wanted: selects the names to check.
+
+    Every reader calls it. A directory without a list is accepted unchecked: another program or an earlier version made it, or
+    it was changed on purpose.
+    """
     sums = listed(directory, way_out) or {}
     if (fault := first_fault(directory, {name: sums[name] for name in sums if wanted(name)}, LISTED)) is not None:
         raise UserError(changed(directory, fault, way_out))

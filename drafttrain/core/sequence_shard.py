@@ -1,4 +1,4 @@
-"""Sequences split over several processes by position (DeepSpeed Ulysses, arXiv 2309.14509).
+"""Sequences split over processes by position (DeepSpeed Ulysses, arXiv 2309.14509), and modules that ZeRO-3 divides.
 
 Shapes: B rows, T positions of whole sequences, N processes, O = T / N positions of each, W = O + halo columns of its batch,
 X a dimension that is split over processes, h heads, k = h / N of them, D head width.
@@ -29,7 +29,11 @@ def is_part(parameter: Tensor) -> bool:
 
 
 def divided(module: nn.Module) -> bool:
-    """Whether ZeRO-3 has divided any of its parameters."""
+    """Whether ZeRO-3 has divided any of its parameters among the processes (arXiv 1910.02054, section 5.3).
+
+    Each call of such a module gathers its parameters from all processes. So all processes must call them in the same order and
+    equally often, however many rows each of them has; otherwise they wait for each other, or take one parameter for another.
+    """
     return any(map(is_part, module.parameters()))
 
 

@@ -1,4 +1,4 @@
-"""The texts that `prepare` generates: distinct prompts, the jobs for each prompt, and the dialogue of a running job.
+"""The texts that `prepare` generates: distinct prompts, jobs for each prompt, running dialogues, our generator.
 
 A text's temperature and noise depend only on (seed, prompt, sample number). The order of the prompts, the number of processes
 and restarts do not change a text.
@@ -222,7 +222,11 @@ Tick = Callable[[int], None]  # called with numbers of new tokens
 
 @dataclass(frozen=True)
 class LocalGenerator:
-    """Generates texts with our own decoder. Temperatures run one after another, since a session has a single one."""
+    """The target answers prompts in this process, by our own decoder.
+
+    With continuous batching a finished text frees its slot for the next. Temperatures run one after another, since a session
+    has a single one.
+    """
 
     decoder_at: Callable[[float], Decoder]  # a decoder for this temperature, with the limits of a reply
     tokenizer: PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""The rows of each epoch in order. The order depends only on the seed and becomes known as rows are prepared.
+"""The rows of each epoch in order, packed or not. The order depends only on the seed and becomes known as rows are prepared.
 
 An epoch is a shuffle of all conversations, or of as many that are drawn from several sources by weight. It is cut into windows
 of `WINDOW` batches. Each window is sorted by length and its batches are shuffled, so that a batch has little padding.

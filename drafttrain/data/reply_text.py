@@ -1,4 +1,4 @@
-"""The text of the tokens that follow a prompt.
+"""The text of the tokens that follow a prompt, and rules for replies.
 
 Tokenizers that mark the start of a word (SentencePiece, Metaspace) decode the mark to a space, but drop it at the start of a
 text. A reply that is decoded alone may thus lose its first space. Worked example, the prompt `a boy` and the reply `▁named`:
@@ -150,6 +150,7 @@ def empty(reply: Reply) -> bool:
     return not reply.text.strip()
 
 
+# each finds one fault; `prepare.drop` selects those that drop a reply
 RULES: dict[str, Callable[[Reply], bool]] = {"empty": empty, "truncated": truncated, "loop": loop, "refusal": refusal}
 
 

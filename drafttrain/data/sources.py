@@ -1,4 +1,4 @@
-"""Opens the data that `data.path` and `data.mix` name: the embedded data, files, glob patterns, folders and hub ids."""
+"""Opens the data that `data.path` and `data.mix` name: embedded data, files, glob patterns, folders, hub ids, public sets."""
 
 from __future__ import annotations
 
@@ -185,7 +185,11 @@ DEFAULT_SPLIT = SourceOptions().split
 
 @dataclass(frozen=True, slots=True)
 class TrainingSet:
-    """A public data set on the hub."""
+    """A public data set on the hub, which `data=NAME` reads by its name. A new set is one entry of `TRAINING_SETS`.
+
+    A fact that is missing is one that no source at hand says. `tests/unit/data/test_training_sets.py` compares the entries
+    with `conf/data` and `docs/data.md`, which says where each fact comes from.
+    """
 
     hub: str  # its id
     licence: str

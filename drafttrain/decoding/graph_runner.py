@@ -1,8 +1,8 @@
-"""Runs decode steps ahead of the host, which reads their results later: as CUDA graphs, or operation by operation.
+"""Runs decode steps ahead of the host, which reads their results later: captured as CUDA graphs, or operation by operation.
 
 When a graph is captured, the bytes of weights that its step reads are counted, product by product (`WeightReads`).
 
-Shapes: B rows, A new tokens of a step, M steps.
+Shapes: B rows, A new tokens of a step, X = A + 3 (`ops.kv_cache.Committed`), M steps.
 """
 
 from __future__ import annotations

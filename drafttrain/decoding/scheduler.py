@@ -1,6 +1,6 @@
-"""The one decode loop: requests queue, decode in slots and leave.
+"""The one decode loop: requests queue, prompts enter the caches, texts decode in slots and leave. `Decoder` runs it.
 
-Shapes: S slots, B active rows.
+Shapes: B active rows or prompts, S sequences (a prompt may have several), T prompt positions, R logit rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from drafttrain.ops.sampling import sample
 
 
 class Prefill:
-    """Treats a prompt as a chain that is accepted whole: causal passes over chunks, each observed by the drafter."""
+    """Prompts enter the caches, and every request gets its first token.
+
+    A prompt is a chain that is accepted whole: causal passes over chunks, each observed by the drafter.
+    """
 
     def __init__(self, step: DecodeStep, chunk: int, bounded: bool) -> None:
         """chunk: positions of one pass at most. bounded: the lengths of the drafter's caches are bounded by a graph runner."""
@@ -376,7 +379,11 @@ class Decoded:
 
 
 class Decoder(DecoderSettings):
-    """Decodes prompts with its settings. It keeps a session from one call to the next where that saves capturing graphs."""
+    """The one decoder: it decodes prompts with its settings. It knows no drafter by name.
+
+    Without a drafter it is plain decoding, the baseline. A session is kept from one call to the next where that saves
+    capturing graphs.
+    """
 
     _session: Session | None = None
 

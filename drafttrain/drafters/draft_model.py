@@ -1,6 +1,8 @@
-"""A separate draft model: a small causal LM with its own KV cache, distilled (arXiv 2211.17192, 2302.01318, 2310.08461).
+"""A separate draft model: a small causal LM with its own KV cache, distilled (arXiv 2211.17192, 2302.01318, 2310.08461). One
+with another tokenizer than the target's drafts text (`TranslatedDraft`).
 
-Shapes: B rows, N tokens of one pass, T positions, M predictions, R logit rows, H hidden, V vocabulary.
+Shapes: B rows, N tokens of one pass, T positions, A committed positions, K drafts, M predictions, R logit rows, H hidden, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -98,7 +100,10 @@ def recent(token: list[int], most: int) -> list[int]:
 
 
 class TranslatedDraft(Drafter):
-    """Greedy chains of a frozen LM that has another tokenizer.
+    """Greedy chains of a frozen LM that has another tokenizer than the target's: its drafts are translated as text.
+
+    This is universal assisted decoding (transformers; arXiv 2502.05202, string-level exact match). The drafts are
+    deterministic, so that a lossless policy stays lossless whatever the translation gives.
 
     Sequences are encoded anew in each decode step, on the host. Only tokens after the longest common prefix with the cache are
     computed.

@@ -1,11 +1,12 @@
 """LiLiCorr: DFlash, whose likeliest tokens are scored together by a small bidirectional network (arXiv 2608.20530).
 
-Shapes: B rows, A anchors, N = B A blocks, S slots, K drafts, C candidates, W nodes of a depth, M predictions, R rows at once,
-P = B T flat positions, U of them, k stored tokens, H hidden, V vocabulary.
+Shapes: B rows, A anchors, N = B A blocks, S slots, K drafts, J = K - 1 pairs of neighbouring slots, C candidates of a slot,
+L = K C, X = 2 C, W nodes of a depth, M predictions, R rows at once, P = B T flat positions, U of them, k stored tokens,
+h heads of width d, D width, F factors, H hidden, V vocabulary.
 
-The C likeliest tokens of each slot are its candidates. One pass of the network (`common/lattice.py`) gives every pair of
-neighbouring candidates a score. A draft is chosen by the scores after the draft above it; the first, by those after the root.
-Other tokens are never drafted: the draft distribution has C tokens.
+The C likeliest tokens of each slot are its candidates. One pass of `LatticeNetwork` gives every pair of neighbouring
+candidates a score. A draft is chosen by the scores after the draft above it; the first, by those after the root. Other tokens
+are never drafted: the draft distribution has C tokens.
 """
 
 from __future__ import annotations
@@ -95,7 +96,16 @@ class LatticeLayer(nn.Module):
 
 
 class LatticeNetwork(nn.Module):
-    """Modules and parameters are named as in the official code, but for `in_proj` of attention."""
+    """Scores the candidates of all slots of a block together.
+
+    The candidates are one sequence of L positions. All see each other, in both directions. From the output y of a candidate
+    and the state anc of the last position before the block come two unit vectors, `out` and `in`:
+
+        score of candidate j of the first slot                          scale * anchor_out . in_j
+        score of candidate j, after candidate i of the slot before      scale * out_i . in_j
+
+    Modules and parameters are named as in the official code, but for `in_proj` of attention.
+    """
 
     def __init__(self, shape: LatticeShape) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """Native MTP: the module that a target comes with, taken from its checkpoint and trained further for several depths.
 
-Shapes: B rows, N positions or nodes, T positions, H hidden, V vocabulary.
+Shapes: B rows, N positions or nodes, T positions, A pending positions, C of them, M predictions, h KV heads, D head width,
+X width of a further input, H hidden, V vocabulary.
 
     x[t+1] -- target's embedding -- enorm --.
                                             eh_proj (2H -> H) -- a block of the target's class -- h' -- norm -- target's head
@@ -9,7 +10,7 @@ Shapes: B rows, N positions or nodes, T positions, H hidden, V vocabulary.
       '--- one depth further: the output of the norm, or h', as the layout says  <------------------------'
 
 `common/own_modules.py` has the layouts. One module makes every depth and is trained on its own outputs so (arXiv 2509.18362).
-Where there are several, each makes one depth (`common/modules_per_depth.py`).
+Where there are several, each makes one depth (`DepthState`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,16 @@ def split_at(commit: Commit, keep_B: Tensor, columns: int) -> Commit:
 
 
 class DepthState(CachedState):
-    """The state of a drafter with a module for each depth. It drafts chains."""
+    """The state of a drafter with a module for each depth, as DeepSeek-V3 trains them (arXiv 2412.19437, section 2.2).
+
+    It drafts chains. At index t module k (from 0) reads the token x[t+1+k] and the state of module k-1 at t, module 0 the
+    target's. It sees its own keys at 0..t and predicts x[t+2+k].
+
+    Worked example: two modules, text `a b c` with the root r. Module 0 reads (b, h[0]), (c, h[1]), (r, h[2]) and drafts d.
+    Module 1 then reads c, r, d at the same indices and drafts e. Its token at index 2 is a draft, so it reads index 2 again
+    when that token is known: the last positions, one fewer than the modules, stay pending, and every cache holds the positions
+    before them.
+    """
 
     def __init__(self, drafter: PerDepth, slots: int, max_len: int) -> None:
         self.drafter = drafter

@@ -27,7 +27,10 @@ POSITION = re.compile(r'\bposition="(\d+)"')
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Names of a server's Prometheus counters, without `_total`."""
+    """Names of a server's Prometheus counters, without `_total`.
+
+    vLLM's are in vllm/v1/spec_decode/metrics.py (0.32), SGLang's (0.5.23) in sglang/srt/observability/metrics_collector.py.
+    """
 
     generated: str
     verifications: str
@@ -94,9 +97,10 @@ def read(text: str | None) -> CounterReading | str:
 
 
 def counted(before: CounterReading | str, look: Callable[[], str | None], tokens: int) -> Counted:
-    """The counts of a wave that generated `tokens`. They change a little after its last token was sent, so look again.
+    """The counts of a wave that generated `tokens`: differences of the server's counters in /metrics.
 
-    before: the reading before the wave. None are known where other clients were served too, or the server was restarted.
+    They change a little after its last token was sent, so look again. before: the reading before the wave. None are known
+    where other clients were served too, or the server was restarted.
     """
     if isinstance(before, str):
         return _unknown(before)
@@ -122,6 +126,7 @@ def counted(before: CounterReading | str, look: Callable[[], str | None], tokens
 def of_answers(details: Sequence[dict[str, Any] | None], lengths: Sequence[int]) -> Counted | None:
     """The counts that a server sent with each answer, which other clients do not change; None where it sent none.
 
+    They are named as in `SpecTokensDetails` of sglang/srt/entrypoints/openai/protocol.py (SGLang 0.5.23).
     An answer of one token, which the prefill yields, has no counts.
     """
     if any(row is None and length > 1 for row, length in zip(details, lengths, strict=True)) or not any(details):

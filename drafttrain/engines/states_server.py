@@ -1,4 +1,4 @@
-"""Servers of states on this machine, for the time of a training run: vLLM's, and a `mooncake_master`."""
+"""Servers of states on this machine, for the time of a training run: vLLM's, and a `mooncake_master`. Their commands."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ STAGING = 64 * 2**20  # bytes for messages of errors; states are put from a buff
 
 @dataclass(frozen=True, slots=True)
 class ServedStates:
-    """What servers give. It travels to other machines as JSON."""
+    """What the servers of a run's states give. It travels to other machines as JSON."""
 
     engine: str
     model: str  # a directory, or an id of the hub

@@ -1,4 +1,4 @@
-"""The LoRA of a drafter as a peft adapter: its matrices on the names of an exported drafter, with that drafter in `base/`.
+"""Peft adapters: matrices without their model, and a drafter's LoRA by an exported drafter's names, with that in `base/`.
 
 No serving stack loads an adapter of a drafter. `merge` makes an ordinary export of it, and the parity check reads that one.
 """
@@ -56,9 +56,9 @@ def config_of(names: Iterable[str], rank: int, alpha: float, base: str, whole_na
 
 
 def write_alone(directory: Path, matrices: dict[str, Tensor], rank: int, alpha: float, base: str) -> None:
-    """Write the adapter of a model that is not exported itself. matrices: float32, under the names of a checkpoint.
+    """Write the adapter of a model that is not exported itself: `peft.PeftModel.from_pretrained` loads the directory.
 
-    Raises ParityError unless they are read back bit for bit.
+    matrices: float32, under the names of a checkpoint. Raises ParityError unless they are read back bit for bit.
     """
     tensors = {str(MATRICES.theirs(name)): tensor.contiguous() for name, tensor in matrices.items()}
     directory.mkdir()

@@ -1,4 +1,4 @@
-"""Write a checkpoint for serving stacks, check each directory against the checkpoint, and move all into place at once."""
+"""Write a checkpoint and its model card for serving stacks, check each directory, and move all into place at once."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ class CardFigures:
 
 
 def card(source: ExportSource, layout: str, place: str | Repository, parity: Parity, apart: bool = False) -> str:
-    """The text of the model card. place: the final directory of the export, or the repository that it is uploaded to.
+    """README.md of an exported directory, the model card: target, training, measured acceptance, and the serving command.
 
-    apart: the files are an adapter of the drafter, and its command is that of the merged drafter.
+    place: the final directory of the export, or the repository that it is uploaded to. apart: the files are an adapter of the
+    drafter, and its command is that of the merged drafter.
     """
     meta, measured = source.opened.meta, CardFigures.of(source.opened.directory)
     base = {"base_model": source.target_name} if is_repository(source.target_name) else {}  # the hub takes no directories

@@ -1,5 +1,5 @@
 """Padded rows of another training loop as a batch, and a bounded buffer of sequences that a loop has fed, each with the
-version of the target that made its states.
+version of the target that made its states; or a record of the loop's own passes.
 
 Shapes: B rows, T columns of the loop's tensors or positions of a sequence, N columns of the batch, H hidden.
 """
@@ -151,9 +151,10 @@ class Recorded:
 
 
 class PassRecorder:
-    """Hooks on a model that record its passes with gradients over whole sequences, at most the `keep` last ones.
+    """Records tokens and states of a model's own training passes, so that a drafter needs no pass of its own.
 
-    Passes without gradients, such as generation, are not recorded, and recomputation of checkpointed blocks is not either.
+    Hooks on the model record its passes with gradients over whole sequences, at most the `keep` last ones. Passes without
+    gradients, such as generation, are not recorded, and recomputation of checkpointed blocks is not either.
     """
 
     def __init__(self, target: LiveTarget, taps: Taps, keep: int) -> None:

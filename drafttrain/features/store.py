@@ -1,10 +1,11 @@
-"""A set of features on disk: safetensors shards, written atomically, with their expected sizes and checksums.
+"""A set of features on disk: their form, and safetensors shards, written atomically, with their expected sizes and checksums.
 
 <folder>/index.json              for people only: what the features belong to, what the folder's name is a hash of, and sizes
 <folder>/shard-00000.safetensors the columns of `FeatureFormat`, [N, ...] each
 <folder>/shard-00000.json        size and sha256, written after the shard: a shard without this file counts as absent
 
 Which conversations a shard has depends only on the conversations, not on the processes that compute them (`ShardLayout`).
+Shapes: N positions, C of them at once, H hidden, V vocabulary; `...` any leading dimensions.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class FeatureFormat:
-    """The states of `keys` (`Taps.keys`) in `format`.
+    """The stored form of the target's states: which tensors a position has for `keys` (`Taps.keys`), and their dtypes.
 
     float8 is e4m3 with one float32 scale per position and state, which maps the largest magnitude to 448.
     """

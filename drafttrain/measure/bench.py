@@ -1,4 +1,4 @@
-"""The passes of a measurement over its cases: plain, speculative, transformers, and the timed races."""
+"""The passes over a measurement's cases: plain, speculative, transformers, timed races. Shapes: B prompts, T positions."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ def generate(
     guards: Sequence[guards.Guard | None] | None = None,
     inputs: Callable[[Tensor], dict[str, Tensor]] | None = None,
 ) -> Decoded:
-    """Greedy `generate`, with its cache, on all prompts as one left-padded batch. Each output is cut where it ends.
+    """transformers' `generate`, greedy: an independent check of the tokens, and a second baseline of speed.
 
-    guards: one per prompt; only guards that stop an output. Times are those of the whole batch, so timings are meaningful for a
-    batch of one only. Costs stay empty. inputs: the model's inputs for the prompts; None: their tokens.
+    It has a cache, and all prompts are one left-padded batch. Each output is cut where it ends.
+
+    guards: one per prompt; only guards that stop an output. Times are those of the whole batch, so timings are meaningful for
+    a batch of one only. Costs stay empty. inputs: the model's inputs for the prompts; None: their tokens.
     """
     longest = max(len(p) for p in prompts)
     pad = min(stop_ids, default=0)

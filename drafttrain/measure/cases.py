@@ -1,4 +1,4 @@
-"""The prompts of a measurement, as token ids. Categories and turns alternate, so that any prefix is a fair sample."""
+"""A measurement's prompts, as token ids, and its time budget. Categories and turns alternate: any prefix is a fair sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.md: the measurement as text and tables."""
+"""report.md: the measurement as text and tables, next to published figures. `render` writes pages in HTML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template of `assets/`, which may include other files of that folder. Values are escaped."""
+    """A page as a single HTML file that works offline, from a template of `assets/`.
+
+    A template may include other files of that folder. Values are escaped.
+    """
     loader = jinja2.FileSystemLoader(ASSETS)
     return (
         jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
@@ -331,9 +334,9 @@ CAUTION = "Target, hardware and engine differ: compare only the order of magnitu
 
 
 def published_for(report: dict[str, Any], sets: set[str | None]) -> list[dict[str, Any]]:
-    """The report's `published`: for each public set, published figures of the family next to those of the best checkpoint.
+    """The report's `published`: figures published for the same family and public prompt set, next to those measured.
 
-    sets: the public sets that the prompts are from; None for other prompts.
+    The measured ones are the best checkpoint's. sets: the public sets that the prompts are from; None for other prompts.
     """
     best = best_entry(report)
     measured = {entry["value"]: entry for entry in best["slices"] if entry["by"] == "set"} or dict.fromkeys(sets, best)

@@ -1,4 +1,4 @@
-"""The report's figures as PNG files. Drawing needs no display."""
+"""The report's figures as PNG files, among them the training curves of a metrics.jsonl. Drawing needs no display."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Series = dict[str, list[tuple[float, float]]]
 
 
 def read_curves(metrics: Path | None) -> dict[str, Series]:
-    """The series that have points, by a name of `CURVES`; empty without a file."""
+    """The training curves of a metrics.jsonl that have points, by a name of `CURVES`; empty without a file."""
     lines = _lines(metrics)
     curves = {
         "loss": _series(lines, {"loss": "loss"}),

@@ -1,6 +1,6 @@
-"""The log-likelihood of text under the target, and the change of a target that was trained with its drafter.
+"""Failure monitors, the log-likelihood of text under the target, and the change of a target trained with its drafter.
 
-Shapes: T positions, R logit rows, V vocabulary.
+Shapes: B rows, T positions, R logit rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drafttrain.model.target import Taps, Target
 from drafttrain.targets.adapt import own_bytes
 from drafttrain.targets.load import LoadedTarget
 
-QUALITY = ("loops", "stop_misses", "longest_repeat", "json_valid")  # what is counted
+QUALITY = ("loops", "stop_misses", "longest_repeat", "json_valid")  # monitors: they only count; `decoding.guards` acts
 
 
 def longest_repeat(tokens: Sequence[int]) -> int:

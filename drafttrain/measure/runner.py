@@ -1,4 +1,4 @@
-"""Measures checkpoints of one target against its plain decoding, within a time budget."""
+"""Measures checkpoints of one target against its plain decoding, within a time budget, and counts what guards did."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def without_guards(bench: Bench) -> Bench | None:
 
 
 def guard_keys(bench: Bench, evidence: Evidence, free: Sequence[Result]) -> Keys:
-    """The report's `guards`. free: the outputs without guards."""
+    """The report's `guards`: how often guards acted, and the outputs' quality with and without.
+
+    free: the outputs without guards.
+    """
     names = [case.category for case in evidence.cases]
     keys: Keys = {
         name: {

@@ -1,11 +1,11 @@
 """Attention of many blocks of slots, each to its own part of one context (arXiv 2602.06036, section 4; 2602.01469).
 
 Blocks are computed a few at a time, a tile: no mask or score of all slots is in memory at once. On a CPU a tile has only the
-part of the context that its blocks see, and the backward pass gives torch's kernel each tile's output and log-sum-exp. On a GPU
-FlexAttention computes all blocks in one kernel in training, where it gives the tiles' results.
+part of the context that its blocks see, and the backward pass gives torch's kernel each tile's output and log-sum-exp. On a
+GPU `block_mask_attention` computes all blocks in one kernel in training, where it gives the tiles' results.
 
-Shapes: B rows, T positions of the context, A blocks of a row, C of them at once, S slots of a block, R = C S, P keys of a tile,
-h heads, g KV heads, x = h / g, D head width.
+Shapes: B rows, T positions of the context, A blocks of a row, C of them at once, S slots of a block, R = C S, P keys of a
+tile, h heads, g KV heads, x = h / g, X = x R, D head width. In one kernel: Q = A S queries, I tiles of them, J tiles of keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def block_mask_attention(
     scale: float | None = None,
     attend: Attend | None = None,
 ) -> Tensor:
-    """[B, h, A, S, D]: as `blockwise_attention` by the rule (chained, window, scale). attend: None: the compiled kernel."""
+    """[B, h, A, S, D]: as `blockwise_attention` by the rule (chained, window, scale). attend: None: the compiled kernel.
+
+    FlexAttention (arXiv 2412.05496), on a GPU: one kernel skips the keys that no slot sees.
+    """
     A, S = q_BhASD.shape[2:4]
     keys, values = (
         torch.cat([context, block.flatten(2, 3)], 2)

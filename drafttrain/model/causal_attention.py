@@ -1,10 +1,10 @@
-"""Causal attention over whole sequences within documents, and of chunks of prompts. No tensor is [T, T].
+"""Causal attention over whole sequences within documents, of chunks of prompts, and with capped scores. No tensor is [T, T].
 
 Of a chunk every new position sees its row's prefix, and the new positions up to itself. The prefix is read where it is stored.
 Rows are computed one by one, since their lengths may differ: a chunk has enough positions to fill an operator.
 
-Shapes: B rows, T positions, N new positions, R queries of a block, P keys that they see, h = g r heads, g KV heads, r query
-heads of a KV head, D head width.
+Shapes: B rows, T positions, X = B T of all rows, E ends of documents, N new positions, R queries of a block, P keys that they
+see, K keys of a part, h = g r heads, g KV heads, r query heads of a KV head, D head width.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ def capped_attention(
     sinks_h: Tensor | None = None,
     mask_BNP: Tensor | None = None,
 ) -> Tensor:
-    """[B, h, N, D] with float32 scores. The values may have another width than the keys, as the result then has.
+    """[B, h, N, D]: scores are soft-capped (Gemma-2, arXiv 2408.00118, section 2) or share their softmax with sinks (gpt-oss).
 
-    mask_BNP: true where a query sees a key; None: the queries are the last N of P positions, causal within the window.
-    cap: scores become cap * tanh(score / cap). sinks_h: one more score per head, whose share of the softmax goes nowhere.
+    torch's fused attention has neither. The queries are taken in parts, so that memory never holds the scores of all pairs.
+    Scores are float32. The values may have another width than the keys, as the result then has.
+
+    mask_BNP: true where a query sees a key; None: the queries are the last N of P positions, causal within the window. cap:
+    scores become cap * tanh(score / cap). sinks_h: one more score per head, whose share of the softmax goes nowhere.
     """
     (B, h, N, _), P = q_BhND.shape, k_BgPD.shape[2]
     rows = max(1, SCORES // max(1, B * h * P))

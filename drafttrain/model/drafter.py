@@ -1,4 +1,4 @@
-"""The interfaces of a drafter: the trained module, its decoding state, and optional roles.
+"""The interfaces of a drafter: the trained module, its decoding state, optional roles, and references that own nothing.
 
 Shapes: B rows, A committed positions, N tree nodes, S slots, R slots to reset, M samples, K draft depth, C candidates,
 H hidden, V vocabulary.

@@ -1,8 +1,8 @@
-"""Sequences followed by chains of mask slots, on which parallel drafters are trained in one pass (arXiv 2504.18583,
-2602.01469).
+"""Sequences followed by chains of mask slots, on which parallel drafters are trained in one pass, and attention over them
+(arXiv 2504.18583, 2602.01469).
 
 Shapes: B rows, T columns of text, A anchors of a row, S slots of a chain, X slots of all chains, N = T + X columns, M
-predictions, H hidden.
+predictions, H hidden, h heads, g KV heads, D head width.
 
 Worked example: the text `a b c d e`, followed by two chains of one and of two slots. The first chain has source 0 and the
 root b, the second has source 1 and the root c. For a drafter that reads tokens (root=True):

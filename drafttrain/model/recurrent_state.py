@@ -1,9 +1,10 @@
-"""The states of a model's recurrent layers, for each slot: a summary of its committed positions.
+"""The states of a model's recurrent layers, for each slot: a summary of its committed positions. Short convolutions.
 
 Unlike keys and values, a state cannot be cut back. A pass therefore starts from the committed states and does not change them.
 It records the inputs of its scans (`Tape`). After acceptance each row's scan runs again over the accepted positions only.
 
-Shapes: S slots, B rows in use, R any slots, N new positions, C channels of a convolution, W earlier columns that it sees.
+Shapes: S slots, B rows in use, R any slots, N new positions, C channels of a convolution, W earlier columns that it sees,
+T = W + N, P positions of a block, k taps, G groups of channels, H hidden.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ TAPS = 2
 
 
 class Convolved(nn.Module):
-    """A part between two convolutions. Parameters are named as in the official code. group: channels that share `own`."""
+    """A part of a layer between two convolutions, with weights that depend on the position's input.
+
+    With two taps the part's input and output at position s are mixed with those at s - 1, channel by channel:
+
+        y[s] = (base_0 + own_0[s]) x[s] + (base_1 + own_1[s]) x[s - 1]        x[-1] = 0: blocks do not mix
+
+    `base` has a number for each channel and tap. `own` has one for each group of channels, from a linear map of the part's
+    input. At the start base is (1, 0) and the map is zero, so that the convolution is the identity.
+
+    Parameters are named as in the official code. group: channels that share `own`.
+    """
 
     def __init__(self, width: int, group: int) -> None:
         super().__init__()
@@ -35,23 +46,23 @@ class Convolved(nn.Module):
         nn.init.ones_(self.base_kernel[:, 0])
         nn.init.zeros_(self.kernel_projection.weight)
 
-    def forward(self, x_SH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """[..., S, H]: convolution, `part`, convolution."""
-        kernel_SX = self.kernel_projection(x_SH).unflatten(-1, (2, TAPS, -1))
-        kernels = [self.base_kernel[side] + kernel_SX[..., side, :, :].repeat_interleave(self.group, -1) for side in range(2)]
-        return _mixed(part(_mixed(x_SH, kernels[0])), kernels[1])
+    def forward(self, x_PH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., P, H]: convolution, `part`, convolution."""
+        kernel_P2kG = self.kernel_projection(x_PH).unflatten(-1, (2, TAPS, -1))
+        kernels = [self.base_kernel[side] + kernel_P2kG[..., side, :, :].repeat_interleave(self.group, -1) for side in range(2)]
+        return _mixed(part(_mixed(x_PH, kernels[0])), kernels[1])
 
 
 class Bare(nn.Module):
     """The part without convolutions, in the place of `Convolved`."""
 
-    def forward(self, x_SH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        return part(x_SH)
+    def forward(self, x_PH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        return part(x_PH)
 
 
-def _mixed(x_SH: Tensor, kernel_SkH: Tensor) -> Tensor:
-    previous_SH = F.pad(x_SH[..., :-1, :], (0, 0, 1, 0))
-    return kernel_SkH[..., 0, :] * x_SH + kernel_SkH[..., 1, :] * previous_SH
+def _mixed(x_PH: Tensor, kernel_PkH: Tensor) -> Tensor:
+    previous_PH = F.pad(x_PH[..., :-1, :], (0, 0, 1, 0))
+    return kernel_PkH[..., 0, :] * x_PH + kernel_PkH[..., 1, :] * previous_PH
 
 
 KERNELS = ("fla", "mamba_ssm")  # packages whose scans transformers prefers to its own

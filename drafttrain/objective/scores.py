@@ -1,6 +1,7 @@
-"""Scores of predictions from the logits of drafter and target: loss, top-1 agreement and acceptance.
+"""Scores of predictions from the logits of drafter and target: loss, top-1 agreement and acceptance. Steps of shared heads.
 
-Shapes: C predictions, V vocabulary, D tokens of the drafter's own vocabulary or candidates.
+Shapes: C predictions, V vocabulary, D tokens of the drafter's own vocabulary or candidates. Of a shared head: M predictions of
+a step, E of a kind, C of a piece, N rows of a piece, U positions of a chunk.
 """
 
 from __future__ import annotations
@@ -196,7 +197,20 @@ def shared_steps(predictions: Sequence[Prediction], batch: TrainBatch) -> dict[H
 
 
 class SharedSteps:
-    """The steps of one shared head, and `kinds`, which are scored in their place: the predictions of each kind as one step."""
+    """The steps of one shared head, and `kinds`, which are scored in their place: the predictions of each kind as one step.
+
+    `model.batch.Shared` says what rows and columns are. A kind's predictions are in the order of rows, then columns. A piece
+    has whole rows, because the head makes all their logits at once.
+
+    Worked example: two columns and the rows 0, 1 and 2, where row 2 has no prediction in column 1. A kind's predictions are
+
+        number    0  1  2  3  4
+        row       0  0  1  1  2
+        column    0  1  0  1  0
+
+    With two kinds, and at most eight predictions at once, a piece has two rows. The first has the predictions 0 to 3 of both
+    kinds, the second prediction 4: entry 0 of the two that the head gives for row 2.
+    """
 
     def __init__(self, predictions: Sequence[Prediction], batch: TrainBatch) -> None:
         by_kind: dict[int, dict[int, Prediction]] = {}

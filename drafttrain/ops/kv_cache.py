@@ -2,10 +2,10 @@
 
 `append` is the part of a layer between its projection and its attention: q/k norm, rotary embedding, writing the cache. On a
 CPU the `attend` operator does it itself, together with the attention. `kv_keep` moves an accepted path to the end of the
-committed prefix, in all layers at once.
+committed prefix, in all layers at once. `commit` makes of the accepted paths all else that a decode step gives.
 
-Shapes: B rows, N new positions, A accepted nodes, M rotary positions, L layers, Q pages (of a row, or of the store), P
-positions of a page, h query heads, k KV heads (h in a store), D head width, X = (h + 2 k) D.
+Shapes: S slots, B rows, N new positions or tree nodes, A accepted nodes, M rotary positions, L layers, Q pages (of a row, or
+of the store), P positions of a page, h query heads, k KV heads (h in a store), D head width, X = (h + 2 k) D, K stop tokens.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Sequences:
 @dataclass(frozen=True, slots=True)
 class Committed:
     """token_BA: the accepted tokens. next_BA: the token after each, the bonus token after the last. Past count_B, and for rows
-    that have ended, the entries mean nothing. record_BX: next_BA, then count, verified nodes, and whether the last accepted
-    node had children.
+    that have ended, the entries mean nothing. record_BX, X = A + 3: next_BA, then count, verified nodes, and whether the last
+    accepted node had children.
     """
 
     token_BA: Tensor
@@ -141,7 +141,10 @@ def commit(
     skips: bool,
     counts: bool,
 ) -> Committed:
-    """skips: rows whose text has ended commit nothing (count 0). counts: keep the text's length, and whether it has ended."""
+    """What a decode step makes of its accepted paths, in one operator: tokens, the state of each text, the host's record.
+
+    skips: rows whose text has ended commit nothing (count 0). counts: keep the text's length, and whether it has ended.
+    """
     if not library.serves(tree.token_BN.new_empty(0, dtype=torch.float32)):
         return reference(tree, path_BA, count_B, bonus_B, slot_B, sequences, skips, counts)
     B, A = path_BA.shape

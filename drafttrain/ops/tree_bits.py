@@ -1,7 +1,7 @@
-"""A tree's ancestors as bits: 64 nodes in each int64 word.
+"""A tree's ancestors as bits, 64 nodes in each int64 word, and trees from their parents.
 
-Shapes: B rows, N nodes, M nodes of the whole tree, w words of a node. Bit j % 64 of word j // 64 is node
-j's; bit 63 is the sign.
+Shapes: B rows, N nodes (root included), M nodes of the whole tree, w words of a node, X bits of a word. Bit j % 64 of word j
+// 64 is node j's; bit 63 is the sign.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def causal_bits(nodes: int, device: torch.device, earlier: int = 0) -> Tensor:
 
 def single_bits(first: int, count: int, words: int, device: torch.device) -> Tensor:
     """[count, words] int64: row i has bit first + i alone."""
-    node_X1 = torch.arange(first, first + count, device=device)[:, None]
-    bits_Xw = torch.ones_like(node_X1) << node_X1 % WORD
-    return bits_Xw.where(node_X1 // WORD == torch.arange(words, device=device), 0)
+    node_N1 = torch.arange(first, first + count, device=device)[:, None]
+    bits_Nw = torch.ones_like(node_N1) << node_N1 % WORD
+    return bits_Nw.where(node_N1 // WORD == torch.arange(words, device=device), 0)
 
 
 def words_of(bits: int, words: int) -> list[int]:
@@ -73,7 +73,7 @@ MOST_CANDIDATES = 4096
 
 
 def tree_links(parent_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """(depth_BN, bits_BNw), int64: bit j of row i is set where j is i or an ancestor of i.
+    """(depth_BN, bits_BNw), int64, of trees by their parents: bit j of row i is set where j is i or an ancestor of i.
 
     parent[0] = -1, parent[i] < i, and padding has the root as its parent. The example in core/tree.py gives depth (0, 1, 1, 2)
     and bits (1, 3, 5, 11), each in the one word of its node. Raises ValueError for more than 256 nodes.
@@ -119,6 +119,8 @@ class Built:
 
 def build_tree(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
     """Keep the root and the candidates with the highest scores, `nodes` in all, in the candidates' order.
+
+    EAGLE-2 reranks its drafts so (arXiv 2406.16858, section 4.2). Here M counts the candidates, root included.
 
     score_BM: float32 log-probabilities of the candidates' paths. No child's exceeds its parent's, so that the kept nodes form
     a tree. Among equal scores the lower index is kept; the root's score is not read. parent[0] = -1, parent[i] < i. Raises

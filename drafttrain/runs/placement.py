@@ -1,4 +1,4 @@
-"""Chooses the placement of the frozen target's weights: for training, and for the measurement afterwards."""
+"""Chooses the placement of the frozen target's weights, in training and in measurement; `Ready`: one that is in memory."""
 
 from __future__ import annotations
 
@@ -281,7 +281,10 @@ def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOpti
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A whole target in this process, a drafter for it, and the conversations to train on."""
+    """What a caller of the Python API has in memory already, and a command then does not load again.
+
+    A whole target in this process, a drafter for it, and the conversations to train on.
+    """
 
     loaded: LoadedTarget
     drafter: Drafter

@@ -1,4 +1,4 @@
-"""The origin of the replies that `fit` trains on: whether the target wrote them, and their likelihood under the target."""
+"""The machine of a run, and the origin of its replies: whether the target wrote them, and their likelihood under it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def processor() -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, processor, threads, operators and device, as plain values for the report."""
+    """The machine and the package versions of a run: processor, threads, operators and device too, as plain values."""
     info: dict[str, Any] = {**versions(), "platform": platform.platform()}
     info |= {"machine": platform.machine(), "processor": processor()}
     info |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
@@ -68,7 +68,7 @@ REPLIES, LENGTH = 16, 64  # number of replies to score, and tokens of each: a ma
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of the replies in the training data."""
+    """The origin of the replies that `fit` trains on."""
 
     foreign: str | None  # why the target may not have written the replies; None if it wrote them
     replies: int = 0  # number of replies scored

@@ -1,4 +1,4 @@
-"""Trainers and machines of servers find each other by files in a folder of the run, which all of them see.
+"""Trainers and machines of servers find each other by files in a folder of the run that all see. The servers' GPUs.
 
 - `wanted.json`: the first trainer process writes it under a new id, says in it what servers must give, and writes it again
   every `BEAT` seconds with a greater `beat`. It goes away when training has ended.
@@ -35,7 +35,10 @@ from drafttrain.runs.options import RunOptions
 
 @dataclass(frozen=True, slots=True)
 class ServerGpus:
-    """The GPUs of each server of a machine, as CUDA_VISIBLE_DEVICES names them; empty: it has none for itself."""
+    """Which GPUs of a machine are its servers' of states; the others train.
+
+    By server, as CUDA_VISIBLE_DEVICES names them; empty: it has none for itself.
+    """
 
     of_servers: tuple[tuple[str, ...], ...]
 

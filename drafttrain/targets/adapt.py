@@ -1,7 +1,7 @@
-"""A target with trainable low-rank matrices on its linear maps (LoRA, arXiv 2106.09685), and the merged target that decodes.
+"""A target with trainable low-rank matrices on its linear maps (LoRA, arXiv 2106.09685), at all or at chosen positions.
 
 The original's weights are never written. The trained and the merged target are other modules over the same memory. The trained
-one adds only the matrices, the merged one only the weights that they change.
+one adds only the matrices, the merged one only the weights that they change. Shapes: B rows, N positions, R logit rows.
 """
 
 from __future__ import annotations
@@ -109,9 +109,13 @@ def _modules(model: nn.Module, blocks: int, spec: LoraSpec) -> list[str]:
 
 
 class PositionLora(nn.Module):
-    """The matrices of a target, under the names of the linear maps in transformers' model: `model.layers.0...lora_A.weight`.
+    """Low-rank matrices that a target's linear maps add at chosen positions of a pass alone.
 
-    Raises UserError for options that do not fit the target, and for a target whose maps cannot be added to.
+    At all other positions, and for everything that runs the target itself, the target is unchanged. Its weights are used where
+    they are; only the matrices are parameters.
+
+    They have the names of the linear maps in transformers' model: `model.layers.0...lora_A.weight`. Raises UserError for
+    options that do not fit the target, and for a target whose maps cannot be added to.
     """
 
     def __init__(self, target: HFTarget, options: LoraOptions) -> None:

@@ -1,9 +1,9 @@
-"""A frozen target whose blocks are not in memory: its embedding, last norm and output matrix, and loading them.
+"""A frozen target whose blocks are not in memory: its embedding, last norm and output matrix, loaded or given from outside.
 
 They compute what those of the whole target compute, bit for bit. Only the states of one sequence are known, once it has been
 computed block by block (`train/streamed_states.py`). Loading finds out on the first block how the whole would be run.
 
-Shapes: B rows, N positions, T positions of the known sequence, L blocks, H hidden.
+Shapes: B rows, N positions, T positions of the known sequence, L blocks, H hidden, R logit rows.
 """
 
 from __future__ import annotations
@@ -290,7 +290,10 @@ SHAPES_ALONE = "the target was given as shapes alone, so its blocks cannot be ru
 
 
 class EndsTarget(LiveTarget):
-    """A target without blocks. Weights are NaN until they are given."""
+    """The embedding, last norm and head of a target whose blocks run elsewhere.
+
+    Their weights are NaN until they are given from outside.
+    """
 
     name = "ends"
 

@@ -1,6 +1,6 @@
-"""Checks once, at load time, whether a model is exact with our cache and masks, and if not which property it lacks.
+"""Checks once, at load time, whether a model is exact with our cache and masks, or which property it lacks; and CUDA graphs.
 
-Shapes: B rows, N nodes, T prompt positions, V vocabulary.
+Shapes: B rows, N nodes, T prompt positions, V vocabulary, R logit rows, M nodes of two passes.
 """
 
 from __future__ import annotations
@@ -335,9 +335,9 @@ class ProbePasses:
 
 @torch.no_grad()
 def why_not_captured(target: Probed) -> str | None:
-    """Why no CUDA graph can hold decode steps of this target; None: one can, and its replay gives what a call gives.
+    """Why no CUDA graph can hold decode steps of a target that transformers runs, tried on a GPU.
 
-    A pass that waits for the GPU is found before anything is captured.
+    None: one can, and its replay gives what a call gives. A pass that waits for the GPU is found before anything is captured.
     """
     passes = ProbePasses(target)
     output_BMV = torch.zeros_like(warmed(passes, target.device))

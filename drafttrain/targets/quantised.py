@@ -1,4 +1,4 @@
-"""Models whose blocks hold FP8, 8- or 4-bit weights. The quantised model is the target, in training and in measurement.
+"""Models whose blocks hold FP8, 8- or 4-bit weights, made here or stored so (FP8). The quantised model is the target.
 
 int8 and int4 quantise weights alone, which are widened for each product. FP8 quantises activations too, token by token
 (`ops.fp8`). So a row's result never depends on the rest of its batch, as exact decoding requires. Embedding, norms and head
@@ -124,7 +124,13 @@ STORED = "F8_E4M3"  # safetensors' name of the codes' dtype
 
 @dataclass(frozen=True, slots=True)
 class Fp8Checkpoint:
-    """The linear maps of a checkpoint that are in FP8."""
+    """The linear maps of a checkpoint that are in FP8, kept as they are stored: the codes and their scales.
+
+    Two formats: compressed-tensors with `float-quantized` weights, whose scales are of rows or of whole tensors, and `fp8` in
+    blocks of 128 x 128 (DeepSeek-V3, Qwen3-FP8), both with activations that are quantised when they come. transformers loads
+    the rest: the codes as numbers, which every dtype holds exactly, into a model without quantisation. Other formats are left
+    to it.
+    """
 
     config: Any  # transformers' configuration, without quantisation
     files: CheckpointFiles

@@ -1,4 +1,4 @@
-"""Records the scans of recurrent layers, so that their states can be made again for the accepted positions.
+"""The scans of recurrent layers, recorded to make their states again for accepted positions, and our cache for transformers.
 
 transformers' mixers call functions of their own file. `install` wraps these functions, once for each file. A wrapped function
 does what it did, unless a pass of ours records (`recording`): other models of the process notice nothing.
@@ -7,6 +7,7 @@ The states after the accepted positions follow from the inputs of the scans; out
 chunks. A position that must not count is an identity: decay 0 and beta 0, or step 0.
 
 Shapes: B rows, N positions, h heads, g groups of heads, K key width, V value width, S state width, C channels.
+Of the cache: P cached + new positions, D width, W + 1 columns of a convolution.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def extra_layers(config: Any) -> int:
 
 
 class SlotCache(Cache):
-    """Layers write scratch positions and read the whole row back.
+    """Our KV cache behind the interface of transformers' models: layers write scratch positions and read the whole row back.
 
     Latent attention caches "keys" of one width and "values" of another. Index keys are a layer of keys without values.
     Recurrent layers get copies of the committed states, which stay as they are until the cache commits positions.

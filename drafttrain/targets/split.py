@@ -1,15 +1,11 @@
-"""A target that several processes share: each holds a slice of every block and of the head (arXiv 1909.08053, section 3).
+"""Targets that several processes share: each holds a slice of every block and of the head (arXiv 1909.08053, section 3), or a
+shard of all weights of the blocks (`ShardedTarget`).
 
-The q, k, v, gate and up projections keep this process's output rows (whole heads). The projections after them keep the input
-columns that belong to those rows, and one all-reduce follows each of them. The head keeps a slice of the vocabulary, which a
-gather completes. Embedding and norms are whole on every process.
+Of slices, the q, k, v, gate and up projections keep this process's output rows (whole heads). The projections after them keep
+the input columns that belong to those rows, and one all-reduce follows each of them. The head keeps a slice of the vocabulary,
+which a gather completes. Embedding and norms are whole on every process.
 
-In training each process has its own batch, and all processes compute the batches one after another (`RoundRobinTarget`). In
-turn k all run process k's batch, each with its slices, and process k keeps the result. The work per token is that of a whole
-target, divided among the processes. Batches and their arithmetic are those of replicated targets, and no batch is padded to
-the length of another. Embedding, last norm and head are whole on every process.
-
-Shapes: B rows, N positions, R logit rows, H hidden.
+Shapes: B rows, N positions, T columns of a sequence, R logit rows, H hidden.
 """
 
 from __future__ import annotations
@@ -61,7 +57,14 @@ class Shards(Protocol):
 
 
 class ShardedTarget(HFTarget):
-    """As HFTarget, for a model that was loaded within `shards.loading()`."""
+    """A frozen target whose blocks' weights are sharded over the training processes (ZeRO-3, arXiv 1910.02054, section 5.3).
+
+    Every process runs its own batch. A block's weights are gathered before it runs and dropped afterwards. All processes make
+    the same calls in the same order. Embedding, last norm and head are whole on every process: losses and drafters read them
+    throughout a step, in numbers of chunks that differ between processes, so that sharding them would not lower the peak.
+
+    The model was loaded within `shards.loading()`.
+    """
 
     def __init__(self, model: PreTrainedModel, shards: Shards, stop_ids: frozenset[int] = frozenset()) -> None:
         self.shards = shards
@@ -256,7 +259,14 @@ def _put(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
 
 
 class RoundRobinTarget(SplitTarget):
-    """With a cache as SplitTarget: the same input everywhere. Without one, each process passes its own sequences."""
+    """A split target in training: each process has its own batch, and all compute the batches one after another.
+
+    In turn k all run process k's batch, each with its slices, and process k keeps the result. The work per token is that of a
+    whole target, divided among the processes. Batches and their arithmetic are those of replicated targets, and no batch is
+    padded to the length of another. Embedding, last norm and head are whole on every process.
+
+    With a cache as SplitTarget: the same input everywhere. Without one, each process passes its own sequences.
+    """
 
     splits_head = False
 

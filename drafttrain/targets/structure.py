@@ -1,4 +1,4 @@
-"""The structure of transformers models: their text part, blocks, dimensions, and unsupported features."""
+"""Transformers models: text part, blocks, dimensions, unsupported features, fingerprint. Shapes: S samples of a parameter."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def fingerprint_of(
     whole: Callable[[nn.Parameter], AbstractContextManager[Any]] = nullcontext,
     sample: Callable[[nn.Parameter], tuple[tuple[int, ...], Tensor]] = sample_of,
 ) -> str:
-    """sha256, in hexadecimal, over parameter names, shapes and an evenly strided sample of their values.
+    """A hash of a model's weights: sha256, in hexadecimal, over parameter names, shapes and an evenly strided sample.
 
     Samples are rounded to bfloat16, and tiny ones to zero, so that the same weights have the same hash in every dtype. float32
     and bfloat16 always agree; float16 agrees unless the weights were stored in float32. A weight in FP8 counts as the matrix

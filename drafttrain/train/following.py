@@ -1,6 +1,6 @@
-"""Optimiser steps of a drafter inside another training loop, without DeepSpeed.
+"""Optimiser steps of a drafter inside another training loop, without DeepSpeed, and on-policy distillation.
 
-Shapes: K draft depth.
+Shapes: B rows, T positions, K draft depth.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ STREAM = 0x6F6E706F  # a separate noise stream from those of the data and of mea
 
 @dataclass(frozen=True, slots=True)
 class OnPolicy:
-    """Replaces replies of a batch. The chosen replies and the new text depend only on seed, step and weights."""
+    """On-policy distillation: the drafter's own language model, at the current step, writes some replies of a batch.
+
+    The target then gives its distribution at each position (GKD, arXiv 2306.13649; DistillSpec, arXiv 2310.08461). The chosen
+    replies and the new text depend only on seed, step and weights.
+    """
 
     drafter: Drafter
     stop_ids: frozenset[int]

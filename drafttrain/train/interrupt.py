@@ -1,4 +1,4 @@
-"""Handles SIGTERM, SIGUSR1 and Ctrl-C: a training step is finished and saved first; anything else is abandoned."""
+"""Handles SIGTERM, SIGUSR1 and Ctrl-C: a training step is finished and saved first, all else abandoned. Reports hangs."""
 
 from __future__ import annotations
 

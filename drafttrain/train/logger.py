@@ -44,7 +44,10 @@ LONGEST = 500  # characters of a parameter in MLflow
 
 
 class Tracker(Protocol):
-    """A run at a service. Its methods may raise anything."""
+    """A run at a service (TensorBoard, MLflow, trackio), by its own client.
+
+    Methods may raise anything: a `GuardedTracker` lets no failure end a training.
+    """
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Take in the figures of a step."""

@@ -44,7 +44,15 @@ class Matrix:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum, steps scaled to AdamW's (arXiv 2502.16982, section 2.2), and decoupled weight decay."""
+    """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") for matrices that are divided among processes.
+
+    With Nesterov momentum, steps scaled to AdamW's (arXiv 2502.16982, section 2.2), and decoupled weight decay. Momentum is
+    element-wise and stays with its elements. For orthogonalisation, one process gathers a whole matrix in bfloat16 (the dtype
+    that torch computes in), and every process gets the update of its elements back. N processes take N matrices at a time.
+    Matrices of similar size go together, so that no process waits and each holds at most one whole matrix. The
+    orthogonalisation functions are torch's: for a matrix in a single process, results are bit for bit those of
+    torch.optim.Muon.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})

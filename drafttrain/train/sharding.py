@@ -1,6 +1,6 @@
-"""Shards the frozen target's weights over the training processes, by DeepSpeed's ZeRO-3 without an optimiser.
+"""Shards the frozen target's weights over the training processes, by DeepSpeed's ZeRO-3, and sequences, by its Ulysses.
 
-Decision 014 explains which weights are sharded.
+Decision 014 explains which weights are sharded. Shapes: as in `drafttrain.core.sequence_shard`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Trunk(nn.Module):
 
 
 class ZeroShards:
-    """`drafttrain.targets.split.Shards` over the processes of the default group, which must exist."""
+    """`drafttrain.targets.split.Shards` over the processes of the default group, which must exist. There is no optimiser."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._library: Any = load_deepspeed()
@@ -100,7 +100,11 @@ HEADS, POSITIONS = 2, 1  # dimensions of the exchanged tensors
 
 
 class Ulysses:
-    """`drafttrain.core.sequence_shard.Group` by DeepSpeed's all-to-all. Its backward pass is the inverse exchange."""
+    """Sequence parallelism by DeepSpeed Ulysses (arXiv 2309.14509): processes split the positions of each sequence.
+
+    A `drafttrain.core.sequence_shard.Group` by DeepSpeed's all-to-all, whose backward pass is the inverse exchange. Decision
+    016 describes the exchanges.
+    """
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
         self.rank, self.size, self._group, self._exchange = rank, size, group, head_exchange()

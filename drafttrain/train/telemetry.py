@@ -1,6 +1,7 @@
-"""Measures the cost of a training step: its time by part, its share of the device's peak, and its memory.
+"""Measures the cost of a training step: its time by part, its share of the device's peak, its memory, and a trace.
 
-Its floating-point operations are counted from those that one micro-batch runs. Shapes: B sequences, T positions.
+Its floating-point operations are counted from those that one micro-batch runs.
+Shapes: B sequences, T positions, S keys, h heads, g KV heads, D head width.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def window(option: Any, first: int, last: int) -> range:
 
 
 class Profile:
-    """Records `steps` (counted from 1) and writes the trace to `file`. `step` wraps each training step.
+    """Profiles `steps` (counted from 1) and writes a Chrome trace to `file`. `step` wraps each training step.
 
     file: None: record nothing in this process.
     """

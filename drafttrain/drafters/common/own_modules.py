@@ -1,7 +1,7 @@
 """Modules for multi-token prediction that targets come with: how each architecture names and combines their tensors.
 
-`from_pretrained` drops these tensors, so they are read from the target's safetensors files. Shapes: E experts, I their width,
-H hidden.
+`from_pretrained` drops these tensors, so they are read from the target's safetensors files. `LayerFusion` mixes tapped states.
+Shapes: E experts, I their width, H hidden, L draft layers, T taps.
 
 A module has four parts around a decoder block of the target's own kind. We name them as DeepSeek does: `enorm` and `hnorm`
 (norms of the embedding and of the hidden state), `eh_proj` (2H -> H), and `norm`, before the target's head.
@@ -38,10 +38,10 @@ def falling(layers: int, taps: int) -> Tensor:
 
 
 class LayerFusion(nn.Module):
-    """Logits over the taps for each draft layer, which start so that early layers prefer early target layers.
+    """A context for each draft layer: its own mixture of the target's tapped states (arXiv 2606.02091).
 
-    The official code has a bare parameter, `layer_fusion_weights`. It is a module here, because sharded parameters are gathered
-    for the calls of modules.
+    The logits over the taps start so that early layers prefer early target layers. The official code has a bare parameter,
+    `layer_fusion_weights`. It is a module here, because sharded parameters are gathered for the calls of modules.
     """
 
     def __init__(self, start_LT: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Ranks the rows of a comparison, tests their differences, and finds the frontier of speed against training cost.
 
-Only measurements under the same conditions are ranked.
+Only measurements under the same conditions are ranked. Shapes: P prompts, C figures of a prompt that add up, R resamplings.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def interval(row: Row, figure: Figure, samples: int, seed: int) -> Interval | No
 
 
 def all_pairs(rows: Sequence[Row], figure: Figure, samples: int, seed: int) -> list[Pair]:
-    """Every pair of rows, with p-values corrected for the number of pairs."""
+    """Every pair of rows: a paired permutation test over prompts, a bootstrap interval, and p corrected by Holm."""
     pairs = [_pair(rows, i, j, figure, samples, seed) for i, j in combinations(range(len(rows)), 2)]
     return holm(pairs)
 

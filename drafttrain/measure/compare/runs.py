@@ -1,4 +1,4 @@
-"""Finds the reports that the user names: by run directory, checkpoint, report file, glob, or W&B run."""
+"""The runs of a comparison: finds reports by run directory, checkpoint, report file, glob, or W&B run, and makes rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNVARIED = ("output", "name", "recipe", "resume", "logger", "launcher", "measure
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured checkpoint."""
+    """A row of the comparison: one measured checkpoint."""
 
     label: str  # its name in the table
     run: RunReport

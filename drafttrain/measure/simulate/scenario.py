@@ -1,4 +1,7 @@
-"""A scenario: acceptance and costs. It gives the best settings and the break-even points."""
+"""A scenario: acceptance and costs. It gives the best settings and the break-even points; toy drafts check its formulas.
+
+Shapes: B trials, N nodes (root included), V vocabulary, K depth.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ DRAFTED = 8  # tokens that the toy drafter samples from; as many further tokens 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Tokens of a decode step, by formula and simulated."""
+    """Tokens of a decode step, by formula and simulated: our acceptance policies on drafts from toy distributions."""
 
     policy: str
     shape: str

@@ -15,8 +15,7 @@ import pytest
 from drafttrain.commands import measure as measure_file
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import encode_prompt, load_prompts
-from drafttrain.engines import http as counters_file
-from drafttrain.engines import http as endpoint_file
+from drafttrain.engines import http as http_file
 from drafttrain.engines.answers import EngineInfo
 from drafttrain.engines.http import EndpointOptions, counted, endpoint, of_answers, prometheus, prometheus_by_position, read
 from drafttrain.measure import report as report_file
@@ -39,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fake]]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(ssl, "create_default_context", certificates)
-    monkeypatch.setattr(counters_file, "PAUSE", 0.0)
+    monkeypatch.setattr(http_file, "PAUSE", 0.0)
     fakes: list[Fake] = []
 
     def start(*arguments: Any) -> Fake:
@@ -127,7 +126,7 @@ def test_http_engine_counts_in_sglang_answers_are_summed() -> None:
     assert found.accepted_by_position == (2, 2, 1, 0) and not found.notes
     without = of_answers([steps], [9])
     assert without is not None and without.verifications == 3 and without.accepted_by_position is None
-    assert without.notes == (counters_file.DOES_NOT_ADD_UP,)
+    assert without.notes == (http_file.DOES_NOT_ADD_UP,)
     assert of_answers([steps | histogram, None], [9, 2]) is None is of_answers([None], [1])
 
 
@@ -162,7 +161,7 @@ def test_prometheus_counters_are_summed_over_labels(monkeypatch: pytest.MonkeyPa
     where = EndpointOptions("http://127.0.0.1:9/v1", "engine_url")
     client = httpx.Client(base_url=where.url)
     monkeypatch.setattr(client, "get", lambda url: (_ for _ in ()).throw(httpx.ConnectError("nobody")))
-    assert endpoint_file._looked_up(client, "metrics") is None
+    assert http_file._looked_up(client, "metrics") is None
 
 
 @pytest.mark.usefixtures("measured_once")
@@ -189,7 +188,7 @@ def test_measure_http_engine_server_that_does_not_answer_is_refused_before_measu
     assert command("measure", f"checkpoint={checkpoint}", "engine=http", "engine_url=http://127.0.0.1:9/v1", *SMALL) == 2
     assert "no answer (ConnectError); start the server" in capsys.readouterr().err and not list(tmp_path.rglob("report.json"))
     with pytest.raises(UserError, match="mostly is at http://host:8000/v1"):
-        endpoint_file._check(httpx.Response(404), EndpointOptions("http://host:8000/", "engine_url"), "models")
+        http_file._check(httpx.Response(404), EndpointOptions("http://host:8000/", "engine_url"), "models")
 
 
 @pytest.mark.usefixtures("measured_once")
