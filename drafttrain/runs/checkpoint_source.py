@@ -38,7 +38,8 @@ class CheckpointSource:
         if not directory.exists() and _hub_id(name):
             directory = fetched(name)
         if (best := _best_of(directory)) is not None:
-            print_line(Console(stderr=True), f"checkpoint: {best}")
+            count = len(list(directory.glob("*/run.json")))
+            print_line(Console(stderr=True), f"checkpoint: {best}" + (f", of the newest of {count} runs" if count > 1 else ""))
             return CheckpointSource(best, read_meta(best))
         if not directory.is_dir() or (directory / META).is_file():
             return CheckpointSource(directory, read_meta(directory))

@@ -110,7 +110,8 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
     )
     if placement.shared:
         _check_shared(options, placement, drafter, free)
-    say(f"placement: {placement_name}, about {_figures(placement)}, of {format_bytes(free)} free in each process")
+    libraries = "" if device_of(target.device).type == "cuda" else " beside the libraries' own"
+    say(f"placement: {placement_name}, about {_figures(placement)}{libraries}, of {format_bytes(free)} free in each process")
     return placement
 
 

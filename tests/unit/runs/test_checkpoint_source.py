@@ -22,8 +22,8 @@ def test_checkpoint_source_of_run_and_of_recipe_is_best_checkpoint_and_said(
         (tmp_path / run).mkdir(exist_ok=True)
         (tmp_path / run / "run.json").touch()
     newest = tmp_path / "2026-01-02" / "checkpoints"
-    for named in (tmp_path, newest.parent, newest):
+    for named, said in ((tmp_path, ", of the newest of 3 runs"), (newest.parent, ""), (newest, "")):
         assert CheckpointSource.of(str(named)).directory == newest / "step-00020"
-        assert capsys.readouterr().err.replace("\n", "") == f"checkpoint: {newest / 'step-00020'}"
+        assert capsys.readouterr().err.replace("\n", "") == f"checkpoint: {newest / 'step-00020'}{said}"
     with pytest.raises(UserError, match="2026-01-03"):
         CheckpointSource.of(str(tmp_path / "2026-01-03"))
