@@ -60,7 +60,7 @@ def jobs(machine: Machine) -> list[Job]:
     """All jobs, the most important first, then model by model."""
     first, *others = REHEARSED if machine.rehearsal else TIMED
     context = 64 if machine.rehearsal else CONTEXT
-    found = goals(machine) + against_transformers(first, context, machine)
+    found = goals(machine) + quantised(machine) + against_transformers(first, context, machine)
     more = drafting.jobs(machine) + prefill.jobs(machine) + operators(timed(machine.rehearsal), machine)
     found += [job for job in more if job.name not in {named.name for named in found}]
     found += alone(first, context, machine)[1:] + batched(first, context, machine)
@@ -72,14 +72,18 @@ def jobs(machine: Machine) -> list[Job]:
 
 
 def goals(machine: Machine) -> list[Job]:
-    """The jobs with goals: the plain step, the largest verification, filters of sampling, some operators, the main drafters."""
+    """The jobs with goals: the plain step, the largest verification, some operators, the main drafters, filters of sampling."""
     model, context = (next(iter(REHEARSED)), 64) if machine.rehearsal else (next(iter(TIMED)), CONTEXT)
     sampled = steps.job(Setting(model, 1, context, (1, NODES[-1]), sampled=True), machine)
     main = [drafting.job(name, machine) for name in MAIN]
-    # of the target that teams deploy: a bfloat16 drafter takes more of its steps
-    fp8 = [steps.job(Setting(model, 1, context, (1, NODES[-1]), weights=FP8), machine), drafting.job(MAIN[0], machine, FP8)]
     plain = alone(model, context, machine)[:1]
-    return [*plain, *operators(() if machine.rehearsal else GOALS, machine), *main, sampled, *fp8]
+    return [*plain, *operators(() if machine.rehearsal else GOALS, machine), *main, sampled]
+
+
+def quantised(machine: Machine) -> list[Job]:
+    """Steps of the target that teams deploy: a bfloat16 drafter takes more of them."""
+    model, context = (next(iter(REHEARSED)), 64) if machine.rehearsal else (next(iter(TIMED)), CONTEXT)
+    return [steps.job(Setting(model, 1, context, (1, NODES[-1]), weights=FP8), machine), drafting.job(MAIN[0], machine, FP8)]
 
 
 def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:

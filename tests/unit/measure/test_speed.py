@@ -15,7 +15,7 @@ from drafttrain.decoding.scheduler import Costs
 from drafttrain.measure import speed
 from drafttrain.measure.cases import Case, alternate_categories, waves
 from drafttrain.measure.plan import Budget, Plan, plan
-from drafttrain.measure.speed import Race, costs, kv_bytes, race, speedup, throughput, tpot, ttft
+from drafttrain.measure.speed import Race, costs, race, speedup, throughput, tpot, ttft
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import tiny_model
 
@@ -95,9 +95,9 @@ def test_step_roofline_is_weight_and_kv_bytes_over_bandwidth(monkeypatch: pytest
     target = FastTarget(tiny_model())
     results = [SimpleNamespace(prompt_tokens=10, tokens=[1] * 4), SimpleNamespace(prompt_tokens=7, tokens=[1] * 6)]
     wave: Any = SimpleNamespace(results=results, costs=SimpleNamespace(weight_bytes=3 * 500, steps=3))
-    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1000.0)
+    monkeypatch.setattr(speed, "memory_bandwidth", lambda device: 1000.0)
     cache = target.cache_bytes()
-    assert cache.states == 0 and cache.position * 22 == kv_bytes(target.shape, target.dtype, 22) == 2 * 4 * 2 * 8 * 4 * 22
+    assert cache.states == 0 and cache.position == 2 * 4 * 2 * 8 * 4
     found = speed.step_floor(cache, wave, torch.device("cuda"))
     assert found == (500 + 2 * 4 * 2 * 8 * 4 * 22) / 1000.0
     with_states = speed.step_floor(replace(cache, states=50), wave, torch.device("cuda"))
