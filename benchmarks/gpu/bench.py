@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import baselines, check, drafting, prefill, steps
+from benchmarks.gpu import baselines, check, drafting, steps
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.cases import BATCHES, BEYOND, CONTEXTS, GOALS, NODES, timed
 from benchmarks.gpu.ladder import PLAIN
@@ -61,7 +61,7 @@ def jobs(machine: Machine) -> list[Job]:
     first, *others = REHEARSED if machine.rehearsal else TIMED
     context = 64 if machine.rehearsal else CONTEXT
     found = goals(machine) + quantised(machine) + against_transformers(first, context, machine)
-    more = drafting.jobs(machine) + prefill.jobs(machine) + operators(timed(machine.rehearsal), machine)
+    more = drafting.jobs(machine) + operators(timed(machine.rehearsal), machine)
     found += [job for job in more if job.name not in {named.name for named in found}]
     found += alone(first, context, machine)[1:] + batched(first, context, machine)
     for model in others:
