@@ -87,14 +87,20 @@ def goals_text(known: dict[str, Any]) -> str:
 
 def ceilings(bench: Section) -> Iterable[str]:
     """The best that any case saw, and how far the windows of one case were apart."""
-    seen = [entry["figures"] for _, entry in measured(bench, "") if "read_bandwidth" in entry["figures"]]
+    seen = [entry["figures"] for _, entry in measured(bench, "") if "copy_bandwidth" in entry["figures"]]
     if seen:
-        best = {name: max(f[name] for f in seen) for name in ("copy_bandwidth", "read_bandwidth", "product_flops")}
-        yield (
-            f"Ceilings: copy {best['copy_bandwidth'] / 1e12:.2f} TB/s, read {best['read_bandwidth'] / 1e12:.2f} TB/s, bfloat16 "
-            f"product {best['product_flops'] / 1e12:.0f} TFLOP/s; windows of one case differ by up to "
-            f"{percent(max(f['spread'] for f in seen))}.\n"
-        )
+        names = {
+            "copy_bandwidth": ("copy", "TB/s"),
+            "read_bandwidth": ("read", "TB/s"),
+            "product_flops": ("product", "TFLOP/s"),
+        }
+        best = {key: [f[key] for f in seen if key in f] for key in (*names, "spread")}
+        said = [
+            f"{name} {max(best[key]) / 1e12:,.{0 if unit == 'TFLOP/s' else 2}f} {unit}" if best[key] else f"{name} {NONE}"
+            for key, (name, unit) in names.items()
+        ]
+        spread = f"; windows of one case differ by up to {percent(max(best['spread']))}" if best["spread"] else ""
+        yield f"Ceilings: {', '.join(said)}{spread}.\n"
 
 
 def figures(bench: Section, train: Section) -> list[str]:
@@ -127,10 +133,12 @@ def drafting(bench: Section) -> Iterable[Cells]:
 
 
 def of_ceiling(found: dict[str, Any], entry: dict[str, Any]) -> str:
-    """A share of what the ceilings allow, marked where they moved while it was measured."""
+    """A share of what the ceilings allow, marked where they moved while it was measured, or its bytes were counted later."""
     share = found.get("floor_share", found.get("roofline_share"))
+    if share is None:
+        return NONE
     unsteady = entry["figures"].get("spread", 0.0) > STEADY
-    return NONE if share is None else percent(share) + (" (unsteady ceiling)" if unsteady else "")
+    return percent(share) + (" (unsteady ceiling)" if unsteady else "") + (" (recounted)" if "recounted" in found else "")
 
 
 def against_transformers(bench: Section) -> Iterable[Cells]:

@@ -243,6 +243,7 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     for name, station in stations.items():
         step, moved = taken[name], step_bytes(cache, station.weight_bytes, setting.rows, sum(setting.contexts))
         found = {"ms": 1e3 * step, "floor_share": moved / above.bandwidth / step, "over_plain": step / taken["1"]}
+        found["weight_bytes"] = station.weight_bytes
         found["over_unfiltered"] = step / taken[str(station.nodes)]
         if station.verify is not None:
             found["outside_target"] = max(0.0, 1.0 - station.verify / step)
