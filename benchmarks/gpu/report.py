@@ -71,7 +71,7 @@ def verdicts(known: dict[str, Section]) -> Iterable[tuple[str, str, str, str]]:
     for goal in GOALS:
         value, entry = goal.value(known), known.get(goal.section, {}).get(goal.case, {})
         if value is not None:
-            measured = shown(value, goal.unit) + age(entry)
+            measured = shown(value, goal.unit) + (unsteady(entry) if goal.figure[-1] == "floor_share" else "") + age(entry)
             yield goal.text, goal.wanted, measured, "reached" if goal.reached(value) else "missed"
         else:
             ended = {BLOCKED: "blocked", FAILED: "failed"}.get(entry.get("status", ""), "")
@@ -137,8 +137,11 @@ def of_ceiling(found: dict[str, Any], entry: dict[str, Any]) -> str:
     share = found.get("floor_share", found.get("roofline_share"))
     if share is None:
         return NONE
-    unsteady = entry["figures"].get("spread", 0.0) > STEADY
-    return percent(share) + (" (unsteady ceiling)" if unsteady else "") + (" (recounted)" if "recounted" in found else "")
+    return percent(share) + unsteady(entry) + (" (recounted)" if "recounted" in found else "")
+
+
+def unsteady(entry: dict[str, Any]) -> str:
+    return " (unsteady ceiling)" if entry["figures"].get("spread", 0.0) > STEADY else ""
 
 
 def against_transformers(bench: Section) -> Iterable[Cells]:

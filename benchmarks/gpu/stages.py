@@ -13,7 +13,6 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.gpu import (
     bench,
     check,
-    drafting,
     failed_captures,
     gpu,
     ladder,
@@ -49,7 +48,8 @@ def stages(machine: Machine, maker: real_1.Maker, turns: real_2.Turns, word: str
     """
     timed = of(bench.SECTION, bench.jobs(machine))
     decoding = tuple(job for job in timed if job.name.startswith(("step ", *(f"{other} " for other in bench.OTHERS))))
-    rest = tuple(job for job in timed if job not in decoding)
+    drafters = tuple(job for job in timed if job.name.startswith("drafting "))
+    rest = tuple(job for job in timed if job not in (*decoding, *drafters))
     races = rivals.jobs(machine)
     operators = check.operators(first(machine.rehearsal), machine, check.OF_FIGURES)
     material = of(real_1.SECTION, real_1.jobs(maker))
@@ -62,7 +62,7 @@ def stages(machine: Machine, maker: real_1.Maker, turns: real_2.Turns, word: str
         Stage("training steps", of(train.SECTION, throughput.jobs(machine) + races), 6),
         Stage("operators", of(CHECK, operators), 2),
         Stage("texts of every family", of(CHECK, [ladder.job(rung, machine) for rung in ladder.early(machine)]), 5),
-        Stage("drafters' steps", of(bench.SECTION, drafting.jobs(machine)), 4),
+        Stage("drafters' steps", drafters, 4),
         Stage("several processes", of(CHECK, processes.jobs(machine)), 2),
         Stage("other decode steps", decoding, 5),
         Stage("operators, other sizes", of(CHECK, check.larger(machine)) + rest, 4),
