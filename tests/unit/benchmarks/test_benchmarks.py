@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from benchmarks import projection, quality, rivals, train
+from benchmarks import projection, rivals, train
 from benchmarks.common import DiffersError, interleaved, peak, ratio
 from benchmarks.steps import Found, Settings
 from drafttrain.drafters import families
@@ -115,53 +112,6 @@ def test_projection_main_prints_plans_of_8b_and_70b_targets(
     assert 7.9e9 < sum(p.numel() for p in eight.outline.model.parameters()) < 8.1e9
     assert 70e9 < sum(p.numel() for p in seventy.outline.model.parameters()) < 71e9
     assert eight.seconds(8, "replicated", 0.5)[0] == pytest.approx(2 * eight.seconds(64, "replicated", 1.0)[0])
-
-
-def test_quality_table_has_column_per_target_and_budget() -> None:
-    row = {"target": "embedded", "recipe": "eagle3", "steps": 300, "vary": "", "seed": 0, "expected_tau": 2.0}
-    rows = [
-        row,
-        row | {"seed": 1, "expected_tau": 2.1},
-        row | {"vary": "train.lr=1e-2", "steps": 600, "expected_tau": 2.5},
-        {k: v for k, v in row.items() if k != "expected_tau"} | {"vary": "train.lr=1", "error": "no number"},
-    ]
-    assert quality.table(rows).splitlines() == [
-        "| recipe | settings | embedded 300 | embedded 600 |",
-        "|---|---|---|---|",
-        "| eagle3 | as it is | 2.050 |  |",
-        "| eagle3 | train.lr=1 |  |  |",
-        "| eagle3 | train.lr=1e-2 |  | 2.500 |",
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.grid
-def test_quality_trains_each_setting_once_and_retries_failures(tmp_path: Path) -> None:
-    """A small budget of a recipe as it is and with a rate that is none; the second call tries the mistake alone again."""
-    asked = ["--recipes", "medusa", "--steps", "2", "--vary", "", "train.lr=nonsense", "--out", str(tmp_path)]
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.quality", *asked, "--also", "data.limit=100"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 1
-        assert "| medusa | as it is | " in done.stdout
-    rows = quality.rows_of(tmp_path / quality.ROWS)
-    assert [row.get("expected_tau", 0.0) >= 1.0 for row in rows] == [True, False, False]
-    assert "train.lr" in rows[1]["error"]
-
-
-def test_quality_last_checkpoint_is_newest_of_asked_step(tmp_path: Path) -> None:
-    """A run that was begun later and stopped, and an older run of as many steps."""
-    made = ["one/checkpoints/step-00004", "two/checkpoints/step-00002"]
-    made += ["two/checkpoints/step-00004", "three/checkpoints/step-00001"]
-    for age, name in enumerate(made):
-        (tmp_path / name).mkdir(parents=True)
-        os.utime(tmp_path / name, (age, age))
-    assert quality.last_checkpoint(tmp_path, 4) == tmp_path / "two/checkpoints/step-00004"
 
 
 def beside(recipe: str, who: str, chain: float, tree: float) -> dict[str, object]:
