@@ -108,3 +108,10 @@ def test_step_roofline_is_weight_and_kv_bytes_over_bandwidth(monkeypatch: pytest
 def test_step_roofline_without_cuda_graph_is_none() -> None:
     wave: Any = SimpleNamespace(results=[], costs=SimpleNamespace(weight_bytes=0, steps=3))
     assert speed.step_floor(FastTarget(tiny_model()).cache_bytes(), wave, torch.device("cuda")) is None
+
+
+def test_memory_bandwidth_is_that_of_faster_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    for copy, read, faster in ((2.0, 0.5, 1 / 0.5), (0.5, 2.0, 2 / 0.5)):
+        taken = iter([copy, read])
+        monkeypatch.setattr(speed, "_repeated", lambda work, repeats, device, taken=taken: work() is not None and next(taken))
+        assert speed.memory_bandwidth(torch.device("cpu"), size=64, repeats=10) == 64 * 10 * faster
