@@ -100,7 +100,7 @@ def between() -> None:
 def work(description: str) -> int:
     """The work of the watched process."""
     disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # as gpu-real-1 sets it
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # before any tokenizer starts threads
     suite = Suite("", description)
     wheels.announce()
     given, machine = suite.arguments, suite.machine
