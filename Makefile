@@ -34,7 +34,7 @@ STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
 
-.PHONY: help install quickstart test test-all test-slow test-engines test-slurm test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-two gpu-real-1 gpu-real-2 families targets export-matrix docs clean
+.PHONY: help install quickstart test test-all test-slow test-engines test-slurm test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-two families targets export-matrix docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -121,13 +121,7 @@ gpu-train:  ## how fast training steps are there for a target of 8B, what the fu
 gpu-two:  ## what needs two GPUs: NCCL, ZeRO 1 and 3, a target split over both, resuming (REHEARSE=1: two processes on the CPU)
 	$(GPU_PYTHON) -m benchmarks.gpu.two $(if $(REHEARSE),--rehearse)
 
-gpu-real-1:  ## pretrain a target of 300M parameters there, and let it write data to distil from (REAL=DIR: where; default outputs/real)
-	$(GPU_PYTHON) -m benchmarks.gpu.real_1 $(GPU_FLAGS)
-
-gpu-real-2:  ## distil drafters from it and measure them: real acceptance, real speedup; after gpu-real-1
-	$(GPU_PYTHON) -m benchmarks.gpu.real_2 $(GPU_FLAGS)
-
-gpu-real:  ## both in one command, within BUDGET=6 minutes in all
+gpu-real:  ## pretrain a target of 300M there, distil drafters from it and measure them, within BUDGET=6 minutes (REAL=DIR: where)
 	$(GPU_PYTHON) -m benchmarks.gpu.gpu $(GPU_FLAGS) --stages "real target" --minutes $(or $(BUDGET),6)
 
 clean:  ## remove the environment and everything built, but no run in outputs/

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: ratios of interleaved runs, seconds and peak memory on any device, tables and records."""
+"""Shared by the benchmarks: ratios of interleaved runs, peak memory on any device, tables and records."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -78,15 +76,6 @@ def lines_table(lines: Sequence[Line]) -> Table:
     return table
 
 
-def seconds(work: Work, device: torch.device) -> float:
-    """Seconds of the work, until the device has finished it."""
-    wait(device)
-    began = perf_counter()
-    work()
-    wait(device)
-    return perf_counter() - began
-
-
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -112,13 +101,6 @@ def peak(work: Work, device: torch.device) -> int:
             live += event.nbytes()
             most = max(most, live)
     return most
-
-
-def room(device: torch.device) -> int:
-    """Bytes that one side of a comparison may use: most of a GPU's free memory, half of a CPU's, which others use too."""
-    if device.type == "cuda":
-        return int(0.9 * torch.cuda.mem_get_info(device)[0])
-    return psutil.virtual_memory().available // 2
 
 
 def write_record(path: Path, device: torch.device, **found: Any) -> None:

@@ -1,4 +1,4 @@
-"""The cost of drafting of every family, as a multiple of a plain decode step (c_d), and its share of the bytes read.
+"""The cost of drafting of every family, as a multiple of a plain decode step (c_d).
 
     python -m benchmarks.drafters [--only NAME ...] [--repeats 7] [--steps 40] [--nodes 18] [--json FILE]
 
@@ -8,8 +8,7 @@ trained drafter has more pending positions: each step observes one accepted posi
 two or three.
 
 In every repeat each family decodes --steps steps in turn, and so does plain decoding; a repeat's figure is the median of its
-steps. A line shows the median of the repeats' ratios. *bytes* is the share of weights that one proposal reads, all of its
-passes together, of the bytes that the target reads: c_d / bytes shows how much of the cost is overhead.
+steps. A line shows the median of the repeats' ratios.
 """
 
 from __future__ import annotations
@@ -47,32 +46,25 @@ class Case:
     family: str
     options: dict[str, Any] = field(default_factory=dict)
     depth: int = 0  # of a static tree; 0: the options say how it drafts
-    passes: int = 1  # through the drafter's weights, head excluded
-    heads: int = 1  # products with a head of the whole vocabulary
     at_most: float | None = None  # goal for c_d
-    target: bool = False  # a pass reads the target's own weights too
 
 
 CASES = {
-    "eagle": Case("eagle", {"draft_length": 5}, 5, 5, 5, 1.7),
-    "eagle2": Case("eagle", {"draft_length": 5, "tree": "dynamic", "width": 4, "nodes": 18}, 0, 5, 5),
-    "eagle3": Case("eagle3", {"draft_length": 5, "fc_norm": True, "norm_output": True}, 5, 5, 5, 1.4),
-    "mtp": Case("mtp", {"draft_length": 5}, 5, 5, 5, 1.7),
+    "eagle": Case("eagle", {"draft_length": 5}, 5, 1.7),
+    "eagle2": Case("eagle", {"draft_length": 5, "tree": "dynamic", "width": 4, "nodes": 18}),
+    "eagle3": Case("eagle3", {"draft_length": 5, "fc_norm": True, "norm_output": True}, 5, 1.4),
+    "mtp": Case("mtp", {"draft_length": 5}, 5, 1.7),
     "peagle": Case("peagle", {"draft_length": 5}, 5),
-    "hydra": Case("hydra", {"layers": 2}, 4, at_most=0.8),
+    "hydra": Case("hydra", {"layers": 2}, 4, 0.8),
     "hydra++": Case("hydra", {"layers": 2, "prefix_layer": True}, 4),
-    "redrafter": Case("redrafter", {"width": 5, "nodes": 18}, passes=4, heads=4, at_most=0.8),
+    "redrafter": Case("redrafter", {"width": 5, "nodes": 18}, at_most=0.8),
     "mlp_speculator": Case("mlp_speculator", {"n_predict": 4}, 4),
     "medusa": Case("medusa", {"heads": 4}, 4),
-    "draft_model": Case("draft_model", {"draft_length": 4}, passes=4, heads=4, at_most=0.9),
+    "draft_model": Case("draft_model", {"draft_length": 4}, at_most=0.9),
     "pard": Case("pard", {"tree": "chain"}),
-    "uno": Case("uno", {"lora_rank": 32}, target=True),
-    "early_exit": Case("early_exit", {"draft_length": 4, "adapter": True}, passes=4, heads=4),
-    "dflash": Case("dflash", {"tree": "chain"}, heads=0),
-    "dflash2": Case("dflash2", {"tree": "chain"}, heads=0),
-    "dspark": Case("dspark", {"tree": "chain"}, heads=0),
-    "xpress": Case("xpress", {"tree": "chain"}, heads=0),
-    "lilicorr": Case("lilicorr", {"tree": "chain"}, heads=0),
+    "uno": Case("uno", {"lora_rank": 32}),
+    "early_exit": Case("early_exit", {"draft_length": 4, "adapter": True}),
+    **{name: Case(name, {"tree": "chain"}) for name in ("dflash", "dflash2", "dspark", "xpress", "lilicorr")},
 }
 
 
@@ -117,19 +109,7 @@ def built(case: Case, target: Any, nodes: int) -> Drafter:
     return family.build(family.options(**options), target).eval().requires_grad_(False)
 
 
-def share_of_bytes(case: Case, drafter: Drafter, target: Any) -> float:
-    """Weights that one proposal reads, relative to the target's. Heads of the vocabulary's size are counted by use."""
-    vocab, own = target.shape.vocab_size, [p for p in drafter.parameters() if p.ndim > 1]
-    heads = [p for p in own if p.shape[0] == vocab]
-    tables = [m.weight for m in drafter.modules() if isinstance(m, torch.nn.Embedding)]
-    body = sum(p.numel() for p in own if not any(p is table for table in tables)) - sum(p.numel() for p in heads)
-    head = target.shape.vocab_size * target.shape.hidden_size
-    read = case.passes * body + case.heads * head + (sum(p.numel() for p in heads) if case.passes == 1 else 0)
-    every = sum(p.numel() for p in target.model.parameters()) - head * (not target.model.config.tie_word_embeddings)
-    return read / every + (1.0 - head / every if case.target else 0.0)  # its head is counted by use
-
-
-def measured(asked: argparse.Namespace, console: Console) -> list[tuple[str, Line, float]]:
+def measured(asked: argparse.Namespace, console: Console) -> dict[str, Line]:
     loaded = load_target(TargetOptions(name="embedded"))
     cases, _ = encode_cases(load_prompts("embedded", None), loaded.tokenizer, 512)
     prompts = [case.tokens for case in cases if len(case.tokens) < 300]
@@ -139,14 +119,10 @@ def measured(asked: argparse.Namespace, console: Console) -> list[tuple[str, Lin
     runs += [partial(Drafting(loaded.target, drafters[name], prompts, asked.steps).seconds, draft) for name in names]
     plain, *columns = interleaved(asked.repeats, *runs)
     console.print(f"plain step: {1e6 * median(plain):.0f} us", style="dim")
-    return [
-        (
-            name,
-            ratio(name, column, plain, "{:.2e} s of {:.2e} s", at_most=CASES[name].at_most),
-            share_of_bytes(CASES[name], drafters[name], loaded.target),
-        )
+    return {
+        name: ratio(name, column, plain, "{:.2e} s of {:.2e} s", at_most=CASES[name].at_most)
         for name, column in zip(names, columns, strict=True)
-    ]
+    }
 
 
 def main(given: list[str] | None = None) -> int:
@@ -161,15 +137,12 @@ def main(given: list[str] | None = None) -> int:
         parser.error("--repeats, --steps and --nodes must be 1 or more")
     quiet()
     found = measured(asked, console)
-    table = Table("drafter", "c_d", "of repeats", "bytes", "c_d / bytes", "goal", "draft of plain step", box=None, width=WIDTH)
-    for name, line, share in found:
-        row = [f"{line.value:.2f}", f"{line.low:.2f}-{line.high:.2f}", f"{share:.2f}", f"{line.value / share:.2f}", line.goal]
-        table.add_row(name, *row, line.figures)
+    table = Table("drafter", "c_d", "of repeats", "goal", "draft of plain step", box=None, width=WIDTH)
+    for name, line in found.items():
+        table.add_row(name, f"{line.value:.2f}", f"{line.low:.2f}-{line.high:.2f}", line.goal, line.figures)
     console.print(table)
     if asked.json:
-        write_record(
-            asked.json, torch.device("cpu"), lines={name: {"c_d": line.value, "bytes": share} for name, line, share in found}
-        )
+        write_record(asked.json, torch.device("cpu"), lines={name: {"c_d": line.value} for name, line in found.items()})
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Estimate of training speed on GPUs by a formula, and a check of the formula against measurements on this machine.
+"""Estimate of training speed on GPUs by a formula.
 
-    python -m benchmarks.projection [--mfu 0.45] [--check]
+    python -m benchmarks.projection [--mfu 0.45]
 
 For a drafter of one layer trained on its own outputs: EAGLE-3 with the settings of `recipes/eagle3_llama31_8b.yaml`. For a
 micro-batch of T tokens in rows of S, on each of n processes:
@@ -14,7 +14,7 @@ micro-batch of T tokens in rows of S, on each of n processes:
     seconds    = operations / (mfu * peak) + bytes / bandwidth
 
 If all communication overlaps with computing, the seconds are the larger of the two and not their sum. Operations are counted as
-in a run's `mfu` (`drafttrain/train/telemetry.py`). --check runs `benchmarks/projection_check.py`.
+in a run's `mfu` (`drafttrain/train/telemetry.py`).
 """
 
 from __future__ import annotations
@@ -191,17 +191,11 @@ def table(mfu: float) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.projection", description=__doc__.splitlines()[0])
     parser.add_argument("--mfu", type=float, default=MFU, help="assumed share of the peak")
-    parser.add_argument("--check", action="store_true", help="one process and two, measured here")
     asked = parser.parse_args()
     if not 0.0 < asked.mfu <= 1.0:
         parser.error(f"--mfu is {asked.mfu}; it is above 0 and at most 1")
     quiet()
     console = Console(width=WIDTH)
-    if asked.check:
-        from benchmarks.projection_check import check
-
-        console.print(check(lambda text: console.print(text, style="dim", soft_wrap=True)))
-        return 0
     console.print(f"{GPU}, mfu {asked.mfu:.0%} (assumed); communication overlaps with nothing - with everything")
     console.print(table(asked.mfu))
     return 0

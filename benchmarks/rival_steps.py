@@ -21,8 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.common import WIDTH, DiffersError
-from benchmarks.section import Found, Settings
-from benchmarks.steps import DTYPES, Side, cases
+from benchmarks.steps import DTYPES, Found, Settings, Side, cases
 
 WORKER = Path(__file__).with_name("rival_worker.py")
 RIVALS = ("specforge", "speculators")
@@ -34,7 +33,7 @@ GOAL = 2.0  # of ours, compared with the faster rival
 def rivals(settings: Settings) -> Found:
     if settings.rivals is None:
         settings.say("rivals need --rivals PYTHON, an interpreter with specforge and speculators; left out")
-        return Found([], {})
+        return Found(None, [])
     table = Table(
         "steps", "dtype", "tokens/s", *(f"{name}'s" for name in RIVALS), "times the faster", "goal", box=None, width=WIDTH
     )
@@ -53,7 +52,7 @@ def rivals(settings: Settings) -> Found:
     finally:
         for side in sides:
             side.end()
-    return Found([table], {"rivals": record})
+    return Found(table, record)
 
 
 def raced(sides: list[Side], case: dict[str, Any], repeats: int) -> dict[str, Any]:

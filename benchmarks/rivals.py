@@ -37,7 +37,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import DiffersError
-from benchmarks.quality import ROWS, rows_of
 from drafttrain.cli import main as cli
 from drafttrain.cli.config import compose_run
 from drafttrain.commands import fit
@@ -467,6 +466,11 @@ def _theirs(
 # rows
 
 
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("target", "recipe", "steps", "who", "seed"))
 
@@ -528,7 +532,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
-    file = given.out / ROWS
+    file = given.out / "rows.jsonl"
     if not given.table:
         try:
             check_installed()

@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +24,6 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.common import WIDTH, DiffersError
-from benchmarks.section import Found, Settings
 
 WORKER = Path(__file__).with_name("step_worker.py")
 HIDDEN, RATIO, LENGTH, ROWS = 256, 64, 512, 2
@@ -35,6 +36,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DTYPES = ("float32", "bfloat16")
 GOALS = {"eagle3": 1.8, "medusa": 1.2, "dflash": 1.5}
 CLOSE = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run."""
+
+    repeats: int
+    divide: int = 1  # all sizes are divided by it
+    say: Callable[[str], None] = lambda text: None  # shows a line of progress
+    base: Path | None = None  # an older checkout to compare with
+    rivals: Path | None = None  # an interpreter with other toolkits
+
+    def of(self, size: int, least: int = 1) -> int:
+        """A size, divided."""
+        return max(least, size // self.divide)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a section."""
+
+    table: Table | None  # for the reader; None: it was left out
+    record: list[dict[str, Any]]  # plain data for a file
 
 
 class Side:
@@ -98,7 +122,7 @@ def steps(settings: Settings) -> Found:
     finally:
         for side in sides:
             side.end()
-    return Found([table], {"steps": record})
+    return Found(table, record)
 
 
 def measured(sides: list[Side], case: dict[str, Any], repeats: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The suites for a GPU: `make gpu-check` (are the results right), `make gpu-bench` (speed), `make gpu-train` (training), `make
-gpu-real-1` and `gpu-real-2` (acceptance and speed of drafters distilled from a trained target).
+gpu-real` (acceptance and speed of drafters distilled from a trained target).
 
-They need torch, transformers, Triton and this checkout; the last two also drafttrain's requirements. docs/performance.md has
+They need torch, transformers, Triton and this checkout; the last one also drafttrain's requirements. docs/performance.md has
 the results.
 """
 

@@ -114,7 +114,6 @@ class ChoiceAccept(Verified):
     op: ClassVar = "choice_accept"
     twins: ClassVar = ("drafttrain.ops.accept.choice_reference",)
     dtypes: ClassVar = (torch.float32,)
-    goal: ClassVar = 5.0
     rows: int
     nodes: int
     vocab: int = 16
@@ -140,7 +139,6 @@ class LosslessAccept(Verified):
 
     op: ClassVar = "lossless_accept"
     twins: ClassVar = ("drafttrain.ops.accept.lossless_reference", "drafttrain.ops.accept.greedy_reference")
-    goal: ClassVar = 15.0
     rows: int
     nodes: int
     vocab: int

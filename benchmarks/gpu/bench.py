@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import baselines, check, drafting, prefill, steps
+from benchmarks.gpu import baselines, check, drafting, steps
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.cases import BATCHES, BEYOND, CONTEXTS, GOALS, NODES, timed
 from benchmarks.gpu.ladder import PLAIN
@@ -57,29 +57,47 @@ def most_sets(wanted: int, size: int) -> int:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    """All jobs, the most important first, then model by model."""
-    first, *others = REHEARSED if machine.rehearsal else TIMED
-    context = 64 if machine.rehearsal else CONTEXT
-    found = goals(machine) + against_transformers(first, context, machine)
-    more = drafting.jobs(machine) + prefill.jobs(machine) + operators(timed(machine.rehearsal), machine)
-    found += [job for job in more if job.name not in {named.name for named in found}]
-    found += alone(first, context, machine)[1:] + batched(first, context, machine)
+    """All jobs, the most important first."""
+    found = goals(machine) + quantised(machine) + drafting.jobs(machine) + operators(timed(machine.rehearsal), machine)
+    found += [steps.job(setting, machine) for setting in settings(machine)] + against_transformers(machine)
+    return list({job.name: job for job in found}.values())
+
+
+def sizes(machine: Machine) -> tuple[list[str], int]:
+    """The models, that of the goals first, and the goals' context."""
+    return ([*REHEARSED], 64) if machine.rehearsal else ([*TIMED], CONTEXT)
+
+
+def settings(machine: Machine) -> list[Setting]:
+    """The goals' model at the goals' context first; then other models, other contexts."""
+    (first, *others), context = sizes(machine)
+    batches, contexts = ((3,), ()) if machine.rehearsal else (BATCHES, CONTEXTS)
+    found = [*alone(first, context), *(Setting(first, rows, context, ragged=r) for r in (False, True) for rows in batches)]
+    found += [alone(model, context)[0] for model in others]
+    found += [Setting(first, rows, c) for c in contexts if c != context for rows in (1, *batches)]
     for model in others:
-        found += (
-            alone(model, context, machine) + against_transformers(model, context, machine) + batched(model, context, machine)
-        )
+        found += [*alone(model, context)[1:], *(Setting(model, rows, context) for rows in batches)]
     return found
 
 
+def alone(model: str, context: int) -> list[Setting]:
+    """Batch 1, with the goals' node counts first."""
+    return [Setting(model, 1, context, nodes) for nodes in ((1, NODES[-1]), NODES[:-1], (1, *BEYOND))]
+
+
 def goals(machine: Machine) -> list[Job]:
-    """The jobs with goals: the plain step, the largest verification, filters of sampling, some operators, the main drafters."""
-    model, context = (next(iter(REHEARSED)), 64) if machine.rehearsal else (next(iter(TIMED)), CONTEXT)
+    """The jobs with goals: the plain step, the largest verification, some operators, the main drafters, filters of sampling."""
+    (model, *_), context = sizes(machine)
+    plain = steps.job(alone(model, context)[0], machine)
     sampled = steps.job(Setting(model, 1, context, (1, NODES[-1]), sampled=True), machine)
     main = [drafting.job(name, machine) for name in MAIN]
-    # of the target that teams deploy: a bfloat16 drafter takes more of its steps
-    fp8 = [steps.job(Setting(model, 1, context, (1, NODES[-1]), weights=FP8), machine), drafting.job(MAIN[0], machine, FP8)]
-    plain = alone(model, context, machine)[:1]
-    return [*plain, *operators(() if machine.rehearsal else GOALS, machine), *main, sampled, *fp8]
+    return [plain, *operators(() if machine.rehearsal else GOALS, machine), *main, sampled]
+
+
+def quantised(machine: Machine) -> list[Job]:
+    """Steps of the target that teams deploy: a bfloat16 drafter takes more of them."""
+    (model, *_), context = sizes(machine)
+    return [steps.job(Setting(model, 1, context, (1, NODES[-1]), weights=FP8), machine), drafting.job(MAIN[0], machine, FP8)]
 
 
 def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:
@@ -89,26 +107,10 @@ def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:
     ]
 
 
-def against_transformers(model: str, context: int, machine: Machine) -> list[Job]:
+def against_transformers(machine: Machine) -> list[Job]:
+    models, context = sizes(machine)
     needs = check.needed(steps.OPERATORS, machine, texts=[PLAIN])
-    return [replace(job, **needs) for job in baselines.jobs(model, context, machine)]
-
-
-def alone(model: str, context: int, machine: Machine) -> list[Job]:
-    """Batch 1, with the goals' context first, and there the goals' node counts first."""
-    found = [Setting(model, 1, context, nodes) for nodes in ((1, NODES[-1]), NODES[:-1], (1, *BEYOND))]
-    contexts = [] if machine.rehearsal else [c for c in CONTEXTS if c != context]
-    return [steps.job(setting, machine) for setting in [*found, *(Setting(model, 1, c) for c in contexts)]]
-
-
-def batched(model: str, context: int, machine: Machine) -> list[Job]:
-    if machine.rehearsal:
-        return [steps.job(Setting(model, 3, context, ragged=ragged), machine) for ragged in (False, True)]
-    contexts = [context, *(c for c in CONTEXTS if c != context)]
-    uneven = [Setting(model, rows, context, ragged=True) for rows in BATCHES]
-    return [
-        steps.job(setting, machine) for setting in [*(Setting(model, rows, c) for c in contexts for rows in BATCHES), *uneven]
-    ]
+    return [replace(job, **needs) for model in models for job in baselines.jobs(model, context, machine)]
 
 
 def main() -> int:

@@ -179,7 +179,6 @@ class TreeAttention(Case):
 class KvKeep(Case):
     op: ClassVar = "kv_keep"
     twins: ClassVar = ("drafttrain.ops.kv_cache.keep_reference",)
-    goal: ClassVar = 5.0
     rows: int
     layers: int
     context: int

@@ -87,7 +87,6 @@ class Case(ABC):
     op: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)  # the last is timed
     twins: ClassVar[tuple[str, ...]]  # plain-torch twins that must not run where kernels exist
-    goal: ClassVar[float | None] = None  # microseconds
 
     @property
     def name(self) -> str:

@@ -27,7 +27,7 @@ from drafttrain.decoding.graph_runner import Launched
 from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
-from drafttrain.measure.speed import kv_bytes
+from drafttrain.measure.speed import step_bytes
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.fast import FastTarget
 
@@ -166,7 +166,7 @@ def measure(name: str, machine: Machine, weights: str | None = None) -> dict[str
     plain = Station(Shared(target), Setting(size.model, 1, size.context), 1, machine)
     taken = race({"step": drafting.seconds, "plain": plain.seconds}, size.repeats)
     step, alone = taken["step"], taken["plain"]
-    moved = drafting.weight_bytes + kv_bytes(target.shape, target.dtype, size.context)
+    moved = step_bytes(target.cache_bytes(), drafting.weight_bytes, 1, size.context)
     found = {"ms": 1e3 * step, "plain_ms": 1e3 * alone, "over_plain": step / alone, "nodes": drafting.nodes}
     found |= {"draft_length": drafter.draft_length, "parameters": sum(p.numel() for p in drafter.parameters())}
     found |= {"weight_bytes": drafting.weight_bytes, "floor_share": moved / above.bandwidth / step} | above.figures

@@ -1,4 +1,4 @@
-"""The output of `make gpu-real-1` and the input of `make gpu-real-2`: a folder of files, and the sizes of everything in it.
+"""What the parts of `make gpu-real` hand on: a folder of files, and the sizes of everything in it.
 
 Each stage writes one part, complete or not at all, with a `record.json` about its source. Its figures are reused, and a part
 that was made from another source than the present one is made again.
@@ -121,7 +121,7 @@ class Part:
         record = self.record
         if record is None:
             what = f"no {self.path.name} in {self.path.parent}, or none from what lies beside it"
-            raise MissingError(f"{what}; run make gpu-real-1 first, on the same machine with the same REAL")
+            raise MissingError(f"{what}; run make gpu-real on this machine with this REAL")
         found: dict[str, Any] = record["figures"]
         return found
 

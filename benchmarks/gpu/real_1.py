@@ -1,4 +1,4 @@
-"""`make gpu-real-1`: pretrain a target and let it write data: the input of `make gpu-real-2`.
+"""The first part of `make gpu-real`: pretrain a target and let it write data, from which `real_2.py` distils drafters.
 
 Text: the Python sources of this machine. Target: about 300 million parameters, pretrained for the minutes that are left. Data:
 its own continuations of prompts from files that it was not trained on, sampled by the decoder. Parts that exist are used
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,16 +19,13 @@ from time import perf_counter, sleep, time
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.gpu import report
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.real import Folder, Part, Scale, lacking, scale_of, there
+from benchmarks.gpu.real import Folder, Part, Scale, scale_of, there
 from benchmarks.gpu.sources import ROOT
-from benchmarks.gpu.suite import Job, RedError, Suite
+from benchmarks.gpu.suite import Job, RedError
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
-from drafttrain.ops import library
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 
@@ -156,28 +152,3 @@ def jobs(maker: Maker) -> list[Job]:
         Job(f"real {name}", "material", "decoder", runs[name], partial(there, part), seconds=least.get(name, 0.0))
         for name, part in parts.items()
     ]
-
-
-def main() -> int:
-    began = perf_counter()
-    disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # before `quiet` says otherwise
-    suite = Suite(SECTION, __doc__.splitlines()[0])
-    folder, given = Folder(suite.arguments.real, suite.machine), suite.arguments
-    maker = Maker(folder, suite.machine, given.force, lambda: given.budget - (perf_counter() - began))
-    if given.budget > LEAST_SECONDS or suite.machine.rehearsal:
-        maker.begin()  # before the operators, which are built meanwhile
-    print(f"folder: {maker.folder.path}; operators: {library.state_on(suite.machine.device).text}", flush=True)
-    if missing := lacking():
-        print(f"note: gpu-real-2 will refuse: {', '.join(missing)} cannot be imported", flush=True)
-    try:
-        code = suite.run(jobs(maker))
-    finally:
-        maker.end()
-    if not suite.machine.rehearsal:
-        print("\n".join(report.material(suite.results.known.get(SECTION, {}))), flush=True)
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

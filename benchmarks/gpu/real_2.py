@@ -1,9 +1,9 @@
-"""`make gpu-real-2`: drafters distilled from the target of `make gpu-real-1` by `drafttrain fit`, and their acceptance and
-speed.
+"""The second part of `make gpu-real`: drafters distilled from the target of `real_1.py` by `drafttrain fit`, and their
+acceptance and speed.
 
 Every recipe trains for the same time. Acceptance and speed are then measured on prompts that neither the target nor a drafter
-was trained on. Checks run before, as in `make gpu-bench`. Without the target or its data it refuses to run. A recipe that
-fails does not affect the others' figures.
+was trained on. Checks run before, as in `make gpu-bench`. Without the target or its data a recipe is skipped. One that fails
+does not affect the others' figures.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from threading import Thread
 from time import perf_counter
 from typing import Any
 
-from benchmarks.gpu import check, real_1, report, steps, wheels
+from benchmarks.gpu import check, real_1, report, steps
 from benchmarks.gpu.distil import READY, Asked
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.real import Folder, MissingError, Part, Scale, lacking, scale_of, there
 from benchmarks.gpu.sources import ROOT
-from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
+from benchmarks.gpu.suite import Job, RedError, SkipError
 from benchmarks.gpu.throughput import modules_of
 from drafttrain.targets import TargetOptions
 
@@ -202,7 +202,7 @@ def ready(folder: Folder) -> bool:
 
 
 def missing(data: Part | None) -> str | None:
-    """The missing requirements of a recipe: packages, or the output of gpu-real-1."""
+    """The missing requirements of a recipe: packages, or the target's data."""
     if names := lacking():
         return f"{', '.join(names)} cannot be imported: run make gpu-wheels, or install what drafttrain depends on"
     try:
@@ -235,27 +235,3 @@ def announce(known: dict[str, Any]) -> None:
     figures = {name.removeprefix(case_of("")): e["figures"] for name, e in report.measured(entries, case_of(""))}
     if figures:
         print(f"\n{table(figures)}", flush=True)
-
-
-def main() -> int:
-    began = perf_counter()
-    suite = Suite(SECTION, __doc__.splitlines()[0])
-    wheels.announce()
-    given, machine = suite.arguments, suite.machine
-    folder = Folder(given.real, machine)
-    if reason := missing(folder.data):
-        print(f"gpu-{SECTION}: {reason}", file=sys.stderr)
-        return 1
-    turns = turns_of(folder, machine, lambda: given.budget - (perf_counter() - began))
-    turns.start(first_of(folder, given.only))
-    try:
-        code = suite.run(jobs(folder, machine, turns), check.jobs(machine))
-    finally:
-        turns.end()
-    if not machine.rehearsal:
-        announce(suite.results.known)
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -17,7 +18,8 @@ from drafttrain.core.files import atomic_write_text
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- figures: written by the make gpu-... commands -->"
 END = "<!-- end of figures -->"
-NONE = "not measured yet"
+NONE = "not measured"
+Cells = tuple[str, str, str, str, str]  # of a row of figures
 STEADY = 0.03  # spread of a ceiling's windows up to which shares of it are printed without a mark
 
 
@@ -48,20 +50,10 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
         yield ", ".join(said) + f". Checks: {counted(known.get('check', {}))}.\n"
     bench, train = known.get("bench", {}), known.get("train", {})
     yield from ceilings(bench)
-    yield goals(known)
-    yield from titled("Steps", steps(bench))
-    yield from titled("Drafters' steps", drafting(bench))
-    yield from titled("Compared with transformers", against_transformers(bench))
-    yield from titled("Attention of a prompt", prefills(bench))
-    yield from titled("Attention of a prompt's chunk", prompt_chunks(bench))
-    yield from titled("Operators", operators(bench))
-    yield from titled("Training steps", trainings(train))
-    yield from titled("Training steps of others", rivals(train))
-    yield from titled("The training loss", losses(train))
-    yield from titled("Training", drafters(train))
+    yield "\n".join([*table("goal", "wanted", "measured", ""), *(row(*each) for each in verdicts(known))]) + "\n"
+    yield from titled("Figures", figures(bench, train))
     yield from material(known.get("real-1", {}))
     yield from titled("Drafters distilled from it", distilled(known.get("real-2", {})))
-    yield from titled("Decode steps outside a graph", uncaptured(known.get("check", {})))
 
 
 def titled(title: str, rows: list[str]) -> list[str]:
@@ -74,20 +66,12 @@ def counted(check: Section) -> str:
     return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none"
 
 
-def goals(known: dict[str, Section]) -> str:
-    """The goals that were measured or could not be, and how many are left."""
-    cells = list(verdicts(known))
-    shown = [row(*each) for each in cells if each[2] != NONE or each[3]]
-    left = f"\nFurther goals, {NONE}: {len(cells) - len(shown)}.\n" if len(shown) < len(cells) else ""
-    return "\n".join([*table("goal", "wanted", "measured", ""), *shown]) + f"\n{left}"
-
-
 def verdicts(known: dict[str, Section]) -> Iterable[tuple[str, str, str, str]]:
     """(goal, bound, measured value, verdict) of each goal, from `visible` results."""
     for goal in GOALS:
         value, entry = goal.value(known), known.get(goal.section, {}).get(goal.case, {})
         if value is not None:
-            measured = shown(value, goal.unit) + age(entry)
+            measured = shown(value, goal.unit) + (unsteady(entry) if goal.figure[-1] == "floor_share" else "") + age(entry)
             yield goal.text, goal.wanted, measured, "reached" if goal.reached(value) else "missed"
         else:
             ended = {BLOCKED: "blocked", FAILED: "failed"}.get(entry.get("status", ""), "")
@@ -103,152 +87,112 @@ def goals_text(known: dict[str, Any]) -> str:
 
 def ceilings(bench: Section) -> Iterable[str]:
     """The best that any case saw, and how far the windows of one case were apart."""
-    seen = [entry["figures"] for _, entry in measured(bench, "") if "read_bandwidth" in entry["figures"]]
+    seen = [entry["figures"] for _, entry in measured(bench, "") if "copy_bandwidth" in entry["figures"]]
     if seen:
-        best = {name: max(f[name] for f in seen) for name in ("copy_bandwidth", "read_bandwidth", "product_flops")}
-        yield (
-            f"Ceilings: copy {best['copy_bandwidth'] / 1e12:.2f} TB/s, read {best['read_bandwidth'] / 1e12:.2f} TB/s, bfloat16 "
-            f"product {best['product_flops'] / 1e12:.0f} TFLOP/s; windows of one case differ by up to "
-            f"{percent(max(f['spread'] for f in seen))}.\n"
-        )
+        names = {
+            "copy_bandwidth": ("copy", "TB/s"),
+            "read_bandwidth": ("read", "TB/s"),
+            "product_flops": ("product", "TFLOP/s"),
+        }
+        best = {key: [f[key] for f in seen if key in f] for key in (*names, "spread")}
+        said = [
+            f"{name} {max(best[key]) / 1e12:,.{0 if unit == 'TFLOP/s' else 2}f} {unit}" if best[key] else f"{name} {NONE}"
+            for key, (name, unit) in names.items()
+        ]
+        spread = f"; windows of one case differ by up to {percent(max(best['spread']))}" if best["spread"] else ""
+        yield f"Ceilings: {', '.join(said)}{spread}.\n"
 
 
-def steps(bench: Section) -> list[str]:
-    """One row for each model, batch, context and node count."""
-    names = ("model", "batch", "context", "nodes", "ms", "of the floor", "/ plain", "outside the target")
-    rows = table(*names, "outside products and attention", "host waits", "capture")
+def figures(bench: Section, train: Section) -> list[str]:
+    """All that was timed, one row for each."""
+    rows = table("what", "measured", "of the ceiling", "ratio", "more")
+    parts = (steps(bench), drafting(bench), against_transformers(bench), operators(bench))
+    for cells in itertools.chain(*parts, trainings(train), rivals(train), losses(train), drafters(train)):
+        rows.append(row(*cells))
+    return rows
+
+
+def steps(bench: Section) -> Iterable[Cells]:
     for name, entry in measured(bench, "step "):
-        model, batch, context, *how = (part.split("=")[-1] for part in name.split()[1:])
-        model = with_weights(model, name)
-        context = " ".join([context, *(word for word in how if word in ("ragged", "sampled"))])
-        for nodes, found in entry["figures"].items():
-            if isinstance(found, dict):
-                rest = percent(1.0 - found["products"] - found["attention"]) if "products" in found else ""
-                waits = f"{found['waits']} in {found['replays']}" if "waits" in found else ""
-                capture = f"{found['capture_seconds']:.1f} s, {found['capture_bytes'] / 2**20:.0f} MiB"
-                floor, outside = floor_of(found, entry), percent(found.get("outside_target"))
-                times = (f"{found['ms']:.3f}{age(entry)}", floor, f"{found['over_plain']:.3f}", outside)
-                rows.append(row(model, batch, context, nodes, *times, rest, waits, capture))
-    return rows
+        case = " ".join(word for word in name.split() if not word.startswith("nodes="))
+        for nodes, f in entry["figures"].items():
+            if isinstance(f, dict):
+                more = [f"outside the target {percent(f['outside_target'])}"] if "outside_target" in f else []
+                more += [f"waits of the host {f['waits']} in {f['replays']}"] if f.get("waits") else []
+                ratio = "" if nodes == "1" else f"{f['over_plain']:.3f} plain steps"
+                yield f"{case} nodes={nodes}", f"{f['ms']:.3f} ms{age(entry)}", of_ceiling(f, entry), ratio, ", ".join(more)
 
 
-def drafting(bench: Section) -> list[str]:
-    """One row for each family, the cheapest step first."""
-    names = ("family", "model", "context", "draft length", "nodes", "parameters", "ms", "draft, ms", "plain, ms", "/ plain")
-    rows = table(*names, "of the floor")
+def drafting(bench: Section) -> Iterable[Cells]:
+    """The cheapest step first."""
     for name, entry in sorted(measured(bench, "drafting "), key=lambda pair: pair[1]["figures"]["over_plain"]):
-        f, (family, model, context, *_) = entry["figures"], name.removeprefix("drafting ").split()
-        shape = (
-            family,
-            with_weights(model, name),
-            context.removeprefix("context="),
-            f["draft_length"],
-            f["nodes"],
-            f"{f['parameters']:,}",
-        )
-        times = (f"{f['ms']:.3f}{age(entry)}", number(f.get("draft_ms"), 3), f"{f['plain_ms']:.3f}", f"{f['over_plain']:.3f}")
-        rows.append(row(*shape, *times, floor_of(f, entry)))
-    return rows
+        f = entry["figures"]
+        more = f"{f['nodes']} nodes, draft length {f['draft_length']}"
+        more += f", drafting {f['draft_ms']:.3f} ms" if "draft_ms" in f else ""
+        yield name, f"{f['ms']:.3f} ms{age(entry)}", of_ceiling(f, entry), f"{f['over_plain']:.3f} plain steps", more
 
 
-def with_weights(model: str, case: str) -> str:
-    """The model's name with how it is quantised, from a case's name."""
-    return " ".join([model, *(word.removeprefix("weights=") for word in case.split() if word.startswith("weights="))])
+def of_ceiling(found: dict[str, Any], entry: dict[str, Any]) -> str:
+    """A share of what the ceilings allow, marked where they moved while it was measured, or its bytes were counted later."""
+    share = found.get("floor_share", found.get("roofline_share"))
+    if share is None:
+        return NONE
+    return percent(share) + unsteady(entry) + (" (recounted)" if "recounted" in found else "")
 
 
-def floor_of(found: dict[str, Any], entry: dict[str, Any]) -> str:
-    """A share of the floor, marked where the ceiling moved while it was measured."""
-    return percent(found.get("floor_share")) + (" (unsteady ceiling)" if entry["figures"].get("spread", 0.0) > STEADY else "")
+def unsteady(entry: dict[str, Any]) -> str:
+    return " (unsteady ceiling)" if entry["figures"].get("spread", 0.0) > STEADY else ""
 
 
-def against_transformers(bench: Section) -> list[str]:
-    rows = table("model", "context", "other", "ours, ms", "theirs, ms", "theirs / ours")
+def against_transformers(bench: Section) -> Iterable[Cells]:
     for other in ("generate", "compiled loop"):
         for name, entry in measured(bench, f"{other} "):
-            model, context = name.removeprefix(f"{other} ").split()
             ours, theirs = entry["figures"]["ours_ms"], entry["figures"]["theirs_ms"]
-            size = context.removeprefix("context=")
-            rows.append(row(model, size, other, f"{ours:.3f}{age(entry)}", f"{theirs:.3f}", f"{theirs / ours:.2f}"))
-    return rows
+            yield name, f"{theirs:.3f} ms{age(entry)}", "", f"{theirs / ours:.2f} plain steps", "of transformers"
 
 
-def prefills(bench: Section) -> list[str]:
-    """One row for each order of torch's kernels."""
-    rows, found = [], measured(bench, "prefill attention")
-    for _, entry in found:
-        for order, f in entry["figures"].items():
-            if not rows:
-                rows = table("order", "kernel", *(f"{n} tokens, ms" for n in f["ms"]), "new length, ms", "again, ms")
-            times = (number(ms, 3) for ms in f["ms"].values())
-            rows.append(row(order + age(entry), f["kernel"], *times, number(f["first_ms"], 3), number(f["second_ms"], 3)))
-    return rows
-
-
-def prompt_chunks(bench: Section) -> list[str]:
-    """One row for each order of torch's kernels and each prefix."""
-    rows = table("order", "positions before", "ms", "with a mask, ms", "times faster")
-    for _, entry in measured(bench, "prefill attention"):
-        for order, f in entry["figures"].items():
-            for prefix, own in f.get("chunks", {}).items():
-                times = f"{number(own['ms'], 3)}{age(entry)}", number(own["masked_ms"], 3)
-                rows.append(row(order, f"{int(prefix):,}", *times, f"{own['masked_ms'] / own['ms']:.1f}"))
-    return rows
-
-
-def operators(bench: Section) -> list[str]:
-    rows = table("operator", "µs", "MB", "of the roofline", "inputs")
+def operators(bench: Section) -> Iterable[Cells]:
     for name, entry in measured(bench, ""):
-        found = entry["figures"]
-        if "us" in found:
-            share, where = percent(found.get("roofline_share")), "from memory" if found["cold"] else "in the cache"
-            rows.append(row(name, f"{found['us']:.2f}{age(entry)}", f"{found['bytes'] / 1e6:.3f}", share, where))
-    return rows
+        f = entry["figures"]
+        if "us" in f:
+            more = f"{f['bytes'] / 1e6:.3f} MB, {'from memory' if f['cold'] else 'in the cache'}"
+            yield name, f"{f['us']:.2f} µs{age(entry)}", of_ceiling(f, entry), "", more
 
 
-def trainings(train: Section) -> list[str]:
-    """The rows of the straightforward way are shown where not all fit in memory."""
-    names = ("family", "target", "context", "rows", "tokens/s", "MFU", "GiB", "eager, tokens/s", "its GiB", "its rows")
-    rows = table(*names, "times faster")
+def trainings(train: Section) -> Iterable[Cells]:
+    """Compared with the straightforward way, on as many rows as fit in memory."""
     for name, entry in measured(train, "training "):
-        f, (family, model, context) = entry["figures"], name.removeprefix("training ").split()
-        ours = (f["rows"], f"{f['tokens_per_s']:,.0f}{age(entry)}", percent(f["mfu"]), f"{f['peak_bytes'] / 2**30:.1f}")
-        eager: tuple[object, ...] = ("out of memory", "", 0, "")
-        if f["eager_rows"]:
-            eager = (f"{f['eager_tokens_per_s']:,.0f}", f"{f['eager_bytes'] / 2**30:.1f}", f["eager_rows"], number(f["times"]))
-        rows.append(row(family, model, context.removeprefix("context="), *ours, *eager))
-    return rows
+        f = entry["figures"]
+        eager, more = f"{f.get('times', 0):.2f} times eager", f"{gib(f['peak_bytes'])}, eager {gib(f['eager_bytes'])}"
+        if not f["eager_rows"]:
+            eager, more = "", f"{gib(f['peak_bytes'])}, eager out of memory"
+        yield name, f"{f['tokens_per_s']:,.0f} tokens/s{age(entry)}", f"MFU {percent(f['mfu'])}", eager, more
 
 
-def rivals(train: Section) -> list[str]:
+def rivals(train: Section) -> Iterable[Cells]:
     """Forward, loss and backward of another toolkit's module and of ours. Memory: beyond weights and states."""
-    names = ("other", "family", "target", "context", "rows", "ours, tokens/s", "theirs", "times faster")
-    rows = table(*names, "ours, GiB", "theirs, GiB")
     for name, entry in measured(train, "rival "):
-        f, (other, family, model, context) = entry["figures"], name.removeprefix("rival ").split()
-        speed = (f"{f['ours_tokens_per_s']:,.0f}{age(entry)}", f"{f['theirs_tokens_per_s']:,.0f}", number(f["times"]))
-        memory = (f"{f[f'{way}_bytes'] / 2**30:.1f}" for way in ("ours", "theirs"))
-        rows.append(row(other, family, model, context.removeprefix("context="), f["rows"], *speed, *memory))
-    return rows
+        f = entry["figures"]
+        more = f"{gib(f['ours_bytes'])}, theirs {gib(f['theirs_bytes'])}"
+        yield name, f"{f['ours_tokens_per_s']:,.0f} tokens/s{age(entry)}", "", f"{f['times']:.2f} times theirs", more
 
 
-def losses(train: Section) -> list[str]:
-    rows = table("loss", "fused, ms", "plain torch, ms", "times faster", "fused, MiB", "plain torch, MiB", "of its memory")
+def losses(train: Section) -> Iterable[Cells]:
     for name, entry in measured(train, "loss "):
         f = entry["figures"]
-        times = (f"{f['fused_ms']:.1f}{age(entry)}", f"{f['plain_ms']:.1f}", f"{f['plain_ms'] / f['fused_ms']:.2f}")
-        fused, plain = f["fused_bytes"], f["plain_bytes"]
-        memory = (f"{fused / 2**20:.0f}", f"{plain / 2**20:.0f}", percent(fused / plain))
-        rows.append(row(name.removeprefix("loss "), *times, *memory))
-    return rows
+        more = f"{percent(f['fused_bytes'] / f['plain_bytes'])} of its memory"
+        yield name, f"{f['fused_ms']:.1f} ms{age(entry)}", "", f"{f['plain_ms'] / f['fused_ms']:.2f} times plain torch", more
 
 
-def drafters(train: Section) -> list[str]:
-    rows = table("family", "steps", "tokens/s", "first loss", "last loss")
+def drafters(train: Section) -> Iterable[Cells]:
     for name, entry in measured(train, "drafter "):
-        found = entry["figures"]
-        family, speed = name.removeprefix("drafter "), f"{found['tokens_per_s']:,.0f}{age(entry)}"
-        rows.append(row(family, found["steps"], speed, f"{found['first_loss']:.3f}", f"{found['last_loss']:.3f}"))
-    return rows
+        f = entry["figures"]
+        more = f"loss {f['first_loss']:.3f} to {f['last_loss']:.3f} in {f['steps']} steps"
+        yield f"training {name}", f"{f['tokens_per_s']:,.0f} tokens/s{age(entry)}", "", "", more
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 def material(real: Section) -> Iterable[str]:
@@ -283,17 +227,6 @@ def distilled(real: Section) -> list[str]:
     return rows + [row(name.removeprefix("distil "), "failed", *[""] * width) for name, _ in failed]
 
 
-def uncaptured(check: Section) -> list[str]:
-    """For drafters whose decode steps involve the host: the time that the GPU waits for it."""
-    rows = table("case", "ms per step", "GPU idle, ms", "of the step")
-    for name, entry in measured(check, "texts "):
-        f = entry["figures"]
-        if "host_gap_ms" in f:
-            share = percent(f["host_gap_ms"] / f["round_ms"])
-            rows.append(row(name, f"{f['round_ms']:.3f}{age(entry)}", f"{f['host_gap_ms']:.3f}", share))
-    return rows
-
-
 def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
@@ -305,7 +238,7 @@ def measured(section: Section, start: str) -> list[tuple[str, dict[str, Any]]]:
 
 def age(entry: dict[str, Any]) -> str:
     """Marks figures that other sources gave."""
-    return " (older sources)" if older(entry) else ""
+    return " (older)" if older(entry) else ""
 
 
 def percent(share: float | None) -> str:

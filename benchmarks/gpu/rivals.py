@@ -23,7 +23,7 @@ from benchmarks.gpu.machine import Machine, race
 from benchmarks.gpu.models import REHEARSED, TIMED
 from benchmarks.gpu.steps import target_of
 from benchmarks.gpu.suite import Job, RedError, SkipError
-from benchmarks.gpu.throughput import CONTEXTS, MODEL, OPERATORS, REPEATS, Setting, Training, modules_of, most
+from benchmarks.gpu.throughput import CONTEXTS, MODEL, OPERATORS, REPEATS, Setting, Training, beyond, modules_of
 from benchmarks.rival_modules import RIVALS, Given, Rival
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL
@@ -91,8 +91,7 @@ def compared(training: Training, batch: TrainBatch, rival: Rival, machine: Machi
     for way, step in ways.items():
         training.drafter.zero_grad()
         rival.module.zero_grad()
-        held = 0 if machine.rehearsal else torch.cuda.memory_allocated(machine.device)
-        found[f"{way}_bytes"] = most(step, machine) - held  # beyond weights and states, with the gradients
+        found[f"{way}_bytes"] = beyond(step, machine)  # beyond weights and states, with the gradients
     taken = race({way: partial(machine.seconds, step) for way, step in ways.items()}, REPEATS)
     rates = {f"{way}_tokens_per_s": batch.token_BT.numel() / seconds for way, seconds in taken.items()}
     return found | rates | {"times": taken["theirs"] / taken["ours"]}

@@ -13,7 +13,6 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.gpu import (
     bench,
     check,
-    drafting,
     failed_captures,
     gpu,
     ladder,
@@ -35,6 +34,7 @@ from benchmarks.gpu.plan import DeadError, Runner, Stage, chosen
 from benchmarks.gpu.real import Folder
 from benchmarks.gpu.results import CHECK, FAILED, Entry
 from benchmarks.gpu.suite import Arguments, Suite
+from benchmarks.rival_modules import RIVALS
 from drafttrain.ops import library
 
 REAL = "real target, drafters"
@@ -42,26 +42,31 @@ AROUND = 15.0  # seconds of a command before its first case and after its last o
 
 
 def stages(machine: Machine, maker: real_1.Maker, turns: real_2.Turns, word: str = "") -> list[Stage]:
-    """The stages whose names hold the word, in order, each with its share of `gpu.MINUTES`; the rest is the last one's."""
+    """The stages whose names hold the word, in order, each with its share of `gpu.MINUTES`; the rest is the last one's.
+
+    The first two fit 11 minutes. They come first because a machine is often lent for no longer.
+    """
     timed = of(bench.SECTION, bench.jobs(machine))
     decoding = tuple(job for job in timed if job.name.startswith(("step ", *(f"{other} " for other in bench.OTHERS))))
-    rest = tuple(job for job in timed if job not in decoding)
+    drafters = tuple(job for job in timed if job.name.startswith("drafting "))
+    rest = tuple(job for job in timed if job not in (*decoding, *drafters))
+    races = rivals.jobs(machine)
     operators = check.operators(first(machine.rehearsal), machine, check.OF_FIGURES)
-    important = of(CHECK, operators) + of(bench.SECTION, bench.goals(machine))
     material = of(real_1.SECTION, real_1.jobs(maker))
     distilled = of(real_2.SECTION, real_2.jobs(maker.folder, machine, turns))
     wanted = {name for job in distilled for name in job.needs}  # they run while the target is pretrained
     before = of(CHECK, [job for job in check.jobs(machine) if job.name in wanted])
     found = [
-        Stage("operators and goals", important, 4),
-        Stage("training steps", of(train.SECTION, throughput.jobs(machine) + rivals.jobs(machine)), 6),
-        Stage("texts of every family", of(CHECK, [ladder.job(rung, machine) for rung in ladder.early(machine)]), 5),
-        Stage("drafters' steps", of(bench.SECTION, drafting.jobs(machine)), 5),
-        Stage("several processes", of(CHECK, processes.jobs(machine)), 2),
-        Stage("operators, other sizes", of(CHECK, check.larger(machine)) + rest, 4),
-        Stage("other decode steps", decoding, 4),
-        Stage("losses and learning", of(train.SECTION, train.jobs(machine)), 3),
+        Stage("goals", of(bench.SECTION, bench.goals(machine)) + of(train.SECTION, races[: len(RIVALS)]), 4),
         Stage(REAL, before + material + distilled, 7),
+        Stage("training steps", of(train.SECTION, throughput.jobs(machine) + races), 6),
+        Stage("operators", of(CHECK, operators), 2),
+        Stage("texts of every family", of(CHECK, [ladder.job(rung, machine) for rung in ladder.early(machine)]), 5),
+        Stage("drafters' steps", drafters, 4),
+        Stage("several processes", of(CHECK, processes.jobs(machine)), 2),
+        Stage("other decode steps", decoding, 5),
+        Stage("operators, other sizes", of(CHECK, check.larger(machine)) + rest, 4),
+        Stage("losses and learning", of(train.SECTION, train.jobs(machine)), 3),
         Stage("captures that fail", of(CHECK, failed_captures.jobs(machine))),
         Stage("all other checks", of(CHECK, check.jobs(machine))),
     ]
@@ -95,7 +100,7 @@ def between() -> None:
 def work(description: str) -> int:
     """The work of the watched process."""
     disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # as gpu-real-1 sets it
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # before any tokenizer starts threads
     suite = Suite("", description)
     wheels.announce()
     given, machine = suite.arguments, suite.machine

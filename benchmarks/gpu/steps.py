@@ -27,7 +27,7 @@ from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
 from drafttrain.decoding.graph_runner import Launched
 from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
-from drafttrain.measure.speed import kv_bytes
+from drafttrain.measure.speed import step_bytes
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.kv_cache import KVCache
@@ -232,19 +232,17 @@ def operators(weights: str | None) -> tuple[str, ...]:
 def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     """By contender: milliseconds, share of the floor, ratio to plain. Raises SkipError where it does not fit."""
     above, target = ceilings(machine).look(), target_of(setting.model, machine, setting.weights)
-    if (
-        not machine.rehearsal
-        and kv_bytes(target.shape, target.dtype, setting.rows * (setting.context + ROOM)) + MARGIN > machine.free
-    ):
+    cache = target.cache_bytes()
+    if not machine.rehearsal and cache.position * setting.rows * (setting.context + ROOM) + MARGIN > machine.free:
         raise SkipError("its cache does not fit the GPU's memory")
     shared = Shared(target)
     stations = {name: Station(shared, setting, nodes, machine, options) for name, nodes, options in setting.contenders}
     taken = race({name: station.seconds for name, station in stations.items()}, REPEATS)
-    kept = kv_bytes(target.shape, target.dtype, sum(setting.contexts))
     figures: dict[str, Any] = above.figures
     for name, station in stations.items():
-        step, floor = taken[name], (station.weight_bytes + kept) / above.bandwidth
-        found = {"ms": 1e3 * step, "floor_share": floor / step, "over_plain": step / taken["1"]}
+        step, moved = taken[name], step_bytes(cache, station.weight_bytes, setting.rows, sum(setting.contexts))
+        found = {"ms": 1e3 * step, "floor_share": moved / above.bandwidth / step, "over_plain": step / taken["1"]}
+        found["weight_bytes"] = station.weight_bytes
         found["over_unfiltered"] = step / taken[str(station.nodes)]
         if station.verify is not None:
             found["outside_target"] = max(0.0, 1.0 - station.verify / step)

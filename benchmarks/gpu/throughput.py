@@ -130,6 +130,12 @@ def most(work: Callable[[], object], machine: Machine) -> int:
     return torch.cuda.max_memory_allocated(machine.device)
 
 
+def beyond(work: Callable[[], object], machine: Machine) -> int:
+    """Peak bytes in addition to those in use before."""
+    held = 0 if machine.rehearsal else torch.cuda.memory_allocated(machine.device)
+    return most(work, machine) - held
+
+
 def fitting(work: Callable[[int], object], rows: int, machine: Machine) -> tuple[int, int]:
     """(rows, bytes) of the most rows that fit, halved until they do; 0 rows where one is too many."""
     while rows:

@@ -85,7 +85,7 @@ def loss(name: str, machine: Machine) -> dict[str, Any]:
     gradients: dict[str, Tensor] = {}
     for way, how in ways.items():
         objective.zero_grad()  # so that both ways begin without gradients in memory
-        found[f"{way}_bytes"] = peak(partial(step, how), machine)
+        found[f"{way}_bytes"] = throughput.beyond(partial(step, how), machine)
         assert drafter.scale.grad is not None
         gradients[way] = drafter.scale.grad.double()
     apart = float((gradients["fused"] - gradients["plain"]).norm() / gradients["plain"].norm())
@@ -93,19 +93,6 @@ def loss(name: str, machine: Machine) -> dict[str, Any]:
         raise RedError(f"the gradients are {apart:.1e} apart")
     taken = race({way: partial(machine.seconds, partial(step, how)) for way, how in ways.items()}, REPEATS)
     return found | {f"{way}_ms": 1e3 * seconds for way, seconds in taken.items()} | {"tokens": rows * length}
-
-
-def peak(work: Callable[[], None], machine: Machine) -> int:
-    """Bytes of memory in addition to those in use before."""
-    if machine.rehearsal:
-        work()
-        return 0
-    machine.wait()
-    torch.cuda.reset_peak_memory_stats(machine.device)
-    before = torch.cuda.memory_allocated(machine.device)
-    work()
-    machine.wait()
-    return torch.cuda.max_memory_allocated(machine.device) - before
 
 
 def family(name: str, machine: Machine) -> dict[str, Any]:

@@ -61,7 +61,6 @@ class BuildTree(Case):
         "drafttrain.ops.top.reference",
     )
     dtypes: ClassVar = (torch.float32,)
-    goal: ClassVar = 5.0
     rows: int
     candidates: int
     nodes: int

@@ -14,7 +14,6 @@ import torch
 
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs, Decoded
-from drafttrain.model.shapes import TargetShape
 from drafttrain.targets.hf import CacheBytes
 
 Contender = Callable[[list[int]], Decoded]  # case numbers of one wave -> its decoding
@@ -134,32 +133,38 @@ def _results(waves: Sequence[Decoded]) -> list[Result]:
 
 
 def step_floor(cache: CacheBytes, wave: Decoded, device: torch.device) -> float | None:
-    """Least seconds of one decode step: it reads the weights of all its products, counted when its graph was captured, and the
-    batch's KV cache at half of its final length.
+    """Least seconds of one decode step: its bytes at the bandwidth of the device's memory, texts at half of their final length.
 
-    Recurrent states are read and written. None for steps that no graph holds, and on a CPU.
+    None for steps that no graph holds, and on a CPU.
     """
     if device.type != "cuda" or not wave.costs.weight_bytes:
         return None
     positions = sum(r.prompt_tokens + len(r.tokens) / 2 for r in wave.results)
-    states = 2 * cache.states * len(wave.results)
     weights = wave.costs.weight_bytes / wave.costs.steps
-    return (weights + cache.position * positions + states) / copy_bandwidth(device)
+    return step_bytes(cache, weights, len(wave.results), positions) / memory_bandwidth(device)
 
 
-def kv_bytes(shape: TargetShape, dtype: torch.dtype, positions: float) -> float:
-    """Bytes of the keys and values of this many positions, in all blocks."""
-    return 2 * shape.blocks * shape.kv_heads * shape.head_dim * dtype.itemsize * positions
+def step_bytes(cache: CacheBytes, weights: float, requests: int, positions: float) -> float:
+    """Bytes that one decode step must read: the weights of all its products, counted when its graph was captured, and the
+    target's cache of all requests' positions. Recurrent states are read and written.
+    """
+    return weights + cache.position * positions + 2 * cache.states * requests
 
 
-def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10) -> float:
-    """Bytes read and written per second by a device-to-device copy of `size` bytes."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
+def memory_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10) -> float:
+    """Bytes per second of the device's memory: the faster of a copy, read and written, and a sum, which only reads."""
+    source = torch.zeros(size // 4, device=device)
     copy = torch.empty_like(source)
-    copy.copy_(source)
+    works: list[tuple[int, Callable[[], object]]] = [(2 * size, lambda: copy.copy_(source)), (size, source.sum)]
+    return max(moved * repeats / _repeated(work, repeats, device) for moved, work in works)
+
+
+def _repeated(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Seconds of the work, several times in a row, after one that does not count."""
+    work()
     torch.cuda.synchronize(device)
     start_time = perf_counter()
     for _ in range(repeats):
-        copy.copy_(source)
+        work()
     torch.cuda.synchronize(device)
-    return 2 * size * repeats / (perf_counter() - start_time)
+    return perf_counter() - start_time

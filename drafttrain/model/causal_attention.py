@@ -190,7 +190,7 @@ def _fused(q_BhRD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, mask_RP: Tensor | Non
     On a GPU flash's and cuDNN's kernels share keys among heads and the memory-efficient kernel does not, so that keys are
     repeated for it; torch would otherwise compute all scores at once. By its sources torch tries cuDNN first on capability 9.0
     and 10.0 where cuDNN is newer than 9.15, and builds a plan for each new shape there; else, and with
-    TORCH_CUDNN_SDPA_DEPRIORITIZED=1, it takes flash. gpu-bench times both.
+    TORCH_CUDNN_SDPA_DEPRIORITIZED=1, it takes flash.
     """
     groups = q_BhRD.shape[1] // k_BgPD.shape[1]
     if q_BhRD.is_cuda and groups > 1 and (mask_RP is not None or q_BhRD.dtype == torch.float32):

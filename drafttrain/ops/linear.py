@@ -21,7 +21,7 @@ PACKED_FOR = 16  # rows that a weight is packed for
 PACKED_ROWS = 64  # rows up to which the packed product is faster
 PACKED_FROM = 1 << 17  # elements from which packing a weight pays
 # rows from which cuBLASLt serves: on an H200 it took 0.95 times as long as cuBLAS for the weights of a block of Llama-3.1-8B
-# with 64 rows, and 1.02 times with 16 (`python -m benchmarks.products`)
+# with 64 rows, and 1.02 times with 16
 LT_ROWS = range(33, 257)
 
 

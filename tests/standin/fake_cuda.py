@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 MEMORY = 8 << 30  # bytes of each device
-SMALL = (1 << 16, 1)  # bytes and repeats, where a GPU's copy bandwidth would be measured
+SMALL = (1 << 16, 1)  # bytes and repeats, where the bandwidth of a GPU's memory would be measured
 
 
 class Devices:
@@ -120,7 +120,7 @@ def install(library: ctypes.CDLL, count: int) -> None:
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
     Stream.operators = attention()
-    after_import("drafttrain.measure.speed", lambda module: setattr(module.copy_bandwidth, "__defaults__", SMALL))
+    after_import("drafttrain.measure.speed", lambda module: setattr(module.memory_bandwidth, "__defaults__", SMALL))
     after_import("drafttrain.decoding.graph_runner", lambda module: setattr(module, "capturable", lambda *_: False))
     after_import("drafttrain.targets.probe", lambda module: setattr(module, "why_not_captured", lambda _: "a stand-in"))
 

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from benchmarks import attention, contest, projection, projection_check, quality, rivals, train
+from benchmarks import projection, rivals, train
 from benchmarks.common import DiffersError, interleaved, peak, ratio
-from benchmarks.contest import Entrant
-from benchmarks.objective import Problem
-from benchmarks.section import Found, Settings
+from benchmarks.steps import Found, Settings
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import trainable
-from drafttrain.objective import options as loss_options
 from drafttrain.objective.losses import LossOptions, Objective
-from drafttrain.ops import divergence
 from drafttrain.train.telemetry import Flops
 from tests.helpers import tiny_target
 
@@ -32,24 +25,16 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in train.SECTIONS if name != "rivals"])
-def test_train_benchmark_section_runs_and_writes_record(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rivals need an interpreter of their own."""
-    divide = "256" if name in ("objective", "attention") else "64"
-    assert train.main([name, "--divide", divide, "--repeats", "1", "--device", "cpu", "--results", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / f"{name}.json").read_text())
-    assert record["torch"] == torch.__version__ and record["divide"] == int(divide)
-    parts = {"packing": ["lines"], "overlap": ["lines"], "reading": ["lines"], "objective": ["cells"], "steps": ["steps"]}
-    figures = {"lines": lambda figure: figure["value"], "steps": lambda figure: figure["tokens_per_s"][0]}
-    for part in parts.get(name, ["unrolled, 4 steps", "blocks of 16"]):
-        assert record[part]
-        assert all(figures.get(part, lambda figure: figure["other_seconds"])(figure) > 0 for figure in record[part])
-    assert (tmp_path / f"{name}.png").exists() == (name in ("objective", "attention"))
+def test_train_benchmark_steps_run_and_write_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["steps", "--divide", "64", "--repeats", "1", "--results", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "steps.json").read_text())
+    assert record["torch"] == torch.__version__ and record["divide"] == 64
+    assert record["steps"] and all(figure["tokens_per_s"][0] > 0 for figure in record["steps"])
     assert "not timed" not in capsys.readouterr().out
 
 
 def test_train_benchmark_rivals_without_interpreter_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["rivals", "--divide", "64", "--repeats", "1", "--device", "cpu", "--results", str(tmp_path)]) == 0
+    assert train.main(["rivals", "--divide", "64", "--repeats", "1", "--results", str(tmp_path)]) == 0
     assert "rivals need --rivals PYTHON, an interpreter with specforge and speculators; left out" in capsys.readouterr().out
 
 
@@ -59,10 +44,10 @@ def test_train_benchmark_differing_results_are_not_timed(
     def differs(settings: Settings) -> Found:
         raise DiffersError("losses are 1 and 2")
 
-    monkeypatch.setitem(train.SECTIONS, "packing", differs)
-    assert train.main(["packing", "--results", str(tmp_path)]) == 1
-    assert "packing not timed: losses are 1 and 2" in capsys.readouterr().out and not list(tmp_path.iterdir())
-    for bad in (["pack"], ["--repeats", "0"], ["--device", "tpu9"]):
+    monkeypatch.setitem(train.SECTIONS, "steps", differs)
+    assert train.main(["steps", "--results", str(tmp_path)]) == 1
+    assert "steps not timed: losses are 1 and 2" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    for bad in (["step"], ["--repeats", "0"], ["--divide", "0"]):
         with pytest.raises(SystemExit) as ended:
             train.main(bad)
         assert ended.value.code == 2
@@ -85,43 +70,6 @@ def test_peak_counts_tensors_alive_at_once() -> None:
         return kept
 
     assert 2 * size <= peak(work, CPU) <= 3 * size + 4096
-
-
-def test_contest_entrant_larger_than_memory_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "room", lambda device: 1 << 20)
-    ran: list[int] = []
-
-    def entrant(size: int) -> Entrant:
-        def other() -> None:
-            ran.append(size)
-            torch.zeros(size, dtype=torch.uint8)
-
-        return Entrant({"T": size}, size, lambda: (lambda: torch.zeros(1), other))
-
-    cells = list(contest.contest([entrant(size) for size in (1 << 18, 1 << 19, 1 << 21)], CPU, 1))
-    assert set(ran) == {1 << 18, 1 << 19}
-    assert [cell.other_seconds is None for cell in cells] == [False, False, True] and cells[2].other_bytes >= 1 << 21
-    assert "not run: needs" in list(contest._figures(cells[2]))[1]
-
-
-def test_objective_peak_memory_is_bounded_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the length; and whatever the vocabulary, but for its output matrix, where a chunk is as large as it may be."""
-    width, options = 8, LossOptions("kl", 64)
-
-    def beyond(length: int, vocab: int) -> int:
-        """Its output matrix's gradient, to which every chunk is added in place, is not the chunk's."""
-        problem = Problem(length, vocab, width, options, CPU)
-        problem.step(False)
-        problem.forget()
-        return peak(lambda: problem.step(False), CPU) - 4 * vocab * width
-
-    monkeypatch.setitem(divergence.AT_ONCE, "cpu", 4 * 2048)
-    chunk = 4 * 64 * 2048
-    short, long = beyond(256, 2048), beyond(1024, 2048)
-    assert 1.5 * chunk < short < 3 * chunk  # the target's logits, and the drafter's, whose gradient takes their place
-    assert long - short < 0.3 * chunk
-    monkeypatch.setattr(loss_options, "MAX_LOGITS", 64 * 2048)
-    assert abs(beyond(256, 8192) - short) < 0.3 * chunk
 
 
 def test_projection_operations_equal_counted_flops() -> None:
@@ -164,73 +112,6 @@ def test_projection_main_prints_plans_of_8b_and_70b_targets(
     assert 7.9e9 < sum(p.numel() for p in eight.outline.model.parameters()) < 8.1e9
     assert 70e9 < sum(p.numel() for p in seventy.outline.model.parameters()) < 71e9
     assert eight.seconds(8, "replicated", 0.5)[0] == pytest.approx(2 * eight.seconds(64, "replicated", 1.0)[0])
-
-
-def test_block_attention_peak_memory_is_linear_in_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From where its tiles do not grow any more."""
-    monkeypatch.setitem(attention.HEADS, "cpu", (1, 64))
-    ours = {T: attention._blocks(CPU, T, T // attention.SLOTS, check=False)[0] for T in (1024, 2048)}
-    assert peak(ours[2048], CPU) < 2.1 * peak(ours[1024], CPU)
-
-
-@pytest.mark.slow
-@pytest.mark.grid
-def test_projection_check_returns_table_and_raises_on_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"REPEATS": 1, "STEPS": 4, "SUMS": 2}.items():
-        monkeypatch.setattr(projection_check, name, value)
-    monkeypatch.setattr(projection_check, "FIT", [*projection_check.FIT, "train.steps=4"])
-    said: list[str] = []
-    table = projection_check.check(said.append)
-    assert table.row_count == 5 and len(said) == 1
-    with pytest.raises(RuntimeError, match="no_such"):
-        projection_check.seconds(projection_check.fit(Path("nowhere"), "train.no_such=1"), Path("nowhere"))
-
-
-def test_quality_table_has_column_per_target_and_budget() -> None:
-    row = {"target": "embedded", "recipe": "eagle3", "steps": 300, "vary": "", "seed": 0, "expected_tau": 2.0}
-    rows = [
-        row,
-        row | {"seed": 1, "expected_tau": 2.1},
-        row | {"vary": "train.lr=1e-2", "steps": 600, "expected_tau": 2.5},
-        {k: v for k, v in row.items() if k != "expected_tau"} | {"vary": "train.lr=1", "error": "no number"},
-    ]
-    assert quality.table(rows).splitlines() == [
-        "| recipe | settings | embedded 300 | embedded 600 |",
-        "|---|---|---|---|",
-        "| eagle3 | as it is | 2.050 |  |",
-        "| eagle3 | train.lr=1 |  |  |",
-        "| eagle3 | train.lr=1e-2 |  | 2.500 |",
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.grid
-def test_quality_trains_each_setting_once_and_retries_failures(tmp_path: Path) -> None:
-    """A small budget of a recipe as it is and with a rate that is none; the second call tries the mistake alone again."""
-    asked = ["--recipes", "medusa", "--steps", "2", "--vary", "", "train.lr=nonsense", "--out", str(tmp_path)]
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.quality", *asked, "--also", "data.limit=100"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 1
-        assert "| medusa | as it is | " in done.stdout
-    rows = quality.rows_of(tmp_path / quality.ROWS)
-    assert [row.get("expected_tau", 0.0) >= 1.0 for row in rows] == [True, False, False]
-    assert "train.lr" in rows[1]["error"]
-
-
-def test_quality_last_checkpoint_is_newest_of_asked_step(tmp_path: Path) -> None:
-    """A run that was begun later and stopped, and an older run of as many steps."""
-    made = ["one/checkpoints/step-00004", "two/checkpoints/step-00002"]
-    made += ["two/checkpoints/step-00004", "three/checkpoints/step-00001"]
-    for age, name in enumerate(made):
-        (tmp_path / name).mkdir(parents=True)
-        os.utime(tmp_path / name, (age, age))
-    assert quality.last_checkpoint(tmp_path, 4) == tmp_path / "two/checkpoints/step-00004"
 
 
 def beside(recipe: str, who: str, chain: float, tree: float) -> dict[str, object]:

@@ -13,7 +13,7 @@ from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs, Decoded
 from drafttrain.measure import speed
 from drafttrain.measure.cases import Budget, Case, Plan, alternate_categories, plan, waves
-from drafttrain.measure.speed import Race, costs, kv_bytes, race, speedup, throughput, tpot, ttft
+from drafttrain.measure.speed import Race, costs, race, speedup, throughput, tpot, ttft
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import tiny_model
 
@@ -93,9 +93,9 @@ def test_step_roofline_is_weight_and_kv_bytes_over_bandwidth(monkeypatch: pytest
     target = FastTarget(tiny_model())
     results = [SimpleNamespace(prompt_tokens=10, tokens=[1] * 4), SimpleNamespace(prompt_tokens=7, tokens=[1] * 6)]
     wave: Any = SimpleNamespace(results=results, costs=SimpleNamespace(weight_bytes=3 * 500, steps=3))
-    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1000.0)
+    monkeypatch.setattr(speed, "memory_bandwidth", lambda device: 1000.0)
     cache = target.cache_bytes()
-    assert cache.states == 0 and cache.position * 22 == kv_bytes(target.shape, target.dtype, 22) == 2 * 4 * 2 * 8 * 4 * 22
+    assert cache.states == 0 and cache.position == 2 * 4 * 2 * 8 * 4
     found = speed.step_floor(cache, wave, torch.device("cuda"))
     assert found == (500 + 2 * 4 * 2 * 8 * 4 * 22) / 1000.0
     with_states = speed.step_floor(replace(cache, states=50), wave, torch.device("cuda"))
@@ -106,3 +106,10 @@ def test_step_roofline_is_weight_and_kv_bytes_over_bandwidth(monkeypatch: pytest
 def test_step_roofline_without_cuda_graph_is_none() -> None:
     wave: Any = SimpleNamespace(results=[], costs=SimpleNamespace(weight_bytes=0, steps=3))
     assert speed.step_floor(FastTarget(tiny_model()).cache_bytes(), wave, torch.device("cuda")) is None
+
+
+def test_memory_bandwidth_is_that_of_faster_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    for copy, read, faster in ((2.0, 0.5, 1 / 0.5), (0.5, 2.0, 2 / 0.5)):
+        taken = iter([copy, read])
+        monkeypatch.setattr(speed, "_repeated", lambda work, repeats, device, taken=taken: work() is not None and next(taken))
+        assert speed.memory_bandwidth(torch.device("cpu"), size=64, repeats=10) == 64 * 10 * faster

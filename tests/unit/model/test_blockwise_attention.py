@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.common import peak
 from drafttrain.model import blockwise_attention as blockwise
 from drafttrain.model.batch import Context
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
@@ -84,3 +85,24 @@ def test_blockwise_attention_without_context_equals_sdpa() -> None:
     none_12 = torch.zeros(1, 2, dtype=torch.long)
     out = blockwise_attention(q, k, v, torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), Context(none_12, none_12 - 1))
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
+
+
+def test_blockwise_attention_peak_memory_is_linear_in_length() -> None:
+    """From where its tiles do not grow any more."""
+
+    def most(length: int) -> int:
+        blocks = length // 16
+        own = [torch.randn(1, 1, blocks, 16, 64).requires_grad_() for _ in range(3)]
+        context = [torch.randn(1, 1, length, 64).requires_grad_() for _ in range(2)]
+        anchor_1A = torch.linspace(0, length - 1, blocks).long()[None]
+        seen = Context(torch.zeros_like(anchor_1A), anchor_1A)
+        inputs = [*own, *context]
+
+        def gradients() -> object:
+            out = blockwise_attention(*inputs, seen)
+            return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+        gradients()
+        return peak(gradients, torch.device("cpu"))
+
+    assert most(2048) < 2.1 * most(1024)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.common import peak
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
-from drafttrain.model.batch import Prediction, Shared, Top
+from drafttrain.model.batch import Prediction, Shared, Top, TrainBatch
 from drafttrain.model.drafter import Drafter
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL, Taps
+from drafttrain.objective import options as loss_options
 from drafttrain.objective.chunks import LossChunk, chunks
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.objective.scores import shared_steps
@@ -372,3 +375,47 @@ def test_divergence_chosen_rows_are_not_copied_at_once(monkeypatch: pytest.Monke
             for found, expected in zip(both(name, chosen_C, target_logits_UV), copied, strict=True):
                 torch.testing.assert_close(found, expected)
             assert peak(partial(both, name, chosen_C, target_logits_UV), torch.device("cpu")) < 1.9 * whole
+
+
+class OneHead(nn.Module):
+    """The parts of a drafter that `Objective` uses: one prediction for every position, through one output matrix."""
+
+    proposal = Proposal(1)
+
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__()
+        self.output = nn.Linear(width, vocab, bias=False)
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        pairs = batch.future(2)
+        yield Prediction(0, pairs.source_M, pairs.label_M, batch.hidden[FINAL].flatten(0, 1)[pairs.source_M], self.output)
+
+
+def test_objective_peak_memory_is_bounded_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the length; and whatever the vocabulary, but for its output matrix, where a chunk is as large as it may be."""
+    width = 8
+
+    def beyond(length: int, vocab: int) -> int:
+        """Its output matrix's gradient, to which every chunk is added in place, is not the chunk's."""
+        drafter, head = OneHead(vocab, width), nn.Linear(width, vocab, bias=False).requires_grad_(False)
+        token_1T = torch.randint(vocab, (1, length))
+        states = {FINAL: torch.randn(1, length, width).requires_grad_()}
+        batch = TrainBatch(token_1T, torch.arange(length)[None], torch.zeros_like(token_1T), token_1T >= 0, states)
+        target: Any = SimpleNamespace(head=head, shape=SimpleNamespace(vocab_size=vocab))
+        objective = Objective(drafter, target, LossOptions("kl", 64))  # type: ignore[arg-type]
+
+        def step() -> None:
+            drafter.output.weight.grad = states[FINAL].grad = None
+            objective(batch)[0].backward()
+
+        step()
+        drafter.output.weight.grad = states[FINAL].grad = None
+        return peak(step, torch.device("cpu")) - 4 * vocab * width
+
+    monkeypatch.setitem(divergence.AT_ONCE, "cpu", 4 * 2048)
+    chunk = 4 * 64 * 2048
+    short, long = beyond(256, 2048), beyond(1024, 2048)
+    assert 1.5 * chunk < short < 3 * chunk  # the target's logits, and the drafter's, whose gradient takes their place
+    assert long - short < 0.3 * chunk
+    monkeypatch.setattr(loss_options, "MAX_LOGITS", 64 * 2048)
+    assert abs(beyond(256, 8192) - short) < 0.3 * chunk
