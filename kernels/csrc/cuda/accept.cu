@@ -9,15 +9,6 @@
 namespace drafttrain {
 namespace {
 
-// Calls f(packed) with a compile-time constant.
-template <typename F>
-void by_packing(bool packed, F f) {
-    if (packed)
-        f(std::true_type());
-    else
-        f(std::false_type());
-}
-
 dim3 shares_grid(int64_t rows, int64_t vocab) {
     STD_TORCH_CHECK(vocab >= 1 && vocab < (int64_t(1) << 27), "a vocabulary has 1 to 2^27 tokens");
     return dim3(rows, splits_of(vocab));

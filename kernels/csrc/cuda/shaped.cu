@@ -12,11 +12,25 @@ void shaped(const Tensor& logits, const Tensor& temperature, int64_t k, double p
     if (rows == 0) return;
     STD_TORCH_CHECK(given > 0 && rows % given == 0, "there is a temperature for each row, or one for each so many rows");
     const Launcher run(logits);
+    const int64_t parts = ceil_div(width, kPart), nodes = rows / given;
+    const Tensor room = torch::stable::new_empty(logits, {Found::room(rows, parts)}, ScalarType::Byte);
+    const Found found = Found::in(data<void>(room), rows, parts);
+    const Filter filter = {int(k < width ? k : 0), float(p), float(reach)};
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
-        const bool packed = aligned(width * sizeof(T), data<T>(logits), data<T>(out));
-        run(packed ? shape_rows<T, true> : shape_rows<T, false>, dim3(rows), dim3(kShapedThreads), kBinsRoom, data<T>(logits),
-            data<float>(temperature), rows / given, int(width), int(k < width ? k : 0), float(p), float(reach), data<T>(out));
+        const T* x = data<T>(logits);
+        by_packing(aligned(width * sizeof(T), x, data<T>(out)), [&](auto packed) {
+            const dim3 grid(rows, parts), threads(kPartThreads);
+            const float* t = data<float>(temperature);
+            run(top_parts<T, packed()>, grid, threads, 0, x, int(width), found);
+            if (filter.by_sum()) {
+                run(weigh_parts<T, packed()>, grid, threads, bins_room(kPartThreads), x, t, nodes, int(width), filter, found);
+                run(gather_parts<T, packed()>, grid, threads, 0, x, t, nodes, int(width), filter, found, data<T>(out));
+            }
+            run(end_search<T>, dim3(rows), dim3(kEndThreads), bins_room(kEndThreads), data<T>(out), t, nodes, int(width),
+                filter, found);
+            run(keep_parts<T, packed()>, grid, threads, 0, x, int(width), found, data<T>(out));
+        });
     });
 }
 
