@@ -235,17 +235,23 @@ struct BlockDistribution {
         __syncthreads();
     }
 
-    // The token at which the cumulative sum exceeds `at`: by `sums` to find the split, by of(v, top) within it. scale(split):
-    // converts from the unit of the sums to that of `of`. strike(start, end): removes tokens' weights. -1 if nothing is left.
-    template <typename Of, typename Scale, typename Strike>
-    __device__ int64_t find(double at, Of of, Scale scale, Strike strike) const {
+    // The token at which the cumulative sum exceeds `at`: by `sums` to find the split, by of(load(v), top) within it.
+    // scale(split): converts from the unit of the sums to that of `of`. strike(start, end): removes tokens' weights. -1 if
+    // nothing is left.
+    template <typename Load, typename Of, typename Scale, typename Strike>
+    __device__ int64_t find(double at, Load load, Of of, Scale scale, Strike strike) const {
         const Place place = warp_locate(splits_of(vocab), at, sums);
         if (place.split < 0) return -1;
         const int64_t start = place.split * kSplit, end = start + kSplit < vocab ? start + kSplit : vocab;
+        const auto token = [&](int j) { return start + j * kDrawThreads + threadIdx.x; };
+        const float top = shares[place.split].top;
+        decltype(load(start)) own[kDrawEach];  // all loads are issued before the first is used
+#pragma unroll
+        for (int j = 0; j < kDrawEach; j++) own[j] = load(token(j) < end ? token(j) : start);
         __syncthreads();  // an earlier use of the finder is over
         finder.clear();
-        for (int64_t v = start + threadIdx.x; v < start + kSplit; v += blockDim.x)
-            finder.weight[v - start] = v < end ? of(v, shares[place.split].top) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kDrawEach; j++) finder.weight[token(j) - start] = token(j) < end ? of(own[j], top) : 0.0f;
         __syncthreads();
         strike(start, end);
         const int found = block_find(finder, place.rest * scale(place.split));
@@ -255,8 +261,10 @@ struct BlockDistribution {
     // The token of the distribution at this number in [0, 1).
     __device__ int64_t draw(double number) const {
         fill();
-        const auto of = [&](int64_t v, float top) { return weight(to_float(x[v]), top, inverse); };
-        const int64_t token = find(number * row.mass, of, [&](int64_t s) { return 1.0 / factor(s); }, [](int64_t, int64_t) {});
+        const auto load = [&](int64_t v) { return x[v]; };
+        const auto of = [&](T logit, float top) { return weight(to_float(logit), top, inverse); };
+        const auto scale = [&](int64_t s) { return 1.0 / factor(s); };
+        const int64_t token = find(number * row.mass, load, of, scale, [](int64_t, int64_t) {});
         return token < 0 ? 0 : token;
     }
 };
