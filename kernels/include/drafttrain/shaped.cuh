@@ -379,7 +379,10 @@ __global__ void __launch_bounds__(kEndThreads, 1)
             least = threshold<T>(source, scale, false, crossing, 0.0f, least, bins);
         }
     }
-    if (scale.finite()) least = fmaxf(least, scale.top - filter.reach * scale.unit);
+    if (scale.finite()) {
+        const float lowest = scale.top - filter.reach * scale.unit;  // rounded, where `below_top` of values near the top is not
+        least = fmaxf(least, scale.below_top(lowest) > filter.reach ? nextafterf(lowest, INFINITY) : lowest);
+    }
     if (threadIdx.x == 0) found.least[row] = least;
 }
 
