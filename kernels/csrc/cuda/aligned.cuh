@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 namespace drafttrain {
 
@@ -10,15 +9,6 @@ namespace drafttrain {
 template <typename... P>
 bool aligned(int64_t bytes, P... pointers) {
     return bytes % 16 == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
-}
-
-// Calls f(packed) with a compile-time constant.
-template <typename F>
-void by_packing(bool packed, F f) {
-    if (packed)
-        f(std::true_type());
-    else
-        f(std::false_type());
 }
 
 }  // namespace drafttrain

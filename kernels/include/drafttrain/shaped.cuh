@@ -12,15 +12,12 @@
 
 namespace drafttrain {
 
-constexpr int kPart = 4096;  // values of a row that a block of kPartThreads reads
+constexpr int kPart = 8192;  // values of a row that a block of kPartThreads reads
 constexpr int kPartThreads = 256;
 constexpr int kPartEach = kPart / kPartThreads;
 constexpr int kEndThreads = 512;
 constexpr int kBins = kWarp;
 constexpr float kPerUnit = 2.0f;  // bins of a temperature's width in the first histogram
-constexpr float kFar = 128.0f;    // temperatures below the greatest logit at which a weight is 0
-
-constexpr int bins_room(int threads) { return kBins * threads * int(sizeof(float)); }
 
 // Integers in the order of the values, of as many bits. Both zeros are equal.
 DRAFTTRAIN_BOTH uint32_t order_of(float x) {
@@ -89,8 +86,8 @@ struct Found {
     }
 };
 
-// This thread's values of a part of a row, NaN after the row's end. packed: the row starts at 16 bytes. Either way a thread has
-// the same values in the same order.
+// This thread's values of a part of a row, NaN after the row's end. packed: rows start and end at 16 bytes. Either way a thread
+// has the same values in the same order.
 template <typename T, bool packed>
 struct Part {
     static constexpr int kCount = Pack<T>::kCount, kPacks = kPartEach / kCount;
@@ -101,15 +98,12 @@ struct Part {
     __device__ Part(const T* row, int width) {
 #pragma unroll
         for (int h = 0; h < kPacks; h++) {
-            if (packed && start(h) + kCount <= width) {
-                pack[h] = *reinterpret_cast<const Pack<T>*>(row + start(h));
-                continue;
-            }
 #pragma unroll
             for (int j = 0; j < kCount; j++) {
                 from_float(NAN, &pack[h].at[j]);
-                if (start(h) + j < width) pack[h].at[j] = row[start(h) + j];
+                if (!packed && start(h) + j < width) pack[h].at[j] = row[start(h) + j];
             }
+            if (packed && start(h) < width) pack[h] = *reinterpret_cast<const Pack<T>*>(row + start(h));
         }
     }
     template <typename F>
@@ -124,13 +118,10 @@ struct Part {
 #pragma unroll
             for (int j = 0; j < kCount; j++)
                 if (to_float(pack[h].at[j]) < least) from_float(-INFINITY, &pack[h].at[j]);
-            if (packed && start(h) + kCount <= width) {
-                *reinterpret_cast<Pack<T>*>(row + start(h)) = pack[h];
-                continue;
-            }
+            if (packed && start(h) < width) *reinterpret_cast<Pack<T>*>(row + start(h)) = pack[h];
 #pragma unroll  // constant indices keep the pack in registers
             for (int j = 0; j < kCount; j++)
-                if (start(h) + j < width) row[start(h) + j] = pack[h].at[j];
+                if (!packed && start(h) + j < width) row[start(h) + j] = pack[h].at[j];
         }
     }
 };
@@ -174,40 +165,54 @@ struct Scale {
     }
     // A row whose greatest value is infinite has no probabilities.
     __device__ bool finite() const { return fabsf(top) < INFINITY; }
-    // (top - x) / T; far for minus infinity and for NaN.
-    __device__ float below_top(float x) const { return fminf((top - x) * inverse, kFar); }
+    __device__ float below_top(float x) const { return (top - x) * inverse; }
     // What a value adds to the sum.
-    __device__ float weigh(bool counted, float x) const { return counted ? 1.0f : __expf(-below_top(x)); }
+    template <bool counted>
+    __device__ float weigh(float x) const {
+        return counted ? 1.0f : weight(x, top, inverse);
+    }
 };
 
 // The values of one bin of the first histogram, and a few around them for its rounding.
 template <typename T>
 __device__ Interval interval_of(const Scale& scale, int bin) {
-    const float middle = float(bin) / kPerUnit * scale.unit,
-                slack = fabsf(scale.top) * 0x1p-22f + 0.52f / kPerUnit * scale.unit;
+    const float middle = float(bin) / kPerUnit * scale.unit;
+    const float slack = fabsf(scale.top) * 0x1p-22f + 0.52f / kPerUnit * scale.unit;
     const uint32_t least = order_of_rounded<T>(-INFINITY), most = order_of_rounded<T>(scale.top);
     const uint32_t low = order_of_rounded<T>(scale.top - (middle + slack));
     const uint32_t high = order_of_rounded<T>(scale.top - (middle - slack));
     return {bin == kBins - 1 || low <= least ? least : low - 1, high >= most ? most : high + 1};
 }
 
-// The sum of all threads' bins, bin b for lane b of every warp. The bins are zero afterwards.
-__device__ inline float sum_bins(float* bins) {
-    __shared__ float sum[kBins];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, threads = blockDim.x;
-    __syncthreads();
-    for (int bin = warp; bin < kBins; bin += threads / kWarp) {
-        float mine = 0.0f;
-        for (int t = lane; t < threads; t += kWarp) mine += bins[bin * threads + t];
-        mine = warp_reduce(mine, [](float a, float b) { return a + b; });
-        if (lane == 0) sum[bin] = mine;
-    }
-    __syncthreads();
-    for (int bin = 0; bin < kBins; bin++) bins[bin * threads + threadIdx.x] = 0.0f;
-    return sum[lane];
-}
+// A histogram of a block; each thread has its own bins.
+template <int threads>
+struct Bins {
+    static constexpr int kRoom = kBins * threads * int(sizeof(float));
+    float* room;  // shared
 
-// The same of the histograms of a row's parts.
+    __device__ void clear() const {
+#pragma unroll
+        for (int bin = 0; bin < kBins; bin++) room[bin * threads + threadIdx.x] = 0.0f;
+    }
+    __device__ void add(int bin, float w) const { room[bin * threads + threadIdx.x] += w; }
+    // The sum over the threads, bin b for lane b of every warp.
+    __device__ float sum() const {
+        __shared__ float sums[kBins];
+        const int lane = threadIdx.x % kWarp;
+        __syncthreads();
+        for (int bin = threadIdx.x / kWarp; bin < kBins; bin += threads / kWarp) {
+            float mine = 0.0f;
+#pragma unroll
+            for (int t = 0; t < threads; t += kWarp) mine += room[bin * threads + t + lane];
+            mine = warp_reduce(mine, [](float a, float b) { return a + b; });
+            if (lane == 0) sums[bin] = mine;
+        }
+        __syncthreads();
+        return sums[lane];
+    }
+};
+
+// The sum over the histograms of a row's parts, bin b for lane b of every warp.
 __device__ inline float join_bins(const float* bins, int parts) {
     __shared__ float sums[kPartThreads / kWarp][kBins];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = kPartThreads / kWarp;
@@ -231,22 +236,22 @@ __device__ N warp_through(N value) {
     return value;
 }
 
-// The first histogram, of the values from `least` on, in this thread's bins.
-template <typename Source>
-__device__ void fill_bins(const Source& source, const Scale& scale, bool counted, float least, float* bins) {
+// Makes the first histogram, of the values from `least` on.
+template <bool counted, int threads, typename Source>
+__device__ void fill(Bins<threads> bins, const Source& source, const Scale& scale, float least) {
+    bins.clear();
     source.each([&](auto v) {
         const float x = to_float(v);
-        if (x < least) return;
-        // rounds to a whole number, in the lowest bits
-        const float place = fminf(scale.below_top(x) * kPerUnit, kBins - 1) + 0x1p23f;
-        bins[(bits_of(place) & (kBins - 1)) * blockDim.x + threadIdx.x] += scale.weigh(counted, x);
+        if (!(x >= least)) return;
+        const float place = fminf(scale.below_top(x) * kPerUnit, kBins - 1) + 0x1p23f;  // a whole number, in the lowest bits
+        bins.add(int(bits_of(place) & (kBins - 1)), scale.weigh<counted>(x));
     });
 }
 
 // Where the first histogram has the threshold. own: its bin for each lane. amount: a number of values, or a share of their
 // mass.
-template <typename T>
-__device__ Crossing crossing_of(const Scale& scale, bool counted, float amount, float own) {
+template <bool counted, typename T>
+__device__ Crossing crossing_of(const Scale& scale, float amount, float own) {
     const float through = warp_through(own), all = __shfl_sync(kAllLanes, through, kBins - 1);
     const float target = counted ? amount : amount * all;
     const unsigned reached = __ballot_sync(kAllLanes, own > 0.0f && through >= target);  // sums of empty bins may round up
@@ -254,30 +259,31 @@ __device__ Crossing crossing_of(const Scale& scale, bool counted, float amount, 
 }
 
 // The least value to keep of those from `least` on. source: has the values of the interval. base: the sum over values above it
-// that are not in the source. bins: zero.
-template <typename T, typename Source>
-__device__ float threshold(const Source& source, const Scale& scale, bool counted, Crossing crossing, float base, float least,
-                           float* bins) {
+// that are not in the source.
+template <bool counted, typename T, int threads>
+__device__ float threshold(Bins<threads> bins, const Gathered<T>& source, const Scale& scale, Crossing crossing, float base,
+                           float least) {
     __shared__ float room[kWarp];
     Interval at = crossing.at;
     float mass = INFINITY;  // of the interval
     // two values or more weigh at least twice as much as the lowest
-    while (at.low < at.high && !(mass < 1.9f * scale.weigh(counted, value_at<T>(at.low)))) {
+    while (at.low < at.high && !(mass < 1.9f * scale.weigh<counted>(value_at<T>(at.low)))) {
         const float low = fmaxf(value_at<T>(at.low), least);
         int shift = 0;
         while ((at.high - at.low) >> shift >= kBins) shift++;
         float above = 0.0f;
+        bins.clear();
         source.each([&](T v) {
             const float x = to_float(v);
             if (!(x >= low)) return;
-            const float w = scale.weigh(counted, x);
+            const float w = scale.weigh<counted>(x);
             if (order_of(v) > at.high)
                 above += w;
             else
-                bins[((at.high - order_of(v)) >> shift) * blockDim.x + threadIdx.x] += w;
+                bins.add(int((at.high - order_of(v)) >> shift), w);
         });
         above = base + block_reduce(above, [](float a, float b) { return a + b; }, room);
-        const float own = sum_bins(bins), through = above + warp_through(own);
+        const float own = bins.sum(), through = above + warp_through(own);
         if (above >= crossing.target) return value_at<T>(at.high + 1);  // only by rounding, as the next line
         const unsigned reached = __ballot_sync(kAllLanes, own > 0.0f && through >= crossing.target);
         if (reached == 0) return low;
@@ -303,53 +309,54 @@ __global__ void __launch_bounds__(kPartThreads) top_parts(const T* logits, int w
     if (threadIdx.x == 0) found.top[int64_t(blockIdx.x) * found.parts + blockIdx.y] = top;
 }
 
-template <typename T, bool packed>
+template <typename T, bool packed, bool counted>
 __global__ void __launch_bounds__(kPartThreads)
-    weigh_parts(const T* logits, const float* temperature, int64_t nodes, int width, Filter filter, Found found) {
+    weigh_parts(const T* logits, const float* temperature, int64_t nodes, int width, Found found) {
     enter_kernel();
-    float* bins = dynamic_shared<float>();
+    const Bins<kPartThreads> bins = {dynamic_shared<float>()};
     const int64_t row = blockIdx.x, first = row * found.parts;
     const Part<T, packed> part(logits + row * width, width);
-    for (int bin = 0; bin < kBins; bin++) bins[bin * kPartThreads + threadIdx.x] = 0.0f;
     const Scale scale(temperature[row / nodes], found.top + first, found.parts);
-    fill_bins(part, scale, filter.k > 0, -INFINITY, bins);
-    const float own = sum_bins(bins);
+    fill<counted>(bins, part, scale, -INFINITY);
+    const float own = bins.sum();
     if (threadIdx.x < kBins) found.bins[(first + blockIdx.y) * kBins + threadIdx.x] = own;
 }
 
 // out: receives the gathered values. With top-k and top-p both, these are all from the interval on, since top-p takes its share
 // of the mass that top-k leaves.
-template <typename T, bool packed>
-__global__ void __launch_bounds__(kPartThreads)
+template <typename T, bool packed, bool counted>
+__global__ void __launch_bounds__(kPartThreads, 3)
     gather_parts(const T* logits, const float* temperature, int64_t nodes, int width, Filter filter, Found found, T* out) {
     enter_kernel();
+    static_assert(kPartEach <= 32, "a bit for each value");
     __shared__ float room[kWarp];
     __shared__ int sums[kPartThreads / kWarp];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int64_t row = blockIdx.x, first = row * found.parts;
     const Part<T, packed> part(logits + row * width, width);
     const Scale scale(temperature[row / nodes], found.top + first, found.parts);
-    const bool counted = filter.k > 0, both = counted && filter.by_mass();
     const float own = join_bins(found.bins + first * kBins, found.parts);
-    const Crossing crossing = crossing_of<T>(scale, counted, counted ? float(filter.k) : filter.p, own);
-    const float low = value_at<T>(crossing.at.low);
+    const Crossing crossing = crossing_of<counted, T>(scale, counted ? float(filter.k) : filter.p, own);
+    const float low = scale.finite() ? value_at<T>(crossing.at.low) : NAN;  // NaN: nothing is gathered
+    const float high = counted && filter.by_mass() ? INFINITY : value_at<T>(crossing.at.high);
     float above = 0.0f;
-    const auto inside = [&](T v) { return scale.finite() && to_float(v) >= low && (both || order_of(v) <= crossing.at.high); };
-    int mine = 0;
+    unsigned mine = 0, bit = 1;  // a bit for each value: whether it is gathered
     part.each([&](T v) {
-        if (inside(v))
-            mine++;
-        else if (to_float(v) >= low)
-            above += scale.weigh(counted, to_float(v));
+        const float x = to_float(v);
+        if (x >= low && x <= high) mine |= bit;
+        if (x > high) above += scale.weigh<counted>(x);
+        bit <<= 1;
     });
-    const int through = warp_through(mine);
+    const int through = warp_through(__popc(mine));
     if (lane == kWarp - 1) sums[warp] = through;
     above = block_reduce(above, [](float a, float b) { return a + b; }, room);  // also the barrier for `sums`
     int before = 0, all = 0;
     for (int w = 0; w < kPartThreads / kWarp; w++) before += w < warp ? sums[w] : 0, all += sums[w];
-    T* to = out + row * width + int64_t(blockIdx.y) * kPart + before + through - mine;
+    T* to = out + row * width + int64_t(blockIdx.y) * kPart + before + through - __popc(mine);
+    bit = 1;
     part.each([&](T v) {
-        if (inside(v)) *to++ = v;
+        if (mine & bit) *to++ = v;
+        bit <<= 1;
     });
     if (threadIdx.x > 0) return;
     found.above[first + blockIdx.y] = above, found.gathered[first + blockIdx.y] = all;
@@ -357,12 +364,12 @@ __global__ void __launch_bounds__(kPartThreads)
 }
 
 // A block for each row.
-template <typename T>
+template <typename T, bool counted>
 __global__ void __launch_bounds__(kEndThreads, 1)
     end_search(const T* gathered, const float* temperature, int64_t nodes, int width, Filter filter, Found found) {
     enter_kernel();
     __shared__ float room[kWarp];
-    float* bins = dynamic_shared<float>();
+    const Bins<kEndThreads> bins = {dynamic_shared<float>()};
     const int64_t row = blockIdx.x, first = row * found.parts;
     const Gathered<T> source = {gathered + row * width, found.gathered + first, found.parts};
     const Scale scale(temperature[row / nodes], found.top + first, found.parts);
@@ -371,12 +378,11 @@ __global__ void __launch_bounds__(kEndThreads, 1)
         float above = 0.0f;
         for (int part = threadIdx.x; part < found.parts; part += kEndThreads) above += found.above[first + part];
         above = block_reduce(above, [](float a, float b) { return a + b; }, room);
-        for (int bin = 0; bin < kBins; bin++) bins[bin * kEndThreads + threadIdx.x] = 0.0f;
-        least = threshold<T>(source, scale, filter.k > 0, found.crossing[row], above, least, bins);
-        if (filter.k > 0 && filter.by_mass()) {
-            fill_bins(source, scale, false, least, bins);
-            const Crossing crossing = crossing_of<T>(scale, false, filter.p, sum_bins(bins));
-            least = threshold<T>(source, scale, false, crossing, 0.0f, least, bins);
+        least = threshold<counted>(bins, source, scale, found.crossing[row], above, least);
+        if (counted && filter.by_mass()) {
+            fill<false>(bins, source, scale, least);
+            const Crossing crossing = crossing_of<false, T>(scale, filter.p, bins.sum());
+            least = threshold<false>(bins, source, scale, crossing, 0.0f, least);
         }
     }
     if (scale.finite()) {
