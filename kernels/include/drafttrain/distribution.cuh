@@ -101,8 +101,11 @@ __global__ void __launch_bounds__(kShareThreads)
     split_shares(const T* logits, const float* temperature, const int64_t* count, int64_t nodes, int64_t vocab, Share* shares) {
     enter_kernel();
     static_assert(kShareEach <= 16, "a short sum for each thread");
-    __shared__ float tops[kWarp];
-    __shared__ double sums[kWarp];
+    constexpr int kWarps = kShareThreads / kWarp;
+    __shared__ float top_of[kWarps];  // of warps; no array is used twice, so each needs one barrier
+    __shared__ double mass_of[kWarps], dot_of[kWarps];
+    const bool first = threadIdx.x % kWarp == 0;
+    const int warp = threadIdx.x / kWarp;
     const int64_t row = blockIdx.x, split = blockIdx.y;
     if (is_padding(count, nodes, row)) return;
     const auto add = [](double a, double b) { return a + b; };
@@ -111,7 +114,10 @@ __global__ void __launch_bounds__(kShareThreads)
     Share share = {0.0, 0.0, -INFINITY};
 #pragma unroll
     for (int j = 0; j < kShareEach; j++) share.top = fmaxf(share.top, values.x[j]);
-    share.top = block_reduce(share.top, [](float a, float b) { return fmaxf(a, b); }, tops);
+    share.top = warp_reduce(share.top, [](float a, float b) { return fmaxf(a, b); });
+    if (first) top_of[warp] = share.top;
+    __syncthreads();
+    for (int w = 0; w < kWarps; w++) share.top = fmaxf(share.top, top_of[w]);
     ShortSum mass;
     float dot = 0.0f;
 #pragma unroll
@@ -120,9 +126,12 @@ __global__ void __launch_bounds__(kShareThreads)
         mass.add(e);
         if (dots && e > 0.0f) dot += e * ((values.x[j] - share.top) * inverse);
     }
-    share.mass = block_reduce(mass.value(), add, sums);
-    if (dots) share.dot = block_reduce(double(dot), add, sums);
-    if (threadIdx.x == 0) shares[row * gridDim.y + split] = share;
+    const double own = warp_reduce(mass.value(), add), own_dot = dots ? warp_reduce(double(dot), add) : 0.0;
+    if (first) mass_of[warp] = own, dot_of[warp] = own_dot;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int w = 0; w < kWarps; w++) share.mass += mass_of[w], share.dot += dot_of[w];
+    shares[row * gridDim.y + split] = share;
 }
 
 // The shares of several rows from their splits', by a warp; every lane gets them. of(r): the splits' shares of row r; null: no
