@@ -223,7 +223,7 @@ def test_sample_operator_degenerate_logits_give_valid_tokens(machine: str) -> No
     logits = torch.full((4, V), -torch.inf)
     logits[torch.arange(4), places] = 1e4
     assert sampling_op.sample(logits, Sampling(0.01), torch.arange(4), Lane.TARGET).tolist() == places
-    for bad in (torch.nan, -torch.inf):  # nothing hangs, and what comes is a token
+    for bad in (torch.nan, -torch.inf, torch.inf):  # nothing hangs, and what comes is a token
         found = sampling_op.sample(torch.full((1, 4100), bad), Sampling(1.0), torch.zeros(1, dtype=torch.long), Lane.TARGET)
         assert 0 <= int(found) < 4100
     if machine != "cpu":

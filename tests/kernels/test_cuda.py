@@ -247,16 +247,16 @@ def test_cuda_shaped_logits_equal_reference_and_ignore_batch(
     monkeypatch.setattr(torch.ops, "drafttrain", emulated.ops())
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
     torch.manual_seed(0)
-    rows, vocab = (2, 27_003) if kind == "random" else (4, 1501)
-    logits = logits_of(kind, rows, vocab).nan_to_num(nan=-torch.inf) * 3
-    scale = {"one": 0.0, "flat": 0.1, "steep": 1e-5, "far": 50.0}.get(kind)
-    logits = (logits if scale is None else logits * scale + (20.0 if kind == "steep" else -7.0)).to(dtype)
-    sampling = Sampling(1.0, temperature_B=torch.tensor([0.7, 1e-4 if kind == "steep" else 1.3]), **settings)
-    out = sampling_op._compiled(logits, sampling)
-    assert Kept.of(logits.double(), sampling).complaint(out) is None
-    for row, by in ((0, 0), (rows - 1, 1)):
-        alone = replace(sampling, temperature_B=sampling.temperature_B[2 * row // rows][None])
-        assert torch.equal(sampling_op._compiled(shifted(logits[row : row + 1], by), alone)[0], out[row])
+    for rows, vocab in ((4, 1501), (2, 140_003)):  # of one part; of more than a block has warps
+        logits = logits_of(kind, rows, vocab).nan_to_num(nan=-torch.inf) * 3
+        scale = {"one": 0.0, "flat": 0.1, "steep": 1e-5, "far": 50.0}.get(kind)
+        logits = (logits if scale is None else logits * scale + (20.0 if kind == "steep" else -7.0)).to(dtype)
+        sampling = Sampling(1.0, temperature_B=torch.tensor([0.7, 1e-4 if kind == "steep" else 1.3]), **settings)
+        out = sampling_op._compiled(logits, sampling)
+        assert Kept.of(logits.double(), sampling).complaint(out) is None
+        for row, by in ((0, 0), (rows - 1, 1)):
+            alone = replace(sampling, temperature_B=sampling.temperature_B[2 * row // rows][None])
+            assert torch.equal(sampling_op._compiled(shifted(logits[row : row + 1], by), alone)[0], out[row])
 
 
 def test_cuda_tree_links_equal_reference_for_one_to_256_nodes(subtests: pytest.Subtests) -> None:

@@ -9,15 +9,6 @@
 namespace drafttrain {
 namespace {
 
-// Calls f(packed) with a compile-time constant.
-template <typename F>
-void by_packing(bool packed, F f) {
-    if (packed)
-        f(std::true_type());
-    else
-        f(std::false_type());
-}
-
 dim3 shares_grid(int64_t rows, int64_t vocab) {
     STD_TORCH_CHECK(vocab >= 1 && vocab < (int64_t(1) << 27), "a vocabulary has 1 to 2^27 tokens");
     return dim3(rows, splits_of(vocab));
@@ -42,7 +33,7 @@ void greedy_accept(const Tensor& logits, const Tensor& token, const Tensor& pare
     const Tensor best = torch::stable::new_empty(token, {rows, grid.y});
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
-        by_packing(aligned(vocab * sizeof(T), data<T>(logits)), [&](auto packed) {
+        by_flag(aligned(vocab * sizeof(T), data<T>(logits)), [&](auto packed) {
             run(argmax_shares<T, packed()>, grid, dim3(kShareThreads), 0, data<T>(logits), trees.count, trees.nodes, vocab,
                 data<uint64_t>(best));
         });
@@ -68,7 +59,7 @@ Tensor shares_of(const Launcher& run, const Tensor& logits, const float* tempera
     const Tensor shares = torch::stable::new_empty(logits, {rows, grid.y, int64_t(sizeof(Share))}, ScalarType::Byte);
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
-        by_packing(aligned(vocab * sizeof(T), data<T>(logits)), [&](auto packed) {
+        by_flag(aligned(vocab * sizeof(T), data<T>(logits)), [&](auto packed) {
             run(split_shares<T, packed(), dots>, grid, dim3(kShareThreads), 0, data<T>(logits), temperature, count, nodes,
                 vocab, data<Share>(shares));
         });
@@ -91,7 +82,7 @@ void lossless_accept(const Tensor& logits, const std::optional<Tensor>& q, const
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
         const bool packs = aligned(vocab * sizeof(T), data<T>(logits)) && aligned(vocab * sizeof(float), data<float>(q));
-        by_packing(packs, [&](auto packed) {
+        by_flag(packs, [&](auto packed) {
             run(lossless_rows<T, packed()>, dim3(batch), dim3(kDrawThreads), room, trees, data<T>(logits), data<Share>(shares),
                 data<float>(q), data<bool>(sampled));
         });

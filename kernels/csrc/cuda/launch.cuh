@@ -7,6 +7,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <optional>
+#include <type_traits>
 
 #include "../../include/drafttrain/device.cuh"
 #include "../types.h"
@@ -25,6 +26,15 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Calls f(flag) with a compile-time constant.
+template <typename F>
+void by_flag(bool flag, F f) {
+    if (flag)
+        f(std::true_type());
+    else
+        f(std::false_type());
+}
 
 // Launches the kernels of one operator call, on the device and the current stream of its first tensor.
 class Launcher {

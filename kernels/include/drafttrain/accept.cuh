@@ -307,12 +307,18 @@ struct BlockRow {
         const BlockDistribution<T> mine = dist();
         const float *q = q_rows + at * rows.vocab, unit = float(1.0 / mine.row.mass);
         if (residual.steps == 0) {
-            const auto of = [&](int64_t v, float top) { return drafttrain::weight(to_float(mine.x[v]), top, mine.inverse); };
-            return mine.find(number, of, [&](int64_t s) { return 1.0 / mine.factor(s); }, strike);
+            const auto load = [&](int64_t v) { return mine.x[v]; };
+            const auto of = [&](T logit, float top) { return drafttrain::weight(to_float(logit), top, mine.inverse); };
+            return mine.find(number, load, of, [&](int64_t s) { return 1.0 / mine.factor(s); }, strike);
         }
+        struct Pair {
+            T logit;
+            float q;
+        };
         const double given = residual.give[residual.steps - 1];
-        const auto of = [&](int64_t v, float) { return residual(p_of(to_float(mine.x[v]), unit), q[v]); };
-        return mine.find(number, of, [&](int64_t) { return given; }, strike);
+        const auto load = [&](int64_t v) { return Pair{mine.x[v], q[v]}; };
+        const auto of = [&](Pair at, float) { return residual(p_of(to_float(at.logit), unit), at.q); };
+        return mine.find(number, load, of, [&](int64_t) { return given; }, strike);
     }
 };
 

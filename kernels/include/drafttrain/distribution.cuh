@@ -101,8 +101,11 @@ __global__ void __launch_bounds__(kShareThreads)
     split_shares(const T* logits, const float* temperature, const int64_t* count, int64_t nodes, int64_t vocab, Share* shares) {
     enter_kernel();
     static_assert(kShareEach <= 16, "a short sum for each thread");
-    __shared__ float tops[kWarp];
-    __shared__ double sums[kWarp];
+    constexpr int kWarps = kShareThreads / kWarp;
+    __shared__ float top_of[kWarps];  // of warps; no array is used twice, so each needs one barrier
+    __shared__ double mass_of[kWarps], dot_of[kWarps];
+    const bool first = threadIdx.x % kWarp == 0;
+    const int warp = threadIdx.x / kWarp;
     const int64_t row = blockIdx.x, split = blockIdx.y;
     if (is_padding(count, nodes, row)) return;
     const auto add = [](double a, double b) { return a + b; };
@@ -111,7 +114,10 @@ __global__ void __launch_bounds__(kShareThreads)
     Share share = {0.0, 0.0, -INFINITY};
 #pragma unroll
     for (int j = 0; j < kShareEach; j++) share.top = fmaxf(share.top, values.x[j]);
-    share.top = block_reduce(share.top, [](float a, float b) { return fmaxf(a, b); }, tops);
+    share.top = warp_reduce(share.top, [](float a, float b) { return fmaxf(a, b); });
+    if (first) top_of[warp] = share.top;
+    __syncthreads();
+    for (int w = 0; w < kWarps; w++) share.top = fmaxf(share.top, top_of[w]);
     ShortSum mass;
     float dot = 0.0f;
 #pragma unroll
@@ -120,9 +126,12 @@ __global__ void __launch_bounds__(kShareThreads)
         mass.add(e);
         if (dots && e > 0.0f) dot += e * ((values.x[j] - share.top) * inverse);
     }
-    share.mass = block_reduce(mass.value(), add, sums);
-    if (dots) share.dot = block_reduce(double(dot), add, sums);
-    if (threadIdx.x == 0) shares[row * gridDim.y + split] = share;
+    const double own = warp_reduce(mass.value(), add), own_dot = dots ? warp_reduce(double(dot), add) : 0.0;
+    if (first) mass_of[warp] = own, dot_of[warp] = own_dot;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int w = 0; w < kWarps; w++) share.mass += mass_of[w], share.dot += dot_of[w];
+    shares[row * gridDim.y + split] = share;
 }
 
 // The shares of several rows from their splits', by a warp; every lane gets them. of(r): the splits' shares of row r; null: no
@@ -235,17 +244,23 @@ struct BlockDistribution {
         __syncthreads();
     }
 
-    // The token at which the cumulative sum exceeds `at`: by `sums` to find the split, by of(v, top) within it. scale(split):
-    // converts from the unit of the sums to that of `of`. strike(start, end): removes tokens' weights. -1 if nothing is left.
-    template <typename Of, typename Scale, typename Strike>
-    __device__ int64_t find(double at, Of of, Scale scale, Strike strike) const {
+    // The token at which the cumulative sum exceeds `at`: by `sums` to find the split, by of(load(v), top) within it.
+    // scale(split): converts from the unit of the sums to that of `of`. strike(start, end): removes tokens' weights. -1 if
+    // nothing is left.
+    template <typename Load, typename Of, typename Scale, typename Strike>
+    __device__ int64_t find(double at, Load load, Of of, Scale scale, Strike strike) const {
         const Place place = warp_locate(splits_of(vocab), at, sums);
         if (place.split < 0) return -1;
         const int64_t start = place.split * kSplit, end = start + kSplit < vocab ? start + kSplit : vocab;
+        const auto token = [&](int j) { return start + j * kDrawThreads + threadIdx.x; };
+        const float top = shares[place.split].top;
+        decltype(load(start)) own[kDrawEach];  // all loads are issued before the first is used
+#pragma unroll
+        for (int j = 0; j < kDrawEach; j++) own[j] = load(token(j) < end ? token(j) : start);
         __syncthreads();  // an earlier use of the finder is over
         finder.clear();
-        for (int64_t v = start + threadIdx.x; v < start + kSplit; v += blockDim.x)
-            finder.weight[v - start] = v < end ? of(v, shares[place.split].top) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kDrawEach; j++) finder.weight[token(j) - start] = token(j) < end ? of(own[j], top) : 0.0f;
         __syncthreads();
         strike(start, end);
         const int found = block_find(finder, place.rest * scale(place.split));
@@ -255,8 +270,10 @@ struct BlockDistribution {
     // The token of the distribution at this number in [0, 1).
     __device__ int64_t draw(double number) const {
         fill();
-        const auto of = [&](int64_t v, float top) { return weight(to_float(x[v]), top, inverse); };
-        const int64_t token = find(number * row.mass, of, [&](int64_t s) { return 1.0 / factor(s); }, [](int64_t, int64_t) {});
+        const auto load = [&](int64_t v) { return x[v]; };
+        const auto of = [&](T logit, float top) { return weight(to_float(logit), top, inverse); };
+        const auto scale = [&](int64_t s) { return 1.0 / factor(s); };
+        const int64_t token = find(number * row.mass, load, of, scale, [](int64_t, int64_t) {});
         return token < 0 ? 0 : token;
     }
 };

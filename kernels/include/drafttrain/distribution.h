@@ -75,6 +75,7 @@ struct Residual {
     int64_t steps = 0;
 
     DRAFTTRAIN_BOTH float operator()(float p, float q) const {
+#pragma unroll 1  // inlined for each value of a thread; steps are few
         for (int64_t j = 0; j < steps; j++) p = fmaxf(p - q * take[j], 0.0f) * give[j];
         return p;
     }
