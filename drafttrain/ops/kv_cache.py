@@ -2,7 +2,7 @@
 
 `append` is the part of a layer between its projection and its attention: q/k norm, rotary embedding, writing the cache. On a
 CPU the `attend` operator does it itself, together with the attention. `kv_keep` moves an accepted path to the end of the
-committed prefix, in all layers at once.
+committed prefix, in all layers at once. `advance` counts the new positions.
 
 Shapes: B rows, N new positions, A accepted nodes, M rotary positions, L layers, Q pages (of a row, or of the store), P
 positions of a page, h query heads, k KV heads (h in a store), D head width, X = (h + 2 k) D.
@@ -79,9 +79,25 @@ def kv_keep(store: Tensor, table_BQ: Tensor, length_B: Tensor, path_BA: Tensor, 
     """
     if library.serves(store):
         page = store.shape[3]
-        torch.ops.drafttrain.kv_keep(store, table_BQ, length_B, path_BA.contiguous(), count_B, page)
+        torch.ops.drafttrain.kv_keep(store, table_BQ, length_B, path_BA.contiguous(), count_B.contiguous(), page)
     else:
         keep_reference(store, table_BQ, length_B, path_BA, count_B)
+
+
+def advance(length_B: Tensor, count_B: Tensor, slot_B: Tensor, length_S: Tensor) -> Tensor:
+    """length_B + count_B, which is also written to the slots' entries of length_S."""
+    if library.serves_on(slot_B.device):
+        longer_B = length_B.new_empty(length_B.shape)
+        torch.ops.drafttrain.advance(length_B, count_B.contiguous(), slot_B, length_S, longer_B)
+        return longer_B
+    return advance_reference(length_B, count_B, slot_B, length_S)
+
+
+def advance_reference(length_B: Tensor, count_B: Tensor, slot_B: Tensor, length_S: Tensor) -> Tensor:
+    """The plain-torch twin of `advance`."""
+    longer_B = length_B + count_B
+    length_S[slot_B] = longer_B
+    return longer_B
 
 
 def keep_reference(store: Tensor, table_BQ: Tensor, length_B: Tensor, path_BA: Tensor, count_B: Tensor) -> None:
