@@ -17,6 +17,7 @@ from drafttrain.core.sampling import Lane, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.acceptance import DELTA, EPSILON
 from drafttrain.ops import accept as accept_op
+from drafttrain.ops import commit as commit_op
 from drafttrain.ops import kv_cache as cache_op
 
 SHARPNESS = 4.0  # of the logits, so that some drafts are accepted and some rejected
@@ -218,10 +219,16 @@ def bonus(wide: Tensors, p_BV: Tensor, last_B: Tensor) -> Draw:
 
 @dataclass(frozen=True)
 class Commit(Verified):
-    """What a step makes of an accepted path: tokens, the state of the texts, the host's record."""
+    """What a step makes of an accepted path: tokens, the state of the texts, the host's record, and what drafters store."""
 
     op: ClassVar = "commit"
-    twins: ClassVar = ("drafttrain.ops.kv_cache.reference",)
+    twins: ClassVar = (
+        "drafttrain.ops.commit.reference",
+        "drafttrain.ops.commit.along_reference",
+        "drafttrain.ops.commit.keep_last_reference",
+        "drafttrain.ops.commit.append_text_reference",
+        "drafttrain.ops.kv_cache.advance_reference",
+    )
     dtypes: ClassVar = (torch.float32,)
     rows: int
     nodes: int
@@ -234,19 +241,37 @@ class Commit(Verified):
         found = {name: given[name] for name in ("token", "parent", "count")}
         found |= {"path": path_BN, "accepted": count_B, "bonus": bonus_B, "slot": made_B.flip(0) - 1}
         found |= {"root": torch.zeros_like(made_B), "made": made_B, "done": made_B % 3 == 0, "limit": made_B + 1 + made_B % 3}
-        return found | {"stop": torch.full_like(made_B, -1)[:, None]}
+        found |= {"hidden": given["logits"], "kept": given["logits"][:, 0] + 1.0, "known": made_B + 1}
+        found |= {"text": torch.zeros_like(given["token"]).repeat(1, 2), "written": made_B % self.nodes}
+        return found | {"stop": torch.full_like(made_B, -1)[:, None], "length": made_B * 5, "lengths": made_B * 7}
 
     def run(self, given: Tensors) -> Tensors:
-        return self._done(cache_op.commit, given)
+        at, sequences = self._arguments(given)
+        found = commit_op.commit(tree_of(given), given["path"], self.nodes, *at)
+        hidden_BAH = commit_op.along(given["hidden"], given["path"], self.nodes)
+        rows = (found.count_B, given["slot"])
+        commit_op.keep_last(given["kept"], given["known"], hidden_BAH, found.next_BA, *rows)
+        commit_op.append_text(given["text"], given["written"], found.token_BA, found.next_BA, *rows)
+        longer_B = cache_op.advance(given["length"], *rows, given["lengths"])
+        return self._results(given, sequences, found) | {"along": hidden_BAH, "longer": longer_B}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
-        return self._done(cache_op.reference, wide)
+        at, sequences = self._arguments(wide)
+        found = commit_op.reference(tree_of(wide), wide["path"], *at)
+        hidden_BAH = commit_op.along_reference(wide["hidden"], wide["path"])
+        rows = (found.count_B, wide["slot"])
+        commit_op.keep_last_reference(wide["kept"], wide["known"], hidden_BAH, found.next_BA, *rows)
+        commit_op.append_text_reference(wide["text"], wide["written"], found.token_BA, found.next_BA, *rows)
+        longer_B = cache_op.advance_reference(wide["length"], *rows, wide["lengths"])
+        return self._results(wide, sequences, found) | {"along": hidden_BAH, "longer": longer_B}
 
-    def _done(self, work: Any, given: Tensors) -> Tensors:
-        sequences = cache_op.Sequences(*(given[name] for name in ("root", "made", "done", "limit", "stop")))
-        at = (given["path"], given["accepted"], given["bonus"], given["slot"], sequences, True, True)
-        found = work(tree_of(given), *at)
+    def _arguments(self, given: Tensors) -> tuple[tuple[Any, ...], commit_op.Sequences]:
+        sequences = commit_op.Sequences(*(given[name] for name in ("root", "made", "done", "limit", "stop")))
+        return (given["accepted"], given["bonus"], given["slot"], sequences, True, True), sequences
+
+    def _results(self, given: Tensors, sequences: commit_op.Sequences, found: commit_op.Committed) -> Tensors:
         state = {"root": sequences.root_S, "made": sequences.made_S, "done": sequences.done_S}
+        state |= {name: given[name] for name in ("kept", "known", "written", "lengths")} | {"text": given["text"][:, :-1]}
         return state | {"token": found.token_BA, "next": found.next_BA, "count": found.count_B, "record": found.record_BX}
 
     def moved(self, dtype: torch.dtype) -> int:

@@ -33,7 +33,7 @@ class AcceptedPath:
 
     def trimmed(self) -> AcceptedPath:
         """With no more columns than the longest path has nodes. Syncs with the host."""
-        return replace(self, path_BA=self.path_BA[:, : max(self.count_B.tolist())])
+        return AcceptedPath(self.path_BA[:, : max(self.count_B.tolist())], self.count_B, self.bonus_B)
 
 
 @dataclass(frozen=True, slots=True)

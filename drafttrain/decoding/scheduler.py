@@ -281,8 +281,10 @@ class Session:
 
     def _learn(self, limit: int | None, seconds: float, rows: list[StepRow]) -> None:
         fallback = self.decoder.fallback
+        if fallback is None or limit is None:
+            return
         drafted_rows = [row for row in rows if row.count and (row.nodes > 1 or not (limit and self.decoder.may_fall_back))]
-        if fallback is not None and limit is not None and drafted_rows:
+        if drafted_rows:
             fallback.record(len(rows), limit, seconds, sum(row.count for row in rows), [row.count - 1 for row in drafted_rows])
 
     def _admit(self) -> list[Chunk]:

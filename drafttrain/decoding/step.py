@@ -23,7 +23,7 @@ from drafttrain.decoding.request import Request
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Taps, Target, TargetOut
-from drafttrain.ops.kv_cache import Sequences, commit, shifted
+from drafttrain.ops.commit import Sequences, commit, shifted
 
 
 class SlotState:
@@ -128,20 +128,19 @@ class DecodeStep:
         out = self.target(tree.token_BN, kv, ancestor_BNN, position_BN, self.taps)
         assert out.logits_BRV is not None
         self._mark()
-        logits_BNV = out.logits_BRV
-        if not self.logits_processors.idle:
+        logits_BNV, idle = out.logits_BRV, self.logits_processors.idle
+        if not idle:
             logits_BNV = self.logits_processors(logits_BNV, tree.token_BN, ancestor_BNN, slot_B, self.slots.made_S[slot_B])
         accepted = self.policy.accept(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
-        accepted = self._narrowed(accepted, limit) if fixed else accepted.trimmed()
-        path_BA, counts = accepted.path_BA, fixed or not self.logits_processors.idle
-        committed = commit(
-            tree, path_BA, accepted.count_B, accepted.bonus_B, slot_B, self.slots.sequences, skips=fixed, counts=counts
-        )
-        kv.keep(path_BA, committed.count_B)
-        self._observe(
-            Commit(committed.token_BA, committed.next_BA, out.hidden_along(path_BA), committed.count_B), slot_B, limit
-        )
-        self.logits_processors.add(slot_B, tree.token_BN[:, 0], committed.next_BA, committed.count_B)
+        path_BN, columns = accepted.path_BA, self._columns(accepted, limit)
+        path = (path_BN, columns, accepted.count_B, accepted.bonus_B)
+        committed = commit(tree, *path, slot_B, self.slots.sequences, skips=fixed, counts=fixed or not idle)
+        kv.keep(path_BN, committed.count_B)
+        if self.state is not None:
+            hidden = out.hidden_along(path_BN, columns)
+            self._observe(self.state, Commit(committed.token_BA, committed.next_BA, hidden, committed.count_B), slot_B, limit)
+        if not idle:
+            self.logits_processors.add(slot_B, tree.token_BN[:, 0], committed.next_BA, committed.count_B)
         self._mark()
         return committed.record_BX
 
@@ -174,19 +173,19 @@ class DecodeStep:
         reach_BD = reach_BD.masked_fill(self.slots.plain_S[slot_B][:, None], 0.0) if self.may_fall_back else reach_BD
         return self.cut.depth(len(slot_B), reach_BD.sum(0).tolist(), sampled=tree.q_BNV is not None)
 
-    def _narrowed(self, accepted: AcceptedPath, limit: int | None) -> AcceptedPath:
-        """No more columns than nodes can be accepted."""
+    def _columns(self, accepted: AcceptedPath, limit: int | None) -> int:
+        """As many as the longest path has nodes. With fixed shapes, as many as can be accepted."""
+        if not self.kv.static:
+            return max(accepted.count_B.tolist())
         drafts = [self.drafter.draft_length if self.drafter else 0, limit, self.window]
-        return replace(accepted, path_BA=accepted.path_BA[:, : 1 + min(d for d in drafts if d is not None)])
+        return min(accepted.path_BA.shape[1], 1 + min(d for d in drafts if d is not None))
 
-    def _observe(self, commit: Commit, slot_B: Tensor, limit: int | None) -> None:
-        if self.state is None:
-            return
+    def _observe(self, state: DraftState, commit: Commit, slot_B: Tensor, limit: int | None) -> None:
         if self.may_fall_back:  # the drafter does not know the text of rows that have fallen back
             commit = replace(commit, count_B=commit.count_B.masked_fill(self.slots.plain_S[slot_B], 0))
-        self.state.observe(commit, slot_B)
+        state.observe(commit, slot_B)
         if limit == 0 and self.kv.static:  # pending positions must fit the next proposal, whose width is fixed
-            self.state.catch_up(slot_B)
+            state.catch_up(slot_B)
 
     def fall_back(self, slot: int, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         """Continue the slot's text after these tokens by plain decoding. Later positions are forgotten.
@@ -216,4 +215,4 @@ class DecodeStep:
 def commit_of(tree: DraftTree, accepted: AcceptedPath, out: TargetOut) -> Commit:
     """The accepted path as aligned columns: token, the token after it, the target's state at it."""
     token_BA, next_BA = shifted(tree, accepted.path_BA, accepted.count_B, accepted.bonus_B)
-    return Commit(token_BA, next_BA, out.hidden_along(accepted.path_BA), accepted.count_B)
+    return Commit(token_BA, next_BA, out.hidden_along(accepted.path_BA, accepted.path_BA.shape[1]), accepted.count_B)

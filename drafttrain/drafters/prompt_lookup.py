@@ -20,6 +20,7 @@ from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, FrozenRef, RevertibleState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps, Target
+from drafttrain.ops.commit import append_text
 
 
 class PromptLookup(Drafter):
@@ -56,13 +57,7 @@ class LookupState(RevertibleState):
         self.length_S.index_fill_(0, slot_R, 0)
 
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
-        token_BA = torch.cat([commit.token_BA[:, :1], commit.next_BA], 1)  # ends with the root
-        column_A, scratch = torch.arange(token_BA.shape[1], device=slot_B.device), self.token_SP.shape[1] - 1
-        length_B, count_B = self.length_S[slot_B], commit.count_B
-        valid_BA = (column_A <= count_B[:, None]) & (count_B > 0)[:, None]
-        index_BA = torch.where(valid_BA, length_B[:, None] + column_A, scratch)
-        self.token_SP[slot_B[:, None], index_BA] = token_BA
-        self.length_S[slot_B] = length_B + count_B
+        append_text(self.token_SP, self.length_S, commit.token_BA, commit.next_BA, commit.count_B, slot_B)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, text_BP, root_B = self.drafter, self.token_SP[slot_B], self.length_S[slot_B]

@@ -19,6 +19,7 @@ from torch import Tensor
 from drafttrain.model import kv_storage
 from drafttrain.model.kv_storage import CacheRows, PageView, pages_for
 from drafttrain.model.recurrent_state import RecurrentStates, States
+from drafttrain.ops.kv_cache import advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +78,12 @@ class KVCache:
             S = self.slots
             in_order = len(slot_B) == S and bool((slot_B == torch.arange(S, device=slot_B.device)).all())
             self._host_slots = slot_B.tolist()
-        self._refresh(slot_B)
+        self._refresh(slot_B, self._length_S[slot_B])
         self.storage.select(self._rows, in_order)
         if self.states is not None:
             self.states.rows(slot_B)
 
-    def _refresh(self, slot_B: Tensor) -> None:
-        length_B = self._length_S[slot_B]
+    def _refresh(self, slot_B: Tensor, length_B: Tensor) -> None:
         if self._static_length is not None:
             self._rows = CacheRows(slot_B, length_B, self._static_length, False, True)
             return
@@ -202,7 +202,8 @@ class KVCache:
         return self.storage.view(self._rows)
 
     def keep(self, path_BA: Tensor, count_B: Tensor) -> None:
-        """Commit the scratch positions named by `path_BA` (tree nodes, root first), `count_B` of each row; drop the rest.
+        """Commit the scratch positions named by `path_BA` (tree nodes, root first), the first `count_B` of each row; drop the
+        rest.
 
         With recurrent layers the tree is a chain.
         """
@@ -214,7 +215,7 @@ class KVCache:
         counts = None if self.static else count_B.tolist()
         if self.states is not None:
             self.states.commit(count_B, counts)
-        self._set_lengths(self.length_B + count_B, counts)
+        self._advance(count_B, counts)
 
     def extend(self, counts: Sequence[int]) -> None:
         """As `advance`, for counts that the host knows: nothing is read from the device."""
@@ -222,13 +223,13 @@ class KVCache:
         count_B = torch.tensor(counts, device=self.device)
         if self.states is not None:
             self.states.commit(count_B, counts)
-        self._set_lengths(self.length_B + count_B, counts)
+        self._advance(count_B, counts)
 
-    def _set_lengths(self, length_B: Tensor, added: Sequence[int] | None) -> None:
-        self._length_S[self.slot_B] = length_B
+    def _advance(self, count_B: Tensor, added: Sequence[int] | None) -> None:
+        length_B = advance(self.length_B, count_B, self.slot_B, self._length_S)
         for slot, count in zip(self._host_slots, added or (), strict=added is not None):
             self._host_lengths[slot] += count
-        self._refresh(self.slot_B)
+        self._refresh(self.slot_B, length_B)
 
     def mark(self, count_B: Tensor | None = None) -> Mark:
         """The place after the first `count_B` scratch positions of each row; None: after the committed ones."""
@@ -253,11 +254,11 @@ class KVCache:
         self._crop(length_B)
 
     def _crop(self, length_B: Tensor) -> None:
-        self._length_S[self.slot_B] = length_B
+        self._length_S.index_copy_(0, self.slot_B, length_B)
         if not self.static:
             for slot, length in zip(self._host_slots, length_B.tolist(), strict=True):
                 self._set_host_length(slot, length)
-        self._refresh(self.slot_B)
+        self._refresh(self.slot_B, length_B)
 
     def _set_host_length(self, slot: int, length: int) -> None:
         assert self.back is None or self._host_lengths[slot] - length <= self.back, "the positions before are overwritten"
@@ -269,7 +270,7 @@ class KVCache:
         self._length_S[slot] = length
         if not self.static:
             self._set_host_length(slot, length)
-        self._refresh(self.slot_B)
+        self._refresh(self.slot_B, self._length_S[self.slot_B])
 
     def reset(self, slot_R: Tensor) -> None:
         """Empty these slots for new requests; they keep the memory that they have reserved."""
@@ -280,7 +281,7 @@ class KVCache:
         if not self.static:
             for slot in slot_R.tolist():
                 self._host_lengths[slot] = 0
-        self._refresh(self.slot_B)
+        self._refresh(self.slot_B, self._length_S[self.slot_B])
 
     # -- memory of the slots
 

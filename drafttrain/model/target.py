@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents
 from drafttrain.model.shapes import TargetShape
+from drafttrain.ops.commit import along
 
 FINAL = -1  # key of the post-norm output in `hidden`; other keys are block numbers from 0
 
@@ -49,12 +50,9 @@ class TargetOut:
     logits_BRV: Tensor | None  # None when no logit rows were requested
     hidden: dict[int, Tensor] = field(default_factory=dict)  # by tap key, [B, N, H] each
 
-    def hidden_along(self, path_BA: Tensor) -> dict[int, Tensor]:
-        """[B, A, H] each: the states at these nodes."""
-        return {
-            key: hidden_BNH.gather(1, path_BA[..., None].expand(-1, -1, hidden_BNH.shape[-1]))
-            for key, hidden_BNH in self.hidden.items()
-        }
+    def hidden_along(self, path_BN: Tensor, columns: int) -> dict[int, Tensor]:
+        """[B, A, H] each: the states at the first `columns` nodes of each path."""
+        return {key: along(hidden_BNH, path_BN, columns) for key, hidden_BNH in self.hidden.items()}
 
 
 class Target(Protocol):

@@ -29,7 +29,7 @@ def choice_accept(tree: DraftTree, choice_BN: Tensor) -> tuple[Tensor, Tensor, T
     path_BN: the accepted nodes in order, then zeros. Among children with the same token the first counts. bonus_B: the choice
     after the last accepted node.
     """
-    if not library.serves(choice_BN.new_empty(0, dtype=torch.float32)):
+    if not library.serves_on(choice_BN.device):
         return choice_reference(tree, choice_BN)
     verdict = blank(tree)
     torch.ops.drafttrain.choice_accept(choice_BN.contiguous(), *nodes(tree), *verdict)

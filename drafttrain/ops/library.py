@@ -31,11 +31,16 @@ class State:
 
 def serves(x: Tensor) -> bool:
     """Whether the compiled operators take this tensor. They have no gradient."""
-    if x.dtype not in DTYPES or torch.is_grad_enabled():
+    return x.dtype in DTYPES and serves_on(x.device)
+
+
+def serves_on(device: torch.device) -> bool:
+    """Whether the compiled operators take tensors of integers on this device, which are their inputs and outputs."""
+    if torch.is_grad_enabled():
         return False
-    if x.device.type == "cpu":
+    if device.type == "cpu":
         return state().loaded
-    return x.device.type == "cuda" and cuda_state().loaded
+    return device.type == "cuda" and cuda_state().loaded
 
 
 @cache

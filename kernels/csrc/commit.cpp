@@ -1,5 +1,8 @@
-// The commit of a decode step on a CPU.
+// The commit of a decode step on a CPU, and what drafters store of it.
 #include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
 
 #include "commits.h"
 
@@ -23,6 +26,44 @@ void commit(const Tensor& token, const Tensor& parent, const Tensor& real, const
     }
 }
 
+void along(const Tensor& values, const Tensor& path, const Tensor& out) {
+    const int64_t columns = out.size(1), size = entry_bytes(values, out, out.size(0) * columns);
+    for (int64_t i = 0; i < out.size(0) * columns; i++) {
+        const int64_t row = i / columns, node = data<int64_t>(path)[row * path.stride(0) + i % columns];
+        std::memcpy(data<char>(out) + i * size, data<char>(values) + (row * values.size(1) + node) * size, size_t(size));
+    }
+}
+
+void keep_last(const Tensor& state, const Tensor& next, const Tensor& count, const Tensor& slot, const Tensor& kept,
+               const Tensor& root) {
+    const int64_t columns = next.size(1), size = entry_bytes(state, kept, kept.size(0));
+    for (int64_t b = 0; b < next.size(0); b++) {
+        const int64_t last = b * columns + data<int64_t>(count)[b] - 1, s = data<int64_t>(slot)[b];
+        if (last < b * columns) continue;
+        std::memcpy(data<char>(kept) + s * size, data<char>(state) + last * size, size_t(size));
+        data<int64_t>(root)[s] = data<int64_t>(next)[last];
+    }
+}
+
+void append_text(const Tensor& token, const Tensor& next, const Tensor& count, const Tensor& slot, const Tensor& text,
+                 const Tensor& length) {
+    const int64_t columns = next.size(1), most = text.size(1);
+    for (int64_t b = 0; b < next.size(0); b++) {
+        const int64_t added = data<int64_t>(count)[b], s = data<int64_t>(slot)[b];
+        if (added == 0) continue;
+        int64_t &at = data<int64_t>(length)[s], *to = data<int64_t>(text) + s * most + at;
+        STD_TORCH_CHECK(at + added < most, "a text is longer than its slot");
+        to[0] = data<int64_t>(token)[b * columns];
+        std::copy_n(data<int64_t>(next) + b * columns, added, to + 1);
+        at += added;
+    }
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) { m.impl("commit", TORCH_BOX(&commit)); }
+STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
+    m.impl("commit", TORCH_BOX(&commit));
+    m.impl("along", TORCH_BOX(&along));
+    m.impl("keep_last", TORCH_BOX(&keep_last));
+    m.impl("append_text", TORCH_BOX(&append_text));
+}

@@ -196,6 +196,13 @@ void kv_keep(const Tensor& store, const Tensor& table, const Tensor& length, con
     }
 }
 
+void advance(const Tensor& length, const Tensor& count, const Tensor& slot, const Tensor& all, const Tensor& out) {
+    for (int64_t b = 0; b < length.size(0); b++) {
+        const int64_t longer = data<int64_t>(length)[b] + data<int64_t>(count)[b];
+        data<int64_t>(all)[data<int64_t>(slot)[b]] = data<int64_t>(out)[b] = longer;
+    }
+}
+
 // oneDNN's product with a packed weight, exported to C by torch; null where torch does not export it.
 using Product = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, const char*, const double**, int64_t,
                                    const char**, AtenTensorHandle*);
@@ -374,6 +381,7 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("append", TORCH_BOX(&append));
     m.impl("attend", TORCH_BOX(&attend));
     m.impl("kv_keep", TORCH_BOX(&kv_keep));
+    m.impl("advance", TORCH_BOX(&advance));
     m.impl("run_blocks", TORCH_BOX(&run_blocks));
     m.impl("top_of_heads", TORCH_BOX(&top_of_heads));
 }

@@ -31,12 +31,21 @@ inline void define(torch::stable::detail::StableLibrary& m) {
         "Tensor windows, Tensor position, Tensor table, Tensor length, Tensor? ancestor, int earlier, Tensor(b!) store, "
         "Tensor taps, Tensor(c!) tapped) -> Tensor");
     m.def("kv_keep(Tensor(a!) store, Tensor table, Tensor length, Tensor path, Tensor count, int page) -> ()");
-    // an accepted path's tokens and those after them [B, A], entries kept [B], the record for the host [B, A + 3], and the
-    // state of each slot's text
+    // length + count, also into each slot's entry of `all`
+    m.def("advance(Tensor length, Tensor count, Tensor slot, Tensor(a!) all, Tensor(b!) out) -> ()");
+    // an accepted path's tokens and those after them [B, A], entries kept [B], the record for the host [B, A + 3], the states
+    // of the path's nodes [B, A, H], and the state of each slot's text
     m.def(
         "commit(Tensor token, Tensor parent, Tensor real, Tensor path, Tensor count, Tensor bonus, Tensor slot, Tensor stop, "
-        "Tensor limit, bool skips, bool counts, Tensor(a!) root, Tensor(b!) made, Tensor(c!) done, Tensor(d!) taken, "
+        "Tensor limit, bool skips, bool counts, Tensor(a!) root, Tensor(b!) made, Tensor(c!) done, Tensor(d!) "
+        "taken, "
         "Tensor(e!) next, Tensor(f!) kept, Tensor(g!) record) -> ()");
+    // the values [B, N, H] at the first nodes of each path, [B, A, H]
+    m.def("along(Tensor values, Tensor path, Tensor(a!) out) -> ()");
+    // the state and the token of column count - 1 of each row, into its slot's entries; nothing where count is 0
+    m.def("keep_last(Tensor state, Tensor next, Tensor count, Tensor slot, Tensor(a!) kept, Tensor(b!) root) -> ()");
+    // the first token, then those after the first `count` tokens, from place `length` of a slot's text on; length grows
+    m.def("append_text(Tensor token, Tensor next, Tensor count, Tensor slot, Tensor(a!) text, Tensor(b!) length) -> ()");
     // acceptance: path [B, N] (zeros after the accepted nodes), accepted [B], bonus [B]
     m.def(
         "greedy_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.ops import accept, kv_cache, library
+from drafttrain.ops import accept, commit, library
+from drafttrain.ops import kv_cache as cache
 from drafttrain.ops import sampling as sampling_op
 from drafttrain.ops.accept import choice_accept, greedy_accept, likely_accept, lossless_accept
 from tests.kernels import emulated
@@ -328,11 +329,44 @@ def test_commit_operator_equals_reference(machine: str, nodes: int, skips: bool,
     slot_B = torch.randperm(BATCH + 3, generator=random)[:BATCH]
     made_S, limit_S = (torch.randint(low, high, (BATCH + 3,), generator=random) for low, high in ((1, 9), (4, 12)))
     stop_SK = torch.randint(-1, 11, (BATCH + 3, 2), generator=random)
-    sequences = kv_cache.Sequences(torch.zeros_like(made_S), made_S, made_S % 4 == 0, limit_S, stop_SK)
-    same = kv_cache.Sequences(*(getattr(sequences, field.name).clone() for field in fields(sequences)))
-    found = kv_cache.commit(one.tree, path_BA, count_B, bonus_B, slot_B, sequences, skips, counts)
-    wanted = kv_cache.reference(one.tree, path_BA, count_B, bonus_B, slot_B, same, skips, counts)
+    sequences = commit.Sequences(torch.zeros_like(made_S), made_S, made_S % 4 == 0, limit_S, stop_SK)
+    same = commit.Sequences(*(getattr(sequences, field.name).clone() for field in fields(sequences)))
+    found = commit.commit(one.tree, path_BN, path_BA.shape[1], count_B, bonus_B, slot_B, sequences, skips, counts)
+    wanted = commit.reference(one.tree, path_BA, count_B, bonus_B, slot_B, same, skips, counts)
     assert bool(same.done_S.any()) and not bool(same.done_S.all())
     for ours, theirs in ((found, wanted), (sequences, same)):
         for field in fields(theirs):
             assert torch.equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(5, torch.bfloat16), (16, torch.float32)])
+def test_along_and_keep_last_equal_reference(machine: str, width: int, dtype: torch.dtype) -> None:
+    """Rows without a new position; states that are copied 16 bytes at a time, and others."""
+    random = torch.Generator().manual_seed(width)
+    slot_B, count_B = torch.randperm(9, generator=random)[:6], torch.tensor([0, 1, 4, 2, 0, 3])
+    hidden_SH, hidden_BAH = (torch.randn(*rows, width, generator=random).to(dtype) for rows in ((9,), (6, 4)))
+    root_S, next_BA = torch.arange(9), torch.randint(0, 99, (6, 4), generator=random)
+    path_BN = torch.randint(0, 4, (6, 7), generator=random)  # of which rows are read in part
+    assert torch.equal(commit.along(hidden_BAH, path_BN, 5), commit.along_reference(hidden_BAH, path_BN[:, :5]))
+    same_SH, same_S = hidden_SH.clone(), root_S.clone()
+    commit.keep_last(hidden_SH, root_S, hidden_BAH, next_BA, count_B, slot_B)
+    commit.keep_last_reference(same_SH, same_S, hidden_BAH, next_BA, count_B, slot_B)
+    assert torch.equal(hidden_SH, same_SH) and torch.equal(root_S, same_S)
+
+
+def test_advance_equals_reference(machine: str) -> None:
+    length_B, count_B, slot_B = torch.tensor([7, 1, 0]), torch.tensor([0, 3, 5]), torch.tensor([4, 0, 2])
+    length_S, same_S = torch.arange(6), torch.arange(6)
+    found = cache.advance(length_B, count_B, slot_B, length_S)
+    wanted = cache.advance_reference(length_B, count_B, slot_B, same_S)
+    assert torch.equal(found, wanted) and torch.equal(length_S, same_S)
+
+
+def test_append_text_equals_reference(machine: str) -> None:
+    random = torch.Generator().manual_seed(5)
+    slot_B, count_B, length_S = torch.randperm(9, generator=random)[:6], torch.tensor([0, 1, 40, 2, 0, 3]), torch.arange(9)
+    text_SP, token_BA, next_BA = (torch.randint(1, 99, size, generator=random) for size in ((9, 60), (6, 40), (6, 40)))
+    same_SP, same_S = text_SP.clone(), length_S.clone()
+    commit.append_text(text_SP, length_S, token_BA, next_BA, count_B, slot_B)
+    commit.append_text_reference(same_SP, same_S, token_BA, next_BA, count_B, slot_B)
+    assert torch.equal(length_S, same_S) and torch.equal(text_SP[:, :-1], same_SP[:, :-1])  # the last place takes padding

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafttrain.model.drafter import Commit, RevertibleState
 from drafttrain.model.target import FINAL
+from drafttrain.ops.commit import keep_last
 
 
 class LastState(RevertibleState):
@@ -28,10 +29,7 @@ class LastState(RevertibleState):
         self.root_S.index_fill_(0, slot_R, 0)
 
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
-        updated_B, stored_BH = commit.count_B > 0, self.hidden_SH[slot_B]  # rows without a new position keep what they hold
-        last_BH = commit.hidden_at(commit.last_B1)[FINAL][:, 0]
-        self.hidden_SH[slot_B] = torch.where(updated_B[:, None], last_BH.to(stored_BH.dtype), stored_BH)
-        self.root_S[slot_B] = torch.where(updated_B, commit.root_B, self.root_S[slot_B])
+        keep_last(self.hidden_SH, self.root_S, commit.hidden[FINAL], commit.next_BA, commit.count_B, slot_B)
 
     def snapshot(self, slot_B: Tensor) -> tuple[Tensor, Tensor]:
         return self.hidden_SH[slot_B], self.root_S[slot_B]

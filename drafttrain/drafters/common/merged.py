@@ -134,7 +134,11 @@ class MergedState(DraftState):
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
         """A part has room for as many positions as its own drafts could bring. It gets more of them in pieces."""
         for drafter, state in self.parts:
-            first, *rest = pieces(_tapped(drafter, commit), drafter.draft_length)
+            tapped = _tapped(drafter, commit)
+            if commit.token_BA.shape[1] <= drafter.draft_length + 1:  # as most commits are
+                state.observe(tapped, slot_B)
+                continue
+            first, *rest = pieces(tapped, drafter.draft_length)
             state.observe(first, slot_B)
             for piece in rest:
                 state.catch_up(slot_B)
@@ -193,4 +197,8 @@ def pieces(commit: Commit, draft_length: int) -> list[Commit]:
 
 def _tapped(drafter: Drafter, commit: Commit) -> Commit:
     """The commit with only the states that this drafter reads."""
-    return replace(commit, hidden={k: commit.hidden[k] for k in drafter.taps.keys})
+    keys = drafter.taps.keys
+    if len(keys) == len(commit.hidden):
+        return commit
+    hidden = {k: commit.hidden[k] for k in keys}
+    return Commit(commit.token_BA, commit.next_BA, hidden, commit.count_B)

@@ -1,4 +1,4 @@
-// Launcher of keep.cuh.
+// Launcher of keep.cuh, and the rows' lengths.
 #include "../../include/drafttrain/keep.cuh"
 #include "aligned.cuh"
 #include "launch.cuh"
@@ -31,7 +31,25 @@ void kv_keep(const Tensor& store, const Tensor& table, const Tensor& length, con
         launch<uint16_t>(run, k, bytes, batch, store);
 }
 
+__global__ void __launch_bounds__(kKeepThreads)
+    advance_rows(const int64_t* length, const int64_t* count, const int64_t* slot, int64_t* all, int64_t* out, int64_t rows) {
+    enter_kernel();
+    const int64_t row = int64_t(blockIdx.x) * kKeepThreads + threadIdx.x;
+    if (row < rows) all[slot[row]] = out[row] = length[row] + count[row];
+}
+
+void advance(const Tensor& length, const Tensor& count, const Tensor& slot, const Tensor& all, const Tensor& out) {
+    const int64_t rows = length.size(0);
+    const Launcher run(length);
+    if (rows == 0) return;
+    run(advance_rows, dim3(unsigned(ceil_div(rows, kKeepThreads))), dim3(kKeepThreads), 0, data<int64_t>(length),
+        data<int64_t>(count), data<int64_t>(slot), data<int64_t>(all), data<int64_t>(out), rows);
+}
+
 }  // namespace
 }  // namespace drafttrain
 
-DRAFTTRAIN_CUDA_OPS(m) { m.impl("kv_keep", TORCH_BOX(&drafttrain::kv_keep)); }
+DRAFTTRAIN_CUDA_OPS(m) {
+    m.impl("kv_keep", TORCH_BOX(&drafttrain::kv_keep));
+    m.impl("advance", TORCH_BOX(&drafttrain::advance));
+}
