@@ -25,8 +25,7 @@ from drafttrain.drafters.options import DFlash2Options
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Candidates, Commit
 from drafttrain.model.target import Target
-from drafttrain.ops.remap import over_vocabulary
-from drafttrain.ops.top import top
+from drafttrain.ops.top import over_vocabulary, top
 
 STD = 0.02  # of A and P at the start
 

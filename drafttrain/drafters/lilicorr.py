@@ -28,8 +28,7 @@ from drafttrain.model.batch import Anchors, Prediction, Top, TrainBatch
 from drafttrain.model.drafter import Candidates, Commit
 from drafttrain.model.layers import Linear, RMSNorm, recomputed
 from drafttrain.model.target import FINAL, Target
-from drafttrain.ops.remap import over_vocabulary
-from drafttrain.ops.top import top
+from drafttrain.ops.top import over_vocabulary, top
 
 FEATURES = 5  # of a candidate, from its slot's own logits
 STD = 0.02  # of matrices at the start

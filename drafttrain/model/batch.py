@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from drafttrain.core.sequence_shard import Group, Span
 from drafttrain.model.masks import Documents
-from drafttrain.ops.remap import remap_logits
+from drafttrain.ops.top import remap_logits
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:

@@ -26,8 +26,8 @@ from drafttrain.model.lora import LoraSpec
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import PrunedTarget, Taps, Target
-from drafttrain.ops.remap import over_vocabulary
 from drafttrain.ops.sampling import distribution, sample, shaped
+from drafttrain.ops.top import over_vocabulary
 
 T = TypeVar("T")
 

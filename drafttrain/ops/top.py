@@ -63,3 +63,13 @@ def keys(value_MV: Tensor) -> Tensor:
     order_MV = torch.where(bits_MV < 0, -(bits_MV + 2**31) - 1, bits_MV).masked_fill(float_MV.isnan(), -(2**31))
     index_V = torch.arange(value_MV.shape[-1], device=value_MV.device)
     return order_MV * 2**32 + (2**32 - 1 - index_V)
+
+
+def remap_logits(logits_Vd: Tensor, ids_Vd: Tensor, vocab: int) -> Tensor:
+    """[..., V]: entry ids[i] is entry i of the logits [..., Vd]; all others are minus infinity. The ids are all different."""
+    return logits_Vd.new_full((*logits_Vd.shape[:-1], vocab), -torch.inf).index_copy(-1, ids_Vd, logits_Vd)
+
+
+def over_vocabulary(value_C: Tensor, token_C: Tensor, vocab: int, rest: float = -torch.inf) -> Tensor:
+    """[..., V]: at each token its value; `rest` elsewhere. The tokens of a row are all different."""
+    return value_C.new_full((*value_C.shape[:-1], vocab), rest).scatter(-1, token_C, value_C)

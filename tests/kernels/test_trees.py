@@ -13,7 +13,7 @@ import torch
 from drafttrain.core.tree import ancestors, depth
 from drafttrain.ops import library
 from drafttrain.ops import top as top_op
-from drafttrain.ops.remap import remap_logits
+from drafttrain.ops.top import remap_logits
 from drafttrain.ops.tree_bits import Built, bits_of, build_reference, build_tree, links_reference, tree_links, words_of
 
 compiled = pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
