@@ -1,6 +1,6 @@
-"""The largest entries of rows of logits, in the same order on every device.
+"""The largest entries of rows of logits, in the same order on every device; logits of a part of the vocabulary as those of all.
 
-Shapes: M rows, V vocabulary, k choices.
+Shapes: M rows, V (target's) vocabulary, Vd draft vocabulary, C candidates, k choices.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def keys(value_MV: Tensor) -> Tensor:
     return order_MV * 2**32 + (2**32 - 1 - index_V)
 
 
+# no kernel for the next two: torch's own already write each entry once, and `top` renames its results itself
 def remap_logits(logits_Vd: Tensor, ids_Vd: Tensor, vocab: int) -> Tensor:
     """[..., V]: entry ids[i] is entry i of the logits [..., Vd]; all others are minus infinity. The ids are all different."""
     return logits_Vd.new_full((*logits_Vd.shape[:-1], vocab), -torch.inf).index_copy(-1, ids_Vd, logits_Vd)
