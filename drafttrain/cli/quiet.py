@@ -1,4 +1,4 @@
-"""Suppresses the libraries' console output, and W&B's questions, gives them a home, and lets waiting threads sleep."""
+"""Suppresses the libraries' console output, and W&B's questions, and gives them a home."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ SETTINGS = {
     "TRANSFORMERS_VERBOSITY": "error",
     "WANDB_SILENT": "true",
 }
-SPINS = "1000"  # turns of libgomp's waiting loop; its default is 300,000
 DRAWN = {
     "█": "#",
     "▏": "|",
@@ -48,10 +47,6 @@ def quiet() -> None:
     settle_streams()
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        # a thread that waits sleeps after microseconds: libgomp's milliseconds take the processor from the threads that it
-        # waits for, where other work shares the cores
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     if not any(Path("/dev", name).exists() for name in ACCELERATORS):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
     logging.getLogger("DeepSpeed").addFilter(_errors_only)  # DeepSpeed resets its level at import, but keeps filters

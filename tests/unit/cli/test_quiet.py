@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from drafttrain.cli.main import quote
-from drafttrain.cli.quiet import SPINS, quiet, settle_home, settle_streams
+from drafttrain.cli.quiet import settle_home, settle_streams
 from drafttrain.core.files import cache_home, temporary_home
 from drafttrain.data import DataOptions
 from drafttrain.data.sources import cache_folder
@@ -84,21 +84,6 @@ def test_settle_home_read_only_cache_with_files_stays_readable(temporary: Path, 
 def test_temporary_home_of_another_user_is_not_used(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (temporary / f"drafttrain-{os.getuid()}").symlink_to(temporary)
     assert temporary_home().parent == temporary and temporary_home().name != f"drafttrain-{os.getuid()}"
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"), [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
-)
-def test_quiet_waiting_threads_sleep_unless_the_user_says_otherwise(
-    given: dict[str, str], wanted: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that what the test sets is undone
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    quiet()
-    assert os.environ.get("GOMP_SPINCOUNT") == wanted
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"## - na\xefve \u6f22 \udcc3"), ("utf-8", r"██ – naïve 漢 \udcc3")])
