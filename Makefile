@@ -15,6 +15,7 @@ PYTHON_VERSION ?= 3.12
 PLATFORM ?=
 THERE ?=
 GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),--results $(RESULTS)) $(if $(REAL),--real $(REAL))
+GPU_SUITE = $(GPU_PYTHON) -m benchmarks.gpu.gpu $(GPU_FLAGS) $(if $(BUDGET),--minutes $(BUDGET))
 
 # a process has a thread of its own; each that runs tests steals from the other's end
 WORKERS ?= 2
@@ -106,19 +107,19 @@ kernels: install  ## compile the operators now rather than at their first use
 	$(BIN)/python -m drafttrain.ops.build
 
 gpu:  ## all the suites below in one command, the most important first; ends with the goals (BUDGET=45: minutes; REHEARSE=1; FORCE=1)
-	$(GPU_PYTHON) -m benchmarks.gpu.gpu $(GPU_FLAGS) $(if $(BUDGET),--minutes $(BUDGET))
+	$(GPU_SUITE)
 
 gpu-wheels:  ## collect what such a machine may lack into wheels/, at most 64 MiB (PYTHON_VERSION=3.12 PLATFORM=... THERE=pyarrow,...)
 	$(GPU_PYTHON) -m benchmarks.gpu.wheels --python $(PYTHON_VERSION) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(THERE),--there $(THERE))
 
 gpu-check:  ## are all kernels and captured steps right on this GPU? (REHEARSE=1: tiny, on the CPU; FORCE=1; RESULTS=DIR)
-	$(GPU_PYTHON) -m benchmarks.gpu.check $(GPU_FLAGS)
+	$(GPU_SUITE) --section check
 
 gpu-bench:  ## how fast they are there, against what its memory allows; their checks come first
-	$(GPU_PYTHON) -m benchmarks.gpu.bench $(GPU_FLAGS)
+	$(GPU_SUITE) --section bench
 
 gpu-train:  ## how fast training steps are there for a target of 8B, what the fused loss saves, whether drafters learn
-	$(GPU_PYTHON) -m benchmarks.gpu.train $(GPU_FLAGS)
+	$(GPU_SUITE) --section train
 
 gpu-two:  ## what needs two GPUs: NCCL, ZeRO 1 and 3, a target split over both, resuming (REHEARSE=1: two processes on the CPU)
 	$(GPU_PYTHON) -m benchmarks.gpu.two $(if $(REHEARSE),--rehearse)

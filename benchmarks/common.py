@@ -35,18 +35,12 @@ class Line:
     high: float
     figures: str  # the two figures it is made of
     at_least: float | None = None  # its goal, if any
-    at_most: float | None = None
-
-    @property
-    def reached(self) -> bool:
-        return (self.at_least is None or self.value >= self.at_least) and (self.at_most is None or self.value <= self.at_most)
 
     @property
     def goal(self) -> str:
-        if self.at_least is None and self.at_most is None:
+        if self.at_least is None:
             return ""
-        wanted = f">= {self.at_least}" if self.at_least is not None else f"<= {self.at_most}"
-        return wanted if self.reached else f"{wanted} MISSED"
+        return f">= {self.at_least}{'' if self.value >= self.at_least else ' MISSED'}"
 
 
 def interleaved(repeats: int, *runs: Run) -> list[list[float]]:
@@ -56,17 +50,10 @@ def interleaved(repeats: int, *runs: Run) -> list[list[float]]:
     return [list(column) for column in zip(*([run() for run in runs] for _ in range(repeats)), strict=True)]
 
 
-def ratio(
-    name: str,
-    top: Sequence[float],
-    bottom: Sequence[float],
-    units: str,
-    at_least: float | None = None,
-    at_most: float | None = None,
-) -> Line:
+def ratio(name: str, top: Sequence[float], bottom: Sequence[float], units: str, at_least: float | None = None) -> Line:
     """The ratio of two interleaved runs' figures. units: of both medians, for the text."""
     ratios, both = [a / b for a, b in zip(top, bottom, strict=True)], (median(top), median(bottom))
-    return Line(name, median(ratios), min(ratios), max(ratios), units.format(*both), at_least, at_most)
+    return Line(name, median(ratios), min(ratios), max(ratios), units.format(*both), at_least)
 
 
 def lines_table(lines: Sequence[Line]) -> Table:
@@ -115,9 +102,5 @@ def report(console: Console, lines: Sequence[Line], file: Path | None) -> int:
     """Print the lines, write them to the file if there is one, and return the exit code of a run that was timed."""
     console.print(lines_table(lines))
     if file:
-        write_record(file, torch.device("cpu"), lines=plain(lines))
+        write_record(file, torch.device("cpu"), lines=[asdict(line) for line in lines])
     return 0
-
-
-def plain(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    return [asdict(line) for line in lines]

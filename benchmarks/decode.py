@@ -28,8 +28,7 @@ from benchmarks.common import WIDTH, Line, Run, interleaved, ratio, report
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.prompts import load_prompts
-from drafttrain.decoding.request import Request
-from drafttrain.decoding.scheduler import Decoder, Session
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters import families
@@ -40,13 +39,12 @@ from drafttrain.measure.cases import alternate_categories, encode_cases
 from drafttrain.measure.expected import forced_hits
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.joint import PACKED_BYTES
-from drafttrain.model.target import Taps
 from drafttrain.ops import library
 from drafttrain.ops.linear import packed_dtypes
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
-NEW, CONTEXT = 128, 128
+NEW = 128
 FORMAT_TOKENS = 48
 
 
@@ -71,10 +69,8 @@ class Bench:
     def decoder(self, drafter: Drafter | None = None, new: int = NEW, **controls: Any) -> Decoder:
         return Decoder(self.target, drafter, "greedy", Sampling(), frozenset(), new, controls=Controls(**controls))
 
-    def line(
-        self, name: str, top: Run, bottom: Run, units: str, at_least: float | None = None, at_most: float | None = None
-    ) -> Line:
-        return ratio(name, *interleaved(self.repeats, top, bottom), units, at_least, at_most)
+    def line(self, name: str, top: Run, bottom: Run, at_least: float) -> Line:
+        return ratio(name, *interleaved(self.repeats, top, bottom), "{:.0f} / {:.0f} tokens/s", at_least)
 
     def assisted(self, prompt: list[int]) -> Any:
         """transformers' assisted generation with the same pair and the same draft length."""
@@ -133,56 +129,6 @@ class Bench:
         tokens = sum(len(r.tokens) for r in self.decoder(self.pruned).run(self.prompts[:4]).results)
         return tokens / (perf_counter() - began)
 
-    def forward(self, rows: int, nodes: int, context: int = CONTEXT) -> Run:
-        """Milliseconds of one verification after this many committed positions."""
-        kv = self.target.new_cache(rows, context + nodes)
-        with torch.inference_mode():
-            position = torch.arange(context).expand(rows, context)
-            token = torch.randint(6, 2000, (rows, context))
-            self.target(token, kv, None, position, Taps(), torch.empty(rows, 0, dtype=torch.long))
-            kv.keep(position, torch.full((rows,), context))
-        ancestor = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, nodes, nodes)
-        at, new = (context + torch.arange(nodes)).expand(rows, nodes), torch.randint(6, 2000, (rows, nodes))
-
-        def run() -> float:
-            with torch.inference_mode():
-                return milliseconds(lambda: self.target(new, kv, ancestor, at, Taps()))
-
-        return run
-
-    def linears(self, rows: int) -> Run:
-        """Milliseconds of the target's linear layers, in the order and with the calls of its forward."""
-        hidden = torch.randn(1, rows, self.target.shape.hidden_size)
-        inner = torch.randn(1, rows, self.target.shape.intermediate_size)
-        heads = torch.randn(1, rows, self.target.shape.heads * self.target.shape.head_dim)
-
-        def forward() -> None:
-            for block in self.target._chain:
-                block.qkv(hidden), block.out(heads), block.gate_up(hidden), block.down(inner)
-            self.target.head(hidden)
-
-        def run() -> float:
-            with torch.inference_mode():
-                return milliseconds(forward)
-
-        return run
-
-    def host_share(self, drafter: Drafter | None) -> float:
-        """The part of a step's time outside target and drafter."""
-        costs = self.decoder(drafter).run(self.prompts[:4]).costs
-        return (costs.commit + costs.host) / (costs.draft + costs.verify + costs.commit + costs.host)
-
-    def queue(self, drafter: Drafter | None, requests: int, slots: int, new: int, **controls: Any) -> float:
-        """Tokens per second of this many queued requests, prefill included."""
-        decoder = self.decoder(drafter, new, **controls)
-        asked = [Request(self.prompts[i % len(self.prompts)][-64:], i, new) for i in range(requests)]
-        session = Session(decoder, slots, max(map(decoder.positions, asked)))
-        results = [r for request in asked for r in session.submit(request)]
-        began = perf_counter()
-        for _ in session:
-            pass
-        return sum(len(r.tokens) for r in results) / (perf_counter() - began)
-
     def fit_tree(self) -> int:
         """Give the trained drafter the best tree for this machine, from measured times and from ranks on prompts that are not
         timed.
@@ -196,56 +142,22 @@ class Bench:
         return len(self.trained.proposal.paths)
 
     def lines(self) -> Iterator[tuple[str, Callable[[], Line]]]:
-        yield "plain", lambda: self.line(
-            "plain decoding / transformers' generate, batch 1",
-            self.ours(None), self.transformers, "{:.0f} / {:.0f} tokens/s", at_least=2.5,
-        )  # fmt: skip
-        yield "assisted", lambda: self.line(
-            "draft model / transformers' assisted generation, same pair",
-            self.ours_assisted, self.transformers_assisted, "{:.0f} / {:.0f} tokens/s", at_least=3.0,
-        )  # fmt: skip
-        for name, drafter in (("plain", None), ("draft model", self.pruned), ("checkpoint", self.trained)):
-            if name == "plain" or drafter is not None:
-                yield (
-                    "host",
-                    lambda name=name, drafter=drafter: self.line(
-                        f"time outside the models, {name}", lambda: self.host_share(drafter), lambda: 1.0, "", at_most=0.1
-                    ),
-                )
-        yield "verify", lambda: self.line(
-            f"verification of 16 nodes / its linear layers, {CONTEXT} positions before",
-            self.forward(1, 16), self.linears(16), "{:.2f} / {:.2f} ms", at_most=1.25,
-        )  # fmt: skip
+        """(name for --only, the measurement) of every figure."""
+        plain = self.ours(None)
+        yield "plain", partial(self.line, "plain decoding / transformers' generate, batch 1", plain, self.transformers, 2.5)
+        name = "draft model / transformers' assisted generation, same pair"
+        yield "assisted", partial(self.line, name, self.ours_assisted, self.transformers_assisted, 3.0)
         if self.trained is not None:
             own = len(self.trained.proposal.paths)
-            yield "speedup", lambda: self.line(
-                f"checkpoint / plain decoding, batch 1, its {own} nodes",
-                self.ours(self.trained), self.ours(None), "{:.0f} / {:.0f} tokens/s", at_least=1.0,
-            )  # fmt: skip
-            yield "speedup", lambda: self.line(
-                f"checkpoint / plain decoding, batch 1, {self.fit_tree()} nodes chosen for this machine",
-                self.ours(self.trained), self.ours(None), "{:.0f} / {:.0f} tokens/s", at_least=1.15,
-            )  # fmt: skip
-        yield "fallback", lambda: self.line(
-            "a drafter that is never right, with fallback / plain decoding",
-            self.ours(self.wrong, fallback=True), self.ours(None), "{:.0f} / {:.0f} tokens/s", at_least=0.97,
-        )  # fmt: skip
-        raw = self.forward(64, 1, 64 + 96 // 2)  # the mean length of the queued requests
-        queued = {"plain": (None, {}), "draft model with fallback": (self.pruned, {"fallback": True})}
-        if self.trained is not None:
-            queued["checkpoint with fallback"] = (self.trained, {"fallback": True})
-        for name, (drafter, controls) in queued.items():
-            yield "batching", lambda name=name, drafter=drafter, controls=controls: self.line(
-                f"256 requests through 64 slots / bare step of 64, {name}",
-                lambda: self.queue(drafter, 256, 64, 96, **controls), lambda: 64e3 / raw(),
-                "{:.0f} / {:.0f} tokens/s", at_least=0.6,
-            )  # fmt: skip
-        for requests in (10, 100, 1000):
-            yield "flat", lambda requests=requests: self.line(
-                f"tokens/s of {requests} queued requests / of one at a time, one slot",
-                lambda: self.queue(None, requests, 1, 12), lambda: median(self.queue(None, 1, 1, 12) for _ in range(20)),
-                "{:.0f} / {:.0f} tokens/s", at_least=0.9,
-            )  # fmt: skip
+            name = f"checkpoint / plain decoding, batch 1, its {own} nodes"
+            yield "speedup", partial(self.line, name, self.ours(self.trained), plain, 1.0)
+            yield "speedup", self.tuned
+        name = "a drafter that is never right, with fallback / plain decoding"
+        yield "fallback", partial(self.line, name, self.ours(self.wrong, fallback=True), plain, 0.97)
+
+    def tuned(self) -> Line:
+        name = f"checkpoint / plain decoding, batch 1, {self.fit_tree()} nodes chosen for this machine"
+        return self.line(name, self.ours(self.trained), self.ours(None), 1.15)
 
 
 def format_lines(target: str, repeats: int) -> Iterator[Line]:
@@ -264,25 +176,21 @@ def format_lines(target: str, repeats: int) -> Iterator[Line]:
         return FORMAT_TOKENS / (perf_counter() - start)
 
     def allowed(dtype: str) -> float:
-        return memory.nbytes / (milliseconds(memory.sum, 5) / 1e3) / weight_bytes[dtype]
+        spent = []
+        for _ in range(5):
+            began = perf_counter()
+            memory.sum()
+            spent.append(perf_counter() - began)
+        return memory.nbytes / median(spent) / weight_bytes[dtype]
 
     runs = [partial(tokens_per_s, dtype) for dtype in decoders] + [partial(allowed, dtype) for dtype in decoders]
     wide, narrow, wide_bound, narrow_bound = interleaved(repeats, *runs)
     units = "{:.1f} / {:.1f} tokens/s"
-    goal_of = {dtype: 0.7 if weight_bytes[dtype] <= PACKED_BYTES and getattr(torch, dtype) in packed_dtypes() else None
-               for dtype in decoders}  # fmt: skip
+    packed = [d for d in decoders if weight_bytes[d] <= PACKED_BYTES and getattr(torch, d) in packed_dtypes()]
+    goal_of = {dtype: 0.7 if dtype in packed else None for dtype in decoders}
     yield ratio("plain decoding, bfloat16 / float32", narrow, wide, units)
     yield ratio("float32 / what reading its weights allows", wide, wide_bound, units, at_least=goal_of["float32"])
     yield ratio("bfloat16 / what reading its weights allows", narrow, narrow_bound, units, at_least=goal_of["bfloat16"])
-
-
-def milliseconds(work: Callable[[], object], times: int = 20) -> float:
-    spent = []
-    for _ in range(times):
-        began = perf_counter()
-        work()
-        spent.append(perf_counter() - began)
-    return 1e3 * median(spent)
 
 
 def main() -> int:

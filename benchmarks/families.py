@@ -21,55 +21,27 @@ from typing import Any
 
 import torch
 import yaml
-from torch.utils.flop_counter import FlopCounterMode
-
-from drafttrain.cli.quiet import quiet
-from drafttrain.core.sampling import Sampling
-from drafttrain.data import DataOptions
-from drafttrain.data.dataset import collate, load_dataset
-from drafttrain.data.prompts import load_prompts
-from drafttrain.decoding.scheduler import Decoder
-from drafttrain.drafters.checkpoint import load_checkpoint
-from drafttrain.features.online import Online
-from drafttrain.measure.cases import encode_cases
-from drafttrain.objective.losses import LossOptions, Objective
-from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import LoadedTarget, load_target
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families" / "README.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 SHOWN = ("recipe", "tau", "c_d", "c_v", "speedup", "parameters")  # on the page; families.md of --out has every column
-COPIED = 0.25  # from this share on a prompt counts as copying
+BATCH = 4  # conversations of a step
 MINUTES = 2.0  # of timing, for every recipe
-ROWS = 4  # conversations that training FLOPs are counted on
-
-
-class NoModules:
-    """A module tracker for a count that is not divided by module."""
-
-    parents = frozenset({"Global"})
-
-    def __enter__(self) -> NoModules:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 @dataclass(frozen=True)
 class Budget:
     steps: int
     nodes: int
-    batch: int
     minutes: float
     target: str | None
     data: str | None
     prompts: str | None
 
     def overrides(self) -> list[str]:
-        given = [f"train.steps={self.steps}", f"train.checkpoint_every={self.steps}", f"train.global_batch={self.batch}"]
-        given += [f"train.micro_batch={self.batch}", f"decode.tree_nodes={self.nodes}", f"measure.minutes={self.minutes}"]
+        given = [f"train.steps={self.steps}", f"train.checkpoint_every={self.steps}", f"train.global_batch={BATCH}"]
+        given += [f"train.micro_batch={BATCH}", f"decode.tree_nodes={self.nodes}", f"measure.minutes={self.minutes}"]
         given += ["measure.batch_sizes=[1]", "measure.transformers=false", "logger=none"]
         given += [] if self.target is None else ["target=hf", f"target.path={self.target}"]
         given += [] if self.data is None else [f"data.path={self.data}"]
@@ -99,57 +71,6 @@ def run(name: str, budget: Budget, out: Path) -> Path:
     return newest
 
 
-def fresh(report: dict[str, Any], loaded: LoadedTarget) -> set[int]:
-    """The prompts that the target answers without copying: few 4-grams of its answer are in the text before."""
-    asked = load_prompts(report["measure"]["prompts"], report["measure"]["limit"])
-    length = report["measure"]["decode"]["max_new_tokens"]
-    cases, _ = encode_cases(asked, loaded.tokenizer, loaded.target.shape.max_positions - length)
-    decoder = Decoder(loaded.target, None, "greedy", Sampling(), loaded.target.stop_ids, length)
-    results = decoder.run([case.tokens for case in cases], 8).results
-    return {c.question_id for c, r in zip(cases, results, strict=True) if copied(c.tokens, r.tokens) < COPIED}
-
-
-def copied(prompt: list[int], output: list[int], size: int = 4) -> float:
-    """The share of the output's tokens that end a `size`-gram which is in the text before."""
-    text, seen, count = [*prompt, *output], set(), 0
-    for end in range(size, len(text) + 1):
-        gram = tuple(text[end - size : end])
-        count += end > len(prompt) and gram in seen
-        seen.add(gram)
-    return count / max(1, len(output))
-
-
-def tau_of(entry: dict[str, Any], chosen: set[int]) -> float | None:
-    """tau, pooled over these prompts."""
-    found = [p for p in entry["per_prompt"] if p["question_id"] in chosen and p["tau"]]
-    verifications = sum((p["tokens"] - 1) / p["tau"] for p in found)
-    return sum(p["tokens"] - 1 for p in found) / verifications if verifications else None
-
-
-def flops(folder: Path, loaded: LoadedTarget, data: str | None) -> float | None:
-    """Operations of the drafter's forward and backward pass per supervised token, without the target's forward."""
-    restored = load_checkpoint(folder, loaded)
-    drafter, target = restored.drafter, restored.loaded.target
-    if not drafter.trained:
-        return None
-    length = min(DataOptions.max_length, loaded.target.shape.max_positions)
-    options = DataOptions(path=data or DataOptions.path, limit=100, max_length=length)
-    rows = load_dataset(options, loaded.tokenizer, progress=False).train[:ROWS]
-    batch = Online(target, drafter.taps).fill(collate(rows, 0).to(target.device))
-    objective = Objective(drafter.train().requires_grad_(), target, LossOptions())
-    with operations() as counter:
-        total, _ = objective(batch)
-        total.backward()
-    return counter.get_total_flops() / int(batch.mask_BT.sum())
-
-
-def operations() -> FlopCounterMode:
-    """A counter of floating-point operations that allows gradients in the forward pass."""
-    counter = FlopCounterMode(display=False)
-    counter.mod_tracker = NoModules()  # its own one hooks into modules, and autograd.grad refuses the hooks
-    return counter
-
-
 def report_of(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     return found
@@ -160,15 +81,14 @@ def best_of(report: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def rows_of(name: str, folder: Path, loaded: LoadedTarget, data: str | None, chosen: set[int]) -> list[dict[str, Any]]:
+def rows_of(name: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of the checkpoint after training, and of an earlier one."""
     report = report_of(folder)
     last = max(entry["step"] for entry in report["checkpoints"])
     rows = []
     for entry in report["checkpoints"]:
         said = " ".join([name, *entry["name"].split()[1:], *(["untrained"] if entry["step"] == 0 < last else [])])
-        spent = flops(folder / "checkpoints" / entry["name"].split()[0], loaded, data)
-        rows.append(figures(said, report, entry) | {"fresh": tau_of(entry, chosen), "flops": spent})
+        rows.append(figures(said, report, entry))
     return rows
 
 
@@ -194,7 +114,6 @@ def cells_of(row: dict[str, Any]) -> dict[str, str]:
     return {
         "recipe": row["family"],
         "tau": number(row["tau"]),
-        "without copying": number(row["fresh"]),
         "expected": number(row["expected_tau"]),
         "alpha by position": " ".join(number(a) for a in row["alpha"][:6]),
         "c_d": number(row["draft_cost"]),
@@ -204,7 +123,6 @@ def cells_of(row: dict[str, Any]) -> dict[str, str]:
         "exact": row["exact"],
         "parameters": f"{row['parameters']:,}",
         "training tokens/s": number(row["tokens_per_s"], 0),
-        "MFLOP / token": "" if row["flops"] is None else number(row["flops"] / 1e6, 0),
     }
 
 
@@ -248,7 +166,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--nodes", type=int, default=18)
-    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--target")
@@ -258,8 +175,7 @@ def main() -> int:
     parser.add_argument("--doc", type=Path, help="the page with the table; of the embedded target docs/families/README.md")
     given = parser.parse_args()
     doc = given.doc or (PAGE if given.target is None and given.only is None else None)
-    quiet()
-    budget = Budget(given.steps, given.nodes, given.batch, given.minutes, given.target, given.data, given.prompts)
+    budget = Budget(given.steps, given.nodes, given.minutes, given.target, given.data, given.prompts)
     names = given.only or recipes()
     folders, failed = {}, []
     for name in names:
@@ -269,21 +185,18 @@ def main() -> int:
             failed.append(name)
     if not folders:
         return 1
-    target = TargetOptions() if given.target is None else TargetOptions(name="hf", path=given.target)
-    loaded = load_target(target)
-    chosen = fresh(report_of(next(iter(folders.values()))), loaded)
-    rows = [row for name, folder in folders.items() for row in rows_of(name, folder, loaded, budget.data, chosen)]
+    rows = [row for name, folder in folders.items() for row in rows_of(name, folder)]
     text = table(rows)
     print(text)
     (given.out / "families.md").write_text(text + "\n", encoding="utf-8")
     (given.out / "families.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     plot(rows, given.out / "families.png")
     if doc is not None:
-        spent = f"{budget.steps} steps of {budget.batch} conversations, trees of {budget.nodes} nodes"
+        spent = f"{budget.steps} steps of {BATCH} conversations, trees of {budget.nodes} nodes"
         plot(rows, doc.parent / "families.png")
         command = f"make families STEPS={budget.steps} NODES={budget.nodes}"
         command += "" if budget.minutes == MINUTES else f' FLAGS="--minutes {budget.minutes:g}"'
-        note = f"{spent}, {len(chosen)} prompts without copying, {torch.get_num_threads()} CPU threads; `{command}`"
+        note = f"{spent}, {torch.get_num_threads()} CPU threads; `{command}`"
         trained = [row for row in rows if "untrained" not in row["family"]]
         write(doc, f"{note}\n\n{table(trained, SHOWN)}\n\n![tau and speedup by recipe](families.png)")
     if failed:

@@ -42,7 +42,7 @@ from drafttrain.targets.structure import find_blocks
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.telemetry import named_peak
 
-MFU = 0.45  # the goal of `make gpu-train`; docs/performance.md has what was reached
+MFU = 0.45  # the goal of `make gpu`; docs/performance.md has what was reached
 GPU, NODE = "H100", 8
 LINK = 0.75 * 450e9  # bytes per second of a process, of NVLink 4's 450 GB/s each way
 NETWORK = 0.8 * NODE * 50e9  # between machines with one 400 Gb/s adapter per GPU; a ring through a machine uses all of them
@@ -176,13 +176,8 @@ def table(mfu: float) -> Table:
                 tokens = plan.rows * plan.length * processes
                 slow, fast = tokens / (computing + moving), tokens / max(computing, moving)
                 hours = (BILLION / rate / 3600 for rate in (fast, slow))
-                cells = (
-                    plan.name,
-                    f"{plan.length:,}",
-                    str(processes),
-                    placement,
-                    format_bytes(plan.memory(processes, placement)),
-                )
+                memory = format_bytes(plan.memory(processes, placement))
+                cells = (plan.name, f"{plan.length:,}", str(processes), placement, memory)
                 rates = (f"{slow:,.0f}-{fast:,.0f}", "{:.1f}-{:.1f}".format(*hours))
                 found.add_row(*cells, f"{computing:.3f}", f"{moving:.3f}", *rates)
     return found

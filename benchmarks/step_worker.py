@@ -1,8 +1,9 @@
 """One drafter's step in a process of its own: forward, loss and backward on given states, as asked for on standard input.
 
-    python benchmarks/step_worker.py        a line of JSON in, a line of JSON out; started by `benchmarks/steps.py`
+    python benchmarks/step_worker.py [RIVAL]        a line of JSON in, a line of JSON out; started by `benchmarks/train.py`
 
-It runs with the interpreter of the checkout that is measured, and uses only what older checkouts have too.
+RIVAL: specforge or speculators, whose module takes the step, with the drafter's weights. The worker runs with the interpreter
+of the checkout that is measured, and uses only what older checkouts have too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -44,7 +44,7 @@ class Case:
         batch = TrainBatch(token_BT, position_BT, torch.zeros_like(token_BT), torch.ones_like(token_BT, dtype=torch.bool))
         with torch.no_grad():
             self.batch = Online(target, self.drafter.taps).fill(batch)
-        self.objective = Objective(self.drafter, target, LossOptions(asked["loss"], asked["chunk"]))
+        self.target, self.objective = target, Objective(self.drafter, target, LossOptions(asked["loss"], asked["chunk"]))
 
     def step(self) -> float:
         self.drafter.zero_grad()
@@ -57,11 +57,31 @@ class Case:
         return float(torch.nn.utils.get_total_norm([p.grad.float() for p in self.drafter.parameters() if p.grad is not None]))
 
 
-def answer(asked: dict[str, Any], cases: dict[str, Case], make: Callable[[dict[str, Any]], Case]) -> dict[str, float]:
+class RivalCase(Case):
+    """The case with another toolkit's module."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        from benchmarks.rival_modules import RIVALS, Given
+
+        super().__init__(asked)
+        given = Given(self.drafter, self.target, self.batch, asked["options"]["steps"], asked["model"])
+        self.rival = RIVALS[sys.argv[1]](given)
+
+    def step(self) -> float:
+        self.rival.module.zero_grad()
+        loss = self.rival.loss()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def norm(self) -> float:
+        return self.rival.norm()
+
+
+def answer(asked: dict[str, Any], cases: dict[str, Case]) -> dict[str, float]:
     key = json.dumps(asked["case"])
     if key not in cases:
         cases.clear()
-        cases[key] = make(asked["case"])
+        cases[key] = (RivalCase if sys.argv[1:] else Case)(asked["case"])
     case = cases[key]
     if asked["what"] == "peak":
         case.drafter.zero_grad()
@@ -71,13 +91,13 @@ def answer(asked: dict[str, Any], cases: dict[str, Case], make: Callable[[dict[s
     return {"seconds": process_time() - began, "loss": loss, "norm": case.norm()}
 
 
-def main(make: Callable[[dict[str, Any]], Case] = Case) -> None:
+def main() -> None:
     torch.set_num_threads(1)
     print(f"measuring {drafttrain.__path__[0]}", file=sys.stderr)
     cases: dict[str, Case] = {}
     for line in sys.stdin:
         with contextlib.redirect_stdout(sys.stderr):
-            found = answer(json.loads(line), cases, make)
+            found = answer(json.loads(line), cases)
         print(json.dumps(found), flush=True)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.case import Case, Draw, Tensors, generator, random_parents
-from benchmarks.gpu.rows import noise, sampling
+from benchmarks.gpu.rows import lowest_of_greatest, noise, sampling
 from drafttrain.core.sampling import Lane, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.acceptance import DELTA, EPSILON
@@ -84,13 +84,6 @@ def walked(wide: Tensors, choice_BN: Tensor) -> Tensors:
         counts.append(len(path))
         bonuses.append(choice[at])
     return {name: torch.tensor(x, device=choice_BN.device) for name, x in verdict((paths, counts, bonuses)).items()}  # type: ignore[arg-type]
-
-
-def lowest_of_greatest(logits_V: Tensor) -> Tensor:
-    """[...]: the argmax, the lowest index among equals."""
-    V = logits_V.shape[-1]
-    greatest_V = logits_V == logits_V.amax(-1, keepdim=True)
-    return torch.where(greatest_V, torch.arange(V, device=logits_V.device), V).amin(-1)
 
 
 @dataclass(frozen=True)

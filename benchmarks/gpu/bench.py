@@ -1,32 +1,27 @@
-"""`make gpu-bench`: the speed of the operators and of the decode steps on this GPU, compared with its memory bandwidth.
+"""Section `bench`: the speed of the operators and of the decode steps on this GPU, compared with its memory bandwidth.
 
 Every figure depends on the checks of its own operators and on a few texts. Checks that have not run yet run first, and a
-figure with a failed check is not measured. The figures that have goals come first. When the time budget is used up, the rest
-is left to the next run. docs/performance.md explains each figure.
+figure with a failed check is not measured. The figures that have goals come first. docs/performance.md explains each figure.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import baselines, check, drafting, steps
+from benchmarks.gpu import check, drafting, steps
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.cases import BATCHES, BEYOND, CONTEXTS, GOALS, NODES, timed
-from benchmarks.gpu.ladder import PLAIN
 from benchmarks.gpu.machine import Machine, Replay, ceilings, nbytes, race
 from benchmarks.gpu.models import REHEARSED, TIMED
+from benchmarks.gpu.results import Job
 from benchmarks.gpu.steps import Setting
-from benchmarks.gpu.suite import Job, Suite
 from drafttrain.targets.quantised import FP8
 
 SECTION = "bench"
-OTHERS = tuple(baselines.MAKERS)
 CONTEXT = 4096  # of the goals
 MAIN = ("eagle3", "medusa", "jetspec", "dflash2", "domino", "xpress")  # drafters
 REPEATS = 20
@@ -59,7 +54,7 @@ def most_sets(wanted: int, size: int) -> int:
 def jobs(machine: Machine) -> list[Job]:
     """All jobs, the most important first."""
     found = goals(machine) + quantised(machine) + drafting.jobs(machine) + operators(timed(machine.rehearsal), machine)
-    found += [steps.job(setting, machine) for setting in settings(machine)] + against_transformers(machine)
+    found += [steps.job(setting, machine) for setting in settings(machine)]
     return list({job.name: job for job in found}.values())
 
 
@@ -105,18 +100,3 @@ def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:
         Job(case.name, case.op, case.modules, partial(measure, case, machine), **check.needed([case.op], machine))
         for case in cases
     ]
-
-
-def against_transformers(machine: Machine) -> list[Job]:
-    models, context = sizes(machine)
-    needs = check.needed(steps.OPERATORS, machine, texts=[PLAIN])
-    return [replace(job, **needs) for model in models for job in baselines.jobs(model, context, machine)]
-
-
-def main() -> int:
-    suite = Suite(SECTION, __doc__.splitlines()[0])
-    return suite.run(jobs(suite.machine), check.jobs(suite.machine))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

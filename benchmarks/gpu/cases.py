@@ -8,8 +8,7 @@ from __future__ import annotations
 from benchmarks.gpu.accept import ChoiceAccept, Commit, GreedyAccept, LikelyAccept, LosslessAccept
 from benchmarks.gpu.cache import Append, KvKeep, TreeAttention
 from benchmarks.gpu.case import Case
-from benchmarks.gpu.loss import Divergence
-from benchmarks.gpu.rows import Fp8, Fp8Blocks, Fp8Rows, Gated, RmsNorm, Rotary, Sample, Shaped, Top, TopLog
+from benchmarks.gpu.rows import Divergence, Fp8, Fp8Blocks, Fp8Rows, Gated, RmsNorm, Rotary, Sample, Shaped, Top, TopLog
 from benchmarks.gpu.trees import BuildTree, Heads, TreeLinks
 
 V = 128_256

@@ -1,13 +1,11 @@
-"""`make gpu-check`: are all operators right on this GPU, called and captured, and all texts that captured steps decode?
+"""Section `check`: are all operators right on this GPU, called and captured, and all texts that captured steps decode?
 
 Operators: compared with float64 on random inputs, outputs poisoned with NaN, the plain-torch twins forbidden; then captured in
-a CUDA graph, with other inputs copied in before the replay. Texts: `ladder.py`. Memory and races: `sanitize.py`. The exit code
-is 1 if any check fails, 2 without a GPU.
+a CUDA graph, with other inputs copied in before the replay. Texts: `ladder.py`. Memory and races: `sanitize.py`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,14 +13,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import failed_captures, ladder, processes, sanitize, wheels
+from benchmarks.gpu import failed_captures, ladder, processes, sanitize
 from benchmarks.gpu.case import Case, complaint, copied, poison, poisoned, widened, without_twins
 from benchmarks.gpu.cases import checked, first
 from benchmarks.gpu.machine import Machine, Replay
-from benchmarks.gpu.suite import Job, RedError, Suite
-from drafttrain.ops import library
+from benchmarks.gpu.results import Job, RedError
 
-SECTION = "check"
 OF_FIGURES = (torch.float32, torch.bfloat16)  # figures are taken in bfloat16; float32 shows errors best
 
 
@@ -98,18 +94,3 @@ def needed(operators: Sequence[str], machine: Machine, texts: Sequence[str] = ()
     cases = [case for case in first(machine.rehearsal) if case.op in operators]
     names = [name_of(case, dtype) for case in cases for dtype in case.dtypes if dtype in OF_FIGURES]
     return {"needs": (*names, *map(ladder.simplest, texts)), "heeds": tuple(operators)}
-
-
-def main() -> int:
-    suite = Suite(SECTION, __doc__.splitlines()[0])
-    wheels.announce()  # for what several processes do
-    state = library.state_on(suite.machine.device)
-    print(f"operators: {state.text}", flush=True)
-    if not state.loaded and not suite.machine.rehearsal:
-        print("red: without them there is nothing to check", file=sys.stderr)
-        return 1
-    return suite.run(jobs(suite.machine))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ cost of a step does not depend on the accepted drafts, so it gives the acceptanc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -18,12 +17,11 @@ from benchmarks.gpu import check, sources, steps
 from benchmarks.gpu.ladder import PLAIN
 from benchmarks.gpu.machine import WARM, Machine, ceilings, race
 from benchmarks.gpu.models import REHEARSED, TIMED
-from benchmarks.gpu.steps import Setting, Shared, Station, named, target_of
-from benchmarks.gpu.suite import Job, SkipError
+from benchmarks.gpu.results import Job, SkipError
+from benchmarks.gpu.steps import Launches, Setting, Shared, Station, named, target_of
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
-from drafttrain.decoding.graph_runner import Launched
 from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
@@ -108,47 +106,22 @@ def built(name: str, target: FastTarget, machine: Machine) -> Drafter:
     return drafter
 
 
-class Drafting:
+class Drafting(Launches):
     """One request in decode steps that are launched ahead of the host. Each step continues the one before."""
 
     def __init__(self, target: FastTarget, drafter: Drafter, size: Size, machine: Machine) -> None:
-        self.size, self.machine = size, machine
         runs = TIMED_LAUNCHES + 1 + (WARM + size.repeats) * size.steps
         room = (runs + 2) * (1 + drafter.draft_length)
         decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=room, controls=Controls(read_every=1))
         draw = torch.Generator().manual_seed(0)
         request = decoder.request(torch.randint(target.shape.vocab_size, (size.context,), generator=draw).tolist())
-        self.longest = decoder.positions(request)
-        if self.longest > target.shape.max_positions:
-            raise SkipError(f"{self.longest} positions exceed the target's {target.shape.max_positions}")
-        self.session = Session(decoder, 1, self.longest)
-        self.session.submit(request)
-        self.session.step()  # reads the prompt
-        assert self.session.runner is not None
-        self.runner = self.session.runner
-        self.launched: Launched | None = None
-        for _ in range(TIMED_LAUNCHES + 1):  # captures, then times the parts; each of these waits
-            self._launch(1)
-
-    @torch.inference_mode()
-    def _launch(self, count: int) -> None:
-        self.launched = self.runner.launch([0], self.longest, None, count)
-
-    def seconds(self) -> float:
-        """Seconds of one step, from several in a row."""
-        self.machine.wait()
-        return self.machine.seconds(partial(self._launch, self.size.steps)) / self.size.steps
-
-    @property
-    def draft(self) -> float | None:
-        """Seconds of one step's draft; None without graph timings."""
-        parts = self.launched.parts() if self.launched else None
-        return parts.draft if parts else None
-
-    @property
-    def weight_bytes(self) -> int:
-        """That one step reads, as counted at its capture; 0 without a graph."""
-        return self.launched.weight_bytes if self.launched else 0
+        longest = decoder.positions(request)
+        if longest > target.shape.max_positions:
+            raise SkipError(f"{longest} positions exceed the target's {target.shape.max_positions}")
+        session = Session(decoder, 1, longest)
+        session.submit(request)
+        session.step()  # reads the prompt
+        super().__init__(session, 1, longest, size.steps, machine)
 
     @property
     def nodes(self) -> int:
@@ -170,16 +143,12 @@ def measure(name: str, machine: Machine, weights: str | None = None) -> dict[str
     found = {"ms": 1e3 * step, "plain_ms": 1e3 * alone, "over_plain": step / alone, "nodes": drafting.nodes}
     found |= {"draft_length": drafter.draft_length, "parameters": sum(p.numel() for p in drafter.parameters())}
     found |= {"weight_bytes": drafting.weight_bytes, "floor_share": moved / above.bandwidth / step} | above.figures
-    return found if drafting.draft is None else found | {"draft_ms": 1e3 * drafting.draft}
+    return found if drafting.parts is None else found | {"draft_ms": 1e3 * drafting.parts.draft}
 
 
 def jobs(machine: Machine) -> list[Job]:
-    return [job(name, machine) for name in ordered(families())]
-
-
-def ordered(names: Iterable[str]) -> list[str]:
     """All families, those with a published shape first."""
-    return sorted(names, key=lambda name: [*SHAPES].index(name) if name in SHAPES else len(SHAPES))
+    return [job(name, machine) for name in dict.fromkeys([*SHAPES, *families()])]
 
 
 def job(name: str, machine: Machine, weights: str | None = None) -> Job:

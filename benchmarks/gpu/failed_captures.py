@@ -19,7 +19,8 @@ from benchmarks.gpu import sources
 from benchmarks.gpu.ladder import DTYPES, Rung, target_of, texts, variants
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import LADDER
-from benchmarks.gpu.suite import Job, RedError
+from benchmarks.gpu.processes import hold
+from benchmarks.gpu.results import Job
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.graph_runner import CaptureError, captured_graph, why_waiting
 from drafttrain.decoding.scheduler import Decoder
@@ -28,11 +29,6 @@ from drafttrain.decoding.settings import Controls
 FAMILY = "suffix"  # its trees are on the host
 TIMES = 8
 SLACK = 8 << 20  # bytes that the allocator may keep for itself
-
-
-def expect(right: bool, what: str) -> None:
-    if not right:
-        raise RedError(what)
 
 
 @torch.no_grad()
@@ -48,22 +44,22 @@ def alone(machine: Machine) -> dict[str, Any]:
     if machine.rehearsal:
         return {}
     reason = why_waiting(work)
-    expect(reason is not None, "work that asks the device was not found")
+    hold("work that asks the device was not found", reason is not None)
     stream, held = cuda.current_stream(machine.device), list[int]()
     for _ in range(TIMES):
         try:
             captured_graph(work, machine.device)
         except CaptureError:
             held.append(cuda.memory_reserved(machine.device))
-    expect(len(held) == TIMES, "work that asks the device was captured")
-    expect(cuda.current_stream(machine.device) == stream, "the current stream is another one")
-    expect(held[-1] - held[0] <= SLACK, f"failed captures keep {held[-1] - held[0]} bytes")
-    expect(bool(torch.rand(8, device=machine.device).isfinite().all()), "the random generator gives no numbers")
+    hold("work that asks the device was captured", len(held) == TIMES)
+    hold("the current stream is another one", cuda.current_stream(machine.device) == stream)
+    hold(f"failed captures keep {held[-1] - held[0]} bytes", held[-1] - held[0] <= SLACK)
+    hold("the random generator gives no numbers", bool(torch.rand(8, device=machine.device).isfinite().all()))
     cuda.empty_cache()
     before = float(x_N.sum())
     graph = captured_graph(lambda: x_N.add_(1), machine.device)
     graph.replay()
-    expect(float(x_N.sum()) == before + len(x_N), "a later graph computes something else")
+    hold("a later graph computes something else", float(x_N.sum()) == before + len(x_N))
     return {"reason": reason, "bytes": held[-1] - held[0]}
 
 
@@ -84,11 +80,11 @@ def decoding(machine: Machine) -> dict[str, Any]:
         warnings.simplefilter("always")
         decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=20, controls=Controls(read_every=1))
         found = [texts(decoder.run(asked, 2)) for _ in range(2)]
-    expect(found == [wanted] * 2, "texts after a failed capture are others")
+    hold("texts after a failed capture are others", found == [wanted] * 2)
     told = [str(one.message) for one in said if "without CUDA graphs" in str(one.message)]
-    expect(bool(told) or machine.rehearsal, "nothing says that the capture failed")
+    hold("nothing says that the capture failed", bool(told) or machine.rehearsal)
     plain = Decoder(target, None, "greedy", Sampling(), max_new_tokens=20, controls=Controls(read_every=1))
-    expect(texts(plain.run(asked, 2)) == wanted, "later captured steps give other texts")
+    hold("later captured steps give other texts", texts(plain.run(asked, 2)) == wanted)
     return {"reason": told[0]} if told else {}
 
 

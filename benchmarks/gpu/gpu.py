@@ -1,4 +1,4 @@
-"""`make gpu`: all suites in one command, the most important cases first, within a budget of minutes; ends with the goals.
+"""`make gpu`: all sections in one command, the most important cases first, within a budget of minutes; ends with the goals.
 
 Every result is written when it is known, and the same command continues where the last one ended. This process only watches
 another one that does the work (`stages.py`), and imports nothing that takes time. A case that ends that process, or hangs,

@@ -1,8 +1,8 @@
 """Exactness step by step: plain decoding equals transformers', captured steps equal eager ones, drafts change no text.
 
 The models are random ones, the embedded one, and a tiny one of every architecture. In float32 texts are equal. In bfloat16
-greedy texts may differ where the target's two best choices are within rounding (`measure.exactness`, then `rounding.py`).
-Sampled texts may differ in float32 where the deciding number is next to its boundary (`draws.py`).
+greedy texts may differ where the target's two best choices are within rounding (`measure.exactness`).
+Sampled texts may differ in float32 where the deciding number is next to its boundary. `draws.py` judges both.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from benchmarks.gpu import sources
-from benchmarks.gpu.draws import NEAR, Parting, Watch, redrawn
+from benchmarks.gpu.draws import NEAR, Parting, Watch, explains, redrawn
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import LADDER, random_model
-from benchmarks.gpu.rounding import explains
-from benchmarks.gpu.suite import Job, RedError, SkipError
-from benchmarks.gpu.trace import busy
+from benchmarks.gpu.results import Job, RedError, SkipError
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.acceptance import POLICIES
@@ -174,19 +171,7 @@ def check(rung: Rung, machine: Machine) -> dict[str, Any]:
     if drafter is None and rung.policy == "greedy":
         near += same("plain decoding and transformers", rung, captured, transformers(target, machine), machine)
     found: dict[str, Any] = {"near_ties": near.ties, "near_draws": near.draws}
-    found |= {} if target.captured else {"not_captured": target.capture_reason}
-    return found | ({} if drafter is None or drafter.captured else gap(rung, drafter, machine))
-
-
-def gap(rung: Rung, drafter: Drafter, machine: Machine) -> dict[str, float]:
-    """The cost of a drafter that cannot be captured: milliseconds of a decode step, its share of the prompts included, and the
-    part of them in which the device waits for the host.
-    """
-    work = partial(decoded, rung, drafter, False, machine)
-    began, steps = perf_counter(), work().costs.steps
-    machine.wait()
-    spent = perf_counter() - began
-    return {"round_ms": 1e3 * spent / steps, "host_gap_ms": 1e3 * max(0.0, spent - busy(work, machine)) / steps}
+    return found if target.captured else found | {"not_captured": target.capture_reason}
 
 
 @lru_cache(maxsize=8)

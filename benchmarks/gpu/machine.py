@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import cuda
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 Made = TypeVar("Made")
 
@@ -26,6 +28,10 @@ SQUARE = 8192  # of the matrices whose product shows what the tensor cores allow
 WINDOWS = 3  # timed at each look at the ceilings
 HELD_BACK = 1_000_000  # cycles that the device sleeps before a timed window, while the host launches its work
 WARM = 3
+LAUNCH = "cudaGraphLaunch"
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")  # an asynchronous copy is none
+PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas")
+ATTENTION = ("attend", "combine", "flash", "fmha")  # our tree attention is `attend` and `combine`
 
 
 class NoGpuError(Exception):
@@ -210,6 +216,45 @@ def race(contenders: dict[str, Callable[[], float]], repeats: int) -> dict[str, 
             for name, seconds in taken.items():
                 times[name].append(seconds)
     return {name: median(found) for name, found in times.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """waits: of the host, between the first replay's launch and the last one's. The other fields are shares of the kernels'
+    time.
+    """
+
+    waits: int
+    products: float
+    attention: float
+    replays: int
+
+
+def traced(work: Callable[[], object], machine: Machine) -> Trace:
+    """Profile work that replays graphs. Without a GPU all counts are empty."""
+    events = profiled(work, machine)
+    launches = [e.time_range.start for e in events if e.name == LAUNCH]
+    between = [e for e in events if launches and min(launches) <= e.time_range.start <= max(launches)]
+    kernels = [(e.name.lower(), e.time_range.elapsed_us()) for e in on_device(events)]
+    total = sum(taken for _, taken in kernels) or 1.0
+
+    def share(words: tuple[str, ...]) -> float:
+        return sum(taken for name, taken in kernels if any(word in name for word in words)) / total
+
+    return Trace(sum(e.name in WAITS for e in between), share(PRODUCTS), share(ATTENTION), len(launches))
+
+
+def profiled(work: Callable[[], object], machine: Machine) -> list[Any]:
+    """The profiler's events."""
+    activities = [ProfilerActivity.CPU] + ([] if machine.rehearsal else [ProfilerActivity.CUDA])
+    with profile(activities=activities) as seen:
+        work()
+        machine.wait()
+    return list(seen.events() or [])
+
+
+def on_device(events: list[Any]) -> list[Any]:
+    return [e for e in events if e.device_type == DeviceType.CUDA]
 
 
 def known(package: str) -> str:

@@ -10,13 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 ENDLESS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # or transformers' generate would stop by itself
 SMALL = ENDLESS | {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96, "head_dim": 16}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-MEDIUM = ENDLESS | {
-    "vocab_size": 32_000,
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "intermediate_size": 2816,
-    "head_dim": 64,
-}
+MEDIUM = SMALL | {"vocab_size": 32_000, "hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 2816, "head_dim": 64}
 MEDIUM |= {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 2048}
 
 LADDER: dict[str, PreTrainedConfig] = {

@@ -17,8 +17,7 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.gpu.job import Job, Key, RedError, SkipError
-from benchmarks.gpu.results import BLOCKED, FAILED, PASSED, SKIPPED, Entry, Results, why
+from benchmarks.gpu.results import BLOCKED, FAILED, PASSED, SKIPPED, Entry, Job, Key, RedError, Results, SkipError, why
 from benchmarks.gpu.sources import digest
 from drafttrain.core.files import atomic_write_json
 

@@ -1,5 +1,7 @@
-"""Pretrain a target: bfloat16 weights with float32 masters, until the time is used up. Its process collects the text too, so
-that operators are built and checked meanwhile.
+"""Collect text and pretrain a target on it, in a process of its own, so that operators are built and checked meanwhile.
+
+Text: the Python sources of this machine, each once, with a part set apart by file. The target has bfloat16 weights with float32
+masters, and learns until the time is used up.
 
     python -m benchmarks.gpu.pretrain REAL SECONDS [--rehearse]      REAL, SECONDS: the folder, and when pretraining is to end,
                                                                      in seconds since the epoch
@@ -10,9 +12,15 @@ Shapes: B rows, T positions, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
+import site
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
@@ -20,24 +28,138 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.gpu.corpus import collect
-from benchmarks.gpu.job import RedError
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import random_model
-from benchmarks.gpu.real import Folder, Scale, scale_of, there
+from benchmarks.gpu.real import END, TEMPLATE, Folder, Part, Scale, scale_of, there
+from benchmarks.gpu.results import RedError
+from benchmarks.gpu.sources import ROOT
+
+LEAST, MOST, WIDE = 400, 300_000, 120  # characters of a file, and of its mean line at most: longer ones are tables
+APART = 10  # one file in this many is no pretraining text
+MEASURED = 8  # one in this many of these is only for the measurement
+READ, CHUNK = 1024, 2048  # files read, and texts tokenised, at once
+SPACING = 2  # a prompt's length in texts of a file between two prompts
 
 WARM, RISING = 50, 0.1  # steps, and share of the work, of a rising rate at most
 ENDS = 5  # steps whose mean loss counts as the first, and the last
-SAID = 20.0  # seconds between two lines
 HELD = 32  # rows that the loss on text set apart is taken from
 LEAST_STEPS = 2 * ENDS
 SAVING = 2.0  # seconds between the last step and the saved target
+
+
+def roots() -> list[Path]:
+    """The folders of Python's own modules and of installed packages."""
+    named = [sysconfig.get_path("stdlib"), *site.getsitepackages(), *sys.path]
+    found = dict.fromkeys(Path(name).resolve() for name in named if name and Path(name).is_dir())
+    return [path for path in found if path != ROOT]
+
+
+def files() -> Iterator[Path]:
+    seen: set[str] = set()
+    for root in roots():
+        for folder, inner, names in os.walk(root):
+            inner[:] = sorted(name for name in inner if name != "__pycache__" and not name.startswith("."))
+            for name in sorted(names):
+                if name.endswith(".py") and (path := os.path.join(folder, name)) not in seen:
+                    seen.add(path)
+                    yield Path(path)
+
+
+def read(path: Path) -> str | None:
+    """A source's text; None for an unusual one."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    ordinary = LEAST <= len(text) <= MOST and len(text) <= WIDE * (1 + text.count("\n"))
+    return text + "\n" if ordinary and END not in text else None
+
+
+def texts(most: int) -> list[str]:
+    """Every text once, up to this many characters, in an order that depends only on their contents."""
+    found: dict[str, str] = {}
+    held, paths = 0, files()
+    with ThreadPoolExecutor() as readers:
+        while held < most and (some := list(islice(paths, READ))):
+            for text in filter(None, readers.map(read, some)):
+                digest = hashlib.sha256(text.encode()).hexdigest()
+                if digest not in found and held < most:
+                    found[digest] = text
+                    held += len(text)
+    return [found[digest] for digest in sorted(found)]
+
+
+def learnt(sample: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer. Its chat template concatenates messages, so that a reply continues the prompt."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )  # fmt: skip
+    tokenizer.train_from_iterator(sample, trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def tokens(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> NDArray[np.uint16]:
+    """All texts in one row, each followed by the end token."""
+    end, rows = tokenizer.eos_token_id, []
+    for start in range(0, len(sources), CHUNK):
+        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(list(sources[start : start + CHUNK])):
+            rows += [np.array(encoding.ids, np.uint16), np.array([end], np.uint16)]
+    return np.concatenate(rows)
+
+
+def prompts(source: str, least: int) -> list[str]:
+    """Pieces of a text of at least this many characters, which begin and end with a line and are far enough apart."""
+    found, piece, skipped = [], "", 0
+    for line in source.splitlines(keepends=True):
+        if skipped > 0:
+            skipped -= len(line)
+            continue
+        piece += line
+        if len(piece) >= least:
+            found.append(piece.rstrip())
+            piece, skipped = "", SPACING * least
+    return found
+
+
+def spread(items: list[str], count: int) -> list[str]:
+    """This many of them, evenly spaced."""
+    return [items[i * len(items) // count] for i in range(count)] if len(items) > count else items
+
+
+def collect(part: Part, scale: Scale) -> dict[str, Any]:
+    """Write tokens, tokenizer and prompts."""
+    sources = texts(scale.text)
+    apart, kept = sources[::APART], [text for i, text in enumerate(sources) if i % APART]
+    measured, asked = apart[::MEASURED], [text for i, text in enumerate(apart) if i % MEASURED]
+    few = scale.taught * len(kept) // max(1, sum(map(len, kept)))
+    tokenizer = learnt(kept[: max(1, few)], scale.vocab)
+    rows, held = tokens(kept, tokenizer), tokens(measured, tokenizer)
+    figures: dict[str, Any] = {"files": len(sources), "characters": sum(map(len, sources)), "tokens": len(rows)}
+    figures |= {"vocabulary": len(tokenizer), "apart": len(apart)}
+    with part.written(figures) as folder:
+        np.save(folder / "tokens.npy", rows)
+        np.save(folder / "held.npy", held)
+        tokenizer.save_pretrained(folder)
+        questions = [piece for text in asked for piece in prompts(text, scale.prompt)][: scale.asked]
+        (folder / "asked.json").write_text(json.dumps(questions), encoding="utf-8")
+        pieces = spread([piece for text in measured for piece in prompts(text, scale.prompt)], scale.measured)
+        lines = [json.dumps({"question_id": i, "category": "python", "turns": [piece]}) for i, piece in enumerate(pieces)]
+        (folder / "measure.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        figures |= {"prompts": len(questions), "measured": len(pieces)}
+    return figures
 
 
 def config_of(scale: Scale, vocab: int, end: int) -> LlamaConfig:
@@ -100,7 +222,7 @@ def train(model: Any, token_P: NDArray[np.uint16], scale: Scale, seconds: float,
     """The rate rises for some steps and then falls with the remaining time. Raises RedError where the model learns nothing."""
     masters = Masters(model, scale.rate)
     losses: list[Tensor] = []
-    began = said = perf_counter()
+    began = perf_counter()
     for step, token_BT in enumerate(batches(token_P, scale, machine.device)):
         spent = perf_counter() - began
         if spent >= seconds and step >= LEAST_STEPS:
@@ -114,10 +236,7 @@ def train(model: Any, token_P: NDArray[np.uint16], scale: Scale, seconds: float,
         done = min(spent / seconds, (step + 1) / LEAST_STEPS)
         masters.step(scale.rate * min(1.0, max((step + 1) / WARM, done / RISING)) * max(0.02, 1.0 - done))
         losses.append(total)
-        known = float(losses[-2:][0])  # waits for the step before: one is always under way
-        if perf_counter() - said > SAID:
-            said = perf_counter()
-            say(len(losses), scale.rows * scale.length, known, said - began, seconds, machine)
+        float(losses[-2:][0])  # waits for the step before: one is always under way
     machine.wait()
     taken, read = perf_counter() - began, len(losses) * scale.rows * scale.length
     first, last = (float(torch.stack(part).mean()) for part in (losses[:ENDS], losses[-ENDS:]))
@@ -125,12 +244,6 @@ def train(model: Any, token_P: NDArray[np.uint16], scale: Scale, seconds: float,
         raise RedError(f"the loss went from {first:.3f} to {last:.3f} in {len(losses)} steps")
     figures: dict[str, Any] = {"steps": len(losses), "trained_tokens": read, "seconds": taken, "tokens_per_s": read / taken}
     return figures | {"first_loss": first, "last_loss": last}
-
-
-def say(steps: int, each: int, loss: float, spent: float, seconds: float, machine: Machine) -> None:
-    rate = "" if machine.rehearsal else f"{steps * each / spent:,.0f} tokens/s, "
-    left = max(0.0, seconds - spent)
-    print(f"pretraining: step {steps}, {steps * each:,} tokens, loss {loss:.3f}, {rate}{left:.0f} seconds left", flush=True)
 
 
 def fused_norms(model: nn.Module) -> None:

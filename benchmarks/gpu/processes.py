@@ -23,16 +23,13 @@ from torch import Tensor, distributed
 from benchmarks.gpu import sources
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import LADDER, random_model
+from benchmarks.gpu.results import Job, RedError, SkipError
 from benchmarks.gpu.sources import ROOT
-from benchmarks.gpu.suite import Job, RedError, SkipError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
-from drafttrain.objective.losses import LossOptions, Objective
-from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget
-from drafttrain.targets.load import load_target
 from drafttrain.targets.parallel import Part
 from drafttrain.targets.split import split_target
 
@@ -41,7 +38,6 @@ DONE = "the piece ran"
 CPU = torch.device("cpu")
 AGREE = 1e-4  # of losses at other ZeRO stages, in float32
 STAGES = (0, 1, 2, 3)
-STEPS, RATE = 4, 1e-3
 MODULES = ("drafttrain.train.engine", "drafttrain.targets.split", *sources.TRAINING)
 
 
@@ -135,35 +131,17 @@ def texts(target: FastTarget, capture: bool) -> list[list[int]]:
 
 def zero(place: Place) -> None:
     """Steps of DeepSpeed's engine at every ZeRO stage, in a group of one. The losses of all stages agree, and they fall."""
-    from benchmarks.gpu.throughput import random_batch
-    from drafttrain.train import DeepSpeedOptions, TrainOptions
-    from drafttrain.train.engine import TrainingEngine, join_world
+    from benchmarks.gpu.two import STEPS, Training
+    from drafttrain.train.engine import join_world
 
-    world, found = join_world(place.device), {}
-    target = load_target(TargetOptions(dtype="float32", device=str(place.device))).target
-    batch = random_batch(2, 24, target.shape.vocab_size, seed=0).to(place.device)
+    training, found = Training(join_world(place.device), place.device), {}
     for stage in STAGES:
-        torch.manual_seed(0)
-        family = families()["medusa"]
-        drafter = family.build(family.options(), target).to(place.device).train()
-        objective, options = Objective(drafter, target, LossOptions()), TrainOptions(global_batch=2, micro_batch=2)
-        engine, losses = TrainingEngine(objective, options, DeepSpeedOptions(zero_stage=stage), world), []
-        for _ in range(STEPS):
-            loss, _ = engine.forward(filled(batch, target, drafter), 1.0)
-            engine.backward(loss, 48.0)
-            engine.step(RATE)
-            losses.append(float(loss.detach()))
+        losses = training.steps(training.engine(stage), STEPS)
         hold(f"the loss does not fall at ZeRO stage {stage}: {losses}", losses[-1] < losses[0])
         found[stage] = torch.tensor(losses)
     for stage, losses in found.items():
         apart = float(((losses - found[0]) / found[0]).abs().max())
         hold(f"losses at ZeRO stage {stage} are {apart:.1e} from those at stage 0", apart <= AGREE)
-
-
-def filled(batch: Any, target: Any, drafter: Any) -> Any:
-    from drafttrain.features.online import Online
-
-    return Online(target, drafter.taps).fill(batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The second part of `make gpu-real`: drafters distilled from the target of `real_1.py` by `drafttrain fit`, and their
+"""The second part of `make gpu-real`: drafters distilled from the target of `real.py` by `drafttrain fit`, and their
 acceptance and speed.
 
 Every recipe trains for the same time. Acceptance and speed are then measured on prompts that neither the target nor a drafter
-was trained on. Checks run before, as in `make gpu-bench`. Without the target or its data a recipe is skipped. One that fails
+was trained on. Checks run before. Without the target or its data a recipe is skipped. One that fails
 does not affect the others' figures.
 """
 
@@ -20,12 +20,12 @@ from threading import Thread
 from time import perf_counter
 from typing import Any
 
-from benchmarks.gpu import check, real_1, report, steps
+from benchmarks.gpu import check, real, report, steps
 from benchmarks.gpu.distil import READY, Asked
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.real import Folder, MissingError, Part, Scale, lacking, scale_of, there
+from benchmarks.gpu.results import Job, RedError, SkipError
 from benchmarks.gpu.sources import ROOT
-from benchmarks.gpu.suite import Job, RedError, SkipError
 from benchmarks.gpu.throughput import modules_of
 from drafttrain.targets import TargetOptions
 
@@ -178,22 +178,20 @@ def jobs(folder: Folder, machine: Machine, turns: Turns) -> list[Job]:
     found = []
     for name in RECIPES:
         row = folder.row(name)
-        needs, run = check.needed(OPERATORS, machine, texts=[name]), partial(kept, row, name, turns, machine)
+        needs, run = check.needed(OPERATORS, machine, texts=[name]), partial(kept, row, name, turns)
         made, able = partial(there, row), partial(ready, folder)
         least = 0.0 if machine.rehearsal else LEAST
         found.append(Job(case_of(name), "drafters", modules_of(name), run, made, **needs, able=able, seconds=least))
     return found
 
 
-def kept(row: Part, recipe: str, turns: Turns, machine: Machine) -> dict[str, Any]:
+def kept(row: Part, recipe: str, turns: Turns) -> dict[str, Any]:
     """The drafter's row, which is removed with its data. Raises SkipError where that is missing."""
     if reason := missing(row.source):
         raise SkipError(reason)
     figures = turns.train(recipe)
     with row.written(figures):
         pass
-    if not machine.rehearsal:
-        print(table({recipe: figures}), flush=True)
     return figures
 
 
@@ -213,25 +211,6 @@ def missing(data: Part | None) -> str | None:
     return None
 
 
-def table(figures: dict[str, dict[str, Any]]) -> str:
-    """What the drafters gain, by recipe, the fastest first. Greedy at each batch size, then sampled at each temperature."""
-    first = next(iter(figures.values()))
-    names = ["recipe", "tau", "expected tau", *(f"speedup, batch {size}" for size in first["batches"]), "exact", "loops"]
-    names += [f"{what}, temperature {t}" for t in first["sampled"] for what in ("tau", "speedup")]
-    rows = [report.row(*names, "plain step, ms", "training, s", "steps"), report.row(*["---"] * (len(names) + 3))]
-    for name, f in sorted(figures.items(), key=lambda pair: -(pair[1]["speedup"] or 0.0)):
-        cells = [name, report.number(f["tau"]), report.number(f["expected_tau"])]
-        cells += [report.number(one["speedup"]) for one in f["batches"].values()] + [f["exact"], str(f["loops"])]
-        cells += [report.number(one[what]) for one in f["sampled"].values() for what in ("tau", "speedup")]
-        step = report.number(next(iter(f["batches"].values()))["plain_step_ms"], 3)
-        rows.append(report.row(*cells, step, report.number(f["seconds"], 0), f["steps"]))
-    return "\n".join(rows)
-
-
 def announce(known: dict[str, Any]) -> None:
     """Print what a machine's results say of the target and its drafters."""
-    print(*report.material(known.get(real_1.SECTION, {})), sep="\n")
-    entries = known.get(SECTION, {})
-    figures = {name.removeprefix(case_of("")): e["figures"] for name, e in report.measured(entries, case_of(""))}
-    if figures:
-        print(f"\n{table(figures)}", flush=True)
+    print(*report.material(known.get(real.SECTION, {})), *report.distilled(known.get(SECTION, {})), sep="\n", flush=True)

@@ -106,8 +106,9 @@ def ceilings(bench: Section) -> Iterable[str]:
 def figures(bench: Section, train: Section) -> list[str]:
     """All that was timed, one row for each."""
     rows = table("what", "measured", "of the ceiling", "ratio", "more")
-    parts = (steps(bench), drafting(bench), against_transformers(bench), operators(bench))
-    for cells in itertools.chain(*parts, trainings(train), rivals(train), losses(train), drafters(train)):
+    for cells in itertools.chain(
+        steps(bench), drafting(bench), operators(bench), trainings(train), rivals(train), losses(train), drafters(train)
+    ):
         rows.append(row(*cells))
     return rows
 
@@ -144,13 +145,6 @@ def unsteady(entry: dict[str, Any]) -> str:
     return " (unsteady ceiling)" if entry["figures"].get("spread", 0.0) > STEADY else ""
 
 
-def against_transformers(bench: Section) -> Iterable[Cells]:
-    for other in ("generate", "compiled loop"):
-        for name, entry in measured(bench, f"{other} "):
-            ours, theirs = entry["figures"]["ours_ms"], entry["figures"]["theirs_ms"]
-            yield name, f"{theirs:.3f} ms{age(entry)}", "", f"{theirs / ours:.2f} plain steps", "of transformers"
-
-
 def operators(bench: Section) -> Iterable[Cells]:
     for name, entry in measured(bench, ""):
         f = entry["figures"]
@@ -160,13 +154,9 @@ def operators(bench: Section) -> Iterable[Cells]:
 
 
 def trainings(train: Section) -> Iterable[Cells]:
-    """Compared with the straightforward way, on as many rows as fit in memory."""
     for name, entry in measured(train, "training "):
         f = entry["figures"]
-        eager, more = f"{f.get('times', 0):.2f} times eager", f"{gib(f['peak_bytes'])}, eager {gib(f['eager_bytes'])}"
-        if not f["eager_rows"]:
-            eager, more = "", f"{gib(f['peak_bytes'])}, eager out of memory"
-        yield name, f"{f['tokens_per_s']:,.0f} tokens/s{age(entry)}", f"MFU {percent(f['mfu'])}", eager, more
+        yield name, f"{f['tokens_per_s']:,.0f} tokens/s{age(entry)}", f"MFU {percent(f['mfu'])}", "", gib(f["peak_bytes"])
 
 
 def rivals(train: Section) -> Iterable[Cells]:

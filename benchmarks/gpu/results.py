@@ -1,23 +1,55 @@
-"""A machine's results, case by case: one JSON file per GPU, written after every case, so that a later run can continue."""
+"""Cases, and a machine's results: one JSON file per GPU, written after every case, so that a later run can continue."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.job import Job
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.sources import ROOT, digest
+from benchmarks.gpu.sources import ROOT, SCOPES, digest
 from drafttrain.core.files import atomic_write_text
 
 FOLDER = ROOT / "benchmarks" / "results"
 PASSED, FAILED, SKIPPED, BLOCKED = "passed", "failed", "skipped", "blocked"
 CHECK = "check"  # the section that others depend on
 
+Key = tuple[str, str]  # (section, name)
 Section = dict[str, dict[str, Any]]
+
+
+class RedError(Exception):
+    """The result is wrong; the message says how."""
+
+
+class SkipError(Exception):
+    """The case cannot run here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One case, in one section of the results."""
+
+    name: str
+    group: str  # its line in the summary; for an operator's check: the operator
+    scope: str | tuple[str, ...]  # the modules that it starts from (`sources.files`), or a name in `sources.SCOPES`
+    run: Callable[[], dict[str, Any]]  # returns the figures
+    lasts: Callable[[], bool] = lambda: True  # whether the result still exists; if not, the case runs again
+    needs: tuple[str, ...] = ()  # names of checks that must have passed before
+    heeds: tuple[str, ...] = ()  # operators of which any failed check blocks it, needed or not
+    section: str = ""
+    seconds: float = 0.0  # of the budget that must be left for it to begin
+    able: Callable[[], object] = lambda: False  # whether it can run now after it was skipped
+
+    @property
+    def key(self) -> Key:
+        return self.section, self.name
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return SCOPES[self.scope] if isinstance(self.scope, str) else self.scope
 
 
 @dataclass(frozen=True, slots=True)

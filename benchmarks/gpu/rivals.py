@@ -21,8 +21,8 @@ import torch
 from benchmarks.gpu import check, wheels
 from benchmarks.gpu.machine import Machine, race
 from benchmarks.gpu.models import REHEARSED, TIMED
+from benchmarks.gpu.results import Job, RedError, SkipError
 from benchmarks.gpu.steps import target_of
-from benchmarks.gpu.suite import Job, RedError, SkipError
 from benchmarks.gpu.throughput import CONTEXTS, MODEL, OPERATORS, REPEATS, Setting, Training, beyond, modules_of
 from benchmarks.rival_modules import RIVALS, Given, Rival
 from drafttrain.model.batch import TrainBatch
@@ -51,7 +51,7 @@ def measure(name: str, setting: Setting, machine: Machine) -> dict[str, Any]:
         more = {"draft_vocab": 80} if machine.rehearsal else {}
         # three blocks, as the rivals' modules want
         training = Training(setting, machine, target_layer_ids=[0, blocks // 2, blocks - 2], **more)
-        batch = training.online.fill(training.rows(len(training.batch.token_BT)))
+        batch = training.online.fill(training.batch.to(machine.device))
         training.drafter.prepare(partial(chosen, training, batch))
         config = (REHEARSED if machine.rehearsal else TIMED)[setting.model].to_dict()
         steps = training.drafter.predicted_steps

@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.gpu.cases import SMALL
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.results import Job, RedError, SkipError
 from benchmarks.gpu.sources import ROOT
-from benchmarks.gpu.suite import Job, RedError, SkipError
 from benchmarks.gpu.trees import Heads
 
 TOOLS = ("memcheck", "racecheck")

@@ -25,12 +25,7 @@ KERNELS = "drafttrain.kernels"  # the folder kernels/ of a checkout
 SHARED = ("kernels/csrc/schema.h", "kernels/csrc/ops.cpp")  # they declare all operators
 LOADER = "drafttrain.ops.library"  # it names an operator only to try the library; its users do not depend on that operator
 DECODER: tuple[str, ...] = ("drafttrain.decoding.scheduler", "drafttrain.targets.load")
-TRAINING = (
-    *DECODER,
-    "drafttrain.features.online",
-    "drafttrain.objective.losses",
-    "drafttrain.train.telemetry",
-)
+TRAINING = (*DECODER, "drafttrain.features.online", "drafttrain.objective.losses", "drafttrain.train.telemetry")
 
 SCOPES = {"decoder": DECODER, "training": TRAINING}
 

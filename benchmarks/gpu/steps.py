@@ -17,10 +17,9 @@ from torch import Tensor
 from benchmarks.gpu import check
 from benchmarks.gpu.cases import NODES
 from benchmarks.gpu.ladder import PLAIN
-from benchmarks.gpu.machine import Machine, ceilings, race
+from benchmarks.gpu.machine import Machine, ceilings, race, traced
 from benchmarks.gpu.models import REHEARSED, TIMED, random_model
-from benchmarks.gpu.suite import Job, RedError, SkipError
-from benchmarks.gpu.trace import traced
+from benchmarks.gpu.results import Job, RedError, SkipError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, Path, TreeShape
 from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
@@ -143,7 +142,43 @@ class Shared:
         return self._kv
 
 
-class Station:
+class Launches:
+    """Decode steps that a session's runner launches ahead of the host, `count` in one timed run."""
+
+    def __init__(self, session: Session, rows: int, longest: int, count: int, machine: Machine) -> None:
+        assert session.runner is not None
+        self.runner, self.machine = session.runner, machine
+        self.rows, self.longest, self.count = rows, longest, count
+        self.launched: Launched | None = None
+        self.stand()
+        for _ in range(TIMED_LAUNCHES + 1):  # captures, then times the parts; each of these waits
+            self.launch(1)
+
+    def stand(self) -> None:
+        """Prepare a run."""
+
+    @torch.inference_mode()
+    def launch(self, steps: int) -> None:
+        self.launched = self.runner.launch(range(self.rows), self.longest, None, steps)
+
+    def seconds(self) -> float:
+        """Seconds of one step, from several in a row."""
+        self.stand()
+        self.machine.wait()
+        return self.machine.seconds(partial(self.launch, self.count)) / self.count
+
+    @property
+    def weight_bytes(self) -> int:
+        """That one step reads, as counted at its capture; 0 without a graph."""
+        return self.launched.weight_bytes if self.launched else 0
+
+    @property
+    def parts(self) -> Any:
+        """Seconds of one step's parts; None without graph timings."""
+        return self.launched.parts() if self.launched else None
+
+
+class Station(Launches):
     """A session whose rows are at their contexts, as if their prompts had been read. nodes 1: plain decoding. options: of the
     sampling.
     """
@@ -151,45 +186,30 @@ class Station:
     def __init__(
         self, target: Shared, setting: Setting, nodes: int, machine: Machine, options: dict[str, Any] | None = None
     ) -> None:
-        self.setting, self.machine, self.nodes = setting, machine, nodes
+        self.setting, self.nodes = setting, nodes
         drafter = None if nodes == 1 else Offered(nodes, target.shape.vocab_size, machine.device)
         sampling = Sampling(1.0, **options or {}) if setting.sampled else Sampling()
         policy = "lossless" if setting.sampled else "greedy"
         decoder = Decoder(target, drafter, policy, sampling, controls=Controls(read_every=1))
         self.session = Session(decoder, setting.rows, setting.context + ROOM)
-        assert self.session.runner is not None
-        self.runner = self.session.runner
-        self.longest = setting.context + STEPS * decoder.reach + (drafter.max_new_positions if drafter else 1)
-        assert self.longest <= setting.context + ROOM
-        self.launched: Launched | None = None
-        self._stand()
-        for _ in range(TIMED_LAUNCHES + 1):  # captures, then times the parts; each of these waits
-            self._launch(1)
+        longest = setting.context + STEPS * decoder.reach + (drafter.max_new_positions if drafter else 1)
+        assert longest <= setting.context + ROOM
+        super().__init__(self.session, setting.rows, longest, STEPS, machine)
 
     @torch.inference_mode()
-    def _stand(self) -> None:
+    def stand(self) -> None:
         rows, slots = self.setting.rows, self.session.slots
         for slot, context in enumerate(self.setting.contexts):
             self.session.kv.crop_slot(slot, context)
         slots.done_S[:rows], slots.made_S[:rows], slots.limit_S[:rows] = False, 1, 1 << 40
         slots.root_S[:rows] = torch.arange(rows, device=self.machine.device)
 
-    @torch.inference_mode()
-    def _launch(self, steps: int) -> None:
-        self.launched = self.runner.launch(range(self.setting.rows), self.longest, None, steps)
-
-    def seconds(self) -> float:
-        """Seconds of one step, from `STEPS` in a row."""
-        self._stand()
-        self.machine.wait()
-        return self.machine.seconds(partial(self._launch, STEPS)) / STEPS
-
     def figures(self) -> dict[str, Any]:
         """Figures other than times. Raises RedError where the steps did not continue the texts correctly."""
-        self._stand()
-        seen = traced(partial(self._launch, STEPS), self.machine) if self.nodes in TRACED else None
+        self.stand()
+        seen = traced(partial(self.launch, STEPS), self.machine) if self.nodes in TRACED else None
         if seen is None:
-            self._launch(STEPS)
+            self.launch(STEPS)
         assert self.launched is not None
         made = [sum(row.count for row in rows) for rows in zip(*self.launched.rows(), strict=True)]
         grown = (self.session.kv.lengths(torch.arange(self.setting.rows)).cpu() - torch.tensor(self.setting.contexts)).tolist()
@@ -199,17 +219,6 @@ class Station:
         if seen is not None:
             found |= {"waits": seen.waits, "replays": seen.replays, "products": seen.products, "attention": seen.attention}
         return found
-
-    @property
-    def weight_bytes(self) -> int:
-        """That one step reads, as counted at its capture; 0 without a graph."""
-        return self.launched.weight_bytes if self.launched else 0
-
-    @property
-    def verify(self) -> float | None:
-        """Seconds of the target's forward in one step; None without graph timings."""
-        parts = self.launched.parts() if self.launched else None
-        return parts.verify if parts else None
 
 
 @lru_cache(maxsize=1)
@@ -244,8 +253,8 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
         found = {"ms": 1e3 * step, "floor_share": moved / above.bandwidth / step, "over_plain": step / taken["1"]}
         found["weight_bytes"] = station.weight_bytes
         found["over_unfiltered"] = step / taken[str(station.nodes)]
-        if station.verify is not None:
-            found["outside_target"] = max(0.0, 1.0 - station.verify / step)
+        if station.parts is not None:
+            found["outside_target"] = max(0.0, 1.0 - station.parts.verify / step)
         figures[name] = found | station.figures()
     return figures
 

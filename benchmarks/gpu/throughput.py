@@ -1,28 +1,25 @@
 """Training steps of drafters for a target of a real size with random weights: tokens per second, share of the GPU's peak,
-memory; and the same step in its simplest form (`straight.py`), in turn.
+memory.
 
 A step is the frozen target's forward, the drafter's loss and gradients, and AdamW, with weights, gradients and moments in
-bfloat16. Both ways train one drafter with one optimizer. Where the simple way runs out of memory, that is its result, and it
-is timed on fewer rows.
+bfloat16.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.gpu import check, sources, straight
+from benchmarks.gpu import check, sources
 from benchmarks.gpu.ladder import PLAIN
 from benchmarks.gpu.machine import Machine, race
 from benchmarks.gpu.models import REHEARSED
+from benchmarks.gpu.results import Job
 from benchmarks.gpu.steps import target_of
-from benchmarks.gpu.suite import Job, RedError
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
@@ -34,7 +31,6 @@ CONTEXTS = (2048, 8192)
 TOKENS = 8192  # of a step
 REPEATS = 5
 OPERATORS = ("rms_norm", "gated", "divergence")  # of the target's forward and of the loss
-AGREE = 0.03  # of both ways' losses, in bfloat16
 RATE = 1e-5
 OPTIONS: dict[str, dict[str, Any]] = {  # that training knows of `recipes/*_llama31_8b.yaml`
     "eagle3": {"steps": 7, "draft_vocab": 32_000},
@@ -55,7 +51,7 @@ class Setting:
 
 
 class Training:
-    """One drafter in training, with steps computed either way. `flops`: of one step's target forward and drafter."""
+    """One drafter in training. `flops`: of one step's target forward and drafter."""
 
     def __init__(self, setting: Setting, machine: Machine, **more: Any) -> None:
         """more: options of the drafter."""
@@ -68,31 +64,19 @@ class Training:
             self.drafter = of.build(options, self.target).to(torch.bfloat16).train()
         self.drafter.prepare(lambda: torch.arange(vocab))  # its vocabulary may be any tokens
         self.objective = Objective(self.drafter, self.target, LossOptions())
-        self.online, self.written = Online(self.target, self.drafter.taps), straight.LOSSES[setting.family]
+        self.online = Online(self.target, self.drafter.taps)
         trained = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=RATE, fused=not machine.rehearsal)
         self.batch = random_batch(rows, setting.context, vocab, seed=0)
         self.flops, self.loss = self._count()
-        self.step(self.ours, rows)  # AdamW has its moments from here on
+        self.step()  # AdamW has its moments from here on
 
-    def ours(self, batch: TrainBatch) -> Tensor:
-        return self.objective(self.online.fill(batch))[0]
-
-    def eager(self, batch: TrainBatch) -> Tensor:
-        return self.written(self.drafter, self.target, batch)
-
-    def step(self, loss: Callable[[TrainBatch], Tensor], rows: int) -> None:
-        self.optimizer.zero_grad()  # first, since a step may have run out of memory
-        batch = self.rows(rows)
-        total = loss(batch)
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        batch = self.batch.to(self.machine.device)
+        total, _ = self.objective(self.online.fill(batch))
         (total / batch.token_BT.numel()).backward()
         self.optimizer.step()
-
-    def rows(self, count: int) -> TrainBatch:
-        """The first rows, brought to the device as a training step brings them."""
-        b = self.batch
-        kept = TrainBatch(b.token_BT[:count], b.position_BT[:count], b.document_BT[:count], b.mask_BT[:count])
-        return kept.to(self.machine.device)
 
     def _count(self) -> tuple[float, float]:
         """(operations of a step, its loss), counted as in `drafttrain fit`."""
@@ -101,14 +85,6 @@ class Training:
             loss, _ = self.objective(self.online.fill(self.batch))
             (loss / self.batch.token_BT.numel()).backward()
         return counter.of(self.batch), float(loss.detach())
-
-    def check(self, rows: int) -> None:
-        """Raises RedError where the two losses differ. It needs no gradients."""
-        batch = self.rows(rows)
-        with torch.no_grad():
-            ours, theirs = float(self.ours(batch)), float(self.eager(batch))
-        if not abs(ours - theirs) <= AGREE * abs(theirs):
-            raise RedError(f"the loss is {ours:.4g}, written straightforwardly {theirs:.4g}")
 
 
 def random_batch(rows: int, length: int, vocab: int, seed: int) -> TrainBatch:
@@ -136,35 +112,14 @@ def beyond(work: Callable[[], object], machine: Machine) -> int:
     return most(work, machine) - held
 
 
-def fitting(work: Callable[[int], object], rows: int, machine: Machine) -> tuple[int, int]:
-    """(rows, bytes) of the most rows that fit, halved until they do; 0 rows where one is too many."""
-    while rows:
-        try:
-            return rows, most(partial(work, rows), machine)
-        except torch.OutOfMemoryError:
-            rows //= 2
-        gc.collect()  # free the memory of the failed attempt
-        torch.cuda.empty_cache()
-    return 0, 0
-
-
 def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     training = Training(setting, machine)
-    ours, eager = partial(training.step, training.ours), partial(training.step, training.eager)
     rows, length = training.batch.token_BT.shape
-    found = {"rows": rows, "loss": training.loss, "flops": training.flops, "peak_bytes": most(partial(ours, rows), machine)}
-    found["waits"] = machine.waits(partial(ours, rows))
-    found["eager_rows"], found["eager_bytes"] = fitting(eager, rows, machine)
-    contenders = {"ours": partial(machine.seconds, partial(ours, rows))}
-    if found["eager_rows"]:
-        training.check(found["eager_rows"])
-        contenders["eager"] = partial(machine.seconds, partial(eager, found["eager_rows"]))
-    taken = race(contenders, REPEATS)
-    limit, found["tokens_per_s"] = named_peak(machine.name), rows * length / taken["ours"]
-    found["mfu"] = None if limit is None else training.flops / taken["ours"] / limit
-    if found["eager_rows"]:
-        found["eager_tokens_per_s"] = found["eager_rows"] * length / taken["eager"]
-        found["times"] = found["tokens_per_s"] / found["eager_tokens_per_s"]
+    found = {"rows": rows, "loss": training.loss, "flops": training.flops, "peak_bytes": most(training.step, machine)}
+    found["waits"] = machine.waits(training.step)
+    taken = race({"ours": partial(machine.seconds, training.step)}, REPEATS)["ours"]
+    limit, found["tokens_per_s"] = named_peak(machine.name), rows * length / taken
+    found["mfu"] = None if limit is None else training.flops / taken / limit
     return found
 
 

@@ -1,13 +1,12 @@
-"""`make gpu-train`: the speed of training steps on this GPU, the saving of the fused loss, and whether drafters learn.
+"""Section `train`: the speed of training steps on this GPU, the saving of the fused loss, and whether drafters learn.
 
 First steps for a target of a real size (`throughput.py`). Then the loss by itself: output matrix, divergence and both
 gradients by `losses.Objective`, with its divergence fused or in plain torch. Then every family on the embedded target with a
-plain AdamW loop over random tokens. Checks run before, as in `make gpu-bench`.
+plain AdamW loop over random tokens.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.gpu import check, rivals, throughput
 from benchmarks.gpu.cases import LOSSES, V
 from benchmarks.gpu.machine import Machine, race
-from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
+from benchmarks.gpu.results import Job, RedError, SkipError
 from benchmarks.gpu.throughput import random_batch
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
@@ -137,12 +136,3 @@ def jobs(machine: Machine) -> list[Job]:
         modules = throughput.modules_of(name)
         found.append(Job(f"drafter {name}", "drafters", modules, partial(family, name, machine), **needs))
     return found
-
-
-def main() -> int:
-    suite = Suite(SECTION, __doc__.splitlines()[0])
-    return suite.run(jobs(suite.machine), check.jobs(suite.machine))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

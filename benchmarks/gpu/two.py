@@ -17,10 +17,11 @@ from time import perf_counter
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.gpu.job import RedError
-from benchmarks.gpu.processes import AGREE, RATE, Place, filled, finished, here, hold, launch, shared
+from benchmarks.gpu.processes import AGREE, Place, finished, here, hold, launch, shared
+from benchmarks.gpu.results import RedError
 from benchmarks.gpu.throughput import random_batch
 from drafttrain.drafters import families
+from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets import TargetOptions
@@ -30,6 +31,7 @@ from drafttrain.train.engine import TrainingEngine, World, join_world
 
 STAGES = (1, 3)
 ROWS, LENGTH, SAVED, STEPS = 4, 24, 2, 4  # a state is saved after SAVED of the STEPS
+RATE = 1e-3
 WEIGHTS, LOSSES = "weights.safetensors", "losses.json"
 
 
@@ -55,7 +57,7 @@ class Training:
     def steps(self, engine: TrainingEngine, count: int) -> list[float]:
         losses = []
         for _ in range(count):
-            loss, _ = engine.forward(filled(self.batch, self.target, self.drafter), 1.0)
+            loss, _ = engine.forward(Online(self.target, self.drafter.taps).fill(self.batch), 1.0)
             engine.backward(loss, ROWS * LENGTH)
             engine.step(RATE)
             losses.append(float(self.world.sum(loss.detach().clone())))

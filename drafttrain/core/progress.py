@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+if TYPE_CHECKING:  # decoding on a GPU machine works without rich
+    from rich.console import Console
+    from rich.progress import Progress
 
 BETWEEN_LINES = 30.0  # seconds, of a stage without a terminal
 SPEED_OVER = 120.0  # seconds over which a bar estimates the time left
@@ -45,6 +47,8 @@ class StageProgress:
 @contextmanager
 def bars(console: Console) -> Iterator[Progress]:
     """Progress bars. A console that is not a terminal gets the final state of each as a line."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
     with Progress(
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, speed_estimate_period=SPEED_OVER

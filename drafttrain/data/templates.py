@@ -27,7 +27,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -189,6 +188,8 @@ def template_errors(refused: str, origin: str, way_out: str) -> Iterator[None]:
 
     refused: message for errors that the template raises itself. origin: where the template comes from, for its other errors.
     """
+    import jinja2  # a machine that only decodes may lack it
+
     try:
         with bounded():
             yield

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+if TYPE_CHECKING:  # a machine without matplotlib reads the curves
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CURVES = {
     "loss": "Loss",
@@ -86,6 +85,8 @@ def acceptance_plot(entries: Sequence[Entry], path: Path) -> Path | None:
 
     None when nothing was drafted.
     """
+    from matplotlib.ticker import MaxNLocator
+
     drafted = [e for e in entries if e["alpha_by_position"]]
     if not drafted:
         return None
@@ -215,6 +216,9 @@ def colour(i: int) -> str:
 
 def panels(count: int, width: float, columns: int | None = None, height: float = 3.9) -> tuple[Figure, list[Axes]]:
     """A figure of this size in inches, and its panels, row by row. columns: panels in a row; None: all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     across = columns or count

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from benchmarks.gpu import goals, gpu, real_1, real_2, stages, wheels
+from benchmarks.gpu import goals, gpu, real, real_2, stages, wheels
 from benchmarks.gpu.plan import Stage
 from benchmarks.gpu.real import Folder
 from benchmarks.gpu.results import PASSED, SKIPPED
@@ -213,7 +213,7 @@ def planned(word: str = "") -> list[Stage]:
 
     machine = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})
     folder, remaining = Folder(Path("nowhere"), machine), partial(float, 360)
-    maker = real_1.Maker(folder, machine, False, remaining)
+    maker = real.Maker(folder, machine, False, remaining)
     return stages.stages(machine, maker, real_2.turns_of(folder, machine, remaining), word)
 
 

@@ -14,12 +14,10 @@ import torch
 
 from benchmarks.gpu import bench, check, goals, ladder, report, sources, train
 from benchmarks.gpu.cases import checked
-from benchmarks.gpu.job import Job, RedError
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.plan import DeadError, Limits, Runner, Stage, ordered
-from benchmarks.gpu.results import BLOCKED, CHECK, FAILED, PASSED, Entry, Results
-from benchmarks.gpu.stages import mark_dead
-from benchmarks.gpu.suite import Arguments
+from benchmarks.gpu.results import BLOCKED, CHECK, FAILED, PASSED, Entry, Job, RedError, Results
+from benchmarks.gpu.stages import Arguments, mark_dead
 from drafttrain.drafters import families
 from drafttrain.drafters.options import TREES
 
@@ -128,7 +126,7 @@ def test_gpu_runner_dead_device_ends_run_and_next_process_continues(tmp_path: Pa
 
 def arguments(**given: Any) -> Arguments:
     fixed = {"rehearse": True, "force": False, "results": None, "budget": 60.0, "only": "", "real": Path("nowhere")}
-    return Arguments(**fixed | {"minutes": None, "stages": ""} | given)
+    return Arguments(**fixed | {"minutes": 1.0, "section": "", "stages": ""} | given)
 
 
 OPERATOR = next(goal for goal in goals.GOALS if goal.unit == "us")
@@ -203,7 +201,7 @@ RESETS: dict[str, set[str]] = {
     "drafttrain/ops/divergence.py": {"divergence", "training"},
     "kernels/triton/divergence.py": {"divergence", "training"},
     "kernels/triton/tree_attention.py": {"tree_attention", "plain", "medusa", "eagle3", "training"},
-    "kernels/csrc/cuda/trees.cu": {"tree_links", "eagle3", "medusa"},
+    "kernels/csrc/cuda/trees.cu": {"tree_links", "tree_attention", "plain", "medusa", "eagle3", "training"},
     "kernels/include/drafttrain/rows.cuh": {"rms_norm", "plain", "medusa", "eagle3", "training"},
     "kernels/csrc/schema.h": {"rms_norm", "tree_links", "tree_attention", "plain", "medusa", "eagle3", "training"},
     "drafttrain/decoding/step.py": {"plain", "medusa", "eagle3", "training"},

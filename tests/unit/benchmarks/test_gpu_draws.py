@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu import draws, ladder
 from benchmarks.gpu.draws import Parting, Watch
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.suite import RedError
+from benchmarks.gpu.results import RedError
 from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.acceptance import THRESHOLD, policy_for
