@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.case import Case, Ranks, Tensors, generator, random_parents
+from drafttrain.ops import build_tree as tree_op
 from drafttrain.ops import residual_heads as heads_op
-from drafttrain.ops import tree_bits as tree_op
 from drafttrain.ops.tree_bits import words_for, words_of
 
 
 @dataclass(frozen=True)
 class TreeLinks(Case):
     op: ClassVar = "tree_links"
-    twins: ClassVar = ("drafttrain.ops.tree_bits.links_reference",)
+    twins: ClassVar = ("drafttrain.ops.build_tree.links_reference",)
     dtypes: ClassVar = (torch.float32,)
     rows: int
     nodes: int
@@ -56,8 +56,8 @@ def links(parent: list[int]) -> tuple[list[int], list[list[int]]]:
 class BuildTree(Case):
     op: ClassVar = "build_tree"
     twins: ClassVar = (
-        "drafttrain.ops.tree_bits.build_reference",
-        "drafttrain.ops.tree_bits.links_reference",
+        "drafttrain.ops.build_tree.build_reference",
+        "drafttrain.ops.build_tree.links_reference",
         "drafttrain.ops.top.reference",
     )
     dtypes: ClassVar = (torch.float32,)

@@ -29,8 +29,9 @@ from drafttrain.model.drafter import Drafter, FrozenRef
 from drafttrain.model.layers import Linear, ResidualBlock, recomputed
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL, Taps, Target
+from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top, top_log
-from drafttrain.ops.tree_bits import MOST_CANDIDATES, MOST_NODES, ancestors_of, build_tree
+from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from benchmarks.gpu.results import FAILED, PASSED, Entry, Job, RedError, Results
 
 GPU = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})  # its cases, not its work
 NORM = ("drafttrain.ops.rms_norm",)
-TREES = ("drafttrain.ops.tree_bits",)
+TREES = ("drafttrain.ops.build_tree",)
 
 
 def test_gpu_results_hold_only_for_same_sources_and_torch_version(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ RESETS: dict[str, set[str]] = {
     "drafttrain/ops/divergence.py": {"divergence", "training"},
     "kernels/triton/divergence.py": {"divergence", "training"},
     "kernels/triton/tree_attention.py": {"tree_attention", "plain", "medusa", "eagle3", "training"},
-    "kernels/csrc/cuda/trees.cu": {"tree_links", "tree_attention", "plain", "medusa", "eagle3", "training"},
+    "kernels/csrc/cuda/trees.cu": {"tree_links", "eagle3", "medusa"},
     "kernels/include/drafttrain/rows.cuh": {"rms_norm", "plain", "medusa", "eagle3", "training"},
     "kernels/csrc/schema.h": {"rms_norm", "tree_links", "tree_attention", "plain", "medusa", "eagle3", "training"},
     "drafttrain/decoding/step.py": {"plain", "medusa", "eagle3", "training"},
@@ -213,7 +213,7 @@ RESETS: dict[str, set[str]] = {
 @pytest.mark.slow
 def test_gpu_source_digest_changes_only_for_affected_cases(checkout: Path, subtests: pytest.Subtests) -> None:
     cases = {op: (f"drafttrain.ops.{op}",) for op in ("rms_norm", "tree_attention", "divergence")}
-    cases["tree_links"] = ("drafttrain.ops.tree_bits",)
+    cases["tree_links"] = ("drafttrain.ops.build_tree",)
     cases |= {name: (*sources.DECODER, *sources.of_family(name)) for name in ("medusa", "eagle3")}
     cases |= {"plain": sources.DECODER, "training": sources.TRAINING}
 

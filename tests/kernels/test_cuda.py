@@ -14,12 +14,12 @@ from benchmarks.gpu.case import Kept
 from drafttrain.core.sampling import Sampling
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import build, library, tree_attention
+from drafttrain.ops import build_tree as tree_op
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import kv_cache as cache_op
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops import sampling as sampling_op
 from drafttrain.ops import top as top_op
-from drafttrain.ops import tree_bits as tree_op
 from drafttrain.ops.tree_bits import bits_of, words_for
 from tests.kernels import emulated
 from tests.kernels.test_trees import candidates, fields

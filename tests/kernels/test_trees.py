@@ -13,8 +13,9 @@ import torch
 from drafttrain.core.tree import ancestors, depth
 from drafttrain.ops import library
 from drafttrain.ops import top as top_op
+from drafttrain.ops.build_tree import Built, build_reference, build_tree, links_reference, tree_links
 from drafttrain.ops.top import remap_logits
-from drafttrain.ops.tree_bits import Built, bits_of, build_reference, build_tree, links_reference, tree_links, words_of
+from drafttrain.ops.tree_bits import bits_of, words_of
 
 compiled = pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
 STEPS = (0.0, 0.0, 0.25, 0.5, 1.0, math.inf, math.nan)  # how far a child's score may lie below its parent's

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from drafttrain.core.tree import DraftTree, Path, TreeShape
 from drafttrain.model.drafter import Candidates
+from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import over_vocabulary, top, top_log
-from drafttrain.ops.tree_bits import MOST_CANDIDATES, MOST_NODES, ancestors_of, build_tree, single_bits, words_for, words_of
+from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, single_bits, words_for, words_of
 
 
 @dataclass(frozen=True, slots=True)

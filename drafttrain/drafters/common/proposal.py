@@ -19,8 +19,9 @@ from drafttrain.drafters.common.dynamic_tree import DynamicTree, Grower, Ids, Sc
 from drafttrain.drafters.options import TreeOptions
 from drafttrain.model.proposal import Proposal, chain_paths
 from drafttrain.model.target import Target
+from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
-from drafttrain.ops.tree_bits import MOST_CANDIDATES, MOST_NODES, ancestors_of, build_tree
+from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.drafters.common.dynamic_tree import DynamicTree
 from drafttrain.drafters.common.proposal import BestFirst, TreeOptions, TreeProposal
-from drafttrain.ops.tree_bits import MOST_CANDIDATES
+from drafttrain.ops.build_tree import MOST_CANDIDATES
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_target
 from tests.unit.drafters import test_dynamic_tree as dynamic
