@@ -18,8 +18,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.dynamic_tree import Grower, Scored, TreeLevel
-from drafttrain.drafters.common.last_state import LastState
-from drafttrain.drafters.common.pending import CachedState
+from drafttrain.drafters.common.pending import CachedState, LastState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.options import HydraOptions
 from drafttrain.model.batch import Prediction, TrainBatch

@@ -22,7 +22,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, TreeShape, tuned_paths
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.last_state import LastState
+from drafttrain.drafters.common.pending import LastState
 from drafttrain.drafters.options import ReDrafterOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter, FrozenRef

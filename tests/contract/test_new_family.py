@@ -36,7 +36,7 @@ from torch import nn
 
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.last_state import LastState
+from drafttrain.drafters.common.pending import LastState
 from drafttrain.model.batch import Prediction
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Proposal
