@@ -1,6 +1,6 @@
-"""Pending positions: accepted positions that a drafter with its own KV cache has not processed yet.
+"""What drafters keep of accepted positions: those that one with its own KV cache has not processed yet (pending), or the last.
 
-Shapes: S slots, B rows, A pending positions, N tokens of one pass, H hidden, V vocabulary.
+Shapes: S slots, B rows, R slots to reset, A pending positions, N tokens of one pass, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
