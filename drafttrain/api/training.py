@@ -48,6 +48,7 @@ def batches(
     epochs: int = 1,
     max_length: int | None = None,
     seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[TrainBatch]:
     """Turn conversations into batches for a training loop of your own.
 
@@ -62,6 +63,7 @@ def batches(
         max_length: Tokens of a conversation. Later turns that do not fit are left out. None: as in the recipe, and the target's
             context at most.
         seed: Of the order.
+        settings: Further keys of the data by name, such as `{"data.template": "chat.jinja"}`.
 
     Yields:
         Batches on the target's device, without the target's states. `token_BT` and `mask_BT` are [batch, tokens];
@@ -74,7 +76,7 @@ def batches(
     if batch_size < 1 or epochs < 1:
         raise UserError(f"batch_size is {batch_size}, epochs {epochs}; set both to 1 or more")
     target = drafter.base
-    options = for_recipe(drafter.recipe, drafter.settings, target).options.data
+    options = for_recipe(drafter.recipe, {**drafter.settings, **(settings or {})}, target).options.data
     length = min(max_length or options.max_length, target.target.shape.max_positions)
     options = replace(options, path=NAME, mix=[], max_length=length, held_out=0, seed=seed)
     check_limits("data", options)
@@ -188,14 +190,22 @@ def _trained(options: Any, resolved: dict[str, Any], ready: Ready) -> TrainingRu
     return TrainingRun(path, best, list_checkpoints(folder), losses, Progress.of(best).expected_tau)
 
 
-def loss(drafter: LoadedDrafter, target: LoadedTarget, batch: TrainBatch, *, name: str = "kl") -> Tensor:
+def loss(
+    drafter: LoadedDrafter,
+    target: LoadedTarget,
+    batch: TrainBatch,
+    *,
+    name: str = "kl",
+    settings: Mapping[str, Any] | None = None,
+) -> Tensor:
     """The training loss of one batch, for a training loop of your own.
 
     Args:
         drafter: The drafter to train. Give `drafter.module.parameters()` to your optimiser.
         target: The target that the drafter was built for. It runs over the batch without gradients.
         batch: From `batches`.
-        name: The divergence between draft and target distribution: `kl`, `ce`, `rkl`, `jsd`, `tvd`, `lk` or `e2e_tv`.
+        name: The divergence between draft and target distribution: `kl`, `ce`, `rkl`, `jsd`, `tvd`, `lk`, `e2e_tv`, or a `mix`.
+        settings: Further keys of the loss by name, such as `{"loss.mix": {"kl": 0.5, "ce": 0.5}}`.
 
     Returns:
         A scalar in float32 with gradients to the drafter's parameters: the weighted losses of all draft depths, summed, divided
@@ -209,7 +219,7 @@ def loss(drafter: LoadedDrafter, target: LoadedTarget, batch: TrainBatch, *, nam
     drafter.check(target)
     if drafter.module.adapts is not None:
         raise UserError(f"{drafter.recipe or drafter.family} also trains the target; use train_drafter")
-    options = LossOptions(name)
+    options = composed(None, {"loss": name, **settings}).options.loss if settings else LossOptions(name)
     check_limits("loss", options)
     options.check()
     if not (supervised := batch.supervised()):

@@ -17,6 +17,7 @@ from drafttrain.commands.tune import tune_run
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.sources import check_sources
+from drafttrain.data.templates import read_template
 from drafttrain.drafters.checkpoint import list_checkpoints, read_meta
 from drafttrain.engines.process import ENGINES
 from drafttrain.export import golden
@@ -29,10 +30,11 @@ from drafttrain.measure.runner import CheckpointRef
 from drafttrain.measure.tuning import DEFAULT
 from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import data_report, measurement_prompts, print_counts, write_rejected
-from drafttrain.runs.derived import derived, from_device, lines_of, recorded, with_values
+from drafttrain.runs.derived import derived, doubts, from_device, lines_of, recorded, with_values
 from drafttrain.runs.directory import RunDirectory
 from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.runs.placement import Ready, check_placement, place, target_to_measure
+from drafttrain.runs.stacks import check_named
 from drafttrain.runs.target_ends import check_target, ends_alone
 from drafttrain.runs.training_engine import ENGINE, check_engine_options
 from drafttrain.runs.training_job import prepare_job, states_totals, with_features
@@ -80,6 +82,8 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     recipe_options, options, resolved = options, with_values(options, derived_values), recorded(resolved, derived_values)
     for line in lines_of(recipe_options, options, shape, rows):
         console.say(line)
+    for line in doubts(options.train, rows) if job.drafter.trained else ():
+        console.say(f"note: {line}")
     options = replace(options, train=divided(options.train, world))
     job = replace(job, train=options.train)
     with ExitStack() as logged, ExitStack() as served:
@@ -123,6 +127,8 @@ def _check(options: RunOptions) -> None:
     check_installed([options.logger.name, *options.logger.also])
     window(options.train.profile, 0, options.train.steps)
     options.loss.check()
+    check_named(options)
+    read_template(options.data.template)
     check_engine_options(options)
     if options.measure.enabled or options.measure.every:
         measurement_prompts(options)
@@ -240,12 +246,13 @@ def _commands(checkpoint: str, options: RunOptions, measured: bool) -> Iterator[
         if options.decode.policy == DecodeOptions().policy:
             yield f"measure {checkpoint} decode=sampling", "measure lossless sampling at temperature 1"
     elif not ends_alone(options):
-        yield f"tune {checkpoint}", "find the fastest draft length or tree on this machine"
         yield f"measure {checkpoint}", "measure acceptance and speed"
+        yield f"tune {checkpoint}", "find the fastest draft length or tree on this machine"
     if stacks:
         yield f"export {checkpoint} format=all out=exported", "write it for the serving stacks that load it"
         if engine := next((name for name, engine in ENGINES.items() if set(engine.loads) & set(stacks)), None):
             stack = next(stack for stack in ENGINES[engine].loads if stack in stacks)
             yield f"verify engine={engine} out=exported/{stack} {checkpoint}", f"count the drafts that {engine} accepts"
     if options.target.name == "embedded":
-        yield "fit recipe=NAME target=DIR data.path=FILE", "distil a drafter for your own target"
+        kind = "" if stacks else ", by a recipe that serving stacks load, such as eagle3"
+        yield "fit recipe=NAME target=DIR data.path=FILE", f"distil a drafter for your own target{kind}"

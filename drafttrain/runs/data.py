@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_text
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset, token_counts
@@ -28,6 +29,12 @@ def training_data(
 
     say: prints a line. records: conversations in memory, used instead of those that the options name.
     """
+    unnamed = records is None and options.path == "embedded" and not options.mix
+    if unnamed and options.template is None and not loaded.tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer {loaded.path} has no chat template, and no data is named; set data.path=FILE, and "
+            "data.template=FILE where its records are conversations"
+        )
     limited = replace(options, max_length=min(options.max_length, loaded.target.shape.max_positions))
     data = load_dataset(
         limited,

@@ -11,9 +11,12 @@ from drafttrain.model.shapes import TargetShape
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.load import AUTO, dtype_of
+from drafttrain.train import TrainOptions
 
 NARROWEST = 128  # hidden size below which the rate grows no more
 SMALLEST = 4  # conversations of a batch that is halved
+HIGHEST_RATES = {"adamw": 0.03, "muon": 0.1}  # recipes go to a third and a fifth of it, for the narrowest targets
+FEW = 0.01  # share of the conversations below which a run sees few of them
 Derived = dict[str, Any]  # values by key, such as `train.lr`
 
 
@@ -89,6 +92,18 @@ def lines_of(before: RunOptions, after: RunOptions, shape: TargetShape, conversa
         lines.append(f"train.lr: {train.lr:.2g} for a hidden size of {shape.hidden_size:,} (in the recipe {recipe_text})")
     if getattr(before.drafter, "draft_vocab", None) != getattr(after.drafter, "draft_vocab", None):
         lines.append(f"drafter.draft_vocab: all {shape.vocab_size:,} tokens (in the recipe {before.drafter.draft_vocab:,})")
+    return lines
+
+
+def doubts(train: TrainOptions, conversations: int) -> list[str]:
+    """What to print of settings that can hardly be meant. train: with the derived values."""
+    lines, seen_count = list[str](), train.steps * train.global_batch
+    if train.lr == 0:
+        lines.append("train.lr is 0: the drafter learns nothing")
+    elif train.lr > HIGHEST_RATES[train.optimizer]:
+        lines.append(f"train.lr is {train.lr:g}, several times the highest rate of any recipe with {train.optimizer}")
+    if seen_count < FEW * conversations:
+        lines.append(f"{train.steps:,} steps of {train.global_batch:,} see {seen_count:,} of {conversations:,} conversations")
     return lines
 
 

@@ -20,6 +20,14 @@ from drafttrain.targets.estimate import outline
 from drafttrain.targets.load import LoadedTarget, dtype_of, load_tokenizer, path_of
 
 
+def check_named(options: RunOptions) -> None:
+    """Raise UserError where `export.stacks` names an unknown stack, or one that loads no drafter of this family."""
+    for stack in options.export.stacks:
+        if stack not in STACKS:
+            raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
+        stacks_for(options.drafter.family, stack)
+
+
 def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, say: Callable[[str], None]) -> None:
     """Print which serving stacks load this drafter, and what stands in the way of others that load its family.
 
@@ -37,9 +45,6 @@ def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, sa
     for reason, stacks in by_reason.items():
         say(f"  not {', '.join(stacks)}: {reason if len(stacks) > 1 else refused[stacks[0]]}")
     for stack in options.export.stacks:
-        if stack not in STACKS:
-            raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
-        stacks_for(family, stack)
         if stack not in loadable:
             raise UserError(f"export.stacks names {stack}, which cannot load this drafter: {refused[stack]}")
 
@@ -60,6 +65,7 @@ def plan(options: RunOptions, say: Callable[[str], None]) -> None:
         raise UserError(f"no stack loads {family}: {next(iter(rows(family).values()))}")
     requested_stacks = [] if options.format in (None, "all") else [options.format]
     run_options = replace(options, export=replace(options.export, stacks=[*options.export.stacks, *requested_stacks]))
+    check_named(run_options)
     check_stacks(run_options, loaded, drafter, say)
     unloadable = [stack for stack, row in rows(family).items() if row == NO_LOADER]
     if unloadable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from drafttrain.cli.config import compose_run
+from drafttrain.commands import fit
 from drafttrain.core.errors import UserError
 from drafttrain.measure.runner import check_measurement
 from drafttrain.targets.load import LoadedTarget
@@ -156,5 +158,23 @@ def test_fit_says_which_stacks_load_the_drafter_before_training(
     last = (*eagle3, "drafter.target_layer_ids=[0,1,3]", "export.stacks=[vllm,sglang]")
     refused(command, capsys, "export.stacks names sglang, which cannot load this drafter", *last)
     refused(command, capsys, "export.stacks names 'vlm'; choose of vllm, sglang", *eagle3, "export.stacks=[vlm]")
-    assert command(*eagle3, "export.stacks=[vllm,openvino]") == 0
-    assert "vllm, sglang, trtllm, speculators, openvino load this drafter" in capsys.readouterr().out
+    assert command(*eagle3, "export.stacks=[vllm,openvino]", "train.lr=0") == 0
+    said = capsys.readouterr().out
+    assert (
+        "vllm, sglang, trtllm, speculators, openvino load this drafter" in said and "note: train.lr is 0: the drafter" in said
+    )
+
+
+def test_fit_template_that_cannot_be_used_is_refused_before_data_are_read(
+    command: Command, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "place", lambda *asked: pytest.fail("the target is looked at"))
+    refused(command, capsys, "data.template=nowhere: expected a Jinja file", *arguments(material, "data.template=nowhere"))
+    monkeypatch.undo()
+    bare = material / "without template"
+    shutil.copytree(material / "target", bare)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if k != "chat_template"}))
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    words = "has no chat template, and no data is named; set data.path=FILE, and data.template=FILE where"
+    refused(command, capsys, words, "fit", "recipe=medusa", f"target={bare}", *QUIET)

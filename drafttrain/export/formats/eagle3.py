@@ -60,7 +60,12 @@ def refuse(source: ExportSource, reads: Reads) -> str | None:
         return reason
     if len(layer_ids) != 3 and "other layers" not in reads:
         return f"it taps {len(layer_ids)} blocks, but {stack} takes exactly three; train with three drafter.target_layer_ids"
-    if stack == "lmdeploy" and layer_ids != [2, blocks // 2, blocks - 3]:
+    official_ids = [2, blocks // 2, blocks - 3]
+    if stack == "lmdeploy" and layer_ids != official_ids:
+        if len(set(official_ids)) < 3:
+            return (
+                f"lmdeploy captures the inputs of blocks 2, n / 2 and n - 3, which are not three in a target of {blocks} blocks"
+            )
         return "its taps are not the official ones, which lmdeploy requires; train with drafter.target_layer_rule=official"
     if stack == "lmdeploy" and source.target_architecture != "LlamaForCausalLM":
         return f"lmdeploy captures no states of {source.target_architecture} targets for this family, only of LlamaForCausalLM"

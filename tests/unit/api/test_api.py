@@ -76,6 +76,13 @@ def test_api_user_training_loop_lowers_loss_and_saves_drafter(
     assert dt.loss(again, target, batch).item() == dt.loss(drafter, target, batch).item()
     run = dt.train_drafter(again, conversations, steps=1, out=tmp_path, quiet=True)
     assert run.losses[0] < losses[0], "it goes on from the weights"
+    (tmp_path / "chat.jinja").write_text("{% for message in messages %}@@@{{ message.content }}@@@{% endfor %}")
+    template = {"data.template": str(tmp_path / "chat.jinja")}
+    other = next(dt.batches(drafter, conversations, settings=template))
+    assert "@@@" in target.tokenizer.decode(other.token_BT[0]) and "@@@" not in target.tokenizer.decode(batch.token_BT[0])
+    parts = [dt.loss(drafter, target, batch, name=name).item() for name in ("kl", "ce")]
+    mixed = dt.loss(drafter, target, batch, name="mix", settings={"loss.mix": {"kl": 0.5, "ce": 0.25}})
+    assert mixed.item() == pytest.approx(0.5 * parts[0] + 0.25 * parts[1], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -317,7 +317,7 @@ REFUSED = {  # by case and stack: what the message says
     },
     "eagle3-qwen3": {"vllm": "trained with qk_norm, which vllm does not read; .*; speculators loads it"},
     "peagle-together": {"speculators": "trained with norm_before_fc, which vLLM is not known to read from these"},
-    "eagle3": {"lmdeploy": "its taps are not the official ones"},
+    "eagle3": {"lmdeploy": "blocks 2, n / 2 and n - 3, which are not three in a target of 4 blocks"},
     "eagle-bias": {"vllm": "fc has a trained bias, which vllm cannot load; train with drafter.bias=false; sglang load"},
     "hydra-deep": {
         "official": "its heads have 3 blocks, .*; train with drafter.layers=2; no other stack loads it",

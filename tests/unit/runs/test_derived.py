@@ -10,7 +10,7 @@ import pytest
 
 from drafttrain.drafters.options import Eagle3Options
 from drafttrain.model.shapes import TargetShape
-from drafttrain.runs.derived import derived, from_device, lines_of, recorded, with_values
+from drafttrain.runs.derived import derived, doubts, from_device, lines_of, recorded, with_values
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.train import TrainOptions
@@ -81,6 +81,18 @@ def test_derived_configuration_is_settled_and_its_changes_are_told() -> None:
     plain = RunOptions(drafter=Eagle3Options())
     same = with_values(plain, derived(plain, shape(64), 2_000, 1))
     assert same == plain and not lines_of(plain, same, shape(64), 2_000)
+
+
+def test_doubts_name_settings_that_can_hardly_be_meant(subtests: pytest.Subtests) -> None:
+    for train, words in (
+        ({"lr": 0.0}, "train.lr is 0: the drafter learns nothing"),
+        ({"lr": 0.5}, "train.lr is 0.5, several times the highest rate of any recipe with adamw"),
+        ({"lr": 0.5, "optimizer": "muon"}, "train.lr is 0.5, several times the highest rate of any recipe with muon"),
+        ({"steps": 6}, "6 steps of 16 see 96 of 10,000 conversations"),
+    ):
+        with subtests.test(train=train):
+            assert doubts(asked(**train).train, 10_000) == [words]
+    assert not doubts(asked(lr=0.03, steps=7).train, 10_000)
 
 
 def test_derived_formats_are_those_of_the_device() -> None:
