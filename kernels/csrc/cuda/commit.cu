@@ -70,8 +70,10 @@ __global__ void __launch_bounds__(kEntryThreads)
     enter_kernel();
     const int64_t row = blockIdx.x, last = row * columns + count[row] - 1, s = slot[row];
     if (last < row * columns) return;
-    for (int64_t i = threadIdx.x; i < units; i += kEntryThreads) kept[s * units + i] = state[last * units + i];
     if (threadIdx.x == 0) root[s] = next[last];
+    const Unit* from = state + last * units;
+    Unit* to = kept + s * units;
+    for (int i = threadIdx.x; i < int(units); i += kEntryThreads) to[i] = from[i];
 }
 
 void keep_last(const Tensor& state, const Tensor& next, const Tensor& count, const Tensor& slot, const Tensor& kept,
