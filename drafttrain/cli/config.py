@@ -88,33 +88,6 @@ def override(key: str, value: Any) -> str:
     return f"{key}={_typed(value)}"
 
 
-def settings_of(run: Path) -> list[str]:
-    """The overrides that make the configuration of a run directory again; none for another directory.
-
-    Keys that an earlier version had, and this one has not, are left out. Raises UserError for a damaged file.
-    """
-    file = run.expanduser() / "config.yaml"
-    if not file.is_file():
-        return []
-    try:
-        saved = yaml.safe_load(file.read_text(encoding="utf-8"))
-        family = saved["drafter"]["family"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"{file} is not the configuration of a run: {error}; name the run's recipe and settings") from error
-    known, overrides, nodes = set(known_keys()), [f"drafter={family}"], [("", saved)]
-    while nodes:
-        prefix, node = nodes.pop()
-        for name, value in node.items():
-            key = RENAMED.get(prefix + name, prefix + name)
-            if key in FREE:
-                overrides.append("++" + override(key, value))
-            elif isinstance(value, dict):
-                nodes.append((f"{key}.", value))
-            elif key in known and key not in ("recipe", "resume"):
-                overrides.append(override(key, value))
-    return overrides
-
-
 def _typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()

@@ -30,7 +30,6 @@ COMMANDS = {
             "drafttrain fit recipe=NAME",
             "drafttrain fit recipe=NAME target=DIR data.path=FILE",
             "drafttrain fit recipe=NAME resume=auto",
-            "drafttrain fit resume=outputs/NAME/TIME train.steps=N",
             "drafttrain fit recipe=NAME launcher.nproc=2 deepspeed=zero2",
             "drafttrain fit recipe=NAME -m train.lr=1e-3,3e-4",
         ),

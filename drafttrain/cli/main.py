@@ -151,11 +151,6 @@ def _dispatch(arguments: list[str]) -> int:
     typed = understood([word for word in flags.overrides if word not in words])
     check_read(command, typed)
     overrides = [quote(word, sweep=flags.multirun) for word in typed]
-    run = next((word.removeprefix("resume=") for word in typed if word.startswith("resume=")), "auto")
-    if run != "auto" and not keys & {"recipe", "drafter"}:
-        from drafttrain.cli.config import settings_of
-
-        overrides = [*settings_of(Path(run)), *overrides]
     if words:
         overrides.append(f"{POSITIONAL[command]}=[{','.join(map(_quoted, words))}]".replace("${", "\\${"))
     if flags.plan:

@@ -121,9 +121,12 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
+CAPTURING = ("captured_graph", "why_waiting")  # every error of a capture has passed them
+
+
 def reason_of(error: BaseException) -> str:
     """An error and its place in our code or in transformers', in one line."""
-    frames = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    frames = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.name not in CAPTURING]
     package_frames = [(path.name, line) for path, line in frames if {"drafttrain", "transformers"} & set(path.parts)]
     location = f"{package_frames[-1][0]}, line {package_frames[-1][1]}: " if package_frames else ""
     return f"{location}{one_line(str(error))[:120]}"

@@ -16,7 +16,7 @@ from drafttrain.train import TrainOptions
 NARROWEST = 128  # hidden size below which the rate grows no more
 SMALLEST = 4  # conversations of a batch that is halved
 HIGHEST_RATES = {"adamw": 0.03, "muon": 0.1}  # recipes go to a third and a fifth of it, for the narrowest targets
-FEW = 0.01  # share of the conversations below which a run sees few of them
+FEW = 0.01  # share of the rows below which a run sees few of them
 Derived = dict[str, Any]  # values by key, such as `train.lr`
 
 
@@ -95,15 +95,15 @@ def lines_of(before: RunOptions, after: RunOptions, shape: TargetShape, conversa
     return lines
 
 
-def doubts(train: TrainOptions, conversations: int) -> list[str]:
-    """What to print of settings that can hardly be meant. train: with the derived values."""
+def doubts(train: TrainOptions, rows: int) -> list[str]:
+    """What to print of settings that can hardly be meant. train: with the derived values. rows: of the training data."""
     lines, seen_count = list[str](), train.steps * train.global_batch
     if train.lr == 0:
         lines.append("train.lr is 0: the drafter learns nothing")
     elif train.lr > HIGHEST_RATES[train.optimizer]:
         lines.append(f"train.lr is {train.lr:g}, several times the highest rate of any recipe with {train.optimizer}")
-    if seen_count < FEW * conversations:
-        lines.append(f"{train.steps:,} steps of {train.global_batch:,} see {seen_count:,} of {conversations:,} conversations")
+    if seen_count < FEW * rows:
+        lines.append(f"{train.steps:,} steps of {train.global_batch:,} see {seen_count:,} of {rows:,} rows of the data")
     return lines
 
 

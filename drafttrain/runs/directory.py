@@ -101,8 +101,8 @@ def _find(options: RunOptions, resolved: dict[str, Any], log: Callable[[str], No
         steps = _steps(path, state)
         if changed_settings := _other_settings(path, state, options, _of_steps(resolved, steps)):
             raise UserError(
-                f"resume is {options.resume!r}, a run of another configuration: {_listed(changed_settings)}; resume=DIR "
-                "without recipe=NAME takes the run's own settings"
+                f"resume is {options.resume!r}, a run of another configuration: {_listed(changed_settings)}; repeat the run's "
+                "settings (see its config.yaml)"
             )
         if steps is not None and options.train.steps < steps:
             raise UserError(

@@ -24,8 +24,6 @@ from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
-import torch
-
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST
 from drafttrain.engines.states_server import ServedStates
@@ -54,6 +52,8 @@ class ServerGpus:
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch  # takes long, and machines that only start servers do without
+
     count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(count)] if visible is None else [name.strip() for name in visible.split(",")]
     return names[:count]

@@ -354,7 +354,11 @@ def test_target_with_caps_sinks_or_latents_takes_the_kernel_in_static_steps(
 
     all_launches = kernels.launches
     monkeypatch.setattr(kernels, "launches", counted)
-    monkeypatch.setattr(library, "serves", lambda x: x.is_cuda and library.cuda_state().loaded)  # no operators of a CPU
+
+    def on_gpus(device: torch.device) -> bool:
+        return device.type == "cuda" and library.cuda_state().loaded
+
+    monkeypatch.setattr(library, "serves_on", on_gpus)  # no operators of a CPU
     found = texts(drafter)
     assert len(taken) > 6 and all(a["steep"] is not None or a["sinks"] is not None or a["REST"] > 0 for a in taken)
     monkeypatch.setattr(attention, "pages_in_place", lambda kv: None)

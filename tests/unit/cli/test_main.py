@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from drafttrain.cli import main as cli
 from drafttrain.commands import fit
@@ -272,25 +271,6 @@ def test_cli_cfg_flag_prints_configuration_without_running(command: Command, run
     assert "steps: 9" in shown
     assert "family: medusa" in shown
     assert not runs
-
-
-def test_fit_resume_of_directory_alone_has_configuration_of_that_run(
-    command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    shown: list[dict[str, Any]] = []
-    for words in (
-        ["recipe=eagle3", "target=./my model's folder", "data.path=b, c.jsonl", "loss=mix", "loss.mix={kl:0.5}"],
-        ["recipe=medusa", "decode=sampling", "deepspeed.extra={a:{b:1}}", "train.optimizer=adamw", "drafter.adapter.rank=4"],
-    ):
-        with subtests.test(words=words):
-            assert command("fit", *words, "--cfg", "job") == 0
-            shown.append(yaml.safe_load(capsys.readouterr().out))
-            earlier = shown[-1] | {"setting_of_an_earlier_version": 1}
-            (tmp_path / "config.yaml").write_text(yaml.safe_dump(earlier))
-            assert command("fit", f"resume={tmp_path}", "--cfg", "job") == 0
-            again = yaml.safe_load(capsys.readouterr().out)
-            assert again | {"resume": None, "recipe": None} == shown[-1] | {"recipe": None}
-    assert len(shown) == 2
 
 
 COMPLETED = [

@@ -88,7 +88,7 @@ def test_doubts_name_settings_that_can_hardly_be_meant(subtests: pytest.Subtests
         ({"lr": 0.0}, "train.lr is 0: the drafter learns nothing"),
         ({"lr": 0.5}, "train.lr is 0.5, several times the highest rate of any recipe with adamw"),
         ({"lr": 0.5, "optimizer": "muon"}, "train.lr is 0.5, several times the highest rate of any recipe with muon"),
-        ({"steps": 6}, "6 steps of 16 see 96 of 10,000 conversations"),
+        ({"steps": 6}, "6 steps of 16 see 96 of 10,000 rows of the data"),
     ):
         with subtests.test(train=train):
             assert doubts(asked(**train).train, 10_000) == [words]

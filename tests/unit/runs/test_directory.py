@@ -107,7 +107,7 @@ def test_run_directory_of_older_version_goes_on_where_new_settings_have_their_de
         found = RunDirectory.open(options, resolved, Alone(), said.append)  # type: ignore[arg-type]
         assert (found.path == run.path) == same
     assert f"no unfinished run of these settings (of {run.path}, train.seed was 0, is 1), so a new one begins" in said[-1]
-    with pytest.raises(UserError, match=r"another configuration: train\.lr was 0\.001, is 0\.002; resume=DIR without recipe"):
+    with pytest.raises(UserError, match=r"another configuration: train\.lr was 0\.001, is 0\.002; repeat"):
         asked(tmp_path, str(run.path), 8, said, 2e-3)
 
 
