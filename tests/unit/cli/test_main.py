@@ -135,7 +135,7 @@ def test_cli_sweep_of_unmeasured_runs_ends_with_their_expected_tau(
     assert "2 runs by expected tau" in said and said.index("rate-0.002") < said.index("rate-0.0015")
     assert command("fit", "recipe=medusa", "train.lr=1.5e-3") == 0
     said = capsys.readouterr().out
-    assert "expected tau" not in said and "next:\n  drafttrain tune checkpoint=" in said
+    assert "expected tau" not in said and "next:\n  drafttrain measure checkpoint=" in said
 
 
 def test_cli_unexpected_exception_keeps_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
