@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/python.md", "docs/glossary.md")
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
-PLACEHOLDERS = {"recipe=NAME": "recipe=medusa", "<time>": "2026-11-24", " target=DIR": " target=./DIR"}
+PLACEHOLDERS = {"recipe=NAME": "recipe=medusa", "$TARGET": "./DIR", "$RUN": "outputs/eagle3", " target=DIR": " target=./DIR"}
 
 
 def spans(text: str) -> list[str]:
