@@ -113,7 +113,7 @@ def test_readme_serve_commands_equal_export(stack: str, trained: RunOptions) -> 
     source: Any = SimpleNamespace(opened=opened, drafter=drafter, stack=stack, target_name=trained.target.path)
     command = serving_command(cast(ExportSource, source), f"exported/{stack}")
     assert command in shell(TEXTS["README.md"])
-    assert command.replace(trained.target.path, "$TARGET") in shell(TEXTS["docs/quickstart.md"])
+    assert command.replace(str(trained.target.path), "$TARGET") in shell(TEXTS["docs/quickstart.md"])
 
 
 def test_readme_figures_follow_recipe_and_scaling_docs(trained: RunOptions) -> None:
