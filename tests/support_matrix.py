@@ -20,6 +20,7 @@ BEGIN, END = "<!-- matrix: written by `make export-matrix` -->", "<!-- /matrix -
 BEGIN_ENGINES, END_ENGINES = "<!-- engines: written by `make test-engines` -->", "<!-- /engines -->"
 FACTS = "engines.json"
 RUN_HEAD = ["drafter", "layout", "engine", "drafts", "prompts", "accepted here", "by the engine", "tau"]
+EXPLAINED = {name: stack for name, stack in STACKS.items() if name != "official"}  # few look for the authors' code
 BROKEN_HEAD = ["broken", "drafter", "engine", "texts still the target's", "accepted here", "by the engine"]
 
 
@@ -31,7 +32,7 @@ def matrix(facts: dict[str, Any]) -> str:
     for family in families:
         cells = ((TABLE[family][stack], (family, stack) in ran) for stack in STACKS)
         rows.append([f"`{family}`", *(_cell(cell, run) for cell, run in cells)])
-    return "\n".join([_table(rows), "", "Why not:", "", *_reasons()])
+    return "\n".join([_table(rows), "", "Why a cell is empty (`export` says it of the authors' code too):", "", *_reasons()])
 
 
 def engines(facts: dict[str, Any]) -> str:
@@ -88,20 +89,22 @@ def _between(page: str, begin: str, end: str, text: str) -> str:
 
 
 def _reasons() -> list[str]:
-    """A line of the stacks' usual reasons, then one per family with others; stacks with the same reason are joined."""
-    lines = [f"- Usually: {_by_reason({stack: row.usual for stack, row in STACKS.items()})}."]
+    """A line of the stacks' usual reasons, then those of families with others; stacks and families with the same are joined."""
+    families: dict[str, list[str]] = {}
     for family, cells in TABLE.items():
-        own = {stack: cell for stack, cell in cells.items() if isinstance(cell, str) and cell != STACKS[stack].usual}
+        named = ((stack, cells[stack]) for stack in EXPLAINED)
+        own = {stack: cell for stack, cell in named if isinstance(cell, str) and cell != STACKS[stack].usual}
         if own:
-            lines.append(f"- `{family}`: {_by_reason(own)}.")
-    return lines
+            families.setdefault(_by_reason(own), []).append(f"`{family}`")
+    usual = f"- Usually: {_by_reason({stack: row.usual for stack, row in EXPLAINED.items()})}."
+    return [usual, *(f"- {', '.join(names)}: {why}." for why, names in families.items())]
 
 
 def _by_reason(reasons: dict[str, str]) -> str:
     stacks: dict[str, list[str]] = {}
     for stack, why in reasons.items():
         stacks.setdefault(why, []).append(STACKS[stack].name)
-    named = ((why, "every stack" if len(names) == len(STACKS) else ", ".join(names)) for why, names in stacks.items())
+    named = ((why, "every stack" if len(names) == len(EXPLAINED) else ", ".join(names)) for why, names in stacks.items())
     return "; ".join(f"{names}: {why}" for why, names in named)
 
 
