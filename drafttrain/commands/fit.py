@@ -254,5 +254,5 @@ def _commands(checkpoint: str, options: RunOptions, measured: bool) -> Iterator[
             stack = next(stack for stack in ENGINES[engine].loads if stack in stacks)
             yield f"verify engine={engine} out=exported/{stack} {checkpoint}", f"count the drafts that {engine} accepts"
     if options.target.name == "embedded":
-        kind = "" if stacks else ", by a recipe that serving stacks load, such as eagle3"
+        kind = "" if stacks else ", by a recipe that serving stacks load"
         yield "fit recipe=NAME target=DIR data.path=FILE", f"distil a drafter for your own target{kind}"

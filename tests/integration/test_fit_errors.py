@@ -168,9 +168,9 @@ def test_fit_says_which_stacks_load_the_drafter_before_training(
 def test_fit_template_that_cannot_be_used_is_refused_before_data_are_read(
     command: Command, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "place", lambda *asked: pytest.fail("the target is looked at"))
-    refused(command, capsys, "data.template=nowhere: expected a Jinja file", *arguments(material, "data.template=nowhere"))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(fit, "place", lambda *asked: pytest.fail("the target is looked at"))
+        refused(command, capsys, "data.template=nowhere: expected a Jinja file", *arguments(material, "data.template=nowhere"))
     bare = material / "without template"
     shutil.copytree(material / "target", bare)
     settings = json.loads((bare / "tokenizer_config.json").read_text())
