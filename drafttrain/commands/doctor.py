@@ -17,7 +17,7 @@ from rich.table import Table
 
 from drafttrain.core.errors import UserError
 from drafttrain.ops import build, jit, library
-from drafttrain.runs.provenance import versions
+from drafttrain.runs.environment import versions
 from drafttrain.train.wandb_run import logged_in, setting
 
 

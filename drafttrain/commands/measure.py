@@ -26,10 +26,10 @@ from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import measurement_prompts
+from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
-from drafttrain.runs.provenance import environment
 from drafttrain.runs.serving_engines import EngineChoice, EngineExport, exports, measure_engines
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train.checkpoint_manager import PROGRESS, Progress

@@ -27,10 +27,10 @@ from drafttrain.measure.tuning import DEFAULT, Tuner, search
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import measurement_prompts
+from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
-from drafttrain.runs.provenance import environment
 from drafttrain.targets.load import LoadedTarget, load_target
 
 CHOOSING, LEAST_CHOOSING = 32, 8  # held-out conversations that a run's proposal is chosen on; at least, where time is short

@@ -2,7 +2,7 @@
 
 A loop is a run of one n-gram that repeats without gaps. JSON is checked against its grammar (RFC 8259), with llguidance: can
 the text still become one whole value? Blanks may surround the value, and so may a ``` fence with or without a language's name.
-The monitors of `drafttrain.measure.quality` count the same faults in finished texts and never act.
+The monitors of `drafttrain.measure.monitors` count the same faults in finished texts and never act.
 """
 
 from __future__ import annotations

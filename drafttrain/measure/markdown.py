@@ -14,7 +14,7 @@ from drafttrain.measure import cells
 from drafttrain.measure.cells import rows
 from drafttrain.measure.engine_report import during_training, flags, section
 from drafttrain.measure.flags import best_entry
-from drafttrain.measure.quality import QUALITY
+from drafttrain.measure.monitors import QUALITY
 
 ASSETS = Path(__file__).parents[1] / "assets"
 

@@ -23,7 +23,8 @@ from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys, monitor_keys, samples
 from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
 from drafttrain.measure.flags import distillation, flags
-from drafttrain.measure.quality import QUALITY, Original, mean_log_likelihood, valid_json
+from drafttrain.measure.monitors import QUALITY, valid_json
+from drafttrain.measure.quality import Original, mean_log_likelihood
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices
 from drafttrain.measure.speed import Race, step_floor

@@ -17,9 +17,9 @@ import yaml
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text, new_directory, remove_abandoned
 from drafttrain.drafters.checkpoint import list_checkpoints, step_of
+from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RENAMED, RunOptions
 from drafttrain.runs.paths import dated_path
-from drafttrain.runs.provenance import environment
 from drafttrain.train.checkpoint_manager import newest_valid
 from drafttrain.train.engine import World
 from drafttrain.train.optimizer import learning_rate

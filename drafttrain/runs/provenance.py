@@ -1,18 +1,13 @@
-"""The machine of a run, and the origin of its replies: whether the target wrote them, and their likelihood under it."""
+"""The origin of the replies that `fit` trains on: whether the target wrote them, and their likelihood under the target."""
 
 from __future__ import annotations
 
 import math
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.chat import Encoded
@@ -23,45 +18,8 @@ from drafttrain.decoding.request import Request
 from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.measure.quality import mean_log_likelihood
-from drafttrain.ops import library
 from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.targets.load import LoadedTarget
-
-PACKAGES = ("drafttrain", "torch", "transformers", "datasets", "deepspeed", "peft", "wandb", "hydra-core")
-
-
-def versions() -> dict[str, str | None]:
-    """Versions by package; None for packages that are not installed."""
-    package_versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            package_versions[package] = version(package)
-        except PackageNotFoundError:
-            package_versions[package] = None
-    return package_versions
-
-
-def processor() -> str:
-    """The processor's name, from /proc/cpuinfo if it exists, else from Python."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    model_names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(model_names, platform.processor() or platform.machine())
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the package versions of a run: processor, threads, operators and device too, as plain values."""
-    info: dict[str, Any] = {**versions(), "platform": platform.platform()}
-    info |= {"machine": platform.machine(), "processor": processor()}
-    info |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
-    info["operators"] = library.state_on(device).text
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        info |= {"accelerator": card.name, "cuda": torch.version.cuda}
-    return info
-
 
 REPLIES, LENGTH = 16, 64  # number of replies to score, and tokens of each: a matter of seconds
 

@@ -18,7 +18,7 @@ import pytest
 from drafttrain.cli import main as cli
 from drafttrain.commands import fit
 from drafttrain.core.errors import UserError
-from drafttrain.runs import paths, provenance
+from drafttrain.runs import environment, paths
 from drafttrain.runs.options import RunOptions
 from tests.runs import trained
 
@@ -304,7 +304,7 @@ def test_cli_version_flag_prints_version(command: Command, capsys: Any) -> None:
 def test_doctor_prints_environment_for_bug_reports(command: Command, tmp_path: Path, capsys: Any) -> None:
     assert command("doctor") == 0
     shown = capsys.readouterr().out
-    for word in ("python", *provenance.PACKAGES, "cpu", "c++", "nvcc", "kernels", "gpu", "output", "cache", "W&B"):
+    for word in ("python", *environment.PACKAGES, "cpu", "c++", "nvcc", "kernels", "gpu", "output", "cache", "W&B"):
         assert word in shown
     assert not list(tmp_path.iterdir())
 

@@ -16,7 +16,7 @@ from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions, mark
 from drafttrain.measure.cases import Case, follow_ups, interleaved_turns
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.measure.flags import flags
-from drafttrain.measure.quality import valid_json
+from drafttrain.measure.monitors import valid_json
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget
 from tests.reports import entry_of
