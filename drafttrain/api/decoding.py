@@ -101,7 +101,7 @@ def tokens_of(loaded: LoadedTarget, prompt: Prompt, chat: bool) -> list[int]:
         return encode_messages(tokenizer, messages, loaded.images)
     if isinstance(prompt, str):
         return list(tokenizer(prompt, verbose=False)["input_ids"])
-    return list(cast("Sequence[int]", prompt))
+    return list(cast(Sequence[int], prompt))
 
 
 def _messages(loaded: LoadedTarget, prompt: Prompt, chat: bool) -> list[dict[str, Any]] | None:
@@ -112,7 +112,7 @@ def _messages(loaded: LoadedTarget, prompt: Prompt, chat: bool) -> list[dict[str
         return [{"role": "user", "content": prompt}] if chat and loaded.tokenizer.chat_template else None
     if not prompt or not isinstance(prompt[0], Mapping):
         return None
-    messages = [dict(message) for message in cast("Sequence[Mapping[str, Any]]", prompt)]
+    messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
     if any(isinstance(message.get("content"), list) for message in messages):
         messages = list(conversation("a prompt", {"messages": messages}, "messages", replies=False).messages)
     return messages

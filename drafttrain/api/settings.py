@@ -1,4 +1,4 @@
-"""Keys of the configuration as Python values."""
+"""Keys of the configuration as Python values, and the target that they load."""
 
 from __future__ import annotations
 

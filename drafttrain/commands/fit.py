@@ -128,7 +128,7 @@ def _check(options: RunOptions) -> None:
     window(options.train.profile, 0, options.train.steps)
     options.loss.check()
     check_named(options)
-    read_template(options.data.template)
+    read_template(options.data.template)  # whether it is there
     check_engine_options(options)
     if options.measure.enabled or options.measure.every:
         measurement_prompts(options)

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from drafttrain.core.progress import Watch
 from drafttrain.core.sampling import Sampling
-from drafttrain.decoding import guards
+from drafttrain.decoding.guards import Guard
+from drafttrain.decoding.guards import Watch as GuardWatch
 from drafttrain.decoding.request import Result, StopText
 from drafttrain.decoding.scheduler import Costs, Decoded, Decoder
 from drafttrain.measure import DecodeOptions, MeasureOptions, exactness
@@ -46,7 +47,7 @@ def generate(
     stop_ids: frozenset[int],
     decode: DecodeOptions,
     stop_text: StopText | None = None,
-    guards: Sequence[guards.Guard | None] | None = None,
+    guards: Sequence[Guard | None] | None = None,
     inputs: Callable[[Tensor], dict[str, Tensor]] | None = None,
 ) -> Decoded:
     """transformers' `generate`, greedy: an independent check of the tokens, and a second baseline of speed.
@@ -106,12 +107,12 @@ def _greedy(stop_ids: Collection[int], pad: int, decode: DecodeOptions) -> Gener
 
 
 def _cut(
-    prompt: Sequence[int], tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None, guard: guards.Guard | None
+    prompt: Sequence[int], tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None, guard: Guard | None
 ) -> list[int]:
     end = next((i + 1 for i, t in enumerate(tokens) if t in stop_ids), len(tokens))
     text_end = stop_text.end(prompt, tokens, len(tokens)) if stop_text else None
     output = tokens[: min(end, text_end or end)]
-    act = guards.Watch(guard).act(output, len(output)) if guard else None
+    act = GuardWatch(guard).act(output, len(output)) if guard else None
     return output[: act.kept] if act else output
 
 

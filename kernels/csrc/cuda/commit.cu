@@ -89,6 +89,7 @@ void keep_last(const Tensor& state, const Tensor& next, const Tensor& count, con
     });
 }
 
+// A text has room for its slot's positions, as the cache has; the CPU's operator checks that.
 __global__ void __launch_bounds__(kWarp)
     text_rows(const int64_t* token, const int64_t* next, const int64_t* count, const int64_t* slot, int64_t* text,
               int64_t* length, int64_t columns, int64_t most) {
