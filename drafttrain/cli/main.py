@@ -223,11 +223,12 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     """Let Hydra compose the configuration and run the command with it, once or for each value of a sweep."""
     quiet()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors; `run` turns them into one line
-    import hydra
+    with _without_collection():
+        import hydra
 
-    from drafttrain.cli.config import register, to_run
+        from drafttrain.cli.config import register, to_run
 
-    register(config_dir)
+        register(config_dir)
     for_slurm: list[SlurmRequest] = []
     finished_runs: list[tuple[Path, Any]] = []  # what the command has made, and its options
     first = os.environ.get("RANK", "0") == "0"
