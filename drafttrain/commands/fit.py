@@ -32,10 +32,9 @@ from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import data_report, measurement_prompts, print_counts, write_rejected
 from drafttrain.runs.derived import derived, doubts, from_device, lines_of, recorded, with_values
 from drafttrain.runs.directory import RunDirectory
-from drafttrain.runs.options import RunOptions, target_arguments
+from drafttrain.runs.options import RunOptions, check_target, ends_alone, target_arguments
 from drafttrain.runs.placement import Ready, check_placement, place, target_to_measure
 from drafttrain.runs.stacks import check_named
-from drafttrain.runs.target_ends import check_target, ends_alone
 from drafttrain.runs.training_engine import ENGINE, check_engine_options
 from drafttrain.runs.training_job import prepare_job, states_totals, with_features
 from drafttrain.targets.devices import device_of

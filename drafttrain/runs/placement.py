@@ -20,8 +20,7 @@ from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import Target
 from drafttrain.runs.derived import for_target
 from drafttrain.runs.lock_step import only_first_prints
-from drafttrain.runs.options import RunOptions
-from drafttrain.runs.target_ends import ends_alone
+from drafttrain.runs.options import RunOptions, ends_alone
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import Need, activation_bytes, choose, format_bytes, free_bytes, need_of, outline

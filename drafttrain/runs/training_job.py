@@ -31,12 +31,11 @@ from drafttrain.ops import library
 from drafttrain.runs.checkpoint_source import CheckpointSource, check_start
 from drafttrain.runs.data import measurement_prompts, print_vocabulary, training_data
 from drafttrain.runs.derived import for_target
-from drafttrain.runs.options import RunOptions
+from drafttrain.runs.options import RunOptions, ends_alone
 from drafttrain.runs.placement import Placement, Ready, built, load_for_training
 from drafttrain.runs.provenance import origin_of
 from drafttrain.runs.stacks import check_stacks
 from drafttrain.runs.states_servers import states_servers
-from drafttrain.runs.target_ends import ends_alone
 from drafttrain.runs.training_engine import ENGINE, engine_settings
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.estimate import format_bytes

@@ -25,7 +25,7 @@ from drafttrain.drafters.checkpoint import TargetRecord, load_drafter, read_meta
 from drafttrain.features import FeatureOptions
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import LossOptions
-from drafttrain.runs.target_ends import check_target
+from drafttrain.runs.options import check_target
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.frozen_ends import LoadedEnds, load_ends
