@@ -25,8 +25,7 @@ from drafttrain.features.engine import EngineStates, JoinedServers, StateLayers
 from drafttrain.features.mooncake_states import MooncakeStates, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
-from drafttrain.features.reference import TOLERANCE, ReferenceStates, difference
-from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.servers import TOLERANCE, ReferenceStates, Servers, ServerSettings, difference
 from drafttrain.features.sglang_source import SglangSource
 from drafttrain.features.source import StatesSource
 from drafttrain.features.store import Ids

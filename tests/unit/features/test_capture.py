@@ -19,8 +19,7 @@ from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.mooncake_states import MooncakeStates, key_of
 from drafttrain.features.mooncake_store import MissingError, StoreError, StoreSettings
 from drafttrain.features.online import Online
-from drafttrain.features.reference import ReferenceStates
-from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.servers import ReferenceStates, Servers, ServerSettings
 from drafttrain.model.target import Taps
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target

@@ -27,8 +27,7 @@ from drafttrain.engines.states_server import free_ports
 from drafttrain.features import FeatureOptions, MooncakeOptions, servers, vllm_source
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.online import Online
-from drafttrain.features.reference import ReferenceStates
-from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.servers import ReferenceStates, Servers, ServerSettings
 from drafttrain.features.source import AbsentError, Description, Received, RequestNames, WrongError
 from drafttrain.features.vllm_source import StateFiles, VllmSource
 from drafttrain.model.batch import TrainBatch

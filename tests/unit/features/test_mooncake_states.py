@@ -18,8 +18,7 @@ from drafttrain.features.engine import EngineStates
 from drafttrain.features.mooncake_states import Manifest, MooncakeStates, key_of, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
-from drafttrain.features.reference import ReferenceStates
-from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.servers import ReferenceStates, Servers, ServerSettings
 from drafttrain.features.source import NoStatesError, WrongError
 from drafttrain.features.vllm_source import VllmSource
 from drafttrain.targets.hf import HFTarget

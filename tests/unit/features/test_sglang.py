@@ -16,8 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.features import servers
 from drafttrain.features.engine import EngineStates, JoinedServers, StateLayers
 from drafttrain.features.online import Online
-from drafttrain.features.reference import ReferenceStates
-from drafttrain.features.servers import Servers, ServerSettings
+from drafttrain.features.servers import ReferenceStates, Servers, ServerSettings
 from drafttrain.features.sglang_source import SglangSource, meta_info, narrowed, numbers
 from drafttrain.features.source import AbsentError, WrongError
 from drafttrain.model.target import FINAL, Taps
