@@ -129,7 +129,7 @@ class Heads(Case):
         return {"weight": random(K, H, H) / H**0.5, "bias": random(K, H), "output": output_KVH, "state": random(self.rows, H)}
 
     def run(self, given: Tensors) -> Tensors:
-        stack = heads_op.ResidualHeads([(given["weight"], given["bias"])], given["output"], frozen=False)
+        stack = heads_op.ResidualHeads([(given["weight"], given["bias"])], given["output"])
         return {"index": stack.top(given["state"], self.heads, self.ranks)}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:

@@ -88,29 +88,6 @@ class DraftTree:
         sampled_BM = None if self.sampled_BN is None else self.sampled_BN[rows_BM, order_BM]
         return DraftTree(self.token_BN.gather(1, order_BM), parent_BM, count_B, q_BMV, sampled_BM)
 
-    def joined(self, other: DraftTree) -> DraftTree:
-        """One tree with the token paths of both, each path once. This tree's nodes come first, in their order.
-
-        Both trees have the same roots, no siblings with the same token and no `q_BNV`. The result has a fixed shape of
-        N + M - 1 nodes. The example and r with a chain b d give r, a, b, c, d, where d's parent is b.
-        """
-        assert self.q_BNV is None and other.q_BNV is None, "the merged children are no sample of either distribution"
-        N, M = self.token_BN.shape[1], other.token_BN.shape[1]
-        column = torch.arange(N + M, device=self.token_BN.device)
-        real_BN, real_BM = column[:N] < self.count_B[:, None], column[:M] < other.count_B[:, None]
-        shared_BMN = _same_paths(self, other, real_BM[:, :, None] & real_BN[:, None])
-        shared_BM, index_BM = shared_BMN.long().max(-1)
-        new_BM = real_BM & (shared_BM == 0)
-        index_BM = torch.where(new_BM, self.count_B[:, None] + new_BM.cumsum(-1) - 1, index_BM)
-        parent_BM = index_BM.gather(1, other.parent_BN.clamp_min(0))
-        column_BM = torch.where(new_BM, index_BM, N + M - 1)  # the last one takes what is not new
-        zeros_BM = torch.zeros_like(index_BM)
-        token_BX = torch.cat([self.token_BN, zeros_BM], 1).scatter(1, column_BM, other.token_BN)[:, :-1]
-        parent_BX = torch.cat([self.parent_BN, zeros_BM], 1).scatter(1, column_BM, parent_BM)[:, :-1]
-        count_B = self.count_B + new_BM.sum(-1)
-        parent_BX = torch.where(column[:-1] < count_B[:, None], parent_BX, 0)
-        return DraftTree(token_BX, parent_BX, count_B)
-
     def trimmed(self) -> DraftTree:
         """The tree without columns that are padding in every row. Syncs with the host."""
         N = max(self.count_B.tolist())
@@ -143,23 +120,6 @@ def keep_chains(longest: int, device: torch.device) -> None:
         for nodes in range(1, 1 + longest):
             if (nodes, device) not in _chains:
                 _chains[nodes, device] = ChainShape.of(nodes, device)
-
-
-def _same_paths(first: DraftTree, second: DraftTree, real_BMN: Tensor) -> Tensor:
-    """[B, M, N] bool: whether node m of the second tree has the same token path as node n of the first.
-
-    real_BMN: whether neither of the two is padding.
-    """
-    B, M, N = real_BMN.shape
-    same_BMN = real_BMN & (second.token_BN[:, :, None] == first.token_BN[:, None])
-    same_BMN[:, 0], same_BMN[:, :, 0] = False, False
-    same_BMN[:, 0, 0] = True
-    up_BM, up_BN = second.parent_BN.clamp_min(0), first.parent_BN.clamp_min(0)
-    for _ in range(min(M, N).bit_length()):  # each pass doubles the length of the compared paths
-        parents_match_BMN = same_BMN.gather(1, up_BM[..., None].expand(B, M, N)).gather(2, up_BN[:, None].expand(B, M, N))
-        same_BMN = same_BMN & parents_match_BMN
-        up_BM, up_BN = up_BM.gather(1, up_BM), up_BN.gather(1, up_BN)
-    return same_BMN
 
 
 def ancestors(parent_BN: Tensor) -> Tensor:

@@ -52,8 +52,7 @@ class Stack:
         self.blocks = [(joined([m.weight for m in layer]), joined([m.bias for m in layer])) for layer in linears]
         outputs = [head.output.weight for head in heads if head.output is not None]
         self.output_KVH = joined(outputs) if outputs else None
-        frozen = not next(heads[0].parameters()).requires_grad
-        self.fused = None if self.output_KVH is None else ResidualHeads(self.blocks, self.output_KVH, frozen)
+        self.fused = None if self.output_KVH is None else ResidualHeads(self.blocks, self.output_KVH)
 
     @property
     def current(self) -> bool:

@@ -12,39 +12,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.ops import library
-from drafttrain.ops.linear import pack
 from drafttrain.ops.top import top
 
 
 class ResidualHeads:
     """K heads of residual blocks x + SiLU(W x + b), each with its own output matrix.
 
-    blocks: (weight [K, H, H], bias [K, H]) of each layer. output_KVH: [K, V, H]. frozen: the weights will not change, so they
-    may be packed in addition to the originals.
+    blocks: (weight [K, H, H], bias [K, H]) of each layer. output_KVH: [K, V, H].
     """
 
-    def __init__(self, blocks: Sequence[tuple[Tensor, Tensor]], output_KVH: Tensor, frozen: bool) -> None:
+    def __init__(self, blocks: Sequence[tuple[Tensor, Tensor]], output_KVH: Tensor) -> None:
         self.blocks, self.output_KVH = blocks, output_KVH
-        self._kept: library.KeptWeights | None = None
-        fusable = frozen and output_KVH.dtype == torch.float32 and library.has_product()
-        packed = [pack(w.flatten(0, 1)) for w in (*(weight for weight, _ in blocks), output_KVH)] if fusable else [None]
-        if None not in packed:
-            biases = [bias for _, bias in blocks]
-            pairs = [tensor for pair in zip(packed, biases, strict=False) for tensor in pair]
-            self._kept = library.KeptWeights([*pairs, packed[-1]])
+        self._weights = [*(tensor for block in blocks for tensor in block), output_KVH]
 
     def top(self, state_BH: Tensor, heads: int, ranks: int) -> Tensor:
-        """[heads, B, ranks] the most likely tokens of the first `heads` heads, in order.
-
-        Only one row is compiled. With several rows the packed product would multiply each head's state with every head's
-        matrices.
-        """
-        if self._kept is None or len(state_BH) != 1 or not library.serves(state_BH):
+        """[heads, B, ranks] the most likely tokens of the first `heads` heads, in order. One row on a CPU is compiled."""
+        kinds = {(x.device.type, x.dtype) for x in (state_BH, self.output_KVH)}
+        if len(state_BH) != 1 or kinds != {("cpu", torch.float32)} or not library.serves(state_BH):
             return self.reference(state_BH, heads, ranks)
         template = torch.empty(0, dtype=torch.long)
-        token_ids: Tensor = torch.ops.drafttrain.top_of_heads(
-            self._kept.number, state_BH.contiguous(), template, heads, len(self.output_KVH), ranks
-        )
+        token_ids: Tensor = torch.ops.drafttrain.top_of_heads(state_BH.contiguous(), self._weights, template, heads, ranks)
         return token_ids[:, None]
 
     def reference(self, state_BH: Tensor, heads: int, ranks: int) -> Tensor:

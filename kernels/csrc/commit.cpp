@@ -59,6 +59,32 @@ void append_text(const Tensor& token, const Tensor& next, const Tensor& count, c
     }
 }
 
+// How many tokens, `most` at most, that end a text at `end` also end it at the earlier place `at`.
+int64_t same_end(const int64_t* text, int64_t end, int64_t at, int64_t most) {
+    int64_t same = 0;
+    while (same < most && same <= at && text[at - same] == text[end - same]) same++;
+    return same;
+}
+
+void look_up(const Tensor& text, const Tensor& length, const Tensor& slot, int64_t most, int64_t least, const Tensor& token,
+             const Tensor& count) {
+    const int64_t places = text.size(1), columns = token.size(1), limit = most > 0 ? most : places;
+    for (int64_t b = 0; b < token.size(0); b++) {
+        const int64_t s = data<int64_t>(slot)[b], root = data<int64_t>(length)[s];
+        const int64_t* of = data<int64_t>(text) + s * places;
+        int64_t best = least - 1, source = -1;
+        for (int64_t at = root - 1; at >= best && best < limit; at--) {  // a longer match has its first token in the text
+            if (of[at - best] != of[root - best]) continue;
+            const int64_t same = same_end(of, root, at, limit);
+            if (same > best) best = same, source = at;
+        }
+        data<int64_t>(count)[b] = source < 0 ? 1 : std::min(1 + root - source, columns);
+        int64_t* to = data<int64_t>(token) + b * columns;
+        to[0] = of[root];
+        for (int64_t k = 1; k < columns; k++) to[k] = of[std::min(std::max<int64_t>(source, 0) + k, places - 1)];
+    }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
@@ -66,4 +92,5 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("along", TORCH_BOX(&along));
     m.impl("keep_last", TORCH_BOX(&keep_last));
     m.impl("append_text", TORCH_BOX(&append_text));
+    m.impl("look_up", TORCH_BOX(&look_up));
 }

@@ -24,6 +24,7 @@ using drafttrain::data;
 using torch::stable::Tensor;
 
 constexpr int64_t kSerial = 1 << 15;  // multiply-adds below which a second thread costs more than it brings
+constexpr int64_t kRowsOfTask = 256;  // rows of a matrix that one task multiplies with a state
 
 template <typename F>
 void parallel(int64_t tasks, bool serial, const F& f) {
@@ -286,36 +287,33 @@ void top(const float* x, int64_t width, int64_t ranks, int64_t* ids) {
 }
 
 // The most likely tokens of parallel residual heads on one state [1, H]: [heads, ranks]. weights: for each layer of residual
-// blocks all heads' matrices as one packed product [all heads x H, H] and their biases [all heads, H], then the output
-// matrices, [all heads x V, H], likewise. Each head's state is multiplied with all heads' matrices; the other heads' results
-// are not read.
-Tensor top_of_heads(int64_t model, const Tensor& state, const Tensor& like, int64_t heads, int64_t all_heads, int64_t ranks) {
-    const std::vector<Tensor>& weights = kept(model);
-    const size_t layers = (weights.size() - 1) / 2;
-    const int64_t width = state.numel();
-    const Tensor none = torch::stable::new_empty(state, {0});
-    Tensor x = state;  // [1, H] at first, for all heads
-    for (size_t l = 0; l < layers; l++) {
-        const Tensor mapped = linear(x, weights[2 * l], none);
-        const int64_t rows = x.size(0), apart = mapped.size(1);
-        Tensor next = torch::stable::new_empty(state, {heads, width});
-        const float *bias = data<float>(weights[2 * l + 1]), *from = data<float>(x), *map = data<float>(mapped);
-        for (int64_t k = 0; k < heads; k++) {
-            const int64_t row = rows == 1 ? 0 : k;
-            const float* m = map + row * apart + k * width;
-            float* to = data<float>(next) + k * width;
-            for (int64_t i = 0; i < width; i++) {
-                const float v = m[i] + bias[k * width + i];
-                to[i] = from[row * width + i] + v / (1.0f + std::exp(-v));
+// blocks the heads' matrices [all heads, H, H] and biases [all heads, H], then the output matrices [all heads, V, H]. With one
+// state a product only reads its matrix once, which needs no packing.
+Tensor top_of_heads(const Tensor& state, std::vector<Tensor> weights, const Tensor& like, int64_t heads, int64_t ranks) {
+    const int64_t width = state.numel(), vocab = weights.back().size(1);
+    std::vector<float> x(size_t(heads * width)), mapped(size_t(heads * std::max(width, vocab)));
+    for (int64_t k = 0; k < heads; k++) std::copy_n(data<float>(state), width, x.data() + k * width);
+    const auto product = [&](const Tensor& matrices, int64_t rows) {
+        const int64_t parts = (rows + kRowsOfTask - 1) / kRowsOfTask;
+        parallel(heads * parts, heads * rows * width < kSerial, [&](int64_t begin, int64_t end) {
+            for (int64_t task = begin; task < end; task++) {
+                const int64_t k = task / parts, first = task % parts * kRowsOfTask, last = std::min(rows, first + kRowsOfTask);
+                drafttrain::products(data<float>(matrices) + (k * rows + first) * width, x.data() + k * width, width,
+                                     last - first, mapped.data() + k * rows + first);
             }
+        });
+    };
+    for (size_t l = 0; l + 1 < weights.size(); l += 2) {
+        product(weights[l], width);
+        const float* bias = data<float>(weights[l + 1]);
+        for (int64_t i = 0; i < heads * width; i++) {
+            const float v = mapped[size_t(i)] + bias[i];
+            x[size_t(i)] += v / (1.0f + std::exp(-v));
         }
-        x = next;
     }
-    const Tensor logits = linear(x, weights[2 * layers], none);
-    const int64_t apart = logits.size(1), vocab = apart / all_heads;
+    product(weights.back(), vocab);
     Tensor ids = torch::stable::new_empty(like, {heads, ranks});
-    for (int64_t k = 0; k < heads; k++)
-        top(data<float>(logits) + (x.size(0) == 1 ? 0 : k) * apart + k * vocab, vocab, ranks, data<int64_t>(ids) + k * ranks);
+    for (int64_t k = 0; k < heads; k++) top(mapped.data() + k * vocab, vocab, ranks, data<int64_t>(ids) + k * ranks);
     return ids;
 }
 

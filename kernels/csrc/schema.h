@@ -24,7 +24,7 @@ inline void define(torch::stable::detail::StableLibrary& m) {
     m.def("has_product() -> bool");
     m.def("keep_weights(Tensor[] weights) -> int");
     m.def("drop_weights(int model) -> ()");
-    m.def("top_of_heads(int model, Tensor state, Tensor like, int heads, int all_heads, int ranks) -> Tensor");
+    m.def("top_of_heads(Tensor state, Tensor[] weights, Tensor like, int heads, int ranks) -> Tensor");
     // read: input of the first block's projections; without it, the norm of x
     m.def(
         "run_blocks(int model, Tensor(a!) x, Tensor? read, Tensor cos, Tensor sin, float eps, float head_eps, float scale, "
@@ -46,6 +46,13 @@ inline void define(torch::stable::detail::StableLibrary& m) {
     m.def("keep_last(Tensor state, Tensor next, Tensor count, Tensor slot, Tensor(a!) kept, Tensor(b!) root) -> ()");
     // the first token, then those after the first `count` tokens, from place `length` of a slot's text on; length grows
     m.def("append_text(Tensor token, Tensor next, Tensor count, Tensor slot, Tensor(a!) text, Tensor(b!) length) -> ()");
+    // on CPUs: a slot's last token, and the tokens after the latest of the longest earlier occurrences of its text's end, of
+    // `least` tokens at least and `most` (0: any number) at most: token [B, K + 1] and how many there are
+    m.def("look_up(Tensor text, Tensor length, Tensor slot, int most, int least, Tensor(a!) token, Tensor(b!) count) -> ()");
+    // on CPUs: one tree with the token paths of both
+    m.def(
+        "join_trees(Tensor token, Tensor parent, Tensor count, Tensor other_token, Tensor other_parent, Tensor other_count, "
+        "Tensor(a!) joined_token, Tensor(b!) joined_parent, Tensor(c!) joined_count) -> ()");
     // acceptance: path [B, N] (zeros after the accepted nodes), accepted [B], bonus [B]
     m.def(
         "greedy_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "

@@ -102,6 +102,31 @@ void tree_links(const Tensor& parent, const Tensor& depth, const Tensor& bits) {
     });
 }
 
+void join_trees(const Tensor& token, const Tensor& parent, const Tensor& count, const Tensor& other_token,
+                const Tensor& other_parent, const Tensor& other_count, const Tensor& joined_token, const Tensor& joined_parent,
+                const Tensor& joined_count) {
+    const int64_t first = token.size(1), second = other_token.size(1), nodes = joined_token.size(1);
+    STD_TORCH_CHECK(nodes == first + second - 1 && second <= kMostNodes, "the joined tree has other nodes than both");
+    const auto at = [](const Tensor& x, int64_t row, int64_t column) {  // rows may be one and the same
+        return data<int64_t>(x)[row * x.stride(0) + column * x.stride(1)];
+    };
+    for (int64_t b = 0; b < token.size(0); b++) {
+        int64_t *names = data<int64_t>(joined_token) + b * nodes, *above = data<int64_t>(joined_parent) + b * nodes;
+        const int64_t ours = data<int64_t>(count)[b], theirs = data<int64_t>(other_count)[b];
+        for (int64_t i = 0; i < nodes; i++)
+            names[i] = i < ours ? at(token, b, i) : 0, above[i] = i < ours ? at(parent, b, i) : 0;
+        int64_t total = ours, place[kMostNodes] = {0};
+        for (int64_t m = 1; m < theirs; m++) {
+            const int64_t up = place[at(other_parent, b, m)], name = at(other_token, b, m);
+            int64_t i = 1;
+            while (i < ours && (above[i] != up || names[i] != name)) i++;
+            if (i == ours) i = total++, names[i] = name, above[i] = up;
+            place[m] = i;
+        }
+        data<int64_t>(joined_count)[b] = total;
+    }
+}
+
 void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, const Tensor& new_parent, const Tensor& depth,
                 const Tensor& bits, const Tensor& child, const Tensor& sibling) {
     const int64_t batch = parent.size(0), candidates = parent.size(1);
@@ -132,5 +157,6 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("top", TORCH_BOX(&top));
     m.impl("top_log", TORCH_BOX(&top_log));
     m.impl("tree_links", TORCH_BOX(&tree_links));
+    m.impl("join_trees", TORCH_BOX(&join_trees));
     m.impl("build_tree", TORCH_BOX(&build_tree));
 }

@@ -19,6 +19,7 @@ from drafttrain.model.drafter import Commit, Drafter, DraftState, RevertibleStat
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Target
+from drafttrain.ops.join_trees import join_trees
 from drafttrain.ops.tree_bits import MOST_NODES
 
 
@@ -155,7 +156,7 @@ class MergedState(DraftState):
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         greedy = replace(sampling, draft_temperature=0.0)
         middle, inner = (state.propose(slot_B, greedy, depth) for _, state in self.parts)
-        return middle.joined(inner)
+        return join_trees(middle, inner)
 
     @property
     def caches(self) -> list[KVCache]:

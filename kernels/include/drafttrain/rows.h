@@ -1,6 +1,7 @@
 // Row-wise parts of a decoder block on a CPU: RMS norm with the residual's addition, and the gated activation.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -61,6 +62,27 @@ void gated_row(const T* gate_up, int64_t width, T* out) {
         const Floats y = rounded<T>(g / (1.0f + exp(-g))) * u;
         whole ? store(out + i, y) : store_some(out + i, y, width - i);
     });
+}
+
+// y[r] = w[r] . x for some rows of a matrix, eight rows side by side: the sum of one would wait for itself.
+inline void products(const float* w, const float* x, int64_t width, int64_t rows, float* y) {
+    constexpr int64_t kSide = 8;
+    const int64_t whole = width - width % kRegister;
+    for (int64_t r = 0; r < rows; r += kSide) {
+        const float* row[kSide];
+        for (int64_t j = 0; j < kSide; j++) row[j] = w + std::min(r + j, rows - 1) * width;
+        Register sums[kSide]{};
+        for (int64_t i = 0; i < whole; i += kRegister) {
+            const Register v = load_register(x + i);
+            for (int64_t j = 0; j < kSide; j++) sums[j] += load_register(row[j] + i) * v;
+        }
+        for (int64_t j = 0; j < std::min(kSide, rows - r); j++) {
+            float total = 0.0f;
+            for (int i = 0; i < kRegister; i++) total += sums[j][i];
+            for (int64_t i = whole; i < width; i++) total += row[j][i] * x[i];
+            y[r + j] = total;
+        }
+    }
 }
 
 // The lowest index of a row's maximum, as torch's argmax.

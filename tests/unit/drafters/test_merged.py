@@ -22,6 +22,8 @@ from drafttrain.drafters.common.merged import Merged, RevertibleMergedState, pie
 from drafttrain.features.online import Online
 from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.ops import join_trees as join_op
+from drafttrain.ops.join_trees import join_trees
 from drafttrain.targets.fast import FastTarget
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_model, watch_proposals
@@ -205,14 +207,16 @@ def random_tree(rows: int, nodes: int, roots: list[int], tokens: int, seed: int)
     return DraftTree(token_BN, parent_BN, count_B)
 
 
-def test_draft_tree_joined_equals_union_of_token_paths() -> None:
+def test_join_trees_equals_union_of_token_paths() -> None:
     shared = 0
     for seed in range(117):  # each pair of the sizes
         N, M = 1 + seed % 13, 1 + seed % 9
         roots = [seed % 3, 1, 2]
         first, second = (random_tree(3, n, roots, 3, 2 * seed + i) for i, n in enumerate((N, M)))
-        tree = first.joined(second)
+        with torch.inference_mode():
+            tree, twin = join_trees(first, second), join_op.reference(first, second)
         assert tree.token_BN.shape == tree.parent_BN.shape == (3, N + M - 1)
+        assert token_paths(tree) == token_paths(twin) and torch.equal(tree.parent_BN, twin.parent_BN)
         for found, ours, theirs in zip(*map(token_paths, (tree, first, second)), strict=True):
             assert found == [*ours, *(path for path in theirs if path not in ours)]
             shared += len(ours) + len(theirs) - 1 - len(found)
@@ -221,9 +225,9 @@ def test_draft_tree_joined_equals_union_of_token_paths() -> None:
     assert shared > 117, "the trees must have much in common"
 
 
-def test_draft_tree_joined_small_example_gives_expected_nodes() -> None:
+def test_join_trees_small_example_gives_expected_nodes() -> None:
     one = DraftTree(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]), torch.tensor([4]))
-    tree = one.joined(DraftTree.chain(torch.tensor([[9, 2, 4]])))
+    tree = join_trees(one, DraftTree.chain(torch.tensor([[9, 2, 4]])))
     assert tree.token_BN.tolist() == [[9, 1, 2, 3, 4, 0]]
     assert tree.parent_BN.tolist() == [[-1, 0, 0, 1, 2, 0]] and tree.count_B.tolist() == [5]
 

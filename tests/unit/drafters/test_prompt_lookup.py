@@ -13,6 +13,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters.prompt_lookup import FAMILY, PromptLookup, PromptLookupOptions
 from drafttrain.model.drafter import Commit
+from drafttrain.ops.lookup import reference
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import prompts, tiny_model
 
@@ -61,10 +62,13 @@ def test_prompt_lookup_drafts_equal_search_for_longest_latest_match(
         texts = [[chance.randrange(vocab) for _ in range(chance.randint(2, 70))] for _ in range(5)]
         state = brought(drafter, texts, pieces)
         for depth in (None, 1, 4):
-            tree = state.propose(torch.arange(5), Sampling(), depth)
+            with torch.inference_mode():
+                tree = state.propose(torch.arange(5), Sampling(), depth)
             found = [tokens[:count] for tokens, count in zip(tree.token_BN.tolist(), tree.count_B.tolist(), strict=True)]
-            assert found == [[t[-1], *naive(t, most, least, min(6, depth or 6))] for t in texts]
-            assert tree.token_BN.shape[1] == 1 + min(6, depth or 6), "one shape, whatever is found"
+            steps = min(6, depth or 6)
+            assert found == [[t[-1], *naive(t, most, least, steps)] for t in texts]
+            twin_BN, twin_B = reference(state.token_SP, state.length_S, state.power_P, torch.arange(5), most, least, steps)
+            assert torch.equal(tree.token_BN, twin_BN) and torch.equal(tree.count_B, twin_B)
 
 
 @pytest.mark.parametrize("most", [3, None])
