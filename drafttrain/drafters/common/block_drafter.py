@@ -29,7 +29,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.sequence_shard import Span, pieces
 from drafttrain.core.tree import DraftTree
-from drafttrain.drafters.common.block_options import BlockOptions, BlockShape
+from drafttrain.drafters.common.block_options import BlockShape
+from drafttrain.drafters.options import BlockOptions
 from drafttrain.drafters.common.calibration import PlattCalibration
 from drafttrain.drafters.common.draft_vocabulary import DraftVocabulary
 from drafttrain.drafters.common.dynamic_tree import Score, Scored, TreeLevel
