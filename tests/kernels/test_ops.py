@@ -244,17 +244,16 @@ def test_cpu_kv_keep_equals_reference(seed: int, rows: int, nodes: int) -> None:
 
 
 CASES = {
-#rows, nodes, heads, kv heads, width, window, causal, normed, lengths up to
-    "one" : (1, 1, 6, 2, 32, None, False, False, 300),
-            "tree" : (1, 21, 6, 2, 32, None, False, False, 300),
-                     "ragged" : (5, 7, 4, 1, 64, None, False, True, 200),
-                                "odd" : (3, 13, 3, 3, 10, None, False, True, 130),
-                                        "causal" : (2, 64, 4, 2, 16, None, True, False, 70),
-                                                   "sliding" : (3, 9, 4, 2, 32, 11, False, False, 150),
-                                                               "sliding-far" : (2, 5, 2, 1, 128, 100, True, False, 400),
-                                                                               "wide"
-        : (2, 6, 2, 2, 256, None, False, False, 40),
-          "empty" : (2, 17, 4, 4, 48, None, False, False, 1),
+    # rows, nodes, heads, kv heads, width, window, causal, normed, lengths up to
+    "one": (1, 1, 6, 2, 32, None, False, False, 300),
+    "tree": (1, 21, 6, 2, 32, None, False, False, 300),
+    "ragged": (5, 7, 4, 1, 64, None, False, True, 200),
+    "odd": (3, 13, 3, 3, 10, None, False, True, 130),
+    "causal": (2, 64, 4, 2, 16, None, True, False, 70),
+    "sliding": (3, 9, 4, 2, 32, 11, False, False, 150),
+    "sliding-far": (2, 5, 2, 1, 128, 100, True, False, 400),
+    "wide": (2, 6, 2, 2, 256, None, False, False, 40),
+    "empty": (2, 17, 4, 4, 48, None, False, False, 1),
 }
 
 
@@ -341,8 +340,7 @@ def test_tree_attention_in_generations_equals_single_pass(
             outs.append(function(qkv[:, first:last].contiguous(), step, 0, shape))
         found.append((torch.cat(outs, 1), *kv.read(0, nodes)))
     step = attend_op.AttentionMetadata(kv, position, ancestor, cos, sin)
-    close = {
-    "rtol" : DTYPES[dtype], "atol" : DTYPES[dtype]}
+    close = {"rtol": DTYPES[dtype], "atol": DTYPES[dtype]}
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, **close)
     torch.testing.assert_close(found[0][0], attend_op.reference(qkv, step, 0, shape), **close)
@@ -430,7 +428,7 @@ def test_fused_blocks_equal_loop_over_blocks(poison: None, name: str, taps: tupl
         target(prompt, kv, None, torch.arange(11).expand(2, 11), Taps(), lengths[:, None] - 1)
         kv.keep(torch.arange(11).expand(2, 11), lengths)
         outs.append(target(token, kv, mask, lengths[:, None] + mask.sum(-1) - 1, Taps(taps, final=True)))
-#a fused product adds up in an order of its own, which depends on the processor
+    # a fused product adds up in an order of its own, which depends on the processor
     close = {"rtol": 5.0 * DTYPES[dtype], "atol": 5.0 * DTYPES[dtype]}
     torch.testing.assert_close(outs[0].logits_BRV, outs[1].logits_BRV, **close)
     assert outs[0].hidden.keys() == outs[1].hidden.keys()
@@ -480,8 +478,7 @@ def test_cpu_attend_row_is_independent_of_batch() -> None:
 
 def state_in(environment: dict[str, str]) -> str:
     code = "from drafttrain.ops import library; print(library.state().text)"
-    inherited = {
-name: value for name, value in os.environ.items() if name != library.SWITCH}
+    inherited = {name: value for name, value in os.environ.items() if name != library.SWITCH}
     run = subprocess.run(
         [sys.executable, "-c", code], env=inherited | environment, capture_output=True, text=True, check=True, timeout=300
     )

@@ -25,7 +25,7 @@ from drafttrain.data.reply_text import RULES
 from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.graph_runner import RING
 from drafttrain.drafters import families
-from drafttrain.drafters.common.block_options import CONVENTIONS
+from drafttrain.drafters.common.block_drafter import CONVENTIONS
 from drafttrain.drafters.options import BlockOptions, DraftModelOptions, ReDrafterOptions
 from drafttrain.export import files
 from drafttrain.measure import DecodeOptions, MeasureOptions

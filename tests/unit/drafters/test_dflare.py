@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.scheduler import Decoder
-from drafttrain.drafters.common.block_options import BlockShape
+from drafttrain.drafters.common.block_drafter import BlockShape
 from drafttrain.drafters.common.own_modules import falling, preferring
 from drafttrain.drafters.dflare import DFlare, DFlareOptions
 from drafttrain.model.shapes import TargetShape

@@ -16,7 +16,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.scheduler import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.common import block_drafter
-from drafttrain.drafters.common.block_options import spread_taps
+from drafttrain.drafters.common.block_drafter import spread_taps
 from drafttrain.drafters.dflash import FAMILY, DFlash, DFlashOptions
 from drafttrain.drafters.options import BlockOptions
 from drafttrain.features.online import Online
