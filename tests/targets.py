@@ -20,8 +20,8 @@ from drafttrain.decoding.graph_runner import reason_of
 from drafttrain.targets.experts import experts_of, find_experts
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import RecomputedTarget
 from drafttrain.targets.probe import InexactError, why_not_captured
-from drafttrain.targets.recomputed import RecomputedTarget
 from tests.architectures import ROWS, Architecture, model_of
 from tests.recorder import install
 

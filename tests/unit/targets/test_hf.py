@@ -14,8 +14,7 @@ from drafttrain.drafters.medusa import Medusa, MedusaOptions
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.load import load_target, stop_ids_of
-from drafttrain.targets.recomputed import RecomputedTarget
+from drafttrain.targets.load import RecomputedTarget, load_target, stop_ids_of
 from tests.architectures import SCALE, WIDE
 from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
 
