@@ -103,6 +103,7 @@ def packed(folder: Path) -> list[str]:
 
 
 @pytest.mark.grid  # minutes: every case of every suite; test_gpu_suites rehearses each kind
+@pytest.mark.timeout(3600)
 def test_make_gpu_rehearsal_in_bare_python_environment_passes(tmp_path: Path) -> None:
     checkout, results, packages = tmp_path / "checkout", tmp_path / "results", tmp_path / "packages"
     copied(checkout, "drafttrain", "kernels", "docs", "benchmarks", "conf", "recipes")
@@ -119,13 +120,13 @@ def test_make_gpu_rehearsal_in_bare_python_environment_passes(tmp_path: Path) ->
     def make(*arguments: str) -> str:
         given = ["REHEARSE=1", f"PYTHON={python}", f"RESULTS={results}", f"REAL={tmp_path / 'real'}"]
         command = ["make", "gpu", *given, *arguments]
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=3000)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
         return done.stdout
 
     first = make("BUDGET=0.1")
     assert f"{len(names)} packages unpacked" in first and "cases are left" in first and "\ngoal " in first
-    said = make("BUDGET=20")
+    said = make("BUDGET=45")
     assert "packages unpacked" not in said and "cases are left" not in said and "REHEARSAL: no goal is measured" in said
     assert not re.search(r"\d+(\.\d+)? ?(ms|us|tokens/s)\b", said)
     known = json.loads((results / "rehearsal.json").read_text())
