@@ -23,9 +23,12 @@ def join_trees(first: DraftTree, second: DraftTree) -> DraftTree:
     if token_BN.device.type != "cpu" or not library.serves_on(token_BN.device):
         return reference(first, second)
     shape = (len(token_BN), token_BN.shape[1] + second.token_BN.shape[1] - 1)
-    joined = DraftTree(token_BN.new_empty(shape), token_BN.new_empty(shape), token_BN.new_empty(shape[0]))
+    ancestor_BXX = token_BN.new_empty((*shape, shape[1]), dtype=torch.bool)
+    joined = DraftTree(
+        token_BN.new_empty(shape), token_BN.new_empty(shape), token_BN.new_empty(shape[0]), known_BNN=ancestor_BXX
+    )
     trees = [x for tree in (first, second) for x in (tree.token_BN, tree.parent_BN, tree.count_B.contiguous())]
-    torch.ops.drafttrain.join_trees(*trees, joined.token_BN, joined.parent_BN, joined.count_B)
+    torch.ops.drafttrain.join_trees(*trees, joined.token_BN, joined.parent_BN, joined.count_B, ancestor_BXX)
     return joined
 
 

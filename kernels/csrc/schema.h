@@ -49,10 +49,10 @@ inline void define(torch::stable::detail::StableLibrary& m) {
     // on CPUs: a slot's last token, and the tokens after the latest of the longest earlier occurrences of its text's end, of
     // `least` tokens at least and `most` (0: any number) at most: token [B, K + 1] and how many there are
     m.def("look_up(Tensor text, Tensor length, Tensor slot, int most, int least, Tensor(a!) token, Tensor(b!) count) -> ()");
-    // on CPUs: one tree with the token paths of both
+    // on CPUs: one tree with the token paths of both; ancestor: bool [B, X, X], itself included
     m.def(
         "join_trees(Tensor token, Tensor parent, Tensor count, Tensor other_token, Tensor other_parent, Tensor other_count, "
-        "Tensor(a!) joined_token, Tensor(b!) joined_parent, Tensor(c!) joined_count) -> ()");
+        "Tensor(a!) joined_token, Tensor(b!) joined_parent, Tensor(c!) joined_count, Tensor(d!) ancestor) -> ()");
     // acceptance: path [B, N] (zeros after the accepted nodes), accepted [B], bonus [B]
     m.def(
         "greedy_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "

@@ -104,7 +104,7 @@ void tree_links(const Tensor& parent, const Tensor& depth, const Tensor& bits) {
 
 void join_trees(const Tensor& token, const Tensor& parent, const Tensor& count, const Tensor& other_token,
                 const Tensor& other_parent, const Tensor& other_count, const Tensor& joined_token, const Tensor& joined_parent,
-                const Tensor& joined_count) {
+                const Tensor& joined_count, const Tensor& ancestor) {
     const int64_t first = token.size(1), second = other_token.size(1), nodes = joined_token.size(1);
     STD_TORCH_CHECK(nodes == first + second - 1 && second <= kMostNodes, "the joined tree has other nodes than both");
     const auto at = [](const Tensor& x, int64_t row, int64_t column) {  // rows may be one and the same
@@ -124,6 +124,12 @@ void join_trees(const Tensor& token, const Tensor& parent, const Tensor& count, 
             place[m] = i;
         }
         data<int64_t>(joined_count)[b] = total;
+        bool* mask = data<bool>(ancestor) + b * nodes * nodes;
+        std::fill_n(mask, nodes * nodes, false);
+        for (int64_t i = 0; i < nodes; i++) {  // every parent precedes its children
+            if (i > 0) std::copy_n(mask + above[i] * nodes, i, mask + i * nodes);
+            mask[i * nodes + i] = true;
+        }
     }
 }
 

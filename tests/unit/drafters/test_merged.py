@@ -216,7 +216,8 @@ def test_join_trees_equals_union_of_token_paths() -> None:
         with torch.inference_mode():
             tree, twin = join_trees(first, second), join_op.reference(first, second)
         assert tree.token_BN.shape == tree.parent_BN.shape == (3, N + M - 1)
-        assert token_paths(tree) == token_paths(twin) and torch.equal(tree.parent_BN, twin.parent_BN)
+        assert token_paths(tree) == token_paths(twin)
+        assert torch.equal(tree.parent_BN, twin.parent_BN) and torch.equal(tree.ancestor_BNN, twin.ancestor_BNN)
         for found, ours, theirs in zip(*map(token_paths, (tree, first, second)), strict=True):
             assert found == [*ours, *(path for path in theirs if path not in ours)]
             shared += len(ours) + len(theirs) - 1 - len(found)
