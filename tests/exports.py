@@ -33,6 +33,7 @@ from tests.helpers import tiny_model, tiny_target
 from tests.native import Native
 from tests.tiny import shake
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -57,6 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer": {"heads": 2, "kv_heads": 1, "intermediate_size": 40, "rope_theta": 500.0, "norm_eps": 1e-4},
         },
     ),
+    "eagle3-stretched": ("eagle3", {"target_layer_ids": [0, 1, 2], "layer": {"rope_scaling": YARN}}),
     "eagle3-scaled": (
         "eagle3",
         {"target_layer_ids": [2, 0, 1], "draft_length": 3, "layer": {"head_dim": 6, "rope_scaling": LLAMA3}},

@@ -242,8 +242,8 @@ def _refusal(checkpoint: Opened, stack: str, settings: ExportSettings) -> str | 
     if export_format is None:
         return "it takes no adapter as a drafter; leave adapter out to export it merged"
     source = ExportSource(checkpoint, stack, settings.dtype)
-    common_reason = refuse_pictures(source) or refuse_scaling(source)
-    return common_reason or export_format.refuse(source)
+    scaling_reason = None if STACKS[stack].any_scaling else refuse_scaling(source)
+    return refuse_pictures(source) or scaling_reason or export_format.refuse(source)
 
 
 def export(opened: Opened, golden: Golden, wanted: ExportSettings) -> Exported:

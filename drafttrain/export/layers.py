@@ -18,8 +18,7 @@ from drafttrain.model.shapes import CONTEXT, LayerOptions, LayerShape, TargetSha
 from drafttrain.model.target import Target
 from drafttrain.targets.structure import shape_of
 
-ENGINES = ("vllm", "sglang", "trtllm", "lmdeploy")  # stacks that rotate by code of their own; others by transformers'
-ENGINE_SCALINGS = ("default", "linear", "llama3", "yarn")
+ENGINE_SCALINGS = ("default", "linear", "llama3", "yarn")  # that engines with rotations of their own know
 YARN_UNREAD = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 NAMED = {  # fields by the names of their settings
     "vocabulary": "vocab_size",
@@ -66,7 +65,7 @@ def refuse_scaling(source: ExportSource) -> str | None:
         str(scaling.get("rope_type", "default")),
         {key for key, value in scaling.items() if value is not None},
     )
-    if source.stack not in ENGINES or (rope_type in ENGINE_SCALINGS and not scaling_keys & YARN_UNREAD):
+    if rope_type in ENGINE_SCALINGS and not scaling_keys & YARN_UNREAD:
         return None
     unread = f" with {', '.join(sorted(scaling_keys & YARN_UNREAD))}" if rope_type in ENGINE_SCALINGS else ""
     return (

@@ -44,6 +44,7 @@ class ServingStack:
     usual: str = NO_LOADER  # why it does not load a family, where the family's rows say nothing of it
     by_name: bool = False  # it loads a hub id itself
     python: bool = False  # its command is Python
+    any_scaling: bool = False  # it reads every rotary scaling of a drafter's layers, or the format refuses those it does not
 
 
 def _vllm(served: ServingCommand) -> str:
@@ -179,12 +180,12 @@ STACKS = {
     "vllm": ServingStack("vLLM", _vllm, by_name=True),
     "sglang": ServingStack("SGLang", _sglang, by_name=True),
     "trtllm": ServingStack("TensorRT-LLM", _trtllm, by_name=True),
-    "speculators": ServingStack("speculators", _speculators, NOT_SPECULATORS, by_name=True),
-    "transformers": ServingStack("transformers", _transformers, GENERATE, by_name=True, python=True),
-    "llamacpp": ServingStack("llama.cpp", _llamacpp),
-    "openvino": ServingStack("OpenVINO GenAI", _openvino),
+    "speculators": ServingStack("speculators", _speculators, NOT_SPECULATORS, by_name=True, any_scaling=True),
+    "transformers": ServingStack("transformers", _transformers, GENERATE, by_name=True, python=True, any_scaling=True),
+    "llamacpp": ServingStack("llama.cpp", _llamacpp, any_scaling=True),
+    "openvino": ServingStack("OpenVINO GenAI", _openvino, any_scaling=True),
     "tgi": ServingStack("text-generation-inference", _tgi, ONLY_HEADS, by_name=True),
     "lmdeploy": ServingStack("LMDeploy", _lmdeploy, by_name=True),
-    "official": ServingStack("the authors' code", _official, python=True),
-    "stitched": ServingStack("the target's own files", _stitched, NOT_OWN),
+    "official": ServingStack("the authors' code", _official, python=True, any_scaling=True),
+    "stitched": ServingStack("the target's own files", _stitched, NOT_OWN, any_scaling=True),
 }

@@ -122,7 +122,7 @@ class Storage(Protocol):
         ...
 
     def view(self, rows: CacheRows) -> PageView | None:
-        """The pages, for operators that address them; None: callers use `read`."""
+        """The pages, for operators that read and write them in place; None: callers use `read` and `write`."""
         ...
 
     def move(self, rows: CacheRows, path_BA: Tensor, count_B: Tensor) -> None:

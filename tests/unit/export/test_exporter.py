@@ -308,6 +308,7 @@ REFUSED = {  # by case and stack: what the message says
         "openvino": "trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, .*load it",
     },
     "eagle3-last": {"sglang": "last block, and sglang .* train with drafter.target_layer_ids below 3; vllm loads it unchanged"},
+    "eagle3-stretched": {"trtllm": "scaling of the type yarn with truncate, which trtllm is not .*; speculators, openvino"},
     "eagle3-two": {"openvino": "taps 2 blocks, but openvino takes exactly three"},
     "dflash-part": {
         "official": "it drafts a part of the vocabulary, which official does not read; .*vllm, sglang, speculators"
