@@ -108,7 +108,8 @@ def _build(compiler: str, flags: Sequence[str], units: Sequence[Path], library_p
     with ThreadPoolExecutor(min(len(units), os.cpu_count() or 1)) as pool:
         objects = list(pool.map(unit, range(len(units))))
     link = [compiler, "-shared", *(str(out) for out, _ in objects), "-o", str(library_path), f"-L{torch_folder / 'lib'}"]
-    link += ["-Xlinker", "--no-as-needed", "-ltorch_cpu"]
+    # nvcc of NVIDIA's wheels has its libraries in lib and looks into lib64
+    link += [f"-L{Path(compiler).resolve().parents[1] / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch_cpu"]
     return "".join([*(messages for _, messages in objects), _run(link)])
 
 
