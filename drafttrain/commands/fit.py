@@ -16,8 +16,8 @@ from drafttrain.commands.measure import measure_run
 from drafttrain.commands.tune import tune_run
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data.dataset import Dataset
+from drafttrain.data.files import read_template
 from drafttrain.data.sources import check_sources
-from drafttrain.data.templates import read_template
 from drafttrain.drafters.checkpoint import list_checkpoints, read_meta
 from drafttrain.engines.process import ENGINES
 from drafttrain.export import golden
@@ -29,7 +29,7 @@ from drafttrain.measure.report import FILE
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.measure.tuning import DEFAULT
 from drafttrain.runs.console import line_printer, print_line, print_note
-from drafttrain.runs.data import data_report, measurement_prompts, print_counts, write_rejected
+from drafttrain.runs.data import check_data, data_report, measurement_prompts, print_counts, write_rejected
 from drafttrain.runs.derived import derived, doubts, from_device, lines_of, recorded, with_values
 from drafttrain.runs.directory import RunDirectory
 from drafttrain.runs.options import RunOptions, target_arguments
@@ -76,6 +76,8 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     if ready is None:
         check_sources(options.data)
     where = ready.place if ready else place(options, world, console.say)
+    if ready is None and where.trained:
+        check_data(options)
     job = prepare_job(options, world, where, console, ready)
     shape, rows = job.loaded.target.shape, len(job.data.train)
     derived_values = derived(options, shape, rows, world.size // options.train.sequence_parallel)

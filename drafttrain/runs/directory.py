@@ -19,7 +19,7 @@ from drafttrain.core.files import atomic_write_json, atomic_write_text, new_dire
 from drafttrain.drafters.checkpoint import list_checkpoints, step_of
 from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RENAMED, RunOptions
-from drafttrain.runs.paths import dated_path
+from drafttrain.runs.paths import dated_path, not_a_run
 from drafttrain.train.checkpoint_manager import newest_valid
 from drafttrain.train.engine import World
 from drafttrain.train.optimizer import learning_rate
@@ -95,9 +95,7 @@ def _find(options: RunOptions, resolved: dict[str, Any], log: Callable[[str], No
         path = Path(options.resume).expanduser()
         state = run_state(path)
         if state is None:
-            raise UserError(
-                f"resume is {options.resume!r}, which is not a run directory (no run.json of one); name one, or set resume=auto"
-            )
+            raise not_a_run(options.resume)
         steps = _steps(path, state)
         if changed_settings := _other_settings(path, state, options, _of_steps(resolved, steps)):
             raise UserError(

@@ -49,6 +49,7 @@ class Placement:
     weights: int  # bytes of the drafter's weights
     shape: TargetShape  # of the target
     experts: int = 0  # routed experts in each of its blocks; 0: a dense target
+    trained: bool = True  # whether the drafter is
 
     @property
     def shared(self) -> bool:
@@ -106,7 +107,13 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
     if placement_name == "expert_parallel":
         check_experts(meta_target.model, sharing_size)
     placement = Placement(
-        placement_name, sharing_size, need, 4 * trainable(drafter), meta_target.shape, experts_of(meta_target.model)
+        placement_name,
+        sharing_size,
+        need,
+        4 * trainable(drafter),
+        meta_target.shape,
+        experts_of(meta_target.model),
+        drafter.trained,
     )
     if placement.shared:
         _check_shared(options, placement, drafter, free)
