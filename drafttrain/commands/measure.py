@@ -31,7 +31,7 @@ from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
 from drafttrain.runs.serving_engines import EngineChoice, EngineExport, exports, measure_engines
-from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.checkpoint_manager import PROGRESS, Progress
 
 _COLUMNS = ("checkpoint", "tau", "expected", "alpha", "by position", "speedup", "tokens/s", "exact")
@@ -51,7 +51,7 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     engines = EngineChoice.of(options, source.family)
     base = dated_path(options.output, "measure")
     with shared_target(options, "measure") as part:
-        loaded = load_target(source.target(options.target), part)
+        loaded = source.load(options.target, part)
         directory = source.checkpoint(loaded, line_printer(console))
         ref = CheckpointRef(source.directory.name, directory, source.step)
         with exports(engines, directory, loaded) as ready:

@@ -44,6 +44,7 @@ class ServingStack:
     usual: str = NO_LOADER  # why it does not load a family, where the family's rows say nothing of it
     by_name: bool = False  # it loads a hub id itself
     python: bool = False  # its command is Python
+    template: str | None = None  # the flag of a file with a chat template
 
 
 def _vllm(served: ServingCommand) -> str:
@@ -176,12 +177,12 @@ def _stitched(served: ServingCommand) -> str:
 
 
 STACKS = {
-    "vllm": ServingStack("vLLM", _vllm, by_name=True),
-    "sglang": ServingStack("SGLang", _sglang, by_name=True),
+    "vllm": ServingStack("vLLM", _vllm, by_name=True, template="--chat-template"),
+    "sglang": ServingStack("SGLang", _sglang, by_name=True, template="--chat-template"),
     "trtllm": ServingStack("TensorRT-LLM", _trtllm, by_name=True),
     "speculators": ServingStack("speculators", _speculators, NOT_SPECULATORS, by_name=True),
     "transformers": ServingStack("transformers", _transformers, GENERATE, by_name=True, python=True),
-    "llamacpp": ServingStack("llama.cpp", _llamacpp),
+    "llamacpp": ServingStack("llama.cpp", _llamacpp, template="--jinja --chat-template-file"),
     "openvino": ServingStack("OpenVINO GenAI", _openvino),
     "tgi": ServingStack("text-generation-inference", _tgi, ONLY_HEADS, by_name=True),
     "lmdeploy": ServingStack("LMDeploy", _lmdeploy, by_name=True),
