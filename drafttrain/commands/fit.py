@@ -23,7 +23,7 @@ from drafttrain.engines.process import ENGINES
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
-from drafttrain.measure import DecodeOptions, MeasureOptions
+from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
 from drafttrain.measure.plots import engine_steps
 from drafttrain.measure.report import FILE
 from drafttrain.measure.runner import CheckpointRef
@@ -229,27 +229,29 @@ def _data_report(
 
 def next_steps(run: Path, options: RunOptions) -> None:
     """Print what can be done with the best checkpoint of a finished run."""
-    checkpoint, report = run, run / FILE
+    checkpoint, report, stacks = run, run / FILE, None
     if report.is_file():
-        best = run / "checkpoints" / json.loads(report.read_text(encoding="utf-8"))["best"].split()[0]
+        content = json.loads(report.read_text(encoding="utf-8"))
+        best, stacks = run / "checkpoints" / content["best"].split()[0], content["drafter"]["stacks"]
         checkpoint = run if best == best_checkpoint(run / "checkpoints") else best
     console = RichConsole()
     print_line(console, "\nnext:")
-    for command, purpose in _commands(shlex.quote(f"checkpoint={checkpoint}"), options, report.is_file()):
+    for command, purpose in _commands(shlex.quote(f"checkpoint={checkpoint}"), options, stacks):
         print_line(console, f"  drafttrain {command}\n      {purpose}")
 
 
-def _commands(checkpoint: str, options: RunOptions, measured: bool) -> Iterator[tuple[str, str]]:
-    """Commands and what they are for."""
-    stacks = loads(options.drafter.family)
+def _commands(checkpoint: str, options: RunOptions, stacks: list[str] | None) -> Iterator[tuple[str, str]]:
+    """Commands, what they are for and how long they take. stacks: that load the drafter; None: it was not measured."""
+    measured, stacks = stacks is not None, loads(options.drafter.family) if stacks is None else stacks
+    minutes = f"{MeasureOptions().minutes:g} minutes"
     if measured:
         if options.prompts is None and options.measure.prompts == MeasureOptions().prompts:
-            yield f"measure {checkpoint} prompts=FILE", "measure it on your own prompts (MT-bench format)"
+            yield f"measure {checkpoint} prompts=FILE", f"measure it on your own prompts (MT-bench format): {minutes}"
         if options.decode.policy == DecodeOptions().policy:
-            yield f"measure {checkpoint} decode=sampling", "measure lossless sampling at temperature 1"
+            yield f"measure {checkpoint} decode=sampling", f"measure lossless sampling at temperature 1: {minutes}"
     elif not ends_alone(options):
-        yield f"measure {checkpoint}", "measure acceptance and speed"
-        yield f"tune {checkpoint}", "find the fastest draft length or tree on this machine"
+        yield f"measure {checkpoint}", f"measure acceptance and speed: {minutes}"
+        yield f"tune {checkpoint}", f"find the fastest draft length or tree on this machine: {TuneOptions().minutes:g} minutes"
     if stacks:
         yield f"export {checkpoint} format=all out=exported", "write it for the serving stacks that load it"
         if engine := next((name for name, engine in ENGINES.items() if set(engine.loads) & set(stacks)), None):

@@ -16,18 +16,32 @@ CURVES = {
     "agreement": "Top-1 agreement",
     "expected": "Tau: expected (chain) and measured",
 }
+TAUS = {
+    "expected_tau": "expected tau",
+    "measured_tau": "measured tau",
+    "held_out": "expected tau, held-out conversations",
+    "final": "measured tau, report",
+}
 ENGINE = "engine/"  # begins the keys of a serving engine's figures
 SAME_CHAINS = "our tau, same chains"  # mostly equal to the engine's
 Series = dict[str, list[tuple[float, float]]]
 
 
-def read_curves(metrics: Path | None) -> dict[str, Series]:
-    """The training curves of a metrics.jsonl that have points, by a name of `CURVES`; empty without a file."""
+def read_curves(metrics: Path | None, entries: Sequence[dict[str, Any]] = ()) -> dict[str, Series]:
+    """The training curves of a metrics.jsonl that have points, by a name of `CURVES`; empty without a file.
+
+    entries: checkpoints of a report, whose tau is added.
+    """
     lines = _lines(metrics)
+    if lines:
+        entries = [entry for entry in entries if entry.get("step") is not None and entry.get("tuned", True)]
+        lines += [
+            {"step": e["step"], "held_out": (e.get("training") or {}).get("held_out_tau"), "final": e["tau"]} for e in entries
+        ]
     curves = {
         "loss": _series(lines, {"loss": "loss"}),
         "agreement": _agreement(lines),
-        "expected": _series(lines, {"expected_tau": "expected tau", "measured_tau": "measured tau"}) | _by_engine(metrics),
+        "expected": _series(lines, TAUS) | _by_engine(metrics),
     }
     return {name: series for name, series in curves.items() if series}
 
@@ -137,9 +151,12 @@ def speedup_plot(entries: Sequence[Entry], path: Path) -> Path | None:
     return save(figure, path)
 
 
-def training_plot(metrics: Path, path: Path) -> Path | None:
-    """Draw loss, agreement by position and expected tau over the steps of a metrics.jsonl; None when it has no step."""
-    curves = read_curves(metrics)
+def training_plot(metrics: Path, path: Path, entries: Sequence[Entry] = ()) -> Path | None:
+    """Draw loss, agreement by position and tau over the steps of a metrics.jsonl; None when it has no step.
+
+    entries: as for `read_curves`.
+    """
+    curves = read_curves(metrics, entries)
     if not curves:
         return None
     figure, panel_axes = panels(len(curves), 4.2 * len(curves))
