@@ -163,6 +163,8 @@ def training_plot(metrics: Path, path: Path, entries: Sequence[Entry] = ()) -> P
     for axes, (name, series) in zip(panel_axes, curves.items(), strict=True):
         for i, (label, points) in enumerate(series.items()):
             style: dict[str, Any] = {"marker": "o" if len(points) < MARKED else None, "markersize": 4}
+            if len(points) == 1:  # a ring is left where both points are the same
+                style["markersize"] = 11 if label == TAUS["held_out"] else 6
             if label == SAME_CHAINS:  # the line that it may cover shows through
                 style = {"linestyle": (0, (3, 3)), "marker": "o", "markersize": 8, "markerfacecolor": "none"}
             axes.plot(*zip(*points, strict=True), linewidth=1.6, color=colour(i), label=label, **style)
