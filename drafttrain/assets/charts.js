@@ -94,7 +94,7 @@ const Charts = (() => {
       at.svg.append(element("path", {class: "line", d: path, stroke: colour(s.colour ?? i)}));
       for (const p of s.points) {
         spread(at, across(p.x) + shift, p.low, p.high);
-        const mark = element("circle", {cx: across(p.x) + shift, cy: at.place(p.y), r: s.small ? 2 : 4.5, fill: colour(s.colour ?? i)});
+        const mark = element("circle", {cx: across(p.x) + shift, cy: at.place(p.y), r: s.size ?? 4.5, fill: colour(s.colour ?? i)});
         at.svg.append(withTip(mark, p.lines));
       }
     });
@@ -160,7 +160,7 @@ const Charts = (() => {
       at.svg.append(element("text", {class: "tick value", x: left + wide * 0.38, y: top - 5, "text-anchor": "middle"},
         wide < 56 ? step.value.toFixed(2) : y.format(step.value)));
       step.name.split(" ").forEach((word, k) => at.svg.append(element("text",
-        {class: "tick", x: left + wide * 0.38, y: at.inside.bottom + 14 + 12 * k, "text-anchor": "middle"}, word)));
+        {class: "tick", x: left + wide * 0.38, y: at.inside.bottom + 14 + 12 * (k + (wide < 48 ? i % 2 : 0)), "text-anchor": "middle"}, word)));
     });
     rule(at, line);
   }

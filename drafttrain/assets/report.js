@@ -159,7 +159,8 @@ function means(points, most = 80) {
 
 function training() {
   for (const [id, label] of [["loss", "loss"], ["agreement", "agreement"], ["expected", "expected tau"]]) {
-    const series = (report.curves[id] ?? []).map(({name, points}) => ({name, small: true,
+    const series = (report.curves[id] ?? []).map(({name, points}) => ({name,
+      size: points.length > 20 ? 2 : name.includes("held-out") ? 7 : 4.5, // a ring is left where both points are the same
       points: means(points).map((point) => ({x: point.x, y: point.y, lines: [point.label, `${name} ${point.y.toPrecision(3)}`]}))}));
     const values = series.flatMap((s) => s.points.map((p) => p.y));
     const y = id === "agreement" ? {low: 0, high: 1, label, format: percent} :

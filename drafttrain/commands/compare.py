@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import writable
 from drafttrain.measure import cells
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cost_text, engines_of, varied_text
@@ -31,14 +32,15 @@ EXPECTED = "expected tau on held-out conversations"
 
 
 def compare(options: RunOptions, resolved: dict[str, Any]) -> Path | None:
-    """Print the table, and write the files to `out` if it is set; returns `out`.
+    """Print the table, and write the files to `out` if it is set; returns `out`. The list of a folder's runs is written into it
+    without that.
 
     Raises UserError for runs that cannot be found or read, and for named runs that were measured under different conditions.
     The runs of a folder are listed then.
     """
     check_project(options.compare.wandb)
     out, console = _folder(options.out), Console()
-    shown, project = show(options.runs, options.compare, console, out), options.compare.wandb
+    shown, project = show(options.runs, options.compare, console, out, _index(options.runs)), options.compare.wandb
     for file in shown.files:
         print_line(console, f"wrote {file}")
     if project is not None:
@@ -63,9 +65,15 @@ class Shown:
 
 
 def show(
-    words: Sequence[str], options: CompareOptions, console: Console, out: Path | None = None, mixed: bool = False
+    words: Sequence[str],
+    options: CompareOptions,
+    console: Console,
+    out: Path | None = None,
+    index: Path | None = None,
+    mixed: bool = False,
 ) -> Shown:
-    """Print the ranking of the runs that the words name, or a list of them. Write the files to `out`.
+    """Print the ranking of the runs that the words name, or a list of them. Write the files to `out`, without one the list of
+    all runs to `index`.
 
     They are listed where none was measured, and where they were measured under different conditions and a word names several
     of them, or `mixed`. Raises UserError where others cannot be ranked.
@@ -77,10 +85,11 @@ def show(
         why = f"measured under different conditions: {listed(different)}"
     keyed = [word for word in sys.argv[1:] if not word.startswith("runs=")]
     command = shlex.join(["drafttrain", "compare", *words, *keyed])
-    listing = bool(why or (out and found.together))
+    index = out or (index if found.together else None)
+    listing = bool(why or (index and found.together))
     runs = list_runs(found.reports, found.unmeasured) if listing else []
     notes = [f"not ranked, because they were {why}; compare.mixed=true ranks them nevertheless"] if why and rows else []
-    files = write_list(out, runs, notes, command) if out and listing else []
+    files = write_list(index, runs, notes, command) if index and listing else []
     if why:
         console.print(console_list(runs, f"{len(runs)} runs by {'speedup' if rows else EXPECTED}"))
         for note in notes:
@@ -110,6 +119,12 @@ def _at_wandb(where: str) -> str | None:
     run = recorded_run(Path(where)) or {}
     parts = [str(run.get(key) or "") for key in ("entity", "project", "id")]
     return "/".join(parts) if all(parts) else None
+
+
+def _index(words: Sequence[str]) -> Path | None:
+    """The folder that is compared, where that is all and something can be written there."""
+    folder = Path(words[0]).expanduser() if len(words) == 1 else None
+    return folder if folder is not None and folder.is_dir() and writable(folder) else None
 
 
 def _folder(out: str | None) -> Path | None:

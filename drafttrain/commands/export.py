@@ -21,7 +21,7 @@ from drafttrain.runs.console import line_printer, print_line
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.stacks import plan
-from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.logger import log_export
 
 
@@ -61,7 +61,7 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
     )
     check_wanted(settings)
     with shared_target(options, "export"):
-        loaded = loaded or load_target(source.target(options.target))
+        loaded = loaded or source.load(options.target)
         directory = source.checkpoint(loaded, line_printer(console))
         scaling = options.export.rope_scaling
         checkpoint = Opened.of(directory, loaded, scaling)

@@ -16,20 +16,20 @@ from drafttrain.commands.measure import measure_run
 from drafttrain.commands.tune import tune_run
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data.dataset import Dataset
+from drafttrain.data.files import read_template
 from drafttrain.data.sources import check_sources
-from drafttrain.data.templates import read_template
 from drafttrain.drafters.checkpoint import list_checkpoints, read_meta
 from drafttrain.engines.process import ENGINES
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
-from drafttrain.measure import DecodeOptions, MeasureOptions
+from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
 from drafttrain.measure.plots import engine_steps
 from drafttrain.measure.report import FILE
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.measure.tuning import DEFAULT
 from drafttrain.runs.console import line_printer, print_line, print_note
-from drafttrain.runs.data import data_report, measurement_prompts, print_counts, write_rejected
+from drafttrain.runs.data import check_data, data_report, measurement_prompts, print_counts, write_rejected
 from drafttrain.runs.derived import derived, doubts, from_device, lines_of, recorded, with_values
 from drafttrain.runs.directory import RunDirectory
 from drafttrain.runs.options import RunOptions, check_target, ends_alone, target_arguments
@@ -75,6 +75,8 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     if ready is None:
         check_sources(options.data)
     where = ready.place if ready else place(options, world, console.say)
+    if ready is None and where.trained:
+        check_data(options)
     job = prepare_job(options, world, where, console, ready)
     shape, rows = job.loaded.target.shape, len(job.data.train)
     derived_values = derived(options, shape, rows, world.size // options.train.sequence_parallel)
@@ -226,27 +228,29 @@ def _data_report(
 
 def next_steps(run: Path, options: RunOptions) -> None:
     """Print what can be done with the best checkpoint of a finished run."""
-    checkpoint, report = run, run / FILE
+    checkpoint, report, stacks = run, run / FILE, None
     if report.is_file():
-        best = run / "checkpoints" / json.loads(report.read_text(encoding="utf-8"))["best"].split()[0]
+        content = json.loads(report.read_text(encoding="utf-8"))
+        best, stacks = run / "checkpoints" / content["best"].split()[0], content["drafter"]["stacks"]
         checkpoint = run if best == best_checkpoint(run / "checkpoints") else best
     console = RichConsole()
     print_line(console, "\nnext:")
-    for command, purpose in _commands(shlex.quote(f"checkpoint={checkpoint}"), options, report.is_file()):
+    for command, purpose in _commands(shlex.quote(f"checkpoint={checkpoint}"), options, stacks):
         print_line(console, f"  drafttrain {command}\n      {purpose}")
 
 
-def _commands(checkpoint: str, options: RunOptions, measured: bool) -> Iterator[tuple[str, str]]:
-    """Commands and what they are for."""
-    stacks = loads(options.drafter.family)
+def _commands(checkpoint: str, options: RunOptions, stacks: list[str] | None) -> Iterator[tuple[str, str]]:
+    """Commands, what they are for and how long they take. stacks: that load the drafter; None: it was not measured."""
+    measured, stacks = stacks is not None, loads(options.drafter.family) if stacks is None else stacks
+    minutes = f"{MeasureOptions().minutes:g} minutes"
     if measured:
         if options.prompts is None and options.measure.prompts == MeasureOptions().prompts:
-            yield f"measure {checkpoint} prompts=FILE", "measure it on your own prompts (MT-bench format)"
+            yield f"measure {checkpoint} prompts=FILE", f"measure it on your own prompts (MT-bench format): {minutes}"
         if options.decode.policy == DecodeOptions().policy:
-            yield f"measure {checkpoint} decode=sampling", "measure lossless sampling at temperature 1"
+            yield f"measure {checkpoint} decode=sampling", f"measure lossless sampling at temperature 1: {minutes}"
     elif not ends_alone(options):
-        yield f"measure {checkpoint}", "measure acceptance and speed"
-        yield f"tune {checkpoint}", "find the fastest draft length or tree on this machine"
+        yield f"measure {checkpoint}", f"measure acceptance and speed: {minutes}"
+        yield f"tune {checkpoint}", f"find the fastest draft length or tree on this machine: {TuneOptions().minutes:g} minutes"
     if stacks:
         yield f"export {checkpoint} format=all out=exported", "write it for the serving stacks that load it"
         if engine := next((name for name, engine in ENGINES.items() if set(engine.loads) & set(stacks)), None):

@@ -43,7 +43,7 @@ def generate(options: RunOptions, resolved: dict[str, Any]) -> None:
 
 def _generate(options: RunOptions, part: Part) -> None:
     source = None if options.checkpoint is None else CheckpointSource.of(options.checkpoint)
-    loaded = load_target(options.target if source is None else source.target(options.target), part)
+    loaded = load_target(options.target, part) if source is None else source.load(options.target, part)
     drafter = None
     if source is not None:
         restored = load_checkpoint(source.checkpoint(loaded, partial(print_line, Console(stderr=True), style=STATUS)), loaded)

@@ -20,12 +20,12 @@ from drafttrain.data import InspectOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.contamination import Copy, copies
 from drafttrain.data.dataset import encoder_of, tokenising
+from drafttrain.data.files import read_template
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, Faults, named_set, read_usable
 from drafttrain.data.statistics import Bin, Sample, Statistics, chosen, sample_of, template_rows
-from drafttrain.data.templates import read_template
 from drafttrain.measure.markdown import render
 from drafttrain.runs.console import print_line
 from drafttrain.runs.options import RunOptions

@@ -16,7 +16,6 @@ from drafttrain.core.progress import stages
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import named_prompts
 from drafttrain.drafters.checkpoint import read_meta
-from drafttrain.export.table import loads
 from drafttrain.measure import cells
 from drafttrain.measure.engine_report import engines_table
 from drafttrain.measure.flags import broken_guarantees
@@ -31,7 +30,8 @@ from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
 from drafttrain.runs.serving_engines import EngineChoice, EngineExport, exports, measure_engines
-from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.runs.stacks import stacks_of
+from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.checkpoint_manager import PROGRESS, Progress
 
 _COLUMNS = ("checkpoint", "tau", "expected", "alpha", "by position", "speedup", "tokens/s", "exact")
@@ -51,7 +51,7 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     engines = EngineChoice.of(options, source.family)
     base = dated_path(options.output, "measure")
     with shared_target(options, "measure") as part:
-        loaded = load_target(source.target(options.target), part)
+        loaded = source.load(options.target, part)
         directory = source.checkpoint(loaded, line_printer(console))
         ref = CheckpointRef(source.directory.name, directory, source.step)
         with exports(engines, directory, loaded) as ready:
@@ -108,7 +108,7 @@ def measured(
     with stages(console) as watch:
         body = measure_checkpoints(loaded, checkpoints, prompts, options.decode, options.measure, watch, held_out)
     record = read_meta(checkpoints[-1].path)
-    parameters, stacks = body["checkpoints"][-1]["parameters"], loads(record.family)
+    parameters, stacks = body["checkpoints"][-1]["parameters"], stacks_of(checkpoints[-1].path, loaded)
     drafter = {"family": record.family, "parameters": parameters, "options": record.options, "stacks": stacks}
     for entry in body["checkpoints"]:
         entry["training"] = training_cost(Path(entry["path"]))
@@ -166,6 +166,7 @@ def training_cost(checkpoint: Path) -> dict[str, Any] | None:
     return {
         "steps": progress.step,
         "tokens": progress.tokens,
+        "held_out_tau": progress.expected_tau,
         "seconds": progress.seconds,
         "process_seconds": progress.process_seconds if has_costs else None,
         "flops": progress.flops if progress.flops or not progress.step else None,

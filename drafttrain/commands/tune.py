@@ -31,7 +31,7 @@ from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
-from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.load import LoadedTarget
 
 CHOOSING, LEAST_CHOOSING = 32, 8  # held-out conversations that a run's proposal is chosen on; at least, where time is short
 SHARE = 1 / 3  # of measure.minutes, for choosing it
@@ -48,7 +48,7 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
     folder = dated_path(options.output, "tune")
     prompts = measurement_prompts(options)
     with shared_target(options, "tune") as part:
-        loaded = load_target(source.target(options.target), part)
+        loaded = source.load(options.target, part)
         directory = source.checkpoint(loaded, line_printer(console))
         max_prompt = loaded.target.shape.max_positions - options.decode.max_new_tokens
         cases, left_out = encode_cases(prompts, loaded.tokenizer, max_prompt, loaded.images)

@@ -21,12 +21,13 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.progress import counting
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded, Encoder
+from drafttrain.data.files import read_template
 from drafttrain.data.order import Mixture, Order, Packed, SingleRows, generator, pack
 from drafttrain.data.pool import Conversations, PoolRows, Workers
 from drafttrain.data.records import Records
 from drafttrain.data.sources import Faults, Source, cache_folder, open_sources
 from drafttrain.data.statistics import summarise
-from drafttrain.data.templates import TemplateOptions, read_template
+from drafttrain.data.templates import TemplateOptions
 from drafttrain.data.workers import spare_cores
 from drafttrain.model.batch import TrainBatch
 from drafttrain.targets.images import TEXT_ONLY, Images

@@ -6,6 +6,7 @@ import codecs
 import difflib
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from drafttrain.core.files import disk_full
 ASSETS = Path(drafttrain.__file__).parent / "assets"
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 TABLES = (".parquet", ".arrow", ".csv")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TEXT_COLUMNS = ("prompt", "response", "completion", "instruction", "input", "output", "query", "system", "text")
 
 
@@ -44,6 +46,11 @@ def keys_of(record: dict[str, Any]) -> str:
     """A record's keys for an error message: the first ten, each cut to 40 characters."""
     names = [" ".join(str(key)[:40].split()) for key in sorted(record, key=str)]
     return ", ".join(names[:10] + [f"and {len(names) - 10} more"] * (len(names) > 10)) or "no key at all"
+
+
+def is_local(path: Path) -> bool:
+    """Whether this is a path rather than a hub id: it exists, has a data file's suffix, or is not a possible hub id."""
+    return path.exists() or path.name.endswith(LINES + TABLES) or not HUB_ID.fullmatch(str(path))
 
 
 def check_file(path: Path) -> None:
@@ -178,6 +185,19 @@ def path_of(name: str, key: str) -> Path:
         short_name = name if len(name) <= 80 else f"{name[:80]}..."
         raise UserError(f"{key}={short_name}: no path of this machine ({_system_reason(error)}); correct it") from error
     return path
+
+
+def read_template(path: str | None) -> str | None:
+    """The text of the Jinja file that data.template names."""
+    if path is None:
+        return None
+    file = Path(path).expanduser()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.template={path}: expected a Jinja file in UTF-8, got none ({error}); correct the path"
+        ) from error
 
 
 def _system_reason(error: Exception) -> str:

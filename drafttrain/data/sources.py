@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,15 +10,13 @@ from pathlib import Path
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import cache_home
 from drafttrain.data import DataOptions, SourceOptions
-from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, path_of, reason_of
+from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, is_local, path_of, reason_of
 from drafttrain.data.forms import ASSISTANT, Conversation, conversation
 from drafttrain.data.hub_data import open_hub
 from drafttrain.data.provenance import shards_of
 from drafttrain.data.records import JoinedRecords, Records, open_records
 
 __all__ = ["ASSISTANT", "Conversation", "Faults", "Source", "cache_folder", "open_sources", "read_usable"]
-
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ def check_sources(options: DataOptions) -> None:
     """Raise UserError for a file that the options name and that is not there, or of no known kind. Reads nothing."""
     for source in _chosen(options):
         path = path_of(source.path, "data.path")
-        if source.path != "embedded" and _is_local(path) and not path.is_dir():
+        if source.path != "embedded" and is_local(path) and not path.is_dir():
             for file in _files(source, path):
                 check_file(file)
 
@@ -118,18 +115,13 @@ def _chosen(options: DataOptions) -> list[SourceOptions]:
 def _open(source: SourceOptions, cache: Path) -> tuple[Records, str | None]:
     """(its records, the commit of a data set of the hub)."""
     spool, path = cache / "spool", path_of(source.path, "data.path")
-    if source.path != "embedded" and not _is_local(path):
+    if source.path != "embedded" and not is_local(path):
         return open_hub(source, cache)
     if option := next((name for name in ("revision", "files") if getattr(source, name) is not None), None):
         raise UserError(f"data.{option} is for a data set of the hub, data.path={source.path} is none; leave data.{option} out")
     if source.path == "embedded":
         return open_records(ASSETS / "train.jsonl.gz", source.limit, spool), None
     return _joined(_files(source, path), source.limit, spool), None
-
-
-def _is_local(path: Path) -> bool:
-    """Whether this is a path rather than a hub id: it exists, has a data file's suffix, or is not a possible hub id."""
-    return path.exists() or path.name.endswith(LINES + TABLES) or not HUB_ID.fullmatch(str(path))
 
 
 def _joined(files: Sequence[Path], limit: int | None, spool: Path) -> Records:

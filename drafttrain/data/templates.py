@@ -252,19 +252,6 @@ def dated(template: str, day: str) -> str:
     return f"{{%- macro strftime_now(format) -%}}{{{{ format{unpadded}{padded} }}}}{{%- endmacro -%}}{{{{ '' }}}}{template}"
 
 
-def read_template(path: str | None) -> str | None:
-    """The text of the Jinja file that data.template names."""
-    if path is None:
-        return None
-    file = Path(path).expanduser()
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"data.template={path}: expected a Jinja file in UTF-8, got none ({error}); correct the path"
-        ) from error
-
-
 class TooLongError(BaseException):
     """The time is used up. Not an Exception, because the bounded program may catch those, as Jinja's optimiser does."""
 

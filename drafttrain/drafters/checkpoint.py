@@ -38,6 +38,7 @@ from drafttrain.targets.quantised import whole_fingerprint
 SCHEMA_VERSION = 1
 WEIGHTS = "drafter.safetensors"
 ADAPTER = "adapter."
+TEMPLATE = "chat_template.jinja"  # in a run's directory: `data.template`
 LEFT_OUT = ("adapter", "imported", "lora")  # fields of the description that are left out where there is nothing to say
 NAME = re.compile(r"step-(\d+)")
 ANOTHER = "use another checkpoint of the run, or train it again"
@@ -100,6 +101,13 @@ def checkpoint_name(step: int) -> str:
 def step_of(checkpoint: Path) -> int:
     """The step of a checkpoint's directory."""
     return int(checkpoint.name.split("-")[1])
+
+
+def template_of(checkpoint: Path) -> Path | None:
+    """The chat template that the checkpoint's run had in place of the tokenizer's own; None where it had none."""
+    checkpoints = checkpoint.resolve().parent
+    file = checkpoints.parent / TEMPLATE
+    return file if checkpoints.name == "checkpoints" and file.is_file() else None
 
 
 def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointMeta) -> CheckpointMeta:

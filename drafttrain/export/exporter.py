@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import glob
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -15,7 +17,7 @@ from torch import Tensor
 from drafttrain import __version__
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, list_files, remove_abandoned
-from drafttrain.drafters.checkpoint import CheckpointMeta
+from drafttrain.drafters.checkpoint import TEMPLATE, CheckpointMeta, template_of
 from drafttrain.export.drafter_adapter import about, adapter_of, merged_place, write_alone
 from drafttrain.export.files import DTYPES, ExportSource, Files, write
 from drafttrain.export.format import Format
@@ -26,7 +28,17 @@ from drafttrain.export.layers import refuse_scaling
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_model, rounded
 from drafttrain.export.serve import STACKS
-from drafttrain.export.table import TABLE, format_of, load_it, loads, refuse_pictures, row_of, serving_command, stacks_for
+from drafttrain.export.table import (
+    TABLE,
+    format_of,
+    load_it,
+    loads,
+    refuse_pictures,
+    row_of,
+    served_length,
+    serving_command,
+    stacks_for,
+)
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget
 
@@ -55,6 +67,8 @@ class CardFigures:
     tau: float | None = None  # accepted length: tokens per decode step
     speedup: float | None = None  # speed relative to plain decoding
     policy: str | None = None
+    proposal: str | None = None  # the chain or tree that was measured
+    chains: tuple[float, ...] = ()  # expected tau of a chain of one draft, of two and so on, on the same prompts
     device: str | None = None
     data: str | None = None  # path of the training data
     steps: int | None = None  # training steps
@@ -70,6 +84,8 @@ class CardFigures:
                 entry.get("tau"),
                 entry.get("speedup"),
                 entry.get("policy"),
+                entry.get("proposal"),
+                tuple(entry.get("expected_tau_by_length") or ()),
                 report["environment"].get("device"),
                 (training.get("data") or {}).get("path"),
                 training.get("steps"),
@@ -93,6 +109,7 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
         "layout": f"{layout}, {source.dtype}",
         "trained": _trained(source, measured),
         "measured": _measured(measured),
+        **_served(source, measured),
         "parity": _parity(source, parity),
         "written by": f"drafttrain {__version__}",
     }
@@ -113,7 +130,8 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
             else []
         ),
         *([about(directory)] if apart else []),
-        f"```{language}\n{serving_command(source, merged_place(directory) if apart else directory)}\n```",
+        f"```{language}\n{_command(source, merged_place(directory) if apart else directory, place)}\n```",
+        *_remarks(source, place),
     ]
     note = row_of(meta.family, source.stack).note
     return "\n\n".join(sections + ([note] if note else [])) + "\n"
@@ -137,7 +155,35 @@ def _measured(measured: CardFigures) -> str:
         return "no: the training run has no report"
     speed = "" if measured.speedup is None else f", {measured.speedup:.2f}x the speed of plain decoding"
     device = "" if measured.device is None else f" on {measured.device}"
-    return f"tau {measured.tau:.2f} tokens per decode step (policy {measured.policy}){speed}, in drafttrain's decoder{device}"
+    how = ", ".join(filter(None, (measured.proposal, f"policy {measured.policy}")))
+    return f"tau {measured.tau:.2f} tokens per decode step ({how}){speed}, in drafttrain's decoder{device}"
+
+
+def _served(source: ExportSource, measured: CardFigures) -> dict[str, str]:
+    """A row on the chain that the stack drafts, where its tau is known and the drafter was measured otherwise."""
+    length = served_length(source)
+    if length > len(measured.chains) or measured.proposal == f"draft length {length}" or source.stack == "official":
+        return {}
+    return {"served": f"a chain of {length} drafts, expected tau {measured.chains[length - 1]:.2f} on the same prompts"}
+
+
+def _command(source: ExportSource, directory: str, place: str | Repository) -> str:
+    """The command; for use on this machine with whole paths, and with the run's chat template where the stack takes one."""
+    if not isinstance(place, str):
+        return serving_command(source, directory)
+    target, flag = source.target_name, STACKS[source.stack].template
+    is_path = source.merged is not None or Path(target).is_dir()
+    command = serving_command(source, directory, str(Path(target).absolute()) if is_path else None)
+    if flag is None or template_of(source.opened.directory) is None:
+        return command
+    return f"{command} {flag} {quote(f'{place}/{TEMPLATE}')}"
+
+
+def _remarks(source: ExportSource, place: str | Repository) -> list[str]:
+    remarks = ["Paths are those of the machine that wrote these files."] if isinstance(place, str) else []
+    if template_of(source.opened.directory) is not None:
+        remarks.append(f"The drafter was trained with the chat template in `{TEMPLATE}`: the server must use it too.")
+    return [" ".join(remarks)] if remarks else []
 
 
 def _parity(source: ExportSource, parity: Parity) -> str:
@@ -306,6 +352,8 @@ def _write_gguf_target(folder: Path, source: ExportSource, settings: ExportSetti
 
 def _describe(folder: Path, destination: str | Repository, export_format: Format, source: ExportSource, parity: Parity) -> None:
     (folder / CARD).write_text(card(source, export_format.name, destination, parity, export_format.apart), encoding="utf-8")
+    if (template := template_of(source.opened.directory)) is not None:
+        shutil.copyfile(template, folder / TEMPLATE)
     record: dict[str, Any] = {
         "version": __version__,
         "stack": source.stack,

@@ -45,6 +45,7 @@ class ServingStack:
     by_name: bool = False  # it loads a hub id itself
     python: bool = False  # its command is Python
     any_scaling: bool = False  # it reads every rotary scaling of a drafter's layers, or the format refuses those it does not
+    template: str | None = None  # the flag of a file with a chat template
 
 
 def _vllm(served: ServingCommand) -> str:
@@ -177,12 +178,12 @@ def _stitched(served: ServingCommand) -> str:
 
 
 STACKS = {
-    "vllm": ServingStack("vLLM", _vllm, by_name=True),
-    "sglang": ServingStack("SGLang", _sglang, by_name=True),
+    "vllm": ServingStack("vLLM", _vllm, by_name=True, template="--chat-template"),
+    "sglang": ServingStack("SGLang", _sglang, by_name=True, template="--chat-template"),
     "trtllm": ServingStack("TensorRT-LLM", _trtllm, by_name=True),
     "speculators": ServingStack("speculators", _speculators, NOT_SPECULATORS, by_name=True, any_scaling=True),
     "transformers": ServingStack("transformers", _transformers, GENERATE, by_name=True, python=True, any_scaling=True),
-    "llamacpp": ServingStack("llama.cpp", _llamacpp, any_scaling=True),
+    "llamacpp": ServingStack("llama.cpp", _llamacpp, any_scaling=True, template="--jinja --chat-template-file"),
     "openvino": ServingStack("OpenVINO GenAI", _openvino, any_scaling=True),
     "tgi": ServingStack("text-generation-inference", _tgi, ONLY_HEADS, by_name=True),
     "lmdeploy": ServingStack("LMDeploy", _lmdeploy, by_name=True),

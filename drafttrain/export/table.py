@@ -114,14 +114,20 @@ def refuse_pictures(source: ExportSource) -> str | None:
     return f"it is not known to draft with this family for {architecture}, which reads images; {advice}"
 
 
-def serving_command(source: ExportSource, directory: str) -> str:
-    """The command, or the lines of Python, that serve the target with the drafter in this directory."""
-    row = row_of(source.opened.meta.family, source.stack)
+def served_length(source: ExportSource) -> int:
+    """Length of the chain that stacks draft; of a block they take the whole."""
     draft_length, tuned_length = source.drafter.draft_length, source.drafter.proposal.preferred.draft_length
-    if tuned_length is not None and "block_size" not in source.options:  # stacks draft a chain; of a block they take the whole
-        draft_length = min(draft_length, tuned_length)
+    return draft_length if tuned_length is None or "block_size" in source.options else min(draft_length, tuned_length)
+
+
+def serving_command(source: ExportSource, directory: str, target: str | None = None) -> str:
+    """The command, or the lines of Python, that serve the target with the drafter in this directory.
+
+    target: its place; None: as the checkpoint has it.
+    """
+    row = row_of(source.opened.meta.family, source.stack)
     return STACKS[source.stack].command(
-        ServingCommand(source, directory, source.target_name, draft_length, row.method, row.settings)
+        ServingCommand(source, directory, target or source.target_name, served_length(source), row.method, row.settings)
     )
 
 

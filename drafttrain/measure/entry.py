@@ -58,11 +58,21 @@ def checkpoint_keys(evidence: Evidence, name: str, timed: Race, stop_ids: frozen
     keys["rank_by_position"] = None
     if evidence.hits is not None and not evidence.sampled:
         keys["rank_by_position"] = rank_shares(evidence.hits, evidence.paths)
+    keys["expected_tau_by_length"] = _by_length(evidence)
     if keys["expected_tau"] is not None and keys["draft_cost"] is not None:
         keys["predicted_speedup"] = keys["expected_tau"] / (keys["draft_cost"] + keys["verify_cost"])
         drift = gap(keys["predicted_speedup"], keys["speedup"])
         keys |= {"predicted_gap": drift, "predicted_gap_flagged": drift is not None and abs(drift) > FLAGGED_GAP}
     return keys
+
+
+def _by_length(evidence: Evidence) -> list[float] | None:
+    """Expected tau of a chain of one draft, of two and so on, as serving stacks draft; None where nothing is predicted."""
+    hits = [h for h in evidence.hits or () if len(h.rank_MK)]
+    if not hits:
+        return None
+    chains = [[(0,) * depth for depth in range(1, length + 1)] for length in range(1, hits[0].rank_MK.shape[1] + 1)]
+    return [tau for chain in chains if (tau := expected_tau(hits, chain, evidence.sampled)) is not None]
 
 
 def by_category(evidence: Evidence, name: str, timed: Race) -> list[Keys]:

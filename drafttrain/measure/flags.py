@@ -92,14 +92,44 @@ def _break_even(entry: dict[str, Any]) -> str:
     """What it takes to gain here, and what the same drafts gain elsewhere, as an end of its sentence."""
     if entry["draft_cost"] is None:
         return ""
-    draft, verify = entry["draft_cost"], entry["verify_cost"]
-    overhead = (entry["commit_ms"] + entry["host_ms"]) / entry["plain_step_ms"]
-    step, elsewhere = draft + verify + overhead, _timed_tau(entry) / (1.0 + draft + overhead)
-    costs = f"{step:.2f} plain steps here (draft {draft:.2f}, verification {verify:.2f}, rest {overhead:.2f})"
+    draft, verify, overhead = _costs(entry)
+    costs = (
+        f"{draft + verify + overhead:.2f} plain steps here (draft {draft:.2f}, verification {verify:.2f}, rest {overhead:.2f})"
+    )
     return (
         f": a step costs {costs}, and tau must be above that to gain; where a verification costs one plain step, the same "
-        f"drafts give {elsewhere:.2f}x"
+        f"drafts give {_by_bytes(entry):.2f}x"
     )
+
+
+def nothing_gains(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """If every row was timed and none is faster than plain decoding: the best, and what it would take to gain."""
+    if any(e["speedup"] is None or e["speedup"] >= 1.0 or e["draft_cost"] is None for e in entries):
+        return []
+    top = max(entries, key=lambda e: e["speedup"])
+    draft, verify, overhead = _costs(top)
+    tau, rest = _timed_tau(top), verify + overhead
+    drafts = (
+        f"or a draft cost below {tau - rest:.2f} plain steps (it is {draft:.2f})"
+        if tau > rest
+        else f"and no draft is cheap enough at tau {tau:.2f}, because the rest of a step costs {rest:.2f} plain steps"
+    )
+    return [
+        f"no drafter gains here. The best is {top['name']} ({top['proposal']}), {top['speedup']:.2f}x at tau {tau:.2f}. "
+        f"To gain it needs a tau above {draft + rest:.2f}, {drafts}. Where a pass costs its bytes, as in small batches on a "
+        f"GPU, a verification costs one plain step, and the same drafts give {_by_bytes(top):.2f}x"
+    ]
+
+
+def _costs(entry: dict[str, Any]) -> tuple[float, float, float]:
+    """(draft, verification, rest) of a step in plain steps."""
+    return entry["draft_cost"], entry["verify_cost"], (entry["commit_ms"] + entry["host_ms"]) / entry["plain_step_ms"]
+
+
+def _by_bytes(entry: dict[str, Any]) -> float:
+    """The speedup of the same drafts where a verification costs one plain step."""
+    draft, _, overhead = _costs(entry)
+    return _timed_tau(entry) / (1.0 + draft + overhead)
 
 
 def _timed_tau(entry: dict[str, Any]) -> float:

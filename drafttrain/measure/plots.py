@@ -16,18 +16,32 @@ CURVES = {
     "agreement": "Top-1 agreement",
     "expected": "Tau: expected (chain) and measured",
 }
+TAUS = {
+    "expected_tau": "expected tau",
+    "measured_tau": "measured tau",
+    "held_out": "expected tau, held-out conversations",
+    "final": "measured tau, report",
+}
 ENGINE = "engine/"  # begins the keys of a serving engine's figures
 SAME_CHAINS = "our tau, same chains"  # mostly equal to the engine's
 Series = dict[str, list[tuple[float, float]]]
 
 
-def read_curves(metrics: Path | None) -> dict[str, Series]:
-    """The training curves of a metrics.jsonl that have points, by a name of `CURVES`; empty without a file."""
+def read_curves(metrics: Path | None, entries: Sequence[dict[str, Any]] = ()) -> dict[str, Series]:
+    """The training curves of a metrics.jsonl that have points, by a name of `CURVES`; empty without a file.
+
+    entries: checkpoints of a report, whose tau is added.
+    """
     lines = _lines(metrics)
+    if lines:
+        entries = [entry for entry in entries if entry.get("step") is not None and entry.get("tuned", True)]
+        lines += [
+            {"step": e["step"], "held_out": (e.get("training") or {}).get("held_out_tau"), "final": e["tau"]} for e in entries
+        ]
     curves = {
         "loss": _series(lines, {"loss": "loss"}),
         "agreement": _agreement(lines),
-        "expected": _series(lines, {"expected_tau": "expected tau", "measured_tau": "measured tau"}) | _by_engine(metrics),
+        "expected": _series(lines, TAUS) | _by_engine(metrics),
     }
     return {name: series for name, series in curves.items() if series}
 
@@ -137,15 +151,20 @@ def speedup_plot(entries: Sequence[Entry], path: Path) -> Path | None:
     return save(figure, path)
 
 
-def training_plot(metrics: Path, path: Path) -> Path | None:
-    """Draw loss, agreement by position and expected tau over the steps of a metrics.jsonl; None when it has no step."""
-    curves = read_curves(metrics)
+def training_plot(metrics: Path, path: Path, entries: Sequence[Entry] = ()) -> Path | None:
+    """Draw loss, agreement by position and tau over the steps of a metrics.jsonl; None when it has no step.
+
+    entries: as for `read_curves`.
+    """
+    curves = read_curves(metrics, entries)
     if not curves:
         return None
     figure, panel_axes = panels(len(curves), 4.2 * len(curves))
     for axes, (name, series) in zip(panel_axes, curves.items(), strict=True):
         for i, (label, points) in enumerate(series.items()):
             style: dict[str, Any] = {"marker": "o" if len(points) < MARKED else None, "markersize": 4}
+            if len(points) == 1:  # a ring is left where both points are the same
+                style["markersize"] = 11 if label == TAUS["held_out"] else 6
             if label == SAME_CHAINS:  # the line that it may cover shows through
                 style = {"linestyle": (0, (3, 3)), "marker": "o", "markersize": 8, "markerfacecolor": "none"}
             axes.plot(*zip(*points, strict=True), linewidth=1.6, color=colour(i), label=label, **style)

@@ -120,7 +120,7 @@ def _figures(folder: Path, report: Report, metrics: Path | None) -> list[Path]:
     figure_paths = [
         acceptance_plot([*report["checkpoints"], *acceptance_entries(report)], folder / "acceptance.png"),
         speedup_plot(report["checkpoints"], folder / "speedup.png"),
-        training_plot(metrics, folder / "training.png") if metrics is not None else None,
+        training_plot(metrics, folder / "training.png", report["checkpoints"]) if metrics is not None else None,
         data_plot((report["training"] or {}).get("data"), folder / "data.png"),
     ]
     return [path for path in figure_paths if path is not None]
@@ -209,7 +209,7 @@ def _data(report: dict[str, Any], metrics: Path | None) -> dict[str, Any]:
         entries.append(fields | {"slices": [{key: entry_slice.get(key) for key in SLICE} for entry_slice in entry["slices"]]})
     curves = {
         name: [{"name": label, "points": points} for label, points in series.items()]
-        for name, series in read_curves(metrics).items()
+        for name, series in read_curves(metrics, report["checkpoints"]).items()
     }
     engines = [{key: entry.get(key) for key in ENGINE} for entry in engine_report.engines_of(report)]
     return {"best": report["best"], "checkpoints": entries, "curves": curves, "engines": engines}

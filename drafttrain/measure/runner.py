@@ -22,7 +22,7 @@ from drafttrain.measure.cases import Budget, Case, encode_cases, follow_ups, lef
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys, monitor_keys, samples
 from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
-from drafttrain.measure.flags import distillation, flags
+from drafttrain.measure.flags import distillation, flags, nothing_gains
 from drafttrain.measure.monitors import QUALITY, valid_json
 from drafttrain.measure.quality import Original, mean_log_likelihood
 from drafttrain.measure.sheet import outputs as sheet_outputs
@@ -151,7 +151,7 @@ def measure_checkpoints(
         )
     order = [str(c.path) for c in checkpoints]
     entries = sorted(entries_by_name.values(), key=lambda entry: order.index(entry["path"]))
-    notes.extend(distillation(entries))
+    notes.extend([*distillation(entries), *nothing_gains(entries)])
     run_info = {"seconds": monotonic() - start_time, "notes": list(dict.fromkeys(notes)), "decode": asdict(decode)}
     return {"checkpoints": entries, "measure": asdict(options) | run_info}
 

@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.data import PrepareOptions
+from drafttrain.data.files import read_template
 from drafttrain.data.forms import TOKENIZER
 from drafttrain.data.generation_jobs import Dialogue, GenerationJob, LocalGenerator, PromptScripts
 from drafttrain.data.provenance import template_hash, tokenizer_hash
 from drafttrain.data.server import Server, ServerOptions, model_of
-from drafttrain.data.templates import chat_template, read_template
+from drafttrain.data.templates import chat_template
 from drafttrain.decoding.scheduler import Decoder
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target, load_tokenizer

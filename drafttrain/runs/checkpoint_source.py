@@ -9,13 +9,15 @@ from pathlib import Path
 from rich.console import Console
 
 from drafttrain.core.errors import UserError
-from drafttrain.drafters.checkpoint import META, CheckpointMeta, check_shape, list_checkpoints, read_meta
+from drafttrain.data.files import read_template
+from drafttrain.drafters.checkpoint import META, CheckpointMeta, check_shape, list_checkpoints, read_meta, template_of
 from drafttrain.export.convert import converted
 from drafttrain.export.external import ExternalCheckpoint, fetched
 from drafttrain.export.table import recognised
 from drafttrain.runs.console import print_line
 from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import LoadedTarget, load_shape
+from drafttrain.targets.load import LoadedTarget, load_shape, load_target
+from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.train.checkpoint_manager import best_checkpoint
 
 RECORDED = ("name", "path", "revision", "dtype", "weights")  # target settings that a checkpoint records
@@ -81,6 +83,13 @@ class CheckpointSource:
             options = replace(options, image_inputs=self.meta.target.image_inputs)
         check_shape(self.directory, self.meta.target, load_shape(options))
         return options
+
+    def load(self, options: TargetOptions, part: Part = WHOLE) -> LoadedTarget:
+        """The target, with the chat template that the run trained with."""
+        loaded = load_target(self.target(options), part)
+        if (template := template_of(self.directory)) is not None:
+            loaded.tokenizer.chat_template = read_template(str(template))
+        return loaded
 
     def checkpoint(self, loaded: LoadedTarget, say: Callable[[str], None]) -> Path:
         """Our checkpoint, or the conversion of a published drafter. Raises UserError if it does not fit this target."""

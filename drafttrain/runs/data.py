@@ -7,19 +7,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_text
 from drafttrain.data import DataOptions
-from drafttrain.data.dataset import Dataset, load_dataset, token_counts
+from drafttrain.data.dataset import Dataset, encoder_of, load_dataset, token_counts
+from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import Prompt, load_prompts
 from drafttrain.data.records import Records
+from drafttrain.data.sources import read_usable
 from drafttrain.data.statistics import Coverage, coverage
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import first_of_machine
-from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.load import LoadedTarget, load_tokenizer
 from drafttrain.train.engine import World
 
 Say = Callable[[str], None]
+
+
+def check_data(options: RunOptions) -> None:
+    """Raise UserError for a target without a tokenizer, and for a chat template that does not fit the first record of the
+    data's files. It needs no weights.
+    """
+    data, tokenizer = options.data, load_tokenizer(options.target)
+    _check_named(data, tokenizer)
+    if data.bad_records or not all(Path(path).expanduser().is_file() for path in data.paths):
+        return
+    mix = [replace(source, limit=1) for source in data.mix]
+    encode = encoder_of(data, tokenizer)
+    for conversation in read_usable(replace(data, mix=mix, limit=None if mix else 1))[0]:
+        if not sources_of(conversation.messages):  # images need more than the tokenizer
+            encode(conversation)
+
+
+def _check_named(options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> None:
+    if options.path == "embedded" and not options.mix and options.template is None and not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} has no chat template, and no data is named; set data.path=FILE, and "
+            "data.template=FILE where its records are conversations"
+        )
 
 
 def training_data(
@@ -29,12 +56,8 @@ def training_data(
 
     say: prints a line. records: conversations in memory, used instead of those that the options name.
     """
-    unnamed = records is None and options.path == "embedded" and not options.mix
-    if unnamed and options.template is None and not loaded.tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer {loaded.path} has no chat template, and no data is named; set data.path=FILE, and "
-            "data.template=FILE where its records are conversations"
-        )
+    if records is None:
+        _check_named(options, loaded.tokenizer)
     limited = replace(options, max_length=min(options.max_length, loaded.target.shape.max_positions))
     data = load_dataset(
         limited,

@@ -16,10 +16,11 @@ import yaml
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text, new_directory, remove_abandoned
-from drafttrain.drafters.checkpoint import list_checkpoints, step_of
+from drafttrain.data.files import read_template
+from drafttrain.drafters.checkpoint import TEMPLATE, list_checkpoints, step_of
 from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RENAMED, RunOptions
-from drafttrain.runs.paths import dated_path
+from drafttrain.runs.paths import dated_path, not_a_run
 from drafttrain.train.checkpoint_manager import newest_valid
 from drafttrain.train.engine import World
 from drafttrain.train.optimizer import learning_rate
@@ -95,9 +96,7 @@ def _find(options: RunOptions, resolved: dict[str, Any], log: Callable[[str], No
         path = Path(options.resume).expanduser()
         state = run_state(path)
         if state is None:
-            raise UserError(
-                f"resume is {options.resume!r}, which is not a run directory (no run.json of one); name one, or set resume=auto"
-            )
+            raise not_a_run(options.resume)
         steps = _steps(path, state)
         if changed_settings := _other_settings(path, state, options, _of_steps(resolved, steps)):
             raise UserError(
@@ -226,6 +225,8 @@ def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
 
     def fill(staging_dir: Path) -> None:  # at once, because a run without run.json cannot be resumed
         (staging_dir / "checkpoints").mkdir()
+        if (template := read_template(options.data.template)) is not None:
+            atomic_write_text(staging_dir / TEMPLATE, template)
         atomic_write_text(staging_dir / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
         machine_info = environment(torch.device("cpu")) | {"command": sys.argv, "git": _git_revision()}
         atomic_write_json(staging_dir / "environment.json", machine_info)

@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from drafttrain.core.errors import UserError
+from drafttrain.data.files import read_template
 from drafttrain.data.records import Records
 from drafttrain.drafters import families
 from drafttrain.drafters.common.drafter_lora import trained_and_frozen
@@ -48,6 +50,7 @@ class Placement:
     weights: int  # bytes of the drafter's weights
     shape: TargetShape  # of the target
     experts: int = 0  # routed experts in each of its blocks; 0: a dense target
+    trained: bool = True  # whether the drafter is
 
     @property
     def shared(self) -> bool:
@@ -105,7 +108,13 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
     if placement_name == "expert_parallel":
         check_experts(meta_target.model, sharing_size)
     placement = Placement(
-        placement_name, sharing_size, need, 4 * trainable(drafter), meta_target.shape, experts_of(meta_target.model)
+        placement_name,
+        sharing_size,
+        need,
+        4 * trainable(drafter),
+        meta_target.shape,
+        experts_of(meta_target.model),
+        drafter.trained,
     )
     if placement.shared:
         _check_shared(options, placement, drafter, free)
@@ -127,12 +136,20 @@ def built(options: RunOptions, target: Target) -> Drafter:
 def load_for_training(options: RunOptions, found: Placement) -> LoadedTarget:
     """Load the whole target for training. Raises UserError as `load_target` does."""
     if found.placement == "zero3":
-        return load_target(options.target, shards=ZeroShards(DTYPES[dtype_of(options.target)]))
+        return _load(options, shards=ZeroShards(DTYPES[dtype_of(options.target)]))
     if found.placement == "tensor_parallel":
-        return load_target(options.target, part_among_neighbours(found.sharing), kind=RoundRobinTarget)
+        return _load(options, part=part_among_neighbours(found.sharing), kind=RoundRobinTarget)
     if found.placement == "expert_parallel":
-        return load_target(options.target, part_among_neighbours(found.sharing), kind=DispatchedTarget)
-    return load_target(options.target)
+        return _load(options, part=part_among_neighbours(found.sharing), kind=DispatchedTarget)
+    return _load(options)
+
+
+def _load(options: RunOptions, **placed: Any) -> LoadedTarget:
+    """The target, with the chat template that the data have: it is measured with the prompts that it is trained on."""
+    loaded = load_target(options.target, **placed)
+    if options.data.template is not None:
+        loaded.tokenizer.chat_template = read_template(options.data.template)
+    return loaded
 
 
 @contextmanager
@@ -155,7 +172,8 @@ def target_to_measure(
     leave_world(world)
     gc.collect()
     if found.shared and options.measure.enabled and world.first:
-        loaded = load_target(replace(options.target, placement="replicated", tensor_parallel=1, expert_parallel=1))
+        target = replace(options.target, placement="replicated", tensor_parallel=1, expert_parallel=1)
+        loaded = _load(replace(options, target=target))
     yield loaded if world.first else None
 
 
@@ -169,7 +187,7 @@ def _in_lock_step(options: RunOptions, placement: Placement, world: World) -> It
         return
     part = Part(world.rank, size, group)
     with only_first_prints(part):
-        yield load_target(shared_options, part)
+        yield _load(replace(options, target=shared_options), part=part)
     leave(part)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset
+from drafttrain.data.files import read_template
 from drafttrain.data.provenance import foreign
-from drafttrain.data.templates import read_template
 from drafttrain.decoding.request import Request
 from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls

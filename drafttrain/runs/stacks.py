@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
 from drafttrain.core.errors import UserError
-from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, read_meta
 from drafttrain.export.exporter import planned
 from drafttrain.export.opened import Opened
 from drafttrain.export.serve import NO_LOADER, STACKS
@@ -34,9 +35,8 @@ def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, sa
     Raises UserError where `export.stacks` names one that does not.
     """
     family = options.drafter.family
-    dtype = "bfloat16" if loaded.target.dtype == torch.bfloat16 else "float32"
     meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
-    loadable, refused = planned(Opened.in_memory(meta, drafter, loaded), dtype)
+    loadable, refused = planned(Opened.in_memory(meta, drafter, loaded), _dtype(loaded))
     if loadable:
         say(f"{load_it(loadable).removesuffix(' it')} this drafter")
     by_reason: dict[str, list[str]] = {}
@@ -47,6 +47,18 @@ def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, sa
     for stack in options.export.stacks:
         if stack not in loadable:
             raise UserError(f"export.stacks names {stack}, which cannot load this drafter: {refused[stack]}")
+
+
+def stacks_of(checkpoint: Path, loaded: LoadedTarget) -> list[str]:
+    """The stacks that load the drafter of a checkpoint; of a target in parts, those that load its family."""
+    family = read_meta(checkpoint).family
+    if not loads(family) or loaded.target.part.size > 1:
+        return loads(family)
+    return planned(Opened.of(checkpoint, loaded), _dtype(loaded))[0]
+
+
+def _dtype(loaded: LoadedTarget) -> str:
+    return "bfloat16" if loaded.target.dtype == torch.bfloat16 else "float32"
 
 
 def plan(options: RunOptions, say: Callable[[str], None]) -> None:

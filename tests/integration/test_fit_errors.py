@@ -14,6 +14,7 @@ from drafttrain.cli.config import compose_run
 from drafttrain.commands import fit
 from drafttrain.core.errors import UserError
 from drafttrain.measure.runner import check_measurement
+from drafttrain.runs import training_job
 from drafttrain.targets.load import LoadedTarget
 from tests.contract.test_families import build
 from tests.helpers import tiny_model
@@ -165,7 +166,7 @@ def test_fit_says_which_stacks_load_the_drafter_before_training(
     )
 
 
-def test_fit_template_that_cannot_be_used_is_refused_before_data_are_read(
+def test_fit_template_that_cannot_be_used_is_refused_before_the_target_is_loaded(
     command: Command, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -177,4 +178,13 @@ def test_fit_template_that_cannot_be_used_is_refused_before_data_are_read(
     (bare / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if k != "chat_template"}))
     (bare / "chat_template.jinja").unlink(missing_ok=True)
     words = "has no chat template, and no data is named; set data.path=FILE, and data.template=FILE where"
+    monkeypatch.setattr(training_job, "load_for_training", lambda *asked: pytest.fail("the target is loaded"))
     refused(command, capsys, words, "fit", "recipe=medusa", f"target={bare}", *QUIET)
+    (bare / "last.jinja").write_text("{{ messages[-1].content }}")
+    messages = [{"role": role, "content": role} for role in ("user", "assistant")]
+    (bare / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+    chat = arguments(material, f"data.path={bare / 'chat.jsonl'}", f"data.template={bare / 'last.jinja'}")
+    refused(command, capsys, "chat.jsonl:1: the chat template cannot be masked reliably", *chat)
+    for file in bare.glob("*token*"):
+        file.unlink()
+    refused(command, capsys, "has no tokenizer that transformers can load", *arguments(material, f"target.path={bare}"))

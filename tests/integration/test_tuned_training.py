@@ -79,4 +79,5 @@ def test_next_steps_of_run_with_measure_off_measure_and_export_it(capsys: pytest
     fit_file.next_steps(Path("outputs/x"), RunOptions(drafter=Eagle3Options()))
     said = capsys.readouterr().out
     assert "drafttrain export checkpoint=outputs/x format=all out=exported\n" in said
+    assert "measure acceptance and speed: 3 minutes\n" in said
     assert "drafttrain verify engine=vllm out=exported/vllm checkpoint=outputs/x\n" in said

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.cli import config
 from drafttrain.cli.help import COMMANDS, recipe_files
 from drafttrain.export.files import ExportSource
 from drafttrain.export.table import serving_command
 from drafttrain.runs.options import RunOptions
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
 from tests import composing
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/python.md", "docs/glossary.md")
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+ELSEWHERE = re.compile(r"server=|engine|nproc|_8b|--help|doctor")  # commands that need what is not here
+QUICK = ("decode.max_new_tokens=16", "measure.minutes=0.1", "measure.limit=2", "target.dtype=float32")
+SMALLER = {
+    "prepare": ("prepare.max_new_tokens=8", "prepare.drop=[]"),
+    "fit": ("train.steps=2", "train.global_batch=2", "train.micro_batch=1", "data.limit=4", "logger=none", *QUICK),
+    "measure": QUICK,
+    "tune": ("decode.max_new_tokens=16", "tune.minutes=0.05"),
+}
 PLACEHOLDERS = {"recipe=NAME": "recipe=medusa", "$TARGET": "./DIR", "$RUN": "outputs/eagle3", " target=DIR": " target=./DIR"}
 
 
@@ -66,6 +78,32 @@ def test_readme_command_composes(
                 words = [word.partition(",")[0] for word in words if word != "-m"]
             shows = [] if "--cfg" in words else ["--cfg", "job"]
             assert command(*words, *shows) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_readme_commands_run_one_after_the_other(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Those that need no server, no engine and no second process, for a random target and with less of everything."""
+    embedded = load_target(TargetOptions())
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4}
+    shape = LlamaConfig(vocab_size=embedded.target.shape.vocab_size, **sizes)
+    LlamaForCausalLM(shape).save_pretrained(tmp_path / "target")
+    embedded.tokenizer.save_pretrained(tmp_path / "target")
+    lines = [line for page in ("docs/quickstart.md", "README.md") for line in [*shell(TEXTS[page]), *spans(TEXTS[page])]]
+    for line in dict.fromkeys(lines):
+        if not line.startswith(("drafttrain ", "echo ")) or ELSEWHERE.search(line):
+            continue
+        for shown, given in (PLACEHOLDERS | {"$TARGET": "./target", "prompts=FILE": "prompts=questions.jsonl"}).items():
+            line = line.replace(shown, given)
+        if line.startswith("echo "):
+            subprocess.run(line, shell=True, check=True)
+            file = tmp_path / line.split()[-1]
+            text = file.read_text()
+            file.write_text("".join(text.replace("?", f" {i}?") for i in range(4)))
+        else:
+            name, *words = shlex.split(line)[1:]
+            assert command(name, *words, *SMALLER.get(name, ())) == 0, f"{line}: {capsys.readouterr().err}"
 
 
 def test_readme_make_targets_exist() -> None:

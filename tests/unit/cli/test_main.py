@@ -149,7 +149,7 @@ def test_cli_launchers_variable_that_is_no_number_is_refused(
     name: str, command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, "y")
-    assert command("measure", "checkpoint=x") == 2
+    assert command("measure", "checkpoint=.") == 2
     assert capfd.readouterr().err.startswith(f"drafttrain: {name} is 'y' in the environment, expected a number")
 
 
@@ -378,6 +378,11 @@ def test_cli_missing_path_is_said_before_torch_is_imported(command: Command, sub
         ("target=./no", "target.path './no' does not exist; set it to a model directory or a hub id"),
         ("prompts=~no.jsonl", "~no.jsonl: expected a data file, got nothing there"),
         ("measure.prompts=[mt_bench,./no.jsonl]", "no.jsonl: expected a data file, got nothing there"),
+        ("data.path=no.jsonl", "no.jsonl: expected a data file, got nothing there"),
+        ("data.template=no.jinja", "data.template=no.jinja: expected a Jinja file in UTF-8, got none"),
+        ("resume=no", "resume is 'no', which is not a run directory"),
+        ("train.init=no", "train.init 'no' does not exist; name a run, one of its step-NNNNN directories, or"),
+        ("train.init=outputs/no", "train.init 'outputs/no' does not exist"),
     ):
         with subtests.test(word=word), pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "drafttrain.commands.fit", None)  # an import would fail

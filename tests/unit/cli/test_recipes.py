@@ -43,8 +43,9 @@ def test_recipe_repeats_no_default_of_config(subtests: pytest.Subtests) -> None:
     for path in RECIPES:
         with subtests.test(recipe=path.stem):
             body = OmegaConf.create(path.read_text())
-            chosen = {key.removeprefix("override /"): name for entry in body.pop("defaults") for key, name in entry.items()}
-            plain, sections = _plain(chosen), [body.pop(target) for target in TARGETS if target in body]
+            plain, sections = _plain(_chosen(path)), [body.pop(target) for target in TARGETS if target in body]
+            for part in (body, *sections):
+                part.pop("defaults", None)
             for part in (body, *sections):
                 repeated = [key for key, value in _leaves(part) if _select(plain, key) == value]
                 assert not repeated, f"the recipe repeats what conf/ says: {repeated}"
@@ -65,6 +66,19 @@ def test_recipe_of_family_is_that_of_published_targets_but_for_target_and_data(s
                     for name in (path.stem, family)
                 )
                 assert {k for k in published | general if published.get(k) != general.get(k) and not k.startswith(own)} == set()
+
+
+def _chosen(path: Path) -> dict[str, str]:
+    """The groups that a recipe chooses, itself or by the recipe that it adds to."""
+    entries = OmegaConf.create(path.read_text()).defaults
+    bases = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    chosen = {
+        key.removeprefix("override /"): name
+        for entry in entries
+        if entry not in ("_self_", *bases)
+        for key, name in entry.items()
+    }
+    return {key: name for base in bases for key, name in _chosen(path.with_stem(base)).items()} | chosen
 
 
 def _plain(chosen: dict[str, str]) -> dict[str, object]:

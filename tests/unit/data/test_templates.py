@@ -17,10 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded, Encoder
+from drafttrain.data.files import read_template
 from drafttrain.data.forms import Conversation
 from drafttrain.data.forms import conversation as parsed
 from drafttrain.data.statistics import template_rows
-from drafttrain.data.templates import Template, TemplateOptions, read_template, special_tokens
+from drafttrain.data.templates import Template, TemplateOptions, special_tokens
 from tests.unit.data.templates import CHATML, STYLES
 
 MODELS = Path(__file__).parents[4] / "shared" / "data" / "models"

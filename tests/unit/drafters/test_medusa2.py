@@ -198,7 +198,9 @@ def test_adapted_objective_weights_and_learning_rates_follow_progress() -> None:
 
 
 def loaded_target() -> LoadedTarget:
-    return LoadedTarget(tiny_target(), Letters(), "nowhere", {"name": "hf", "path": "nowhere"})  # type: ignore[arg-type]
+    target = tiny_target()
+    about = {"name": "hf", "path": "nowhere", "architecture": type(target.model).__name__}
+    return LoadedTarget(target, Letters(), "nowhere", about)  # type: ignore[arg-type]
 
 
 def saved(folder: Path, loaded: LoadedTarget, step: int) -> tuple[CheckpointRef, Medusa, Adapter]:

@@ -98,7 +98,7 @@ def test_verify_command_passes_good_export_and_fails_damaged_one(
     [
         (["engine=sglang"], "engine is 'sglang'; choose one of vllm, openvino, transformers, speculators"),
         (["engine=vllm", "out=x"], "verify needs out=DIR, an exported directory, and checkpoint=DIR"),
-        (["engine=vllm", "out=x", "checkpoint=y"], "which is not an export (drafttrain.json cannot be read)"),
+        (["engine=vllm", "out=x", "checkpoint=."], "which is not an export (drafttrain.json cannot be read)"),
     ],
 )
 def test_verify_command_missing_arguments_are_refused(

@@ -521,7 +521,8 @@ def test_opened_checkpoint_of_other_target_is_refused(tmp_path: Path) -> None:
 
 
 def test_model_card_shows_measured_acceptance_and_speedup(tmp_path: Path) -> None:
-    entry = {"name": "step-00004", "tau": 2.345, "speedup": 1.678, "policy": "greedy"}
+    entry = {"name": "step-00004", "tau": 2.345, "speedup": 1.678, "policy": "greedy", "proposal": "tree, depth 2, 8 nodes"}
+    entry["expected_tau_by_length"] = [1.5, 1.75, 1.9]
     training = {"steps": 4, "data": {"path": "talks.jsonl"}}
     report = {"checkpoints": [entry], "environment": {"device": "cpu"}, "training": training}
     found, golden = opened(tmp_path / "checkpoints", "medusa")
@@ -529,14 +530,18 @@ def test_model_card_shows_measured_acceptance_and_speedup(tmp_path: Path) -> Non
     written(found, golden, "vllm", tmp_path / "before")
     assert "no: the training run has no report" in (tmp_path / "before" / "README.md").read_text()
     (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     written(found, golden, "vllm", tmp_path / "out", "bfloat16")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     card = (tmp_path / "out" / "README.md").read_text()
     for text in (
-        "tau 2.35 tokens",
+        "tau 2.35 tokens per decode step (tree, depth 2, 8 nodes, policy greedy)",
         "1.68x",
         "4 steps on `talks.jsonl`",
         "vllm serve targets/tiny",
         '"method": "medusa"',
+        f" --chat-template {tmp_path / 'out' / 'chat_template.jinja'}\n```",
+        "a chain of 3 drafts, expected tau 1.90 on the same prompts",
         "0.33",
     ):
         assert text in card, text

@@ -279,7 +279,9 @@ def test_compare_folder_of_different_conditions_is_listed_not_ranked(command: Co
     page.feed((tmp_path / "it's out/runs.html").read_text(encoding="utf-8"))
     assert page.open == [] and page.links == ["data:,", "../runs/b/report.html"]
     assert command("compare", "runs", "compare.mixed=true", "compare.samples=100") == 0
-    assert "ranks mean little" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ranks mean little" in said and "wrote runs/runs.html" in said, "without out=, into the folder"
+    assert 'href="b/report.html"' in (tmp_path / "runs/runs.html").read_text(encoding="utf-8")
 
 
 def test_compare_runs_are_found_by_path_glob_and_checkpoint(

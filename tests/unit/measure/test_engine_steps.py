@@ -37,6 +37,10 @@ def test_engine_steps_figures_are_assigned_to_measured_step(tmp_path: Path) -> N
     curves = read_curves(file)["expected"]
     assert curves["tau in vllm"] == [(20.0, 2.1), (25.0, 2.2)]
     assert curves["our tau, same chains"] == [(20.0, 2.2), (25.0, 2.3000000000000003)]
+    entry = {"step": 25, "tau": 2.5, "training": {"held_out_tau": 2.3}}
+    with_report = read_curves(file, [entry | {"tuned": True}, entry | {"tau": 9.0, "tuned": False}])["expected"]
+    added = {"expected tau, held-out conversations": [(25.0, 2.3)], "measured tau, report": [(25.0, 2.5)]}
+    assert with_report == curves | added
     section = during_training({"training": {"engine": steps}})
     assert "| 20 | 2.10 | 2.20 | 2.40 | 40% | 61 |" in section and "| 25 | 2.20 | 2.30 | - |" in section
     assert during_training({"training": None}) == during_training({"training": {}}) == ""

@@ -52,7 +52,8 @@ def loaded() -> LoadedTarget:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=512, **sizes)
     target = HFTarget(LlamaForCausalLM(config), frozenset({0}))
-    return LoadedTarget(target, Letters(), "nowhere", {"name": "hf", "path": "nowhere"})  # type: ignore[arg-type]
+    about = {"name": "hf", "path": "nowhere", "architecture": type(target.model).__name__}
+    return LoadedTarget(target, Letters(), "nowhere", about)  # type: ignore[arg-type]
 
 
 def checkpoint(folder: Path, loaded: LoadedTarget, step: int) -> CheckpointRef:

@@ -18,6 +18,7 @@ from drafttrain.commands import simulate as command_file
 from drafttrain.commands.simulate import simulate
 from drafttrain.core.errors import UserError
 from drafttrain.core.tree import TreeShape, arrivals
+from drafttrain.measure.flags import nothing_gains
 from drafttrain.measure.simulate import SimulateOptions
 from drafttrain.measure.simulate.formulas import (
     best_tree,
@@ -169,6 +170,18 @@ def measured(**changes: Any) -> Measured:
     entry = made["checkpoints"][0]
     entry |= {"offered_by_position": [100, 60], "accepted_by_position": [70, 42], "verifications": 100, "tau": 2.12}
     return Measured.of("run", entry)
+
+
+def test_nothing_gains_says_the_best_and_what_it_takes() -> None:
+    entries = [report(2.0, speedup, entry__proposal="draft length 2")["checkpoints"][0] for speedup in (0.7, 0.9)]
+    (said,) = nothing_gains(entries)
+    tau = entries[1]["tau"]
+    assert said.startswith(f"no drafter gains here. The best is step-00400 (draft length 2), 0.90x at tau {tau:.2f}. To gain")
+    assert f"a tau above 1.77, or a draft cost below {tau - 1.575:.2f} plain steps (it is 0.20). Where" in said
+    assert said.endswith(f"the same drafts give {tau / 1.275:.2f}x")
+    entries[1]["verify_cost"] = 3.0
+    assert "and no draft is cheap enough" in nothing_gains(entries)[0]
+    assert nothing_gains([*entries, report()["checkpoints"][0]]) == []
 
 
 def test_measured_report_reproduces_speedup_and_applies_changes() -> None:

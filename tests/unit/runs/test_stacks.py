@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from drafttrain.drafters import families
 from drafttrain.export.table import loads
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.placement import built
-from drafttrain.runs.stacks import check_stacks, plan
+from drafttrain.runs.stacks import check_stacks, plan, stacks_of
 from drafttrain.targets.load import load_target
+from tests import exports
 from tests.composing import compose
 from tests.helpers import FEW
 
@@ -44,6 +46,12 @@ def test_plan_without_weights_says_what_fit_says(names: tuple[str, ...], subtest
 def test_plan_of_family_that_no_stack_loads_is_refused_with_reason() -> None:
     with pytest.raises(UserError, match="no stack loads early_exit: only the target is needed"):
         plan(run_options("recipe=early_exit"), lambda line: None)
+
+
+def test_stacks_of_checkpoint_leave_out_those_that_refuse_the_drafter(tmp_path: Path) -> None:
+    target = exports.loaded()
+    plain, normed = (exports.checkpoint(tmp_path / str(norm), "eagle3", target, fc_norm=norm) for norm in (False, True))
+    assert set(stacks_of(plain, target)) > set(stacks_of(normed, target)) >= {"vllm"}
 
 
 def test_export_plan_flag_prints_plan_and_writes_nothing(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
