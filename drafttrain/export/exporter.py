@@ -25,7 +25,7 @@ from drafttrain.export.hub import Repository, is_repository
 from drafttrain.export.layers import refuse_scaling
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_model, rounded
-from drafttrain.export.serve import STACKS
+from drafttrain.export.serve import STACKS, draft_lengths
 from drafttrain.export.table import TABLE, format_of, load_it, loads, refuse_pictures, row_of, serving_command, stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget
@@ -96,6 +96,9 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
         "parity": _parity(source, parity),
         "written by": f"drafttrain {__version__}",
     }
+    if len(set((lengths := draft_lengths(source)).values())) > 1:
+        chosen = ", ".join(f"{length or 'none'} from batch size {size}" for size, length in lengths.items())
+        rows["draft length"] = f"{chosen}, as `drafttrain tune` chose"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     stack = STACKS[source.stack]
     language = "python" if stack.python else "bash"

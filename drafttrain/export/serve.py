@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
 import yaml
 
+from drafttrain.drafters.tuned_settings import draft_up_to
 from drafttrain.export.files import ExportSource
 from drafttrain.export.layers import windows_of
 
 BLOCKS = ("dflash", "dspark")  # methods of vLLM whose layers can have caches of several kinds, in its second runner alone
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=1"
+DYNAMIC = ("eagle", "eagle3", "dflash")  # methods of vLLM whose draft length may follow the batch size
+LARGEST = 65536  # requests at a time
 
 NO_LOADER = "it has no loader for this family"
 NOT_SPECULATORS = "it has no type for this family"
@@ -33,6 +36,14 @@ class ServingCommand:
     drafts: int  # length of a chain
     method: str  # the stack's name of this way of drafting
     settings: Mapping[str, Any]  # further settings
+    by_batch_size: Mapping[int, int] = field(default_factory=dict)  # `drafts` from each batch size on, where they differ
+
+    @property
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(first batch size, last, length of a chain)."""
+        sizes = sorted(self.by_batch_size)
+        firsts, lasts = [1, *sizes[1:]], [*(size - 1 for size in sizes[1:]), LARGEST]
+        return [(first, last, self.by_batch_size[size]) for first, last, size in zip(firsts, lasts, sizes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +57,23 @@ class ServingStack:
     python: bool = False  # its command is Python
 
 
+def draft_lengths(source: ExportSource) -> dict[int, int]:
+    """The length of the chain from each tuned batch size on; 0 where drafting does not gain."""
+    tuned, whole = source.drafter.tuned or {1: {}}, source.drafter.draft_length
+    largest = draft_up_to(tuned)
+    block = "block_size" in source.options  # stacks draft a chain; of a block they take the whole
+    return {
+        size: 0 if largest and size > largest else min(whole, settings.get("draft_length", whole) if not block else whole)
+        for size, settings in sorted(tuned.items())
+    }
+
+
 def _vllm(served: ServingCommand) -> str:
     """vLLM's command."""
     config = {"method": served.method, "model": served.directory, "num_speculative_tokens": served.drafts} | {**served.settings}
+    if served.by_batch_size and served.method in DYNAMIC and "parallel_drafting" not in served.settings:
+        config["num_speculative_tokens"] = max(served.by_batch_size.values())
+        config["num_speculative_tokens_per_batch_size"] = served.ranges
     return f"{_runner(served)}vllm serve {quote(served.target)} --speculative-config {quote(json.dumps(config))}"
 
 
@@ -89,6 +114,10 @@ def _trtllm(served: ServingCommand) -> str:
     lines.append(f"speculative_model: {_scalar(served.directory)}")
     if served.method == "Eagle3":
         lines.append(f"eagle3_layers_to_capture: {[k - 1 for k in served.source.layer_inputs]}")
+        lengths = [length for *_, length in served.ranges] if served.by_batch_size else []
+        if lengths and lengths == sorted(lengths, reverse=True):  # no others are allowed; each holds up to its batch size
+            schedule = ", ".join(f"{last}: {length}" for _, last, length in [(1, 1, lengths[0]), *served.ranges])
+            lines.append(f"draft_len_schedule: {{{schedule}}}")
     if served.method == "PARD":
         lines.append(f"mask_token_id: {served.source.drafter.resolved_options()['mask_token']}")
     body = "\n".join(f"  {line}" for line in lines)

@@ -24,7 +24,7 @@ from drafttrain.export.formats import (
     stitched,
     transformers,
 )
-from drafttrain.export.serve import STACKS, ServingCommand
+from drafttrain.export.serve import STACKS, ServingCommand, draft_lengths
 from drafttrain.targets.vision import ARCHITECTURES
 
 HEADS = (eagle3, eagle, medusa, hydra, redrafter, mlp_speculator)
@@ -116,12 +116,10 @@ def refuse_pictures(source: ExportSource) -> str | None:
 
 def serving_command(source: ExportSource, directory: str) -> str:
     """The command, or the lines of Python, that serve the target with the drafter in this directory."""
-    row = row_of(source.opened.meta.family, source.stack)
-    draft_length, tuned_length = source.drafter.draft_length, source.drafter.proposal.preferred.draft_length
-    if tuned_length is not None and "block_size" not in source.options:  # stacks draft a chain; of a block they take the whole
-        draft_length = min(draft_length, tuned_length)
+    row, lengths = row_of(source.opened.meta.family, source.stack), draft_lengths(source)
+    table = lengths if len(set(lengths.values())) > 1 else {}
     return STACKS[source.stack].command(
-        ServingCommand(source, directory, source.target_name, draft_length, row.method, row.settings)
+        ServingCommand(source, directory, source.target_name, lengths[min(lengths)], row.method, row.settings, table)
     )
 
 
