@@ -95,11 +95,10 @@ def tune_run(
         print_note(console, f"tuning was left out: {error}")
         return False
     for found in search_result["batch_sizes"]:
-        chosen = found["chosen"]
-        result = f"{chosen['name']}, {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT}"
-        if not chosen["better"]:
-            result = f"nothing is faster than {DEFAULT}"
-        print_line(console, f"tuning, batch {found['batch_size']}: {result} on {len(cases)} held-out conversations")
+        chosen, line = found["chosen"], f"nothing is faster than {DEFAULT}"
+        if chosen["better"]:
+            line = f"{chosen['name']}, {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT}"
+        print_line(console, f"tuning, batch {found['batch_size']}: {line} on {len(cases)} held-out conversations")
     if loaded.target.part.first and _worth_keeping(search_result):
         for directory in checkpoints:
             keep_tuned(directory, _by_size(search_result), _about(search_result))
@@ -123,15 +122,9 @@ def _searched(
         budget = Budget(60 * tune.minutes, LEAST_PROMPTS if deciding else LEAST_CHOOSING)
         bench = Bench(restored.loaded, decode, measure, budget, watch)
         tuner = Tuner(bench, restored.drafter.requires_grad_(False), tune, record.decode)
-        results = search(tuner, sizes, choosing, deciding)
-    return {
-        "batch_sizes": results,
-        "checkpoint": str(directory),
-        "prompts": len(choosing) + len(deciding),
-        "environment": environment(loaded.target.device),
-        "objective": tune.objective,
-        "decode": asdict(decode),
-    }
+        search_result: dict[str, Any] = {"batch_sizes": search(tuner, sizes, choosing, deciding), "objective": tune.objective}
+    search_result |= {"checkpoint": str(directory), "prompts": len(choosing) + len(deciding)}
+    return search_result | {"environment": environment(loaded.target.device), "decode": asdict(decode)}
 
 
 def _write(found: dict[str, Any], folder: Path) -> None:
@@ -145,9 +138,8 @@ def _write(found: dict[str, Any], folder: Path) -> None:
 def _print_finalists(found: dict[str, Any], console: Console) -> None:
     columns = ("proposal", "expected tau", "predicted speedup over plain", "measured")
     for result in found["batch_sizes"]:
-        setting = f"batch {result['batch_size']}, {found['objective']}"
-        title = f"{setting}: speed compared with {DEFAULT}, on the first half of the prompts"
-        table = cells.console_table(title, columns, left=("proposal",))
+        title = f"batch {result['batch_size']}, {found['objective']}: speed compared with {DEFAULT}"
+        table = cells.console_table(f"{title}, on the first half of the prompts", columns, left=("proposal",))
         for row in result["finalists"]:
             bold = "bold" if row["name"] == result["chosen"]["name"] else ""
             speeds = ("-" if speed is None else f"{speed:.2f}x" for speed in (row["predicted_speedup"], row["raced"]))

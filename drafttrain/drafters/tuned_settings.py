@@ -23,11 +23,8 @@ def tuned_settings(directory: Path) -> dict[int, dict[str, Any]]:
         return {}
     content = read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again")
     sizes = content.get("batch_sizes", {"0": content.get("settings")})
-    if not isinstance(sizes, dict) or not sizes or not all(n.isdecimal() and isinstance(s, dict) for n, s in sizes.items()):
-        problem: str | None = "no settings"
-    else:
-        problem = next(filter(None, map(_wrong_setting, sizes.values())), None)
-    if problem is not None:
+    known = isinstance(sizes, dict) and sizes and all(map(str.isdecimal, sizes))
+    if (problem := _wrong_setting(sizes) if known else "no settings") is not None:
         raise UserError(f"{file}: expected what drafttrain tune writes, got {problem}; delete it, or tune again")
     return {int(n): settings for n, settings in sizes.items()}
 

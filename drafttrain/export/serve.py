@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
@@ -36,14 +36,7 @@ class ServingCommand:
     drafts: int  # length of a chain
     method: str  # the stack's name of this way of drafting
     settings: Mapping[str, Any]  # further settings
-    by_batch_size: Mapping[int, int] = field(default_factory=dict)  # `drafts` from each batch size on, where they differ
-
-    @property
-    def ranges(self) -> list[tuple[int, int, int]]:
-        """(first batch size, last, length of a chain)."""
-        sizes = sorted(self.by_batch_size)
-        firsts, lasts = [1, *sizes[1:]], [*(size - 1 for size in sizes[1:]), LARGEST]
-        return [(first, last, self.by_batch_size[size]) for first, last, size in zip(firsts, lasts, sizes, strict=True)]
+    ranges: Sequence[tuple[int, int, int]] = ()  # (first batch size, last, length of a chain), where lengths differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +53,17 @@ class ServingStack:
 def draft_lengths(source: ExportSource) -> dict[int, int]:
     """The length of the chain from each tuned batch size on; 0 where drafting does not gain."""
     tuned, whole = source.drafter.tuned or {1: {}}, source.drafter.draft_length
-    largest = draft_up_to(tuned)
-    block = "block_size" in source.options  # stacks draft a chain; of a block they take the whole
-    return {
-        size: 0 if largest and size > largest else min(whole, settings.get("draft_length", whole) if not block else whole)
-        for size, settings in sorted(tuned.items())
-    }
+    largest, lengths = draft_up_to(tuned), dict.fromkeys(sorted(tuned), whole)
+    if "block_size" not in source.options:  # stacks draft a chain; of a block they take the whole
+        lengths = {size: min(whole, tuned[size].get("draft_length", whole)) for size in lengths}
+    return {size: 0 if largest and size > largest else length for size, length in lengths.items()}
 
 
 def _vllm(served: ServingCommand) -> str:
     """vLLM's command."""
     config = {"method": served.method, "model": served.directory, "num_speculative_tokens": served.drafts} | {**served.settings}
-    if served.by_batch_size and served.method in DYNAMIC and "parallel_drafting" not in served.settings:
-        config["num_speculative_tokens"] = max(served.by_batch_size.values())
+    if served.ranges and served.method in DYNAMIC and "parallel_drafting" not in served.settings:
+        config["num_speculative_tokens"] = max(length for *_, length in served.ranges)
         config["num_speculative_tokens_per_batch_size"] = served.ranges
     return f"{_runner(served)}vllm serve {quote(served.target)} --speculative-config {quote(json.dumps(config))}"
 
@@ -114,7 +105,7 @@ def _trtllm(served: ServingCommand) -> str:
     lines.append(f"speculative_model: {_scalar(served.directory)}")
     if served.method == "Eagle3":
         lines.append(f"eagle3_layers_to_capture: {[k - 1 for k in served.source.layer_inputs]}")
-        lengths = [length for *_, length in served.ranges] if served.by_batch_size else []
+        lengths = [length for *_, length in served.ranges]
         if lengths and lengths == sorted(lengths, reverse=True):  # no others are allowed; each holds up to its batch size
             schedule = ", ".join(f"{last}: {length}" for _, last, length in [(1, 1, lengths[0]), *served.ranges])
             lines.append(f"draft_len_schedule: {{{schedule}}}")

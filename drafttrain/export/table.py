@@ -24,7 +24,7 @@ from drafttrain.export.formats import (
     stitched,
     transformers,
 )
-from drafttrain.export.serve import STACKS, ServingCommand, draft_lengths
+from drafttrain.export.serve import LARGEST, STACKS, ServingCommand, draft_lengths
 from drafttrain.targets.vision import ARCHITECTURES
 
 HEADS = (eagle3, eagle, medusa, hydra, redrafter, mlp_speculator)
@@ -117,9 +117,11 @@ def refuse_pictures(source: ExportSource) -> str | None:
 def serving_command(source: ExportSource, directory: str) -> str:
     """The command, or the lines of Python, that serve the target with the drafter in this directory."""
     row, lengths = row_of(source.opened.meta.family, source.stack), draft_lengths(source)
-    table = lengths if len(set(lengths.values())) > 1 else {}
+    first, *others = lengths
+    ranges = zip([1, *others], [*(size - 1 for size in others), LARGEST], lengths.values(), strict=True)
+    table = list(ranges) if len(set(lengths.values())) > 1 else []
     return STACKS[source.stack].command(
-        ServingCommand(source, directory, source.target_name, lengths[min(lengths)], row.method, row.settings, table)
+        ServingCommand(source, directory, source.target_name, lengths[first], row.method, row.settings, table)
     )
 
 

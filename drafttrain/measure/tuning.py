@@ -37,6 +37,7 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 DEFAULT, PLAIN = "as trained", "plain decoding"
 TINY = 1e-9  # least speed, of an output without time
 Settings = dict[str, Any]
+Contenders = Mapping[str, Settings | None]  # by name; None: plain decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +160,8 @@ class Tuner:
     def use(self, settings: Settings) -> None:
         self.drafter.use_decode_settings(with_tuned(self.trained, settings))
 
-    def race(
-        self, name: str, settings: Mapping[str, Settings | None], cases: Sequence[Case], seconds: float
-    ) -> dict[str, list[float]]:
-        """The speed of each of the settings on each batch of prompts / that of the first, by name. None: plain decoding.
+    def race(self, name: str, settings: Contenders, cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
+        """The speed of each of the settings on each batch of prompts / that of the first, by name.
 
         Batches whose outputs have one token each have no speed. Raises UserError where no others are left.
         """
@@ -201,10 +200,14 @@ def search(tuner: Tuner, sizes: Sequence[int], choosing: Sequence[Case], decidin
     on the batch size: it is measured once.
     """
     tuner.use({})
-    hits, results = _hits(tuner, choosing), list[dict[str, Any]]()
-    temperature = _temperature(tuner, choosing) if deciding else {}
+    bench, drafter, target, hits = tuner.bench, tuner.drafter, tuner.bench.loaded.target, None
+    if drafter.trained:
+        plain = bench.decode_all(PLAIN, None, choosing, passes=2)
+        prompts, outputs = [case.tokens for case in choosing[: len(plain)]], [r.tokens for r in plain]
+        hits = forced_hits(target, drafter, prompts, outputs, target.device)
+    temperature, results = _temperature(tuner, choosing) if deciding else {}, list[dict[str, Any]]()
     for number, size in enumerate(sizes):
-        at_size, seconds = replace(tuner, batch_size=size), tuner.bench.budget.left / (len(sizes) - number)
+        at_size, seconds = replace(tuner, batch_size=size), bench.budget.left / (len(sizes) - number)
         results.append(_search(at_size, hits, temperature, choosing, deciding, seconds))
     return results
 
@@ -228,10 +231,10 @@ def _search(
     name = winner({label: raced[label] for label in finalists})
     settings, deciding_race, label = finalists[name] | temperature, raced, name
     if settings and deciding:
-        candidates: dict[str, Settings | None] = {DEFAULT: {}, "chosen": settings, PLAIN: None}
+        candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
         deciding_race, label = tuner.race("on the other prompts", candidates, deciding, race_seconds), "chosen"
     gain = median(deciding_race[label])
-    fastest = deciding_race[label if gain > 1.0 else DEFAULT]
+    fastest, plain = deciding_race[label if gain > 1.0 else DEFAULT], deciding_race[PLAIN]
     rows = [
         {"name": label, "settings": proposal_settings, "raced": median(raced[label]), **_forecast(label, predicted)}
         for label, proposal_settings in finalists.items()
@@ -245,7 +248,7 @@ def _search(
             "settings": settings,
             "over_default": gain,
             "better": gain > 1.0,
-            SPEEDUP: median(a / max(b, TINY) for a, b in zip(fastest, deciding_race[PLAIN], strict=True)),
+            SPEEDUP: median(a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)),
         },
     }
 
@@ -266,22 +269,16 @@ def clearly_faster(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return fmean(gains) > 2.0 * error
 
 
-def _hits(tuner: Tuner, cases: Sequence[Case]) -> list[Hits] | None:
-    """Teacher-forced hits on plain outputs of these prompts; None for untrained drafters."""
-    bench, drafter, target = tuner.bench, tuner.drafter, tuner.bench.loaded.target
-    if not drafter.trained:
-        return None
-    plain = bench.decode_all(PLAIN, None, cases, passes=2)
-    return forced_hits(target, drafter, [c.tokens for c in cases[: len(plain)]], [r.tokens for r in plain], target.device)
-
-
 def _predictions(tuner: Tuner, hits: Sequence[Hits] | None) -> tuple[list[Predicted], list[ProposalShape]]:
-    """(all predictions, the best proposals). For untrained drafters: no predictions, and all possible proposals."""
+    """(all predictions, the best proposals). For untrained drafters, without hits: none, and all possible proposals."""
     bench, drafter, target = tuner.bench, tuner.drafter, tuner.bench.loaded.target
     if hits is None:
         return [], shapes_of(drafter, [], target.trees)
     sampled = not bench.sampling.greedy and drafter.samples
-    predictions = surface(target, drafter, hits, sampled, tuner.batch_size)
+    stage, repeats = f"tuning, batch {tuner.batch_size}: costs of a step", max(3, 15 // tuner.batch_size)  # larger: slower
+    bench.watch(stage, 0, 1, 0)
+    predictions = surface(target, drafter, hits, sampled, tuner.batch_size, repeats)
+    bench.watch(stage, 1, 1, 0)
     if not predictions:
         raise UserError("the outputs are too short to predict acceptance; raise decode.max_new_tokens, or give more prompts")
     order = bench.part.share([[p.shape.depth, p.shape.nodes] for p in predictions])  # by the first process's clock
@@ -319,9 +316,5 @@ def tuning_notes(drafter: Drafter, sizes: Sequence[int]) -> list[str]:
         if (tuned := drafter.tuned_size(size)) not in (None, 0, size)
     ]
     if (largest := draft_up_to(drafter.tuned)) is not None:
-        size = min(n for n in drafter.tuned if n > largest)
-        speedup = f"{drafter.tuned[size][SPEEDUP]:.2f}x"
-        notes.append(
-            f"draft at up to batch size {largest}: at {size} the fastest proposal is slower than plain decoding ({speedup})"
-        )
+        notes.append(f"draft at up to batch size {largest}: above, plain decoding is faster than every proposal that was timed")
     return notes

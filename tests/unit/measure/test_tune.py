@@ -103,7 +103,7 @@ def test_shapes_of_merged_drafter_are_trees_of_its_lead(tmp_path: Path) -> None:
     assert drafter.proposal.preferred.draft_length is None, "lookup drafts as deep as before"
     (tmp_path / TUNED).unlink()
     keep_tuned(tmp_path, {1: {"middle": {"paths": [0]}}}, {})
-    with pytest.raises(UserError, match=r"got middle: paths \[0\]"):
+    with pytest.raises(UserError, match=r"got 1: middle: paths \[0\]"):
         tuned_settings(tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_tune_command_chooses_for_each_batch_size_from_one_pass_of_acceptance(
     passes, costs = list[int](), list[int]()
     hits, predict = tuning.forced_hits, tuning.surface
     monkeypatch.setattr(tuning, "forced_hits", lambda *given: passes.append(1) or hits(*given))
-    monkeypatch.setattr(tuning, "surface", lambda *given: costs.append(given[-1]) or predict(*given))
+    monkeypatch.setattr(tuning, "surface", lambda *given: costs.append(given[4]) or predict(*given))
     keep_tuned(path, {1: {"draft_length": 3}, 16: {"draft_length": 1}}, {})
     assert command("tune", f"checkpoint={path}", *QUICK, "decode.max_new_tokens=16", "measure.batch_sizes=[1,2,4]") == 0
     assert len(passes) == 1 and costs == [1, 2] and len(races) == 4
