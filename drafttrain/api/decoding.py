@@ -80,7 +80,10 @@ def generate(
     if drafter is not None:
         drafter.check(target)
     loaded = target if drafter is None else drafter.target
-    decoder = decoder_of(loaded, decode, None if drafter is None else drafter.for_decoding())
+    module = None if drafter is None else drafter.for_decoding()
+    if module is not None:
+        module.use_batch_size(batch_size)
+    decoder = decoder_of(loaded, decode, module)
     try:
         prompt_list = list(prompts)
         ids = [tokens_of(loaded, prompt, chat) for prompt in prompt_list]

@@ -18,7 +18,7 @@ from drafttrain.core.files import atomic_write_json, new_directory
 from drafttrain.core.progress import stages
 from drafttrain.data.chat import Encoded
 from drafttrain.drafters.checkpoint import load_checkpoint, read_meta
-from drafttrain.drafters.tuned_settings import TUNED, keep_tuned
+from drafttrain.drafters.tuned_settings import SPEEDUP, TUNED, draft_up_to, keep_tuned, tuned_settings
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions, cells
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import LEAST_PROMPTS, Budget, Case, encode_cases, held_out_cases, left_out_notes
@@ -54,13 +54,16 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
         cases, left_out = encode_cases(prompts, loaded.tokenizer, max_prompt, loaded.images)
         for note in left_out_notes(left_out, len(prompts), max_prompt):
             print_note(console, note)
-        _check_prompts(len(cases), options.tune.batch_size)
-        search_result = _searched(directory, loaded, options.tune, options.decode, cases[0::2], cases[1::2], console)
+        wanted = [options.tune.batch_size] if options.tune.batch_size else options.measure.batch_sizes
+        if not (sizes := _sizes(wanted, len(cases) // 2, console)):
+            few = f"half of the {len(cases)} prompts, {len(cases) // 2}, are fewer than a batch of {min(wanted)}"
+            raise UserError(f"{few}; give prompts=FILE with more, or lower tune.batch_size")
+        search_result = _searched(directory, loaded, options.tune, sizes, options.decode, cases[0::2], cases[1::2], console)
         if part.first:
             folder = new_directory(folder, partial(_write, search_result))
             _print_finalists(search_result, console)
             _write_choice(directory, search_result, options.tune.write, console)
-            print_line(console, f"surface: {folder / 'surface.png'}")
+            print_line(console, f"figures: {folder}")
     return folder
 
 
@@ -71,103 +74,117 @@ def tune_run(
     held_out: Sequence[Encoded],
     options: RunOptions,
     console: Console,
-) -> str | None:
-    """Store the fastest proposal of a run's best checkpoint with all of its checkpoints; its name, None if nothing is faster.
+) -> bool:
+    """Store the fastest proposals of a run's best checkpoint with all of its checkpoints; whether any beats the trained one.
 
-    It is chosen on prompts of conversations that were not trained on, so that the measurement's prompts have no part in it.
+    They are chosen on prompts of conversations that were not trained on, so that the measurement's prompts have no part in it.
     """
     minutes = min(options.tune.minutes, SHARE * options.measure.minutes)
-    tune = replace(options.tune, batch_size=options.measure.batch_sizes[0], minutes=minutes, repeats=1)  # on more prompts
+    tune, wanted = replace(options.tune, minutes=minutes, repeats=1), options.measure.batch_sizes  # on more prompts
     cases = held_out_cases(held_out, loaded.target.shape.max_positions - options.decode.max_new_tokens)[:CHOOSING]
     if set_by_hand := _by_hand(options.decode):
         print_note(console, f"tuning was left out: decode.{set_by_hand[0]} is set")
-        return None
-    if len(cases) < tune.batch_size:
-        few = f"held-out conversations that fit: {len(cases)}, fewer than a batch of {tune.batch_size}"
+        return False
+    if not (sizes := _sizes(wanted, len(cases), console)):
+        few = f"held-out conversations that fit: {len(cases)}, fewer than a batch of {min(wanted)}"
         print_note(console, f"tuning was left out: {few}; raise data.held_out, or run drafttrain tune")
-        return None
+        return False
     try:
-        search_result = _searched(best, loaded, tune, options.decode, cases, (), console)
+        search_result = _searched(best, loaded, tune, sizes, options.decode, cases, (), console)
     except UserError as error:  # the checkpoints are there, and can be measured as they were trained
         print_note(console, f"tuning was left out: {error}")
-        return None
-    chosen = search_result["chosen"]
-    if not chosen["better"]:
-        print_line(console, f"tuning: nothing is faster than {DEFAULT} on {len(cases)} held-out conversations")
-        return None
-    gain = f"{chosen['over_default']:.2f}x the speed of the proposal {DEFAULT}"
-    print_line(console, f"tuning: {chosen['name']}, {gain} on {len(cases)} held-out conversations")
-    if loaded.target.part.first:
+        return False
+    for found in search_result["batch_sizes"]:
+        chosen, line = found["chosen"], f"nothing is faster than {DEFAULT}"
+        if chosen["better"]:
+            line = f"{chosen['name']}, {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT}"
+        print_line(console, f"tuning, batch {found['batch_size']}: {line} on {len(cases)} held-out conversations")
+    if loaded.target.part.first and _worth_keeping(search_result):
         for directory in checkpoints:
-            keep_tuned(directory, chosen["settings"], _about(search_result))
-    return str(chosen["name"])
+            keep_tuned(directory, _by_size(search_result), _about(search_result))
+    return any(found["chosen"]["better"] for found in search_result["batch_sizes"])
 
 
 def _searched(
     directory: Path,
     loaded: LoadedTarget,
     tune: TuneOptions,
+    sizes: Sequence[int],
     decode: DecodeOptions,
     choosing: Sequence[Case],
     deciding: Sequence[Case],
     console: Console,
 ) -> dict[str, Any]:
-    """The result of `search` for this checkpoint, with what it depends on."""
+    """The results of `search` for this checkpoint, with what they depend on."""
     record, restored = read_meta(directory), load_checkpoint(directory, loaded)
     with stages(console) as watch:
         measure = MeasureOptions(minutes=tune.minutes, repeats=tune.repeats)
         budget = Budget(60 * tune.minutes, LEAST_PROMPTS if deciding else LEAST_CHOOSING)
         bench = Bench(restored.loaded, decode, measure, budget, watch)
-        search_result = search(Tuner(bench, restored.drafter.requires_grad_(False), tune, record.decode), choosing, deciding)
+        tuner = Tuner(bench, restored.drafter.requires_grad_(False), tune, record.decode)
+        search_result: dict[str, Any] = {"batch_sizes": search(tuner, sizes, choosing, deciding), "objective": tune.objective}
     search_result |= {"checkpoint": str(directory), "prompts": len(choosing) + len(deciding)}
-    search_result |= {
-        "environment": environment(loaded.target.device),
-        "batch_size": tune.batch_size,
-        "objective": tune.objective,
-    }
-    return search_result | {"decode": asdict(decode)}
+    return search_result | {"environment": environment(loaded.target.device), "decode": asdict(decode)}
 
 
 def _write(found: dict[str, Any], folder: Path) -> None:
     from drafttrain.measure.plots import tuning_plot  # matplotlib, which `fit` can do without
 
-    tuning_plot(found["surface"], found["chosen"], folder / "surface.png")
+    for result in found["batch_sizes"]:
+        tuning_plot(result["surface"], result["chosen"], folder / f"surface-{result['batch_size']}.png")
     atomic_write_json(folder / "tune.json", rounded(found))
 
 
 def _print_finalists(found: dict[str, Any], console: Console) -> None:
-    title = (
-        f"batch {found['batch_size']}, {found['objective']}: speed compared with {DEFAULT}, on the first half of the prompts"
-    )
     columns = ("proposal", "expected tau", "predicted speedup over plain", "measured")
-    table = cells.console_table(title, columns, left=("proposal",))
-    for row in found["finalists"]:
-        bold = "bold" if row["name"] == found["chosen"]["name"] else ""
-        speeds = ("-" if speed is None else f"{speed:.2f}x" for speed in (row["predicted_speedup"], row["raced"]))
-        table.add_row(row["name"], cells.number(row["expected_tau"]), *speeds, style=bold)
-    console.print(table)
+    for result in found["batch_sizes"]:
+        title = f"batch {result['batch_size']}, {found['objective']}: speed compared with {DEFAULT}"
+        table = cells.console_table(f"{title}, on the first half of the prompts", columns, left=("proposal",))
+        for row in result["finalists"]:
+            bold = "bold" if row["name"] == result["chosen"]["name"] else ""
+            speeds = ("-" if speed is None else f"{speed:.2f}x" for speed in (row["predicted_speedup"], row["raced"]))
+            table.add_row(row["name"], cells.number(row["expected_tau"]), *speeds, style=bold)
+        console.print(table)
 
 
 def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: Console) -> None:
-    """Print the choice, and write it if it is faster."""
-    chosen = found["chosen"]
-    name = chosen["name"]
-    if "draft_temperature" in chosen["settings"]:
-        name += f", draft temperature {chosen['settings']['draft_temperature']:g}"
-    if not chosen["better"]:
-        effect = f"{directory / TUNED} stays" if (directory / TUNED).is_file() else "nothing is written"
-        result = "nothing was faster" if not chosen["settings"] else f"{name} is not faster on the other prompts"
-        print_line(console, f"{result} ({chosen['over_default']:.2f}x): {effect}")
-        return
-    print_line(console, f"{name}: {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT} on the other prompts")
-    if write:
-        file = keep_tuned(directory, chosen["settings"], _about(found))
+    """Print the choices, and write them where one is faster. Batch sizes that were tuned before keep their settings."""
+    for result in found["batch_sizes"]:
+        print_line(console, f"batch {result['batch_size']}: {_effect(result['chosen'])}")
+    if not _worth_keeping(found):
+        print_line(console, f"{directory / TUNED} stays" if (directory / TUNED).is_file() else "nothing is written")
+    elif write:
+        before = {size: settings for size, settings in tuned_settings(directory).items() if size}
+        file = keep_tuned(directory, before | _by_size(found), _about(found))
         print_line(console, f"stored in {file}; delete it to decode {DEFAULT} again")
 
 
+def _effect(chosen: dict[str, Any]) -> str:
+    name = chosen["name"]
+    if "draft_temperature" in chosen["settings"]:
+        name += f", draft temperature {chosen['settings']['draft_temperature']:g}"
+    if chosen["better"]:
+        return f"{name}: {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT} on the other prompts"
+    result = "nothing was faster" if not chosen["settings"] else f"{name} is not faster on the other prompts"
+    return f"{result} ({chosen['over_default']:.2f}x)"
+
+
+def _by_size(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What `keep_tuned` takes: the settings of each batch size, none where the trained ones are the fastest."""
+    choices = {result["batch_size"]: result["chosen"] for result in found["batch_sizes"]}
+    tuned = {n: (chosen["settings"] if chosen["better"] else {}) | {SPEEDUP: chosen[SPEEDUP]} for n, chosen in choices.items()}
+    return dict(rounded(tuned))
+
+
+def _worth_keeping(found: dict[str, Any]) -> bool:
+    """Whether any batch size has a faster proposal, or one is too large for drafting."""
+    return any(result["chosen"]["better"] for result in found["batch_sizes"]) or draft_up_to(_by_size(found)) is not None
+
+
 def _about(found: dict[str, Any]) -> dict[str, Any]:
-    facts = {key: found[key] for key in ("batch_size", "objective", "prompts", "environment", "decode")}
-    return dict(rounded(facts | {"over_default": found["chosen"]["over_default"]}))
+    facts = {key: found[key] for key in ("objective", "prompts", "environment", "decode")}
+    gains = {str(result["batch_size"]): result["chosen"]["over_default"] for result in found["batch_sizes"]}
+    return dict(rounded(facts | {"over_default": gains}))
 
 
 def _by_hand(decode: DecodeOptions) -> list[str]:
@@ -182,9 +199,9 @@ def _check(options: RunOptions) -> None:
         raise UserError(f"decode.{set_by_hand[0]} is set, but tune chooses it or tests without it; leave it out")
 
 
-def _check_prompts(count: int, batch: int) -> None:
-    if count // 2 < batch:
-        raise UserError(
-            f"half of the {count} prompts, {count // 2}, are fewer than a batch of {batch}; give prompts=FILE with more, or "
-            "lower tune.batch_size"
-        )
+def _sizes(wanted: Sequence[int], prompts: int, console: Console) -> list[int]:
+    """The batch sizes that so many prompts fill; a note says which they do not."""
+    fitting = [size for size in dict.fromkeys(wanted) if size <= prompts]
+    if fitting and (larger := sorted(set(wanted) - set(fitting))):
+        print_note(console, f"batch sizes that were not tuned: {', '.join(map(str, larger))}, more than the {prompts} prompts")
+    return fitting

@@ -195,7 +195,10 @@ def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping
     drafter, state = build(directory, meta, target), merged(state, meta.lora)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
-    drafter.use_decode_settings(with_tuned(meta.decode, tuned_settings(directory) if tuned else {}))
+    drafter.use_decode_settings(meta.decode)
+    if tuned:
+        drafter.tuned = {n: with_tuned(meta.decode, settings) for n, settings in tuned_settings(directory).items()}
+    drafter.use_batch_size(1)
     return drafter.to(target.device, target.dtype).eval()
 
 

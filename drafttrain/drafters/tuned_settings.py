@@ -10,19 +10,32 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import read_sealed_json, remove_abandoned, write_sealed_json
 
 TUNED = "decode.json"
+SPEEDUP = "speedup"  # among the settings of a batch size: over plain decoding, as tuning timed it
 
 
-def tuned_settings(directory: Path) -> dict[str, Any]:
-    """The settings that `drafttrain tune` found best; empty without its file. Raises UserError for a damaged one."""
+def tuned_settings(directory: Path) -> dict[int, dict[str, Any]]:
+    """The settings that `drafttrain tune` found best, by batch size; 0: those of an older file, which hold for every size.
+
+    Empty without its file. Raises UserError for a damaged one.
+    """
     file = directory / TUNED
     if not file.is_file():
         return {}
-    settings = read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again").get("settings")
-    problem = _wrong_setting(settings) if isinstance(settings, dict) else "no settings"
-    if problem is not None:
+    content = read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again")
+    sizes = content.get("batch_sizes", {"0": content.get("settings")})
+    known = isinstance(sizes, dict) and sizes and all(map(str.isdecimal, sizes))
+    if (problem := _wrong_setting(sizes) if known else "no settings") is not None:
         raise UserError(f"{file}: expected what drafttrain tune writes, got {problem}; delete it, or tune again")
-    assert isinstance(settings, dict)
-    return settings
+    return {int(n): settings for n, settings in sizes.items()}
+
+
+def draft_up_to(tuned: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The last tuned batch size before the one at which the best proposal was slower than plain decoding.
+
+    None: there is no such size, or it is the smallest.
+    """
+    slower = min((n for n, settings in tuned.items() if settings.get(SPEEDUP, 1.0) < 1.0), default=0)
+    return max((n for n in tuned if n < slower), default=None)
 
 
 def with_tuned(trained: Mapping[str, Any], tuned: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,6 +61,7 @@ def _wrong_setting(settings: dict[str, Any]) -> str | None:
         ),
         "draft_temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
         "temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
+        SPEEDUP: lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
     }
     for name, value in settings.items():
         if isinstance(value, dict):
@@ -60,8 +74,13 @@ def _wrong_setting(settings: dict[str, Any]) -> str | None:
     return None
 
 
-def keep_tuned(directory: Path, settings: dict[str, Any], about: dict[str, Any]) -> Path:
-    """Write the settings that the checkpoint is decoded with from here on; about: where they come from."""
+def keep_tuned(directory: Path, tuned: Mapping[int, dict[str, Any]], about: dict[str, Any]) -> Path:
+    """Write the settings, by batch size, that the checkpoint is decoded with from here on; about: where they come from.
+
+    Older versions read `settings` alone: those of the smallest batch size.
+    """
     remove_abandoned(directory, f"{TUNED}.tmp-*")
-    write_sealed_json(directory / TUNED, {"settings": settings, "tuned": about})
+    settings = {key: value for key, value in tuned[min(tuned)].items() if key != SPEEDUP}
+    sizes = {str(n): tuned[n] for n in sorted(tuned)}
+    write_sealed_json(directory / TUNED, {"settings": settings, "batch_sizes": sizes, "tuned": about})
     return directory / TUNED

@@ -27,18 +27,8 @@ from drafttrain.export.hub import Repository, is_repository
 from drafttrain.export.layers import refuse_scaling
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_model, rounded
-from drafttrain.export.serve import STACKS
-from drafttrain.export.table import (
-    TABLE,
-    format_of,
-    load_it,
-    loads,
-    refuse_pictures,
-    row_of,
-    served_length,
-    serving_command,
-    stacks_for,
-)
+from drafttrain.export.serve import STACKS, draft_lengths
+from drafttrain.export.table import TABLE, format_of, load_it, loads, refuse_pictures, row_of, serving_command, stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget
 
@@ -113,6 +103,9 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
         "parity": _parity(source, parity),
         "written by": f"drafttrain {__version__}",
     }
+    if len(set((lengths := draft_lengths(source)).values())) > 1:
+        chosen = ", ".join(f"{length or 'none'} from batch size {size}" for size, length in lengths.items())
+        rows["draft length"] = f"{chosen}, as `drafttrain tune` chose"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     stack = STACKS[source.stack]
     language = "python" if stack.python else "bash"
@@ -161,8 +154,8 @@ def _measured(measured: CardFigures) -> str:
 
 def _served(source: ExportSource, measured: CardFigures) -> dict[str, str]:
     """A row on the chain that the stack drafts, where its tau is known and the drafter was measured otherwise."""
-    length = served_length(source)
-    if length > len(measured.chains) or measured.proposal == f"draft length {length}" or source.stack == "official":
+    length = next(iter(draft_lengths(source).values()))
+    if not 0 < length <= len(measured.chains) or measured.proposal == f"draft length {length}" or source.stack == "official":
         return {}
     return {"served": f"a chain of {length} drafts, expected tau {measured.chains[length - 1]:.2f} on the same prompts"}
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
 import yaml
 
+from drafttrain.drafters.tuned_settings import draft_up_to
 from drafttrain.export.files import ExportSource
 from drafttrain.export.layers import windows_of
 
 BLOCKS = ("dflash", "dspark")  # methods of vLLM whose layers can have caches of several kinds, in its second runner alone
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=1"
+DYNAMIC = ("eagle", "eagle3", "dflash")  # methods of vLLM whose draft length may follow the batch size
+LARGEST = 65536  # requests at a time
 
 NO_LOADER = "it has no loader for this family"
 NOT_SPECULATORS = "it has no type for this family"
@@ -33,6 +36,7 @@ class ServingCommand:
     drafts: int  # length of a chain
     method: str  # the stack's name of this way of drafting
     settings: Mapping[str, Any]  # further settings
+    ranges: Sequence[tuple[int, int, int]] = ()  # (first batch size, last, length of a chain), where lengths differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,21 @@ class ServingStack:
     template: str | None = None  # the flag of a file with a chat template
 
 
+def draft_lengths(source: ExportSource) -> dict[int, int]:
+    """The length of the chain from each tuned batch size on; 0 where drafting does not gain."""
+    tuned, whole = source.drafter.tuned or {1: {}}, source.drafter.draft_length
+    largest, lengths = draft_up_to(tuned), dict.fromkeys(sorted(tuned), whole)
+    if "block_size" not in source.options:  # stacks draft a chain; of a block they take the whole
+        lengths = {size: min(whole, tuned[size].get("draft_length", whole)) for size in lengths}
+    return {size: 0 if largest and size > largest else length for size, length in lengths.items()}
+
+
 def _vllm(served: ServingCommand) -> str:
     """vLLM's command."""
     config = {"method": served.method, "model": served.directory, "num_speculative_tokens": served.drafts} | {**served.settings}
+    if served.ranges and served.method in DYNAMIC and "parallel_drafting" not in served.settings:
+        config["num_speculative_tokens"] = max(length for *_, length in served.ranges)
+        config["num_speculative_tokens_per_batch_size"] = served.ranges
     return f"{_runner(served)}vllm serve {quote(served.target)} --speculative-config {quote(json.dumps(config))}"
 
 
@@ -91,6 +107,10 @@ def _trtllm(served: ServingCommand) -> str:
     lines.append(f"speculative_model: {_scalar(served.directory)}")
     if served.method == "Eagle3":
         lines.append(f"eagle3_layers_to_capture: {[k - 1 for k in served.source.layer_inputs]}")
+        lengths = [length for *_, length in served.ranges]
+        if lengths and lengths == sorted(lengths, reverse=True):  # no others are allowed; each holds up to its batch size
+            schedule = ", ".join(f"{last}: {length}" for _, last, length in [(1, 1, lengths[0]), *served.ranges])
+            lines.append(f"draft_len_schedule: {{{schedule}}}")
     if served.method == "PARD":
         lines.append(f"mask_token_id: {served.source.drafter.resolved_options()['mask_token']}")
     body = "\n".join(f"  {line}" for line in lines)

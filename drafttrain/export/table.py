@@ -24,7 +24,7 @@ from drafttrain.export.formats import (
     stitched,
     transformers,
 )
-from drafttrain.export.serve import STACKS, ServingCommand
+from drafttrain.export.serve import LARGEST, STACKS, ServingCommand, draft_lengths
 from drafttrain.targets.vision import ARCHITECTURES
 
 HEADS = (eagle3, eagle, medusa, hydra, redrafter, mlp_speculator)
@@ -114,20 +114,17 @@ def refuse_pictures(source: ExportSource) -> str | None:
     return f"it is not known to draft with this family for {architecture}, which reads images; {advice}"
 
 
-def served_length(source: ExportSource) -> int:
-    """Length of the chain that stacks draft; of a block they take the whole."""
-    draft_length, tuned_length = source.drafter.draft_length, source.drafter.proposal.preferred.draft_length
-    return draft_length if tuned_length is None or "block_size" in source.options else min(draft_length, tuned_length)
-
-
 def serving_command(source: ExportSource, directory: str, target: str | None = None) -> str:
     """The command, or the lines of Python, that serve the target with the drafter in this directory.
 
     target: its place; None: as the checkpoint has it.
     """
-    row = row_of(source.opened.meta.family, source.stack)
+    row, lengths = row_of(source.opened.meta.family, source.stack), draft_lengths(source)
+    first, *others = lengths
+    ranges = zip([1, *others], [*(size - 1 for size in others), LARGEST], lengths.values(), strict=True)
+    table = list(ranges) if len(set(lengths.values())) > 1 else []
     return STACKS[source.stack].command(
-        ServingCommand(source, directory, target or source.target_name, served_length(source), row.method, row.settings)
+        ServingCommand(source, directory, target or source.target_name, lengths[first], row.method, row.settings, table)
     )
 
 

@@ -26,7 +26,7 @@ class MeasureOptions:
     temperatures: list[float] = at_least([], 0)  # further temperatures to measure, sampled by policy lossless
     contexts: list[int] = at_least([], 1)  # context lengths to measure, in tokens, cut from long documents
     # fit: choose the fastest chain or tree on prompts of held-out conversations first, within a third of measure.minutes. It is
-    # kept in decode.json; the report shows it beside the one that was trained
+    # for each of batch_sizes, kept in decode.json; the report shows it beside the one that was trained
     tune: bool = True
     every: int = at_least(0, 0)  # fit: steps between small measurements, which also choose the best checkpoint; 0: none
     every_prompts: int = at_least(8, 1)  # fit: prompts of a small measurement
@@ -47,7 +47,7 @@ class MeasureOptions:
 class TuneOptions:
     """How `drafttrain tune` searches."""
 
-    batch_size: int = at_least(1, 1)  # requests decoded together
+    batch_size: int | None = at_least(None, 1)  # requests decoded together; null: each of measure.batch_sizes
     # tpot: time per token of a request | throughput: tokens a second of all requests
     objective: str = choice("tpot", "throughput")
     minutes: float = above(3.0, 0)  # time budget; a short budget reduces prompts and repeats

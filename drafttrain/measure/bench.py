@@ -214,8 +214,10 @@ class Bench:
     ) -> Race:
         """Time the baseline and every checkpoint, alternating, over as many prompts as fit into `seconds`.
 
-        order: numbers of the cases that may be timed; None: all.
+        order: numbers of the cases that may be timed; None: all. The drafters propose as tuning chose for this size.
         """
+        for drafter in drafters.values():
+            drafter.use_batch_size(size)
         decoders = {BASELINE: self.decoder(None)} | {name: self.decoder(d) for name, d in drafters.items()}
         contenders = {name: self._contender(d, cases) for name, d in decoders.items()}
         numbers = range(len(cases)) if order is None else order

@@ -100,13 +100,13 @@ def headline(report: Report) -> str:
 def _checkpoints(report: Report) -> str:
     header = ["checkpoint", "step", "tau", "expected tau", "alpha", "alpha by position", "rejected", "speedup [min-max]"]
     header += [_RATES, "exact"]
-    body = []
+    body, differ = [], len({e.get("proposal") for e in report["checkpoints"]}) > 1
     for e in report["checkpoints"]:
         name = f"**{e['name']}**" if e["name"] == report["best"] else e["name"]
         line = [name, cells.count(e["step"]), cells.number(e["tau"]), cells.expected(e), cells.number(e["alpha"])]
         line += [cells.alphas(e), cells.share(e["rejection_overhead"]), cells.speedups(e), cells.rates(e), cells.exact(e)]
-        body.append(line)
-    return "## Checkpoints\n\n" + rows(header, body)
+        body.append([*line, str(e.get("proposal"))] if differ else line)
+    return "## Checkpoints\n\n" + rows([*header, "proposal"] if differ else header, body)
 
 
 def _flags(report: Report) -> str:
@@ -159,12 +159,15 @@ def _slices(report: Report) -> str:
     header = ("slice", "prompts", "tau", "expected tau", "alpha", "speedup [min-max]", _RATES, "exact")
     sections = []
     for e in report["checkpoints"]:
-        sections.append(f"### {e['name']}\n\n" + rows(header, [_slice(s) for s in e["slices"]]))
+        differ = len({s["proposal"] for s in e["slices"] if "proposal" in s}) > 1
+        sections.append(f"### {e['name']}\n\n" + rows(header, [_slice(s, differ) for s in e["slices"]]))
     return "## Slices\n\n" + "\n\n".join(sections)
 
 
-def _slice(s: dict[str, Any]) -> list[str]:
+def _slice(s: dict[str, Any], with_proposal: bool) -> list[str]:
     name = f"{s['by'].replace('_', ' ')} {s['value']}"
+    if with_proposal and "proposal" in s:
+        name += f": {s['proposal']}"
     figures = [cells.number(s["tau"]), cells.expected(s), cells.number(s["alpha"])]
     return [name, str(s["prompts"]), *figures, cells.speedups(s), cells.rates(s), cells.exact(s)]
 

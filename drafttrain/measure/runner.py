@@ -28,7 +28,7 @@ from drafttrain.measure.quality import Original, mean_log_likelihood
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices
 from drafttrain.measure.speed import Race, step_floor
-from drafttrain.measure.tuning import ProposalShape
+from drafttrain.measure.tuning import ProposalShape, tuning_notes
 from drafttrain.model.drafter import Drafter, check_images, trainable
 from drafttrain.model.images import has_images
 from drafttrain.objective.losses import Hits
@@ -176,7 +176,9 @@ def _group(
         )
     checkpoints, drafters = _rows(checkpoints, {name: r.drafter for name, r in restored.items()})
     for drafter in drafters.values():
+        drafter.use_batch_size(bench.options.batch_sizes[0])
         bench.decoder(drafter)  # raises for settings that it cannot decode with, before the baseline takes its time
+        bench.budget.notes.extend(tuning_notes(drafter, bench.options.batch_sizes))
     if bench.decode.draft_temperature is not None and not any(drafter.samples for drafter in drafters.values()):
         bench.budget.notes.append("decode.draft_temperature has no effect: the drafts are not sampled")
     first_turns = len(cases)
@@ -327,9 +329,7 @@ def _extras(bench: Bench, name: str, drafter: Drafter, evidence: Evidence) -> Ke
 def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: Evidence, races: dict[int, Race]) -> Keys:
     first = races[bench.options.batch_sizes[0]]
     stop_ids = bench.loaded.target.stop_ids
-    depth = depth_limit(bench.decode, drafter) or drafter.draft_length
-    head: Keys = {"name": checkpoint.name, "path": str(checkpoint.path), "step": checkpoint.step}
-    head |= {"proposal": str(ProposalShape.of(drafter, depth)), "tuned": checkpoint.tuned}
+    head: Keys = {"name": checkpoint.name, "path": str(checkpoint.path), "step": checkpoint.step, "tuned": checkpoint.tuned}
     keys = head | checkpoint_keys(evidence, checkpoint.name, first, stop_ids)
     keys["samples"] = samples(evidence, bench.loaded.tokenizer)
     keys["outputs"] = [] if POLICIES[bench.decode.policy].lossless else sheet_outputs(evidence, bench.loaded.tokenizer)
@@ -337,7 +337,14 @@ def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: 
     keys["slices"] = by_category(evidence, checkpoint.name, first) + by_batch_size(races, checkpoint.name)
     for slice_keys in (keys, *(s for s in keys["slices"] if s["by"] == "batch_size")):
         slice_keys["floor_fraction"] = _floor_fraction(bench, races[slice_keys["batch_size"]], checkpoint.name, slice_keys)
+        slice_keys["proposal"] = _proposal(bench, drafter, slice_keys["batch_size"])
     return keys
+
+
+def _proposal(bench: Bench, drafter: Drafter, batch_size: int) -> str:
+    """What is drafted for so many requests at a time."""
+    drafter.use_batch_size(batch_size)
+    return str(ProposalShape.of(drafter, depth_limit(bench.decode, drafter) or drafter.draft_length))
 
 
 def _floor_fraction(bench: Bench, timed: Race, name: str, keys: Keys) -> float | None:

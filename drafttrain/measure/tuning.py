@@ -8,7 +8,7 @@ Shapes: M samples, K draft depth, N nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import log, sqrt
 from statistics import fmean, median, stdev
@@ -21,7 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.tree import Path, tuned_paths
 from drafttrain.decoding.scheduler import Decoded
 from drafttrain.decoding.tree_size import CANDIDATES, LARGE, proposal_seconds, verification_seconds
-from drafttrain.drafters.tuned_settings import with_tuned
+from drafttrain.drafters.tuned_settings import SPEEDUP, draft_up_to, with_tuned
 from drafttrain.measure import TuneOptions
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.bench import Bench
@@ -34,9 +34,10 @@ from drafttrain.model.target import Target
 from drafttrain.objective.losses import Hits
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
-DEFAULT = "as trained"
+DEFAULT, PLAIN = "as trained", "plain decoding"
 TINY = 1e-9  # least speed, of an output without time
 Settings = dict[str, Any]
+Contenders = Mapping[str, Settings | None]  # by name; None: plain decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +155,17 @@ class Tuner:
     drafter: Drafter
     options: TuneOptions
     trained: Settings  # the checkpoint's decode settings
+    batch_size: int = 1
 
     def use(self, settings: Settings) -> None:
         self.drafter.use_decode_settings(with_tuned(self.trained, settings))
 
-    def race(self, name: str, settings: dict[str, Settings], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
+    def race(self, name: str, settings: Contenders, cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
         """The speed of each of the settings on each batch of prompts / that of the first, by name.
 
         Batches whose outputs have one token each have no speed. Raises UserError where no others are left.
         """
-        case_waves = waves(len(cases), self.options.batch_size)
+        case_waves, name = waves(len(cases), self.batch_size), f"tuning, batch {self.batch_size}: {name}"
         contenders = {label: self._contender(contender_settings, cases) for label, contender_settings in settings.items()}
         laps = self.bench.timed(name, contenders, case_waves, self.options.repeats, seconds, {})
         first = next(iter(settings))
@@ -178,47 +180,76 @@ class Tuner:
         rate = throughput([lap]) if self.options.objective == "throughput" else 1.0 / (tpot([lap]) or float("inf"))
         return rate or 0.0
 
-    def _contender(self, settings: Settings, cases: Sequence[Case]) -> Contender:
+    def _contender(self, settings: Settings | None, cases: Sequence[Case]) -> Contender:
         """A separate decoder for these settings, because a session keeps the proposal that it began with."""
-        self.use(settings)
-        decoder = decoder_of(self.bench.loaded, self.bench.decode, self.drafter)
+        self.use(settings or {})
+        decoder = decoder_of(self.bench.loaded, self.bench.decode, None if settings is None else self.drafter)
 
         def run(wave: list[int]) -> Decoded:
-            self.use(settings)
+            self.use(settings or {})
             return decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0])
 
         return run
 
 
-def search(tuner: Tuner, choosing: Sequence[Case], deciding: Sequence[Case] = ()) -> dict[str, Any]:
-    """The finalists with their predicted and measured speed, all predictions, and the choice.
+def search(tuner: Tuner, sizes: Sequence[int], choosing: Sequence[Case], deciding: Sequence[Case] = ()) -> list[dict[str, Any]]:
+    """For each batch size the finalists with their predicted and measured speed, all predictions, and the choice.
 
     choosing: prompts on which the finalists are timed. deciding: others, which say whether the choice is faster than the
-    trained settings; without any, the first ones say it, and the draft temperature stays as it is.
+    trained settings; without any, the first ones say it, and the draft temperature stays as it is. Acceptance does not depend
+    on the batch size: it is measured once.
     """
     tuner.use({})
-    predicted, shapes = _predictions(tuner, choosing)
+    bench, drafter, target, hits = tuner.bench, tuner.drafter, tuner.bench.loaded.target, None
+    if drafter.trained:
+        plain = bench.decode_all(PLAIN, None, choosing, passes=2)
+        prompts, outputs = [case.tokens for case in choosing[: len(plain)]], [r.tokens for r in plain]
+        hits = forced_hits(target, drafter, prompts, outputs, target.device)
+    temperature, results = _temperature(tuner, choosing) if deciding else {}, list[dict[str, Any]]()
+    for number, size in enumerate(sizes):
+        at_size, seconds = replace(tuner, batch_size=size), bench.budget.left / (len(sizes) - number)
+        results.append(_search(at_size, hits, temperature, choosing, deciding, seconds))
+    return results
+
+
+def _search(
+    tuner: Tuner,
+    hits: Sequence[Hits] | None,
+    temperature: Settings,
+    choosing: Sequence[Case],
+    deciding: Sequence[Case],
+    seconds: float,
+) -> dict[str, Any]:
+    """`search` at one batch size, in so many seconds. temperature: settings of the draft temperature."""
+    tuner.use({})
+    predicted, shapes = _predictions(tuner, hits)
     trained = tuple(tuner.drafter.proposal.paths)
     alternatives = [shape for shape in shapes if shape.paths != trained]
     finalists: dict[str, Settings] = {DEFAULT: {}} | {str(shape): shape.settings for shape in alternatives}
-    budget = tuner.bench.budget
-    raced = tuner.race("tuning: race of the finalists", finalists, choosing, budget.left / 2 if deciding else budget.left)
-    name = winner(raced)
-    settings = finalists[name]
-    gain = median(raced[name])
-    if deciding:
-        settings = settings | _temperature(tuner, settings, choosing)
+    race_seconds = seconds / 2 if deciding else seconds
+    raced = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, race_seconds)
+    name = winner({label: raced[label] for label in finalists})
+    settings, deciding_race, label = finalists[name] | temperature, raced, name
     if settings and deciding:
-        final_race = tuner.race("tuning: on the other prompts", {DEFAULT: {}, "chosen": settings}, deciding, budget.left)
-        gain = median(final_race["chosen"])
+        candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
+        deciding_race, label = tuner.race("on the other prompts", candidates, deciding, race_seconds), "chosen"
+    gain = median(deciding_race[label])
+    fastest, plain = deciding_race[label if gain > 1.0 else DEFAULT], deciding_race[PLAIN]
     rows = [
         {"name": label, "settings": proposal_settings, "raced": median(raced[label]), **_forecast(label, predicted)}
         for label, proposal_settings in finalists.items()
     ]
     return {
+        "batch_size": tuner.batch_size,
         "finalists": rows,
         "surface": [{"depth": p.shape.depth, "nodes": p.shape.nodes, "tau": p.tau, "speedup": p.speedup} for p in predicted],
-        "chosen": {"name": name, "settings": settings, "over_default": gain, "better": gain > 1.0},
+        "chosen": {
+            "name": name,
+            "settings": settings,
+            "over_default": gain,
+            "better": gain > 1.0,
+            SPEEDUP: median(a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)),
+        },
     }
 
 
@@ -238,33 +269,31 @@ def clearly_faster(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return fmean(gains) > 2.0 * error
 
 
-def _predictions(tuner: Tuner, cases: Sequence[Case]) -> tuple[list[Predicted], list[ProposalShape]]:
-    """(all predictions, the best proposals). For untrained drafters: no predictions, and all possible proposals."""
-    bench, drafter = tuner.bench, tuner.drafter
-    target, part = bench.loaded.target, bench.part
-    if not drafter.trained:
+def _predictions(tuner: Tuner, hits: Sequence[Hits] | None) -> tuple[list[Predicted], list[ProposalShape]]:
+    """(all predictions, the best proposals). For untrained drafters, without hits: none, and all possible proposals."""
+    bench, drafter, target = tuner.bench, tuner.drafter, tuner.bench.loaded.target
+    if hits is None:
         return [], shapes_of(drafter, [], target.trees)
-    plain = bench.decode_all("plain decoding", None, cases, passes=2)
-    outputs = [r.tokens for r in plain]
-    hits = forced_hits(target, drafter, [c.tokens for c in cases[: len(plain)]], outputs, target.device)
     sampled = not bench.sampling.greedy and drafter.samples
-    predictions = surface(target, drafter, hits, sampled, tuner.options.batch_size)
+    stage, repeats = f"tuning, batch {tuner.batch_size}: costs of a step", max(3, 15 // tuner.batch_size)  # larger: slower
+    bench.watch(stage, 0, 1, 0)
+    predictions = surface(target, drafter, hits, sampled, tuner.batch_size, repeats)
+    bench.watch(stage, 1, 1, 0)
     if not predictions:
         raise UserError("the outputs are too short to predict acceptance; raise decode.max_new_tokens, or give more prompts")
-    order = part.share([[p.shape.depth, p.shape.nodes] for p in predictions])  # by the first process's clock
+    order = bench.part.share([[p.shape.depth, p.shape.nodes] for p in predictions])  # by the first process's clock
     predictions.sort(key=lambda p: order.index([p.shape.depth, p.shape.nodes]))
     return predictions, [p.shape for p in predictions[: tuner.options.finalists]]
 
 
-def _temperature(tuner: Tuner, settings: Settings, cases: Sequence[Case]) -> Settings:
+def _temperature(tuner: Tuner, cases: Sequence[Case]) -> Settings:
     """The draft temperature of the highest tau, for drafters that sample; empty if it is the target's temperature."""
     sampling = tuner.bench.sampling
     if sampling.greedy or not tuner.drafter.samples or sampling.draft_temperature is not None:
         return {}
     taus = {}
     for draft_temperature in temperatures(sampling.temperature):
-        candidate = settings | {"draft_temperature": draft_temperature, "temperature": sampling.temperature}
-        tuner.use(candidate)
+        tuner.use({"draft_temperature": draft_temperature, "temperature": sampling.temperature})
         results = tuner.bench.decode_all(f"draft temperature {draft_temperature:g}", tuner.drafter, cases)
         taus[draft_temperature] = pooled(results).tau or 0.0
     best = max(taus, key=lambda draft_temperature: taus[draft_temperature])
@@ -277,3 +306,15 @@ def _forecast(label: str, predicted: Sequence[Predicted]) -> dict[str, float | N
         "expected_tau": None if prediction is None else prediction.tau,
         "predicted_speedup": None if prediction is None else prediction.speedup,
     }
+
+
+def tuning_notes(drafter: Drafter, sizes: Sequence[int]) -> list[str]:
+    """For a report on these batch sizes: which were not tuned, and from which on drafting does not gain."""
+    notes = [
+        f"batch size {size} was not tuned: drafts are those chosen for batch size {tuned}"
+        for size in sizes
+        if (tuned := drafter.tuned_size(size)) not in (None, 0, size)
+    ]
+    if (largest := draft_up_to(drafter.tuned)) is not None:
+        notes.append(f"draft at up to batch size {largest}: above, plain decoding is faster than every proposal that was timed")
+    return notes

@@ -170,6 +170,7 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.proposal = proposal
         self.calibration: Calibration | None = None
+        self.tuned: dict[int, Mapping[str, Any]] = {}  # decode settings by batch size, where tuning chose any
 
     @property
     def captured(self) -> bool:
@@ -247,6 +248,15 @@ class Drafter(nn.Module, ABC):
         self.proposal.use(settings)
         if self.calibration is not None:
             self.calibration.use(settings)
+
+    def tuned_size(self, batch_size: int) -> int | None:
+        """The batch size whose tuned settings hold here: the nearest smaller one, else the smallest; None: none is tuned."""
+        return max((size for size in self.tuned if size <= batch_size), default=min(self.tuned, default=None))
+
+    def use_batch_size(self, batch_size: int) -> None:
+        """Propose as tuning chose for so many requests at a time. Call it before decoding."""
+        if (size := self.tuned_size(batch_size)) is not None:
+            self.use_decode_settings(self.tuned[size])
 
 
 def check_images(drafter: Drafter, images: bool) -> None:

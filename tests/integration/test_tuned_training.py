@@ -14,7 +14,7 @@ from drafttrain.commands import tune
 from drafttrain.drafters.options import CascadeOptions, Eagle3Options
 from drafttrain.drafters.tuned_settings import tuned_settings
 from drafttrain.measure.cases import Case
-from drafttrain.measure.tuning import Tuner
+from drafttrain.measure.tuning import PLAIN, Tuner
 from drafttrain.runs.options import RunOptions
 
 Command = Callable[..., int]
@@ -31,27 +31,44 @@ def test_fit_stores_and_reports_proposal_that_is_fastest_on_held_out_prompts(
     races = list[dict[str, Any]]()
 
     def race(self: Tuner, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
-        races.append({"settings": settings, "questions": [case.question_id for case in cases]})
-        return {key: [gained if number == 1 else 1.0] for number, key in enumerate(settings)}
+        races.append({"settings": settings, "questions": [case.question_id for case in cases], "size": self.batch_size})
+        best, plain = len(races), 1.0 if self.batch_size == 1 else 1.7
+        return {key: [plain if key == PLAIN else gained if number == best else 1.0] for number, key in enumerate(settings)}
 
     monkeypatch.setattr(Tuner, "race", race)
     data = ("target=hf", f"target.path={material / 'target'}", f"data.path={material / 'data.jsonl'}", "data.held_out=4")
     small = ("train.steps=2", "train.checkpoint_every=1", "train.keep_last=2", "train.global_batch=4", "logger=none")
-    measured = ("measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=12")
+    measured = (
+        "measure.limit=3",
+        "measure.batch_sizes=[1,4,8]",
+        "measure.minutes=0.05",
+        "measure.transformers=false",
+        "decode.max_new_tokens=12",
+    )
     assert command("fit", "recipe=medusa", *data, *small, *measured) == 0
-    (race,) = races
-    assert race["questions"] == [f"held-out {number}" for number in (1, 2, 3, 4)]
+    assert [race["size"] for race in races] == [1, 4], "one proposal each, of the sizes that 4 prompts fill"
+    assert all(race["questions"] == [f"held-out {number}" for number in (1, 2, 3, 4)] for race in races)
     (run,) = Path("outputs/medusa").iterdir()
     report, said = json.loads((run / "report.json").read_text()), capsys.readouterr().out
     rows = {entry["name"]: entry["tuned"] for entry in report["checkpoints"]}
     kept = [tuned_settings(path) for path in sorted((run / "checkpoints").iterdir())]
+    notes = report["measure"]["notes"]
+    assert "draft at up to batch size 1: above, plain decoding is faster" in " ".join(notes)
+    assert "batch size 8 was not tuned: drafts are those chosen for batch size 4" in notes
     if gained < 1:
-        assert rows == {"step-00001": True, "step-00002": True} and kept == [{}, {}]
-        assert "tuning: nothing is faster than as trained on 4 held-out conversations" in said
+        assert rows == {"step-00001": True, "step-00002": True}
+        assert kept == [{1: {"speedup": 1.0}, 4: {"speedup": 0.588235}}] * 2
+        assert "tuning, batch 4: nothing is faster than as trained on 4 held-out conversations" in said
         return
     (plain,) = rows.keys() - {"step-00001", "step-00002"}
     assert plain in ("step-00001 as trained", "step-00002 as trained") and not rows[plain] and rows[plain.split()[0]]
-    assert kept == [list(race["settings"].values())[1]] * 2 and report["best"] in ("step-00001", "step-00002")
+    first, second = (list(race["settings"].values())[number] for number, race in enumerate(races, start=1))
+    assert kept == [{1: first | {"speedup": 1.5}, 4: second | {"speedup": 0.882353}}] * 2 and first != second
+    assert report["best"] in ("step-00001", "step-00002")
+    entry = next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])
+    proposals = {s["value"]: s["proposal"] for s in entry["slices"] if s["by"] == "batch_size"}
+    assert proposals[1] == entry["proposal"] != proposals[4] == proposals[8], "each size with its own"
+    assert f"| batch size 4: {proposals[4]} |" in (run / "report.md").read_text()
     assert "1.50x the speed of the proposal as trained on 4 held-out conversations" in said
     assert "drafttrain export checkpoint=outputs/medusa/" in said, "a next step, since stacks load the family"
 

@@ -51,6 +51,9 @@ class Toy(nn.Module):
     def use_decode_settings(self, settings: dict[str, Any]) -> None:
         self.settings = settings
 
+    def use_batch_size(self, batch_size: int) -> None:
+        """Nothing was tuned."""
+
 
 @dataclass
 class ToyTarget:
@@ -286,7 +289,7 @@ def test_save_drafter_other_os_error_is_not_reported_as_disk_full(tmp_path: Path
 def test_checkpoint_json_changed_byte_is_refused_or_changes_nothing(name: str, saved: Path) -> None:
     """Every byte of the file, each to one of five others in turn."""
     settings = {"draft_length": 2, "paths": [[0], [0, 1]], "draft_temperature": 0.7, "temperature": 0.8}
-    keep_tuned(saved, settings, {"batch_size": 1, "environment": {"device": "cpu"}})
+    keep_tuned(saved, {1: settings, 4: {"speedup": 1.5}}, {"objective": "tpot", "environment": {"device": "cpu"}})
     file, wanted = saved / name, (read_meta(saved), tuned_settings(saved))
     before, found = file.read_bytes(), 0
     for at in range(len(before)):
@@ -312,9 +315,10 @@ def test_read_meta_edited_file_is_refused_until_checksum_is_removed(saved: Path)
 
 
 NO_SETTINGS = ["[]", "null", "{", '"x"', "{}", '{"settings": null}', '{"settings": [1]}', "[" * 100_000]
+NO_SETTINGS += ['{"batch_sizes": {}}', '{"batch_sizes": null}', '{"batch_sizes": {"x": {}}}', '{"batch_sizes": {"1": 2}}']
 WRONG = [("paths", value) for value in ("null", "3", "[3]", "[[true]]", "[[]]", "[[-1]]")]
 WRONG += [("draft_length", value) for value in ('"2"', "-1", "true", "1.5")]
-WRONG += [("temperature", "NaN"), ("draft_temperature", "-0.5"), ("lenght", "2")]
+WRONG += [("temperature", "NaN"), ("draft_temperature", "-0.5"), ("lenght", "2"), ("speedup", "-1.0")]
 
 
 def test_tuned_settings_invalid_file_is_refused(saved: Path, subtests: pytest.Subtests) -> None:

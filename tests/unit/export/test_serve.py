@@ -24,8 +24,7 @@ EVERY = [(family, stack) for family in families() for stack in loads(family)]
 def source_of(family: str, stack: str, **shape: Any) -> ExportSource:
     """What the commands read of a source. shape: of the drafter's layers."""
     layers = LayerShape(64, 32, 4, 4, 2, 8, 48, 512, 1e4, 1e-5, **shape)
-    proposal = SimpleNamespace(preferred=SimpleNamespace(draft_length=None))
-    drafter = SimpleNamespace(draft_length=3, proposal=proposal, resolved_options=lambda: {"mask_token": 5})
+    drafter = SimpleNamespace(draft_length=3, tuned={}, resolved_options=lambda: {"mask_token": 5})
     options = {"block_size": 4, "slots": "in_place", "layers": 2}
     opened = SimpleNamespace(meta=SimpleNamespace(family=family))
     fields = {"stack": stack, "target_name": TARGET, "layer_inputs": [1, 2], "options": options, "layer_shape": layers}
@@ -59,10 +58,32 @@ def test_serve_command_quotes_directory_names(subtests: pytest.Subtests) -> None
 
 def test_serve_command_has_tuned_length_of_chain_and_whole_block() -> None:
     source: Any = source_of("eagle3", "vllm")
-    source.drafter.proposal.preferred.draft_length = 1
+    source.drafter.tuned = {0: {"draft_length": 1}}
     assert "'num_speculative_tokens': 3" in serving_command(source, DRAFTER).replace('"', "'"), "the block's"
     del source.options["block_size"]
     assert "'num_speculative_tokens': 1" in serving_command(source, DRAFTER).replace('"', "'")
+
+
+def test_serve_command_has_lengths_by_batch_size_where_engine_reads_them() -> None:
+    def said(family: str, stack: str, **tuned: dict[str, Any]) -> str:
+        source: Any = source_of(family, stack)
+        del source.options["block_size"]
+        source.drafter.tuned = {int(size.removeprefix("b")): settings for size, settings in tuned.items()}
+        return serving_command(source, DRAFTER)
+
+    chosen = {"b2": {"draft_length": 2, "speedup": 1.5}, "b8": {"draft_length": 3, "speedup": 1.2}, "b32": {"speedup": 0.9}}
+    config = json.loads(shlex.split(said("eagle3", "vllm", **chosen))[-1])
+    assert config["num_speculative_tokens"] == 3, "the largest that vLLM may take"
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 7, 2], [8, 31, 3], [32, 65536, 0]]
+    falling = {"b1": {"speedup": 1.5}, "b4": {"draft_length": 2, "speedup": 1.2}, "b16": {"draft_length": 1, "speedup": 0.9}}
+    spec = re.search(r"<<'END'\n(.*)END\n", said("eagle3", "trtllm", **falling), re.DOTALL)
+    assert spec is not None
+    schedule = yaml.safe_load(spec[1])["speculative_config"]["draft_len_schedule"]
+    assert schedule == {1: 3, 3: 3, 15: 2, 65536: 0}, "each length holds up to its batch size"
+    assert "schedule" not in said("eagle3", "trtllm", **chosen), "TensorRT-LLM takes lengths that fall"
+    for family, stack in (("medusa", "vllm"), ("peagle", "vllm"), ("eagle3", "sglang")):
+        assert "65536" not in said(family, stack, **falling), "no table is known there"
+    assert "65536" not in said("eagle3", "vllm", b1={"draft_length": 2}, b4={"draft_length": 2})
 
 
 def test_serve_command_mixed_windows_use_second_vllm_runner(subtests: pytest.Subtests) -> None:

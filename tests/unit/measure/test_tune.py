@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+import drafttrain as dt
 from drafttrain.commands import tune as tune_file
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter
 from drafttrain.drafters.tuned_settings import TUNED, keep_tuned, tuned_settings, with_tuned
-from drafttrain.measure import DecodeOptions, TuneOptions
+from drafttrain.measure import DecodeOptions, TuneOptions, tuning
 from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
 from drafttrain.measure.tuning import DEFAULT, Tuner, shapes_of, surface, winner
@@ -95,14 +96,14 @@ def test_shapes_of_merged_drafter_are_trees_of_its_lead(tmp_path: Path) -> None:
     drafter = built("cascade", target, middle={"family": "medusa", "heads": 3}, inner={"family": "prompt_lookup"}, join="merge")
     found = shapes_of(drafter, [ranks(0), ranks(1)], trees=True)
     small = next(shape for shape in found if shape.nodes == 4)
-    keep_tuned(tmp_path, small.settings, {})
+    keep_tuned(tmp_path, {1: small.settings}, {})
     lookup = drafter.inner.proposal.max_nodes
-    drafter.use_decode_settings(with_tuned(drafter.decode_settings(), tuned_settings(tmp_path)))
+    drafter.use_decode_settings(with_tuned(drafter.decode_settings(), tuned_settings(tmp_path)[1]))
     assert tuple(drafter.middle.proposal.paths) == small.paths and drafter.proposal.max_nodes == 4 + lookup
     assert drafter.proposal.preferred.draft_length is None, "lookup drafts as deep as before"
     (tmp_path / TUNED).unlink()
-    keep_tuned(tmp_path, {"middle": {"paths": [0]}}, {})
-    with pytest.raises(UserError, match=r"got middle: paths \[0\]"):
+    keep_tuned(tmp_path, {1: {"middle": {"paths": [0]}}}, {})
+    with pytest.raises(UserError, match=r"got 1: middle: paths \[0\]"):
         tuned_settings(tmp_path)
 
 
@@ -125,15 +126,38 @@ def test_tune_command_faster_settings_are_stored_and_decoded_with(
     first, last = races
     assert not set(first["questions"]) & set(last["questions"]), "some prompts choose, others decide"
     settings = last["settings"]["chosen"]
-    assert settings == list(first["settings"].values())[1] == tuned_settings(path)
+    assert settings == list(first["settings"].values())[1] and tuned_settings(path) == {1: settings | {"speedup": 1.25}}
     drafter, _ = load_drafter(path, loaded.target)
     assert [list(p) for p in drafter.proposal.paths] == settings["paths"]
     assert drafter.proposal.preferred.draft_length == settings["draft_length"]
     assert decoder_of(loaded, DecodeOptions(), drafter).controls.draft_length == settings["draft_length"]
     (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
-    found = json.loads(kept.read_text())
-    assert found["chosen"]["better"] and len(found["surface"]) > 2 and (kept.parent / "surface.png").stat().st_size > 1000
+    (found,) = json.loads(kept.read_text())["batch_sizes"]
+    assert found["chosen"]["better"] and len(found["surface"]) > 2 and (kept.parent / "surface-1.png").stat().st_size > 1000
     assert "1.25x the speed of the proposal as trained on the other prompts" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_tune_command_chooses_for_each_batch_size_from_one_pass_of_acceptance(
+    command: Callable[..., int],
+    loaded: LoadedTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, races = saved(tmp_path, loaded, "medusa", heads=3), decide(monkeypatch, 1.25)
+    passes, costs = list[int](), list[int]()
+    hits, predict = tuning.forced_hits, tuning.surface
+    monkeypatch.setattr(tuning, "forced_hits", lambda *given: passes.append(1) or hits(*given))
+    monkeypatch.setattr(tuning, "surface", lambda *given: costs.append(given[4]) or predict(*given))
+    keep_tuned(path, {1: {"draft_length": 3}, 16: {"draft_length": 1}}, {})
+    assert command("tune", f"checkpoint={path}", *QUICK, "decode.max_new_tokens=16", "measure.batch_sizes=[1,2,4]") == 0
+    assert len(passes) == 1 and costs == [1, 2] and len(races) == 4
+    tuned = tuned_settings(path)
+    assert [tuned[size]["paths"] for size in (1, 2)] == [races[i]["settings"]["chosen"]["paths"] for i in (1, 3)]
+    assert tuned[16] == {"draft_length": 1}, "tuned before"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "batch sizes that were not tuned: 4, more than the 2 prompts" in said and "batch 2: " in said
 
 
 @pytest.mark.usefixtures("no_picture")
@@ -148,7 +172,7 @@ def test_tune_command_slower_settings_are_not_stored(
     decide(monkeypatch, 0.97)
     assert command("tune", f"checkpoint={path}", *QUICK, "measure.limit=2") == 0
     assert tuned_settings(path) == {}
-    assert "is not faster on the other prompts (0.97x): nothing is written" in capsys.readouterr().out
+    assert "is not faster on the other prompts (0.97x)\nnothing is written" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_picture")
@@ -158,7 +182,7 @@ def test_tune_command_times_untrained_drafter_at_every_draft_length(
     path = saved(tmp_path, loaded, "prompt_lookup", draft_length=2)
     assert command("tune", f"checkpoint={path}", *QUICK, "tune.batch_size=2", "tune.objective=throughput") == 0
     (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
-    found = json.loads(kept.read_text())
+    (found,) = json.loads(kept.read_text())["batch_sizes"]
     assert [row["settings"] for row in found["finalists"]] == [{}, *({"draft_length": d} for d in (1, 2))]
     assert all(row["raced"] > 0 for row in found["finalists"]) and found["finalists"][0]["raced"] == 1.0
     assert bool(tuned_settings(path)) is found["chosen"]["better"]
@@ -171,7 +195,7 @@ def test_tuned_draft_temperature_applies_at_its_temperature_unless_set(
     path = saved(tmp_path, loaded, "draft_model", blocks=11, draft_length=2)
     decide(monkeypatch, 1.5)
     assert command("tune", f"checkpoint={path}", *QUICK, "measure.limit=2", "decode=sampling", "decode.temperature=0.8") == 0
-    settings = tuned_settings(path)
+    settings = tuned_settings(path)[1]
     drafter, _ = load_drafter(path, loaded.target)
     assert drafter.proposal.preferred == Preferred(
         settings["draft_length"], settings.get("draft_temperature"), settings.get("temperature")
@@ -185,6 +209,36 @@ def test_tuned_draft_temperature_applies_at_its_temperature_unless_set(
     ]
     assert drawn == [0.4, None, 0.7], "found for its temperature; what the user sets comes first"
     assert depth_limit(DecodeOptions(draft_length=5), drafter) == 5
+
+
+def test_tuned_settings_by_batch_size_hold_up_to_the_next_and_older_files_for_all(loaded: LoadedTarget, tmp_path: Path) -> None:
+    sizes = {4: {"draft_length": 2}, 16: {"draft_length": 1, "speedup": 0.9}}
+    path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
+    keep_tuned(path, sizes, {})
+    drafter, _ = load_drafter(path, loaded.target)
+
+    def lengths() -> list[int | None]:
+        used = []
+        for size in (1, 4, 15, 16, 64):
+            drafter.use_batch_size(size)
+            used.append(drafter.proposal.preferred.draft_length)
+        return used
+
+    assert drafter.proposal.preferred.draft_length == 2 and lengths() == [2, 2, 2, 1, 1]
+    content = json.loads((path / TUNED).read_text())
+    assert content["settings"] == {"draft_length": 2}, "all that older versions read"
+    (path / TUNED).write_text(json.dumps({"settings": {"draft_length": 1}, "tuned": {}}))
+    drafter, _ = load_drafter(path, loaded.target)
+    assert lengths() == [1] * 5
+
+
+def test_generate_drafts_as_tuned_for_its_batch_size(loaded: LoadedTarget, tmp_path: Path) -> None:
+    path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
+    keep_tuned(path, {1: {"draft_length": 2}, 2: {"draft_length": 1}}, {})
+    drafter, prompts = dt.load_drafter(path, loaded), [[5, 6, 7, 8] * 5] * 2
+    for size, deepest in ((1, 2), (2, 1)):
+        replies = dt.generate(loaded, drafter, prompts, batch_size=size, max_new_tokens=24)
+        assert max(map(max, (reply.accepted for reply in replies))) == deepest, size
 
 
 def test_load_drafter_foreign_decode_json_is_refused(loaded: LoadedTarget, tmp_path: Path) -> None:
