@@ -22,6 +22,7 @@ from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, save_drafter
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
+from drafttrain.runs import checkpoint_source
 from drafttrain.runs.options import LauncherOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget
@@ -62,7 +63,8 @@ def difference(loaded: LoadedTarget, said: list[int], expected: str, found: str)
 
 @pytest.fixture
 def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "load_target", loaded_before)
+    for module in (generate, checkpoint_source):
+        monkeypatch.setattr(module, "load_target", loaded_before)
 
 
 @pytest.mark.usefixtures("loaded_once")

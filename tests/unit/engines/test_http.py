@@ -20,6 +20,7 @@ from drafttrain.engines.answers import EngineInfo
 from drafttrain.engines.http import EndpointOptions, counted, endpoint, of_answers, prometheus, prometheus_by_position, read
 from drafttrain.measure import report as report_file
 from drafttrain.measure.engine_report import section
+from drafttrain.runs import checkpoint_source
 from tests.exports import embedded, loaded_before
 from tests.helpers import certificates
 from tests.served import SMALL, Fake, untrained
@@ -67,7 +68,7 @@ def measured_once(monkeypatch: pytest.MonkeyPatch, figures: list[dict[str, Any]]
         return copy.deepcopy(figures[0])
 
     monkeypatch.setattr(measure_file, "measure_checkpoints", known)
-    monkeypatch.setattr(measure_file, "load_target", loaded_before)
+    monkeypatch.setattr(checkpoint_source, "load_target", loaded_before)
     monkeypatch.setattr(report_file, "_figures", lambda *asked: [])
 
 

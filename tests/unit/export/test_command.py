@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from drafttrain.commands import export
 from drafttrain.export import exporter
 from drafttrain.export.files import Files
 from drafttrain.export.golden import GOLDEN, made, sequences_for, store
 from drafttrain.export.opened import Opened
 from drafttrain.export.serve import STACKS
+from drafttrain.runs import checkpoint_source
 from tests.exports import checkpoint, embedded
 
 Command = Callable[..., int]
@@ -51,7 +51,7 @@ def test_export_command_all_stacks_uses_stored_golden_drafts(
     command: Command, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = embedded()
-    monkeypatch.setattr(export, "load_target", lambda *_: target)
+    monkeypatch.setattr(checkpoint_source, "load_target", lambda *_: target)
     store(run, made(Opened.of(run, target), sequences_for(target)))
     try:
         assert command("export", f"checkpoint={run}", "format=all", "out=out") == 0
@@ -76,7 +76,7 @@ def test_export_command_parity_failure_exits_with_code_3(
         right(directory, files, *rest)
 
     monkeypatch.setattr(exporter, "write", wrong)
-    monkeypatch.setattr(export, "load_target", lambda *_: embedded())
+    monkeypatch.setattr(checkpoint_source, "load_target", lambda *_: embedded())
     assert command("export", f"checkpoint={run}", "format=vllm", "out=out") == 3
     error = capsys.readouterr().err
     assert error.startswith("drafttrain: Parity: logits: draft 2 at point ") and error.count("\n") == 1
@@ -88,7 +88,7 @@ def test_export_command_scales_positions_of_trained_drafter(
 ) -> None:
     """Its golden drafts, which are those of the positions that it was trained with, are not the export's."""
     target, yarn = embedded(), {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
-    monkeypatch.setattr(export, "load_target", lambda *_: target)
+    monkeypatch.setattr(checkpoint_source, "load_target", lambda *_: target)
     trained = checkpoint(tmp_path, "eagle3", target, target_layer_ids=[0, 1])
     store(trained, made(Opened.of(trained, target), sequences_for(target)))
     asked = "export.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:32}"
@@ -126,7 +126,7 @@ def test_export_command_mistake_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     subtests: pytest.Subtests,
 ) -> None:
-    monkeypatch.setattr(export, "load_target", lambda *_: embedded())
+    monkeypatch.setattr(checkpoint_source, "load_target", lambda *_: embedded())
     names = {"run": run, "lookup": checkpoint(tmp_path / "lookup", "prompt_lookup", embedded()), "cut": tmp_path / "cut"}
     shutil.copytree(run, names["cut"])
     weights = names["cut"] / "drafter.safetensors"

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from drafttrain.commands import export as commands
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import LISTED
 from drafttrain.export import hub
 from drafttrain.export.hub import Repository, is_repository, push
 from drafttrain.model.lora import LoraSpec
+from drafttrain.runs import checkpoint_source
 from tests.exports import checkpoint, embedded, opened, written
 
 TOKEN = "hf_" + "s" * 34
@@ -103,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "load_target", lambda *_: embedded())
+    monkeypatch.setattr(checkpoint_source, "load_target", lambda *_: embedded())
 
 
 def export(command: Command, run: Path, *more: str) -> int:

@@ -27,6 +27,7 @@ from drafttrain.measure.tuning import DEFAULT, Tuner, shapes_of, surface, winner
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Preferred
 from drafttrain.objective.losses import Hits
+from drafttrain.runs import checkpoint_source
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import embedded, loaded_before, record_of
@@ -42,7 +43,7 @@ def loaded() -> LoadedTarget:
 
 @pytest.fixture(autouse=True)
 def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_file, "load_target", loaded_before)
+    monkeypatch.setattr(checkpoint_source, "load_target", loaded_before)
 
 
 @pytest.fixture
