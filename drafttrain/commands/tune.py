@@ -150,7 +150,8 @@ def _print_finalists(found: dict[str, Any], console: Console) -> None:
 def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: Console) -> None:
     """Print the choices, and write them where one is faster. Batch sizes that were tuned before keep their settings."""
     for result in found["batch_sizes"]:
-        print_line(console, f"batch {result['batch_size']}: {_effect(result['chosen'])}")
+        over_plain = f"{result['chosen'][SPEEDUP]:.2f}x the speed of plain decoding"
+        print_line(console, f"batch {result['batch_size']}, {over_plain}: {_effect(result['chosen'])}")
     if not _worth_keeping(found):
         print_line(console, f"{directory / TUNED} stays" if (directory / TUNED).is_file() else "nothing is written")
     elif write:

@@ -87,6 +87,6 @@ def stages(console: Console) -> Iterator[Watch]:
                 return
             tokens_of[name] += tokens
             seconds = max(monotonic() - stage_of[name].began, 1e-6)
-            stage_of[name].update(done, f"{tokens_of[name] / seconds:,.0f} tokens/s")
+            stage_of[name].update(done, f"{tokens_of[name] / seconds:,.0f} tokens/s" if tokens_of[name] else "")
 
         yield watch

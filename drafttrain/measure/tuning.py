@@ -207,8 +207,8 @@ def search(tuner: Tuner, sizes: Sequence[int], choosing: Sequence[Case], decidin
         hits = forced_hits(target, drafter, prompts, outputs, target.device)
     temperature, results = _temperature(tuner, choosing) if deciding else {}, list[dict[str, Any]]()
     for number, size in enumerate(sizes):
-        at_size, seconds = replace(tuner, batch_size=size), bench.budget.left / (len(sizes) - number)
-        results.append(_search(at_size, hits, temperature, choosing, deciding, seconds))
+        end = bench.budget.used + bench.budget.left / (len(sizes) - number)
+        results.append(_search(replace(tuner, batch_size=size), hits, temperature, choosing, deciding, end))
     return results
 
 
@@ -218,21 +218,21 @@ def _search(
     temperature: Settings,
     choosing: Sequence[Case],
     deciding: Sequence[Case],
-    seconds: float,
+    end: float,
 ) -> dict[str, Any]:
-    """`search` at one batch size, in so many seconds. temperature: settings of the draft temperature."""
+    """`search` at one batch size. temperature: settings of the draft temperature. end: time of the budget that it may use."""
     tuner.use({})
     predicted, shapes = _predictions(tuner, hits)
     trained = tuple(tuner.drafter.proposal.paths)
     alternatives = [shape for shape in shapes if shape.paths != trained]
     finalists: dict[str, Settings] = {DEFAULT: {}} | {str(shape): shape.settings for shape in alternatives}
-    race_seconds = seconds / 2 if deciding else seconds
-    raced = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, race_seconds)
+    budget, share = tuner.bench.budget, 0.5 if deciding else 1.0
+    raced = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, share * (end - budget.used))
     name = winner({label: raced[label] for label in finalists})
     settings, deciding_race, label = finalists[name] | temperature, raced, name
     if settings and deciding:
         candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
-        deciding_race, label = tuner.race("on the other prompts", candidates, deciding, race_seconds), "chosen"
+        deciding_race, label = tuner.race("on the other prompts", candidates, deciding, end - budget.used), "chosen"
     gain = median(deciding_race[label])
     fastest, plain = deciding_race[label if gain > 1.0 else DEFAULT], deciding_race[PLAIN]
     rows = [
@@ -316,5 +316,5 @@ def tuning_notes(drafter: Drafter, sizes: Sequence[int]) -> list[str]:
         if (tuned := drafter.tuned_size(size)) not in (None, 0, size)
     ]
     if (largest := draft_up_to(drafter.tuned)) is not None:
-        notes.append(f"draft at up to batch size {largest}: above, plain decoding is faster than every proposal that was timed")
+        notes.append(f"draft at up to batch size {largest}: in tuning, plain decoding was faster above than any proposal")
     return notes
