@@ -99,7 +99,7 @@ def tune_run(
         if chosen["better"]:
             line = f"{chosen['name']}, {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT}"
         print_line(console, f"tuning, batch {found['batch_size']}: {line} on {len(cases)} held-out conversations")
-    if loaded.target.part.first and _worth_keeping(search_result):
+    if loaded.target.part.first and _changes_drafting(search_result):
         for directory in checkpoints:
             keep_tuned(directory, _by_size(search_result), _about(search_result))
     return any(found["chosen"]["better"] for found in search_result["batch_sizes"])
@@ -152,7 +152,7 @@ def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: 
     for result in found["batch_sizes"]:
         over_plain = f"{result['chosen'][SPEEDUP]:.2f}x the speed of plain decoding"
         print_line(console, f"batch {result['batch_size']}, {over_plain}: {_effect(result['chosen'])}")
-    if not _worth_keeping(found):
+    if not _changes_drafting(found):
         print_line(console, f"{directory / TUNED} stays" if (directory / TUNED).is_file() else "nothing is written")
     elif write:
         before = {size: settings for size, settings in tuned_settings(directory).items() if size}
@@ -177,7 +177,7 @@ def _by_size(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return dict(rounded(tuned))
 
 
-def _worth_keeping(found: dict[str, Any]) -> bool:
+def _changes_drafting(found: dict[str, Any]) -> bool:
     """Whether any batch size has a faster proposal, or one is too large for drafting."""
     return any(result["chosen"]["better"] for result in found["batch_sizes"]) or draft_up_to(_by_size(found)) is not None
 

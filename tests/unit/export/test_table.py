@@ -38,7 +38,7 @@ def test_export_to_new_stack_of_existing_format_passes_parity(tmp_path: Path) ->
     assert exported.written["mystack"].drafts == golden.draft_PK.numel() and exported.written["mystack"].gap < 0.5
     check(out, reader.portable("sglang"), ExportSource(found, "mystack", "float32"), golden, golden)
     card = (out / "README.md").read_text()
-    assert f"```bash\nmystack targets/tiny --draft {out} --drafts 3\n```\n\nIt needs a GPU." in card
+    assert f"```bash\nmystack targets/tiny --draft {out} --drafts 3\n```\n" in card and card.endswith("\n\nIt needs a GPU.\n")
 
 
 @pytest.mark.usefixtures("mystack")
