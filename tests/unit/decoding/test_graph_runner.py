@@ -23,6 +23,7 @@ from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.ops import library
+from drafttrain.ops.residual_heads import ResidualHeads
 from drafttrain.ops.build_tree import build_tree
 from drafttrain.ops.tree_bits import ancestors_of
 from drafttrain.targets.fast import FastTarget
@@ -310,6 +311,7 @@ def test_captured_step_reads_target_weights_once_and_head_in_each_drafter_pass(
 ) -> None:
     monkeypatch.setattr(library, "has_product", lambda: False)  # blocks run one by one, as on a GPU
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # so that no weight is packed
+    monkeypatch.setattr(ResidualHeads, "top", ResidualHeads.reference)
     target = FastTarget(tiny_model())
     drafter = None if name is None else build(name, target, 0.3)
     decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=6, controls=Controls(read_every=1))
