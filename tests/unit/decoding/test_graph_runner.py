@@ -23,8 +23,8 @@ from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.ops import library
-from drafttrain.ops.residual_heads import ResidualHeads
 from drafttrain.ops.build_tree import build_tree
+from drafttrain.ops.residual_heads import ResidualHeads
 from drafttrain.ops.tree_bits import ancestors_of
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
