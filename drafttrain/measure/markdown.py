@@ -88,7 +88,8 @@ def headline(report: Report) -> str:
         text += f", {cells.speedups(entry)} the speed of plain decoding"
     text += f"\n\nBest checkpoint **{entry['name']}**"
     if entry.get("proposal"):
-        text += f", which drafts as a {entry['proposal']}{', chosen for this machine' if entry.get('tuned') else ''}"
+        beside_trained = entry.get("tuned") and any(e.get("tuned") is False for e in report["checkpoints"])
+        text += f", which drafts as a {entry['proposal']}{', chosen for this machine' if beside_trained else ''}"
     text += f": {cells.number(entry['tau'])} tokens per target forward"
     text += f" over {entry['prompts']} prompts (policy {entry['policy']}, temperature {entry['temperature']:g})"
     if entry["exact_matches"] is not None:
