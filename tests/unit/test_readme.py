@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.cli import config
@@ -30,7 +31,15 @@ ELSEWHERE = re.compile(r"server=|engine|nproc|_8b|--help|doctor")  # commands th
 QUICK = ("decode.max_new_tokens=16", "measure.minutes=0.1", "measure.limit=2", "target.dtype=float32")
 SMALLER = {
     "prepare": ("prepare.max_new_tokens=8", "prepare.drop=[]"),
-    "fit": ("train.steps=2", "train.global_batch=2", "train.micro_batch=1", "data.limit=4", "logger=none", *QUICK),
+    "fit": (
+        "train.steps=20",
+        "train.lr=1e-2",
+        "train.global_batch=2",
+        "train.micro_batch=1",
+        "data.limit=4",
+        "logger=none",
+        *QUICK,
+    ),
     "measure": QUICK,
     "tune": ("decode.max_new_tokens=16", "tune.minutes=0.05"),
 }
@@ -88,6 +97,7 @@ def test_readme_commands_run_one_after_the_other(
     embedded = load_target(TargetOptions())
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4}
     shape = LlamaConfig(vocab_size=embedded.target.shape.vocab_size, **sizes)
+    torch.manual_seed(0)
     LlamaForCausalLM(shape).save_pretrained(tmp_path / "target")
     embedded.tokenizer.save_pretrained(tmp_path / "target")
     lines = [line for page in ("docs/quickstart.md", "README.md") for line in [*shell(TEXTS[page]), *spans(TEXTS[page])]]
