@@ -88,8 +88,8 @@ def headline(report: Report) -> str:
         text += f", {cells.speedups(entry)} the speed of plain decoding"
     text += f"\n\nBest checkpoint **{entry['name']}**"
     if entry.get("proposal"):
-        beside_trained = entry.get("tuned") and any(e.get("tuned") is False for e in report["checkpoints"])
-        text += f", which drafts as a {entry['proposal']}{', chosen for this machine' if beside_trained else ''}"
+        two_proposals = entry.get("tuned") and any(e.get("tuned") is False for e in report["checkpoints"])
+        text += f", which drafts as a {entry['proposal']}{', chosen for this machine' if two_proposals else ''}"
     text += f": {cells.number(entry['tau'])} tokens per target forward"
     text += f" over {entry['prompts']} prompts (policy {entry['policy']}, temperature {entry['temperature']:g})"
     if entry["exact_matches"] is not None:
