@@ -281,8 +281,8 @@ def _predictions(tuner: Tuner, hits: Sequence[Hits] | None) -> tuple[list[Predic
     bench.watch(stage, 1, 1, 0)
     if not predictions:
         raise UserError(
-            "no draft was right on these prompts, or their outputs are too short; train longer, raise decode.max_new_tokens, or "
-            "give more prompts"
+            "no draft was right on these prompts, or their outputs are too short; train longer, raise decode.max_new_tokens, "
+            "or give more prompts"
         )
     order = bench.part.share([[p.shape.depth, p.shape.nodes] for p in predictions])  # by the first process's clock
     predictions.sort(key=lambda p: order.index([p.shape.depth, p.shape.nodes]))
