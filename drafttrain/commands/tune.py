@@ -171,9 +171,16 @@ def _effect(chosen: dict[str, Any]) -> str:
 
 
 def _by_size(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """What `keep_tuned` takes: the settings of each batch size, none where the trained ones are the fastest."""
-    choices = {result["batch_size"]: result["chosen"] for result in found["batch_sizes"]}
-    tuned = {n: (chosen["settings"] if chosen["better"] else {}) | {SPEEDUP: chosen[SPEEDUP]} for n, chosen in choices.items()}
+    """What `keep_tuned` takes: the settings of each batch size, none where the trained ones are the fastest. A speedup below 1
+    is kept only if it is beyond noise: exports switch drafting off by it.
+    """
+    tuned = {}
+    for result in found["batch_sizes"]:
+        chosen = result["chosen"]
+        settings = dict(chosen["settings"]) if chosen["better"] else {}
+        if chosen[SPEEDUP] >= 1.0 or chosen["plain_is_faster"]:
+            settings[SPEEDUP] = chosen[SPEEDUP]
+        tuned[result["batch_size"]] = settings
     return dict(rounded(tuned))
 
 

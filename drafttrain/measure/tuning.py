@@ -249,6 +249,7 @@ def _search(
             "over_default": gain,
             "better": gain > 1.0,
             SPEEDUP: median(a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)),
+            "plain_is_faster": clearly_faster(plain, fastest),  # beyond noise
         },
     }
 

@@ -19,7 +19,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter
-from drafttrain.drafters.tuned_settings import TUNED, keep_tuned, tuned_settings, with_tuned
+from drafttrain.drafters.tuned_settings import TUNED, draft_up_to, keep_tuned, tuned_settings, with_tuned
 from drafttrain.measure import DecodeOptions, TuneOptions, tuning
 from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
@@ -76,6 +76,14 @@ def decide(monkeypatch: pytest.MonkeyPatch, gained: float) -> list[dict[str, Any
 
     monkeypatch.setattr(tune_file.Tuner, "race", race)
     return seen
+
+
+@pytest.mark.parametrize("beyond_noise", [True, False])
+def test_tune_slower_batch_size_ends_drafting_only_beyond_noise(beyond_noise: bool) -> None:
+    chosen = {"settings": {}, "better": False, "speedup": 1.2, "plain_is_faster": False}
+    large = chosen | {"speedup": 0.98, "plain_is_faster": beyond_noise}
+    tuned = tune_file._by_size({"batch_sizes": [{"batch_size": 1, "chosen": chosen}, {"batch_size": 8, "chosen": large}]})
+    assert draft_up_to(tuned) == (1 if beyond_noise else None)
 
 
 def ranks(seed: int) -> torch.Tensor:
