@@ -39,7 +39,7 @@ class LoadedDrafter:
     module: Drafter  # the torch module; its parameters are what is trained
     target: LoadedTarget  # an adapted copy of `base` where the drafter came with an adapter of the target, else `base`
     base: LoadedTarget  # the target as it was loaded
-    family: str  # as in conf/drafter/<family>.yaml
+    family: str  # as in `drafter=<family>`
     options: Any  # the family's options dataclass
     recipe: str | None = None  # the recipe whose training settings `train_drafter` takes
     settings: dict[str, Any] = field(default_factory=dict)  # what was changed of the recipe, by key
@@ -81,7 +81,7 @@ def build_drafter(recipe: str, target: LoadedTarget, *, seed: int = 0, **options
             The recipe also holds the training settings that `train_drafter` starts from.
         target: The target that it will draft for.
         seed: Of the initial weights. Equal seeds give equal weights.
-        **options: Options of the family (`drafttrain/drafters/<family>.py`, `conf/drafter/<family>.yaml`), such as `heads=4`.
+        **options: Options of the family (`drafttrain/drafters/options.py`), such as `heads=4`.
 
     Returns:
         A drafter that can be trained. `.module` is a torch module.

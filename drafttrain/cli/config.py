@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain.cli.help import recipe_files
+from drafttrain.cli.help import group_files, recipe_files
 from drafttrain.core.errors import UserError
 from drafttrain.core.limits import check_limits
 from drafttrain.drafters import schemas
@@ -48,8 +48,11 @@ def register(config_dir: Path | None = None) -> None:
     """
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunOptions)
+    written = group_files(config_dir).get("drafter", {})
     for family, schema in schemas().items():
         store.store(group="drafter", name=f"{family}_schema", node=schema)
+        if family not in written:  # what is written names the schema
+            store.store(group="drafter", name=family, node=schema)
     for name, file in recipe_files(config_dir).items():
         body = _read_recipe(name, file.read_text(encoding="utf-8"))
         of_targets = {target: body.pop(target) for target in TARGETS if target in body}

@@ -11,6 +11,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from drafttrain.core.errors import UserError
+from drafttrain.drafters import schemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,16 @@ def recipe_files(config_dir: Path | None = None) -> dict[str, Traversable]:
     return {name: file for folder in folders for name, file in _yaml_files(folder).items()}
 
 
+def group_files(config_dir: Path | None = None) -> dict[str, dict[str, Traversable]]:
+    """The files of each group of the configuration by name: the package's, and the user's, which take precedence."""
+    groups: dict[str, dict[str, Traversable]] = {}
+    for root in [resources.files("drafttrain.conf"), *([config_dir] if config_dir else [])]:
+        for folder in root.iterdir():
+            if folder.is_dir() and (files := _yaml_files(folder)):
+                groups[folder.name] = groups.get(folder.name, {}) | files
+    return groups
+
+
 def _choices(config_dir: Path | None, command: str | None = None) -> list[str]:
     """The sections on groups, of those that the command reads, and on recipes if it reads a drafter's. None: all."""
     commands = COMMANDS if command is None else [command]
@@ -229,15 +240,17 @@ def _choices(config_dir: Path | None, command: str | None = None) -> list[str]:
     if "drafter" in groups_read:
         recipes = {name: _headline(file) for name, file in recipe_files(config_dir).items()}
         lines += _section("recipes (recipe=NAME)", recipes)
-    groups: dict[str, dict[str, Traversable]] = {}
-    for root in [resources.files("drafttrain.conf"), *([config_dir] if config_dir else [])]:
-        for folder in root.iterdir():
-            if folder.name in groups_read and folder.is_dir() and (files := _yaml_files(folder)):
-                groups[folder.name] = groups.get(folder.name, {}) | files
+    groups = {
+        group: {name: _headline(file) for name, file in files.items()}
+        for group, files in group_files(config_dir).items()
+        if group in groups_read
+    }
+    if "drafter" in groups_read:
+        about = {name: str(schema.__doc__).partition("\n")[0].rstrip(".") for name, schema in schemas().items()}
+        groups["drafter"] = dict(sorted((groups["drafter"] | about).items()))
     lines += ["", "groups (group=CHOICE)"] if groups else []
-    for group, files in sorted(groups.items()):
-        choices = {name: _headline(file) for name, file in files.items()}
-        lines += [f"  {group}", *(f"    {name:<14}{text}" for name, text in choices.items())]
+    for group, choices in sorted(groups.items()):
+        lines += [f"  {group}", *(f"    {name:<16}{text}" for name, text in choices.items())]
     return lines
 
 

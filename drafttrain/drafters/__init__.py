@@ -23,11 +23,15 @@ OTHERS = ("checkpoint", "common", "options", "tuned_settings")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """name: as in conf/drafter/<name>.yaml. options: its dataclass, whose first field is `family`, the name."""
+    """name: of `drafter=<name>`. options: its dataclass, which has the name in its field `family`.
+
+    unserved: why no serving stack loads it, where that is so.
+    """
 
     name: str
     options: type
     make: Callable[[Any, Target], Drafter]
+    unserved: str | None = None
 
     def build(self, options: Any, target: Target) -> Drafter:
         """The drafter for this target. Raises UserError for options out of their limits, and that do not fit the target."""

@@ -305,4 +305,9 @@ def _name(options: Any) -> str:
     return str(options["family"] if isinstance(options, Mapping) else options.family)
 
 
-FAMILY = Family("cascade", CascadeOptions, build)
+FAMILY = Family(
+    "cascade",
+    CascadeOptions,
+    build,
+    unserved="no stack combines drafters; train and export its middle or inner drafter by itself",
+)

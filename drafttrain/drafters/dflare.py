@@ -37,4 +37,9 @@ class DFlare(BlockDrafter):
         return list(self.hidden_norm(self.layer_fusion(self.tapped(hidden))))
 
 
-FAMILY = Family("dflare", DFlareOptions, DFlare)
+FAMILY = Family(
+    "dflare",
+    DFlareOptions,
+    DFlare,
+    unserved="no released engine loads it; engines load dflash, dflash2 and dspark",
+)

@@ -84,4 +84,9 @@ class DFly(BlockDrafter):
         return choose
 
 
-FAMILY = Family("dfly", DFlyOptions, DFly)
+FAMILY = Family(
+    "dfly",
+    DFlyOptions,
+    DFly,
+    unserved="no released engine loads it (vLLM's pull request 50246 is open); engines load dflash, dflash2 and dspark",
+)

@@ -126,4 +126,9 @@ class EarlyExit(Autoregressive):
         return self._logits((exit_BNH + added_BNH).gather(1, index_BRH)) if row_BR.shape[1] else None
 
 
-FAMILY = Family("early_exit", EarlyExitOptions, EarlyExit)
+FAMILY = Family(
+    "early_exit",
+    EarlyExitOptions,
+    EarlyExit,
+    unserved="only the target is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)",
+)

@@ -1,4 +1,7 @@
-"""The options of every family, and what families share of them. No torch: composing a configuration reads this file alone."""
+"""The options of every family, and what families share of them. The first line about a family is its line in `--help`.
+
+No torch: composing a configuration reads this file alone.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,10 @@ def default_gamma(size: int) -> float:
 
 @dataclass
 class CascadeOptions:
-    """The options of two families, each with its `family`."""
+    """A cheaper drafter drafts the tokens of another, or both draft into one tree (arXiv 2312.11462).
+
+    The options of two families, each with its `family`.
+    """
 
     family: str = "cascade"
     middle: Any = field(default_factory=lambda: {"family": "draft_model"})  # trained; the figures are its own
@@ -86,6 +92,8 @@ class CascadeOptions:
 
 @dataclass
 class DFlareOptions(BlockOptions):
+    """DFlash whose layers read different mixtures of the target's states, by maps of their own."""
+
     TAPS: ClassVar[int] = 9
 
     family: str = "dflare"
@@ -95,12 +103,16 @@ class DFlareOptions(BlockOptions):
 
 @dataclass
 class DFlashOptions(BlockOptions):
+    """A block of drafts in one pass over fused target states (arXiv 2602.06036)."""
+
     family: str = "dflash"
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data, with a head of its own
 
 
 @dataclass
 class DFlash2Options(BlockOptions):
+    """DFlash with short convolutions, and a selector that walks through its candidates."""
+
     family: str = "dflash2"
     causal_windows: bool = False
     group: int = 16  # channels that share what a position adds to the kernel of a convolution
@@ -110,6 +122,8 @@ class DFlash2Options(BlockOptions):
 
 @dataclass
 class DFlyOptions(BlockOptions):
+    """DFlash with a context for each layer, and each slot's state corrected by the token before it."""
+
     family: str = "dfly"
     block_size: int = 8
     # inner width of the correction by the token before; None: the hidden size
@@ -118,6 +132,8 @@ class DFlyOptions(BlockOptions):
 
 @dataclass
 class DominoOptions(BlockOptions):
+    """DFlash, corrected one draft after the other by a recurrent state over the drafts above."""
+
     family: str = "domino"
     state: int = at_least(1024, 1)  # units of the recurrent state over the tokens above a draft
     rank: int = at_least(256, 1)  # of the correction that it gives
@@ -127,7 +143,7 @@ class DominoOptions(BlockOptions):
 
 @dataclass
 class DraftModelOptions(TreeOptions):
-    """Where the draft model comes from, which of its weights are trained, and how it drafts."""
+    """A small language model with its own cache (arXiv 2211.17192)."""
 
     family: str = "draft_model"
     tree: str = "chain"
@@ -147,6 +163,8 @@ class DraftModelOptions(TreeOptions):
 
 @dataclass
 class DSparkOptions(BlockOptions):
+    """DFlash's block in one pass, then one draft after the other with a bias from the token before (arXiv 2607.05147)."""
+
     family: str = "dspark"
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data, with a head of its own
     block_size: int = 7
@@ -158,7 +176,10 @@ class DSparkOptions(BlockOptions):
 
 @dataclass
 class EagleOptions(TreeOptions):
-    """The losses' weights are the official ones."""
+    """One decoder layer that predicts the target's next feature; with dynamic trees EAGLE-2 (arXiv 2401.15077, 2406.16858).
+
+    The losses' weights are the official ones.
+    """
 
     family: str = "eagle"
     tree: str = "chain"
@@ -176,7 +197,7 @@ class EagleOptions(TreeOptions):
 
 @dataclass
 class Eagle3Options(TreeOptions):
-    """By default a chain over the target's whole vocabulary."""
+    """One decoder layer over fused target states, trained on its own outputs (arXiv 2503.01840)."""
 
     family: str = "eagle3"
     tree: str = "chain"
@@ -199,7 +220,7 @@ class Eagle3Options(TreeOptions):
 
 @dataclass
 class EarlyExitOptions(TreeOptions):
-    """Where the exit is, and whether something is trained there."""
+    """The target's first blocks, its norm and head; at most one attention layer is trained (arXiv 2404.16710, 2404.18911)."""
 
     family: str = "early_exit"
     tree: str = "chain"
@@ -210,17 +231,19 @@ class EarlyExitOptions(TreeOptions):
 
 @dataclass
 class HydraOptions(TreeOptions):
-    """K sequentially dependent heads; with `prefix_layer` Hydra++."""
+    """K heads that read the tokens drafted above them (arXiv 2402.05109)."""
 
     family: str = "hydra"
     heads: int = at_least(4, 1)
     layers: int = at_least(4, 1)  # blocks per head; the first one narrows state and embeddings to the hidden size
-    prefix_layer: bool = False  # one decoder layer over the target's states, with its own KV cache
+    prefix_layer: bool = False  # Hydra++: one decoder layer over the target's states, with its own KV cache
     head_decay: float = 1.0  # head k (from 1) weighs head_decay ** k in the loss
 
 
 @dataclass
 class JetSpecOptions(BlockOptions):
+    """DFlash whose slots see no later slot, drafted as a best-first tree."""
+
     family: str = "jetspec"
     tree: str = "best_first"
     causal: bool = True
@@ -229,6 +252,8 @@ class JetSpecOptions(BlockOptions):
 
 @dataclass
 class LiLiCorrOptions(BlockOptions):
+    """DFlash, with all its likeliest tokens scored together by a small bidirectional network."""
+
     family: str = "lilicorr"
     candidates: int = choice(8, 2, 4, 8, 16)  # tokens of a slot that are scored: 2, 4, 8 or 16
     hidden_size: int = at_least(1024, 1)  # of the corrector
@@ -247,7 +272,7 @@ class LiLiCorrOptions(BlockOptions):
 
 @dataclass
 class MedusaOptions(TreeOptions):
-    """K residual heads, how they start, and the tree that their choices make."""
+    """K residual heads on the target's last hidden state (arXiv 2401.10774)."""
 
     family: str = "medusa"
     heads: int = at_least(4, 1)
@@ -259,7 +284,7 @@ class MedusaOptions(TreeOptions):
 
 @dataclass
 class MLPSpeculatorOptions(TreeOptions):
-    """n_predict stages, each with embeddings, a projection, a norm and a head of its own, or all with one."""
+    """A small recurrent network of its own width, one stage per draft (arXiv 2404.19124)."""
 
     family: str = "mlp_speculator"
     n_predict: int = at_least(3, 1)
@@ -270,7 +295,7 @@ class MLPSpeculatorOptions(TreeOptions):
 
 @dataclass
 class MTPOptions(TreeOptions):
-    """How deep the module is trained on its own outputs, and what its block is like."""
+    """One block like the target's at every depth; it reads the next token and the hidden state before it (arXiv 2412.19437)."""
 
     family: str = "mtp"
     tree: str = "chain"
@@ -284,7 +309,7 @@ class MTPOptions(TreeOptions):
 
 @dataclass
 class MTPNativeOptions(TreeOptions):
-    """Where the module comes from, and how deep it is trained on its own outputs."""
+    """The MTP module that a target comes with, fine-tuned for several depths (arXiv 2509.18362)."""
 
     family: str = "mtp_native"
     tree: str = "chain"  # as serving stacks draft with such modules
@@ -298,7 +323,7 @@ class MTPNativeOptions(TreeOptions):
 
 @dataclass
 class PardOptions(DraftModelOptions):
-    """The model is chosen as a draft model is."""
+    """A small language model that drafts all tokens in one pass, from masks (arXiv 2504.18583)."""
 
     family: str = "pard"
     width: int = 4
@@ -310,7 +335,7 @@ class PardOptions(DraftModelOptions):
 
 @dataclass
 class PEagleOptions(TreeOptions):
-    """By default a chain over the target's whole vocabulary."""
+    """EAGLE-3 that drafts all tokens in one pass, from masks (arXiv 2602.01469)."""
 
     family: str = "peagle"
     tree: str = "chain"
@@ -333,7 +358,7 @@ class PEagleOptions(TreeOptions):
 
 @dataclass
 class PromptLookupOptions:
-    """How much of the text must occur again, and how much is copied."""
+    """Copies the tokens that followed an earlier occurrence of the last tokens; nothing is trained."""
 
     family: str = "prompt_lookup"
     # tokens matched at most; null: the longest suffix of the text that occurred before
@@ -344,7 +369,7 @@ class PromptLookupOptions:
 
 @dataclass
 class ReDrafterOptions:
-    """The head, how far it is unrolled in training, and the beam search."""
+    """A recurrent head on the target's last hidden state, with beam search (arXiv 2403.09919)."""
 
     family: str = "redrafter"
     layers: int = at_least(2, 1)  # residual blocks before the output matrix
@@ -358,7 +383,7 @@ class ReDrafterOptions:
 
 @dataclass
 class SuffixOptions:
-    """How long matches are, and how much of a continuation is drafted."""
+    """The tokens that most often followed the last, here or in earlier replies; nothing is trained (arXiv 2411.04975)."""
 
     family: str = "suffix"
     depth: int = at_least(32, 1)  # tokens of a text's end matched at most
@@ -371,7 +396,7 @@ class SuffixOptions:
 
 @dataclass
 class UnoOptions(TreeOptions):
-    """The target's LoRA, the drafting pass, and the shares of anchors in training."""
+    """A LoRA that makes the target its own drafter, at random tokens after the text (SGLang's UNO)."""
 
     family: str = "uno"
     tree: str = "chain"
@@ -386,6 +411,8 @@ class UnoOptions(TreeOptions):
 
 @dataclass
 class XPressOptions(BlockOptions):
+    """DFlash, refined by a small causal mixer that reads all drafts above."""
+
     family: str = "xpress"
     gamma: float | None = 4.0
     rank: int = at_least(256, 1)  # width of the refiner

@@ -72,4 +72,9 @@ class LookupState(RevertibleState):
         self.length_S[slot_B] = snapshot  # later positions are written again before they are read
 
 
-FAMILY = Family("prompt_lookup", PromptLookupOptions, PromptLookup)
+FAMILY = Family(
+    "prompt_lookup",
+    PromptLookupOptions,
+    PromptLookup,
+    unserved="it has no trained weights; turn on the stack's own n-gram drafting",
+)

@@ -264,4 +264,9 @@ class SuffixState(RevertibleState):
         return best
 
 
-FAMILY = Family("suffix", SuffixOptions, Suffix)
+FAMILY = Family(
+    "suffix",
+    SuffixOptions,
+    Suffix,
+    unserved="it has no trained weights; turn on the stack's own suffix or n-gram drafting",
+)

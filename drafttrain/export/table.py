@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafttrain.core.errors import UserError
+from drafttrain.drafters import families
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource
 from drafttrain.export.format import Format, Importer, Rows, StackRow
@@ -32,17 +33,6 @@ BLOCKS = (dflash, dspark, dflash2, dflash_heads)
 MODELS = (transformers, mtp)
 IMPORTERS: list[Importer] = [importer for module in (*HEADS, mtp, *BLOCKS, transformers) for importer in module.IMPORTERS]
 
-SAME_EXIT = "only the target is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)"
-NO_RELEASE = "no released engine loads it"
-SERVED_BLOCKS = "engines load dflash, dflash2 and dspark"
-NOWHERE = {  # families that no stack loads
-    "dflare": f"{NO_RELEASE}; {SERVED_BLOCKS}",
-    "dfly": f"{NO_RELEASE} (vLLM's pull request 50246 is open); {SERVED_BLOCKS}",
-    "early_exit": SAME_EXIT,
-    "prompt_lookup": "it has no trained weights; turn on the stack's own n-gram drafting",
-    "suffix": "it has no trained weights; turn on the stack's own suffix or n-gram drafting",
-    "cascade": "no stack combines drafters; train and export its middle or inner drafter by itself",
-}
 NO_ROW = "no layout is written for it yet; add its rows to a file of drafttrain/export/formats"
 
 
@@ -56,7 +46,7 @@ def joined(formats: Sequence[Rows]) -> Rows:
 
 
 TABLE: Rows = joined([module.ROWS for module in (*HEADS, *BLOCKS, *MODELS, stitched, gguf)])
-TABLE |= {family: dict.fromkeys(STACKS, reason) for family, reason in NOWHERE.items()}
+TABLE |= {name: dict.fromkeys(STACKS, family.unserved) for name, family in families().items() if family.unserved}
 
 
 def rows(family: str) -> dict[str, StackRow | str]:

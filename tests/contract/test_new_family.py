@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.config_store import ConfigStore
 from rich.console import Console
 
 import drafttrain.drafters as folder
+from drafttrain.cli.config import compose_run
 from drafttrain.commands.measure import measure_run
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.scheduler import Decoder
-from drafttrain.drafters import Family, families
+from drafttrain.drafters import Family, families, schemas
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, load_drafter, save_drafter
 from drafttrain.export.table import stacks_for
 from drafttrain.features.online import Online
@@ -83,15 +86,19 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     (tmp_path / "families").mkdir()
     (tmp_path / "families" / "one_head.py").write_text(FILE, encoding="utf-8")
     monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path / "families")])
+    monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
     families.cache_clear()
+    schemas.cache_clear()
     yield families()["one_head"]
     monkeypatch.undo()
     families.cache_clear()
+    schemas.cache_clear()
 
 
 def test_new_family_of_one_file_trains_decodes_and_is_measured(family: Family, tmp_path: Path) -> None:
     from drafttrain.targets.hf import HFTarget
 
+    assert type(compose_run(None, ["drafter=one_head"]).options.drafter) is family.options
     target = HFTarget(tiny_model(), frozenset())
     torch.manual_seed(1)
     drafter = family.build(family.options(), target)

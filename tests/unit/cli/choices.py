@@ -16,6 +16,7 @@ CONF = Path(__file__).parents[3] / "conf"
 CHOICES: dict[str, list[str]] = {}  # of each group
 for file in sorted(CONF.glob("*/*.yaml")):
     CHOICES.setdefault(file.parent.name, []).append(file.stem)
+CHOICES["drafter"] = sorted(schemas())
 COUNT = max(map(len, CHOICES.values()))
 SEVERAL = max(len(names) for group, names in CHOICES.items() if group != "drafter")  # are enough for all groups but drafters
 
@@ -33,10 +34,11 @@ def composed(number: int) -> DictConfig:
 @cache
 def choice(group: str, name: str) -> Any:
     """A group of a configuration with this choice: its file over its schema. `test_config.py` compares it with Hydra's."""
-    written: Any = OmegaConf.load(CONF / group / f"{name}.yaml")
-    if len(written.pop("defaults", ())) > 1:  # of other drafters
-        return compose([f"{group}={name}"])[group]
-    return OmegaConf.merge(OmegaConf.structured(schemas()[name]) if group == "drafter" else _declared()[group], written)
+    if name == "cascade":  # of other drafters
+        return compose([f"drafter={name}"]).drafter
+    if group == "drafter":
+        return OmegaConf.structured(schemas()[name])
+    return OmegaConf.merge(_declared()[group], OmegaConf.load(CONF / group / f"{name}.yaml"))
 
 
 @cache
