@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
 from drafttrain.runs.serving_engines import chain_room, target_place
-from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.load import LoadedTarget
 
 RECORDED = ("family", "stack", "layout", "dtype", "checkpoint")  # keys of the record that `export` writes
 SHOWN = 12  # rows of the table at most; outputs that differ come first
@@ -53,8 +53,8 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
     export, console = checked_options(options), Console()
     meta = read_meta(export.checkpoint)
     with shared_target(options, "verify"):
-        target = replace(CheckpointSource(export.checkpoint, meta).target(options.target), dtype="float32")
-        checkpoint = Opened.of(export.checkpoint, load_target(target))
+        loaded = CheckpointSource(export.checkpoint, meta).load(options.target, dtype="float32")
+        checkpoint = Opened.of(export.checkpoint, loaded)
         ending = Ending(checkpoint.loaded.target.stop_ids, options.decode.max_new_tokens)
         length = options.decode.draft_length or checkpoint.drafter.draft_length
         drafter = chain_drafter(checkpoint, length, export.record["dtype"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -84,9 +85,9 @@ class CheckpointSource:
         check_shape(self.directory, self.meta.target, load_shape(options))
         return options
 
-    def load(self, options: TargetOptions, part: Part = WHOLE) -> LoadedTarget:
-        """The target, with the chat template that the run trained with."""
-        loaded = load_target(self.target(options), part)
+    def load(self, options: TargetOptions, part: Part = WHOLE, **settings: Any) -> LoadedTarget:
+        """The target, with these settings in place of its own, and with the chat template that the run trained with."""
+        loaded = load_target(replace(self.target(options), **settings), part)
         if (template := template_of(self.directory)) is not None:
             loaded.tokenizer.chat_template = read_template(str(template))
         return loaded

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
@@ -46,4 +47,5 @@ def test_target_has_the_template_of_the_data_in_fit_and_that_of_the_run_with_its
     own = load_target(options.target).tokenizer.chat_template
     assert load_for_training(options, placement).tokenizer.chat_template == "{{ messages }}" != own
     for directory, expected in ((checkpoint, "{{ messages }}"), (tmp_path / "run" / "checkpoints", own)):
-        assert CheckpointSource(directory).load(options.target).tokenizer.chat_template == expected
+        loaded = CheckpointSource(directory).load(options.target, dtype="bfloat16")  # as `verify` sets its own
+        assert loaded.tokenizer.chat_template == expected and loaded.target.dtype == torch.bfloat16
