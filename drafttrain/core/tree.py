@@ -182,14 +182,25 @@ class TreeShape:
         return max((p[-1] for p in self.paths), default=0)
 
 
+_NOWHERE, _ROOT = 0, 1  # nodes of the table in `arrivals`; those of paths follow
+
+
 def arrivals(rank_MD: Tensor, paths: Sequence[Path]) -> Tensor:
     """[M, max depth] float64, 0 or 1: whether a node of `paths` at depth d + 1 is accepted at each position.
 
     rank_MD: the true token's rank among the drafter's candidates at each depth, given the true tokens above it.
+    paths: each with its prefixes.
     """
+    R = 1 + max(max(path) for path in paths)  # ranks of `paths`; all others are as one more
+    child = [[_NOWHERE] * (R + 1) for _ in range(len(paths) + 2)]
+    number: dict[Path, int] = {(): _ROOT}
+    for path in sorted(paths, key=len):
+        number[path] = child[number[path[:-1]]][path[-1]] = len(number) + 1
+    child_X, node_M = torch.tensor(child).flatten(), torch.full((len(rank_MD),), _ROOT)
     arrive_MD = torch.zeros(len(rank_MD), max(map(len, paths)), dtype=torch.float64)
-    for path in paths:
-        arrive_MD[:, len(path) - 1] += _on_path(rank_MD, path)
+    for arrive_M, rank_M in zip(arrive_MD.unbind(-1), rank_MD.unbind(-1), strict=False):
+        node_M = child_X[node_M * (R + 1) + rank_M.long().clamp_max(R)]
+        arrive_M.copy_(node_M != _NOWHERE)
     return arrive_MD
 
 
@@ -204,7 +215,7 @@ def visits(arrive_MD: Tensor) -> Tensor:
     reach = torch.cat([ends_M1 + 1.0, arrive_MD, ends_M1], 1)
     accepted_share = (reach[:, :-1] - reach[:, 1:]).tolist()
     visit = [1.0] + [0.0] * (M + D)
-    for i in range(M):
+    for i in (i for i in range(M) if visit[i]):
         for accepted, share in enumerate(accepted_share[i]):
             visit[i + accepted + 1] += visit[i] * share
     return torch.tensor(visit[:M], dtype=torch.float64)
@@ -236,25 +247,23 @@ def best_paths(rank_MD: Tensor, nodes: int, width: int = 10, weight_M: Tensor | 
 
     rank_MD: as for `arrivals`. width: ranks tried below each node. weight_M: weight of each position; None: all the same.
     """
-    share_M = torch.ones(len(rank_MD), dtype=torch.float64) if weight_M is None else weight_M
-    share_M = share_M / share_M.sum()
+    weight_M = torch.ones(len(rank_MD), dtype=torch.float64) if weight_M is None else weight_M
     chosen: list[Path] = []
-
-    frontier: list[tuple[float, int, Path]] = []  # a heap: largest share first, then shortest path, then lowest ranks
-
-    def grow(path: Path, on_M: Tensor) -> None:
-        share_X, rank_X = share_M[on_M], rank_MD[on_M, len(path)]
-        for rank in range(width):
-            heappush(frontier, (-float(share_X[rank_X == rank].sum()), len(path) + 1, (*path, rank)))
-
-    grow((), torch.ones(len(rank_MD), dtype=torch.bool))
-    while frontier and len(chosen) < nodes:
-        share, _, path = heappop(frontier)
-        if share >= 0.0:
-            break
-        chosen.append(path)
+    frontier: list[tuple[float, int, Path]] = []  # a heap: greatest weight first, then shortest path, then lowest ranks
+    at_X: dict[Path, Tensor] = {(): torch.arange(len(rank_MD))}  # the positions where a path holds the true tokens
+    path: Path = ()
+    while len(chosen) < nodes:
         if len(path) < rank_MD.shape[1]:
-            grow(path, _on_path(rank_MD, path))
+            rank_X = rank_MD[at_X[path], len(path)].long().clamp_max(width)
+            for rank, weight in enumerate(torch.bincount(rank_X, weight_M[at_X[path]], width + 1)[:width].tolist()):
+                if weight:
+                    heappush(frontier, (-weight, len(path) + 1, (*path, rank)))
+        if not frontier:
+            break
+        path = heappop(frontier)[2]
+        above_X = at_X[path[:-1]]
+        at_X[path] = above_X[rank_MD[above_X, len(path) - 1] == path[-1]]
+        chosen.append(path)
     return sorted(chosen, key=lambda p: (len(p), p))
 
 
@@ -265,12 +274,13 @@ def tuned_paths(rank_sequences: Sequence[Tensor], nodes: int, width: int = 10, i
     finds the best paths for the positions that the previous tree visits, and the best tree of all iterations is returned.
     """
     rank_MD = torch.cat(list(rank_sequences))
-    candidates = [best_paths(rank_MD, nodes, width)]
-    while candidates[-1] and len(candidates) < iterations and candidates[-1] not in candidates[:-1]:
-        weight_M = torch.cat([visits(arrivals(ranks, candidates[-1])) for ranks in rank_sequences])
-        candidates.append(best_paths(rank_MD, nodes, width, weight_M))
-    return max(candidates, key=lambda paths: expected_nodes(rank_sequences, paths) if paths else 0.0)
-
-
-def _on_path(rank_MD: Tensor, path: Path) -> Tensor:
-    return (rank_MD[:, : len(path)] == torch.tensor(path)).all(-1)
+    paths, tried = best_paths(rank_MD, nodes, width), list[list[Path]]()
+    best, most = paths, 0.0
+    while paths and len(tried) < iterations and paths not in tried:
+        tried.append(paths)
+        arrive_MD = arrivals(rank_MD, paths)
+        weight_M = torch.cat([visits(text) for text in torch.split(arrive_MD, [len(ranks) for ranks in rank_sequences])])
+        accepted = float((weight_M @ arrive_MD).sum() / weight_M.sum())
+        best, most = (paths, accepted) if accepted > most else (best, most)
+        paths = best_paths(rank_MD, nodes, width, weight_M)
+    return best
