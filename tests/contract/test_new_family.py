@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -86,13 +85,14 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     (tmp_path / "families").mkdir()
     (tmp_path / "families" / "one_head.py").write_text(FILE, encoding="utf-8")
     monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path / "families")])
-    monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
     families.cache_clear()
     schemas.cache_clear()
     yield families()["one_head"]
     monkeypatch.undo()
     families.cache_clear()
     schemas.cache_clear()
+    for file in ("one_head.yaml", "one_head_schema.yaml"):
+        ConfigStore.instance().repo["drafter"].pop(file)
 
 
 def test_new_family_of_one_file_trains_decodes_and_is_measured(family: Family, tmp_path: Path) -> None:
