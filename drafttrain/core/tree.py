@@ -198,7 +198,7 @@ def arrivals(rank_MD: Tensor, paths: Sequence[Path]) -> Tensor:
         number[path] = child[number[path[:-1]]][path[-1]] = len(number) + 1
     child_X, node_M = torch.tensor(child).flatten(), torch.full((len(rank_MD),), _ROOT)
     arrive_MD = torch.zeros(len(rank_MD), max(map(len, paths)), dtype=torch.float64)
-    for arrive_M, rank_M in zip(arrive_MD.unbind(-1), rank_MD.unbind(-1), strict=False):
+    for arrive_M, rank_M in zip(arrive_MD.unbind(-1), rank_MD[:, : arrive_MD.shape[1]].unbind(-1), strict=True):
         node_M = child_X[node_M * (R + 1) + rank_M.long().clamp_max(R)]
         arrive_M.copy_(node_M != _NOWHERE)
     return arrive_MD
