@@ -103,7 +103,7 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
         "parity": _parity(source, parity),
         "written by": f"drafttrain {__version__}",
     }
-    if len(set((lengths := draft_lengths(source)).values())) > 1:
+    if len(set((lengths := draft_lengths(source.opened)).values())) > 1:
         chosen = ", ".join(f"{length or 'none'} from batch size {size}" for size, length in lengths.items())
         rows["draft length"] = f"{chosen}, as `drafttrain tune` chose"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
@@ -154,7 +154,7 @@ def _measured(measured: CardFigures) -> str:
 
 def _served(source: ExportSource, measured: CardFigures) -> dict[str, str]:
     """A row on the chain that the stack drafts, where its tau is known and the drafter was measured otherwise."""
-    length = next(iter(draft_lengths(source).values()))
+    length = next(iter(draft_lengths(source.opened).values()))
     if not 0 < length <= len(measured.chains) or measured.proposal == f"draft length {length}" or source.stack == "official":
         return {}
     return {"served": f"a chain of {length} drafts, expected tau {measured.chains[length - 1]:.2f} on the same prompts"}

@@ -13,6 +13,7 @@ import yaml
 from drafttrain.drafters.tuned_settings import draft_up_to
 from drafttrain.export.files import ExportSource
 from drafttrain.export.layers import windows_of
+from drafttrain.export.opened import Opened
 
 BLOCKS = ("dflash", "dspark")  # methods of vLLM whose layers can have caches of several kinds, in its second runner alone
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=1"
@@ -52,11 +53,11 @@ class ServingStack:
     template: str | None = None  # the flag of a file with a chat template
 
 
-def draft_lengths(source: ExportSource) -> dict[int, int]:
-    """The length of the chain from each tuned batch size on; 0 where drafting does not gain."""
-    tuned, whole = source.drafter.tuned or {1: {}}, source.drafter.draft_length
+def draft_lengths(opened: Opened) -> dict[int, int]:
+    """The length of the chain from each tuned batch size on; 0 where drafting does not gain, never at the smallest."""
+    tuned, whole = opened.drafter.tuned or {1: {}}, opened.drafter.draft_length
     largest, lengths = draft_up_to(tuned), dict.fromkeys(sorted(tuned), whole)
-    if "block_size" not in source.options:  # stacks draft a chain; of a block they take the whole
+    if "block_size" not in opened.meta.options:  # stacks draft a chain; of a block they take the whole
         lengths = {size: min(whole, tuned[size].get("draft_length", whole)) for size in lengths}
     return {size: 0 if largest and size > largest else length for size, length in lengths.items()}
 

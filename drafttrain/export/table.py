@@ -109,7 +109,7 @@ def serving_command(source: ExportSource, directory: str, target: str | None = N
 
     target: its place; None: as the checkpoint has it.
     """
-    row, lengths = row_of(source.opened.meta.family, source.stack), draft_lengths(source)
+    row, lengths = row_of(source.opened.meta.family, source.stack), draft_lengths(source.opened)
     first, *others = lengths
     ranges = zip([1, *others], [*(size - 1 for size in others), LARGEST], lengths.values(), strict=True)
     table = list(ranges) if len(set(lengths.values())) > 1 else []

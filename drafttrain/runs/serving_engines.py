@@ -29,6 +29,7 @@ from drafttrain.export.engine_check import Ending, chain_drafter, decoded
 from drafttrain.export.exporter import GGUF, TARGET, ExportSettings, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened
+from drafttrain.export.serve import draft_lengths
 from drafttrain.export.table import loads, stacks_for
 from drafttrain.measure.bench import BASELINE
 from drafttrain.measure.cases import encode_cases, left_out_notes
@@ -262,7 +263,7 @@ def chain_room(loaded: LoadedTarget, max_new_tokens: int, length: int) -> int:
 def _inputs(choice: EngineChoice, report: Report, directory: Path, loaded: LoadedTarget, options: RunOptions) -> EngineInputs:
     """The inputs of every engine: the timed prompts, and our decoder's outputs for them."""
     checkpoint = Opened.of(directory, loaded)
-    length = options.decode.draft_length or checkpoint.drafter.draft_length
+    length = options.decode.draft_length or next(iter(draft_lengths(checkpoint).values()))
     prompts, max_prompt_tokens = measurement_prompts(options), chain_room(loaded, options.decode.max_new_tokens, length)
     by_digest = {prompt_digest(encode_prompt(loaded.tokenizer, prompt.turns)): prompt for prompt in prompts}
     timed_digests = {line["prompt"] for line in best_entry(report)["per_prompt"] if line["decode_ms"] is not None}

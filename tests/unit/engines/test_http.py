@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from drafttrain.commands import measure as measure_file
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import encode_prompt, load_prompts
+from drafttrain.drafters.tuned_settings import keep_tuned
 from drafttrain.engines import http as http_file
 from drafttrain.engines.answers import EngineInfo
 from drafttrain.engines.http import EndpointOptions, counted, endpoint, of_answers, prometheus, prometheus_by_position, read
@@ -181,6 +183,18 @@ def test_measure_http_engine_with_two_servers_reports_and_hides_key(
     assert entry["url"] == f"{fast.url} {slow.url}" and entry["versions"] == {"fake": "7"}
     assert fast.keys == {f"Bearer {KEY}"} and len(fast.bodies) == len(slow.bodies) == 2 + 2 * 2
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_measure_http_engine_compares_with_chain_of_tuned_length(
+    command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake]
+) -> None:
+    """As exports serve it."""
+    tuned = shutil.copytree(checkpoint, tmp_path / "tuned")
+    keep_tuned(tuned, {1: {"draft_length": 2}}, {})
+    assert command("measure", f"checkpoint={tuned}", "engine=http", f"engine_url={serve('vllm').url}", *SMALL) == 0
+    (entry,) = report_in(tmp_path)["engines"]
+    assert entry["draft_length"] == 2
 
 
 def test_measure_http_engine_server_that_does_not_answer_is_refused_before_measuring(

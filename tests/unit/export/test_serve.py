@@ -26,7 +26,7 @@ def source_of(family: str, stack: str, **shape: Any) -> ExportSource:
     layers = LayerShape(64, 32, 4, 4, 2, 8, 48, 512, 1e4, 1e-5, **shape)
     drafter = SimpleNamespace(draft_length=3, tuned={}, resolved_options=lambda: {"mask_token": 5})
     options = {"block_size": 4, "slots": "in_place", "layers": 2}
-    opened = SimpleNamespace(meta=SimpleNamespace(family=family))
+    opened = SimpleNamespace(meta=SimpleNamespace(family=family, options=options), drafter=drafter)
     fields = {"stack": stack, "target_name": TARGET, "layer_inputs": [1, 2], "options": options, "layer_shape": layers}
     return cast(ExportSource, SimpleNamespace(opened=opened, drafter=drafter, **fields))
 
