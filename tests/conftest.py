@@ -25,6 +25,11 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
 RESUME = Path(os.environ["RESUME"]) if os.environ.get("RESUME") else None  # names of the cases that need not run again
+
+PASSED = RESUME.read_text().splitlines() if RESUME and RESUME.exists() else []
+RESUMED = int(
+    os.environ.setdefault("RESUMED", str(len(PASSED)))
+)  # a worker that replaces one that died collects the same cases
 LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}  # variables
 FAILED = set[str]()
 LEFT = pytest.StashKey[int]()  # cases of grids that this run leaves out
@@ -90,7 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if case not in few:
                 case.add_marker(pytest.mark.grid)
     part, parts = (int(number) for number in (os.environ.get("SHARD") or "1/1").split("/"))
-    done = set(RESUME.read_text().splitlines()) if RESUME and RESUME.exists() else set()
+    done = set(PASSED[:RESUMED])
     items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1 and item.nodeid not in done]
 
 

@@ -46,7 +46,8 @@ def _generate(options: RunOptions, part: Part) -> None:
     loaded = load_target(options.target, part) if source is None else source.load(options.target, part)
     drafter = None
     if source is not None:
-        restored = load_checkpoint(source.checkpoint(loaded, partial(print_line, Console(stderr=True), style=STATUS)), loaded)
+        directory = source.checkpoint(loaded, partial(print_line, Console(stderr=True), style=STATUS))
+        restored = load_checkpoint(directory, loaded, tuned=options.decode.draft_length is None)
         loaded, drafter = restored.loaded, restored.drafter.requires_grad_(False)
     writer = ReplyWriter(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
     if drafter is not None and drafter.adapts is not None:

@@ -178,7 +178,8 @@ def console_table(report: dict[str, Any]) -> Table:
     """A row for each checkpoint, the best in bold. Expected tau is red if it is far from the measured tau."""
     first = report["checkpoints"][0]
     title = f"{report['drafter'].get('family', 'drafter')}, policy {first['policy']}, temperature {first['temperature']:g}, "
-    title += f"batch {first['batch_size']}, {first['prompts']} prompts ({first['timed_prompts']} timed x {first['repeats']})"
+    title += f"batch {first['batch_size']}, {first['prompts']} prompts of {report['measure']['prompts']} "
+    title += f"({first['timed_prompts']} timed x {first['repeats']})"
     table = cells.console_table(title, _COLUMNS, left=("checkpoint", "tokens/s"))
     for entry in report["checkpoints"]:
         expected = Text(_expected(entry), style="red" if entry["expected_gap_flagged"] else "")

@@ -25,12 +25,13 @@ from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import check_out, publish
 from drafttrain.data.sources import read_usable
 from drafttrain.runs.answerers import decoder_answerer, server_answerer
-from drafttrain.runs.console import print_line
+from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.targets.parallel import Part, end_at_exit, meeting
 from drafttrain.train.interrupt import Interrupt
 
+NOTICED = 0.05  # share of texts that are cut off, from which it is advised against
 FOREVER = timedelta(days=365)  # timeout of processes that wait for the slowest one, which may take days longer
 
 
@@ -193,6 +194,8 @@ def _report(console: Console, summary: dict[str, Any], out: Path, options: RunOp
     for title in ("found", "dropped", "failed"):
         if shown := ", ".join(f"{count:,} {name}" for name, count in summary[title].items() if count):
             print_line(console, f"{title}: {shown}")
+    if summary["dropped"].get("truncated", 0) > NOTICED * summary["texts"]:
+        print_note(console, "replies that do not end within prepare.max_new_tokens are dropped; raise it to keep more")
     if summary["shortened"]:
         print_line(console, f"shortened to the turns before a fault: {summary['shortened']:,}")
     command = f"drafttrain fit recipe=NAME{target_arguments(options)} data.path={out}"

@@ -18,7 +18,7 @@ from drafttrain.core.files import atomic_write_json, new_directory
 from drafttrain.core.progress import stages
 from drafttrain.data.chat import Encoded
 from drafttrain.drafters.checkpoint import load_checkpoint, read_meta
-from drafttrain.drafters.tuned_settings import SPEEDUP, TUNED, draft_up_to, keep_tuned, tuned_settings
+from drafttrain.drafters.tuned_settings import PROPOSALS, SPEEDUP, TUNED, draft_up_to, keep_tuned, tuned_settings
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions, cells
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import LEAST_PROMPTS, Budget, Case, encode_cases, held_out_cases, left_out_notes
@@ -121,7 +121,8 @@ def _searched(
         measure = MeasureOptions(minutes=tune.minutes, repeats=tune.repeats)
         budget = Budget(60 * tune.minutes, LEAST_PROMPTS if deciding else LEAST_CHOOSING)
         bench = Bench(restored.loaded, decode, measure, budget, watch)
-        tuner = Tuner(bench, restored.drafter.requires_grad_(False), tune, record.decode)
+        stored = tuned_settings(directory)
+        tuner = Tuner(bench, restored.drafter.requires_grad_(False), tune, record.decode, stored=stored)
         search_result: dict[str, Any] = {"batch_sizes": search(tuner, sizes, choosing, deciding), "objective": tune.objective}
     search_result |= {"checkpoint": str(directory), "prompts": len(choosing) + len(deciding)}
     return search_result | {"environment": environment(loaded.target.device), "decode": asdict(decode)}
@@ -151,7 +152,9 @@ def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: 
     """Print the choices, and write them where one is faster. Batch sizes that were tuned before keep their settings."""
     for result in found["batch_sizes"]:
         over_plain = f"{result['chosen'][SPEEDUP]:.2f}x the speed of plain decoding"
-        print_line(console, f"batch {result['batch_size']}, {over_plain}: {_effect(result['chosen'])}")
+        print_line(console, f"batch {result['batch_size']}, {over_plain}: {_effect(result)}")
+        if result["chosen"]["plain_is_faster"]:
+            print_line(console, f"batch {result['batch_size']}: plain decoding is faster than every proposal here")
     if not _changes_drafting(found):
         print_line(console, f"{directory / TUNED} stays" if (directory / TUNED).is_file() else "nothing is written")
     elif write:
@@ -160,14 +163,19 @@ def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: 
         print_line(console, f"stored in {file}; delete it to decode {DEFAULT} again")
 
 
-def _effect(chosen: dict[str, Any]) -> str:
-    name = chosen["name"]
+def _effect(result: dict[str, Any]) -> str:
+    chosen = result["chosen"]
+    name, fastest = chosen["name"], chosen["fastest"]
     if "draft_temperature" in chosen["settings"]:
         name += f", draft temperature {chosen['settings']['draft_temperature']:g}"
+    effect = "nothing was faster" if not chosen["settings"] else f"{name} is not faster on the other prompts"
+    effect += f" ({chosen['over_default']:.2f}x)"
     if chosen["better"]:
-        return f"{name}: {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT} on the other prompts"
-    result = "nothing was faster" if not chosen["settings"] else f"{name} is not faster on the other prompts"
-    return f"{result} ({chosen['over_default']:.2f}x)"
+        effect = f"{name}: {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT} on the other prompts"
+    if fastest == chosen["name"]:
+        return effect
+    speeds = {row["name"]: row["raced"] for row in result["finalists"]}
+    return f"{effect}; {fastest}, {speeds[fastest]:.2f}x against {speeds[chosen['name']]:.2f}x, is faster within noise only"
 
 
 def _by_size(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -192,7 +200,10 @@ def _changes_drafting(found: dict[str, Any]) -> bool:
 def _about(found: dict[str, Any]) -> dict[str, Any]:
     facts = {key: found[key] for key in ("objective", "prompts", "environment", "decode")}
     gains = {str(result["batch_size"]): result["chosen"]["over_default"] for result in found["batch_sizes"]}
-    return dict(rounded(facts | {"over_default": gains}))
+    names = {
+        str(result["batch_size"]): result["chosen"]["name"] for result in found["batch_sizes"] if result["chosen"]["better"]
+    }
+    return dict(rounded(facts | {"over_default": gains, PROPOSALS: names}))
 
 
 def _by_hand(decode: DecodeOptions) -> list[str]:

@@ -19,6 +19,7 @@ from drafttrain.export.drafter_adapter import check_merged
 from drafttrain.export.engine_check import DecodedSequence, Ending, EngineCheck, chain_drafter, decoded, engine_check, plain
 from drafttrain.export.exporter import RECORD
 from drafttrain.export.opened import Opened
+from drafttrain.export.serve import draft_lengths
 from drafttrain.measure.cases import Case, encode_cases, left_out_notes
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import print_line, print_note
@@ -57,10 +58,12 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
         checkpoint = Opened.of(export.checkpoint, loaded)
         ending = Ending(checkpoint.loaded.target.stop_ids, options.decode.max_new_tokens)
         length = options.decode.draft_length or checkpoint.drafter.draft_length
+        served = next(iter(draft_lengths(checkpoint).values()))
         drafter = chain_drafter(checkpoint, length, export.record["dtype"])
         cases, left_out = cases_of(options, checkpoint.loaded, length, console)
         ids, names = [case.tokens for case in cases], [case.question_id for case in cases]
-        print_line(console, f"{ENGINES[export.engine].label}: {len(ids)} prompts, chains of {length}, after it has loaded")
+        whole = f"chains of {length}" + (f", so that every depth is checked; it serves {served}" if served != length else "")
+        print_line(console, f"{ENGINES[export.engine].label}: {len(ids)} prompts, {whole}")
         with console.status("waiting for the engine"):
             outcome = run(export.engine, export.python, job_of(export, checkpoint, ids, ending, length))
         target_model = checkpoint.loaded.target

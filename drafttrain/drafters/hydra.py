@@ -107,7 +107,7 @@ class HydraBase(Drafter):
             hidden_MH = recomputed(self.recomputes, self.hydra_mlp[k], joined_MI)
             yield Prediction(k, pairs.source_M, pairs.label_M, hidden_MH, self.hydra_lm_head[k], self.decay ** (k + 1))
 
-    def grow(self, grower: Grower, base_BH: Tensor, root_B: Tensor, depth: int | None) -> DraftTree:
+    def grow(self, grower: Grower, base_BH: Tensor, root_B: Tensor, sampling: Sampling, depth: int | None) -> DraftTree:
         """All nodes of a level in one pass."""
 
         def scored(head: int, state_BWI: Tensor, token_BW: Tensor) -> Scored:
@@ -117,7 +117,7 @@ class HydraBase(Drafter):
         def score(nodes: TreeLevel) -> Scored:
             return scored(nodes.depth, nodes.state_BWH, nodes.token_BW)
 
-        return grower.grow(root_B, scored(0, base_BH[:, None], root_B[:, None]), score, None, depth)
+        return grower.grow(root_B, scored(0, base_BH[:, None], root_B[:, None]), score, None, sampling, depth)
 
 
 class Hydra(HydraBase):
@@ -134,7 +134,7 @@ class HydraState(LastState):
         self.drafter, self.grower = drafter, drafter.proposal.grower(parameter.device)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        return self.drafter.grow(self.grower, self.hidden_SH[slot_B], self.root_S[slot_B], depth)
+        return self.drafter.grow(self.grower, self.hidden_SH[slot_B], self.root_S[slot_B], sampling, depth)
 
 
 class HydraPlus(HydraBase):
@@ -170,7 +170,7 @@ class PrefixState(CachedState):
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         self.kv.rows(slot_B)
         pending = self.take_pending(slot_B)
-        return self.drafter.grow(self.grower, self._base(pending), pending.root_B, depth)
+        return self.drafter.grow(self.grower, self._base(pending), pending.root_B, sampling, depth)
 
     def _base(self, commit: Commit) -> Tensor:
         """[B, H] the prefix layer's output at each row's last position; its first `count` positions stay in the cache."""

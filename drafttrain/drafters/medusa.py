@@ -141,7 +141,7 @@ class MedusaState(LastState):
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         state_BH, root_B = self.hidden_SH[slot_B], self.root_S[slot_B]
         if not isinstance(self.grower, StaticTree):
-            return self._grown(state_BH, root_B, depth)
+            return self._grown(state_BH, root_B, sampling, depth)
         shapes, stack = self.grower.shapes, self.stack
         shape = shapes[min(depth or len(shapes), len(shapes)) - 1]
         ranks = shape.max_rank + 1
@@ -152,7 +152,7 @@ class MedusaState(LastState):
         draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
         return DraftTree.static(torch.cat([root_B[:, None], draft_BN], 1), shape)
 
-    def _grown(self, state_BH: Tensor, root_B: Tensor, depth: int | None) -> DraftTree:
+    def _grown(self, state_BH: Tensor, root_B: Tensor, sampling: Sampling, depth: int | None) -> DraftTree:
         """The likeliest paths by the product of the heads' probabilities: heads do not see each other's choices."""
         stack, longest = self.stack, self.drafter.draft_length
         x_KBH = residual(stack.blocks, state_BH, min(longest, depth or longest))
@@ -160,7 +160,7 @@ class MedusaState(LastState):
             logits_KBV = self.drafter.shared_head(x_KBH)
         else:
             logits_KBV = torch.bmm(x_KBH, stack.output_KVH[: len(x_KBH)].transpose(1, 2))
-        return self.grower.from_slots(root_B, logits_KBV.transpose(0, 1))
+        return self.grower.from_slots(root_B, logits_KBV.transpose(0, 1), None, sampling)
 
 
 FAMILY = Family("medusa", MedusaOptions, Medusa)

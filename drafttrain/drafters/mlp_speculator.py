@@ -138,7 +138,7 @@ class MLPSpeculatorState(LastState):
             return scored(nodes.depth, nodes.state_BWH, nodes.token_BW)
 
         root_B, first_B1H = self.root_S[slot_B], drafter.first_input(self.hidden_SH[slot_B])[:, None]
-        return self.grower.grow(root_B, scored(0, first_B1H, root_B[:, None]), score, None, depth)
+        return self.grower.grow(root_B, scored(0, first_B1H, root_B[:, None]), score, None, sampling, depth)
 
 
 FAMILY = Family("mlp_speculator", MLPSpeculatorOptions, MLPSpeculator)

@@ -114,7 +114,7 @@ class PardState(AutoregressiveState):
         logits_BKV = drafter.lm(token_BN, kv, None, position_BN, Taps(), row_BK).logits_BRV
         kv.keep(column_N.expand_as(token_BN), last_B)  # the root's keys are scratch: the next commit brings it again
         assert self.grower is not None, "made with the state"
-        return self.grower.from_slots(token_BN.gather(1, last_B1)[:, 0], logits_BKV)
+        return self.grower.from_slots(token_BN.gather(1, last_B1)[:, 0], logits_BKV, None, sampling)
 
 
 FAMILY = Family("pard", PardOptions, build)

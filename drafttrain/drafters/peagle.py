@@ -179,7 +179,7 @@ class PEagleState(CachedState):
         state_BNH = self._process(pending, drafts - 1)
         row_BK1 = (last_B1 + torch.arange(drafts, device=last_B1.device))[..., None]
         logits_BKV = drafter.logits(state_BNH.gather(1, row_BK1.expand(-1, -1, state_BNH.shape[-1])))
-        return self.grower.from_slots(root_B, logits_BKV, drafter.ids)
+        return self.grower.from_slots(root_B, logits_BKV, drafter.ids, sampling)
 
 
 FAMILY = Family("peagle", PEagleOptions, PEagle)

@@ -12,21 +12,33 @@ from drafttrain.core.files import read_sealed_json, remove_abandoned, write_seal
 TUNED = "decode.json"
 SPEEDUP = "speedup"  # among the settings of a batch size: over plain decoding, as tuning timed it
 
+PROPOSALS = "proposals"  # among what a search says of itself: the chosen ones by batch size, named as reports name them
+
 
 def tuned_settings(directory: Path) -> dict[int, dict[str, Any]]:
     """The settings that `drafttrain tune` found best, by batch size; 0: those of an older file, which hold for every size.
 
     Empty without its file. Raises UserError for a damaged one.
     """
-    file = directory / TUNED
-    if not file.is_file():
+    file, content = directory / TUNED, _read(directory)
+    if content is None:
         return {}
-    content = read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again")
     sizes = content.get("batch_sizes", {"0": content.get("settings")})
     known = isinstance(sizes, dict) and sizes and all(map(str.isdecimal, sizes))
     if (problem := _wrong_setting(sizes) if known else "no settings") is not None:
         raise UserError(f"{file}: expected what drafttrain tune writes, got {problem}; delete it, or tune again")
     return {int(n): settings for n, settings in sizes.items()}
+
+
+def tuned_proposal(directory: Path) -> str | None:
+    """What was chosen for the smallest batch size, named as reports name it; None: the trained proposal, or not known."""
+    named = ((_read(directory) or {}).get("tuned") or {}).get(PROPOSALS) or {}
+    return str(named[min(named, key=int)]) if named else None
+
+
+def _read(directory: Path) -> dict[str, Any] | None:
+    file = directory / TUNED
+    return read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again") if file.is_file() else None
 
 
 def draft_up_to(tuned: Mapping[int, Mapping[str, Any]]) -> int | None:
@@ -59,6 +71,7 @@ def _wrong_setting(settings: dict[str, Any]) -> str | None:
         "paths": lambda value: (
             isinstance(value, list) and all(isinstance(p, list) and p and all(whole(rank, 0) for rank in p) for p in value)
         ),
+        "confidence_temperature": lambda value: isinstance(value, float) and 0.0 < value <= 1.0,
         "draft_temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
         "temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
         SPEEDUP: lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),

@@ -183,7 +183,7 @@ class UnoState(AutoregressiveState):
         if self.grower is not None:
             if sampling.greedy:
                 logits_BKV = torch.cat([decided(logits_BKV[:, :1]), logits_BKV[:, 1:]], 1)
-            return self.grower.from_slots(root_B, logits_BKV)
+            return self.grower.from_slots(root_B, logits_BKV, None, sampling)
         draft = count(1)
 
         def advance(token_B: Tensor) -> Tensor:

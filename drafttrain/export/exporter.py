@@ -18,6 +18,7 @@ from drafttrain import __version__
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, list_files, remove_abandoned
 from drafttrain.drafters.checkpoint import TEMPLATE, CheckpointMeta, template_of
+from drafttrain.drafters.tuned_settings import tuned_proposal
 from drafttrain.export.drafter_adapter import about, adapter_of, merged_place, write_alone
 from drafttrain.export.files import DTYPES, ExportSource, Files, write
 from drafttrain.export.format import Format
@@ -98,7 +99,7 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
         "family": meta.family,
         "layout": f"{layout}, {source.dtype}",
         "trained": _trained(source, measured),
-        "measured": _measured(measured),
+        "measured": _measured(source, measured),
         **_served(source, measured),
         "parity": _parity(source, parity),
         "written by": f"drafttrain {__version__}",
@@ -143,13 +144,16 @@ def _trained(source: ExportSource, measured: CardFigures) -> str:
     return f"{meta.step} steps" + (f" on `{measured.data}`" if measured.data else "")
 
 
-def _measured(measured: CardFigures) -> str:
+def _measured(source: ExportSource, measured: CardFigures) -> str:
     if measured.tau is None:
         return "no: the training run has no report"
     speed = "" if measured.speedup is None else f", {measured.speedup:.2f}x the speed of plain decoding"
     device = "" if measured.device is None else f" on {measured.device}"
     how = ", ".join(filter(None, (measured.proposal, f"policy {measured.policy}")))
-    return f"tau {measured.tau:.2f} tokens per decode step ({how}){speed}, in drafttrain's decoder{device}"
+    text = f"tau {measured.tau:.2f} tokens per decode step ({how}){speed}, in drafttrain's decoder{device}"
+    if (tuned := tuned_proposal(source.opened.directory)) in (None, measured.proposal):
+        return text
+    return f"{text}; not measured since it was tuned to a {tuned}"
 
 
 def _served(source: ExportSource, measured: CardFigures) -> dict[str, str]:

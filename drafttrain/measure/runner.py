@@ -16,6 +16,7 @@ from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.guards import JSON, LOOP
 from drafttrain.decoding.request import Result
 from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_meta
+from drafttrain.drafters.tuned_settings import TUNED
 from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Budget, Case, encode_cases, follow_ups, left_out_notes
@@ -163,7 +164,12 @@ def _group(
 
     original: the unchanged target, where the checkpoints have an adapted one; the report compares the two.
     """
-    restored = {c.name: load_checkpoint(c.path, bench.loaded, c.tuned) for c in checkpoints}
+    by_hand = bench.decode.draft_length is not None
+    restored = {c.name: load_checkpoint(c.path, bench.loaded, c.tuned and not by_hand) for c in checkpoints}
+    if by_hand and any((c.path / TUNED).is_file() for c in checkpoints):
+        bench.budget.notes.append(
+            f"decode.draft_length is set: drafts are the trained ones, cut to it, and {TUNED} has no effect"
+        )
     first, with_images = checkpoints[0].name, any(has_images(case.tokens) for case in cases)
     for loaded_checkpoint in restored.values():
         check_images(loaded_checkpoint.drafter, with_images)

@@ -31,10 +31,10 @@ from drafttrain.measure.expected import expected_tau, forced_hits
 from drafttrain.measure.speed import Contender, throughput, tpot
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Target
-from drafttrain.objective.losses import Hits
+from drafttrain.objective.losses import Hits, fit_tree_confidence
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
-DEFAULT, PLAIN = "as trained", "plain decoding"
+DEFAULT, STORED, PLAIN = "as trained", "as stored", "plain decoding"
 TINY = 1e-9  # least speed, of an output without time
 Settings = dict[str, Any]
 Contenders = Mapping[str, Settings | None]  # by name; None: plain decoding
@@ -156,6 +156,7 @@ class Tuner:
     options: TuneOptions
     trained: Settings  # the checkpoint's decode settings
     batch_size: int = 1
+    stored: Mapping[int, Settings] = field(default_factory=dict)  # what an earlier search chose, by batch size
 
     def use(self, settings: Settings) -> None:
         self.drafter.use_decode_settings(with_tuned(self.trained, settings))
@@ -225,10 +226,14 @@ def _search(
     predicted, shapes = _predictions(tuner, hits)
     trained = tuple(tuner.drafter.proposal.paths)
     alternatives = [shape for shape in shapes if shape.paths != trained]
-    finalists: dict[str, Settings] = {DEFAULT: {}} | {str(shape): shape.settings for shape in alternatives}
+    finalists: dict[str, Settings] = {str(shape): shape.settings for shape in alternatives}
+    stored = {key: setting for key, setting in tuner.stored.get(tuner.batch_size, {}).items() if key != SPEEDUP}
+    if stored and stored not in finalists.values():
+        finalists = {STORED: stored} | finalists
+    finalists = {DEFAULT: {}} | finalists
     budget, share = tuner.bench.budget, 0.5 if deciding else 1.0
     raced = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, share * (end - budget.used))
-    name = winner({label: raced[label] for label in finalists})
+    name, fastest_name = winner({label: raced[label] for label in finalists}), max(finalists, key=lambda n: median(raced[n]))
     settings, deciding_race, label = finalists[name] | temperature, raced, name
     if settings and deciding:
         candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
@@ -245,6 +250,7 @@ def _search(
         "surface": [{"depth": p.shape.depth, "nodes": p.shape.nodes, "tau": p.tau, "speedup": p.speedup} for p in predicted],
         "chosen": {
             "name": name,
+            "fastest": fastest_name,  # another one if it is within noise
             "settings": settings,
             "over_default": gain,
             "better": gain > 1.0,
@@ -257,7 +263,7 @@ def _search(
 def winner(raced: Mapping[str, Sequence[float]]) -> str:
     """The fastest, or the first that it does not clearly beat: within noise the trained settings decide, then the prediction.
 
-    raced: the speed on each batch of prompts, first of `DEFAULT`, then of the finalists in the order of their prediction.
+    raced: the speed on each batch of prompts, first of `DEFAULT` and `STORED`, then of the others in the order of prediction.
     """
     fastest = max(raced, key=lambda label: median(raced[label]))
     return next(label for label in raced if label == fastest or not clearly_faster(raced[fastest], raced[label]))
@@ -278,6 +284,7 @@ def _predictions(tuner: Tuner, hits: Sequence[Hits] | None) -> tuple[list[Predic
     sampled = not bench.sampling.greedy and drafter.samples
     stage, repeats = f"tuning, batch {tuner.batch_size}: costs of a step", max(3, 15 // tuner.batch_size)  # larger: slower
     bench.watch(stage, 0, 1, 0)
+    fit_tree_confidence(drafter, hits)
     predictions = surface(target, drafter, hits, sampled, tuner.batch_size, repeats)
     bench.watch(stage, 1, 1, 0)
     if not predictions:

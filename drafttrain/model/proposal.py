@@ -13,6 +13,8 @@ from torch import Tensor
 
 from drafttrain.core.tree import Path
 
+TEMPERATURES = (1.0, 0.5, 0.25, 0.125)  # of a tree's confidence: powers of two, by which logits of any format divide exactly
+
 
 @dataclass(frozen=True, slots=True)
 class Preferred:
@@ -65,6 +67,18 @@ class Proposal:
         return None
 
     @property
+    def grows(self) -> bool:
+        """Whether confidence decides any of it, so that `fit_confidence` has an effect."""
+        return self.grown is not None
+
+    def fit_confidence(self, loss_T: Tensor) -> None:
+        """Choose the temperature at which the drafter's confidence is nearest to P(the token is the target's likeliest).
+
+        loss_T: the cross-entropy of the target's likeliest tokens at each of `TEMPERATURES`, on text that the drafter was not
+        trained on.
+        """
+
+    @property
     def takes_paths(self) -> bool:
         """Whether `use` accepts the rank paths of any tree."""
         return False
@@ -76,8 +90,7 @@ class Proposal:
 
     def tree_settings(self, depth: int, paths: Sequence[Path]) -> dict[str, Any]:
         """What `use` takes for a tree of these rank paths, `depth` deep."""
-        tree = {"draft_length": depth, "paths": [list(path) for path in paths]}
-        return tree | ({"nodes": len(paths)} if self.grown else {})
+        return {"draft_length": depth, "paths": [list(path) for path in paths]}
 
     @property
     def tunable(self) -> bool:

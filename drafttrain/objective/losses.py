@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from drafttrain.core.sequence_shard import divided
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter, FrozenRef, confidence_of
+from drafttrain.model.proposal import TEMPERATURES
 from drafttrain.model.target import Target
 from drafttrain.objective.chunks import chunks
 from drafttrain.objective.options import END_TO_END, LossOptions
@@ -210,6 +211,7 @@ class Hits:
     acceptance_MK: Tensor  # acceptance, sum min(p, q)
     length_D: list[int]  # number of these sources in each document, in order
     confidence_MK: Tensor | None = None  # logits of the drafter's confidence in each draft; None: it has no confidence
+    loss_T: Tensor | None = None  # by `TEMPERATURES`: see `_scores`; None: the proposal does not grow by confidence
 
 
 @torch.no_grad()
@@ -223,7 +225,8 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
     acceptance_PK, confidence_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
     predictions = [p for p in _predictions(drafter, batch) if p.counted]
-    scores = _scores(predictions, batch, target, width, drafter.confident)
+    loss_T = torch.zeros(len(TEMPERATURES), dtype=torch.float64) if drafter.proposal.grows else None
+    scores = _scores(predictions, batch, target, width, drafter.confident, loss_T)
     for prediction, (rank_M, acceptance_M, confidence_M) in zip(predictions, scores, strict=True):
         if not prediction.every_step:
             if prediction.step < K:
@@ -248,14 +251,30 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     ).flatten()
     length_D = document_P[complete_P].unique_consecutive(return_counts=True)[1].tolist()
     confidence_MK = confidence_PK[complete_P].cpu() if confident else None
-    return Hits(rank_PK[complete_P].cpu(), acceptance_PK[complete_P].cpu(), length_D, confidence_MK)
+    return Hits(rank_PK[complete_P].cpu(), acceptance_PK[complete_P].cpu(), length_D, confidence_MK, loss_T)
+
+
+def fit_tree_confidence(drafter: Drafter, hits: Sequence[Hits]) -> None:
+    """Fit the confidence by which the drafter's trees grow, where they do."""
+    losses = [h.loss_T for h in hits if h.loss_T is not None]
+    if losses:
+        drafter.proposal.fit_confidence(torch.stack(losses).sum(0))
 
 
 def _scores(
-    predictions: Sequence[Prediction], batch: TrainBatch, target: Target, width: int, confident: bool
+    predictions: Sequence[Prediction],
+    batch: TrainBatch,
+    target: Target,
+    width: int,
+    confident: bool,
+    loss_T: Tensor | None,
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each step, [M] each: the true token's rank among the choices, `width` if beyond; the acceptance sum min(p, q); of a
-    confident drafter the `confidence_of` its choice, else 0."""
+    confident drafter the `confidence_of` its choice, else 0.
+
+    loss_T: receives the sum of -log q(the target's likeliest token), with the drafter's logits divided by each of
+    `TEMPERATURES`. Tokens outside a draft vocabulary do not count.
+    """
     distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
     empty = [torch.zeros(2, len(p.label_M), device=token_P.device) for p in predictions]
     step_scores = [(torch.empty_like(p.label_M), *means_2M) for p, means_2M in zip(predictions, empty, strict=True)]
@@ -275,4 +294,9 @@ def _scores(
             acceptance_M[segment.row_C] = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
             if confident:
                 confidence_M[segment.row_C] = confidence_of(q_CV)
+            if loss_T is not None:
+                loss_TC = torch.stack(
+                    [F.cross_entropy(q_CV.float() / t, p_CV.argmax(-1), reduction="none") for t in TEMPERATURES]
+                )
+                loss_T += loss_TC.where(loss_TC.isfinite(), 0.0).sum(1).double().cpu()
     return step_scores

@@ -30,7 +30,7 @@ from drafttrain.features.online import Online
 from drafttrain.model.batch import moved
 from drafttrain.model.drafter import Drafter
 from drafttrain.objective.lora_target import rate_scale
-from drafttrain.objective.losses import teacher_forced
+from drafttrain.objective.losses import fit_tree_confidence, teacher_forced
 from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, save_settings
 from drafttrain.train.compiled import compile_layers
 from drafttrain.train.engine import TrainingEngine, World
@@ -323,6 +323,7 @@ class Trainer:
         confidences = [(h.confidence_MK, h.rank_MK == 0, h.acceptance_MK) for h in hits if h.confidence_MK is not None]
         if confidences and drafter.calibration is not None:
             drafter.calibration.fit(*(torch.cat(column) for column in zip(*confidences, strict=True)))
+        fit_tree_confidence(drafter, hits)
         sequences = [rank_MK for h in hits for rank_MK in h.rank_MK.split(h.length_D)]
         if not target.trees:  # a rank that no path reaches: what is left to choose from is the chain
             sequences = [torch.where(rank_MK == 0, 0, OUT_OF_REACH) for rank_MK in sequences]

@@ -88,7 +88,7 @@ class AutoregressiveState(CachedState):
             tree = self._chain(root_B, logits_BV, depth, sampling)
         else:
             first = Scored(logits_BV[:, None], logits_BV[:, None, :0])
-            tree = self.grower.grow(root_B, first, partial(self._score, list[TreeLevel]()), None, depth)
+            tree = self.grower.grow(root_B, first, partial(self._score, list[TreeLevel]()), None, sampling, depth)
         for kv, mark in zip(self.own_caches, marks, strict=True):
             kv.back_to(mark)
         return tree

@@ -454,13 +454,13 @@ class BlockState(CachedState):
         if not drafter.walks:
             state_BKH = drafter.drafting(state_BSH, drafts)
             logits_BKV = drafter.slot_logits(state_BKH)
-            tree = self.grower.from_slots(root_B, logits_BKV, drafter.ids, depth)
+            tree = self.grower.from_slots(root_B, logits_BKV, drafter.ids, sampling, depth)
             return drafter.with_confidence(tree, state_BKH, logits_BKV.unbind(1))
         walk = drafter.walk(state_BSH, drafts, pending)
         score, among = walk.score, walk.candidates
         first_scored = score(TreeLevel(root_B[:, None], drafter.root_state(state_BSH), 0, None))
         if not drafter.samples:
-            return self.grower.grow(root_B, first_scored, score, among, depth)
+            return self.grower.grow(root_B, first_scored, score, among, sampling, depth)
         scored = [first_scored]
 
         def advance(token_B: Tensor) -> Tensor:

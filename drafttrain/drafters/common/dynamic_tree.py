@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, Path, TreeShape
 from drafttrain.model.drafter import Candidates
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
@@ -56,11 +57,13 @@ Ids = (
 class Grower(Protocol):
     """Builds trees no deeper than `depth` from a drafter's scores. ids: target ids of the drafter's vocabulary."""
 
-    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, sampling: Sampling, depth: int | None) -> DraftTree:
         """first: scores of the root, W = 1. score: scores further nodes."""
         ...
 
-    def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
+    def from_slots(
+        self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None, sampling: Sampling, depth: int | None = None
+    ) -> DraftTree:
         """Of drafts that do not know each other's tokens: draft k's logits are the same below all nodes of depth k."""
         ...
 
@@ -108,7 +111,7 @@ class StaticTree:
         choices = [(shape.depth_N[1:] - 1) * (shape.max_rank + 1) + shape.rank_N[1:] for shape in shapes]
         return StaticTree(shapes, levels, choices)
 
-    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, sampling: Sampling, depth: int | None) -> DraftTree:
         """As `Grower.grow`."""
         steps = min(len(self.levels), depth or len(self.levels))
         B, scored, tokens = len(root_B), first, [root_B[:, None]]
@@ -127,7 +130,9 @@ class StaticTree:
                 scored = score(TreeLevel(token_BF, state_BFH, level_index + 1, level.bits_Fw.expand(B, -1, -1)))
         return DraftTree.static(torch.cat(tokens, 1), self.shapes[steps - 1])
 
-    def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
+    def from_slots(
+        self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None, sampling: Sampling, depth: int | None = None
+    ) -> DraftTree:
         """As `Grower.from_slots`."""
         B, K, _ = logits_BKV.shape
         steps = min(len(self.levels), K, depth or len(self.levels))
@@ -140,11 +145,13 @@ class StaticTree:
 @dataclass(frozen=True, slots=True)
 class DynamicTree:
     """Grown by confidence (arXiv 2406.16858): each generation scores the `width` likeliest paths, each scored node offers
-    `width` candidates, and the `nodes` likeliest paths of all candidates are proposed."""
+    `width` candidates, and the `nodes` likeliest paths of all candidates are proposed. See `confidence` for what likely means.
+    """
 
     depth: int
     width: int
     nodes: int
+    temperature: float = 1.0
 
     def check(self) -> None:
         """Raise ValueError for a tree that the operators cannot hold."""
@@ -185,18 +192,22 @@ class DynamicGrower:
         self._start_X, self._parent_M = (torch.tensor(x, dtype=torch.long, device=device) for x in (starts, parents))
         self._first_X = torch.cat([slot_W[:1] - 1, slot_W[:1], slot_W])
 
-    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, sampling: Sampling, depth: int | None) -> DraftTree:
         """As `Grower.grow`. A smaller depth drafts with the same budget of nodes, as far as there are candidates."""
 
         def chosen(scored: Scored, draft: int) -> Chosen:
-            return Chosen(*choices(scored.logits_BWV, self.tree.width, ids, draft), scored.state_BWH)
+            confidence_BWV = confidence(scored.logits_BWV, self.tree.temperature, sampling)
+            return Chosen(*choices(confidence_BWV, self.tree.width, ids, draft), scored.state_BWH)
 
         return self._grow(root_B, chosen(first, 0), lambda nodes: chosen(score(nodes), nodes.depth), depth)
 
-    def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
+    def from_slots(
+        self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None, sampling: Sampling, depth: int | None = None
+    ) -> DraftTree:
         """As `Grower.from_slots`."""
         steps = min(logits_BKV.shape[1], depth or logits_BKV.shape[1])
-        gain_BKW, token_BKW = choices(logits_BKV[:, :steps], self.tree.width, ids)
+        confidence_BKV = confidence(logits_BKV[:, :steps], self.tree.temperature, sampling)
+        gain_BKW, token_BKW = choices(confidence_BKV, self.tree.width, ids)
         levels = [Chosen(gain_BKW[:, k, None], token_BKW[:, k, None], logits_BKV[:, :1, :0]) for k in range(steps)]
         return self._grow(root_B, levels[0], lambda nodes: levels[nodes.depth], steps)
 
@@ -238,6 +249,24 @@ class Chosen:
     gain_BWR: Tensor  # their log-probabilities
     token_BWR: Tensor
     state_BWH: Tensor  # as in `Scored`
+
+
+def confidence(logits_BWV: Tensor, temperature: float, sampling: Sampling) -> Tensor:
+    """The logits of P(a token is accepted), by temperature scaling (Guo et al. 2017, arXiv 1706.04599).
+
+    A drafter learns the target's distribution. Sampling accepts a token with the probability that it has there, but greedy
+    decoding accepts the likeliest one: P(a token is the likeliest) is sharper than the distribution, the more so the less
+    certain the target is. Without this, trees for such a target are wide where they should be deep.
+
+    temperature: fitted for greedy decoding; 1: none was fitted. At sampling temperatures above it, those count.
+    """
+    if temperature == 1.0:
+        return logits_BWV
+    if sampling.greedy:
+        return logits_BWV / temperature
+    if sampling.temperature_B is None:
+        return logits_BWV / max(temperature, sampling.temperature)
+    return logits_BWV / sampling.temperature_B.clamp_min(temperature).to(logits_BWV.dtype)[:, None, None]
 
 
 def choices(logits_BWV: Tensor, ranks: int, ids: Ids, draft: int = 0) -> tuple[Tensor, Tensor]:

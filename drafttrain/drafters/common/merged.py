@@ -44,6 +44,13 @@ class MergedProposal(Proposal):
         return self.middle.max_nodes + self.inner.max_nodes - 1
 
     @property
+    def grows(self) -> bool:
+        return self.lead.grows
+
+    def fit_confidence(self, loss_T: Tensor) -> None:
+        self.lead.fit_confidence(loss_T)
+
+    @property
     def takes_paths(self) -> bool:
         return self.lead.takes_paths and self.lead.grown is None
 

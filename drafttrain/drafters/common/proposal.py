@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, Path, TreeShape, tuned_paths
-from drafttrain.drafters.common.dynamic_tree import DynamicTree, Grower, Ids, Score, Scored, StaticTree, choices
+from drafttrain.drafters.common.dynamic_tree import DynamicTree, Grower, Ids, Score, Scored, StaticTree, choices, confidence
 from drafttrain.drafters.options import TreeOptions
-from drafttrain.model.proposal import Proposal, chain_paths
+from drafttrain.model.proposal import TEMPERATURES, Proposal, chain_paths
 from drafttrain.model.target import Target
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
@@ -57,9 +58,10 @@ class BestFirst:
     start_M: Tensor  # where in X the paths of each candidate's depth begin
     parent_X: Tensor  # each path's parent among the candidates
     token_X: Tensor  # its last token's index among the root's and the choices of all depths, [1 + depth * R]
+    temperature: float  # of the confidence, as in `DynamicTree`
 
     @staticmethod
-    def of(depth: int, nodes: int, vocab: int, device: torch.device) -> BestFirst:
+    def of(depth: int, nodes: int, vocab: int, device: torch.device, temperature: float = 1.0) -> BestFirst:
         ranks, offset = min(nodes, vocab), 0  # offset: candidates before the depth above
         depths, starts, parents, tokens = list[Growth](), [0], [-1], [0]
         for depth_index, (pairs, kept_paths) in enumerate(_growths(depth, nodes, vocab)):
@@ -70,8 +72,8 @@ class BestFirst:
             offset += depths[-1].kept if depths else 1
             above_P, choice_P = torch.tensor([above, choice], dtype=torch.long, device=device)
             depths.append(Growth(above_P, choice_P, kept_paths))
-        columns = (torch.tensor(x, dtype=torch.long, device=device) for x in (starts, parents, tokens))
-        return BestFirst(depths, nodes, ranks, *columns)
+        start_M, parent_X, token_X = (torch.tensor(x, dtype=torch.long, device=device) for x in (starts, parents, tokens))
+        return BestFirst(depths, nodes, ranks, start_M, parent_X, token_X, temperature)
 
     @staticmethod
     def check(depth: int, nodes: int, vocab: int) -> None:
@@ -96,13 +98,16 @@ class BestFirst:
         sizes = range(min(nodes, MOST_NODES - 1), 0, -1)
         return next(n for n in sizes if 1 + BestFirst.most(depth, n, vocab) <= MOST_CANDIDATES)
 
-    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Ids, sampling: Sampling, depth: int | None) -> DraftTree:
         raise AssertionError("best-first search needs drafts that do not know each other")
 
-    def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None) -> DraftTree:
+    def from_slots(
+        self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None, sampling: Sampling, depth: int | None = None
+    ) -> DraftTree:
         """As `Grower.from_slots`. Few operations run at each depth: what the kept paths are is looked up after the search."""
         depths = self.depths[: min(logits_BKV.shape[1], depth or len(self.depths))]
-        gain_BKR, choice_BKR = choices(logits_BKV[:, : len(depths)], self.ranks, ids)
+        confidence_BKV = confidence(logits_BKV[:, : len(depths)], self.temperature, sampling)
+        gain_BKR, choice_BKR = choices(confidence_BKV, self.ranks, ids)
         gain_BX, score_BW = gain_BKR.flatten(1), torch.zeros_like(root_B, dtype=torch.float32)[:, None]
         scores, candidates = [score_BW], [torch.zeros_like(root_B)[:, None]]
         for growth in depths:
@@ -165,6 +170,7 @@ class TreeProposal(Proposal):
             self._paths = self._checked(paths)
         self.width, self.vocab, self._nodes_given = options.width, target.shape.vocab_size, options.nodes is not None
         self.nodes = NODES if options.nodes is None else options.nodes
+        self.confidence_temperature = 1.0
         if self.grown:
             self._check_size()
             second = [(1,)] if self.max_nodes > 1 + draft_length else []
@@ -206,12 +212,12 @@ class TreeProposal(Proposal):
 
     @property
     def _dynamic(self) -> DynamicTree:
-        return DynamicTree(self.draft_length, self.width, self.nodes)
+        return DynamicTree(self.draft_length, self.width, self.nodes, self.confidence_temperature)
 
     def grower(self, device: torch.device) -> Grower:
         """The object that builds the trees; a chain is the static tree of one path."""
         if self.kind == "best_first":
-            return BestFirst.of(self.draft_length, self.nodes, self.vocab, device)
+            return BestFirst.of(self.draft_length, self.nodes, self.vocab, device, self.confidence_temperature)
         return self._dynamic.grower(device) if self.kind == "dynamic" else StaticTree.of(self.paths, device)
 
     @property
@@ -238,15 +244,23 @@ class TreeProposal(Proposal):
         budget = self.nodes if self.grown else min(nodes, MOST_NODES - 1)
         self._paths = self._checked(tuned_paths(sequences, budget) or [(0,)])
 
+    def fit_confidence(self, loss_T: Tensor) -> None:
+        if self.grown:
+            self.confidence_temperature = TEMPERATURES[int(loss_T.argmin())]
+
     def _resize(self, nodes: int) -> None:
         self.nodes = nodes
         self._check_size()
 
+    def tree_settings(self, depth: int, paths: Sequence[Path]) -> dict[str, Any]:
+        return super().tree_settings(depth, paths) | self._growth(len(paths))
+
     def settings(self) -> dict[str, Any]:
-        if self.kind == "chain":
-            return {}
-        tree_settings: dict[str, Any] = {"paths": [list(p) for p in self.paths]}
-        return tree_settings | ({"nodes": self.nodes} if self.grown else {})
+        return {} if self.kind == "chain" else {"paths": [list(p) for p in self.paths]} | self._growth(self.nodes)
+
+    def _growth(self, nodes: int) -> dict[str, Any]:
+        """The settings of a tree that grows; none for another."""
+        return {"nodes": nodes, "confidence_temperature": self.confidence_temperature} if self.grown else {}
 
     def use(self, settings: Mapping[str, Any]) -> None:
         super().use(settings)
@@ -254,3 +268,4 @@ class TreeProposal(Proposal):
             self._paths = self._checked(settings["paths"])
         if self.grown and "nodes" in settings:
             self._resize(settings["nodes"])
+        self.confidence_temperature = settings.get("confidence_temperature", 1.0)

@@ -246,7 +246,7 @@ class RecurrentState(CachedState):
         last_B1H = out_BAH.gather(1, pending.last_B1[..., None].expand(-1, 1, out_BAH.shape[-1]))
         first, score = drafter.scored(last_B1H, None), NodeScorer(self)
         if self.grower is not None:
-            return self.grower.grow(root_B, first, score, drafter.ids, depth)
+            return self.grower.grow(root_B, first, score, drafter.ids, sampling, depth)
         latest = [first]
 
         def advance(token_B: Tensor) -> Tensor:

@@ -470,7 +470,7 @@ def test_prepare_server_unreachable_ends_command_without_files(
 
 
 def test_prepare_server_truncated_replies_are_dropped_or_shortened(
-    command: Command, serve: Any, prompts: Path, tmp_path: Path
+    command: Command, serve: Any, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fault(number: int, body: dict[str, Any]) -> str | None:
         return {"first 0": "finish length", "second 1": "finish length"}.get(body["messages"][-1]["content"])
@@ -480,3 +480,4 @@ def test_prepare_server_truncated_replies_are_dropped_or_shortened(
     assert [len(record["messages"]) for record in found] == [2] + [4] * 10
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["dropped"] == {"truncated": 1} and summary["shortened"] == 1 and summary["found"]["truncated"] == 2
+    assert "within prepare.max_new_tokens are dropped; raise it to keep more" in " ".join(capfd.readouterr().out.split())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
 from drafttrain.drafters import families
 from drafttrain.drafters.common.dynamic_tree import DynamicTree
 from drafttrain.drafters.common.proposal import BestFirst, TreeOptions, TreeProposal
@@ -59,7 +60,7 @@ def test_best_first_tree_nodes_equal_heap_search(subtests: pytest.Subtests) -> N
             with subtests.test(slots=slots, vocab=vocab, nodes=nodes, sharp=sharp):
                 logits_BKV = logits(slots, vocab, sharp)
                 with torch.inference_mode():
-                    tree = grower.from_slots(torch.arange(4), logits_BKV)
+                    tree = grower.from_slots(torch.arange(4), logits_BKV, None, Sampling())
                 assert tree.token_BN[:, 0].tolist() == [0, 1, 2, 3]
                 for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
                     wanted = searched(log_p_KV, nodes)
@@ -67,10 +68,19 @@ def test_best_first_tree_nodes_equal_heap_search(subtests: pytest.Subtests) -> N
                 assert len(wanted) == min(nodes, sum(vocab**d for d in range(1, slots + 1)))
 
 
+def test_best_first_tree_temperature_equals_heap_search_of_divided_logits() -> None:
+    logits_BKV = logits(7, 64, 2.0)
+    grower = BestFirst.of(7, 20, 64, torch.device("cpu"), 0.25)
+    for sampling, temperature in ((Sampling(), 0.25), (Sampling(0.5), 0.5), (Sampling(0.1), 0.25)):
+        tree = grower.from_slots(torch.zeros(4).long(), logits_BKV, None, sampling)
+        for row, log_p_KV in enumerate((logits_BKV / temperature).log_softmax(-1)):
+            assert set(paths_of(tree, row)) == set(searched(log_p_KV, 20))
+
+
 def test_best_first_tree_with_depth_limit_equals_heap_and_sorts_siblings() -> None:
     logits_BKV, grower = logits(5, 70, 2.0), BestFirst.of(5, 20, 70, torch.device("cpu"))
     for depth in (1, 3, 9):
-        tree = grower.from_slots(torch.zeros(4).long(), logits_BKV, depth=depth)
+        tree = grower.from_slots(torch.zeros(4).long(), logits_BKV, None, Sampling(), depth)
         for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
             found = paths_of(tree, row)
             assert set(found) == set(searched(log_p_KV[:depth], 20))
@@ -82,7 +92,7 @@ def test_best_first_tree_with_depth_limit_equals_heap_and_sorts_siblings() -> No
 def test_best_first_tree_tied_scores_give_distinct_paths() -> None:
     """Flat logits, and drafts so sure that a child is as likely as its parent."""
     for logits_BKV in (torch.zeros(2, 4, 70), torch.full((2, 4, 70), -200.0).index_fill_(2, torch.tensor([3]), 200.0)):
-        tree = BestFirst.of(4, 30, 70, torch.device("cpu")).from_slots(torch.zeros(2).long(), logits_BKV)
+        tree = BestFirst.of(4, 30, 70, torch.device("cpu")).from_slots(torch.zeros(2).long(), logits_BKV, None, Sampling())
         for row in range(2):
             assert len(set(paths_of(tree, row))) == 30
     assert (3, 3, 3, 3) in paths_of(tree, 0)
@@ -90,8 +100,8 @@ def test_best_first_tree_tied_scores_give_distinct_paths() -> None:
 
 def test_best_first_tree_is_no_less_likely_than_dynamic_tree() -> None:
     logits_BKV = logits(6, 70, 3.0)
-    best = BestFirst.of(6, 24, 70, torch.device("cpu")).from_slots(torch.zeros(4).long(), logits_BKV)
-    beams = DynamicTree(6, 4, 24).grower(torch.device("cpu")).from_slots(torch.zeros(4).long(), logits_BKV)
+    growers = BestFirst.of(6, 24, 70, torch.device("cpu")), DynamicTree(6, 4, 24).grower(torch.device("cpu"))
+    best, beams = (grower.from_slots(torch.zeros(4).long(), logits_BKV, None, Sampling()) for grower in growers)
     gained = []
     for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
         mass = [

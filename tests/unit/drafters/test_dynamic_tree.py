@@ -14,15 +14,18 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import families
-from drafttrain.drafters.common.dynamic_tree import DynamicTree
+from drafttrain.drafters.common.dynamic_tree import DynamicTree, confidence
 from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.draft_model import DraftModel
 from drafttrain.drafters.hydra import HydraBase
 from drafttrain.drafters.medusa import Medusa
+from drafttrain.features.online import Online
+from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.model.target import FINAL, Taps
+from drafttrain.objective.losses import fit_tree_confidence, teacher_forced
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 
@@ -130,13 +133,15 @@ def likeliest(score: dict[tuple[int, ...], float], count: int) -> list[tuple[int
     return ranked[:count]
 
 
-def naive_dynamic(drafter: Drafter, row: int, depth: int, width: int, nodes: int) -> set[tuple[int, ...]]:
-    """The token paths that are kept."""
+def naive_dynamic(
+    drafter: Drafter, row: int, depth: int, width: int, nodes: int, temperature: float = 1.0
+) -> set[tuple[int, ...]]:
+    """The token paths that are kept. temperature: of the confidence."""
     beam, candidates = {(): 0.0}, {}
     for _ in range(depth):
         grown = {}
         for path, score in beam.items():
-            gain_V = naive_logits(drafter, row, list(path)).log_softmax(-1)
+            gain_V = (naive_logits(drafter, row, list(path)) / temperature).log_softmax(-1)
             best = likeliest({(t,): gain for t, gain in enumerate(gain_V.tolist())}, width)
             grown |= {(*path, t): score + float(gain_V[t]) for (t,) in best}
         candidates |= grown
@@ -212,6 +217,45 @@ def test_dynamic_tree_with_depth_limit_equals_naive_beam_search(target: HFTarget
         assert set(paths) == naive_dynamic(drafter, 0, min(depth, 4), 4, 13)
 
 
+@pytest.mark.parametrize("name", ["eagle", "hydra", "medusa", "draft_model"])
+def test_dynamic_tree_confidence_temperature_equals_naive_search_of_divided_logits(name: str, target: HFTarget) -> None:
+    drafter = built(name, target, tree="dynamic", draft_length=4, width=4, nodes=13)
+    plain = proposed(drafter, None)
+    drafter.use_decode_settings(drafter.decode_settings() | {"confidence_temperature": 0.25})
+    tree = proposed(drafter, None)
+    for row in range(3):
+        assert set(token_paths(tree, row)) == naive_dynamic(drafter, row, 4, 4, 13, 0.25)
+    drafter.use_decode_settings({"nodes": 13})  # of a checkpoint that knows of none
+    assert torch.equal(proposed(drafter, None).token_BN, plain.token_BN)
+
+
+def test_confidence_of_rows_with_own_temperatures_divides_by_the_greater() -> None:
+    logits_BWV, rows = torch.randn(3, 2, 8), Sampling(1.0, temperature_B=torch.tensor([0.1, 0.5, 2.0]))
+    divided_BWV = confidence(logits_BWV, 0.25, rows)
+    assert torch.equal(divided_BWV, logits_BWV / torch.tensor([0.25, 0.5, 2.0])[:, None, None])
+    assert confidence(logits_BWV, 1.0, rows) is logits_BWV
+    half_BWV = logits_BWV.bfloat16()
+    assert torch.equal(confidence(half_BWV, 0.125, Sampling()), half_BWV * 8)
+
+
+def test_fitted_confidence_of_target_as_its_own_drafter_is_sharp_and_of_another_is_not(target: HFTarget) -> None:
+    """The target as drafter always finds the likeliest token, however flat the distribution; a random drafter knows nothing."""
+    token_BT = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(3))
+    found = {}
+    for name, options in (("draft_model", {"blocks": 4}), ("eagle", {})):
+        drafter = built(name, target, tree="dynamic", draft_length=3, **options)
+        if name == "draft_model":
+            drafter.load_state_dict(
+                families()[name].build(families()[name].options(family=name, **options), target).state_dict()
+            )
+        text = TrainBatch(token_BT, torch.arange(24).expand(2, -1), torch.zeros_like(token_BT), token_BT >= 0)
+        fit_tree_confidence(drafter, [teacher_forced(drafter, target, Online(target, drafter.taps).fill(text))])
+        found[name] = drafter.proposal.settings()["confidence_temperature"]
+    assert found == {"draft_model": 0.125, "eagle": 1.0}
+    chain = built("eagle", target)
+    assert teacher_forced(chain, target, Online(target, chain.taps).fill(text)).loss_T is None
+
+
 def test_dynamic_tree_tied_scores_keep_parent_of_every_node() -> None:
     """Drafters so sure that a child's path is as likely as its parent's, to the last bit."""
     from drafttrain.drafters.common.dynamic_tree import Scored, TreeLevel
@@ -225,7 +269,7 @@ def test_dynamic_tree_tied_scores_keep_parent_of_every_node() -> None:
     tree = (
         DynamicTree(5, 3, 4)
         .grower(torch.device("cpu"))
-        .grow(torch.zeros(2).long(), Scored(sure, torch.zeros(2, 1, 4)), score, None, None)
+        .grow(torch.zeros(2).long(), Scored(sure, torch.zeros(2, 1, 4)), score, None, Sampling(), None)
     )
     assert tree.parent_BN.tolist() == [[-1, 0, 1, 2, 3]] * 2 and tree.token_BN.tolist() == [[0, 3, 3, 3, 3]] * 2
 

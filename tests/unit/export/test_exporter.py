@@ -22,6 +22,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META
+from drafttrain.drafters.tuned_settings import keep_tuned
 from drafttrain.export import golden as material
 from drafttrain.export.exporter import CardFigures, ExportSettings, check_wanted, refusals
 from drafttrain.export.files import DTYPES
@@ -545,6 +546,13 @@ def test_model_card_shows_measured_acceptance_and_speedup(tmp_path: Path) -> Non
         "0.33",
     ):
         assert text in card, text
+    for name, said in (
+        ("tree, depth 2, 8 nodes", ""),
+        ("draft length 2", "; not measured since it was tuned to a draft length 2"),
+    ):
+        keep_tuned(found.directory, {1: {"draft_length": 2}}, {"proposals": {"1": name}})
+        written(found, golden, "vllm", tmp_path / name, "bfloat16")
+        assert ("; not measured" in (card := (tmp_path / name / "README.md").read_text())) is bool(said) and said in card
 
 
 def test_golden_sequences_have_two_lengths_within_vocabulary() -> None:

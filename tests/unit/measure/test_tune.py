@@ -23,7 +23,7 @@ from drafttrain.drafters.tuned_settings import TUNED, draft_up_to, keep_tuned, t
 from drafttrain.measure import DecodeOptions, TuneOptions, tuning
 from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
-from drafttrain.measure.tuning import DEFAULT, Tuner, shapes_of, surface, winner
+from drafttrain.measure.tuning import DEFAULT, PLAIN, STORED, ProposalShape, Tuner, shapes_of, surface, winner
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Preferred
 from drafttrain.objective.losses import Hits
@@ -159,7 +159,7 @@ def test_tune_command_chooses_for_each_batch_size_from_one_pass_of_acceptance(
     hits, predict = tuning.forced_hits, tuning.surface
     monkeypatch.setattr(tuning, "forced_hits", lambda *given: passes.append(1) or hits(*given))
     monkeypatch.setattr(tuning, "surface", lambda *given: costs.append(given[4]) or predict(*given))
-    keep_tuned(path, {1: {"draft_length": 3}, 16: {"draft_length": 1}}, {})
+    keep_tuned(path, {16: {"draft_length": 1}}, {})
     assert command("tune", f"checkpoint={path}", *QUICK, "decode.max_new_tokens=16", "measure.batch_sizes=[1,2,4]") == 0
     assert len(passes) == 1 and costs == [1, 2] and len(races) == 4
     tuned = tuned_settings(path)
@@ -170,6 +170,43 @@ def test_tune_command_chooses_for_each_batch_size_from_one_pass_of_acceptance(
         "batch sizes that were not tuned: 4, more than the 2 prompts" in said
         and "batch 2, 1.25x the speed of plain decoding: " in said
     )
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_tune_command_races_stored_choice_and_says_what_is_within_noise(
+    command: Callable[..., int],
+    loaded: LoadedTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, stored = saved(tmp_path, loaded, "draft_model", blocks=11, draft_length=4), {"draft_length": 3}
+    keep_tuned(path, {1: stored | {"speedup": 1.3}}, {})
+
+    def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
+        speeds = {DEFAULT: [1.0, 1.0], STORED: [1.4, 1.8], "chosen": [1.5, 1.5], PLAIN: [2.0, 2.2]}
+        return {label: speeds.get(label, [1.3, 2.0]) for label in settings}
+
+    monkeypatch.setattr(tune_file.Tuner, "race", race)
+    monkeypatch.setattr(tuning, "shapes_of", lambda *given: [ProposalShape(2, 2, settings={"draft_length": 2})])
+    assert command("tune", f"checkpoint={path}", *QUICK, "measure.limit=2") == 0
+    assert tuned_settings(path) == {1: stored | {"speedup": 0.715909}}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "as stored: 1.50x the speed of the proposal as trained on the other prompts" in said
+    assert "; draft length 2, 1.65x against 1.60x, is faster within noise only" in said
+    assert "batch 1: plain decoding is faster than every proposal here" in said
+
+
+def test_measure_draft_length_by_hand_cuts_trained_proposal_not_tuned_one(loaded: LoadedTarget, tmp_path: Path) -> None:
+    path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
+    keep_tuned(path, {1: {"draft_length": 1}}, {})
+    for settings, proposal in (({}, "draft length 1"), ({"decode.draft_length": 3}, "draft length 3")):
+        found = dt.measure_drafter(
+            loaded, dt.load_drafter(path, loaded), prompts=["a b a b a b"], max_new_tokens=4, minutes=0.01,
+            out=tmp_path / proposal, settings=settings, quiet=True,
+        )  # fmt: skip
+        assert found.report["checkpoints"][0]["proposal"] == proposal
+        assert any("decode.json has no effect" in note for note in found.report["measure"]["notes"]) is bool(settings)
 
 
 @pytest.mark.usefixtures("no_picture")

@@ -128,9 +128,9 @@ def logits_of(drafter: Any, target: HFTarget, batch: TrainBatch, row: int, sourc
     seen: list[Tensor] = []
     chosen = StaticTree.from_slots
 
-    def spy(self: Any, root_B: Tensor, logits_BKV: Tensor, ids: Any = None, depth: int | None = None) -> Any:
+    def spy(self: Any, root_B: Tensor, logits_BKV: Tensor, *others: Any) -> Any:
         seen.append(logits_BKV[0, : slots + 1])
-        return chosen(self, root_B, logits_BKV, ids, depth)
+        return chosen(self, root_B, logits_BKV, *others)
 
     token_1A = torch.tensor([text[:-1]])
     filled = Online(target, drafter.taps).fill(
