@@ -273,6 +273,14 @@ def test_merged_drafter_with_longer_lookup_keeps_ranks_and_loss(middle: dict[str
         torch.testing.assert_close(*(Objective(d, target(), LossOptions(name=name))(filled)[0] for d in (drafter, learner)))
 
 
+def test_merged_drafter_fits_confidence_of_its_lead_alone() -> None:
+    grown = {"family": "medusa", "heads": 3, "tree": "dynamic", "width": 4}
+    drafter = merged(grown, {"family": "prompt_lookup"})
+    assert drafter.proposal.grows and not merged(MEDUSA, LOOKUP).proposal.grows
+    drafter.proposal.fit_confidence(torch.tensor([4.0, 3.0, 2.0, 5.0]))
+    assert drafter.decode_settings()["middle"]["confidence_temperature"] == 0.25
+
+
 def test_merged_drafter_tuned_tree_fits_with_other_drafter() -> None:
     drafter = merged({"family": "medusa", "heads": 3}, {"family": "prompt_lookup", "draft_length": 242})
     texts = [torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))]
