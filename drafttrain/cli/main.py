@@ -143,7 +143,7 @@ def _dispatch(arguments: list[str]) -> int:
         named = keys & {"recipe", "drafter", "resume"}
         if keys & {"target", "target.path"} and not named and os.environ.get("RANK", "0") == "0":
             print(NO_RECIPE, file=sys.stderr)
-    if flags.plan and not (command == "export" and flags.overrides):
+    if flags.plan and not (command == "export" and keys & {"recipe", "drafter"} and "checkpoint" not in keys):
         raise UserError(f"{PLAN} says what an export would give: drafttrain export {PLAN} recipe=NAME target=DIR")
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
     from drafttrain.runs.options import understood  # with what they import, which help does without

@@ -58,7 +58,9 @@ def _measured(options: RunOptions) -> Measured | None:
         return None
     rows = rows_of(find_runs([named]).reports, "best")
     if not rows:
-        raise UserError(f"{named} was not measured; measure it: drafttrain measure checkpoint={named}")
+        raise UserError(
+            f"{named} has no report of its own; give report=DIR, the folder that drafttrain measure checkpoint={named} prints"
+        )
     if len(rows) > 1:
         raise UserError(f"{named} holds {len(rows)} reports; name one of them, such as report={rows[0].run.where}")
     return Measured.of(f"{rows[0].label} {rows[0].entry['name']}", rows[0].entry)

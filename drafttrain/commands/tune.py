@@ -95,10 +95,10 @@ def tune_run(
         print_note(console, f"tuning was left out: {error}")
         return False
     for found in search_result["batch_sizes"]:
-        chosen, line = found["chosen"], f"nothing is faster than {DEFAULT}"
+        chosen, line = found["chosen"], "nothing is faster than the trained proposal"
         if chosen["better"]:
-            line = f"{chosen['name']}, {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT}"
-        print_line(console, f"tuning, batch {found['batch_size']}: {line} on {len(cases)} held-out conversations")
+            line = f"{chosen['name']}, {chosen['over_default']:.2f}x as fast as the trained proposal"
+        print_line(console, f"tuning, batch {found['batch_size']}: {line}, on {len(cases)} held-out conversations")
     if loaded.target.part.first and _changes_drafting(search_result):
         for directory in checkpoints:
             keep_tuned(directory, _by_size(search_result), _about(search_result))
@@ -137,10 +137,10 @@ def _write(found: dict[str, Any], folder: Path) -> None:
 
 
 def _print_finalists(found: dict[str, Any], console: Console) -> None:
-    columns = ("proposal", "expected tau", "predicted speedup over plain", "measured")
+    columns = ("proposal", "expected tau", "predicted, over plain decoding", f"measured, over {DEFAULT}")
     for result in found["batch_sizes"]:
-        title = f"batch {result['batch_size']}, {found['objective']}: speed compared with {DEFAULT}"
-        table = cells.console_table(f"{title}, on the first half of the prompts", columns, left=("proposal",))
+        title = f"batch {result['batch_size']}, {found['objective']}: speed on the first half of the prompts"
+        table = cells.console_table(title, columns, left=("proposal",))
         for row in result["finalists"]:
             bold = "bold" if row["name"] == result["chosen"]["name"] else ""
             speeds = ("-" if speed is None else f"{speed:.2f}x" for speed in (row["predicted_speedup"], row["raced"]))
@@ -151,8 +151,7 @@ def _print_finalists(found: dict[str, Any], console: Console) -> None:
 def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: Console) -> None:
     """Print the choices, and write them where one is faster. Batch sizes that were tuned before keep their settings."""
     for result in found["batch_sizes"]:
-        over_plain = f"{result['chosen'][SPEEDUP]:.2f}x the speed of plain decoding"
-        print_line(console, f"batch {result['batch_size']}, {over_plain}: {_effect(result)}")
+        print_line(console, f"batch {result['batch_size']}: {_effect(result)}")
         if result["chosen"]["plain_is_faster"]:
             print_line(console, f"batch {result['batch_size']}: plain decoding is faster than every proposal here")
     if not _changes_drafting(found):
@@ -168,14 +167,17 @@ def _effect(result: dict[str, Any]) -> str:
     name, fastest = chosen["name"], chosen["fastest"]
     if "draft_temperature" in chosen["settings"]:
         name += f", draft temperature {chosen['settings']['draft_temperature']:g}"
-    effect = "nothing was faster" if not chosen["settings"] else f"{name} is not faster on the other prompts"
-    effect += f" ({chosen['over_default']:.2f}x)"
+    over_plain = f"{chosen[SPEEDUP]:.2f}x as fast as plain decoding"
+    over_trained = f"{chosen['over_default']:.2f}x as fast as the trained proposal"
+    effect = f"nothing was faster than the trained proposal, {over_plain}"
     if chosen["better"]:
-        effect = f"{name}: {chosen['over_default']:.2f}x the speed of the proposal {DEFAULT} on the other prompts"
+        effect = f"{name}: {over_trained} and {over_plain} on the other prompts"
+    elif chosen["settings"]:
+        effect = f"{name} is not faster on the other prompts: {over_trained}, which is {over_plain}"
     if fastest == chosen["name"]:
         return effect
     speeds = {row["name"]: row["raced"] for row in result["finalists"]}
-    return f"{effect}; {fastest}, {speeds[fastest]:.2f}x against {speeds[chosen['name']]:.2f}x, is faster within noise only"
+    return f"{effect} ({fastest} came out faster, {speeds[fastest]:.2f}x to {speeds[chosen['name']]:.2f}x, but within noise)"
 
 
 def _by_size(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -213,7 +215,7 @@ def _by_hand(decode: DecodeOptions) -> list[str]:
 
 def _check(options: RunOptions) -> None:
     if options.checkpoint is None:
-        raise UserError("checkpoint is not set; name a step-NNNNN directory of a run with checkpoint=DIR")
+        raise UserError("checkpoint is not set; name a run, or one of its step-NNNNN directories, with checkpoint=DIR")
     if set_by_hand := _by_hand(options.decode):
         raise UserError(f"decode.{set_by_hand[0]} is set, but tune chooses it or tests without it; leave it out")
 

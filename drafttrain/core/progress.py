@@ -83,7 +83,10 @@ def stages(console: Console) -> Iterator[Watch]:
 
         def watch(name: str, done: int, total: int, tokens: int) -> None:
             if name not in stage_of:  # the first part's tokens have no start time
+                for earlier in stage_of.values():  # one may end before its last part
+                    progress.stop_task(earlier.task)
                 stage_of[name] = StageProgress(progress, name, total, done)
+                stage_of[name].update(done)
                 return
             tokens_of[name] += tokens
             seconds = max(monotonic() - stage_of[name].began, 1e-6)

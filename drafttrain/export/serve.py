@@ -143,10 +143,13 @@ def _transformers(served: ServingCommand) -> str:
 
 
 def _openvino(served: ServingCommand) -> str:
-    convert_command = f"optimum-cli export openvino -m {quote(served.directory)} --task text-generation-with-past"
-    if served.method == "draft_model":
-        return f'{convert_command} ov-draft\nopenvino_genai.draft_model("ov-draft", "CPU")'
-    lines, model_dir = [f"{convert_command} --trust-remote-code ov-draft"], "ov-draft"
+    convert_command, model_dir = "optimum-cli export openvino --task text-generation-with-past -m", "ov-draft"
+    trust = "" if served.method == "draft_model" else "--trust-remote-code "  # optimum asks for it, for files without code too
+    lines = [
+        f"{convert_command} {quote(served.target)} ov-target",
+        f"{convert_command} {quote(served.directory)} {trust}ov-draft",
+    ]
+    lines += ["python - <<'END'", "import openvino, openvino_genai"]
     if served.method == "eagle3":
         ids, model_dir = " ".join(str(k - 1) for k in served.source.layer_inputs), "ov-draft-eagle3"
         lines += [
@@ -154,7 +157,11 @@ def _openvino(served: ServingCommand) -> str:
             f'model.set_rt_info("{ids}", "hidden_layers_list")',
             f'openvino.save_model(model, "{model_dir}/openvino_model.xml")',
         ]
-    return "\n".join([*lines, f'openvino_genai.draft_model("{model_dir}", "CPU")'])
+    lines += [
+        f'draft = openvino_genai.draft_model("{model_dir}", "CPU")',
+        'pipeline = openvino_genai.LLMPipeline("ov-target", "CPU", draft_model=draft)',
+    ]
+    return "\n".join([*lines, 'print(pipeline.generate("Hello", max_new_tokens=64))', "END"])
 
 
 def _llamacpp(served: ServingCommand) -> str:

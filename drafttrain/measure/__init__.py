@@ -19,7 +19,7 @@ class MeasureOptions:
     limit: int | None = at_least(None, 1)  # at most so many prompts of each file or set
     # at most so many turns of a dialogue; null: all. Each turn follows the target's own replies
     turns: int | None = at_least(None, 1)
-    minutes: float = 3.0  # time budget for all checkpoints; a short budget reduces repeats and timed prompts
+    minutes: float = at_least(3.0, 0)  # time budget for all checkpoints; a short budget reduces repeats and timed prompts
     repeats: int = at_least(3, 1)  # repeats of the timing; contenders alternate within each
     timed_prompts: int = at_least(16, 1)  # prompts that are timed; acceptance is measured on all prompts
     batch_sizes: list[int] = at_least([1, 4], 1)  # batch sizes to time; the first one gives the headline

@@ -271,8 +271,8 @@ def _origin(origin: dict[str, Any] | None) -> str:
     data_ll, target_ll = origin["log_likelihood"], origin["own_log_likelihood"]
     return (
         f"{author} Mean log-likelihood under the target, over {origin['replies']} replies: {data_ll:.2f} nats/token for the "
-        f"data, {target_ll:.2f} for the target's own replies to the same prompts at temperature 1. A drafter learns most from replies "
-        "like the target's own: far below that figure, let `drafttrain prepare` write them."
+        f"data, {target_ll:.2f} for the target's own replies to the same prompts at temperature 1. A drafter learns most from "
+        "replies like the target's own: if the data is far below, let `drafttrain prepare` write them."
     )
 
 

@@ -228,9 +228,8 @@ def _search(
     alternatives = [shape for shape in shapes if shape.paths != trained]
     finalists: dict[str, Settings] = {str(shape): shape.settings for shape in alternatives}
     stored = {key: setting for key, setting in tuner.stored.get(tuner.batch_size, {}).items() if key != SPEEDUP}
-    if stored and stored not in finalists.values():
-        finalists = {STORED: stored} | finalists
-    finalists = {DEFAULT: {}} | finalists
+    label = next((label for label, settings in finalists.items() if settings == stored), STORED)
+    finalists = {DEFAULT: {}} | ({label: stored} if stored else {}) | finalists
     budget, share = tuner.bench.budget, 0.5 if deciding else 1.0
     raced = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, share * (end - budget.used))
     name, fastest_name = winner({label: raced[label] for label in finalists}), max(finalists, key=lambda n: median(raced[n]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, read_meta
 from drafttrain.export.exporter import planned
 from drafttrain.export.opened import Opened
-from drafttrain.export.serve import NO_LOADER, STACKS
+from drafttrain.export.serve import STACKS
 from drafttrain.export.table import load_it, loads, rows, stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.runs.options import RunOptions
@@ -39,14 +39,19 @@ def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, sa
     loadable, refused = planned(Opened.in_memory(meta, drafter, loaded), _dtype(loaded))
     if loadable:
         say(f"{load_it(loadable).removesuffix(' it')} this drafter")
-    by_reason: dict[str, list[str]] = {}
-    for stack, reason in refused.items():
-        by_reason.setdefault(reason.replace(stack, "the stack"), []).append(stack)
-    for reason, stacks in by_reason.items():
+    for reason, stacks in _by_reason({stack: reason.replace(stack, "the stack") for stack, reason in refused.items()}).items():
         say(f"  not {', '.join(stacks)}: {reason if len(stacks) > 1 else refused[stacks[0]]}")
     for stack in options.export.stacks:
         if stack not in loadable:
             raise UserError(f"export.stacks names {stack}, which cannot load this drafter: {refused[stack]}")
+
+
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """The stacks of each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for stack, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(stack)
+    return by_reason
 
 
 def stacks_of(checkpoint: Path, loaded: LoadedTarget) -> list[str]:
@@ -79,6 +84,5 @@ def plan(options: RunOptions, say: Callable[[str], None]) -> None:
     run_options = replace(options, export=replace(options.export, stacks=[*options.export.stacks, *requested_stacks]))
     check_named(run_options)
     check_stacks(run_options, loaded, drafter, say)
-    unloadable = [stack for stack, row in rows(family).items() if row == NO_LOADER]
-    if unloadable:
-        say(f"  not {', '.join(unloadable)}: {NO_LOADER}")
+    for reason, stacks in _by_reason({stack: row for stack, row in rows(family).items() if isinstance(row, str)}).items():
+        say(f"  not {', '.join(stacks)}: {reason}")

@@ -71,7 +71,7 @@ def test_fit_stores_and_reports_proposal_that_is_fastest_on_held_out_prompts(
     proposals = {s["value"]: s["proposal"] for s in entry["slices"] if s["by"] == "batch_size"}
     assert proposals[1] == entry["proposal"] != proposals[4] == proposals[8], "each size with its own"
     assert f"| batch size 4: {proposals[4]} |" in (run / "report.md").read_text()
-    assert "1.50x the speed of the proposal as trained on 4 held-out conversations" in said
+    assert "1.50x as fast as the trained proposal, on 4 held-out conversations" in said
     assert "drafttrain export checkpoint=outputs/medusa/" in said, "a next step, since stacks load the family"
 
 

@@ -52,7 +52,7 @@ def refuse(source: ExportSource, reads: Reads) -> str | None:
     options, stack, layer_ids, blocks = source.options, source.stack, source.layer_inputs, source.shape.blocks
     for flag in FLAGS:
         if options.get(flag) and flag not in reads:
-            return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
+            return f"it has {flag}, which {stack} does not read; train with drafter.{flag}=false"
     if options.get("layers", 1) > 1 and "layers" not in reads:
         return f"it has {options['layers']} layers, and {stack} is known to read one; train with drafter.layers=1"
     reason = refuse_last_block(source, reads) or refuse_windows(source, reads)
@@ -76,9 +76,9 @@ def refuse_parallel(source: ExportSource, reads: Reads) -> str | None:
     """Why a stack cannot load this P-EAGLE drafter; None where it can."""
     for flag, behaviour in (("fc_norm", "vLLM drops"), ("norm_before_fc", "vLLM is not known to read")):
         if source.stack == "speculators" and source.options.get(flag):
-            return f"it was trained with {flag}, which {behaviour} from these files; export it with format=vllm"
+            return f"it has {flag}, which {behaviour} from these files; export it with format=vllm"
     if source.stack == "vllm" and source.options.get("qk_norm"):
-        return "it was trained with qk_norm, which vllm is not known to read here; train with drafter.qk_norm=false"
+        return "it has qk_norm, which vllm is not known to read here; train with drafter.qk_norm=false"
     return refuse_last_block(source, reads) or refuse_windows(source, reads)
 
 

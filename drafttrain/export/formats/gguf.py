@@ -58,7 +58,10 @@ CAPTURED = (
     "lfm2", "lfm2_moe", "minimax", "minimax_m2", "mimo_v2_flash", "nemotron_h", "hunyuan_v1_dense", "hunyuan_vl_text",
     "muse_glimmer_text",
 )  # fmt: skip
-TARGET_NOTE = "target.gguf is the target as GGUF. Export with with_target=true writes it, and so does llama.cpp's converter."
+TARGET_NOTE = (
+    "`target.gguf` is the target as GGUF. Exporting `with_target=true` writes it here; llama.cpp's `convert_hf_to_gguf.py` "
+    "makes it too."
+)
 ONE_AT_A_TIME = (
     "Build 11434 accepts far fewer drafts while it decodes several requests; add --parallel 1 to serve one at a time."
 )

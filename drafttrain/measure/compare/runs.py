@@ -206,7 +206,9 @@ def _of_checkpoint(directory: Path) -> RunReport:
         run_report = _local(run / FILE)
         if any(_checkpoint_name(entry["name"]) == directory.name for entry in run_report.report["checkpoints"]):
             return RunReport(str(directory.parent.parent), run_report.report, run_report.config, directory.name)
-    raise UserError(f"{directory} was not measured by its run; measure it: drafttrain measure checkpoint={directory}")
+    raise UserError(
+        f"{directory} was not measured by its run; name the folder that drafttrain measure checkpoint={directory} prints"
+    )
 
 
 def _checkpoint_name(entry: str) -> str:

@@ -150,7 +150,12 @@ def test_tuned_sums_scores_tuned_tree_on_held_out_texts() -> None:
 def test_console_table_shows_intervals_within_80_columns() -> None:
     entry = entry_of(12400, 2.2, 1.25) | {"expected_tau": 2.22, "expected_tau_interval": [2.0612, 12.3849], "best": True}
     entry |= {"alpha_by_position": [[0.74, 0.7, 0.8]] * 5, "prompts": 56, "exact_matches": 56}
-    report = {"drafter": {"family": "medusa"}, "checkpoints": [entry], "best": entry["name"]}
+    report = {
+        "drafter": {"family": "medusa"},
+        "measure": {"prompts": "embedded"},
+        "checkpoints": [entry],
+        "best": entry["name"],
+    }
     console = Console(width=80, file=io.StringIO())
     console.print(console_table(report))
     said = console.file.getvalue()  # type: ignore[attr-defined]

@@ -306,7 +306,7 @@ def test_export_max_shard_size_splits_weights_with_index(tmp_path: Path) -> None
 
 REFUSED = {  # by case and stack: what the message says
     "eagle3-normed": {
-        "openvino": "trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, .*load it",
+        "openvino": "it has fc_norm, which openvino does not read; .*vllm, sglang, trtllm, .*load it",
     },
     "eagle3-last": {"sglang": "last block, and sglang .* train with drafter.target_layer_ids below 3; vllm loads it unchanged"},
     "eagle3-stretched": {"trtllm": "scaling of the type yarn with truncate, which trtllm is not .*; speculators, openvino"},
@@ -317,8 +317,8 @@ REFUSED = {  # by case and stack: what the message says
     "eagle3-others": {
         "trtllm": "norm_before_fc, which trtllm does not read; train with .*; vllm, sglang, .*load it",
     },
-    "eagle3-qwen3": {"vllm": "trained with qk_norm, which vllm does not read; .*; speculators loads it"},
-    "peagle-together": {"speculators": "trained with norm_before_fc, which vLLM is not known to read from these"},
+    "eagle3-qwen3": {"vllm": "it has qk_norm, which vllm does not read; .*; speculators loads it"},
+    "peagle-together": {"speculators": "it has norm_before_fc, which vLLM is not known to read from these"},
     "eagle3": {"lmdeploy": "blocks 2, n / 2 and n - 3, which are not three in a target of 4 blocks"},
     "eagle-bias": {"vllm": "fc has a trained bias, which vllm cannot load; train with drafter.bias=false; sglang load"},
     "hydra-deep": {

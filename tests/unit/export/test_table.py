@@ -44,7 +44,7 @@ def test_export_to_new_stack_of_existing_format_passes_parity(tmp_path: Path) ->
 @pytest.mark.usefixtures("mystack")
 def test_new_stack_refuses_what_its_row_does_not_read(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "run", "eagle3-normed")
-    with pytest.raises(UserError, match=r"trained with norm_output, which mystack does not read; .*vllm, sglang, trtllm, spec"):
+    with pytest.raises(UserError, match=r"it has norm_output, which mystack does not read; .*vllm, sglang, trtllm, spec"):
         export(found, golden, ExportSettings(["mystack"], tmp_path / "out", "float32", False))
     with pytest.raises(UserError, match="peagle cannot be exported to mystack: it has no loader for this family; vllm, spec"):
         table.stacks_for("peagle", "mystack")

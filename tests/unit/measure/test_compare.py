@@ -326,7 +326,7 @@ def test_compare_mistakes_are_named_in_one_line(
             {},
             "the runs were measured under different conditions and cannot be ranked; they differ in threads (1; 9)",
         ),
-        (["run/checkpoints/step-00009"], {}, "run/checkpoints/step-00009 was not measured by its run; measure it"),
+        (["run/checkpoints/step-00009"], {}, "run/checkpoints/step-00009 was not measured by its run; name the folder"),
     ]
     (tmp_path / "empty").mkdir()
     write(tmp_path / "fine", report())

@@ -143,7 +143,7 @@ def test_tune_command_faster_settings_are_stored_and_decoded_with(
     (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
     (found,) = json.loads(kept.read_text())["batch_sizes"]
     assert found["chosen"]["better"] and len(found["surface"]) > 2 and (kept.parent / "surface-1.png").stat().st_size > 1000
-    assert "1.25x the speed of the proposal as trained on the other prompts" in capsys.readouterr().out
+    assert ": 1.25x as fast as the trained proposal and " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_picture")
@@ -168,7 +168,7 @@ def test_tune_command_chooses_for_each_batch_size_from_one_pass_of_acceptance(
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "batch sizes that were not tuned: 4, more than the 2 prompts" in said
-        and "batch 2, 1.25x the speed of plain decoding: " in said
+        and "1.25x as fast as the trained proposal and 1.25x as fast as plain decoding on the other prompts" in said
     )
 
 
@@ -192,8 +192,8 @@ def test_tune_command_races_stored_choice_and_says_what_is_within_noise(
     assert command("tune", f"checkpoint={path}", *QUICK, "measure.limit=2") == 0
     assert tuned_settings(path) == {1: stored | {"speedup": 0.715909}}
     said = " ".join(capsys.readouterr().out.split())
-    assert "as stored: 1.50x the speed of the proposal as trained on the other prompts" in said
-    assert "; draft length 2, 1.65x against 1.60x, is faster within noise only" in said
+    assert "batch 1: as stored: 1.50x as fast as the trained proposal and 0.72x as fast as plain decoding" in said
+    assert "(draft length 2 came out faster, 1.65x to 1.60x, but within noise)" in said
     assert "batch 1: plain decoding is faster than every proposal here" in said
 
 
@@ -221,7 +221,10 @@ def test_tune_command_slower_settings_are_not_stored(
     decide(monkeypatch, 0.97)
     assert command("tune", f"checkpoint={path}", *QUICK, "measure.limit=2") == 0
     assert tuned_settings(path) == {}
-    assert "is not faster on the other prompts (0.97x)\nnothing is written" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "is not faster on the other prompts: 0.97x as fast as the trained proposal, " in said and "nothing is written" in said
+    )
 
 
 @pytest.mark.usefixtures("no_picture")

@@ -59,5 +59,6 @@ def test_export_plan_flag_prints_plan_and_writes_nothing(command: Command, capfd
     assert "vllm, tgi load this drafter" in capfd.readouterr().out
     assert command("export", "--plan", "recipe=medusa", "format=sglang") == 2
     assert "medusa cannot be exported to sglang: it has no loader for this family" in capfd.readouterr().err
-    for words in (["fit", "--plan", "recipe=medusa"], ["export", "--plan"]):
+    plan = ["export", "--plan"]
+    for words in (["fit", "--plan", "recipe=medusa"], plan, [*plan, "target=x"], [*plan, "recipe=medusa", "checkpoint=x"]):
         assert command(*words) == 2 and "drafttrain export --plan recipe=NAME target=DIR" in capfd.readouterr().err

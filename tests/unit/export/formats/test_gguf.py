@@ -296,7 +296,7 @@ def test_gguf_rope_scaling_is_kept(rope: dict[str, Any], tmp_path: Path) -> None
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [  # case, how its target differs, what the message says
-    ("eagle3-normed", {}, "with fc_norm, which llamacpp does not read; .*; vllm, sglang, trtllm, .*load it"),
+    ("eagle3-normed", {}, "it has fc_norm, which llamacpp does not read; .*; vllm, sglang, trtllm, .*load it"),
     ("eagle3-last", {}, "taps the target's last block, and llamacpp is known .*; vllm loads it unchanged"),
     ("eagle3-two", {}, "taps 2 blocks, but llamacpp takes exactly three; .*; vllm, sglang, trtllm, .*load it"),
     ("dflash-shifted", {}, "its slots are shifted"),
