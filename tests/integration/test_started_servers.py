@@ -24,13 +24,16 @@ def begin(words: list[str]) -> forked.Forked:
 
 
 def servers(where: Path | str) -> list[psutil.Process]:
-    """The processes of servers that write into a folder below this one, or into the store of this master."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
+    """The processes of servers that write into a folder below this one, or into the store of this master.
+
+    A child that a server has forked has the server's command line until it executes its own: it does not count.
+    """
+    found = {}
+    for process in psutil.process_iter(["cmdline", "ppid"]):
         line = " ".join(process.info["cmdline"] or [])
         if "tests.standin.vllm" in line and str(where) in line:
-            found.append(process)
-    return found
+            found[process.pid] = process
+    return [process for process in found.values() if process.info["ppid"] not in found]
 
 
 def started(folder: Path, where: Path | str, *more: str) -> tuple[str, ...]:
