@@ -60,7 +60,7 @@ def test_fit_stores_and_reports_proposal_that_is_fastest_on_held_out_prompts(
     if gained < 1:
         assert rows == {"step-00001": True, "step-00002": True}
         assert kept == [{1: {"speedup": 1.0}, 4: {"speedup": 0.588235}}] * 2
-        assert "tuning, batch 4: nothing is faster than as trained on 4 held-out conversations" in said
+        assert "tuning, batch 4: nothing is faster than the trained proposal, on 4 held-out conversations" in said
         return
     (plain,) = rows.keys() - {"step-00001", "step-00002"}
     assert plain in ("step-00001 as trained", "step-00002 as trained") and not rows[plain] and rows[plain.split()[0]]
