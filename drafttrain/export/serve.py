@@ -127,7 +127,8 @@ def _scalar(text: str) -> str:
 def _speculators(served: ServingCommand) -> str:
     """vLLM serves them, and reads the verifier from the files. Without a method of vLLM's the library loads them."""
     if not served.method:
-        return f"speculators.SpeculatorModel.from_pretrained({served.directory!r})"
+        load = f"speculators.SpeculatorModel.from_pretrained({served.directory!r})"
+        return f"python - <<'END'\nimport speculators\n{load}\nEND"
     return f"{_runner(served)}vllm serve {quote(served.directory)}"
 
 

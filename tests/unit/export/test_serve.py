@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import subprocess
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import yaml
 
 from drafttrain.drafters import families
 from drafttrain.export.files import ExportSource
+from drafttrain.export.serve import STACKS
 from drafttrain.export.table import loads, serving_command
 from drafttrain.model.shapes import LayerShape
 
@@ -54,6 +56,15 @@ def test_serve_command_quotes_directory_names(subtests: pytest.Subtests) -> None
             words |= {str(value) for held in objects for value in held.values()}
             given = {word for word in words if " " in word and not word.startswith("{")}
             assert given and all(word.startswith((DRAFTER, TARGET)) for word in given - {"0 1"}), said
+
+
+def test_serve_command_of_shell_is_read_by_bash(subtests: pytest.Subtests) -> None:
+    for family, stack in EVERY:
+        if stack != "official" and not STACKS[stack].python:
+            with subtests.test(family=family, stack=stack):
+                said = serving_command(source_of(family, stack), DRAFTER)
+                checked = subprocess.run(["bash", "-n", "-c", said], capture_output=True, text=True, check=False)
+                assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_serve_command_has_tuned_length_of_chain_and_whole_block() -> None:
