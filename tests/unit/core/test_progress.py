@@ -45,6 +45,20 @@ def test_stages_that_continue_do_not_count_what_was_done_before(clock: list[floa
     assert lines == ["texts: 90 of 100, 2 tokens/s", "texts: 95 of 100, 2 tokens/s, 0:01:00 left"]
 
 
+def test_stages_that_end_early_or_in_one_part_stop_their_clocks() -> None:
+    now, text = [0.0], io.StringIO()
+    with stages(Console(file=text, width=100, get_time=lambda: now[0])) as watch:
+        watch("one part", 1, 1, 9)
+        now[0] += 7
+        watch("cut short", 1, 3, 9)
+        now[0] += 5
+        watch("cut short", 2, 3, 9)
+        watch("last", 1, 2, 9)
+        now[0] += 60
+    one, cut, _ = text.getvalue().splitlines()[-3:]
+    assert "0:00:00" in one and "0:00:05" in cut and "0:01:05" not in one + cut
+
+
 def test_counting_on_terminal_draws_the_bar_alone(clock: list[float]) -> None:
     text = io.StringIO()
     with counting(Console(file=text, width=200, force_terminal=True), "features", 4, "blocks/s") as advance:
