@@ -225,7 +225,7 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
     acceptance_PK, confidence_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
     predictions = [p for p in _predictions(drafter, batch) if p.counted]
-    loss_T = torch.zeros(len(TEMPERATURES), dtype=torch.float64) if drafter.proposal.grows else None
+    loss_T = torch.zeros(len(TEMPERATURES), device=token_P.device) if drafter.proposal.grows else None
     scores = _scores(predictions, batch, target, width, drafter.confident, loss_T)
     for prediction, (rank_M, acceptance_M, confidence_M) in zip(predictions, scores, strict=True):
         if not prediction.every_step:
@@ -251,7 +251,13 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     ).flatten()
     length_D = document_P[complete_P].unique_consecutive(return_counts=True)[1].tolist()
     confidence_MK = confidence_PK[complete_P].cpu() if confident else None
-    return Hits(rank_PK[complete_P].cpu(), acceptance_PK[complete_P].cpu(), length_D, confidence_MK, loss_T)
+    return Hits(
+        rank_PK[complete_P].cpu(),
+        acceptance_PK[complete_P].cpu(),
+        length_D,
+        confidence_MK,
+        None if loss_T is None else loss_T.cpu(),
+    )
 
 
 def fit_tree_confidence(drafter: Drafter, hits: Sequence[Hits]) -> None:
@@ -295,8 +301,8 @@ def _scores(
             if confident:
                 confidence_M[segment.row_C] = confidence_of(q_CV)
             if loss_T is not None:
-                loss_TC = torch.stack(
-                    [F.cross_entropy(q_CV.float() / t, p_CV.argmax(-1), reduction="none") for t in TEMPERATURES]
-                )
-                loss_T += loss_TC.where(loss_TC.isfinite(), 0.0).sum(1).double().cpu()
+                likeliest_C = p_CV.argmax(-1)
+                losses = [F.cross_entropy(q_CV.float() / t, likeliest_C, reduction="none") for t in TEMPERATURES]
+                loss_TC = torch.stack(losses)
+                loss_T += loss_TC.where(loss_TC.isfinite(), 0.0).sum(1)
     return step_scores
