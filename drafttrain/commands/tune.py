@@ -169,7 +169,7 @@ def _effect(result: dict[str, Any]) -> str:
         name += f", draft temperature {chosen['settings']['draft_temperature']:g}"
     over_plain = f"{chosen[SPEEDUP]:.2f}x as fast as plain decoding"
     over_trained = f"{chosen['over_default']:.2f}x as fast as the trained proposal"
-    effect = f"nothing was faster than the trained proposal, {over_plain}"
+    effect = f"nothing was clearly faster than the trained proposal, which is {over_plain}"
     if chosen["better"]:
         effect = f"{name}: {over_trained} and {over_plain} on the other prompts"
     elif chosen["settings"]:
@@ -203,7 +203,7 @@ def _about(found: dict[str, Any]) -> dict[str, Any]:
     facts = {key: found[key] for key in ("objective", "prompts", "environment", "decode")}
     gains = {str(result["batch_size"]): result["chosen"]["over_default"] for result in found["batch_sizes"]}
     names = {
-        str(result["batch_size"]): result["chosen"]["name"] for result in found["batch_sizes"] if result["chosen"]["better"]
+        str(result["batch_size"]): result["chosen"]["proposal"] for result in found["batch_sizes"] if result["chosen"]["better"]
     }
     return dict(rounded(facts | {"over_default": gains, PROPOSALS: names}))
 

@@ -62,8 +62,8 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
         drafter = chain_drafter(checkpoint, length, export.record["dtype"])
         cases, left_out = cases_of(options, checkpoint.loaded, length, console)
         ids, names = [case.tokens for case in cases], [case.question_id for case in cases]
-        whole = f"chains of {length}" + (f", so that every depth is checked; it serves {served}" if served != length else "")
-        print_line(console, f"{ENGINES[export.engine].label}: {len(ids)} prompts, {whole}")
+        remark = f" (its serving command has {served})" if served != length else ""
+        print_line(console, f"{ENGINES[export.engine].label}: {len(ids)} prompts, chains of {length}{remark}")
         with console.status("waiting for the engine"):
             outcome = run(export.engine, export.python, job_of(export, checkpoint, ids, ending, length))
         target_model = checkpoint.loaded.target

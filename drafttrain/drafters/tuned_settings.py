@@ -30,10 +30,10 @@ def tuned_settings(directory: Path) -> dict[int, dict[str, Any]]:
     return {int(n): settings for n, settings in sizes.items()}
 
 
-def tuned_proposal(directory: Path) -> str | None:
-    """What was chosen for the smallest batch size, named as reports name it; None: the trained proposal, or not known."""
-    named = ((_read(directory) or {}).get("tuned") or {}).get(PROPOSALS) or {}
-    return str(named[min(named, key=int)]) if named else None
+def tuned_proposal(directory: Path, batch_size: int) -> str | None:
+    """What was chosen for this batch size, named as reports name it; None: the trained proposal, or not known."""
+    tuned = (_read(directory) or {}).get("tuned") or {}
+    return tuned.get(PROPOSALS, {}).get(str(batch_size))
 
 
 def _read(directory: Path) -> dict[str, Any] | None:

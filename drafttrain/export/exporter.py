@@ -59,6 +59,7 @@ class CardFigures:
     speedup: float | None = None  # speed relative to plain decoding
     policy: str | None = None
     proposal: str | None = None  # the chain or tree that was measured
+    batch_size: int = 1  # with so many requests at a time
     chains: tuple[float, ...] = ()  # expected tau of a chain of one draft, of two and so on, on the same prompts
     device: str | None = None
     data: str | None = None  # path of the training data
@@ -76,6 +77,7 @@ class CardFigures:
                 entry.get("speedup"),
                 entry.get("policy"),
                 entry.get("proposal"),
+                entry.get("batch_size", 1),
                 tuple(entry.get("expected_tau_by_length") or ()),
                 report["environment"].get("device"),
                 (training.get("data") or {}).get("path"),
@@ -151,9 +153,9 @@ def _measured(source: ExportSource, measured: CardFigures) -> str:
     device = "" if measured.device is None else f" on {measured.device}"
     how = ", ".join(filter(None, (measured.proposal, f"policy {measured.policy}")))
     text = f"tau {measured.tau:.2f} tokens per decode step ({how}){speed}, in drafttrain's decoder{device}"
-    if (tuned := tuned_proposal(source.opened.directory)) in (None, measured.proposal):
+    if (tuned := tuned_proposal(source.opened.directory, measured.batch_size)) in (None, measured.proposal):
         return text
-    return f"{text}; not measured since it was tuned to a {tuned}"
+    return f"{text}; not measured since `drafttrain tune` chose: {tuned}"
 
 
 def _served(source: ExportSource, measured: CardFigures) -> dict[str, str]:

@@ -34,7 +34,7 @@ from drafttrain.model.target import Target
 from drafttrain.objective.losses import Hits, fit_tree_confidence
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
-DEFAULT, STORED, PLAIN = "as trained", "as stored", "plain decoding"
+DEFAULT, PLAIN = "as trained", "plain decoding"
 TINY = 1e-9  # least speed, of an output without time
 Settings = dict[str, Any]
 Contenders = Mapping[str, Settings | None]  # by name; None: plain decoding
@@ -161,6 +161,11 @@ class Tuner:
     def use(self, settings: Settings) -> None:
         self.drafter.use_decode_settings(with_tuned(self.trained, settings))
 
+    def named(self, settings: Settings) -> str:
+        """The proposal that these settings give, as reports name it."""
+        self.use(settings)
+        return str(ProposalShape.of(self.drafter, self.drafter.proposal.preferred.draft_length or self.drafter.draft_length))
+
     def race(self, name: str, settings: Contenders, cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
         """The speed of each of the settings on each batch of prompts / that of the first, by name.
 
@@ -225,11 +230,14 @@ def _search(
     tuner.use({})
     predicted, shapes = _predictions(tuner, hits)
     trained = tuple(tuner.drafter.proposal.paths)
-    alternatives = [shape for shape in shapes if shape.paths != trained]
+    own = tuner.trained.get("confidence_temperature", 1.0)  # the trained paths grow differently with another one
+    alternatives = [s for s in shapes if s.paths != trained or s.settings.get("confidence_temperature", own) != own]
     finalists: dict[str, Settings] = {str(shape): shape.settings for shape in alternatives}
     stored = {key: setting for key, setting in tuner.stored.get(tuner.batch_size, {}).items() if key != SPEEDUP}
-    label = next((label for label, settings in finalists.items() if settings == stored), STORED)
-    finalists = {DEFAULT: {}} | ({label: stored} if stored else {}) | finalists
+    if stored:
+        label = next((label for label, settings in finalists.items() if settings == stored), tuner.named(stored))
+        finalists = {label: stored} | finalists
+    finalists = {DEFAULT: {}} | finalists
     budget, share = tuner.bench.budget, 0.5 if deciding else 1.0
     raced = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, share * (end - budget.used))
     name, fastest_name = winner({label: raced[label] for label in finalists}), max(finalists, key=lambda n: median(raced[n]))
@@ -250,6 +258,7 @@ def _search(
         "chosen": {
             "name": name,
             "fastest": fastest_name,  # another one if it is within noise
+            "proposal": tuner.named(settings),
             "settings": settings,
             "over_default": gain,
             "better": gain > 1.0,
@@ -262,7 +271,7 @@ def _search(
 def winner(raced: Mapping[str, Sequence[float]]) -> str:
     """The fastest, or the first that it does not clearly beat: within noise the trained settings decide, then the prediction.
 
-    raced: the speed on each batch of prompts, first of `DEFAULT` and `STORED`, then of the others in the order of prediction.
+    raced: the speed on each batch of prompts, first as trained and as stored, then of the others in the order of prediction.
     """
     fastest = max(raced, key=lambda label: median(raced[label]))
     return next(label for label in raced if label == fastest or not clearly_faster(raced[fastest], raced[label]))

@@ -548,7 +548,7 @@ def test_model_card_shows_measured_acceptance_and_speedup(tmp_path: Path) -> Non
         assert text in card, text
     for name, said in (
         ("tree, depth 2, 8 nodes", ""),
-        ("draft length 2", "; not measured since it was tuned to a draft length 2"),
+        ("draft length 2", "; not measured since `drafttrain tune` chose: draft length 2"),
     ):
         keep_tuned(found.directory, {1: {"draft_length": 2}}, {"proposals": {"1": name}})
         written(found, golden, "vllm", tmp_path / name, "bfloat16")

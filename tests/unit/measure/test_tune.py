@@ -19,11 +19,11 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter
-from drafttrain.drafters.tuned_settings import TUNED, draft_up_to, keep_tuned, tuned_settings, with_tuned
+from drafttrain.drafters.tuned_settings import TUNED, draft_up_to, keep_tuned, tuned_proposal, tuned_settings, with_tuned
 from drafttrain.measure import DecodeOptions, TuneOptions, tuning
 from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
-from drafttrain.measure.tuning import DEFAULT, PLAIN, STORED, ProposalShape, Tuner, shapes_of, surface, winner
+from drafttrain.measure.tuning import DEFAULT, PLAIN, ProposalShape, Tuner, shapes_of, surface, winner
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Preferred
 from drafttrain.objective.losses import Hits
@@ -184,7 +184,7 @@ def test_tune_command_races_stored_choice_and_says_what_is_within_noise(
     keep_tuned(path, {1: stored | {"speedup": 1.3}}, {})
 
     def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
-        speeds = {DEFAULT: [1.0, 1.0], STORED: [1.4, 1.8], "chosen": [1.5, 1.5], PLAIN: [2.0, 2.2]}
+        speeds = {DEFAULT: [1.0, 1.0], "draft length 3": [1.4, 1.8], "chosen": [1.5, 1.5], PLAIN: [2.0, 2.2]}
         return {label: speeds.get(label, [1.3, 2.0]) for label in settings}
 
     monkeypatch.setattr(tune_file.Tuner, "race", race)
@@ -192,8 +192,9 @@ def test_tune_command_races_stored_choice_and_says_what_is_within_noise(
     assert command("tune", f"checkpoint={path}", *QUICK, "measure.limit=2") == 0
     assert tuned_settings(path) == {1: stored | {"speedup": 0.715909}}
     said = " ".join(capsys.readouterr().out.split())
-    assert "batch 1: as stored: 1.50x as fast as the trained proposal and 0.72x as fast as plain decoding" in said
+    assert "batch 1: draft length 3: 1.50x as fast as the trained proposal and 0.72x as fast as plain decoding" in said
     assert "(draft length 2 came out faster, 1.65x to 1.60x, but within noise)" in said
+    assert tuned_proposal(path, 1) == "draft length 3"
     assert "batch 1: plain decoding is faster than every proposal here" in said
 
 
