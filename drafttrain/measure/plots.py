@@ -199,7 +199,7 @@ def data_plot(data: Entry | None, path: Path) -> Path | None:
 
 
 def tuning_plot(surface: Sequence[Entry], chosen: Entry, path: Path) -> Path | None:
-    """Draw predicted speedup over plain decoding, and mark the chosen settings; None without a prediction.
+    """Draw predicted speedup over plain decoding, and mark the chosen proposal if it is a predicted one; None without any.
 
     By nodes, with a line for each depth; by depth alone where the depth decides the nodes.
     """
@@ -213,10 +213,9 @@ def tuning_plot(surface: Sequence[Entry], chosen: Entry, path: Path) -> Path | N
         x, y = zip(*sorted((s[x_key], s["speedup"]) for s in points), strict=True)
         label = None if depth is None else f"depth {depth}"
         axes.plot(x, y, marker="o", markersize=4, linewidth=1.6, color=colour(i), label=label)
-    if (depth := chosen["settings"].get("draft_length")) is not None:
-        nodes = len(chosen["settings"].get("paths", ())) or None
-        matching = [s for s in surface if s["depth"] == depth and nodes in (None, s["nodes"])]
-        point = (matching[0][x_key], matching[0]["speedup"])
+    depth, nodes = chosen["settings"].get("draft_length"), len(chosen["settings"].get("paths", ())) or None
+    if marked := [s for s in surface if s["depth"] == depth and nodes in (None, s["nodes"])]:  # none: as trained, as stored
+        point = (marked[0][x_key], marked[0]["speedup"])
         axes.plot(*point, marker="o", markersize=11, markerfacecolor="none", color=INK, linestyle="none")
         axes.annotate("chosen", point, (8, 8), textcoords="offset points", color=INK)
     axes.axhline(1.0, color=INK, linewidth=1, linestyle="--")

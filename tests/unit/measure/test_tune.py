@@ -23,6 +23,7 @@ from drafttrain.drafters.tuned_settings import TUNED, draft_up_to, keep_tuned, t
 from drafttrain.measure import DecodeOptions, TuneOptions, tuning
 from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
+from drafttrain.measure.plots import tuning_plot
 from drafttrain.measure.tuning import DEFAULT, PLAIN, ProposalShape, Tuner, shapes_of, surface, winner
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Preferred
@@ -196,6 +197,15 @@ def test_tune_command_races_stored_choice_and_says_what_is_within_noise(
     assert "(draft length 2 came out faster, 1.65x to 1.60x, but within noise)" in said
     assert tuned_proposal(path, 1) == "draft length 3"
     assert "batch 1: plain decoding is faster than every proposal here" in said
+
+
+def test_tuning_plot_marks_no_point_for_a_choice_that_was_not_predicted(tmp_path: Path) -> None:
+    """A stored tree that won the race, but that this search's paths do not give."""
+    predicted = [{"depth": 1, "nodes": 1, "tau": 1.0, "speedup": 0.5}]
+    stored = {"settings": {"draft_length": 1, "paths": [[0], [3]], "nodes": 2}}
+    assert tuning_plot(predicted, stored, tmp_path / "stored.png") == tmp_path / "stored.png"
+    tuning_plot(predicted, {"settings": {"draft_length": 1}}, tmp_path / "predicted.png")
+    assert (tmp_path / "stored.png").read_bytes() != (tmp_path / "predicted.png").read_bytes()
 
 
 def test_measure_draft_length_by_hand_cuts_trained_proposal_not_tuned_one(loaded: LoadedTarget, tmp_path: Path) -> None:
