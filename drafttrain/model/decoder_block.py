@@ -23,7 +23,7 @@ from drafttrain.model.latent_attention import LatentAttention
 from drafttrain.model.low_rank import LowRank
 from drafttrain.ops import library
 from drafttrain.ops.gated import gated
-from drafttrain.ops.linear import linear, pack
+from drafttrain.ops.linear import PANEL, linear, pack
 from drafttrain.ops.rms_norm import OtherNorm, norm
 
 
@@ -225,8 +225,11 @@ class DecoderBlock:
         """Joined and packed weights; None if they are not packed, or the block is not Llama's."""
         if self.kind != LLAMA or self.experts is not None or self.activation is not None or not self.shape.plain:
             return None
-        qkv, out, gate_up, down = (joint.packed for joint in (self.qkv, self.out, self.gate_up, self.down))
+        joints = (self.qkv, self.out, self.gate_up, self.down)
+        qkv, out, gate_up, down = (joint.packed for joint in joints)
         if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        if any(len(joint.weight) % PANEL for joint in joints if joint.weight is not None):  # the call takes whole panels
             return None
         return BlockWeights(
             getattr(self.before, "weight", None),

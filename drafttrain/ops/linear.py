@@ -1,9 +1,9 @@
-"""Products with a frozen weight, each by the library that is fastest for its rows.
+"""Products with a frozen weight, each by what is fastest for its rows.
 
 A CPU library packs a weight again for every product of few rows, which costs as much as the product itself. So a frozen
-weight is packed once, in oneDNN's order, in addition to the original: in float32, and in bfloat16 where the processor
-multiplies it (elsewhere oneDNN widens it in every product, which is slower than float32). On a GPU, cuBLAS chooses worse
-kernels than cuBLASLt for the rows of a draft tree. Shapes: I in, O out.
+weight is packed once, in addition to the original: in float32 in oneDNN's order, in bfloat16 for an operator of our own
+(oneDNN's product takes twice as long). On a GPU, cuBLAS chooses worse kernels than cuBLASLt for the rows of a draft tree.
+Shapes: I in, O out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-PACKED_FOR = 16  # rows that a weight is packed for
+from drafttrain.ops import library
+
+PACKED_FOR = 16  # rows that oneDNN packs a weight for
+PANEL = 16  # outputs that lie side by side in our own order
 PACKED_ROWS = 64  # rows up to which the packed product is faster
 PACKED_FROM = 1 << 17  # elements from which packing a weight pays
 # rows from which cuBLASLt serves: on an H200 it took 0.95 times as long as cuBLAS for the weights of a block of Llama-3.1-8B
@@ -26,26 +29,37 @@ LT_ROWS = range(33, 257)
 
 
 def pack(weight_OI: Tensor) -> Tensor | None:
-    """The weight in oneDNN's order; None on another device, for a dtype that the processor lacks, or without oneDNN."""
+    """The weight for products of few rows; None on another device, for another dtype, or without what multiplies it.
+
+    In float32 in oneDNN's order; in bfloat16 in panels of 16 outputs, [panels, I / 2, 16, 2], zeros where it ends.
+    """
     if weight_OI.device.type != "cpu" or weight_OI.dtype not in packed_dtypes():
         return None
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), PACKED_FOR)
-    return packed
+    weight_OI = weight_OI.detach()
+    if weight_OI.dtype == torch.float32:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, PACKED_FOR)
+        return packed
+    outputs, inputs = weight_OI.shape
+    padded_OI = F.pad(weight_OI, (0, inputs % 2, 0, -outputs % PANEL))
+    return padded_OI.view(-1, PANEL, padded_OI.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
-def packed_dtypes() -> tuple[torch.dtype, ...]:
-    """The formats in which this processor multiplies, in oneDNN's order."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return ()
-    bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return (torch.float32, torch.bfloat16) if bfloat16 else (torch.float32,)
+def packed_dtypes() -> list[torch.dtype]:
+    """The formats that can be packed here."""
+    kinds = {torch.float32: torch.backends.mkldnn.is_available(), torch.bfloat16: library.state().loaded}  # type: ignore[no-untyped-call]
+    return [dtype for dtype, available in kinds.items() if available]
 
 
 def linear(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """x W^T + b. With `packed` the product reads the packed weight and has no gradient."""
+    """x W^T + b. With `packed` the product of few rows reads the packed weight and has no gradient."""
     if packed is not None and not x_I.requires_grad:
-        out_O: Tensor = torch.ops.mkldnn._linear_pointwise(x_I, packed, bias_O, "none", [], "")
-        return out_O
+        if packed.is_mkldnn:
+            out_O: Tensor = torch.ops.mkldnn._linear_pointwise(x_I, packed, bias_O, "none", [], "")
+            return out_O
+        if x_I.numel() <= PACKED_ROWS * x_I.shape[-1]:
+            out_O = x_I.new_empty(*x_I.shape[:-1], len(weight_OI))
+            torch.ops.drafttrain.product(x_I.contiguous(), packed, bias_O, out_O)
+            return out_O
     if x_I.is_cuda and x_I.numel() // x_I.shape[-1] in LT_ROWS and _has_lt():
         with _cublaslt():
             return F.linear(x_I, weight_OI, bias_O)

@@ -13,6 +13,7 @@
 
 #include "../include/drafttrain/attend.h"
 #include "../include/drafttrain/divergence.h"
+#include "../include/drafttrain/panels.h"
 #include "../include/drafttrain/rows.h"
 #include "schema.h"
 #include "types.h"
@@ -204,23 +205,47 @@ void advance(const Tensor& length, const Tensor& count, const Tensor& slot, cons
     }
 }
 
-// oneDNN's product with a packed weight, exported to C by torch; null where torch does not export it.
-using Product = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, const char*, const double**, int64_t,
-                                   const char**, AtenTensorHandle*);
+// x W^T + b in bfloat16, by a weight in panels.
+void product(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
+    using drafttrain::BFloat16;
+    const int64_t inputs = x.size(x.dim() - 1), outputs = out.size(out.dim() - 1), rows = x.numel() / inputs;
+    const int64_t panels = packed.size(0), steps = packed.size(1);
+    STD_TORCH_CHECK(steps == (inputs + 1) / 2 && panels == (outputs + drafttrain::kPanel - 1) / drafttrain::kPanel &&
+                        out.numel() == rows * outputs,
+                    "shapes do not fit");
+    const auto* weight = reinterpret_cast<const float*>(data<BFloat16>(packed));
+    drafttrain::PanelProduct p{weight, nullptr, data<BFloat16>(bias), data<BFloat16>(out), rows, steps, outputs};
+    const auto pairs = drafttrain::paired(p, data<BFloat16>(x), inputs);
+    p.x = pairs.data();
+    parallel(panels, rows * inputs * outputs < kSerial,
+             [&](int64_t begin, int64_t end) { drafttrain::multiply_panels(p, begin, end); });
+}
 
-Product product() {
-    static const Product found = reinterpret_cast<Product>(dlsym(RTLD_DEFAULT, "aoti_torch_cpu__linear_pointwise"));
+// oneDNN's product with a packed weight, exported to C by torch; null where torch does not export it.
+using PackedProduct = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, const char*, const double**,
+                                         int64_t, const char**, AtenTensorHandle*);
+
+PackedProduct packed_product() {
+    static const PackedProduct found = reinterpret_cast<PackedProduct>(dlsym(RTLD_DEFAULT, "aoti_torch_cpu__linear_pointwise"));
     return found;
 }
 
-bool has_product() { return product() != nullptr; }
+bool has_product() { return packed_product() != nullptr; }
 
-Tensor linear(const Tensor& x, const Tensor& packed, const Tensor& bias) {
-    AtenTensorHandle b = bias.get(), out = nullptr;
+// Writes a map's outputs to `out`, which becomes a tensor of their size. bias: without elements: none. In bfloat16 the weight
+// has whole panels.
+void linear(const Tensor& x, const Tensor& packed, const Tensor& bias, std::optional<Tensor>& out) {
+    const bool biased = bias.numel() > 0;
+    if (x.scalar_type() == torch::headeronly::ScalarType::BFloat16) {
+        if (!out) out = torch::stable::new_empty(x, {x.size(0), x.size(1), packed.size(0) * drafttrain::kPanel});
+        product(x, packed, biased ? std::optional<Tensor>(bias) : std::nullopt, *out);
+        return;
+    }
+    AtenTensorHandle b = bias.get(), made = nullptr;
     const AOTITorchError error =
-        product()(x.get(), packed.get(), bias.numel() > 0 ? &b : nullptr, "none", nullptr, 0, nullptr, &out);
+        packed_product()(x.get(), packed.get(), biased ? &b : nullptr, "none", nullptr, 0, nullptr, &made);
     STD_TORCH_CHECK(error == 0, "oneDNN refused a product");
-    return Tensor(out);
+    out = Tensor(made);
 }
 
 // Weights kept between calls, so that a model's 144 tensors are not passed for every token.
@@ -332,40 +357,42 @@ Tensor run_blocks(int64_t model, const Tensor& x, const std::optional<Tensor>& r
     const int64_t half = positions * page * kv_heads * width;
     const auto some = [](const Tensor& t) { return t.numel() > 0 ? std::optional<Tensor>(t) : std::nullopt; };
     Tensor normed = torch::stable::empty_like(x), attended = normed, act = normed;
-    std::optional<Tensor> delta;
+    std::optional<Tensor> qkv, out, gate_up, down;  // each block's in the same memory
+    bool pending = false;                           // `down` is still to be added to x
     int64_t next_tap = 0;
     for (int64_t l = 0; l < blocks; l++) {
         const Tensor* w = weights->data() + l * kPartsOfBlock;
-        if (l > 0 || !read) rms_norm(x, delta, w[kNorm], eps, x, normed);
-        const Tensor qkv = linear(l == 0 && read ? *read : normed, w[kQkv], w[kQkvBias]);
-        const int64_t heads = qkv.size(2) / width - 2 * kv_heads;
+        if (l > 0 || !read) rms_norm(x, pending ? down : std::nullopt, w[kNorm], eps, x, normed);
+        linear(l == 0 && read ? *read : normed, w[kQkv], w[kQkvBias], qkv);
+        const int64_t heads = qkv->size(2) / width - 2 * kv_heads;
         if (l == 0) attended = torch::stable::new_empty(x, {batch, nodes, heads * width});
         by_type(x, [&](auto kind) {
             auto* keys = data<decltype(kind)>(store) + 2 * l * half;
-            attend_at(qkv, cos, sin, some(w[kQNorm]), some(w[kKNorm]), head_eps, scale, data<int64_t>(windows)[l], position,
+            attend_at(*qkv, cos, sin, some(w[kQNorm]), some(w[kKNorm]), head_eps, scale, data<int64_t>(windows)[l], position,
                       table, length, ancestor, earlier, page, kv_heads, width, keys, keys + half, attended);
         });
-        const Tensor out = linear(attended, w[kOut], w[kOutBias]);
+        linear(attended, w[kOut], w[kOutBias], out);
         rms_norm(x, out, w[kNorm2], eps, x, normed);
-        const Tensor gate_up = linear(normed, w[kGateUp], w[kGateUpBias]);
-        if (l == 0) act = torch::stable::new_empty(x, {batch, nodes, gate_up.size(2) / 2});
-        gated(gate_up, act);
-        delta = linear(act, w[kDown], w[kDownBias]);
+        linear(normed, w[kGateUp], w[kGateUpBias], gate_up);
+        if (l == 0) act = torch::stable::new_empty(x, {batch, nodes, gate_up->size(2) / 2});
+        gated(*gate_up, act);
+        linear(act, w[kDown], w[kDownBias], down);
+        pending = true;
         if (next_tap < taps.numel() && data<int64_t>(taps)[next_tap] == l) {
             by_type(x, [&](auto kind) {
                 using T = decltype(kind);
                 T *stream = data<T>(x), *to = data<T>(tapped) + next_tap * x.numel();
-                const T* more = data<T>(*delta);
+                const T* more = data<T>(*down);
                 for (int64_t i = 0; i < x.numel(); i++) {
                     drafttrain::from_float(drafttrain::to_float(stream[i]) + drafttrain::to_float(more[i]), &stream[i]);
                     to[i] = stream[i];
                 }
             });
             next_tap++;
-            delta.reset();
+            pending = false;
         }
     }
-    return delta ? *delta : torch::stable::new_empty(x, {0});
+    return pending ? *down : torch::stable::new_empty(x, {0});
 }
 
 }  // namespace
@@ -376,6 +403,7 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("rms_norm", TORCH_BOX(&rms_norm));
     m.impl("gated", TORCH_BOX(&gated));
     m.impl("divergence", TORCH_BOX(&divergence));
+    m.impl("product", TORCH_BOX(&product));
     m.impl("append", TORCH_BOX(&append));
     m.impl("attend", TORCH_BOX(&attend));
     m.impl("kv_keep", TORCH_BOX(&kv_keep));

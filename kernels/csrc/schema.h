@@ -21,6 +21,8 @@ inline void define(torch::stable::detail::StableLibrary& m) {
         "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window, "
         "Tensor position, Tensor table, Tensor length, Tensor? ancestor, int earlier, Tensor(a!) keys, Tensor(b!) values, "
         "Tensor(c!) out) -> ()");
+    // on CPUs: x W^T + b in bfloat16, W packed by `ops.linear.pack`
+    m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()");
     m.def("has_product() -> bool");
     m.def("keep_weights(Tensor[] weights) -> int");
     m.def("drop_weights(int model) -> ()");

@@ -169,6 +169,14 @@ void hide(const Attend<T>& a, int64_t b, int64_t n, int64_t start, int64_t count
     }
 }
 
+// Reads a part of each cache line, so that many lines are under way at once: weights have driven them out of the caches, and
+// the loop that copies them waits for each. Prefetches of pages whose address is not known yet are dropped.
+template <typename T>
+void touch(const T* key, const T* value, int64_t width) {
+    for (int64_t d = 0; d < width; d += 64 / int64_t(sizeof(T)))
+        for (const T* row : {key, value}) (void)*reinterpret_cast<const volatile char*>(row + d);
+}
+
 // Attention of nodes [first, last) with all query heads of one KV head. Parts * kLanes >= D.
 template <int Parts, typename T>
 void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int64_t last) {
@@ -217,6 +225,7 @@ void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int
         const int64_t used = (count + kLanes - 1) / kLanes * kLanes;  // rounded up to whole vectors
         const T *key = nullptr, *value = nullptr;
         int64_t page_ends = 0;
+        for (int64_t p = start; p < start + count; p++) touch(a.at(a.keys, b, p, head), a.at(a.values, b, p, head), a.width);
         for (int64_t block = 0; block < filled; block += kKeys) {
             for (int64_t i = 0; i < kKeys; i++) {
                 const int64_t p = block + i;

@@ -10,34 +10,27 @@ namespace drafttrain {
 
 constexpr int kLanes = 16;
 
-typedef float Floats __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
+typedef float Floats __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4), may_alias));
 
 // A register. Without AVX-512 a `Floats` takes several, and compilers keep sums of that type in memory.
 #ifdef __AVX512F__
 typedef Floats Register;
 constexpr int kSums = 16;  // registers that hold sums, out of 32
 #else
-typedef float Register __attribute__((vector_size(32), aligned(4)));
+typedef float Register __attribute__((vector_size(32), aligned(4), may_alias));
 constexpr int kSums = 8;  // out of 16
 #endif
 constexpr int kRegister = sizeof(Register) / sizeof(float);
 
-inline Register load_register(const float* p) {
-    Register v;
-    std::memcpy(&v, p, sizeof(v));
-    return v;
-}
+// By an unaligned access: with AVX2, GCC copies 32 bytes by way of the stack.
+inline Register load_register(const float* p) { return *reinterpret_cast<const Register*>(p); }
 
-inline void store_register(float* p, Register v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store_register(float* p, Register v) { *reinterpret_cast<Register*>(p) = v; }
 
-inline Floats load(const float* p) {
-    Floats v;
-    std::memcpy(&v, p, sizeof(v));
-    return v;
-}
+inline Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
 
-inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store(float* p, Floats v) { *reinterpret_cast<Floats*>(p) = v; }
 
 // Keeps a value in its register. Compilers would load it again for each product, and loads are the bottleneck.
 inline void pin([[maybe_unused]] Register& v) {
