@@ -39,6 +39,11 @@ class ServingCommand:
     settings: Mapping[str, Any]  # further settings
     ranges: Sequence[tuple[int, int, int]] = ()  # (first batch size, last, length of a chain), where lengths differ
 
+    @property
+    def dtype(self) -> str:
+        """The flag that keeps a target in float32 if it was measured so; vLLM and SGLang round it without."""
+        return " --dtype float32" if self.source.opened.meta.target.dtype == "float32" else ""
+
 
 @dataclass(frozen=True, slots=True)
 class ServingStack:
@@ -68,7 +73,7 @@ def _vllm(served: ServingCommand) -> str:
     if served.ranges and served.method in DYNAMIC and "parallel_drafting" not in served.settings:
         config["num_speculative_tokens"] = max(length for *_, length in served.ranges)
         config["num_speculative_tokens_per_batch_size"] = served.ranges
-    return f"{_runner(served)}vllm serve {quote(served.target)} --speculative-config {quote(json.dumps(config))}"
+    return f"{_runner(served)}vllm serve {quote(served.target)} --speculative-config {quote(json.dumps(config))}{served.dtype}"
 
 
 def _runner(served: ServingCommand) -> str:
@@ -85,11 +90,11 @@ def _sglang(served: ServingCommand) -> str:
     if served.method == "UNO":  # the root and the random tokens after it; no other model drafts
         return (
             f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm UNO "
-            f"--uno-lora-path {quote(served.directory)} --speculative-num-draft-tokens {served.drafts}"
+            f"--uno-lora-path {quote(served.directory)} --speculative-num-draft-tokens {served.drafts}{served.dtype}"
         )
     return (
         f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm {served.method} "
-        f"--speculative-draft-model-path {quote(served.directory)}{_sglang_lengths(served)}"
+        f"--speculative-draft-model-path {quote(served.directory)}{_sglang_lengths(served)}{served.dtype}"
     )
 
 
@@ -129,7 +134,7 @@ def _speculators(served: ServingCommand) -> str:
     if not served.method:
         load = f"speculators.SpeculatorModel.from_pretrained({served.directory!r})"
         return f"python - <<'END'\nimport speculators\n{load}\nEND"
-    return f"{_runner(served)}vllm serve {quote(served.directory)}"
+    return f"{_runner(served)}vllm serve {quote(served.directory)}{served.dtype}"
 
 
 def _transformers(served: ServingCommand) -> str:
@@ -199,10 +204,10 @@ def _stitched(served: ServingCommand) -> str:
     """The target that is served is the exported directory."""
     config = {"method": "mtp", "num_speculative_tokens": served.drafts}
     return (
-        f"vllm serve {quote(served.directory)} --speculative-config {quote(json.dumps(config))}\n"
+        f"vllm serve {quote(served.directory)} --speculative-config {quote(json.dumps(config))}{served.dtype}\n"
         f"python -m sglang.launch_server --model-path {quote(served.directory)} --speculative-algorithm EAGLE"
         f" --speculative-num-steps {served.drafts} --speculative-eagle-topk 1"
-        f" --speculative-num-draft-tokens {served.drafts + 1}"
+        f" --speculative-num-draft-tokens {served.drafts + 1}{served.dtype}"
     )
 
 

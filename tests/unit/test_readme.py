@@ -156,7 +156,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> RunOptions:
 def test_readme_serve_commands_equal_export(stack: str, trained: RunOptions) -> None:
     """With the draft length of the recipe that README trains."""
     drafter = SimpleNamespace(draft_length=trained.drafter.draft_length, tuned={})
-    opened = SimpleNamespace(meta=SimpleNamespace(family=trained.drafter.family, options={}), drafter=drafter)
+    meta = SimpleNamespace(family=trained.drafter.family, options={}, target=SimpleNamespace(dtype="bfloat16"))
+    opened = SimpleNamespace(meta=meta, drafter=drafter)
     source: Any = SimpleNamespace(opened=opened, stack=stack, target_name=trained.target.path, options={})
     command = serving_command(cast(ExportSource, source), f"exported/{stack}")
     assert command in shell(TEXTS["README.md"])

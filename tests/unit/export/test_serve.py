@@ -28,7 +28,8 @@ def source_of(family: str, stack: str, **shape: Any) -> ExportSource:
     layers = LayerShape(64, 32, 4, 4, 2, 8, 48, 512, 1e4, 1e-5, **shape)
     drafter = SimpleNamespace(draft_length=3, tuned={}, resolved_options=lambda: {"mask_token": 5})
     options = {"block_size": 4, "slots": "in_place", "layers": 2}
-    opened = SimpleNamespace(meta=SimpleNamespace(family=family, options=options), drafter=drafter)
+    meta = SimpleNamespace(family=family, options=options, target=SimpleNamespace(dtype="bfloat16"))
+    opened = SimpleNamespace(meta=meta, drafter=drafter)
     fields = {"stack": stack, "target_name": TARGET, "layer_inputs": [1, 2], "options": options, "layer_shape": layers}
     return cast(ExportSource, SimpleNamespace(opened=opened, drafter=drafter, **fields))
 
@@ -65,6 +66,14 @@ def test_serve_command_of_shell_is_read_by_bash(subtests: pytest.Subtests) -> No
                 said = serving_command(source_of(family, stack), DRAFTER)
                 checked = subprocess.run(["bash", "-n", "-c", said], capture_output=True, text=True, check=False)
                 assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_serve_command_keeps_target_in_float32_that_was_measured_in_it() -> None:
+    for family, stack in (("eagle3", "vllm"), ("eagle3", "sglang"), ("mtp_native", "stitched"), ("peagle", "speculators")):
+        source: Any = source_of(family, stack)
+        assert "--dtype" not in serving_command(source, DRAFTER)
+        source.opened.meta.target.dtype = "float32"
+        assert all(line.endswith(" --dtype float32") for line in serving_command(source, DRAFTER).split("\n"))
 
 
 def test_serve_command_has_tuned_length_of_chain_and_whole_block() -> None:
