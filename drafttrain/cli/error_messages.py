@@ -91,7 +91,9 @@ def _unknown_choice(wanted: str, options: Sequence[str]) -> str:
     group, _, name = wanted.rpartition("/")
     if not group:
         return f"there is no configuration {name!r} in the --config-dir"
-    return f"unknown {group} {name!r}; {nearest(name, [option for option in options if not option.endswith('_schema')])}"
+    advice = nearest(name, [option for option in options if not option.endswith("_schema")])
+    own = f", or name your model: target=./DIR, target.path={name} for a hub id" if group == "target" else ""
+    return f"unknown {group} {name!r}; {advice}{own}"
 
 
 def _unknown_key(key: str, free: bool) -> str:

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import schemas
+
+if TYPE_CHECKING:
+    from drafttrain.runs.options import RunOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class Command:
     summary: str
     examples: tuple[str, ...]
     keys: tuple[str, ...] = ()  # of the top level, that not all commands read
+    needs: tuple[str, ...] = ()  # those of them that must be set
     groups: tuple[str, ...] = ()  # of the configuration, that it reads
 
 
@@ -53,6 +58,7 @@ COMMANDS = {
             *("checkpoint", "prompts", "engine", "engine_python", "engine_url", "engine_plain_url", "engine_model"),
             *("engine_key_env", "engine_api"),
         ),
+        needs=("checkpoint",),
         groups=("measure", "decode", "target", "launcher"),
     ),
     "tune": Command(
@@ -63,6 +69,7 @@ COMMANDS = {
             "drafttrain tune checkpoint=DIR decode=sampling",
         ),
         keys=("checkpoint", "prompts"),
+        needs=("checkpoint",),
         groups=("tune", "decode", "target"),
     ),
     "generate": Command(
@@ -85,6 +92,7 @@ COMMANDS = {
             "drafttrain fit recipe=NAME target=DIR data.path=DIR",
         ),
         keys=("out",),
+        needs=("out",),
         groups=("prepare", "data", "target", "launcher"),
     ),
     "inspect": Command(
@@ -110,6 +118,7 @@ COMMANDS = {
             *("checkpoint", "format", "out", "dtype", "adapter", "overwrite", "max_shard_size", "with_target"),
             *("push_to_hub", "push_private"),
         ),
+        needs=("checkpoint", "out", "format"),
         groups=("target",),
     ),
     "verify": Command(
@@ -120,6 +129,7 @@ COMMANDS = {
             "drafttrain verify engine=vllm out=DIR checkpoint=DIR engine_python=VENV/bin/python",
         ),
         keys=("engine", "out", "checkpoint", "prompts", "engine_python"),
+        needs=("engine", "out", "checkpoint"),
         groups=("decode", "target"),
     ),
     "compare": Command(
@@ -130,6 +140,7 @@ COMMANDS = {
             "drafttrain compare 'multirun/**' compare.sort=tau compare.checkpoints=all",
         ),
         keys=("out",),
+        needs=("runs",),
         groups=("compare",),
     ),
     "simulate": Command(
@@ -161,6 +172,14 @@ HINTS = {
     ("fit", "checkpoint"): "train.init=DIR starts from a checkpoint's weights, resume=DIR continues a run",
     ("fit", "engine"): "measure.every=STEPS measure.engine=NAME measures with an engine while training goes on",
     ("measure", "out"): "the report goes into output=DIR",
+}
+# how a key that a command needs is given
+GIVEN = {
+    "checkpoint": "name a run, one of its step-NNNNN directories, or a published drafter, with checkpoint=DIR",
+    "out": "name a directory with out=DIR",
+    "format": "name a serving stack, as format=vllm, or give format=all",
+    "engine": "name an engine, as engine=vllm",
+    "runs": "name run directories, as in drafttrain compare RUN RUN",
 }
 COLUMNS = 120
 FLAGS = {
@@ -213,6 +232,13 @@ def check_read(command: str, words: Sequence[str]) -> None:
         if readers and command not in readers:
             way_out = HINTS.get((command, key), f"it is of {', '.join(readers)}; leave it out")
             raise UserError(f"{command} does not read {key}: {way_out}")
+
+
+def check_needs(command: str, options: RunOptions) -> None:
+    """Raise UserError for a key without which the command has nothing to do."""
+    for key in () if options.export.plan else COMMANDS[command].needs:
+        if not getattr(options, key):
+            raise UserError(f"{key} is not set; {GIVEN[key]}")
 
 
 def recipe_files(config_dir: Path | None = None) -> dict[str, Traversable]:

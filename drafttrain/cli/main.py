@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from drafttrain import __version__
 from drafttrain.cli.error_messages import explain, nearest
-from drafttrain.cli.help import COMMANDS, check_read, command_help, general_help
+from drafttrain.cli.help import COMMANDS, check_needs, check_read, command_help, general_help
 from drafttrain.cli.quiet import quiet, settle_streams
 from drafttrain.core.errors import Interrupted, OutputError, ParityError, UserError, WorkerError, one_line
 
@@ -146,6 +146,8 @@ def _dispatch(arguments: list[str]) -> int:
     if flags.plan and not (command == "export" and keys & {"recipe", "drafter"} and "checkpoint" not in keys):
         raise UserError(f"{PLAN} says what an export would give: drafttrain export {PLAN} recipe=NAME target=DIR")
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
+    if command not in POSITIONAL and (keyless := [word for word in flags.overrides if "=" not in word and word[:1] != "~"]):
+        raise UserError(f"{keyless[0]!r} has no key; write key=value, as in {COMMANDS[command].examples[0]}")
     from drafttrain.runs.options import understood  # with what they import, which help does without
 
     typed = understood([word for word in flags.overrides if word not in words])
@@ -266,6 +268,7 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
     for_slurm: gets what Slurm shall run, because the jobs of a sweep are submitted together.
     """
     launcher = run.options.launcher
+    check_needs(command, run.options)
     if launcher.name == "local" and launcher.role == "trainer":
         import_module("drafttrain.runs.paths").check_paths(run.options)
     with _without_collection():

@@ -14,7 +14,6 @@ from drafttrain.export.exporter import Exported, ExportSettings, check_wanted, r
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
-from drafttrain.export.serve import STACKS
 from drafttrain.export.table import stacks_for
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import line_printer, print_line
@@ -37,10 +36,9 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
     if options.export.plan:
         plan(options, line_printer(Console()))
         return None
-    name, out = _required("checkpoint", options.checkpoint), Path(_required("out", options.out)).expanduser()
-    stack = options.format
-    if stack is None:
-        raise UserError(f"format is not set; choose one of {', '.join(STACKS)}, or all, with format=STACK")
+    name, stack = options.checkpoint, options.format
+    assert name is not None and stack is not None and options.out is not None
+    out = Path(options.out).expanduser()
     setting, size = options.target.shared_by
     if size > 1:
         raise UserError(f"{setting} is {size}, but an export reads the whole target; leave it out")
@@ -79,12 +77,6 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
             address = push(out, repository, f"{source.family} drafter for {stack}, drafttrain {__version__}")
             print_line(console, f"uploaded: {address}")
     return out
-
-
-def _required(name: str, value: str | None) -> str:
-    if value is None:
-        raise UserError(f"{name} is not set; name a directory with {name}=DIR")
-    return value
 
 
 def _print_result(console: Console, exported: Exported, wanted: ExportSettings) -> None:

@@ -43,10 +43,7 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Raises UserError for a checkpoint that is missing, damaged or of another target. After writing the report, raises UserError
     for an engine that failed, and OutputError if the output of a lossless policy was not that of the target.
     """
-    if options.checkpoint is None:
-        raise UserError(
-            "checkpoint is not set; name a run, one of its step-NNNNN directories, or a published drafter, with checkpoint=DIR"
-        )
+    assert options.checkpoint is not None
     source, console = CheckpointSource.of(options.checkpoint), Console()
     engines = EngineChoice.of(options, source.family)
     base = dated_path(options.output, "measure")

@@ -113,8 +113,7 @@ def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Shar
 
 def _checked(options: RunOptions) -> Path:
     """The directory to write. Raises UserError for options that do not fit each other."""
-    if options.out is None:
-        raise UserError("out is not set; name the new data set's directory with out=DIR")
+    assert options.out is not None
     settings, out = options.prepare, Path(os.path.normpath(Path(options.out).expanduser()))
     if out.name in ("", ".."):
         raise UserError(f"out is {options.out!r}; name a new directory")

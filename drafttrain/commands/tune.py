@@ -214,8 +214,6 @@ def _by_hand(decode: DecodeOptions) -> list[str]:
 
 
 def _check(options: RunOptions) -> None:
-    if options.checkpoint is None:
-        raise UserError("checkpoint is not set; name a run, or one of its step-NNNNN directories, with checkpoint=DIR")
     if set_by_hand := _by_hand(options.decode):
         raise UserError(f"decode.{set_by_hand[0]} is set, but tune chooses it or tests without it; leave it out")
 

@@ -85,10 +85,7 @@ def checked_options(options: RunOptions) -> ExportUnderTest:
     """The export that the options name. Raises UserError if it is missing, or not of this engine and checkpoint."""
     if not isinstance(options.engine, str) or options.engine not in ENGINES:
         raise UserError(f"engine is {options.engine!r}; choose one of {', '.join(ENGINES)}")
-    if options.out is None or options.checkpoint is None:
-        raise UserError(
-            "verify needs out=DIR, an exported directory, and checkpoint=DIR, the checkpoint that it was exported from"
-        )
+    assert options.out is not None and options.checkpoint is not None
     out = Path(options.out).expanduser().absolute()
     record = record_of(out)
     engine = ENGINES[options.engine]

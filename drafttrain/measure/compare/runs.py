@@ -144,8 +144,6 @@ class Found:
 
 def find_runs(words: Sequence[str]) -> Found:
     """The runs that the words name, each once. Raises UserError for a word that names none."""
-    if not words:
-        raise UserError("no run is named; give run directories, as in drafttrain compare RUN RUN")
     matches, reports = [_of_word(word) for word in words], dict[tuple[str, str | None], RunReport]()
     for run in (run for match in matches for run in match.reports):
         reports.setdefault((run.where, run.checkpoint), run)

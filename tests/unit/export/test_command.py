@@ -100,9 +100,9 @@ def test_export_command_scales_positions_of_trained_drafter(
 
 
 MISTAKES = [
-    (["format=vllm", "out=x"], "checkpoint is not set; name a directory with checkpoint=DIR"),
+    (["format=vllm", "out=x"], "checkpoint is not set; name a run"),
     (["checkpoint={run}", "format=vllm"], "out is not set; name a directory with out=DIR"),
-    (["checkpoint={run}", "out=x"], "format is not set; choose one of vllm, sglang"),
+    (["checkpoint={run}", "out=x"], "format is not set; name a serving stack, as format=vllm"),
     (["checkpoint={run}", "out=x", "format=vlm"], "format is 'vlm'; choose one of vllm, sglang"),
     (
         ["checkpoint={run}", "out=x", "format=sglang"],

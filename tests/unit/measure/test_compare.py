@@ -314,7 +314,6 @@ def test_compare_mistakes_are_named_in_one_line(
     command: Command, tmp_path: Path, capfd: Any, subtests: pytest.Subtests
 ) -> None:
     mistakes: list[tuple[list[str], dict[str, Any], str]] = [
-        ([], {}, "no run is named; give run directories"),
         (["no*here"], {}, "'no*here' matches 0 paths, but none has a report.json"),
         (["empty"], {}, "empty has no report.json; measure it"),
         (["torn"], {}, "torn/report.json cannot be read as a report"),

@@ -288,9 +288,7 @@ def test_measurement_bad_settings_are_refused_and_nothing_is_written(
             assert not (tmp_path / "out").exists()
 
 
-def test_measure_without_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="checkpoint is not set"):
-        measure(RunOptions(output=str(tmp_path)), {})
+def test_measure_of_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"drafter\.json"):
         measure(RunOptions(output=str(tmp_path), checkpoint=str(tmp_path)), {})
 
