@@ -20,6 +20,7 @@ from drafttrain.data.forms import conversation
 from drafttrain.data.prompts import encode_messages
 from drafttrain.data.reply_text import Continuation
 from drafttrain.decoding.request import Result
+from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.runner import CheckpointRef
@@ -64,7 +65,8 @@ def generate(
         policy: How drafts are accepted: `greedy`, `lossless`, `coupled`, `typical` or `threshold` (docs/decoder.md). None:
             `greedy` at temperature 0, else `lossless`. These two leave the target's output as it is.
         chat: Apply the tokenizer's chat template, if it has one, to strings. False continues them.
-        **options: More of the `decode` group: `top_p`, `top_k`, `seed`, `draft_length`, `stop`, ...
+        **options: More of the `decode` group: `top_p`, `top_k`, `seed`, `stop`, ... `draft_length` cuts the proposal as it was
+            trained; what was tuned has no effect then.
 
     Returns:
         One result per prompt, in their order.
@@ -81,8 +83,10 @@ def generate(
         drafter.check(target)
     loaded = target if drafter is None else drafter.target
     module = None if drafter is None else drafter.for_decoding()
-    if module is not None:
+    if module is not None and decode.draft_length is None:
         module.use_batch_size(batch_size)
+    elif module is not None and drafter is not None and drafter.checkpoint is not None:  # a length by hand cuts the trained one
+        module.use_decode_settings(read_meta(drafter.checkpoint).decode)
     decoder = decoder_of(loaded, decode, module)
     try:
         prompt_list = list(prompts)

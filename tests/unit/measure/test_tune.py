@@ -304,6 +304,16 @@ def test_generate_drafts_as_tuned_for_its_batch_size(loaded: LoadedTarget, tmp_p
         assert max(map(max, (reply.accepted for reply in replies))) == deepest, size
 
 
+def test_generate_draft_length_by_hand_cuts_trained_tree(loaded: LoadedTarget, tmp_path: Path) -> None:
+    path = saved(tmp_path, loaded, "medusa", heads=3)
+    trained = dt.load_drafter(path, loaded).module.proposal.paths
+    keep_tuned(path, {1: {"draft_length": 1, "paths": [[0]]}}, {})
+    drafter = dt.load_drafter(path, loaded)
+    for by_hand, paths in ((None, [(0,)]), (2, trained)):
+        dt.generate(loaded, drafter, [[5, 6, 7, 8]], max_new_tokens=4, draft_length=by_hand)
+        assert list(drafter.module.proposal.paths) == list(paths)
+
+
 def test_load_drafter_foreign_decode_json_is_refused(loaded: LoadedTarget, tmp_path: Path) -> None:
     path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
     (path / "decode.json").write_text("[]")
