@@ -69,7 +69,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["fit", "medusa"], "'medusa' has no key; write key=value, as in drafttrain fit recipe=NAME"),
     (["measure"], "checkpoint is not set; name a run"),
     (["compare"], "runs is not set; name run directories"),
-    (["fit", "recipe=medusa", "target=gpt2"], "unknown target 'gpt2'; use one of embedded, hf, or name your model: target=./DIR"),
+    (["fit", "recipe=medusa", "target=gpt2"], "unknown target 'gpt2'; use one of embedded, hf, or name your model"),
     (["fit", "recipe=medusa,eagle3"], "Ambiguous value for argument 'recipe=medusa,eagle3'; add -m"),
     (["fit", "--nonsense"], "unrecognized arguments: --nonsense"),
     (["fit", "--config-dir", "nowhere"], "--config-dir nowhere is not a directory"),

@@ -96,7 +96,7 @@ def test_verify_command_passes_good_export_and_fails_damaged_one(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["engine=sglang", "out=x", "checkpoint=."], "engine is 'sglang'; choose one of vllm, openvino, transformers, speculators"),
+        (["engine=sglang", "out=x", "checkpoint=."], "engine is 'sglang'; choose one of vllm, openvino"),
         (["engine=vllm", "out=x"], "checkpoint is not set; name a run"),
         (["engine=vllm", "out=x", "checkpoint=."], "which is not an export (drafttrain.json cannot be read)"),
     ],
