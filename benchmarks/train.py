@@ -16,7 +16,7 @@ PYTHON's environment is made beside the project's, whose torch stays:
 
     python -m venv outputs/rivals/venv && outputs/rivals/venv/bin/pip install -e .
     outputs/rivals/venv/bin/pip install --no-deps specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0 loguru openai \\
-        python-dotenv pydantic-settings
+        python-dotenv pydantic-settings triton
 
 The target is a random Llama whose head is as large, compared with its layers, as Llama-3.2-1B's: vocabulary / hidden size is
 64, the MLP is 4 times as wide. `loss.chunk` is a quarter of the positions, as 1,024 is of 4,096.
