@@ -9,7 +9,7 @@ from benchmarks.gpu.accept import ChoiceAccept, Commit, GreedyAccept, LikelyAcce
 from benchmarks.gpu.cache import Append, KvKeep, TreeAttention
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.rows import Divergence, Fp8, Fp8Blocks, Fp8Rows, Gated, RmsNorm, Rotary, Sample, Shaped, Top, TopLog
-from benchmarks.gpu.trees import BuildTree, Heads, TreeLinks
+from benchmarks.gpu.trees import BuildTree, GrowTree, Heads, TreeLinks
 
 V = 128_256
 NODES = (1, 8, 16, 32, 64)
@@ -42,6 +42,7 @@ SMALL: tuple[Case, ...] = (  # one of each, for rehearsals and for tools that sl
     TopLog(3, 203, 10, named=True),
     TreeLinks(3, 33),
     BuildTree(2, 65, 17),
+    GrowTree(2, 5, 9),
     Heads(2, 3, 24, 203, 5),
     *(Divergence(name, 3, 203) for name in LOSSES),
 )
@@ -123,6 +124,8 @@ LARGE: tuple[Case, ...] = (
     BuildTree(2, 7, 7),
     *(BuildTree(2, 4096, nodes) for nodes in LARGE_TREES),
     BuildTree(3, 300, 65),
+    GrowTree(4, 10, 4096),
+    GrowTree(2, 64, 33),
     Heads(1, 4, 1024, 32_000, 10),
     *(Divergence(name, 17, V) for name in LOSSES),
     *(Divergence(name, 130, 2049) for name in LOSSES),
@@ -151,6 +154,7 @@ OTHERS: tuple[Case, ...] = (
     *(TopLog(rows, V, 10) for rows in (1, 10)),
     *(TreeLinks(1, nodes) for nodes in (64, *LARGE_TREES)),
     *(BuildTree(1, 1024, nodes) for nodes in LARGE_TREES),
+    GrowTree(1, 10, 4096),
     *(LosslessAccept(1, nodes, V) for nodes in LARGE_TREES),
     Heads(1, 4, 4096, V, 10),
     Heads(16, 4, 4096, V, 10),

@@ -33,7 +33,7 @@ CONTEXT = 4096
 REPEATS = 5
 NODES = 59  # of a tree that grows by confidence, as published for EAGLE-2 and EAGLE-3
 STATIC = 63  # drafts of a static tree, as published for Medusa
-OPERATORS = (*steps.OPERATORS, "build_tree", "top", "top_log", "residual_heads")
+OPERATORS = (*steps.OPERATORS, "build_tree", "grow_tree", "top", "top_log", "residual_heads")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Shapes: B rows, N nodes, M candidates, K heads, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -75,35 +75,48 @@ class BuildTree(Case):
         return {"parent": parent_BM, "score": score_BM}
 
     def run(self, given: Tensors) -> Tensors:
-        built = tree_op.build_tree(given["parent"], given["score"], self.nodes)
-        names = (*_BUILT[:2], *_LINKS, *_BUILT[2:])
-        found = (built.kept_BN, built.parent_BN, built.depth_BN, built.bits_BNw, built.child_BN, built.sibling_BN)
-        return dict(zip(names, found, strict=True))
+        return _fields(tree_op.build_tree(given["parent"], given["score"], self.nodes))
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
-        rows = [self._row(*row) for row in zip(wide["parent"].tolist(), wide["score"].tolist(), strict=True)]
-        return {name: torch.tensor([row[name] for row in rows], device=wide["parent"].device) for name in rows[0]}
-
-    def _row(self, parent: list[int], score: list[float]) -> dict[str, list[Any]]:
-        best = sorted(range(1, len(parent)), key=lambda i: (-score[i], i))[: self.nodes - 1]
-        kept = [0, *sorted(best)]
-        place = {candidate: node for node, candidate in enumerate(kept)}
-        above = [-1] + [place[parent[c]] for c in kept[1:]]
-        below = [[i for i, p in enumerate(above) if p == node] for node in range(self.nodes)]
-        after = {node: brothers[i + 1] for brothers in below for i, node in enumerate(brothers[:-1])}
-        found: dict[str, list[Any]] = {
-            "kept": kept,
-            "parent": above,
-            "child": [children[0] if children else -1 for children in below],
-        }
-        return found | dict(zip(_LINKS, links(above), strict=True)) | {"sibling": [after.get(i, -1) for i in range(self.nodes)]}
+        return _fields(tree_op.build_reference(wide["parent"], wide["score"], self.nodes))
 
     def moved(self, dtype: torch.dtype) -> int:
         """Parents and scores; five numbers per node, and its bits."""
         return self.rows * (12 * self.candidates + 8 * (5 + words_for(self.nodes)) * self.nodes)
 
 
-_BUILT = ("kept", "parent", "child", "sibling")
+@dataclass(frozen=True)
+class GrowTree(Case):
+    """A generation of `width` nodes with as many choices each; states of `hidden` numbers."""
+
+    op: ClassVar = "grow_tree"
+    twins: ClassVar = ("drafttrain.ops.build_tree.grow_reference", "drafttrain.ops.top.reference")
+    rows: int
+    width: int
+    hidden: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        B, W, random = self.rows, self.width, generator(device, seed)
+        # steps of a quarter, so that many scores are equal and the lower index must win
+        score, gain = (torch.randint(0, 8, size, device=device, generator=random) / -4 for size in ((B, W), (B, W, W)))
+        token, bits = (torch.randint(0, 2**31, (B, W, n), device=device, generator=random) for n in (W, 1))
+        own = torch.ones(W, 1, dtype=torch.long, device=device) << torch.arange(W, device=device)[:, None] % 63
+        state = torch.randn(B, W, self.hidden, device=device, generator=random).to(dtype)
+        return {"score": score, "gain": gain, "token": token, "state": state, "bits": bits, "own": own}
+
+    def run(self, given: Tensors) -> Tensors:
+        return _fields(tree_op.grow(*given.values()))
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        return _fields(tree_op.grow_reference(*wide.values()))
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """Gains and tokens, and totals and tokens; the states of the parents, and of the nodes."""
+        return self.rows * (24 * self.width**2 + 2 * self.width * self.hidden * dtype.itemsize)
+
+
+def _fields(found: tree_op.Built | tree_op.Grown) -> Tensors:
+    return {field.name: getattr(found, field.name) for field in fields(found)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Draft trees from their parents: depth and ancestors of the nodes, and a new tree of the best nodes of a tree of candidates,
-as EAGLE-2 reranks (arXiv 2406.16858, section 4.2).
+as EAGLE-2 reranks (arXiv 2406.16858, section 4.2). And the generations by which such a tree of candidates grows.
 
-Shapes: B rows, M candidates (root included), N nodes (root included, at most 256), w words of 64 nodes (`tree_bits`).
+Shapes: B rows, M candidates (root included), N nodes (root included, at most 256), w words of 64 nodes (`tree_bits`), H numbers
+of a state.
 """
 
 from __future__ import annotations
@@ -107,3 +108,49 @@ def build_reference(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
 def _first(holds_BNN: Tensor) -> Tensor:
     """[B, N]: the first true column of each row, -1 without one."""
     return torch.where(holds_BNN.any(-1), holds_BNN.long().argmax(-1), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """The candidates below a generation of W nodes, and the W best of them, best first: the lower index among equals."""
+
+    total_BC: Tensor  # float32: of each candidate's path
+    token_BC: Tensor
+    best_BW: Tensor  # indices of candidates
+    score_BW: Tensor
+    best_token_BW: Tensor
+    state_BWH: Tensor  # of their parents
+    bits_BWw: Tensor  # their own and those of their parents
+
+
+def grow(score_BW: Tensor, gain_BXR: Tensor, token_BXR: Tensor, state_BXH: Tensor, bits_BWw: Tensor, own_Ww: Tensor) -> Grown:
+    """The next generation of a tree that grows by confidence, as EAGLE-2 expands (arXiv 2406.16858, section 4.1).
+
+    score, bits: of the nodes. gain: what each of their R choices adds to the score. own: the bit of each node to come. X is W,
+    or 1 where the nodes share what it is of. C = W R.
+    """
+    if not (library.serves(gain_BXR) and score_BW.shape[1] <= top_op.MOST):
+        return grow_reference(score_BW, gain_BXR, token_BXR, state_BXH, bits_BWw, own_Ww)
+    (B, W), R, H = score_BW.shape, gain_BXR.shape[-1], state_BXH.shape[-1]
+    total_BC, score = gain_BXR.new_empty(B, W * R), gain_BXR.new_empty(B, W)
+    token_BC, (best, token) = token_BXR.new_empty(B, W * R), (token_BXR.new_empty(B, W) for _ in range(2))
+    grown = Grown(total_BC, token_BC, best, score, token, state_BXH.new_empty(B, W, H), torch.empty_like(bits_BWw))
+    given = (x.contiguous() for x in (score_BW, gain_BXR, token_BXR, state_BXH, bits_BWw, own_Ww))
+    torch.ops.drafttrain.grow_tree(
+        *given, grown.total_BC, grown.token_BC, grown.best_BW, grown.score_BW, grown.best_token_BW, grown.state_BWH,
+        grown.bits_BWw,
+    )  # fmt: skip
+    return grown
+
+
+def grow_reference(
+    score_BW: Tensor, gain_BXR: Tensor, token_BXR: Tensor, state_BXH: Tensor, bits_BWw: Tensor, own_Ww: Tensor
+) -> Grown:
+    """The plain-torch twin of `grow`."""
+    (B, W), R = score_BW.shape, gain_BXR.shape[-1]
+    total_BC, token_BC = (score_BW[..., None] + gain_BXR).flatten(1), token_BXR.expand(B, W, R).flatten(1)
+    best_score_BW, best_BW = top_op.reference(total_BC, W)
+    parent_BW1, expanded_BWH = (best_BW // R)[..., None], state_BXH.expand(B, W, state_BXH.shape[-1])
+    state_BWH = expanded_BWH.gather(1, parent_BW1.expand_as(expanded_BWH))
+    next_BWw = bits_BWw.gather(1, parent_BW1.expand_as(bits_BWw)) | own_Ww
+    return Grown(total_BC, token_BC, best_BW, best_score_BW, token_BC.gather(1, best_BW), state_BWH, next_BWw)

@@ -6,12 +6,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <optional>
 
 #include "../include/drafttrain/simd.h"
 #include "../include/drafttrain/top.h"
 #include "../include/drafttrain/tree.h"
+#include "grows.h"
 #include "types.h"
 
 namespace {
@@ -157,6 +159,23 @@ void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, c
     }
 }
 
+void grow_tree(const Tensor& score, const Tensor& gain, const Tensor& token, const Tensor& state, const Tensor& bits,
+               const Tensor& own, const Tensor& total, const Tensor& choice, const Tensor& best, const Tensor& best_score,
+               const Tensor& best_token, const Tensor& best_state, const Tensor& best_bits) {
+    const Grow g = grow_of(score, gain, token, bits, own, total, choice, best, best_score, best_token, best_bits);
+    const int64_t batch = score.size(0), bytes = entry_bytes(state, best_state, batch * g.width);
+    for (int64_t b = 0; b < batch; b++) {
+        uint64_t keys[kMostTop];
+        for (int64_t c = 0; c < g.candidates(); c++) g.candidate(b, c);
+        top_keys(g.total + b * g.candidates(), g.candidates(), g.width, keys);
+        for (int64_t w = 0; w < g.width; w++) {
+            const int64_t c = index_of(keys[w]);
+            g.node(b, w, c);
+            std::memcpy(data<char>(best_state) + (b * g.width + w) * bytes, data<char>(state) + g.row_of(b, c) * bytes, bytes);
+        }
+    }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
@@ -165,4 +184,5 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("tree_links", TORCH_BOX(&tree_links));
     m.impl("join_trees", TORCH_BOX(&join_trees));
     m.impl("build_tree", TORCH_BOX(&build_tree));
+    m.impl("grow_tree", TORCH_BOX(&grow_tree));
 }

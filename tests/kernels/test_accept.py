@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.ops import accept, commit, library
+from drafttrain.ops import accept, build_tree, commit, library
 from drafttrain.ops import kv_cache as cache
 from drafttrain.ops import sampling as sampling_op
 from drafttrain.ops.accept import choice_accept, greedy_accept, likely_accept, lossless_accept
@@ -352,6 +352,33 @@ def test_along_and_keep_last_equal_reference(machine: str, width: int, dtype: to
     commit.keep_last(hidden_SH, root_S, hidden_BAH, next_BA, count_B, slot_B)
     commit.keep_last_reference(same_SH, same_S, hidden_BAH, next_BA, count_B, slot_B)
     assert torch.equal(hidden_SH, same_SH) and torch.equal(root_S, same_S)
+
+
+@pytest.mark.parametrize(
+    ("width", "ranks", "shared", "hidden", "dtype"),
+    [
+        (10, 10, False, 5, torch.bfloat16),
+        (64, 64, True, 16, torch.float32),
+        (1, 1, True, 0, torch.float16),
+        (7, 3, False, 8, torch.float32),
+    ],
+)
+def test_grow_tree_equals_reference(
+    machine: str, width: int, ranks: int, shared: bool, hidden: int, dtype: torch.dtype
+) -> None:
+    """With ties, with choices that cannot be, and with what all nodes share; states of any length."""
+    random = torch.Generator().manual_seed(width)
+    rows = (3, 1 if shared else width)
+    score_BW = -torch.randint(0, 4, (3, width), generator=random).float()
+    gain_BXR = -torch.randint(0, 3, (*rows, ranks), generator=random).float()
+    gain_BXR[torch.rand(gain_BXR.shape, generator=random) < 0.2] = -torch.inf
+    token_BXR = torch.randint(0, 99, (*rows, ranks), generator=random)
+    state_BXH = torch.randn(*rows, hidden, generator=random).to(dtype)
+    bits_BWw, own_Ww = (torch.randint(0, 2**40, size, generator=random) for size in ((3, width, 2), (width, 2)))
+    given = (score_BW, gain_BXR, token_BXR, state_BXH, bits_BWw, own_Ww)
+    found, wanted = build_tree.grow(*given), build_tree.grow_reference(*given)
+    for field in fields(wanted):
+        assert torch.equal(getattr(found, field.name), getattr(wanted, field.name)), field.name
 
 
 def test_advance_equals_reference(machine: str) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, Path, TreeShape
 from drafttrain.model.drafter import Candidates
-from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
+from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree, grow
 from drafttrain.ops.top import over_vocabulary, top, top_log
 from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, single_bits, words_for, words_of
 
@@ -221,18 +221,15 @@ class DynamicGrower:
         for step in range(1, steps):
             assert bits_BWw is not None
             chosen = choose(TreeLevel(token_BW, state_BWH, step, bits_BWw))
-            total_BC = (score_BW[..., None] + chosen.gain_BWR).flatten(1)
-            choice_BC = chosen.token_BWR.expand(B, W, W).flatten(1)
-            tokens.append(choice_BC)
-            scores.append(total_BC)
             if step + 1 == steps:
+                tokens.append(chosen.token_BWR.expand(B, W, W).flatten(1))
+                scores.append((score_BW[..., None] + chosen.gain_BWR).flatten(1))
                 break
-            score_BW, best_BW = top(total_BC, W)
-            parent_BW, token_BW = best_BW // W, choice_BC.gather(1, best_BW)
-            expanded_BWH = chosen.state_BWH.expand(B, W, chosen.state_BWH.shape[-1])
-            state_BWH = expanded_BWH.gather(1, parent_BW[..., None].expand_as(expanded_BWH))
-            bits_BWw = bits_BWw.gather(1, parent_BW[..., None].expand_as(bits_BWw)) | self._bit_Ww[step]
-            scored.append(best_BW)
+            grown = grow(score_BW, chosen.gain_BWR, chosen.token_BWR, chosen.state_BWH, bits_BWw, self._bit_Ww[step])
+            score_BW, token_BW, state_BWH, bits_BWw = grown.score_BW, grown.best_token_BW, grown.state_BWH, grown.bits_BWw
+            tokens.append(grown.token_BC)
+            scores.append(grown.total_BC)
+            scored.append(grown.best_BW)
         candidates = tree.candidates(steps)
         node_BX = torch.cat(scored, 1)
         node_BX = node_BX + self._start_X[: node_BX.shape[1]]

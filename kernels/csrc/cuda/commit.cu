@@ -31,15 +31,6 @@ void commit(const Tensor& token, const Tensor& parent, const Tensor& real, const
 
 constexpr int kEntryThreads = 128;  // copy one entry
 
-// f(Unit()) for the widest unit in which entries of so many bytes can be copied.
-template <typename F>
-void by_unit(int64_t bytes, const Tensor& from, const Tensor& to, F f) {
-    if (aligned(bytes, data<char>(from), data<char>(to)))
-        f(uint4());
-    else
-        f(uint16_t());
-}
-
 // Block (a, b) copies the entry of node path[b, a].
 template <typename Unit>
 __global__ void __launch_bounds__(kEntryThreads)

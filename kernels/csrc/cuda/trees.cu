@@ -1,5 +1,7 @@
 // Launchers of tree.cuh.
 #include "../../include/drafttrain/tree.cuh"
+#include "../grows.h"
+#include "aligned.cuh"
 #include "launch.cuh"
 
 namespace drafttrain {
@@ -34,10 +36,27 @@ void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, c
     });
 }
 
+void grow_tree(const Tensor& score, const Tensor& gain, const Tensor& token, const Tensor& state, const Tensor& bits,
+               const Tensor& own, const Tensor& total, const Tensor& choice, const Tensor& best, const Tensor& best_score,
+               const Tensor& best_token, const Tensor& best_state, const Tensor& best_bits) {
+    const Grow g = grow_of(score, gain, token, bits, own, total, choice, best, best_score, best_token, best_bits);
+    const int64_t batch = score.size(0), bytes = entry_bytes(state, best_state, batch * g.width);
+    if (batch == 0) return;
+    const Launcher run(score);
+    const int each = int(ceil_div(g.candidates(), kSelectThreads));
+    by_unit(bytes, state, best_state, [&](auto unit) {
+        using Unit = decltype(unit);
+        run(grow_rows<Unit>, dim3(unsigned(g.width), unsigned(batch)), dim3(kSelectThreads),
+            select_room(int(g.width), each) * sizeof(uint64_t), g, data<Unit>(state), data<Unit>(best_state),
+            bytes / int64_t(sizeof(Unit)));
+    });
+}
+
 }  // namespace
 }  // namespace drafttrain
 
 DRAFTTRAIN_CUDA_OPS(m) {
     m.impl("tree_links", TORCH_BOX(&drafttrain::tree_links));
     m.impl("build_tree", TORCH_BOX(&drafttrain::build_tree));
+    m.impl("grow_tree", TORCH_BOX(&drafttrain::grow_tree));
 }

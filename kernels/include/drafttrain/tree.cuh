@@ -4,6 +4,7 @@
 #include <climits>
 
 #include "device.cuh"
+#include "select.cuh"
 #include "tree.h"
 
 namespace drafttrain {
@@ -245,6 +246,25 @@ __global__ void __launch_bounds__(kBuildThreads)
     row.kept[i] = kept[i], row.parent[i] = above, row.depth[i] = links.depth;
     links.store_bits(row.bits + i * Words);
     row.child[i] = children.after(i, i), row.sibling[i] = children.after(i, above);
+}
+
+// Block (w, b) copies the state of node w of row b's next generation. Each finds all of these: that is faster than to wait for
+// one that does. The first of a row also writes its candidates.
+template <typename Unit>
+__global__ void __launch_bounds__(kSelectThreads) grow_rows(Grow g, const Unit* state, Unit* best_state, int64_t units) {
+    enter_kernel();
+    __shared__ uint64_t best[kMostTop];
+    const int64_t w = blockIdx.x, b = blockIdx.y;
+    const auto key = [&](int c) { return top_key(g.sum(b, c), uint32_t(c)); };
+    select(Dealt<decltype(key)>{g.candidates(), key}, int(g.width), dynamic_shared<uint64_t>(),
+           [&](int rank, uint64_t found) { best[rank] = found; });
+    for (int c = threadIdx.x; w == 0 && c < g.candidates(); c += blockDim.x) g.candidate(b, c);
+    __syncthreads();
+    const int64_t chosen = index_of(best[w]);
+    if (threadIdx.x == 0) g.node(b, w, chosen);
+    const Unit* from = state + g.row_of(b, chosen) * units;
+    Unit* to = best_state + (b * g.width + w) * units;
+    for (int64_t i = threadIdx.x; i < units; i += blockDim.x) to[i] = from[i];
 }
 
 }  // namespace drafttrain

@@ -107,4 +107,32 @@ struct BuiltRow {
     }
 };
 
+// The next generation of a tree that grows: of the candidates below `width` nodes, `ranks` each, the `width` best.
+struct Grow {
+    int64_t width, ranks, words;
+    int64_t from;  // rows of gain, token and state: as many as nodes, or one for all
+    const float *score, *gain;
+    const int64_t *token, *bits, *own;
+    float *total, *best_score;
+    int64_t *choice, *best, *best_token, *best_bits;
+
+    DRAFTTRAIN_BOTH int candidates() const { return int(width * ranks); }
+    // The row that candidate c comes from.
+    DRAFTTRAIN_BOTH int64_t row_of(int64_t b, int64_t c) const { return b * from + (from == 1 ? 0 : c / ranks); }
+    DRAFTTRAIN_BOTH float sum(int64_t b, int64_t c) const {
+        return score[b * width + c / ranks] + gain[row_of(b, c) * ranks + c % ranks];
+    }
+    DRAFTTRAIN_BOTH void candidate(int64_t b, int64_t c) const {
+        total[b * width * ranks + c] = sum(b, c);
+        choice[b * width * ranks + c] = token[row_of(b, c) * ranks + c % ranks];
+    }
+    // Node w of the next generation is candidate c.
+    DRAFTTRAIN_BOTH void node(int64_t b, int64_t w, int64_t c) const {
+        const int64_t at = b * width + w;
+        best[at] = c, best_score[at] = sum(b, c), best_token[at] = token[row_of(b, c) * ranks + c % ranks];
+        for (int64_t i = 0; i < words; i++)
+            best_bits[at * words + i] = bits[(b * width + c / ranks) * words + i] | own[w * words + i];
+    }
+};
+
 }  // namespace drafttrain

@@ -25,7 +25,7 @@ ATTENTION = 2  # kernels of one tree attention at most: `attend` and `combine`
 # family: options, kernels of one proposal at most
 BOUNDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "eagle3 chain": ("eagle3", {"tree": "chain", "draft_length": 4}, 110),
-    "eagle3 dynamic": ("eagle3", {"tree": "dynamic", "draft_length": 4, "width": 4, "nodes": 12}, 140),
+    "eagle3 dynamic": ("eagle3", {"tree": "dynamic", "draft_length": 4, "width": 4, "nodes": 12}, 125),
     "eagle chain": ("eagle", {"tree": "chain", "draft_length": 4}, 110),
     "mtp chain": ("mtp", {"tree": "chain", "draft_length": 4}, 120),
     "dflash block": ("dflash", {"tree": "chain", "block_size": 16}, 150),
