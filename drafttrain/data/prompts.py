@@ -9,12 +9,13 @@ used, as many as Spec-Bench has of each task.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError, data_set_reason, printable, without_token
@@ -48,6 +49,7 @@ class PromptSet:
     category: str | None = None  # field with the record's category; None: the set's own name
     reference: str | None = None  # field with the record's answer
     most: int | None = None  # prompts used if no limit is given
+    masked: str | None = None  # what stands in turns whose text its publisher may not give: such records are left out
 
 
 def field_of(key: str) -> Callable[[Record], Any]:
@@ -56,8 +58,13 @@ def field_of(key: str) -> Callable[[Record], Any]:
 
 
 def _turns(record: Record) -> Any:
-    """Both turns of MT-bench: `turns` in FastChat's file, `prompt` on the hub."""
-    return record.get("turns", record.get("prompt"))
+    """The turns of MT-bench: `turns` in FastChat's file, `prompt` on the hub; and Arena-Hard's, each with its `content`."""
+    turns = record.get("turns", record.get("prompt"))
+    return (
+        [turn.get("content", turn) if isinstance(turn, Mapping) else turn for turn in turns]
+        if isinstance(turns, list)
+        else turns
+    )
 
 
 def _instruction(record: Record) -> Any:
@@ -66,10 +73,24 @@ def _instruction(record: Record) -> Any:
     return None if text is None else [f"{text}\n\n{context}" if context else text]
 
 
+def _with_tests(record: Record) -> Any:
+    """A task with its tests, in the words of MBPP's paper (arXiv 2108.07732, section 4)."""
+    text, tests = record.get("text"), record.get("test_list")
+    return None if text is None or tests is None else [f"{text}\nYour code should pass these tests:\n\n" + "\n".join(tests)]
+
+
+def _with_starter(record: Record) -> Any:
+    text, starter = record.get("question_content"), record.get("starter_code")
+    return None if text is None else [f"{text}\n\nBegin with this code:\n\n{starter}" if starter else text]
+
+
 def _summary(record: Record) -> Any:
     return None if record.get("article") is None else [f"Summarize: {record['article']}"]
 
 
+SPEED_MASK = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+LENGTHS = ("1k", "2k", "8k", "16k", "32k")  # of SPEED-Bench's long prompts, in tokens
+SPEED_CONFIGS = {"speed_bench": "qualitative"} | {f"speed_bench_{length}": f"throughput_{length}" for length in LENGTHS}
 SETS: dict[str, PromptSet] = {
     "spec_bench": PromptSet(
         _turns,
@@ -87,6 +108,16 @@ SETS: dict[str, PromptSet] = {
     "math500": PromptSet(
         field_of("problem"), "HuggingFaceH4/MATH-500", name="unique_id", category="subject", reference="solution"
     ),
+    "aime25": PromptSet(field_of("problem"), "math-ai/aime25", name="id", reference="answer"),
+    "mbpp": PromptSet(_with_tests, "google-research-datasets/mbpp", config="full", name="task_id", reference="code"),
+    "livecodebench": PromptSet(
+        _with_starter, "lighteval/code_generation_lite", config="v6", name="question_id", category="difficulty"
+    ),
+    "arena_hard": PromptSet(_turns, "lmarena-ai/arena-hard-auto-v0.1", "train", name="question_id"),
+    **{
+        name: PromptSet(_turns, "nvidia/SPEED-Bench", config=config, name="question_id", category="category", masked=SPEED_MASK)
+        for name, config in SPEED_CONFIGS.items()
+    },
     "alpaca": PromptSet(_instruction, "tatsu-lab/alpaca", "train", reference="output", most=FEW),
     "cnn_dm": PromptSet(_summary, "abisee/cnn_dailymail", config="3.0.0", name="id", reference="highlights", most=FEW),
 }
@@ -107,7 +138,7 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
     try:
         # a limited read streams, so that a few records of a large set do not download it
         rows = load_dataset(source.hub, name=source.config, split=source.split, streaming=limit is not None)
-        records = list(islice(rows, limit))
+        records = list(islice(_unmasked(name, rows), limit))
     except (HTTPError, OSError, ValueError, DatasetsError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         reason = data_set_reason(error, source.hub) or without_token(first_line)
@@ -116,6 +147,22 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
             f"measure.prompts={name}:FILE"
         ) from error
     return ((f"{source.hub}:record {record_number}", dict(record)) for record_number, record in enumerate(records, start=1))
+
+
+def _unmasked(name: str, records: Iterable[Any]) -> Iterator[Any]:
+    """The records, alone or behind their origins, whose text is there; a note on stderr says how many are left out."""
+    mask = SETS[name].masked if name in SETS else None
+    left_out = 0
+    try:
+        for record in records:
+            if mask and mask in str((record[1] if isinstance(record, tuple) else record).get("turns")):
+                left_out += 1
+            else:
+                yield record
+    finally:
+        if left_out:
+            advice = "its publisher's specdec_bench fetches their text from the sources"
+            Console(stderr=True).print(f"note: {name}: {left_out} masked prompts are left out; {advice}", soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +201,7 @@ def _load(name: str, limit: int | None) -> list[Prompt]:
     if set_name not in SETS:
         set_name, path = "", name
     file = ASSETS / "prompts.jsonl" if path == "embedded" else path_of(path, "prompts")
-    records = read_records(file, limit, cache_folder(DataOptions()) / "spool")
+    records = _unmasked(set_name, read_records(file, limit, cache_folder(DataOptions()) / "spool"))
     category = set_name or file.name.split(".")[0]
     numbered = enumerate(records, start=1)
     return [_prompt(origin, record, i, category, set_name, file.parent) for i, (origin, record) in numbered]
@@ -196,7 +243,7 @@ def _with_images(origin: str, record: dict[str, Any], turns: Any, folder: Path |
 def _turns_by_field(record: dict[str, Any]) -> Any:
     """The turns of a record of unknown form, recognised by its fields."""
     if record.get("turns") is not None:
-        return record["turns"]
+        return _turns(record)
     candidates = (field_of(key)(record) for key in SINGLE)
     return next((turns for turns in [*candidates, *(s.turns(record) for s in SETS.values())] if turns is not None), None)
 

@@ -13,8 +13,9 @@ class MeasureOptions:
     """What is measured after training. Definitions: docs/metrics.md."""
 
     enabled: bool = True  # fit: measure after training; measure=off
-    # embedded; a JSON-lines file with `question_id`, `category`, `turns`; a public set (spec_bench, mt_bench, humaneval, gsm8k,
-    # math500, alpaca, cnn_dm); NAME:FILE for a local copy of such a set; or a list of these
+    # embedded; a JSON-lines file with `question_id`, `category`, `turns`; a public set (spec_bench, speed_bench, mt_bench,
+    # arena_hard, humaneval, mbpp, livecodebench, gsm8k, math500, aime25, alpaca, cnn_dm); NAME:FILE for a local copy of such a
+    # set; or a list of these
     prompts: Any = "embedded"
     limit: int | None = at_least(None, 1)  # at most so many prompts of each file or set
     # at most so many turns of a dialogue; null: all. Each turn follows the target's own replies

@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.prompts import FEW, SETS, Prompt, load_prompts, named_prompts
+from drafttrain.data.prompts import FEW, SETS, SPEED_CONFIGS, SPEED_MASK, Prompt, load_prompts, named_prompts
 
 PUBLIC = Path(os.environ.get("DRAFTTRAIN_TEST_DATA", Path(__file__).parents[4] / "shared" / "data")) / "prompts"
 FORMS: dict[str, tuple[dict[str, Any], Prompt]] = {  # one record as it is published, and the prompt it gives
@@ -36,6 +36,35 @@ FORMS: dict[str, tuple[dict[str, Any], Prompt]] = {  # one record as it is publi
         {"problem": "Find $x$.", "solution": "$x=1$", "answer": "1", "subject": "Algebra", "level": 2, "unique_id": "test/a/1"},
         Prompt("test/a/1", "Algebra", ["Find $x$."], reference="$x=1$", origin="math500"),
     ),
+    "aime25": (
+        {"problem": "Find $x$.", "answer": "70", "id": "0"},
+        Prompt("0", "aime25", ["Find $x$."], reference="70", origin="aime25"),
+    ),
+    "mbpp": (
+        {"task_id": 11, "text": "Write f.", "code": "def f(): 1", "test_list": ["assert f()", "assert f(2)"]},
+        Prompt(
+            11,
+            "mbpp",
+            ["Write f.\nYour code should pass these tests:\n\nassert f()\nassert f(2)"],
+            reference="def f(): 1",
+            origin="mbpp",
+        ),
+    ),
+    "livecodebench": (
+        {"question_id": "abc", "question_content": "Sort.", "starter_code": "def f():", "difficulty": "easy"},
+        Prompt("abc", "easy", ["Sort.\n\nBegin with this code:\n\ndef f():"], origin="livecodebench"),
+    ),
+    "arena_hard": (
+        {"question_id": "f00", "category": "arena-hard-v0.1", "cluster": "SQL", "turns": [{"content": "Join."}]},
+        Prompt("f00", "arena-hard-v0.1", ["Join."], origin="arena_hard"),
+    ),
+    **{
+        name: (
+            {"question_id": "s1", "category": "coding", "sub_category": None, "turns": ["Sort."], "source": "x"},
+            Prompt("s1", "coding", ["Sort."], origin=name),
+        )
+        for name in SPEED_CONFIGS
+    },
     "alpaca": (
         {"instruction": "Translate.", "input": "Haus", "output": "house", "text": "Below is ..."},
         Prompt(1, "alpaca", ["Translate.\n\nHaus"], reference="house", origin="alpaca"),
@@ -87,6 +116,18 @@ def test_load_prompts_hub_mt_bench_prompt_field_becomes_turns(monkeypatch: pytes
     record = {"prompt": ["Write.", "Rewrite."], "prompt_id": 3, "category": "writing", "reference": []}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [record])
     assert load_prompts("mt_bench") == [Prompt(1, "writing", ["Write.", "Rewrite."], reference=[], origin="mt_bench")]
+
+
+def test_load_prompts_masked_records_are_left_out_with_a_note(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, wanted = FORMS["speed_bench"]
+    masked = record | {"turns": [f"{SPEED_MASK} USING SPECDEC_BENCH"]}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [masked, record, masked, record])
+    assert load_prompts("speed_bench") == [wanted] * 2 and load_prompts("speed_bench", 1) == [wanted]
+    assert capsys.readouterr().err.count("note: speed_bench: 2 masked prompts are left out") == 1
+    (tmp_path / "x.jsonl").write_text(f"{json.dumps(masked)}\n{json.dumps(record)}\n")
+    assert load_prompts(f"speed_bench:{tmp_path / 'x.jsonl'}") == [wanted]
 
 
 def test_load_prompts_hub_set_without_network_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
