@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from drafttrain.data.prompts import SPEED_MASK
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import EMBEDDED, load_target
 from tests import hubs
@@ -229,6 +230,24 @@ def test_hub_offline_without_cached_files_is_refused_in_one_line(hub: Hub, medus
     for line in done.lines[:5]:
         assert "HF_HUB_OFFLINE is set and not all of" in line and "is in the cache; run once without it" in line
     assert "HF_HUB_OFFLINE forbids it" in done.lines[5]
+
+
+def test_hub_prompt_set_is_measured_by_category_without_its_masked_prompts(hub: Hub, medusa: Path, tmp_path: Path) -> None:
+    rows = [
+        {"question_id": f"q{i}", "category": ("coding", "math")[i % 2], "turns": [SPEED_MASK if i < 2 else f"What is {i}?"]}
+        for i in range(6)
+    ]
+    place = "qualitative/test-*"
+    settings = f"configs:\n- config_name: qualitative\n  data_files:\n  - split: test\n    path: {place}\n"
+    files = {"README.md": f"---\n{settings}---\n", "qualitative/test-00000-of-00001.parquet": table(rows)}
+    hub.put("nvidia/SPEED-Bench", files, "dataset")
+    done = run(hub, tmp_path, ("measure", f"checkpoint={medusa}", "prompts=speed_bench", *QUICK, "measure.limit=null"))
+    assert done.codes == [0], done.errors
+    assert "note: speed_bench: 2 masked prompts are left out" in done.errors[0] and "4 prompts of speed_bench" in done.out
+    (file,) = tmp_path.glob("outputs/**/report.json")
+    (row,) = json.loads(file.read_text())["checkpoints"]
+    by_category = {part["value"]: part["prompts"] for part in row["slices"] if part["by"] == "category"}
+    assert by_category == {"coding": 2, "math": 2}
 
 
 def test_hub_refused_upload_keeps_export_and_hides_token(hub: Hub, medusa: Path, tmp_path: Path) -> None:
