@@ -41,7 +41,7 @@ def pack(weight_OI: Tensor) -> Tensor | None:
         return packed
     outputs, inputs = weight_OI.shape
     padded_OI = F.pad(weight_OI, (0, inputs % 2, 0, -outputs % PANEL))
-    return padded_OI.view(-1, PANEL, padded_OI.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    return padded_OI.reshape(-1, PANEL, padded_OI.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
 def packed_dtypes() -> list[torch.dtype]:
@@ -56,7 +56,7 @@ def linear(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed:
         if packed.is_mkldnn:
             out_O: Tensor = torch.ops.mkldnn._linear_pointwise(x_I, packed, bias_O, "none", [], "")
             return out_O
-        if x_I.numel() <= PACKED_ROWS * x_I.shape[-1]:
+        if x_I.numel() <= PACKED_ROWS * x_I.shape[-1] and x_I.dtype == packed.dtype:  # autocast has others
             out_O = x_I.new_empty(*x_I.shape[:-1], len(weight_OI))
             torch.ops.drafttrain.product(x_I.contiguous(), packed, bias_O, out_O)
             return out_O

@@ -210,6 +210,8 @@ void product(const Tensor& x, const Tensor& packed, const std::optional<Tensor>&
     using drafttrain::BFloat16;
     const int64_t inputs = x.size(x.dim() - 1), outputs = out.size(out.dim() - 1), rows = x.numel() / inputs;
     const int64_t panels = packed.size(0), steps = packed.size(1);
+    for (const Tensor& given : {x, packed, out})
+        STD_TORCH_CHECK(given.scalar_type() == torch::headeronly::ScalarType::BFloat16, "packed weights are for bfloat16");
     STD_TORCH_CHECK(steps == (inputs + 1) / 2 && panels == (outputs + drafttrain::kPanel - 1) / drafttrain::kPanel &&
                         out.numel() == rows * outputs,
                     "shapes do not fit");

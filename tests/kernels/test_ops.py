@@ -398,6 +398,10 @@ def test_packed_bfloat16_product_equals_rounded_product_in_float64(poison: None,
         torch.testing.assert_close(whole.double(), exact, rtol=tolerance, atol=tolerance * inputs**0.5)
         for rows in range(1, 31):
             assert torch.equal(linear(x[-rows:], weight, added, packed), whole[-rows:])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(linear(x.float(), weight, None, packed), F.linear(x.float(), weight))
+    with pytest.raises(RuntimeError, match="packed weights are for bfloat16"):
+        torch.ops.drafttrain.product(x.float(), packed, None, x.new_empty(31, outputs))
 
 
 @compiled
