@@ -8,6 +8,7 @@ used, as many as Spec-Bench has of each task.
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError, data_set_reason, printable, without_token
@@ -162,7 +162,7 @@ def _unmasked(name: str, records: Iterable[Any]) -> Iterator[Any]:
     finally:
         if left_out:
             advice = "its publisher's specdec_bench fetches their text from the sources"
-            Console(stderr=True).print(f"note: {name}: {left_out} masked prompts are left out; {advice}", soft_wrap=True)
+            print(f"note: {name}: {left_out} masked prompts are left out; {advice}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
