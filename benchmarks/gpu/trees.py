@@ -105,7 +105,7 @@ class GrowTree(Case):
         return {"score": score, "gain": gain, "token": token, "state": state, "bits": bits, "own": own}
 
     def run(self, given: Tensors) -> Tensors:
-        return _fields(tree_op.grow(*given.values()))
+        return _fields(tree_op.grow_tree(*given.values()))
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         return _fields(tree_op.grow_reference(*wide.values()))

@@ -123,7 +123,9 @@ class Grown:
     bits_BWw: Tensor  # their own and those of their parents
 
 
-def grow(score_BW: Tensor, gain_BXR: Tensor, token_BXR: Tensor, state_BXH: Tensor, bits_BWw: Tensor, own_Ww: Tensor) -> Grown:
+def grow_tree(
+    score_BW: Tensor, gain_BXR: Tensor, token_BXR: Tensor, state_BXH: Tensor, bits_BWw: Tensor, own_Ww: Tensor
+) -> Grown:
     """The next generation of a tree that grows by confidence, as EAGLE-2 expands (arXiv 2406.16858, section 4.1).
 
     score, bits: of the nodes. gain: what each of their R choices adds to the score. own: the bit of each node to come. X is W,
@@ -146,7 +148,7 @@ def grow(score_BW: Tensor, gain_BXR: Tensor, token_BXR: Tensor, state_BXH: Tenso
 def grow_reference(
     score_BW: Tensor, gain_BXR: Tensor, token_BXR: Tensor, state_BXH: Tensor, bits_BWw: Tensor, own_Ww: Tensor
 ) -> Grown:
-    """The plain-torch twin of `grow`."""
+    """The plain-torch twin of `grow_tree`."""
     (B, W), R = score_BW.shape, gain_BXR.shape[-1]
     total_BC, token_BC = (score_BW[..., None] + gain_BXR).flatten(1), token_BXR.expand(B, W, R).flatten(1)
     best_score_BW, best_BW = top_op.reference(total_BC, W)

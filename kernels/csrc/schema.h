@@ -55,7 +55,7 @@ inline void define(torch::stable::detail::StableLibrary& m) {
     m.def(
         "join_trees(Tensor token, Tensor parent, Tensor count, Tensor other_token, Tensor other_parent, Tensor other_count, "
         "Tensor(a!) joined_token, Tensor(b!) joined_parent, Tensor(c!) joined_count, Tensor(d!) ancestor) -> ()");
-    // the candidates below a tree's nodes, and the next generation of nodes: `ops.build_tree.grow`
+    // the candidates below a tree's nodes, and the next generation of nodes: `ops.build_tree.grow_tree`
     m.def(
         "grow_tree(Tensor score, Tensor gain, Tensor token, Tensor state, Tensor bits, Tensor own, Tensor(a!) total, "
         "Tensor(b!) choice, Tensor(c!) best, Tensor(d!) best_score, Tensor(e!) best_token, Tensor(f!) best_state, "

@@ -376,7 +376,7 @@ def test_grow_tree_equals_reference(
     state_BXH = torch.randn(*rows, hidden, generator=random).to(dtype)
     bits_BWw, own_Ww = (torch.randint(0, 2**40, size, generator=random) for size in ((3, width, 2), (width, 2)))
     given = (score_BW, gain_BXR, token_BXR, state_BXH, bits_BWw, own_Ww)
-    found, wanted = build_tree.grow(*given), build_tree.grow_reference(*given)
+    found, wanted = build_tree.grow_tree(*given), build_tree.grow_reference(*given)
     for field in fields(wanted):
         assert torch.equal(getattr(found, field.name), getattr(wanted, field.name)), field.name
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, Path, TreeShape
 from drafttrain.model.drafter import Candidates
-from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree, grow
+from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree, grow_tree
 from drafttrain.ops.top import over_vocabulary, top, top_log
 from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, single_bits, words_for, words_of
 
@@ -225,7 +225,7 @@ class DynamicGrower:
                 tokens.append(chosen.token_BWR.expand(B, W, W).flatten(1))
                 scores.append((score_BW[..., None] + chosen.gain_BWR).flatten(1))
                 break
-            grown = grow(score_BW, chosen.gain_BWR, chosen.token_BWR, chosen.state_BWH, bits_BWw, self._bit_Ww[step])
+            grown = grow_tree(score_BW, chosen.gain_BWR, chosen.token_BWR, chosen.state_BWH, bits_BWw, self._bit_Ww[step])
             score_BW, token_BW, state_BWH, bits_BWw = grown.score_BW, grown.best_token_BW, grown.state_BWH, grown.bits_BWw
             tokens.append(grown.token_BC)
             scores.append(grown.total_BC)
