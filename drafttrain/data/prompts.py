@@ -138,7 +138,8 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
     try:
         # a limited read streams, so that a few records of a large set do not download it
         rows = load_dataset(source.hub, name=source.config, split=source.split, streaming=limit is not None)
-        records = list(islice(_unmasked(name, rows), limit))
+        pairs = ((f"{source.hub}:record {number}", dict(row)) for number, row in enumerate(rows, start=1))
+        records = list(islice(_unmasked(name, pairs), limit))
     except (HTTPError, OSError, ValueError, DatasetsError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         reason = data_set_reason(error, source.hub) or without_token(first_line)
@@ -146,19 +147,19 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
             f"prompt set {name}: {source.hub} cannot be loaded ({reason}); download it, and give the file as "
             f"measure.prompts={name}:FILE"
         ) from error
-    return ((f"{source.hub}:record {record_number}", dict(record)) for record_number, record in enumerate(records, start=1))
+    return iter(records)
 
 
-def _unmasked(name: str, records: Iterable[Any]) -> Iterator[Any]:
-    """The records, alone or behind their origins, whose text is there; a note on stderr says how many are left out."""
+def _unmasked(name: str, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
+    """The (origin, record) pairs whose text is there; a note on stderr says how many are left out."""
     mask = SETS[name].masked if name in SETS else None
     left_out = 0
     try:
-        for record in records:
-            if mask and mask in str((record[1] if isinstance(record, tuple) else record).get("turns")):
+        for origin, record in records:
+            if mask and mask in str(record.get("turns")):
                 left_out += 1
             else:
-                yield record
+                yield origin, record
     finally:
         if left_out:
             advice = "its publisher's specdec_bench fetches their text from the sources"
@@ -201,7 +202,8 @@ def _load(name: str, limit: int | None) -> list[Prompt]:
     if set_name not in SETS:
         set_name, path = "", name
     file = ASSETS / "prompts.jsonl" if path == "embedded" else path_of(path, "prompts")
-    records = _unmasked(set_name, read_records(file, limit, cache_folder(DataOptions()) / "spool"))
+    read = None if set_name and SETS[set_name].masked else limit  # the limit counts what is left
+    records = islice(_unmasked(set_name, read_records(file, read, cache_folder(DataOptions()) / "spool")), limit)
     category = set_name or file.name.split(".")[0]
     numbered = enumerate(records, start=1)
     return [_prompt(origin, record, i, category, set_name, file.parent) for i, (origin, record) in numbered]

@@ -127,7 +127,8 @@ def test_load_prompts_masked_records_are_left_out_with_a_note(
     assert load_prompts("speed_bench") == [wanted] * 2 and load_prompts("speed_bench", 1) == [wanted]
     assert capsys.readouterr().err.count("note: speed_bench: 2 masked prompts are left out") == 1
     (tmp_path / "x.jsonl").write_text(f"{json.dumps(masked)}\n{json.dumps(record)}\n")
-    assert load_prompts(f"speed_bench:{tmp_path / 'x.jsonl'}") == [wanted]
+    for limit in (None, 1):
+        assert load_prompts(f"speed_bench:{tmp_path / 'x.jsonl'}", limit) == [wanted]
 
 
 def test_load_prompts_hub_set_without_network_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
