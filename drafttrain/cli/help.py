@@ -177,8 +177,8 @@ HINTS = {
 GIVEN = {
     "checkpoint": "name a run, one of its step-NNNNN directories, or a published drafter, with checkpoint=DIR",
     "out": "name a directory with out=DIR",
-    "format": "name a serving stack, as format=vllm, or give format=all",
-    "engine": "name an engine, as engine=vllm",
+    "format": "name a serving stack, as format=vllm, or format=all; drafttrain export --help lists them",
+    "engine": "name an engine, as engine=vllm; drafttrain verify --help lists them",
     "runs": "name run directories, as in drafttrain compare RUN RUN",
 }
 COLUMNS = 120

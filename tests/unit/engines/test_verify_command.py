@@ -96,7 +96,11 @@ def test_verify_command_passes_good_export_and_fails_damaged_one(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["engine=sglang", "out=x", "checkpoint=."], "engine is 'sglang'; choose one of vllm, openvino"),
+        (
+            ["engine=sglang", "out=x", "checkpoint=."],
+            "engine is 'sglang'; choose one of vllm, openvino, transformers, speculators",
+        ),
+        ([], "engine is not set; name an engine, as engine=vllm; drafttrain verify --help lists them"),
         (["engine=vllm", "out=x"], "checkpoint is not set; name a run"),
         (["engine=vllm", "out=x", "checkpoint=."], "which is not an export (drafttrain.json cannot be read)"),
     ],
