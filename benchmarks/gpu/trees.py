@@ -91,6 +91,7 @@ class GrowTree(Case):
 
     op: ClassVar = "grow_tree"
     twins: ClassVar = ("drafttrain.ops.build_tree.grow_reference", "drafttrain.ops.top.reference")
+    dtypes: ClassVar = (torch.bfloat16,)  # states are copied as bytes
     rows: int
     width: int
     hidden: int
