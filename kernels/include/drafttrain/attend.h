@@ -170,7 +170,7 @@ void hide(const Attend<T>& a, int64_t b, int64_t n, int64_t start, int64_t count
 }
 
 // Reads a part of each cache line, so that many lines are under way at once: weights have driven them out of the caches, and
-// the loop that copies them waits for each. Prefetches of pages whose address is not known yet are dropped.
+// the loop that copies them waits for each. Prefetch instructions in its place gained nothing.
 template <typename T>
 void touch(const T* key, const T* value, int64_t width) {
     for (int64_t d = 0; d < width; d += 64 / int64_t(sizeof(T)))
