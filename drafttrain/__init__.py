@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from drafttrain.api.online import OnlineDrafter as OnlineDrafter
     from drafttrain.api.settings import load_target as load_target
     from drafttrain.api.training import TrainingRun as TrainingRun
+    from drafttrain.api.training import auto as auto
     from drafttrain.api.training import batches as batches
     from drafttrain.api.training import loss as loss
     from drafttrain.api.training import train_drafter as train_drafter
@@ -43,6 +44,7 @@ HOMES = {
     "StepMetrics": "train.following",
     "TrainingRun": "api.training",
     "UserError": "core.errors",
+    "auto": "api.training",
     "batches": "api.training",
     "build_drafter": "api.drafter",
     "export_drafter": "api.drafter",

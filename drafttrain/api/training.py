@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafttrain.api.drafter import LoadedDrafter, for_recipe
 from drafttrain.api.settings import composed, for_drafter, given
+from drafttrain.cli.config import compose_run
 from drafttrain.cli.main import user_errors
 from drafttrain.cli.quiet import quiet as quieten
 from drafttrain.core.errors import Interrupted, UserError
@@ -165,6 +166,48 @@ def train_drafter(
         module.load_state_dict(state)
     initial_state = {name: tensor.clone() for name, tensor in state.items()} if drafter.prepared else None
     return _trained(run.options, run.resolved, Ready(drafter.base, module, initial_state, records, quiet))
+
+
+def auto(
+    target: str | Path = "embedded",
+    conversations: str | Path | None = None,
+    *,
+    stacks: Sequence[str] = (),
+    budget: str = "1h",
+    out: str | Path = "outputs",
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Pick, train, prove and export a drafter, as `drafttrain auto --yes` does. Called again, it goes on where it was ended.
+
+    Args:
+        target: `embedded`, a directory or a hub id.
+        conversations: A path as in `data.path`.
+        stacks: Serving stacks that must load the drafter (`export.stacks`).
+        budget: The time for everything: `45m`, `8h`, `2d`.
+        out: The decision lands in `<out>/auto/<name>/`.
+        settings: Any other key of the configuration, such as `{"auto.batch_sizes": [1], "auto.candidates": ["medusa"]}`.
+
+    Returns:
+        The decision, as its auto.json has it: `recipe`, `checkpoint`, `predicted` and `measured` speedup, `serving` commands by
+        stack, all `candidates`, and `folder`.
+
+    Raises:
+        UserError: Bad input, or a budget that is too short. Nothing is spent then.
+    """
+    from drafttrain.commands.auto import DECISION
+    from drafttrain.commands.auto import auto as decide
+
+    quieten()
+    place = {"target": "embedded"} if target == "embedded" else {"target": "hf", "target.path": str(target)}
+    keys = {"budget": budget, "output": str(out), "auto.yes": True, "export.stacks": list(stacks), **place}
+    if conversations is not None:
+        keys["data.path"] = str(conversations)
+    run = composed(None, {**keys, **(settings or {})})
+    with user_errors():
+        folder = decide(run.options, run.overrides, lambda recipe, words: compose_run(recipe, words).options)
+    assert folder is not None
+    decision: dict[str, Any] = json.loads((folder / DECISION).read_text(encoding="utf-8"))
+    return decision | {"folder": folder}
 
 
 def _named(records: Listed | None, conversations: Any) -> dict[str, Any]:

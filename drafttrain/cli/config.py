@@ -6,6 +6,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -81,9 +83,11 @@ def compose_run(recipe: str | None, overrides: Sequence[str]) -> Run:
 
     Raises what Hydra raises for an unknown recipe, key or value.
     """
-    register()
     words = [*([] if recipe is None else [f"recipe={recipe}"]), *understood(overrides)]
-    with initialize_config_module("drafttrain.conf", version_base="1.3"):
+    running = GlobalHydra.instance().is_initialized()  # by a command, which has registered
+    if not running:
+        register()
+    with nullcontext() if running else initialize_config_module("drafttrain.conf", version_base="1.3"):
         return _run(compose("config", words), recipe, words)
 
 

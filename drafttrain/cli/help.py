@@ -45,6 +45,16 @@ COMMANDS = {
             *("measure", "logger", "launcher"),
         ),
     ),
+    "auto": Command(
+        "pick the drafter: race the families that your stacks load, train the best, prove it and export it",
+        (
+            "drafttrain auto target=DIR data.path=FILE export.stacks=[vllm] budget=8h",
+            "drafttrain auto --plan target=DIR export.stacks=[vllm,sglang]",
+            "drafttrain auto --yes budget=15m auto.candidates=[NAME,NAME] auto.batch_sizes=[1]",
+        ),
+        keys=("budget",),
+        groups=("target", "data", "train", "decode", "measure", "prepare", "logger", "launcher"),
+    ),
     "measure": Command(
         "measure a checkpoint: acceptance, speed and exactness, also in serving engines",
         (
@@ -160,6 +170,7 @@ COMMANDS = {
 }
 # the options that a command has to itself
 OWN_OPTIONS = {
+    "auto": ("runs/options.py", "AutoOptions"),
     "prepare": ("data/__init__.py", "PrepareOptions"),
     "inspect": ("data/__init__.py", "InspectOptions"),
     "measure": ("measure/__init__.py", "MeasureOptions"),
@@ -184,7 +195,8 @@ GIVEN = {
 COLUMNS = 120
 FLAGS = {
     "-m": "sweep: key=a,b,c runs each value",
-    "--plan": "export: only say which stacks load the drafter of recipe=NAME for target=DIR",
+    "--plan": "export: only say which stacks load the drafter of recipe=NAME for target=DIR; auto: only print the plan",
+    "--yes": "auto: start without asking",
     "--cfg job": "print the configuration and stop; -p GROUP prints one group",
     "--config-dir DIR": "your own groups in DIR, your own recipes in DIR/recipes/",
     "--shell-completion install=SHELL": 'bash, zsh or fish: eval "$(drafttrain --shell-completion install=bash)"',

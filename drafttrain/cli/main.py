@@ -50,6 +50,7 @@ PATH_KEYS = (
     "resume",
     "report",
     "simulate.alpha",  # its plus sign has a meaning
+    "auto.candidates",  # their settings have an equals sign
 )
 TEXT_KEYS = ("prompt",)
 BARE = (
@@ -57,7 +58,7 @@ BARE = (
     "target=DIR data.path=FILE for your model; drafttrain --help lists the recipes"
 )
 NO_RECIPE = "note: no recipe=NAME, so the default drafter trains with default settings; drafttrain fit --help lists the recipes"
-PLAN = "--plan"
+PLAN, YES = "--plan", "--yes"
 POSITIONAL = {"compare": "runs"}  # by command: the key for arguments without a key
 
 
@@ -143,7 +144,10 @@ def _dispatch(arguments: list[str]) -> int:
         named = keys & {"recipe", "drafter", "resume"}
         if keys & {"target", "target.path"} and not named and os.environ.get("RANK", "0") == "0":
             print(NO_RECIPE, file=sys.stderr)
-    if flags.plan and not (command == "export" and keys & {"recipe", "drafter"} and "checkpoint" not in keys):
+    planned = command == "auto" or (command == "export" and keys & {"recipe", "drafter"} and "checkpoint" not in keys)
+    if flags.yes and command != "auto":
+        raise UserError(f"{YES} is of auto, which asks before it starts; leave it out")
+    if flags.plan and not planned:
         raise UserError(f"{PLAN} says what an export would give: drafttrain export {PLAN} recipe=NAME target=DIR")
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
     if command not in POSITIONAL and (keyless := [word for word in flags.overrides if "=" not in word and word[:1] != "~"]):
@@ -156,9 +160,11 @@ def _dispatch(arguments: list[str]) -> int:
     if words:
         overrides.append(f"{POSITIONAL[command]}=[{','.join(map(_quoted, words))}]".replace("${", "\\${"))
     if flags.plan:
-        data = [] if any(word.startswith("data.path=") for word in overrides) else ["data.path=unread"]
+        has_data = command == "auto" and "target=hf" not in overrides
+        data = [] if has_data or any(word.startswith("data.path=") for word in overrides) else ["data.path=unread"]
         overrides += ["export.plan=true", *data]
-    flagged = [word for word in arguments if word not in flags.overrides and word != PLAN]
+    overrides += ["auto.yes=true"] if flags.yes else []
+    flagged = [word for word in arguments if word not in flags.overrides and word not in (PLAN, YES)]
     _hydra(command, flagged + overrides, config_dir)
     return 0
 
@@ -172,7 +178,8 @@ def _parser() -> argparse.ArgumentParser:
             raise UserError(f"{message}; drafttrain --help lists the flags")
 
     parser = Parser(parents=[get_args_parser()], add_help=False)
-    parser.add_argument(PLAN, action="store_true", help="of export: only say which stacks load the recipe's drafter")
+    parser.add_argument(PLAN, action="store_true", help="of export and auto: only say what would be done")
+    parser.add_argument(YES, action="store_true", help="of auto: start without asking")
     return parser
 
 
@@ -276,6 +283,10 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
     if command == "doctor":
         function(Path(run.options.output))
         return []
+    if command == "auto":
+        compose_run = import_module("drafttrain.cli.config").compose_run
+        path = function(run.options, run.overrides, partial(_composed, compose_run))
+        return [] if path is None else [path]
     if launcher.name == "slurm":
         config_dir_flags = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
         for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*config_dir_flags, *run.overrides], run.options))
@@ -283,6 +294,12 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
     launch = import_module("drafttrain.cli.launch").launch
     path = launch(partial(_run_explained, function), run.options, run.resolved)
     return [] if path is None else [path]
+
+
+def _composed(compose_run: Callable[..., Run], recipe: str, words: Sequence[str]) -> Any:
+    """The options of a candidate of `auto`."""
+    with user_errors(), _without_collection():
+        return compose_run(recipe, words).options
 
 
 @cache

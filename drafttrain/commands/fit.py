@@ -172,15 +172,16 @@ def _finish(
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
         if options.measure.tune and data.train:
             tuned = best_checkpoint(run.path / "checkpoints")
-            if tune_run(checkpoints, tuned, loaded, data.held_out, options, console):
+            if tune_run(run.path, tuned, loaded, data.held_out, options, console):
                 as_trained = next(ref for ref in refs if ref.path == tuned)
                 refs.append(replace(as_trained, name=f"{tuned.name} {DEFAULT}", tuned=False))
-        report = measure_run(
-            loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out, chosen
-        )
-        files = [run.path / f"report.{extension}" for extension in ("json", "md", "html")]
-        if logger is not None:
-            logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
+        if not options.measure.tune_only:
+            report = measure_run(
+                loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out, chosen
+            )
+            files = [run.path / f"report.{extension}" for extension in ("json", "md", "html")]
+            if logger is not None:
+                logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
     if logger is not None:
         run.finish()
 

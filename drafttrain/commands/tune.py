@@ -17,7 +17,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, new_directory
 from drafttrain.core.progress import stages
 from drafttrain.data.chat import Encoded
-from drafttrain.drafters.checkpoint import load_checkpoint, read_meta
+from drafttrain.drafters.checkpoint import list_checkpoints, load_checkpoint, read_meta
 from drafttrain.drafters.tuned_settings import PROPOSALS, SPEEDUP, TUNED, draft_up_to, keep_tuned, tuned_settings
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions, cells
 from drafttrain.measure.bench import Bench
@@ -34,6 +34,7 @@ from drafttrain.runs.paths import dated_path
 from drafttrain.targets.load import LoadedTarget
 
 CHOOSING, LEAST_CHOOSING = 32, 8  # held-out conversations that a run's proposal is chosen on; at least, where time is short
+FOUND = "tune.json"
 SHARE = 1 / 3  # of measure.minutes, for choosing it
 BY_HAND = ("draft_length", "window", "fallback")  # of decode: what tuning chooses, or tests without
 
@@ -68,7 +69,7 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
 
 
 def tune_run(
-    checkpoints: Sequence[Path],
+    run: Path,
     best: Path,
     loaded: LoadedTarget,
     held_out: Sequence[Encoded],
@@ -78,6 +79,7 @@ def tune_run(
     """Store the fastest proposals of a run's best checkpoint with all of its checkpoints; whether any beats the trained one.
 
     They are chosen on prompts of conversations that were not trained on, so that the measurement's prompts have no part in it.
+    What was found is in the run's tune.json.
     """
     minutes = min(options.tune.minutes, SHARE * options.measure.minutes)
     tune, wanted = replace(options.tune, minutes=minutes, repeats=1), options.measure.batch_sizes  # on more prompts
@@ -99,8 +101,10 @@ def tune_run(
         if chosen["better"]:
             line = f"{chosen['name']}, {chosen['over_default']:.2f}x as fast as the trained proposal"
         print_line(console, f"tuning, batch {found['batch_size']}: {line}, on {len(cases)} held-out conversations")
+    if loaded.target.part.first:
+        atomic_write_json(run / FOUND, rounded(search_result))
     if loaded.target.part.first and _changes_drafting(search_result):
-        for directory in checkpoints:
+        for directory in list_checkpoints(run / "checkpoints"):
             keep_tuned(directory, _by_size(search_result), _about(search_result))
     return any(found["chosen"]["better"] for found in search_result["batch_sizes"])
 
@@ -133,7 +137,7 @@ def _write(found: dict[str, Any], folder: Path) -> None:
 
     for result in found["batch_sizes"]:
         tuning_plot(result["surface"], result["chosen"], folder / f"surface-{result['batch_size']}.png")
-    atomic_write_json(folder / "tune.json", rounded(found))
+    atomic_write_json(folder / FOUND, rounded(found))
 
 
 def _print_finalists(found: dict[str, Any], console: Console) -> None:

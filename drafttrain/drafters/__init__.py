@@ -25,13 +25,15 @@ OTHERS = ("checkpoint", "common", "options", "tuned_settings")
 class Family:
     """name: of `drafter=<name>`. options: its dataclass, which has the name in its field `family`.
 
-    unserved: why no serving stack loads it, where that is so.
+    unserved: why no serving stack loads it, where that is so. early: `auto` races those with a higher number first, where the
+    budget is too short for all.
     """
 
     name: str
     options: type
     make: Callable[[Any, Target], Drafter]
     unserved: str | None = None
+    early: int = 0
 
     def build(self, options: Any, target: Target) -> Drafter:
         """The drafter for this target. Raises UserError for options out of their limits, and that do not fit the target."""

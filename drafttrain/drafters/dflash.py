@@ -19,4 +19,4 @@ class DFlash(BlockDrafter):
         super().__init__(options, target, draft_vocab=options.draft_vocab)
 
 
-FAMILY = Family("dflash", DFlashOptions, DFlash)
+FAMILY = Family("dflash", DFlashOptions, DFlash, early=2)

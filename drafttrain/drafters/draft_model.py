@@ -343,4 +343,4 @@ class DraftModel(Autoregressive):
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head, every_step=True)
 
 
-FAMILY = Family("draft_model", DraftModelOptions, build)
+FAMILY = Family("draft_model", DraftModelOptions, build, early=1)

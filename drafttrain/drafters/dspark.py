@@ -87,4 +87,4 @@ class DSpark(BlockDrafter):
         return self.calibrated(chain, self.confidence_head(self.head_input(state_BKH, chain.token_BN[:, :-1])))
 
 
-FAMILY = Family("dspark", DSparkOptions, DSpark)
+FAMILY = Family("dspark", DSparkOptions, DSpark, early=1)

@@ -99,4 +99,4 @@ class Eagle(Recurrent):
         return total
 
 
-FAMILY = Family("eagle", EagleOptions, Eagle)
+FAMILY = Family("eagle", EagleOptions, Eagle, early=2)

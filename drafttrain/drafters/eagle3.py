@@ -151,4 +151,4 @@ def default_taps(blocks: int, rule: str = "official") -> list[int]:
     return sorted({max(blocks * third // 3 - 1, 0) for third in (1, 2, 3)})
 
 
-FAMILY = Family("eagle3", Eagle3Options, Eagle3)
+FAMILY = Family("eagle3", Eagle3Options, Eagle3, early=3)

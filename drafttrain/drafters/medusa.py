@@ -163,4 +163,4 @@ class MedusaState(LastState):
         return self.grower.from_slots(root_B, logits_KBV.transpose(0, 1), None, sampling)
 
 
-FAMILY = Family("medusa", MedusaOptions, Medusa)
+FAMILY = Family("medusa", MedusaOptions, Medusa, early=3)

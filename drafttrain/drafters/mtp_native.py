@@ -360,4 +360,4 @@ def source_of(options: MTPNativeOptions, target: HFTarget) -> tuple[OwnModule | 
     return layout, open_source(directory, f"drafter.source={options.source}")
 
 
-FAMILY = Family("mtp_native", MTPNativeOptions, MTPNative)
+FAMILY = Family("mtp_native", MTPNativeOptions, MTPNative, early=3)

@@ -182,4 +182,4 @@ class PEagleState(CachedState):
         return self.grower.from_slots(root_B, logits_BKV, drafter.ids, sampling)
 
 
-FAMILY = Family("peagle", PEagleOptions, PEagle)
+FAMILY = Family("peagle", PEagleOptions, PEagle, early=1)

@@ -29,6 +29,7 @@ class MeasureOptions:
     # fit: choose the fastest chain or tree on prompts of held-out conversations first, within a third of measure.minutes. It is
     # for each of batch_sizes, kept in decode.json; the report shows it beside the one that was trained
     tune: bool = True
+    tune_only: bool = False  # fit: measure no more than that choice takes; its figures are in the run's tune.json
     every: int = at_least(0, 0)  # fit: steps between small measurements, which also choose the best checkpoint; 0: none
     every_prompts: int = at_least(8, 1)  # fit: prompts of a small measurement
     # fit: with every, vllm | openvino | transformers | llamacpp loads each measured drafter too, in a process of its own while

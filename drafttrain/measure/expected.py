@@ -115,6 +115,11 @@ def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, vis
     return 1.0 + float((weight_M[:, None] * arrive_MD).sum() / weight_M.sum())
 
 
+def expected_interval(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool) -> Interval | None:
+    """The interval of `expected_tau` over the prompts; None for fewer than two with samples."""
+    return tau_interval(step_sums([_arrivals(h, paths, sampled) for h in hits if len(h.rank_MK)]))
+
+
 def counted_paths(drafter: Drafter, hits: Sequence[Hits] | None, depth: int | None) -> list[Path]:
     """The proposal's paths, down to `depth`, whose hits count.
 

@@ -227,6 +227,26 @@ def tuning_plot(surface: Sequence[Entry], chosen: Entry, path: Path) -> Path | N
     return save(figure, path)
 
 
+def race_plot(candidates: Sequence[tuple[str, Sequence[Entry]]], path: Path) -> Path | None:
+    """Draw the predicted speedup of candidates by their training time, with intervals; None without a point.
+
+    candidates: of each its name and points with `seconds`, `value`, `low` and `high`.
+    """
+    if not any(points for _, points in candidates):
+        return None
+    figure, (axes,) = panels(1, 7.2)
+    for i, (name, points) in enumerate(candidates):
+        if points:
+            minutes, values = [point["seconds"] / 60 for point in points], [point["value"] for point in points]
+            bounds = [[p["value"] - p["low"] for p in points], [p["high"] - p["value"] for p in points]]
+            axes.errorbar(minutes, values, bounds, marker="o", capsize=3, linewidth=1.6, color=colour(i), label=name)
+    axes.axhline(1.0, color=INK, linewidth=1, linestyle="--")
+    axes.set(xlabel="minutes of training", ylabel="predicted speedup over plain decoding")
+    axes.set_title("The race", loc="left", fontweight="bold")
+    axes.legend(frameon=False, fontsize=9)
+    return save(figure, path)
+
+
 def colour(i: int) -> str:
     """The colour of the i-th series."""
     return COLOURS[i % len(COLOURS)]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.intervals import Interval
 from drafttrain.core.tree import Path, tuned_paths
 from drafttrain.decoding.scheduler import Decoded
 from drafttrain.decoding.tree_size import CANDIDATES, LARGE, proposal_seconds, verification_seconds
@@ -27,7 +28,7 @@ from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case, waves
 from drafttrain.measure.decoding import decoder_of
-from drafttrain.measure.expected import expected_tau, forced_hits
+from drafttrain.measure.expected import expected_interval, expected_tau, forced_hits
 from drafttrain.measure.speed import Contender, throughput, tpot
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Target
@@ -72,6 +73,7 @@ class Predicted:
     tau: float  # expected tokens per verification
     seconds: float  # of a decode step
     speedup: float  # over plain decoding
+    interval: Interval | None = None  # of tau, over the prompts
 
 
 def surface(
@@ -105,10 +107,11 @@ def _predicted(
     verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 + extra_nodes for s in shapes} | {1}), repeats, batch)
     predictions = []
     for shape in shapes:
-        tau = expected_tau(hits, shape.paths or [path for path in drafter.proposal.paths if len(path) <= shape.depth], sampled)
-        seconds = drafting[shape.depth] + verifying[shape.nodes + 1 + extra_nodes]
+        paths = shape.paths or [path for path in drafter.proposal.paths if len(path) <= shape.depth]
+        tau, seconds = expected_tau(hits, paths, sampled), drafting[shape.depth] + verifying[shape.nodes + 1 + extra_nodes]
         if tau is not None:
-            predictions.append(Predicted(shape, tau, seconds, tau * verifying[1] / seconds))
+            interval = expected_interval(hits, paths, sampled)
+            predictions.append(Predicted(shape, tau, seconds, tau * verifying[1] / seconds, interval))
     return sorted(predictions, key=lambda p: -p.speedup)
 
 
@@ -247,6 +250,7 @@ def _search(
         deciding_race, label = tuner.race("on the other prompts", candidates, deciding, end - budget.used), "chosen"
     gain = median(deciding_race[label])
     fastest, plain = deciding_race[label if gain > 1.0 else DEFAULT], deciding_race[PLAIN]
+    speedups = [a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)]
     rows = [
         {"name": label, "settings": proposal_settings, "raced": median(raced[label]), **_forecast(label, predicted)}
         for label, proposal_settings in finalists.items()
@@ -255,6 +259,7 @@ def _search(
         "batch_size": tuner.batch_size,
         "finalists": rows,
         "surface": [{"depth": p.shape.depth, "nodes": p.shape.nodes, "tau": p.tau, "speedup": p.speedup} for p in predicted],
+        "interval": predicted[0].interval if predicted else None,  # of the best prediction's tau
         "chosen": {
             "name": name,
             "fastest": fastest_name,  # another one if it is within noise
@@ -262,7 +267,8 @@ def _search(
             "settings": settings,
             "over_default": gain,
             "better": gain > 1.0,
-            SPEEDUP: median(a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)),
+            SPEEDUP: median(speedups),
+            "speedups": speedups,  # of each batch of prompts
             "plain_is_faster": clearly_faster(plain, fastest),  # beyond noise
         },
     }

@@ -76,6 +76,16 @@ class ExportOptions:
 
 
 @dataclass
+class AutoOptions:
+    """How `auto` chooses a drafter."""
+
+    candidates: list[str] = field(default_factory=list)  # recipes, each with settings behind it; none: all families
+    batch_sizes: list[int] = at_least([1, 8], 1)  # whose speedups count, all the same
+    parallel: int = at_least(1, 1)  # candidates that train at the same time, each with an equal share of the GPUs
+    yes: bool = False  # start without asking, as --yes does
+
+
+@dataclass
 class RunOptions:
     """The whole configuration. All commands share it."""
 
@@ -96,11 +106,13 @@ class RunOptions:
     compare: CompareOptions = field(default_factory=CompareOptions)
     simulate: SimulateOptions = field(default_factory=SimulateOptions)
     export: ExportOptions = field(default_factory=ExportOptions)
+    auto: AutoOptions = field(default_factory=AutoOptions)
     name: str = "default"  # the recipe's name; runs land in <output>/<name>/<time>/
     output: str = "outputs"
     # prepare: directory of the new data set; inspect: the .html file; export: the directory (format=all: with a folder for each
     # stack); verify: an exported directory; compare: directory of its files; simulate: the .png file
     out: str | None = None
+    budget: str = "1h"  # auto: time for everything, such as 45m, 8h or 2d
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
     # measure, tune, generate, export: a checkpoint directory, a run, whose best checkpoint it is, or a published drafter, by
     # directory or hub id; verify: a checkpoint directory or a run; simulate: a checkpoint directory

@@ -17,6 +17,7 @@ from drafttrain.export.table import load_it, loads, rows, stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.placement import built
+from drafttrain.targets import TargetOptions
 from drafttrain.targets.estimate import outline
 from drafttrain.targets.load import LoadedTarget, dtype_of, load_tokenizer, path_of
 
@@ -34,24 +35,29 @@ def check_stacks(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, sa
 
     Raises UserError where `export.stacks` names one that does not.
     """
-    family = options.drafter.family
-    meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
-    loadable, refused = planned(Opened.in_memory(meta, drafter, loaded), _dtype(loaded))
+    loadable, refused = loadable_by(options, loaded, drafter)
     if loadable:
         say(f"{load_it(loadable).removesuffix(' it')} this drafter")
-    for reason, stacks in _by_reason({stack: reason.replace(stack, "the stack") for stack, reason in refused.items()}).items():
+    for reason, stacks in by_reason({stack: reason.replace(stack, "the stack") for stack, reason in refused.items()}).items():
         say(f"  not {', '.join(stacks)}: {reason if len(stacks) > 1 else refused[stacks[0]]}")
     for stack in options.export.stacks:
         if stack not in loadable:
             raise UserError(f"export.stacks names {stack}, which cannot load this drafter: {refused[stack]}")
 
 
-def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """The stacks of each reason."""
-    by_reason: dict[str, list[str]] = {}
-    for stack, reason in reasons.items():
-        by_reason.setdefault(reason, []).append(stack)
-    return by_reason
+def loadable_by(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> tuple[list[str], dict[str, str]]:
+    """(the stacks that load this drafter, why others that load its family do not)."""
+    family = options.drafter.family
+    meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
+    return planned(Opened.in_memory(meta, drafter, loaded), _dtype(loaded))
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """The names that have each reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return names
 
 
 def stacks_of(checkpoint: Path, loaded: LoadedTarget) -> list[str]:
@@ -66,23 +72,32 @@ def _dtype(loaded: LoadedTarget) -> str:
     return "bfloat16" if loaded.target.dtype == torch.bfloat16 else "float32"
 
 
+def outlined(options: TargetOptions) -> LoadedTarget:
+    """The target from its configuration and tokenizer. Its weights are not read."""
+    target = outline(options)
+    description = asdict(options) | {"dtype": dtype_of(options), "architecture": type(target.model).__name__}
+    return LoadedTarget(target, load_tokenizer(options), path_of(options), description)
+
+
+def untrained(options: RunOptions, loaded: LoadedTarget) -> Drafter:
+    """The drafter of these options for an outlined target, without weights."""
+    with torch.device("meta"):
+        return built(options, loaded.target)
+
+
 def plan(options: RunOptions, say: Callable[[str], None]) -> None:
-    """Print the same from the target's configuration and tokenizer. Its weights are not read.
+    """Print the same from the target's configuration and tokenizer.
 
     Raises UserError as `check_stacks` does, and for a family that no stack loads.
     """
-    target, family = outline(options.target), options.drafter.family
-    with torch.device("meta"):
-        drafter = built(options, target)
-    architecture = type(target.model).__name__
-    description = asdict(options.target) | {"dtype": dtype_of(options.target), "architecture": architecture}
-    loaded = LoadedTarget(target, load_tokenizer(options.target), path_of(options.target), description)
-    say(f"drafter: {family}, for {architecture}, {target.shape.blocks} blocks ({loaded.path})")
+    loaded, family = outlined(options.target), options.drafter.family
+    drafter, architecture = untrained(options, loaded), loaded.description["architecture"]
+    say(f"drafter: {family}, for {architecture}, {loaded.target.shape.blocks} blocks ({loaded.path})")
     if not loads(family):
         raise UserError(f"no stack loads {family}: {next(iter(rows(family).values()))}")
     requested_stacks = [] if options.format in (None, "all") else [options.format]
     run_options = replace(options, export=replace(options.export, stacks=[*options.export.stacks, *requested_stacks]))
     check_named(run_options)
     check_stacks(run_options, loaded, drafter, say)
-    for reason, stacks in _by_reason({stack: row for stack, row in rows(family).items() if isinstance(row, str)}).items():
+    for reason, stacks in by_reason({stack: row for stack, row in rows(family).items() if isinstance(row, str)}).items():
         say(f"  not {', '.join(stacks)}: {reason}")

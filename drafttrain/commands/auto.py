@@ -1,0 +1,452 @@
+"""`drafttrain auto target=DIR data.path=FILE export.stacks=[vllm] budget=8h`: picks the drafter, trains, proves and exports it.
+
+The plan is printed and confirmed first. Then candidates race (`runs/race.py`); the winner trains with the rest of the budget.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from optuna.trial import Trial
+from rich.console import Console
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_json, atomic_write_text
+from drafttrain.core.progress import counting
+from drafttrain.data.files import read_template
+from drafttrain.data.provenance import foreign
+from drafttrain.decoding.tree_size import proposal_seconds, verification_seconds
+from drafttrain.drafters import families
+from drafttrain.engines.process import ENGINES, python_of
+from drafttrain.export.serve import STACKS
+from drafttrain.export.table import loads, rows
+from drafttrain.measure import cells
+from drafttrain.measure.plots import race_plot
+from drafttrain.measure.report import FILE, rounded
+from drafttrain.model.drafter import trainable
+from drafttrain.runs.console import line_printer, print_line
+from drafttrain.runs.options import RunOptions
+from drafttrain.runs.placement import built
+from drafttrain.runs.race import START, Candidate, CandidateRace, TimeBudget, merit, rungs_of
+from drafttrain.runs.stacks import by_reason, loadable_by, outlined, untrained
+from drafttrain.targets.estimate import format_bytes
+from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.train.checkpoint_manager import best_checkpoint
+from drafttrain.train.interrupt import Interrupt
+
+Compose = Callable[[str, Sequence[str]], RunOptions]  # of a recipe and overrides
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+OWN = ("auto", "budget", "recipe", "output", "name", "resume", "export", "measure")  # what no candidate's command is given
+FIRST_RUNG = 3  # times what it takes to start a training, at least, a candidate has in the first round
+ANSWER, ANSWERED = 400, 32  # tokens of an answer of the target, and answers decoded together, in the estimate of their number
+REPEATS = 5  # timings of a step
+STATE = 12  # bytes of a checkpoint and its optimiser per trained parameter
+DECISION, PAGE = "auto.json", "auto.md"
+UNREAD = "unread"  # the path of data that a plan can do without
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPlan:
+    """What will be done, known before anything is spent."""
+
+    candidates: list[Candidate]
+    left_out: dict[str, str]  # why others are, by recipe
+    cut: list[str]  # others for which the budget is too short
+    budget: TimeBudget
+    foreign: str | None  # why the target may not have written the data's replies
+    answers: int | None  # prompts that it can answer in its time; None: all
+    unmeasured: str | None  # why the costs are not known
+
+
+def auto(options: RunOptions, words: Sequence[str], compose: Compose) -> Path | None:
+    """Returns the folder of the decision, `<output>/auto/<name>/`; None with `export.plan`, which prints the plan alone.
+
+    words: as typed. Raises UserError for bad input, before anything is spent.
+    """
+    console, total = Console(), seconds_of(options.budget)
+    if options.launcher.name != "local":
+        raise UserError(f"launcher={options.launcher.name} is not for auto; start auto inside a job, with launcher.nproc")
+    kept = [word for word in words if not _is(word, OWN)]
+    plan = _plan(options, kept, total, compose, console)
+    _print_plan(plan, options.auto.batch_sizes, console)
+    if options.export.plan:
+        return None
+    if plan.unmeasured is not None:
+        raise UserError(plan.unmeasured)
+    typed = sorted(word for word in words if not _is(word, ("auto.yes", "output")))
+    digest = hashlib.sha256("\n".join(typed).encode()).hexdigest()[:8]
+    folder = Path(options.output).absolute() / "auto" / f"{Path(str(options.target.path or options.target.name)).name}-{digest}"
+    if (folder / PAGE).is_file():
+        print_line(console, f"this has been decided; delete {folder} to do it again")
+        console.print((folder / PAGE).read_text(encoding="utf-8"), markup=False, highlight=False, soft_wrap=True)
+        return folder
+    if not folder.is_dir():
+        _confirm(options, console)
+    with Interrupt() as interrupt, interrupt.deferred():
+        _run(plan, options, words, kept, folder, interrupt, console)
+    return folder
+
+
+def seconds_of(budget: str) -> float:
+    """Worked example: `90m` and `1.5h` are 5400 seconds. Raises UserError for another form."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", budget)
+    if match is None or not float(match[1]):
+        raise UserError(f"budget is {budget!r}; write it as 45m, 8h or 2d")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def time_text(seconds: float) -> str:
+    """Worked example: 5400 seconds are `1.5 hours`."""
+    if seconds < 100:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.3g} hours"
+
+
+def _is(word: str, keys: Sequence[str]) -> bool:
+    """Whether an override is of one of these groups or keys."""
+    key = word.partition("=")[0].lstrip("+~")
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
+
+
+def _plan(options: RunOptions, kept: Sequence[str], total: float, compose: Compose, console: Console) -> AutoPlan:
+    candidates, left_out = _candidates(options, kept, compose)
+    began, reason, answers, named = monotonic(), None, None, bool(options.auto.candidates)
+    try:
+        loaded = load_target(options.target)
+    except UserError as error:
+        budget = TimeBudget(total)
+        most = _affordable(len(candidates), budget, FIRST_RUNG * START, named)
+        return AutoPlan(candidates[:most], left_out, [each.name for each in candidates[most:]], budget, None, None, str(error))
+    start, is_known = START + monotonic() - began, options.data.path != UNREAD
+    budget = TimeBudget(total, is_known and (reason := _foreign(options, loaded)) is not None)
+    most = _affordable(len(candidates), budget, FIRST_RUNG * start, named)
+    costed, costly = _costed(candidates, most, loaded, options.auto.batch_sizes, console)
+    left_out |= costly
+    if reason is not None and options.prepare.server is None:
+        drafter = built(costed[0].options, loaded.target).to(loaded.target.device)
+        step = verification_seconds(loaded.target, drafter, [1], REPEATS, ANSWERED)[1]
+        answers = max(ANSWERED, round(budget.answers * ANSWERED / step / ANSWER))
+    loaded.target.free()
+    cut = [each.name for each in candidates if each.name not in {*left_out, *(each.name for each in costed)}]
+    return AutoPlan(costed, left_out, cut, budget, reason, answers, None)
+
+
+def _candidates(options: RunOptions, kept: Sequence[str], compose: Compose) -> tuple[list[Candidate], dict[str, str]]:
+    """(what can be trained here and is loaded by the stacks, those of most stacks first; why others are left out)."""
+    for stack in (stack for stack in options.export.stacks if stack not in STACKS):
+        raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
+    named = [shlex.split(text) for text in options.auto.candidates]
+    target, left_out, found = outlined(options.target), dict[str, str](), list[Candidate]()
+    for recipe, *settings in named or [[name] for name in families()]:
+        used = sum(each.recipe == recipe for each in found)
+        name = f"{recipe}-{used + 1}" if used else recipe
+        if not named and (reason := _unserved(recipe, options.export.stacks)) is not None:
+            left_out[name] = reason
+            continue
+        try:
+            candidate_options = compose(recipe, [*kept, *settings])
+            drafter = untrained(candidate_options, target)
+        except UserError as error:
+            if named:
+                raise
+            left_out[name] = str(error)
+            continue
+        loadable, refused = loadable_by(candidate_options, target, drafter)
+        reasons = {
+            stack: row for stack, row in rows(candidate_options.drafter.family).items() if isinstance(row, str)
+        } | refused
+        if not drafter.trained:
+            left_out[name] = "nothing is trained; drafttrain fit recipe=NAME measures it"
+        elif missing := [stack for stack in options.export.stacks if stack not in loadable]:
+            left_out[name] = f"{missing[0]} cannot load it: {reasons[missing[0]]}"
+        elif not (loadable or named):
+            left_out[name] = f"no stack loads it: {next(iter(reasons.values()))}"
+        else:
+            found.append(Candidate(name, recipe, tuple(settings), candidate_options, loadable, trainable(drafter)))
+    if not found:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+        raise UserError(f"no candidate is left for {', '.join(options.export.stacks) or 'any stack'}: {why}")
+    early = {name: family.early for name, family in families().items()}
+    return found if named else sorted(found, key=lambda each: -early[each.options.drafter.family]), left_out
+
+
+def _unserved(family: str, stacks: Sequence[str]) -> str | None:
+    """Why these stacks, or all, cannot load a family in any form."""
+    reasons = {stack: row for stack, row in rows(family).items() if isinstance(row, str)}
+    if not loads(family):
+        return f"no stack loads it: {next(iter(reasons.values()))}"
+    missing = [stack for stack in stacks if stack in reasons]
+    return f"{missing[0]} cannot load it: {reasons[missing[0]]}" if missing else None
+
+
+def _costed(
+    candidates: Sequence[Candidate], most: int, loaded: LoadedTarget, sizes: Sequence[int], console: Console
+) -> tuple[list[Candidate], dict[str, str]]:
+    """The first candidates that can gain, `most` at most, with the costs of their steps; why those before them cannot.
+
+    A step's cost does not depend on weights.
+    """
+    costed, left_out, target = list[Candidate](), dict[str, str](), loaded.target
+    with counting(console, "costs of a step", most) as advance:
+        for each in candidates:
+            if len(costed) == most:
+                break
+            drafter, costs = built(each.options, target).to(target.device).requires_grad_(False), dict[int, float]()
+            nodes = max(2, drafter.proposal.max_nodes + drafter.proposal.more_nodes)
+            for size in sizes:
+                passes = verification_seconds(target, drafter, [1, nodes], REPEATS, size)
+                costs[size] = (proposal_seconds(target, drafter, REPEATS, size) + passes[nodes]) / passes[1]
+            least, tokens = min(costs.values()), drafter.draft_length + 1
+            if least < tokens:
+                costed.append(replace(each, costs=costs))
+                advance(1)
+            else:
+                left_out[each.name] = f"a step takes {least:.1f} plain steps, and gives {tokens} tokens at most"
+    if not costed:
+        raise UserError(f"no drafter can gain on this device: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
+    return costed, left_out
+
+
+def _foreign(options: RunOptions, loaded: LoadedTarget) -> str | None:
+    """Why the target may not have written the data's replies; None if it has."""
+    template = read_template(options.data.template) or loaded.tokenizer.chat_template
+    reasons = (foreign(path, loaded.description, template) for path in options.data.paths)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _affordable(count: int, budget: TimeBudget, least: float, named: bool) -> int:
+    """How many candidates the budget can race with `least` seconds each in the first round, all at most.
+
+    named: by the user, who wants them all. Raises UserError where the budget is too short for those, or for two.
+    """
+    if count <= (most := budget.most_candidates(least)):
+        return count
+    if named or most < 2:
+        wanted = count if named else 2
+        minutes = math.ceil(budget.total / budget.race * least * wanted * rungs_of(wanted) / 60)
+        raise UserError(
+            f"budget is {time_text(budget.total)}, too short for a race of {wanted}: the first round takes {least:.0f} seconds "
+            f"of each; set budget={minutes}m" + (", or name fewer auto.candidates" if named else "")
+        )
+    return most
+
+
+def _print_plan(plan: AutoPlan, sizes: Sequence[int], console: Console) -> None:
+    say, budget, count = partial(print_line, console), plan.budget, len(plan.candidates)
+    columns = ("candidate", "loaded by", *(f"gains from tau, batch {size}" for size in sizes), "parameters")
+    table = cells.console_table("candidates", columns, left=("candidate", "loaded by"), space=2)
+    for each in plan.candidates:
+        costs = (cells.number(each.costs.get(size)) for size in sizes)
+        stacks = ", ".join(each.stacks) if len(each.stacks) < 4 else f"{len(each.stacks)} stacks"
+        table.add_row(str(each), stacks or "none", *costs, f"{each.parameters:,}")
+    console.print(table)
+    for reason, names in by_reason(plan.left_out).items():
+        say(f"  not {', '.join(names)}: {reason}", style="dim")
+    if plan.cut:
+        say(f"  the budget is too short for {', '.join(plan.cut)}; auto.candidates names others", style="dim")
+    if plan.unmeasured is not None:
+        say(f"costs are not measured: {plan.unmeasured}")
+    parts = []
+    if plan.foreign is not None:
+        number = "the" if plan.answers is None else f"at most {plan.answers:,}"
+        say(f"data: {plan.foreign}; the target answers {number} prompts first")
+        parts.append(f"{time_text(budget.answers)} for answers")
+    race = budget.race if count > 1 else 0.0
+    if count > 1:
+        parts.append(f"{time_text(race)} for a race" + (f" in {rungs_of(count)} rounds" if rungs_of(count) > 1 else ""))
+    rest = max(0.0, budget.total - budget.answers - race - budget.reserve)
+    parts += [f"{time_text(rest)} for the winner", f"{time_text(budget.reserve)} to measure and export it"]
+    say(f"budget: {time_text(budget.total)}: {', '.join(parts)}")
+    trained = sum(each.parameters for each in plan.candidates)
+    say(f"disk: about {format_bytes(3 * STATE * trained)} of checkpoints")
+
+
+def _confirm(options: RunOptions, console: Console) -> None:
+    if options.auto.yes:
+        return
+    if not sys.stdin.isatty():
+        raise UserError(f"auto asks before it spends {options.budget}, and there is no terminal to ask on; add --yes")
+    if console.input("start? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UserError("nothing was started; --plan prints the plan alone")
+
+
+def _run(
+    plan: AutoPlan,
+    options: RunOptions,
+    words: Sequence[str],
+    kept: list[str],
+    folder: Path,
+    interrupt: Interrupt,
+    console: Console,
+) -> None:
+    study, say = CandidateRace.study_of(folder, [each.name for each in plan.candidates]), line_printer(console)
+    chosen = [each for each in plan.candidates if each.name in study.user_attrs["candidates"]]
+    settings = options.auto
+    race = CandidateRace(folder, study, chosen, plan.budget, settings.batch_sizes, settings.parallel, kept, say, interrupt)
+    say(f"folder: {folder}" + (f", {time_text(race.spent)} are spent" if race.spent else ""))
+    with console.status("racing"):
+        if plan.foreign is not None:
+            _answer(race, plan.answers)
+        winner = race.winner()
+        _finish(race, winner, [word for word in words if _is(word, ("measure",))])
+        exported = dict(_handed_over(race, winner, options.export.stacks))
+    decision = _decision(race, winner, exported)
+    race_plot([(trial.user_attrs["name"], trial.user_attrs.get("points", [])) for trial in study.trials], folder / "auto.png")
+    atomic_write_json(folder / DECISION, rounded(decision))
+    page = _page(decision, plan)
+    atomic_write_text(folder / PAGE, page)
+    study.tell(winner, decision["predicted"]["value"])
+    console.print(page, markup=False, highlight=False, soft_wrap=True)
+
+
+def _answer(race: CandidateRace, most: int | None) -> None:
+    """Let the target answer the data's prompts, and train on its answers."""
+    out = race.folder / "data"
+    if not out.is_dir():
+        words = [word for word in race.words if _is(word, ("target", "data", "prepare", "launcher"))]
+        if most is not None and "answers" not in race.study.user_attrs:
+            race.study.set_user_attr("answers", most)
+        limit = [] if most is None else [f"data.limit={race.study.user_attrs['answers']}"]
+        race.say("the target answers the data's prompts")
+        if failed := race.command("answers", ["prepare", *limit, *words, f"out={out}"]):
+            raise UserError(f"the target's answers could not be written: {failed}")
+    race.words = [word for word in race.words if not _is(word, ("data.path", "data.limit"))] + [f"data.path={out}"]
+
+
+def _finish(race: CandidateRace, winner: Trial, words: Sequence[str]) -> None:
+    """Train the winner with the rest of the budget, tune and measure it. words: the user's of the measurement."""
+    if "start last" in winner.user_attrs:
+        return
+    budget, name = race.budget, winner.user_attrs["name"]
+    seconds = budget.total - race.spent - budget.reserve - winner.user_attrs["start try"]
+    steps = race.plan_steps(winner, "last", seconds)
+    race.say(f"{name} goes on to step {steps:,}, about {time_text(max(0.0, seconds))}")
+    if not race.fit(winner, "last", steps, [f"measure.minutes={budget.minutes:.3g}", *words]):
+        raise UserError(f"{name} has won, but its training failed: {winner.user_attrs['failed']}")
+
+
+def _handed_over(race: CandidateRace, winner: Trial, stacks: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(a part of what follows the winner's training, why it failed): sampling measured, exports, engines that are here."""
+    run = race.run_of(winner)
+    assert run is not None
+    checkpoint, out = f"checkpoint={best_checkpoint(run / 'checkpoints')}", race.folder / "exported"
+    target = [word for word in race.words if _is(word, ("target",))]
+    minutes, output = f"measure.minutes={race.budget.minutes / 2:.3g}", f"output={race.folder / 'measured'}"
+    commands = {"sampling": ["measure", checkpoint, *target, "decode=sampling", minutes, output]}
+    for stack in stacks or race.candidate(winner).stacks:
+        place = f"out={out / stack}"
+        commands[f"export {stack}"] = ["export", checkpoint, *target, f"format={stack}", place, "overwrite=true"]
+        for engine in _engines(stack):
+            commands[f"verify {engine}"] = ["verify", checkpoint, *target, f"engine={engine}", place, output]
+    for label, line in commands.items():
+        key = f"result of {label}"
+        if key not in race.study.user_attrs:
+            race.say(label)
+            race.study.set_user_attr(key, race.command(label, line) or "")
+        yield label, race.study.user_attrs[key]
+
+
+def _engines(stack: str) -> Iterator[str]:
+    """The engines on this machine that load a stack's exports."""
+    for name, engine in ENGINES.items():
+        if stack in engine.loads:
+            try:
+                python_of(name, None)
+            except UserError:
+                continue
+            yield name
+
+
+def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> dict[str, Any]:
+    """What was decided, with the figures that it rests on."""
+    run = race.run_of(winner)
+    assert run is not None
+    report = json.loads((run / FILE).read_text(encoding="utf-8"))
+    entry = next(each for each in report["checkpoints"] if each["name"] == report["best"])
+    value, low, high = merit(json.loads((run / "tune.json").read_text(encoding="utf-8")))
+    by_size = [entry, *(each for each in entry["slices"] if each["by"] == "batch_size")]
+    sampled = sorted((race.folder / "measured").glob(f"measure/*/{FILE}"))
+    serving = {
+        label.removeprefix("export "): _serving(race.folder / "exported" / label.removeprefix("export "))
+        for label, failed in results.items()
+        if label.startswith("export ") and not failed
+    }
+    return {
+        "recipe": str(race.candidate(winner)),
+        "checkpoint": str(run / "checkpoints" / str(report["best"]).split()[0]),
+        "report": str(run / "report.html"),
+        "predicted": {"value": value, "low": low, "high": high},
+        "measured": {str(each["batch_size"]): each["speedup"] for each in by_size},
+        "entry": {key: entry[key] for key in ("tau", "speedup", "speedup_min", "speedup_max", "exact_matches", "prompts")},
+        "sampled": _best(sampled[-1]) if sampled else None,
+        "results": results,
+        "serving": serving,
+        "spent_seconds": race.spent,
+        "candidates": [
+            {
+                "name": trial.user_attrs["name"],
+                "state": trial.state.name.lower(),
+                "failed": trial.user_attrs.get("failed"),
+                "points": trial.user_attrs.get("points", []),
+            }
+            for trial in race.study.trials
+        ],
+    }
+
+
+def _best(report: Path) -> dict[str, Any]:
+    content = json.loads(report.read_text(encoding="utf-8"))
+    entry = next(each for each in content["checkpoints"] if each["name"] == content["best"])
+    return {key: entry[key] for key in ("tau", "speedup", "temperature")}
+
+
+def _serving(export: Path) -> str:
+    """The command, or the lines of Python, in the model card of an export."""
+    match = re.search(r"```(?:bash|python)\n(.*?)\n```", (export / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    return match[1] if match else f"see {export / 'README.md'}"
+
+
+def _page(decision: dict[str, Any], plan: AutoPlan) -> str:
+    """auto.md: the decision in a sentence, the race, what else was found."""
+    predicted, entry = decision["predicted"], decision["entry"]
+    speeds = ", ".join(f"{cells.number(speed)}x at batch size {size}" for size, speed in decision["measured"].items())
+    gains = (entry["speedup"] or 0.0) > 1.0
+    verdict = f"Serve with `{decision['recipe']}`" if gains else f"Serve without a drafter: `{decision['recipe']}` is the best"
+    sampled, sampling = decision["sampled"], ""
+    if sampled:
+        sampling = f"Lossless sampling at temperature {sampled['temperature']:g}: {cells.number(sampled['speedup'])}x. "
+    lines = [
+        f"# {verdict}: {speeds}",
+        f"Tau is {cells.number(entry['tau'])}, and {cells.exact(entry)} outputs are those of plain decoding. {sampling}"
+        f"Predicted over the batch sizes: {predicted['value']:.2f}x ({predicted['low']:.2f} to {predicted['high']:.2f}).",
+        "![Predicted speedup by training time](auto.png)",
+        cells.rows(("candidate", "steps", "trained for", "predicted speedup", "end"), map(_row, decision["candidates"])),
+        f"Checkpoint: `{decision['checkpoint']}`. Report: `{decision['report']}`. Spent: "
+        f"{time_text(decision['spent_seconds'])} of {time_text(plan.budget.total)}.",
+    ]
+    lines += [f"{label} failed: {failed}" for label, failed in decision["results"].items() if failed]
+    lines += [f"Serve it with {stack}:\n\n```\n{command}\n```" for stack, command in decision["serving"].items()]
+    left_out = [f"- {', '.join(names)}: {reason}" for reason, names in by_reason(plan.left_out).items()]
+    left_out += [f"- {', '.join(plan.cut)}: the budget is too short"] if plan.cut else []
+    return "\n\n".join(lines + (["Left out of the race:", "\n".join(left_out)] if left_out else [])) + "\n"
+
+
+def _row(candidate: dict[str, Any]) -> tuple[str, ...]:
+    ends = {"running": "won", "pruned": f"went after round {len(candidate['points'])}"}
+    end = candidate["failed"] or ends.get(candidate["state"], candidate["state"])
+    if not candidate["points"]:
+        return candidate["name"], cells.MISSING, cells.MISSING, cells.MISSING, end
+    last = candidate["points"][-1]
+    speed = f"{last['value']:.2f}x ({last['low']:.2f} to {last['high']:.2f})"
+    return candidate["name"], f"{last['steps']:,}", time_text(last["seconds"]), speed, end
