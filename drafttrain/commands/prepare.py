@@ -18,13 +18,13 @@ import drafttrain
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.core.progress import stages
 from drafttrain.data import PrepareOptions
-from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, PromptScripts, jobs_of, read_scripts
+from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, PromptScripts, has_calls, jobs_of, read_scripts
 from drafttrain.data.journal import Journal, check_settings, scan
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import check_out, publish
 from drafttrain.data.sources import read_usable
-from drafttrain.runs.answerers import decoder_answerer, server_answerer
+from drafttrain.runs.answerers import decoder_answerer, reads_calls, server_answerer
 from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions, target_arguments
@@ -51,7 +51,8 @@ def prepare(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """
     out = _checked(options)
     conversations, faults = read_usable(options.data, replies=False)
-    scripts = read_scripts(conversations, len(faults.found))
+    readable = options.prepare.server is not None or not any(map(has_calls, conversations)) or reads_calls(options)
+    scripts = read_scripts(conversations, len(faults.found), readable)
     if options.prepare.format != "jsonl" and any(sources_of(script.messages) for script in scripts.scripts):
         raise UserError(f"prepare.format={options.prepare.format} holds text alone, and the data has images; set it to jsonl")
     try:
@@ -82,6 +83,8 @@ def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Shar
     answered_note = f", {sum(job.id in journal.answered for job in jobs):,} of them answered before" if journal.answered else ""
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in scripts.skipped.items())
     prompts = f"{len(scripts.scripts):,}" + (f" (skipped: {skipped})" if skipped else "")
+    if "with tools" in scripts.skipped:
+        print_note(console, "the chat template does not show how tool calls are written: conversations with them are skipped")
     print_line(console, f"prompts: {prompts}, texts: {len(jobs):,}{answered_note} ({paths})")
     if journal.damaged:
         damaged = f"{len(journal.damaged):,} damaged lines are ignored and their texts written again"
@@ -190,7 +193,7 @@ class _Progress:
 
 def _report(console: Console, summary: dict[str, Any], out: Path, options: RunOptions) -> None:
     print_line(console, f"kept: {summary['kept']:,} of {summary['texts']:,} texts, {summary['replies']:,} replies")
-    for title in ("found", "dropped", "failed"):
+    for title in ("found", "dropped", "ended", "failed"):
         if shown := ", ".join(f"{count:,} {name}" for name, count in summary[title].items() if count):
             print_line(console, f"{title}: {shown}")
     if summary["dropped"].get("truncated", 0) > NOTICED * summary["texts"]:

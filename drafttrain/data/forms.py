@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ __all__ = ["ASSISTANT", "FORMS", "UNANSWERED", "Conversation", "TokenText", "con
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")  # of `input_ids`: 1 on supervised tokens
 UNLABELLED = -100  # in `labels`: the token is not supervised
 ARGUMENTS = "chat_template_kwargs"  # TRL's field of a record: what the template gets besides the messages
-TAKEN = ("tools", "documents", "chat_template", "conversations", "messages", "continue_final_message", "add_generation_prompt")
+TOOLS = "tools"
+TAKEN = (TOOLS, "documents", "chat_template", "conversations", "messages", "continue_final_message", "add_generation_prompt")
 DOCUMENTS, TOKENIZER = "documents", "tokenizer"  # of a record of `prepare`: its texts as tokens, and whose tokens they are
 
 
@@ -106,7 +107,7 @@ def conversation(
         parsed.insert(0, message("system", string(origin, "system", fields["system"])))
     if replies:
         _check_replies(origin, fields, name, parsed)
-    tools = _tools(origin, fields.get("tools") or fields.get("functions"))
+    tools = tools_of(origin, fields)
     tokenizer = fields.get(TOKENIZER) if DOCUMENTS in fields else None
     tokens = _documents(origin, fields[DOCUMENTS]) if isinstance(tokenizer, str) else ()
     ids_tokenizer = tokenizer if tokens else None
@@ -304,11 +305,12 @@ def _arguments(origin: str, value: Any) -> dict[str, Any]:
     return arguments
 
 
-def _tools(origin: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """JSON schemas of the tools."""
+def tools_of(origin: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """JSON schemas of a record's tools."""
+    value = fields.get(TOOLS) or fields.get("functions")
     tools = unpacked(value)
     if not tools:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{origin}: expected a list of JSON schemas in `tools`, got {value!r:.60}; correct it")
+        raise UserError(f"{origin}: expected a list of JSON schemas in `{TOOLS}`, got {value!r:.60}; correct it")
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)

@@ -264,13 +264,17 @@ def _format(origin: str, record: dict[str, Any]) -> tuple[str | None, tuple[str,
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Content], replies: Sequence[str] = (), images: Images = TEXT_ONLY
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Content],
+    replies: Sequence[str] = (),
+    images: Images = TEXT_ONLY,
+    tools: Sequence[Record] = (),
 ) -> list[int]:
     """Token ids that the target continues: the first turn, or with r replies the first r + 1 turns and the replies between.
 
     A chat template is applied with its generation prompt. Without one, turns are plain text with blank lines between them.
     """
-    return encode_messages(tokenizer, dialogue(turns, replies), images)
+    return encode_messages(tokenizer, dialogue(turns, replies), images, tools=tools)
 
 
 def dialogue(turns: Sequence[Content], replies: Sequence[str]) -> list[dict[str, Any]]:
@@ -285,10 +289,11 @@ def encode_messages(
     images: Images = TEXT_ONLY,
     reply: str | None = None,
     arguments: Mapping[str, Any] | None = None,
+    tools: Sequence[Record] = (),
 ) -> list[int]:
-    """Token ids of a conversation that ends in a user turn. Templates are applied as in `encode_prompt`.
+    """Token ids of a conversation that waits for a reply. Templates are applied as in `encode_prompt`.
 
-    images: of the target, for contents with images. reply: follows the conversation. arguments: for the template.
+    images: of the target, for contents with images. reply: follows the conversation. arguments, tools: for the template.
     """
     sources = sources_of(messages)
     if not tokenizer.chat_template:
@@ -297,17 +302,28 @@ def encode_messages(
                 f"{sources[0][:80]}: images need a chat template, and the tokenizer has none; choose another target"
             )
         return list(tokenizer("\n\n".join(m["content"] for m in messages) + (reply or ""), verbose=False)["input_ids"])
-    full_messages = [dict(m) for m in messages] + ([] if reply is None else [{"role": "assistant", "content": reply}])
-    refusal = f"the chat template refuses the prompt {text_of(messages[0]['content'])[:40]!r}"
-    with template_errors(refusal, template_origin(tokenizer), "use a template that takes user turns"):
-        render_options = {"add_generation_prompt": reply is None, "tokenize": False}
-        text = str(tokenizer.apply_chat_template(full_messages, **{**(arguments or {}), **render_options}))
+    full_messages = [*messages] if reply is None else [*messages, {"role": "assistant", "content": reply}]
+    text = rendered(tokenizer, full_messages, tools, arguments, prompt=reply is None)
     if not sources:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     origin = f"the prompt {text_of(messages[0]['content'])[:40]!r}"
     expanded = images.expand(text, sources, origin)
     ids = tokenizer(expanded.text, add_special_tokens=False, verbose=False)["input_ids"]
     return [int(i) for i in images.ids(ids, expanded.images, origin)]
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Record] = (),
+    arguments: Mapping[str, Any] | None = None,
+    prompt: bool = True,
+) -> str:
+    """The conversation's text by the chat template. prompt: with the generation prompt."""
+    refusal = f"the chat template refuses the prompt {text_of(messages[0]['content'])[:40]!r}"
+    with template_errors(refusal, template_origin(tokenizer), "use a template that takes user turns"):
+        render_options = {"add_generation_prompt": prompt, "tokenize": False} | ({"tools": list(tools)} if tools else {})
+        return str(tokenizer.apply_chat_template([dict(m) for m in messages], **{**(arguments or {}), **render_options}))
 
 
 def read_documents(path: str | None) -> list[Document]:

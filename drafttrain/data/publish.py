@@ -17,7 +17,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, atomic_write_json, list_files
-from drafttrain.data.forms import ARGUMENTS, DOCUMENTS, TOKENIZER
+from drafttrain.data.forms import ARGUMENTS, DOCUMENTS, TOKENIZER, TOOLS
 from drafttrain.data.generation_jobs import TOO_LONG, GenerationJob, documents_of
 from drafttrain.data.journal import read, record_of
 from drafttrain.data.provenance import FILE
@@ -41,12 +41,18 @@ class PublishedCounts:
     found: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter)  # conversations whose tool calls do not fit the record's results
 
     def summary(self) -> dict[str, Any]:
         """The counts under their names in summary.json."""
         rule_counts = {name: self.found[name] for name in RULES}
         totals = {name: getattr(self, name) for name in ("texts", "kept", "replies", "tokens", "shortened")}
-        return totals | {"found": rule_counts, "dropped": dict(self.dropped), "failed": dict(self.failed)}
+        return totals | {
+            "found": rule_counts,
+            "dropped": dict(self.dropped),
+            "ended": dict(self.ended),
+            "failed": dict(self.failed),
+        }
 
 
 def publish(
@@ -67,7 +73,7 @@ def publish(
             _write(staging_dir / f"part-{shard_index:05}.{form}", records)
             shard_index += 1
         if not counts.kept:
-            causes = ", ".join(f"{count} {name}" for name, count in (counts.dropped + counts.failed).items())
+            causes = ", ".join(f"{count} {name}" for name, count in (counts.dropped + counts.ended + counts.failed).items())
             raise UserError(
                 f"none of {counts.texts} texts is kept ({causes}); raise prepare.max_new_tokens, or drop less with prepare.drop"
             )
@@ -121,11 +127,15 @@ def _at(path: Path, offset: int) -> dict[str, Any]:
 
 def _judged(record: dict[str, Any], drop: list[str], counts: PublishedCounts) -> dict[str, Any] | str:
     """The published record, or the reason why it is dropped."""
+    if ended := record.get("ended"):
+        counts.ended[ended] += 1
+    if "messages" not in record and ended:
+        return str(ended)
     if "messages" not in record:
         counts.failed["too_long" if record["failed"] == TOO_LONG else "refused"] += 1
         return str(record["failed"])
     reply_indices = [i for i, message in enumerate(record["messages"]) if message["role"] == ASSISTANT]
-    texts = [record["messages"][i]["content"] for i in reply_indices]
+    texts = [_written_text(record["messages"][i]) for i in reply_indices]
     verdict = judge([Reply(*pair) for pair in zip(texts, record["finish"], strict=True)], drop)
     counts.found.update(verdict.found)
     counts.tokens += sum(record["tokens"])
@@ -135,10 +145,17 @@ def _judged(record: dict[str, Any], drop: list[str], counts: PublishedCounts) ->
     counts.kept += 1
     counts.replies += verdict.kept
     counts.shortened += verdict.kept < len(reply_indices) or "failed" in record
-    fields = {name: record[name] for name in ("id", "prompt_id", "sample", "temperature", "seed", ARGUMENTS) if name in record}
+    fields = {
+        name: record[name] for name in ("id", "prompt_id", "sample", "temperature", "seed", ARGUMENTS, TOOLS) if name in record
+    }
     messages = record["messages"][: reply_indices[verdict.kept - 1] + 1]
     turns = record.get("turns", [])[: verdict.kept]
     return {"messages": messages, **fields, "finish": record["finish"][: verdict.kept], "turns": turns}
+
+
+def _written_text(message: dict[str, Any]) -> str:
+    """What the rules judge: the text, and the calls."""
+    return str(message["content"]) + "".join(json.dumps(call["function"]) for call in message.get("tool_calls", ()))
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> None:
@@ -148,5 +165,12 @@ def _write(path: Path, records: list[dict[str, Any]]) -> None:
     import pyarrow  # slow to import
     from pyarrow import parquet
 
+    records = [_as_table_row(record) for record in records]
     columns = dict.fromkeys(name for record in records for name in record)  # some may lack tokens
     parquet.write_table(pyarrow.Table.from_pylist([{name: r.get(name) for name in columns} for r in records]), path)
+
+
+def _as_table_row(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with calls and tools as JSON: a table's column has one type, and arguments have many."""
+    messages = [m | {"tool_calls": json.dumps(m["tool_calls"])} if "tool_calls" in m else m for m in record["messages"]]
+    return record | {"messages": messages} | ({TOOLS: json.dumps(record[TOOLS])} if TOOLS in record else {})

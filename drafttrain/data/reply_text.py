@@ -61,10 +61,11 @@ class Continuation:
         messages: Sequence[Mapping[str, Any]],
         images: Images = TEXT_ONLY,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> Continuation:
-        """Of a conversation whose ids are `prompt`. arguments: for the template."""
+        """Of a conversation whose ids are `prompt`. arguments, tools: for the template."""
         return Continuation(
-            tokenizer, list(prompt), lambda reply: encode_messages(tokenizer, messages, images, reply, arguments)
+            tokenizer, list(prompt), lambda reply: encode_messages(tokenizer, messages, images, reply, arguments, tools)
         )
 
     @staticmethod
@@ -118,6 +119,8 @@ class Reply:
 
     text: str
     finish: str  # stop, length if it ran out of tokens, or another finish reason of the server
+    calls: tuple[dict[str, Any], ...] | None = ()  # of tools; None: one of them is unreadable
+    reasoning: str | None = None  # where a parser took it out of the text
 
 
 @dataclass(frozen=True, slots=True)

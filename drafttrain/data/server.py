@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import mimetypes
 import random
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,11 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.forms import ARGUMENTS
+from drafttrain.data.forms import ARGUMENTS, TOOLS
 from drafttrain.data.generation_jobs import Dialogue, Finished, GenerationJob, Message, Tick, TokenTurn
 from drafttrain.data.pictures import INLINE
 from drafttrain.data.reply_text import Reply
+from drafttrain.data.tool_calls import Call, parsed_calls
 from drafttrain.targets.images import content_of
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ IDS: dict[str, dict[str, Any]] = {  # fields of a request that ask an engine for
     "vllm": {"return_token_ids": True},
     "sglang": {"return_prompt_token_ids": True, "return_meta_info": True, "logprobs": True},
 }
+CALLED = ("tool_calls", "function_call")  # finish reasons of a reply that ends with calls
 TRIES = 3  # attempts for a request that the server accepts and does not answer
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; doubled after every attempt
 
@@ -170,6 +173,7 @@ class Server:
         options = self.options
         prompt_fields = {"prompt": messages[0]["content"]} if self.plain else {"messages": [_served(m) for m in messages]}
         prompt_fields |= {ARGUMENTS: job.script.arguments} if job.script.arguments and not self.plain else {}
+        prompt_fields |= {TOOLS: list(job.script.tools)} if job.script.tools else {}
         body: dict[str, Any] = {"model": options.model, **prompt_fields, "max_tokens": options.max_new_tokens}
         body |= {"temperature": job.temperature, "top_p": options.top_p, "seed": job.seed}
         body |= IDS.get(self.engine or "", {}) if self.tokenizer is not None else {}
@@ -183,11 +187,16 @@ class Server:
         if self.tokenizer is None or answer.turn is None or not answer.turn.reply:
             return None
         decoded = self.tokenizer.decode(answer.turn.reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return answer.turn if answer.reply.text.strip() in str(decoded) else None
+        written = [answer.reply.text.strip(), *(call["function"]["name"] for call in answer.reply.calls or ())]
+        return answer.turn if all(text in str(decoded) for text in written) else None
 
 
 def _served(message: Message) -> Message:
-    """The message as servers take it: images as base64."""
+    """The message as servers take it: images as base64, arguments of calls as JSON strings."""
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] | {"arguments": json.dumps(call["function"]["arguments"])} for call in calls]
+        calls = [call | {"function": function} for call, function in zip(calls, functions, strict=True)]
+        return message | {"tool_calls": calls}
     if isinstance(message["content"], str):
         return message
     parts = []
@@ -216,11 +225,14 @@ def _read_reply(body: Any) -> _Answer:
     """Raises KeyError, TypeError, IndexError or ValueError for a malformed response."""
     choice = body["choices"][0]
     text, finish = choice["message"]["content"] if "message" in choice else choice["text"], choice["finish_reason"]
+    calls: tuple[Call, ...] | None = ()
+    if written := choice.get("message", {}).get("tool_calls"):
+        text, finish, calls = text or "", "stop" if finish in CALLED else finish, parsed_calls(written)
     if not isinstance(text, str) or not isinstance(finish, str):
         raise ValueError("no text in it")
     text.encode()  # an unpaired surrogate could not be written to the journal
     tokens = int((body.get("usage") or {}).get("completion_tokens") or 0)
-    return _Answer(Reply(text, finish), tokens, _read_turn(body, choice))
+    return _Answer(Reply(text, finish, calls), tokens, _read_turn(body, choice))
 
 
 def _read_turn(body: dict[str, Any], choice: dict[str, Any]) -> TokenTurn | None:

@@ -70,7 +70,7 @@ def _turn(origin: str, field: str, turn: dict[str, Any], strict: bool) -> dict[s
         raise UserError(f"{origin}: expected a speaker among {', '.join(ROLES)}, got {speaker!r:.60}; rename it")
     parsed = message(role or speaker, "") | _message_content(origin, f"{field}.{content_key}", turn, content_key)
     if role == "function_call":
-        parsed |= message(ASSISTANT, "") | {"tool_calls": _calls(origin, field, parsed["content"])}
+        parsed |= message(ASSISTANT, "") | {"tool_calls": tool_calls(origin, field, parsed["content"])}
     if not _learnt(origin, field, parsed["role"], turn):
         parsed[LEARN] = False
     return parsed
@@ -83,7 +83,7 @@ def _message_content(origin: str, field: str, turn: dict[str, Any], key: str) ->
     is_empty = turn.get(key) is None and bool(calls or reasoning)
     parsed: dict[str, Any] = {"content": "" if is_empty else _content(origin, field, turn.get(key))}
     if calls:
-        parsed["tool_calls"] = _calls(origin, field.rpartition(".")[0], calls)
+        parsed["tool_calls"] = tool_calls(origin, field.rpartition(".")[0], calls)
     if reasoning is not None:
         parsed["reasoning_content"] = string(origin, field.replace(key, REASONING_FIELDS[0]), reasoning)
     return parsed | {key: turn[key] for key in COPIED_FIELDS if turn.get(key) is not None}
@@ -137,11 +137,11 @@ def _content(origin: str, field: str, value: Any) -> str | list[dict[str, str]]:
     return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)
 
 
-def _calls(origin: str, field: str, value: Any) -> list[dict[str, Any]]:
+def tool_calls(origin: str, field: str, value: Any) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects, as templates expect them. OpenAI stores arguments as JSON strings."""
     value = unpacked(value)
     calls = value if isinstance(value, list) else [value]
-    tool_calls = []
+    parsed = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -149,8 +149,8 @@ def _calls(origin: str, field: str, value: Any) -> list[dict[str, Any]]:
         arguments = unpacked(function.get("arguments"))
         no_arguments = arguments is None or (isinstance(arguments, str) and not arguments.strip())
         function = function | {"arguments": {} if no_arguments else arguments}
-        tool_calls.append({"type": "function"} | (call if "function" in call else {}) | {"function": function})
-    return tool_calls
+        parsed.append({"type": "function"} | (call if "function" in call else {}) | {"function": function})
+    return parsed
 
 
 def unpacked(value: Any) -> Any:

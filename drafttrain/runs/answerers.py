@@ -18,6 +18,7 @@ from drafttrain.data.generation_jobs import Dialogue, GenerationJob, LocalGenera
 from drafttrain.data.provenance import template_hash, tokenizer_hash
 from drafttrain.data.server import Server, ServerOptions, model_of
 from drafttrain.data.templates import chat_template
+from drafttrain.data.tool_calls import CallReader
 from drafttrain.decoding.scheduler import Decoder
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target, load_tokenizer
@@ -35,6 +36,14 @@ class Answerer(Protocol):
 def sampling_at(prepare: PrepareOptions, temperature: float) -> Sampling:
     """The sampling settings at a temperature. Raises ValueError for values out of range."""
     return Sampling(temperature, prepare.top_k, prepare.top_p, prepare.seed)
+
+
+def reads_calls(options: RunOptions) -> bool:
+    """Whether the target's tool calls can be read in its replies."""
+    tokenizer = load_tokenizer(options.target)
+    if options.data.template is not None:
+        tokenizer.chat_template = read_template(options.data.template)
+    return CallReader.of(tokenizer) is not None
 
 
 def decoder_answerer(options: RunOptions, scripts: PromptScripts, part: Part | None) -> tuple[Answerer, dict[str, Any]]:
@@ -55,7 +64,7 @@ def decoder_answerer(options: RunOptions, scripts: PromptScripts, part: Part | N
 
 def _template(tokenizer: PreTrainedTokenizerBase, scripts: PromptScripts) -> str | None:
     """The chat template. Without one a single prompt is plain text; raises UserError for conversations."""
-    conversations = [script for script in scripts.scripts if len(script.messages) > 1]
+    conversations = [script for script in scripts.scripts if len(script.messages) > 1 or script.tools]
     if not tokenizer.chat_template and not conversations:
         return None
     return chat_template(tokenizer, (conversations or scripts.scripts)[0].origin)

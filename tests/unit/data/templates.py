@@ -170,3 +170,53 @@ STYLES = {
     "smollm-marked": Style(SMOLLM_MARKED, "{}<|im_end|>", CHATML_TOKENS, "<|im_end|>"),
     "vicuna": Style(VICUNA, " {}</s>", ("<s>", "</s>"), "</s>"),
 }
+
+
+def _calling(calls: str, end: str = "<|im_end|>\\n", content: str = "message.content") -> str:
+    """A template of turns in ChatML whose calls are written so."""
+    return (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.tool_calls %}{{ "
+        + content
+        + " }}"
+        "{% for tool_call in message.tool_calls %}{% set function = tool_call.function %}" + calls + "{% endfor %}"
+        "{% else %}{{ message.content }}{% endif %}{{ '" + end + "' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+
+
+_JSON = '"name": "\' + function.name + \'", "arguments": \' + (function.arguments | tojson) + \''
+_VALUE = "{{ value | tojson if value is not string else value }}"
+_ITEMS = "{% for key, value in function.arguments | items %}"
+TOOL_STYLES = {  # what calls look like in published templates
+    "hermes": _calling("{{ '\\n<tool_call>\\n{" + _JSON + "}\\n</tool_call>' }}"),
+    "llama": _calling(
+        "{% if message.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
+        "{{ '{\"name\": \"' + function.name + '\", \"parameters\": ' + (function.arguments | tojson) + '}' }}",
+        content="''",
+    ),
+    "mistral": _calling(
+        "{{ ('[TOOL_CALLS][' if loop.first else ', ') + '{" + _JSON + ', "id": "\' + tool_call.id + \'"}\' }}'
+        "{% if loop.last %}{{ ']' }}{% endif %}"
+    ),
+    "mistral-args": _calling("{{ '[TOOL_CALLS]' + function.name + '[ARGS]' + (function.arguments | tojson) }}"),
+    "deepseek": _calling(
+        "{{ ('<｜tool▁calls▁begin｜>' if loop.first else '\\n') + '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' }}"
+        "{{ function.name + '\\n```json\\n' + (function.arguments | tojson) + '\\n```<｜tool▁call▁end｜>' }}"
+        "{% if loop.last %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}"
+    ),
+    "quoted": _calling(
+        '{{ \'<call>{"name": "\' + function.name + \'", "arguments": \' }}'
+        "{{ function.arguments | tojson | tojson }}{{ '}</call>' }}"
+    ),
+    "qwen-xml": _calling(
+        "{{ '\\n<tool_call>\\n<function=' + function.name + '>\\n' }}" + _ITEMS + "{{ '<parameter=' + key + '>\\n' }}"
+        "{{ value | string }}{{ '\\n</parameter>\\n' }}{% endfor %}{{ '</function>\\n</tool_call>' }}"
+    ),
+    "glm": _calling(
+        "{{ '\\n<tool_call>' + function.name }}"
+        + _ITEMS
+        + "{{ '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}"
+        + _VALUE
+        + "{{ '</arg_value>' }}{% endfor %}{{ '\\n</tool_call>' }}"
+    ),
+}

@@ -213,19 +213,18 @@ def test_local_generator_turn_without_room_ends_conversation_before_it() -> None
 def test_read_scripts_drops_replies_and_duplicate_prompts() -> None:
     system = {"role": "system", "content": "be short"}
     user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "old"}
-    tool = {"role": "tool", "content": "{}"}
     found = read_scripts(
         [
             Conversation("a", (system, user, reply, user)),
             Conversation("b", (user, reply)),
             Conversation("c", ({"role": "user", "content": " hi\n"},)),
-            Conversation("d", (user, reply, tool, reply)),
+            Conversation("d", (user, reply, {"role": "critic", "content": "no"}, reply)),
             Conversation("e", text="plain"),
             Conversation("f", (system,)),
         ]
     )
     assert [script.messages for script in found.scripts] == [(system, user, user), (user,)]
-    assert found.skipped == {"duplicate": 1, "with tools": 1, "plain text": 1, "without a user turn": 1}
+    assert found.skipped == {"duplicate": 1, "of other roles": 1, "plain text": 1, "without a user turn": 1}
     with pytest.raises(UserError, match="no prompt to ask"):
         read_scripts([Conversation("e", text="plain")])
 
@@ -350,6 +349,21 @@ def test_prepared_data_trains_on_tokens_of_the_journal(prepared: Path, loaded: L
 
     assert rows() == sorted(text["input_ids"] for text in texts)
     assert all("changed" in loaded.tokenizer.decode(ids) for ids in rows(thinking="drop"))
+
+
+@pytest.mark.usefixtures("loaded_once")
+def test_prepare_template_without_calls_skips_conversations_with_them(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"role": "user", "content": "def f("}
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+    records = [[asked], [asked, called, {"role": "tool", "content": "noon"}]]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in records))
+    assert command("prepare", "data.path=prompts.jsonl", "out=out", *SHORT) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "prompts: 1 (skipped: 1 with tools), texts: 1" in shown
+    assert "the chat template does not show how tool calls are written: conversations with them are skipped" in shown
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["skipped"] == {"with tools": 1}
 
 
 @pytest.mark.usefixtures("loaded_once")

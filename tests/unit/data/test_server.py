@@ -51,6 +51,7 @@ class Fake:
         self.at_once = self.most_at_once = 0
         self.engine: str | None = None  # of which it is a server
         self.ids: Callable[[str], list[int]] = lambda text: []  # the tokens of a text
+        self.calls: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda body: []  # that a reply makes
         self.plain = ""  # what follows every plain text
         self.lock = threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
@@ -90,6 +91,9 @@ class Fake:
                 answer = {
                     "choices": [{"message": {"content": said(body)}, "finish_reason": value if kind == "finish" else "stop"}]
                 }
+                if calls := fake.calls(body):
+                    called = {"message": {"content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}
+                    answer["choices"][0] |= called
                 answer["usage"] = {"completion_tokens": 5}  # type: ignore[assignment]
                 prompt, reply = fake.ids(body["messages"][-1]["content"]), fake.ids(said(body))
                 if body.get("return_token_ids"):  # vLLM
@@ -243,6 +247,52 @@ def test_prepare_server_chat_template_kwargs_of_record_are_sent_and_kept(command
         "None",
         "{'enable_thinking': False}",
     ]
+
+
+def function(name: str, identity: str, arguments: Any = "{}") -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_prepare_server_calls_get_recorded_results(
+    command: Command, serve: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tools are sent with each request, calls and their arguments as servers write them."""
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    turns = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "tool_calls": [function("now", "call_7", '{"zone": "UTC"}')]},
+        {"role": "tool", "content": "noon", "tool_call_id": "call_7"},
+        {"role": "assistant", "content": "It is noon."},
+    ]
+    without_ids = [turns[0] | {"content": "second"}, *turns[1:2], {"role": "tool", "content": "noon"}]
+    others = [[turns[0] | {"content": name}, *turns[1:]] for name in ("other", "unreadable", "none")]
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"messages": messages, "tools": tools}) + "\n" for messages in (turns, without_ids, *others))
+    )
+    fake = serve()
+    answers = {"other": [function("then", "w")], "unreadable": [function("now", "w", "{")], "none": []}
+    now = [function("now", "w", '{"zone": "CET"}')]
+    fake.calls = lambda body: answers.get(body["messages"][0]["content"], now) if len(body["messages"]) == 1 else []
+    for form in ("jsonl", "parquet"):
+        assert prepare(command, fake, tmp_path / "prompts.jsonl", f"prepare.format={form}") == 0
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert summary["ended"] == {"other calls": 1, "unreadable calls": 1, "no call for the results": 1}
+        assert (summary["texts"], summary["kept"], summary["replies"]) == (5, 4, 6)
+        assert "ended: 1 other calls, 1 unreadable calls, 1 no call for the results\n" in capfd.readouterr().out
+        whole, adopted, other, none = read_conversations(DataOptions(path=str(tmp_path / "out")))
+        assert [[m["role"] for m in c.messages] for c in (whole, other, none)] == [
+            ["user", "assistant", "tool", "assistant"], ["user", "assistant"], ["user", "assistant"],
+        ]  # fmt: skip
+        assert whole.messages[1]["tool_calls"] == [function("now", "call_7", {"zone": "CET"})]
+        assert adopted.messages[2]["tool_call_id"] == adopted.messages[1]["tool_calls"][0]["id"] == "w"
+        assert whole.tools == adopted.tools == tuple(tools)
+        assert other.messages[1]["tool_calls"][0]["function"]["name"] == "then"
+    rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
+    assert [reject["reason"] for reject in rejects] == ["unreadable calls"]
+    assert all(request["tools"] == tools for request in fake.requests)
+    continued = next(r["messages"] for r in fake.requests if len(r["messages"]) == 3 and r["messages"][0]["content"] == "first")
+    assert continued[1]["tool_calls"] == [function("now", "call_7", '{"zone": "CET"}')]
+    assert continued[2] == {"role": "tool", "content": "noon", "tool_call_id": "call_7"}
 
 
 def test_prepare_server_of_base_model_continues_plain_text(command: Command, serve: Any, tmp_path: Path) -> None:
