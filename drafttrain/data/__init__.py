@@ -11,6 +11,7 @@ FORM_NAMES = (  # of records, in the order in which they are tried
     *("messages", "conversations", "prompt", "alpaca", "input", "query", "turns", "input_ids", "segments", "text"),
     "question",
 )
+REPLY_PARTS = ("reply", "call", "reasoning")
 
 
 @dataclass
@@ -43,6 +44,8 @@ class DataOptions:
     template: str | None = None  # a Jinja file instead of the tokenizer's own chat template
     # keep: reasoning goes to the template unchanged. drop: it is removed, and the template's thinking is off
     thinking: str = choice("keep", "drop")
+    # what is learnt of the assistant's turns: their text, tool calls, reasoning
+    supervise: list[str] = choice(list(REPLY_PARTS))
     date: str = "2026-01-01"  # for templates that print today's date, so that a resumed run has the same tokens on another day
     max_length: int = at_least(1024, 2)  # tokens; of longer conversations the turns are kept that fit
     # up to this many unusable records are left out and listed in rejected.txt; more are an error

@@ -154,7 +154,8 @@ class Encoder:
         """Whether the conversation's own tokens are used: they are this tokenizer's, with the template that is asked for."""
         if not conversation.tokens or conversation.tokenizer is None:
             return bool(conversation.tokens)
-        return self.template.options.thinking == "keep" and conversation.tokenizer == self.fingerprint
+        options = self.template.options
+        return options.thinking == "keep" and not options.partial and conversation.tokenizer == self.fingerprint
 
     @cached_property
     def fingerprint(self) -> str:

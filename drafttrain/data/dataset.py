@@ -128,7 +128,7 @@ def encoder_of(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY, vocab_size: int | None = None
 ) -> Encoder:
     """Converts conversations to rows, with the template that the options name."""
-    template = TemplateOptions(read_template(options.template), options.thinking, options.date)
+    template = TemplateOptions(read_template(options.template), options.thinking, tuple(options.supervise), options.date)
     return Encoder(tokenizer, options.max_length, template, images, vocab_size)
 
 
@@ -208,7 +208,8 @@ def _check_enough(options: DataOptions, conversations: Conversations, rows: int,
     if not usable_count:
         raise UserError(
             f"{conversations.name}: none of {conversations.count} conversations has a supervised token within its first "
-            f"data.max_length={options.max_length}; raise data.max_length, or check that the replies are not empty"
+            f"data.max_length={options.max_length}; raise data.max_length, or check that the replies are "
+            f"not empty and that data.supervise names parts of them"
         )
     if not rows:
         raise _none_left(conversations, usable_count, held_out)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import cache_home
-from drafttrain.data import DataOptions, SourceOptions
+from drafttrain.data import REPLY_PARTS, DataOptions, SourceOptions
 from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, is_local, path_of, reason_of
 from drafttrain.data.forms import ASSISTANT, Conversation, conversation
 from drafttrain.data.hub_data import open_hub
@@ -53,6 +53,8 @@ def open_sources(options: DataOptions) -> list[Source]:
 
 def check_sources(options: DataOptions) -> None:
     """Raise UserError for a file that the options name and that is not there, or of no known kind. Reads nothing."""
+    if not options.supervise:
+        raise UserError(f"data.supervise is empty; name what is learnt: {', '.join(REPLY_PARTS)}")
     for source in _chosen(options):
         path = path_of(source.path, "data.path")
         if source.path != "embedded" and is_local(path) and not path.is_dir():

@@ -146,7 +146,7 @@ def _encoded(source: Source, encoder: Encoder, record_number: int) -> dict[str, 
     except UserError as error:
         return row | {"fault": str(error), "digest": bytes(16)}
     row |= {"form": conversation.form, "digest": _digest(conversation), "truncated": encoded.truncated}
-    if not encoded.supervised and not encoded.truncated:
+    if not encoded.supervised and not encoded.truncated and not encoder.template.options.partial:
         return row | {"fault": f"{conversation.origin}: expected supervised tokens, got a reply of none; fill it, or remove it"}
     row |= {"mask": encoded.mask.view(np.uint8), "starts": list(encoded.starts)}
     if not encoded.images:

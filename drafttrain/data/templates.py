@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from drafttrain.core.errors import UserError
+from drafttrain.data import REPLY_PARTS
 from drafttrain.data.forms import ASSISTANT, Conversation
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.turns import LEARN
@@ -52,7 +53,7 @@ class Rendered:
     """A text and its supervised replies."""
 
     text: str
-    replies: list[tuple[int, int]]  # [start, end) characters of each reply
+    replies: list[tuple[int, int]]  # [start, end) characters of each reply, or of each part of one
     images: tuple[ImageRef, ...] = ()  # of the conversation, in order; the text may hold only the first of them
 
 
@@ -62,15 +63,21 @@ class TemplateOptions:
 
     text: str | None = None  # a template instead of the tokenizer's own
     thinking: str = "keep"  # keep | drop
+    supervise: tuple[str, ...] = REPLY_PARTS  # parts of the replies
     date: str = "2026-01-01"  # today's date for templates that print it
+
+    @property
+    def partial(self) -> bool:
+        """Whether parts of replies are not supervised."""
+        return set(self.supervise) != set(REPLY_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A reply's surroundings."""
+    """A reply in a text."""
 
-    before: str  # the text up to the reply
     after: str  # the text up to the reply's end
+    spans: list[tuple[int, int]]  # what is supervised
 
 
 class Template:
@@ -95,21 +102,50 @@ class Template:
         if MARKED.search(template):
             # transformers' own token mask is wrong at trimmed spaces, so this uses the marked characters instead
             text, marked, pictures = self._run(conversation, messages, marks=True)
-            return [Rendered(text, self._learnt_marks(conversation, marked), pictures)]
+            return [Rendered(text, self._learnt_marks(conversation, messages, text, marked), pictures)]
         full_text, _, pictures = self._run(conversation, messages)
         return _rendered_texts(full_text, self._replies(conversation, messages, full_text), pictures)
 
-    def _learnt_marks(self, conversation: Conversation, marked: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The marks of the replies that the data lets be learnt."""
-        learnt = [conversation.learnt(i) for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
-        if all(learnt):
+    def _learnt_marks(
+        self, conversation: Conversation, messages: Messages, text: str, marked: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """The marks of the replies that the data lets be learnt, or of their supervised parts."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if not self.options.partial and all(conversation.learnt(turn) for turn in turns):
             return marked
-        if len(marked) != len(learnt):
+        if len(marked) != len(turns):
+            what = "parts of replies are" if self.options.partial else "some replies are not"
             raise UserError(
-                f"{conversation.origin}: some replies are not to be learnt, and the template marks {len(marked)} parts of "
-                f"{len(learnt)} replies; give data.template=FILE without generation marks, or remove the record"
+                f"{conversation.origin}: {what} to be learnt, and the template marks {len(marked)} parts of "
+                f"{len(turns)} replies; give data.template=FILE without generation marks, or remove the record"
             )
-        return [mark for mark, is_learnt in zip(marked, learnt, strict=True) if is_learnt]
+        pairs = [(mark, messages[turn]) for mark, turn in zip(marked, turns, strict=True) if conversation.learnt(turn)]
+        return [span for mark, message in pairs for span in self._spans(message, text, *mark)]
+
+    def _spans(self, message: dict[str, Any], text: str, start: int, end: int) -> list[tuple[int, int]]:
+        """[start, end) characters of what is supervised in a reply.
+
+        Reasoning comes first, marks included, then the reply's text, then calls. The end token belongs to the last of them.
+        """
+        if not self.options.partial:
+            return [(start, end)]
+        written, content = text[start:end], THOUGHT.sub("", message["content"], count=1).strip()
+        thought, reasoning = THOUGHT.match(written), (message.get("reasoning_content") or "").strip()
+        reply = thought.end() if thought else max(0, written.find(reasoning)) + len(reasoning) if reasoning in written else 0
+        if content and (place := written.find(content, reply)) >= 0:
+            reply = place if reply else 0
+            call = place + len(content)
+        else:
+            call = reply
+        call = call if message.get("tool_calls") else len(written)
+        edges = {"reasoning": (0, reply), "reply": (reply, call), "call": (call, len(written))}
+        spans = list[tuple[int, int]]()
+        for first, last in (edges[part] for part in edges if part in self.options.supervise):
+            if spans and spans[-1][1] == start + first:
+                spans[-1] = (spans[-1][0], start + last)
+            elif first < last:
+                spans.append((start + first, start + last))
+        return spans
 
     def _text(self, conversation: Conversation) -> str:
         """The template's text. The tokenizer may have another one for conversations with tools."""
@@ -149,7 +185,8 @@ class Template:
                     f"{conversation.origin}: the chat template cannot be masked reliably: turn {turn + 1} changes the text "
                     "before it; set data.template=FILE to one with {% generation %} marks around replies, or use `text` records"
                 )
-            replies.append(_Reply(prompt, completed[: self._end(message, completed, len(prompt))]))
+            end = self._end(message, completed, len(prompt))
+            replies.append(_Reply(completed[:end], self._spans(message, completed, len(prompt), end)))
         return replies
 
     def _end(self, message: dict[str, Any], text: str, start: int) -> int:
@@ -213,7 +250,7 @@ def _rendered_texts(full_text: str, replies: Sequence[_Reply], images: tuple[Ima
         contained = [reply for reply in remaining if text.startswith(reply.after)]
         remaining = [reply for reply in remaining if reply not in contained]
         if contained:
-            texts.append(Rendered(text, [(len(reply.before), len(reply.after)) for reply in contained], images))
+            texts.append(Rendered(text, [span for reply in contained for span in reply.spans], images))
     return texts[::-1] or [Rendered(full_text, [], images)]
 
 

@@ -12,10 +12,11 @@ from datasets import Dataset
 from pyarrow import csv, ipc, parquet
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import check_limits
 from drafttrain.data import DataOptions, hub_data
 from drafttrain.data import files as data_files
 from drafttrain.data.hub_data import SplitFiles
-from drafttrain.data.sources import Conversation
+from drafttrain.data.sources import Conversation, check_sources
 from tests.helpers import read_conversations
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
@@ -233,3 +234,10 @@ def test_source_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
     with pytest.raises(UserError, match=r"a.jsonl: cannot be read \(Input/output error\)"):
         read(str(tmp_path / "a.jsonl"))
+
+
+def test_data_supervise_of_other_or_no_names_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^data.supervise has 'calls'; choose one of reply, call, reasoning$"):
+        check_limits("data", DataOptions(supervise=["call", "calls"]))
+    with pytest.raises(UserError, match=r"^data.supervise is empty; name what is learnt: reply, call, reasoning$"):
+        check_sources(DataOptions(supervise=[]))

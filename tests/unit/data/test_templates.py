@@ -3,6 +3,7 @@ else."""
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -240,6 +241,64 @@ def test_encoder_tools_and_tool_calls_reach_template(name: str) -> None:
     assert '"name": "weather"' in asked and '{"place": "Rome"}' in asked
     assert answered == expected(name, "Warm.")[0]
     assert '{"type": "function"' in tokenizer(name).decode(row.documents[0])
+
+
+BLANKS = re.compile(r"\n+(?=<tool_call>|$)")
+MARKED_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [STYLES["qwen3"].template, MARKED_CALLS])
+def test_encoder_supervises_named_parts_of_replies(template: str, subtests: pytest.Subtests) -> None:
+    """Reasoning with its marks, text, calls; the end token belongs to the last part of a turn.
+
+    Blanks between two parts may be a token that the first part alone does not end with.
+    """
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Rome"}}}
+    messages = (
+        {"role": "user", "content": "And in Rome?"},
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "a tool", "tool_calls": [call]},
+        {"role": "tool", "content": "21 °C"},
+        {"role": "assistant", "content": "", "reasoning_content": "two tools", "tool_calls": [call, call]},
+        {"role": "tool", "content": "22 °C"},
+        {"role": "assistant", "content": "Warm.", "reasoning_content": "warm"},
+    )
+    shown = PreTrainedTokenizerFast(tokenizer_object=tokenizer("qwen3").backend_tokenizer, eos_token="<|im_end|>")
+    shown.chat_template = template
+    thoughts = [f"<think>\n{thought}\n</think>\n\n" for thought in ("a tool", "two tools", "warm")]
+    written = '<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"}}\n</tool_call>'
+    expected = {
+        ("reasoning",): thoughts,
+        ("call",): [f"{written}<|im_end|>", f"{written}{written}<|im_end|>"],
+        ("reply",): ["Let me see.", "Warm.<|im_end|>"],
+        ("reply", "call"): [f"Let me see.{written}<|im_end|>", f"{written}{written}<|im_end|>", "Warm.<|im_end|>"],
+        ("call", "reasoning"): [
+            thoughts[0], f"{written}<|im_end|>", f"{thoughts[1]}{written}{written}<|im_end|>", thoughts[2],
+        ],
+    }  # fmt: skip
+    for parts, found in expected.items():
+        with subtests.test(parts=parts):
+            row = Encoder(shown, 2000, TemplateOptions(supervise=parts))(Conversation("x:1", messages))
+            assert [BLANKS.sub("", run) for run in runs(row, shown)] == [BLANKS.sub("", run) for run in found]
+    without = Encoder(shown, 2000, TemplateOptions(supervise=("call",)))(Conversation("x:1", (messages[0], messages[5])))
+    assert not without.supervised and not without.truncated
+
+
+def test_encoder_parts_of_prepared_conversation_come_from_its_text() -> None:
+    """Its tokens do not say which part they are of; without parts they are used."""
+    shown = tokenizer("qwen3")
+    record = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"}],
+        "documents": [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}],
+        "tokenizer": Encoder(shown, 100).fingerprint,
+    }
+    assert Encoder(shown, 100)(parsed("x:1", record)).token_ids.tolist() == [5, 6, 7]
+    row = Encoder(shown, 100, TemplateOptions(supervise=("reply",)))(parsed("x:1", record))
+    assert runs(row, shown) == ["b<|im_end|>"]
 
 
 @pytest.mark.parametrize("model", ["stories260K", "babyllama-361"])
