@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.core.errors import UserError, data_set_reason, printable, without_token
 from drafttrain.data import DataOptions
 from drafttrain.data.files import ASSETS, keys_of, path_of
-from drafttrain.data.forms import conversation
+from drafttrain.data.forms import TOOLS, conversation, tools_of
 from drafttrain.data.pictures import Content, sources_of, text_of
 from drafttrain.data.records import read_records
 from drafttrain.data.sources import cache_folder
@@ -49,12 +49,13 @@ class PromptSet:
     category: str | None = None  # field with the record's category; None: the set's own name
     reference: str | None = None  # field with the record's answer
     most: int | None = None  # prompts used if no limit is given
+    tools: Callable[[Record], Any] | None = None  # a record's tools, where other fields than `tools` have them
     masked: str | None = None  # what stands in turns whose text its publisher may not give: such records are left out
 
 
 def field_of(key: str) -> Callable[[Record], Any]:
     """A function that returns a field as the only user turn."""
-    return lambda record: None if record.get(key) is None else [record[key]]
+    return lambda record: [record[key]] if isinstance(record.get(key), str) else None
 
 
 def _turns(record: Record) -> Any:
@@ -88,6 +89,31 @@ def _summary(record: Record) -> Any:
     return None if record.get("article") is None else [f"Summarize: {record['article']}"]
 
 
+def _bfcl_turns(record: Record) -> Any:
+    """The user's turns of BFCL, each a list of messages. Records without functions are of agents in its own programs."""
+    question = record.get("question")
+    if record.get("function") is None or not isinstance(question, list):
+        return None
+    texts = [[m["content"] for m in turn if m.get("role") == "user"] for turn in question if isinstance(turn, list)]
+    return ["\n\n".join(turn) for turn in texts] or None
+
+
+JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # of the Python types of BFCL's schemas
+
+
+def _bfcl_tools(record: Record) -> Any:
+    """BFCL's functions with JSON's names of types."""
+
+    def typed(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [typed(value) for value in schema]
+        if not isinstance(schema, dict):
+            return schema
+        return {k: JSON_TYPES.get(v, v) if k == "type" and isinstance(v, str) else typed(v) for k, v in schema.items()}
+
+    return typed(record["function"])
+
+
 SPEED_MASK = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 LENGTHS = ("1k", "2k", "8k", "16k", "32k")  # of SPEED-Bench's long prompts, in tokens
 SPEED_CONFIGS = {"speed_bench": "qualitative"} | {f"speed_bench_{length}": f"throughput_{length}" for length in LENGTHS}
@@ -112,6 +138,14 @@ SETS: dict[str, PromptSet] = {
     "mbpp": PromptSet(_with_tests, "google-research-datasets/mbpp", config="full", name="task_id", reference="code"),
     "livecodebench": PromptSet(
         _with_starter, "lighteval/code_generation_lite", config="v6", name="question_id", category="difficulty"
+    ),
+    "bfcl": PromptSet(
+        _bfcl_turns,
+        None,
+        address="https://raw.githubusercontent.com/ShishirPatil/gorilla/main/berkeley-function-call-leaderboard/bfcl_eval/data/"
+        "BFCL_v4_multiple.json",
+        name="id",
+        tools=_bfcl_tools,
     ),
     "arena_hard": PromptSet(_turns, "lmarena-ai/arena-hard-auto-v0.1", "train", name="question_id"),
     **{
@@ -177,6 +211,7 @@ class Prompt:
     required: tuple[str, ...] = ()  # keys that the JSON reply must have
     reference: Any = None  # the record's own answer
     origin: str | None = None  # name of its public set, if any
+    tools: tuple[Record, ...] = ()  # JSON schemas for the template
 
 
 def load_prompts(prompts: str | Sequence[str], limit: int | None = None) -> list[Prompt]:
@@ -228,7 +263,9 @@ def _prompt(origin: str, record: dict[str, Any], index: int, category: str, chos
     category = record.get((spec and spec.category) or "category") or category
     reference = record.get(spec.reference) if spec and spec.reference else record.get("reference")
     name = question_id if isinstance(question_id, int) else printable(str(question_id))
-    return Prompt(name, printable(str(category)), turns, *_format(origin, record), reference, chosen or None)
+    with_tools = spec or next((each for each in SETS.values() if each.tools and each.turns(record) is not None), None)
+    tools = tools_of(origin, {TOOLS: with_tools.tools(record)} if with_tools and with_tools.tools else record)
+    return Prompt(name, printable(str(category)), turns, *_format(origin, record), reference, chosen or None, tools)
 
 
 def _with_images(origin: str, record: dict[str, Any], turns: Any, folder: Path | None) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +32,7 @@ class Case:
     as_json: bool = False  # the prompt asks for JSON
     required: tuple[str, ...] = ()  # keys that the JSON must have
     origin: str | None = None  # the public set that the prompt is from
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas for the template
 
     @property
     def turn(self) -> int:
@@ -79,11 +80,12 @@ def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, images: Images) ->
     return Case(
         str(prompt.question_id),
         str(prompt.category),
-        encode_prompt(tokenizer, prompt.turns, images=images),
+        encode_prompt(tokenizer, prompt.turns, images=images, tools=prompt.tools),
         tuple(prompt.turns),
         as_json=prompt.format == "json",
         required=prompt.required,
         origin=prompt.origin,
+        tools=prompt.tools,
     )
 
 
@@ -103,7 +105,8 @@ def follow_ups(
     for case, output in zip(cases, outputs, strict=True):
         if case.turn < len(case.turns) and (most is None or case.turn < most):
             replies = (*case.replies, str(tokenizer.decode(output, skip_special_tokens=True)).strip())
-            next_turns.append(replace(case, tokens=encode_prompt(tokenizer, case.turns, replies, images), replies=replies))
+            tokens = encode_prompt(tokenizer, case.turns, replies, images, case.tools)
+            next_turns.append(replace(case, tokens=tokens, replies=replies))
     fitting = [case for case in next_turns if len(case.tokens) <= room]
     return fitting, [case.question_id for case in next_turns if len(case.tokens) > room]
 

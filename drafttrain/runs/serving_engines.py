@@ -67,8 +67,11 @@ class EngineChoice:
         choice = EngineChoice(every=options.engine == ALL)
         if names:
             _check(options, names)
-            if any(sources_of([{"content": turn} for turn in p.turns]) for p in measurement_prompts(options)):
+            prompts = measurement_prompts(options)
+            if any(sources_of([{"content": turn} for turn in p.turns]) for p in prompts):
                 raise UserError("engines are measured with prompts of text alone, and there are images; leave one of both out")
+            if options.engine_api == CHAT and any(p.tools for p in prompts):
+                raise UserError("engine_api=chat sends no tools, and there are prompts with tools; set engine_api=tokens")
         for name in names:
             if name in ENDPOINTS:
                 choice.endpoints[name] = _places(options, name)
@@ -265,7 +268,7 @@ def _inputs(choice: EngineChoice, report: Report, directory: Path, loaded: Loade
     checkpoint = Opened.of(directory, loaded)
     length = options.decode.draft_length or next(iter(draft_lengths(checkpoint).values()))
     prompts, max_prompt_tokens = measurement_prompts(options), chain_room(loaded, options.decode.max_new_tokens, length)
-    by_digest = {prompt_digest(encode_prompt(loaded.tokenizer, prompt.turns)): prompt for prompt in prompts}
+    by_digest = {prompt_digest(encode_prompt(loaded.tokenizer, prompt.turns, tools=prompt.tools)): prompt for prompt in prompts}
     timed_digests = {line["prompt"] for line in best_entry(report)["per_prompt"] if line["decode_ms"] is not None}
     cases, left_out = encode_cases(prompts, loaded.tokenizer, max_prompt_tokens)
     choice.notes.extend(left_out_notes(left_out, len(prompts), max_prompt_tokens, "prompts for engines"))

@@ -112,6 +112,7 @@ OUT_OF_LIMITS = (
     ("data.mix=[{path: a, weight: 0}]", "data.mix[0].weight is 0; set it above 0 and below inf, or null"),
     ("data.mix=[{path: a},{path: b, form: x}]", "data.mix[1].form is 'x'; choose one of auto, messages"),
     ("data.thinking=never", "data.thinking is 'never'; choose one of keep, drop"),
+    ("data.supervise=[call,calls]", "data.supervise has 'calls'; choose one of reply, call, reasoning"),
     ("data.max_length=1", "data.max_length is 1; set it to 2 or more"),
     ("data.held_out=-1", "data.held_out is -1; set it to 0 or more, or null"),
     ("data.bad_records=-1", "data.bad_records is -1; set it to 0 or more"),

@@ -12,6 +12,7 @@ import datasets
 import pytest
 
 from drafttrain.core.errors import UserError
+from drafttrain.data.forms import tools_of
 from drafttrain.data.prompts import FEW, SETS, SPEED_CONFIGS, SPEED_MASK, Prompt, load_prompts, named_prompts
 
 PUBLIC = Path(os.environ.get("DRAFTTRAIN_TEST_DATA", Path(__file__).parents[4] / "shared" / "data")) / "prompts"
@@ -54,6 +55,39 @@ FORMS: dict[str, tuple[dict[str, Any], Prompt]] = {  # one record as it is publi
         {"question_id": "abc", "question_content": "Sort.", "starter_code": "def f():", "difficulty": "easy"},
         Prompt("abc", "easy", ["Sort.\n\nBegin with this code:\n\ndef f():"], origin="livecodebench"),
     ),
+    "bfcl": (
+        {
+            "id": "multiple_0",
+            "question": [[{"role": "user", "content": "Area?"}]],
+            "function": [
+                {
+                    "name": "area",
+                    "parameters": {"type": "dict", "properties": {"type": {"type": "float"}}, "required": ["type"]},
+                }
+            ],
+        },
+        Prompt(
+            "multiple_0",
+            "bfcl",
+            ["Area?"],
+            origin="bfcl",
+            tools=tools_of(
+                "",
+                {
+                    "tools": [
+                        {
+                            "name": "area",
+                            "parameters": {
+                                "type": "object",
+                                "properties": {"type": {"type": "number"}},
+                                "required": ["type"],
+                            },
+                        }
+                    ]
+                },
+            ),
+        ),
+    ),
     "arena_hard": (
         {"question_id": "f00", "category": "arena-hard-v0.1", "cluster": "SQL", "turns": [{"content": "Join."}]},
         Prompt("f00", "arena-hard-v0.1", ["Join."], origin="arena_hard"),
@@ -94,7 +128,7 @@ def test_load_prompts_local_file_in_published_form_is_read(tmp_path: Path, name:
     file = write(tmp_path / f"test.{ending}", record)
     assert load_prompts(f"{name}:{file}") == [wanted]
     (told,) = load_prompts(str(file))  # by its fields alone
-    assert told.turns == wanted.turns and told.origin is None
+    assert (told.turns, told.tools) == (wanted.turns, wanted.tools) and told.origin is None
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(SETS) if SETS[name].hub])

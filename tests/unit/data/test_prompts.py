@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt, encode_prompt, load_prompts
+from drafttrain.measure.cases import encode_cases, follow_ups
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'no' %}{{ raise_exception('refused') }}{% endif %}"
@@ -89,6 +90,20 @@ def test_encode_prompt_renders_turns_up_to_next_reply() -> None:
     assert plain.decode(encode_prompt(plain, ["a b"])) == "a b"
     with pytest.raises(UserError, match="the chat template refuses the prompt 'no'"):
         encode_prompt(chat, ["no"])
+
+
+def test_load_prompts_tools_of_record_reach_the_template(tmp_path: Path) -> None:
+    """Of turns and of messages, and before a later turn too."""
+    tool = {"type": "function", "function": {"name": "b"}}
+    asked = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]}
+    path = write(tmp_path / "p.jsonl", {"turns": ["a", "a"], "tools": [tool]}, asked | {"functions": [tool["function"]]})
+    chat = word_tokenizer("{% for t in tools or [] %}{{ t.function.name + ' ' }}{% endfor %}" + TEMPLATE)
+    first, second = load_prompts(path)
+    assert first.tools == second.tools == (tool,) and second.turns == ["a"]
+    cases, _ = encode_cases([first, second], chat, 100)
+    assert {chat.decode(case.tokens) for case in cases} == {"b user a assistant"}
+    (later,), _ = follow_ups(cases[:1], [chat("c")["input_ids"]], chat, 100, None)
+    assert chat.decode(later.tokens) == "b user a assistant c user a assistant"
 
 
 def test_load_prompts_names_have_escaped_control_characters(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from datasets import Dataset
 from pyarrow import csv, ipc, parquet
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.limits import check_limits
 from drafttrain.data import DataOptions, hub_data
 from drafttrain.data import files as data_files
 from drafttrain.data.hub_data import SplitFiles
@@ -236,8 +235,6 @@ def test_source_unreadable_file_is_refused(tmp_path: Path) -> None:
         read(str(tmp_path / "a.jsonl"))
 
 
-def test_data_supervise_of_other_or_no_names_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^data.supervise has 'calls'; choose one of reply, call, reasoning$"):
-        check_limits("data", DataOptions(supervise=["call", "calls"]))
+def test_data_supervise_of_no_names_is_refused() -> None:
     with pytest.raises(UserError, match=r"^data.supervise is empty; name what is learnt: reply, call, reasoning$"):
         check_sources(DataOptions(supervise=[]))

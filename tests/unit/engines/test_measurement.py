@@ -219,6 +219,7 @@ def test_timed_engine_process_answers_or_reports_script_error(
         (["engine=transformers", "decode=sampling"], "engines are measured with greedy decoding"),
         (["engine=[openvino,vllm]", "engine_python=/x"], "engine_python names the Python of one engine"),
         (["engine=http", "engine_url=http://x", "engine_api=text"], "engine_api is 'text'; choose one of tokens, chat"),
+        (["engine=http", "engine_url=http://x", "engine_api=chat", "prompts=tools.jsonl"], "engine_api=chat sends no tools"),
     ],
 )
 def test_measure_engine_invalid_options_are_refused_before_measuring(
@@ -231,6 +232,7 @@ def test_measure_engine_invalid_options_are_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command_file, "python_of", absent)
+    (tmp_path / "tools.jsonl").write_text('{"turns": ["a"], "tools": [{"name": "f"}]}\n')
     assert command("measure", f"checkpoint={checkpoint}", *arguments, *SMALL) == 2
     said = capsys.readouterr().err
     assert line in said and len(said.strip().splitlines()) == 1
