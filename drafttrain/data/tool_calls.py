@@ -39,7 +39,19 @@ def _probe(name: str) -> Call:
 
 
 PROBES = [_probe("left"), _probe("next")]
-TOOLS = [{"type": "function", "function": {"name": probe["function"]["name"], "parameters": {}}} for probe in PROBES]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": probe["function"]["name"],
+            "description": "A probe.",
+            "parameters": {"type": "object", "properties": {}, "required": []},
+        },
+    }
+    for probe in PROBES
+]
+
+ASKED = message("user", "probe")
 
 
 def parsed_calls(value: Any) -> tuple[Call, ...] | None:
@@ -97,7 +109,10 @@ class CallReader:
         """None if the tokenizer does not show how calls are written."""
         if getattr(tokenizer, "response_template", None) is not None:
             return CallReader(tokenizer, None)
-        call_format = deduced(tokenizer) if tokenizer.chat_template else None
+        try:
+            call_format = deduced(tokenizer) if tokenizer.chat_template else None
+        except UserError:  # the template refuses such turns
+            return None
         return None if call_format is None else CallReader(tokenizer, call_format)
 
     def read(self, text: str, prompt: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -133,7 +148,7 @@ class CallFormat:
         """(the text before the first call, the calls); None for calls that are unreadable."""
         if (first := self.opening.search(text)) is None:
             return text, []
-        content, calls, at = text[: first.start()], list[Call](), first.start()
+        content, calls, at, text = text[: first.start()].rstrip(), list[Call](), first.start(), text.rstrip()
         while at < len(text):
             opened = self.opening.match(text, at)
             arguments, end = self._arguments(text, opened, tools) if opened else (None, at)
@@ -141,7 +156,7 @@ class CallFormat:
             if opened is None or closed is None or not isinstance(arguments, dict):
                 return content, None
             calls.append({"type": "function", "function": {"name": opened["name"], "arguments": arguments}})
-            at = closed.end()
+            at = len(text) - len(text[closed.end() :].lstrip())
         return content, calls
 
     def _arguments(self, text: str, opened: re.Match[str], tools: Sequence[dict[str, Any]]) -> tuple[Any, int]:
@@ -201,8 +216,9 @@ def deduced(tokenizer: PreTrainedTokenizerBase) -> CallFormat | None:
         text = _written(tokenizer, PROBES[:1])
         if (first := _place(text, PROBES[0], 0)) is None:
             return None
-    plain = rendered(tokenizer, [message("user", "probe"), message(ASSISTANT, CONTENT)], TOOLS, prompt=False)
-    text = text.removesuffix(plain.rpartition(CONTENT)[2])
+    plain = rendered(tokenizer, [ASKED, message(ASSISTANT, CONTENT)], TOOLS, prompt=False)
+    end = plain.rpartition(CONTENT)[2]
+    text = text.removesuffix(end)
     head, middle = text[: first.name], text[first.name_end : first.start]
     if second is None:
         before, opening, closing, separator, after = "", head, text[first.end :], "", ""
@@ -211,25 +227,36 @@ def deduced(tokenizer: PreTrainedTokenizerBase) -> CallFormat | None:
         opening = _common_end(head, between)
         closing = _common_start(between[: len(between) - len(opening)], tail)
         before, separator, after = head[: len(head) - len(opening)], between[len(closing) : -len(opening)], tail[len(closing) :]
-    if not opening.strip():
+    if not opening.strip() or PROBES[0]["function"]["name"] in middle:
         return None
-    return CallFormat(
-        re.compile(rf"\s*{_optional(before)}\s*{_pattern(opening)}\s*{NAME}\s*{_pattern(middle)}\s*"),
-        re.compile(rf"\s*{_closing(closing)}\s*{_optional(separator, after)}\s*"),
+    found = CallFormat(
+        re.compile(rf"{_optional(before)}{_pattern(opening)}\s*{NAME}\s*{_pattern(middle)}\s*"),
+        re.compile(rf"\s*{_closing(closing)}\s*{_optional(separator, after)}"),
         None if first.argument is None else re.compile(first.argument, re.DOTALL),
         first.quoted,
     )
+    return found if _reads_back(tokenizer, found, end) else None
+
+
+def _reads_back(tokenizer: PreTrainedTokenizerBase, call_format: CallFormat, end: str) -> bool:
+    """Whether the format reads a call right after the prompt. Some templates begin a new message for each call."""
+    prompt = rendered(tokenizer, [ASKED], TOOLS)
+    whole = rendered(tokenizer, [ASKED, message(ASSISTANT, "") | {"tool_calls": PROBES[:1]}], TOOLS, prompt=False)
+    common = _common_start(prompt, whole)  # a prompt may end with the beginning of thoughts, which past turns lose
+    start = common.rfind("<") if common.rfind("<") > common.rfind(">") else len(common)
+    _, calls = call_format.read(whole[start:].removesuffix(end), TOOLS)
+    return [call["function"] for call in calls or ()] == [PROBES[0]["function"]]
 
 
 def _written(tokenizer: PreTrainedTokenizerBase, calls: Sequence[Call]) -> str:
     """The calls as the template writes them, after a reply's text where it writes one; empty if it refuses them."""
-    asked, text = [message("user", "probe")], ""
+    text = ""
     try:
-        whole = rendered(tokenizer, [*asked, message(ASSISTANT, CONTENT) | {"tool_calls": list(calls)}], TOOLS, prompt=False)
+        whole = rendered(tokenizer, [ASKED, message(ASSISTANT, CONTENT) | {"tool_calls": list(calls)}], TOOLS, prompt=False)
         if CONTENT in whole:
             text = whole.rpartition(CONTENT)[2]
         else:
-            prompt = rendered(tokenizer, asked, TOOLS)
+            prompt = rendered(tokenizer, [ASKED], TOOLS)
             text = whole.removeprefix(prompt) if whole.startswith(prompt) else ""
     except UserError:
         return ""
@@ -286,8 +313,9 @@ def _pattern(literal: str) -> str:
 
 
 def _optional(*literals: str) -> str:
+    """One of them with the blanks after it, or nothing."""
     patterns = "|".join(_pattern(literal) for literal in literals if literal.strip())
-    return f"(?:{patterns})?" if patterns else ""
+    return rf"(?:(?:{patterns})\s*)?" if patterns else ""
 
 
 def _closing(literal: str) -> str:

@@ -220,3 +220,8 @@ TOOL_STYLES = {  # what calls look like in published templates
         + "{{ '</arg_value>' }}{% endfor %}{{ '\\n</tool_call>' }}"
     ),
 }
+# a call is a message of its own after the text, and its header names the function, which targets write in another order
+RECIPIENT = """{% for message in messages %}{% set header = '<|im_start|>' + message.role %}{% if message.content %}
+{{- header + '\\n' + message.content + '<|im_end|>' }}{% endif %}{% for tool_call in message.tool_calls or [] %}
+{{- header + ' to=' + tool_call.function.name + '\\n' + (tool_call.function.arguments | tojson) + '<|im_end|>' }}{% endfor %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"""

@@ -24,7 +24,7 @@ from drafttrain.data.tool_calls import (
     parsed_calls,
 )
 from drafttrain.decoding.request import Chunk, Request, Result
-from tests.unit.data.templates import STYLES, TOOL_STYLES
+from tests.unit.data.templates import RECIPIENT, STYLES, TOOL_STYLES
 from tests.unit.data.test_templates import tokenizer
 
 TOOLS = [
@@ -85,7 +85,9 @@ def test_call_reader_reads_what_the_template_writes(subtests: pytest.Subtests) -
             if kind == "two" and name == "llama":
                 continue  # the template takes one
             with subtests.test(name=name, kind=kind):
-                assert reader.read(written(own, calls), "", TOOLS) == {"content": "", "tool_calls": list(calls)}
+                for blanks in ("", "\n\n"):
+                    text = blanks + written(own, calls) + blanks
+                    assert reader.read(text, "", TOOLS) == {"content": "", "tool_calls": list(calls)}
         with subtests.test(name=name, kind="content"):
             text = written(own, CALLS["one"], "Let me see.")
             content = "Let me see." if "Let me see." in text else ""
@@ -99,7 +101,7 @@ def test_call_reader_marks_damaged_calls_as_unreadable(subtests: pytest.Subtests
     for name in TOOL_STYLES:
         own = with_calls(name)
         reader = CallReader.of(own)
-        assert reader is not None and reader.read("A plain reply.", "", TOOLS) == {}
+        assert reader is not None and reader.read("A plain reply." + "\n" * 3000, "", TOOLS) == {}
         text = written(own, CALLS["one"])
         damaged = {text.replace(part, "", 1) for part in BROKEN} - {text} | {text[: 2 * len(text) // 3], text + " and more"}
         for wrong in damaged:
@@ -109,7 +111,7 @@ def test_call_reader_marks_damaged_calls_as_unreadable(subtests: pytest.Subtests
 
 def test_call_reader_of_template_without_calls_is_none() -> None:
     own = with_calls("hermes")
-    for template in (STYLES["chatml"].template, STYLES["llama2"].template, None):
+    for template in (STYLES["chatml"].template, STYLES["llama2"].template, RECIPIENT, None):
         own.chat_template = template
         assert CallReader.of(own) is None
 
