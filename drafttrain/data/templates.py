@@ -131,12 +131,11 @@ class Template:
             return [(start, end)]
         written, content = text[start:end], THOUGHT.sub("", message["content"], count=1).strip()
         thought, reasoning = THOUGHT.match(written), (message.get("reasoning_content") or "").strip()
-        reply = thought.end() if thought else max(0, written.find(reasoning)) + len(reasoning) if reasoning in written else 0
-        if content and (place := written.find(content, reply)) >= 0:
-            reply = place if reply else 0
-            call = place + len(content)
-        else:
-            call = reply
+        # without such marks, the text or the calls begin after the reasoning and the marks that the template has for it
+        reply = thought.end() if thought else written.find(reasoning) + len(reasoning) if reasoning in written else 0
+        place = written.find(content, reply) if content else -1
+        call = reply if place < 0 else place + len(content)
+        reply = place if reply and place >= 0 else reply
         call = call if message.get("tool_calls") else len(written)
         edges = {"reasoning": (0, reply), "reply": (reply, call), "call": (call, len(written))}
         spans = list[tuple[int, int]]()
