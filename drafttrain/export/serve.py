@@ -18,6 +18,7 @@ from drafttrain.export.opened import Opened
 BLOCKS = ("dflash", "dspark")  # methods of vLLM whose layers can have caches of several kinds, in its second runner alone
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=1"
 DYNAMIC = ("eagle", "eagle3", "dflash")  # methods of vLLM whose draft length may follow the batch size
+ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms of SGLang whose draft length may follow the batch size
 LARGEST = 65536  # requests at a time
 
 NO_LOADER = "it has no loader for this family"
@@ -92,10 +93,15 @@ def _sglang(served: ServingCommand) -> str:
             f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm UNO "
             f"--uno-lora-path {quote(served.directory)} --speculative-num-draft-tokens {served.drafts}{served.dtype}"
         )
-    return (
+    command = (
         f"python -m sglang.launch_server --model-path {quote(served.target)} --speculative-algorithm {served.method} "
         f"--speculative-draft-model-path {quote(served.directory)}{_sglang_lengths(served)}{served.dtype}"
     )
+    if not served.ranges or served.method not in ADAPTIVE:
+        return command
+    steps = {str(first): {"candidate_steps": [length]} for first, _, length in served.ranges}
+    adaptive = " --speculative-adaptive --speculative-adaptive-config adaptive.json"
+    return f"cat > adaptive.json <<'END'\n{json.dumps(steps)}\nEND\n{command}{adaptive}"
 
 
 def _sglang_lengths(served: ServingCommand) -> str:

@@ -101,7 +101,12 @@ def test_serve_command_has_lengths_by_batch_size_where_engine_reads_them() -> No
     schedule = yaml.safe_load(spec[1])["speculative_config"]["draft_len_schedule"]
     assert schedule == {1: 3, 3: 3, 15: 2, 65536: 0}, "each length holds up to its batch size"
     assert "schedule" not in said("eagle3", "trtllm", **chosen), "TensorRT-LLM takes lengths that fall"
-    for family, stack in (("medusa", "vllm"), ("peagle", "vllm"), ("eagle3", "sglang")):
+    adaptive, command = said("eagle3", "sglang", **chosen).removeprefix("cat > adaptive.json <<'END'\n").split("\nEND\n")
+    assert json.loads(adaptive) == {str(n): {"candidate_steps": [k]} for n, k in ((1, 2), (8, 3), (32, 0))}
+    words = shlex.split(command)
+    assert words[-3:] == ["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"]
+    assert words[words.index("--speculative-num-steps") + 1] == "2", "one of the candidates, which SGLang asks for"
+    for family, stack in (("medusa", "vllm"), ("peagle", "vllm")):
         assert "65536" not in said(family, stack, **falling), "no table is known there"
     assert "65536" not in said("eagle3", "vllm", b1={"draft_length": 2}, b4={"draft_length": 2})
 
