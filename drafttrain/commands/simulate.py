@@ -116,15 +116,16 @@ def chain_table(simulation: Simulation, alphas: Sequence[float], draft_operation
 
 
 def shape_table(simulation: Simulation) -> Table:
-    """The best chain and trees, and the best chain by batch size."""
-    columns = ("shape", "batch", "nodes", "depth", "tokens", "speedup")
+    """The best chain and trees, and the best chain by batch size, beside the speedup of the report's own proposal."""
+    measured = {} if simulation.measured is None else simulation.measured.speedups
+    columns = ("shape", "batch", "nodes", "depth", "tokens", "speedup", *(["measured"] if measured else []))
     table = console_table("best of each shape", columns, left=("shape",), space=2)
     rows = [(1, shape) for shape in simulation.trees] + [
         (size, shape) for size, shape in simulation.batches.items() if size > 1
     ]
     for size, shape in rows:
-        figures = (f"{shape.tokens:.2f}", f"{shape.speedup:.2f}x")
-        table.add_row(shape.name, str(size), str(shape.nodes), str(shape.depth), *figures)
+        figures = [f"{shape.tokens:.2f}", f"{shape.speedup:.2f}x", f"{measured[size]:.2f}x" if size in measured else ""]
+        table.add_row(shape.name, str(size), str(shape.nodes), str(shape.depth), *figures[: len(columns) - 4])
     return table
 
 
@@ -145,6 +146,8 @@ def findings(simulation: Simulation) -> Iterator[str]:
         yield f"a speedup at every batch size up to {MOST_BATCH}"
     else:
         yield "no speedup at any batch size" if batch == 1 else f"no speedup from batch size {batch} on"
+    lengths = ", ".join(f"{length or 'none'} from batch size {size}" for size, length in simulation.lengths_by_batch.items())
+    yield f"best draft length by load: {lengths}"
     for trial in simulation.trials:
         verdict = "agrees" if trial.agrees else "DIFFERS"
         yield (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, linear_regression
 from typing import Any
@@ -32,6 +32,7 @@ class Measured:
     other: float  # the rest of a decode step
     nodes: float  # verified nodes, root included
     token: float  # each further token in the target's pass
+    speedups: dict[int, float] = field(default_factory=dict)  # as measured, by batch size
 
     @staticmethod
     def of(name: str, entry: dict[str, Any]) -> Measured:
@@ -53,6 +54,7 @@ class Measured:
             other=(entry["commit_ms"] + entry["host_ms"]) / plain,
             nodes=entry["verify_nodes"],
             token=token_cost(entry),
+            speedups={s["value"]: s["speedup"] for s in entry["slices"] if s["by"] == "batch_size" and s.get("speedup")},
         )
 
     @property
@@ -117,6 +119,16 @@ class Simulation:
             return (self.requested_alpha,) * len(self.measured.alpha_K)
         return tuple(shifted(self.measured.alpha_K, self.change))
 
+    @property
+    def lengths_by_batch(self) -> dict[int, int]:
+        """The best draft length from each batch size on at which it changes; 0: plain decoding is faster."""
+        best = {size: shape.depth if shape.speedup > 1.0 else 0 for size, shape in sorted(self.batches.items())}
+        return {
+            size: length
+            for (size, length), before in zip(best.items(), [None, *best.values()], strict=False)
+            if length != before
+        }
+
     def plain(self) -> dict[str, Any]:
         """The results as plain values, for a JSON file."""
         break_even = {name: getattr(self, f"break_even_{name}") for name in ("draft_cost", "alpha", "batch")}
@@ -131,6 +143,7 @@ class Simulation:
             "chains": [asdict(shape) for shape in self.chains],
             "trees": [asdict(shape) for shape in self.trees],
             "static_trees": [asdict(shape) for shape in self.static_trees],
+            "lengths_by_batch": {str(size): length for size, length in self.lengths_by_batch.items()},
             "batches": {str(size): asdict(shape) for size, shape in self.batches.items()},
             "break_even": break_even,
             "measured": None if self.measured is None else asdict(self.measured),
