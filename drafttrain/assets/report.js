@@ -102,6 +102,22 @@ function engines() {
 
 const temperatures = () => speedups("temperature", "temperature", "temperature");
 const contexts = () => speedups("context", "context", "context");
+
+function contextTaus() {
+  const places = entries[shown].slices.filter((slice) => slice.by === "context" && slice.tau !== null).map((slice) => slice.value);
+  const series = entries.slice(-6).map((entry) => ({name: entry.name, values: places.map((place) => {
+    const slice = entry.slices.find((one) => one.by === "context" && one.value === place);
+    if (!slice || slice.tau === null) return null;
+    const [low, high] = slice.tau_interval ?? [slice.tau, slice.tau];
+    return {y: slice.tau, low, high, lines: [`${entry.name}, ${place.toLocaleString("en")} tokens of context`,
+      `tau ${two(slice.tau)}, 95% interval ${two(low)} to ${two(high)}`, `${slice.prompts} prompts`]};
+  })}));
+  const most = Math.max(1, ...series.flatMap((one) => one.values.map((value) => value?.high ?? 0)));
+  const y = {low: 0, high: 1.1 * most, label: "tokens per verification", format: (v) => String(v)};
+  figure("context-tau", places.length, (box) =>
+    Charts.bars(box, places.map((place) => place.toLocaleString("en")), series, {label: "context"}, y, 1), [...named(series), PLAIN]);
+}
+
 const PARTS = [["draft", "draft_ms", 1], ["verify", "verify_ms", 0], ["commit", "commit_ms", 2], ["host", "host_ms", 4]];
 
 function step() {
@@ -197,7 +213,7 @@ function outputs() {
 }
 
 function draw() {
-  for (const part of [acceptance, categories, batchSizes, engines, temperatures, contexts, step, waterfall, training]) part();
+  for (const part of [acceptance, categories, batchSizes, engines, temperatures, contexts, contextTaus, step, waterfall, training]) part();
 }
 
 const chooser = byName("chooser");

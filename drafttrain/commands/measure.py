@@ -127,6 +127,8 @@ def write_anew(base: Path, report: Report, loaded: LoadedTarget, draw: bool = Tr
 def print_report(report: Report, folder: Path, console: Console) -> None:
     """Print the table, the notes and the place of the report."""
     console.print(console_table(report))
+    if any(s["by"] == "context" for s in report["checkpoints"][0]["slices"]):
+        console.print(contexts_table(report))
     for line in published_lines(report):
         print_line(console, line)
     for note in report["measure"]["notes"]:
@@ -194,6 +196,18 @@ def console_table(report: dict[str, Any]) -> Table:
     warnings = [f"{entry['name']}: {flag}" for entry in report["checkpoints"] for flag in entry["flags"]]
     if warnings:
         table.caption = Text("\n".join(f"! {w}" for w in warnings), style="yellow")
+    return table
+
+
+def contexts_table(report: dict[str, Any]) -> Table:
+    """A row for each checkpoint and context length."""
+    columns = ("checkpoint", "context", "prompts", "tau", "speedup", "tokens/s / plain")
+    table = cells.console_table("by context length", columns, left=("checkpoint",))
+    for entry in report["checkpoints"]:
+        for s in (s for s in entry["slices"] if s["by"] == "context"):
+            rates = (cells.number(s[key], 0) for key in ("tokens_per_s", "baseline_tokens_per_s"))
+            row = (entry["name"], f"{s['value']:,}", str(s["prompts"]), cells.tau(s), cells.speedups(s), " / ".join(rates))
+            table.add_row(*row, style="bold" if entry["name"] == report["best"] else "")
     return table
 
 

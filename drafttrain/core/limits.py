@@ -10,6 +10,7 @@ gives a field another default keeps its limit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, cast
@@ -63,6 +64,22 @@ def above(default: T, least: float, below: float | None = None, null: bool = Fal
 def within(default: T, low: float, high: float, null: bool = False) -> T:
     """A field with numbers from `low` to `high`."""
     return _field(default, lambda value: low <= value <= high, f"set it within {_shown(low)} and {_shown(high)}", null)
+
+
+def counts(default: T, *words: str) -> T:
+    """A field with a list of whole numbers above 0, which may be written as `count` reads them, or with one of these words."""
+    fix = f"give numbers of 1 or more, such as [2048] or [2k]{''.join(f', or {word}' for word in words)}"
+    return _field(default, lambda value: value in words or count(value) > 0, fix, False)
+
+
+def count(value: Any) -> int:
+    """A whole number: 2048, or in words 2k (2048), 1M. Raises ValueError for anything else."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    matched = re.fullmatch(r"(\d+)([kKmM]?)", str(value))
+    if matched is None:
+        raise ValueError(f"{value!r} is no whole number")
+    return int(matched[1]) * {"": 1, "k": 1024, "m": 1024**2}[matched[2].lower()]
 
 
 def share(default: T, null: bool = False) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafttrain.core.limits import above, at_least, choice, share, within
+from drafttrain.core.limits import above, at_least, choice, counts, share, within
 
 
 @dataclass
@@ -25,7 +25,8 @@ class MeasureOptions:
     timed_prompts: int = at_least(16, 1)  # prompts that are timed; acceptance is measured on all prompts
     batch_sizes: list[int] = at_least([1, 4], 1)  # batch sizes to time; the first one gives the headline
     temperatures: list[float] = at_least([], 0)  # further temperatures to measure, sampled by policy lossless
-    contexts: list[int] = at_least([], 1)  # context lengths to measure, in tokens, cut from long documents
+    # context lengths to measure, in tokens (2k: 2048), of long documents; auto: 1k, 4k, 16k, 32k as far as the target goes
+    contexts: Any = counts([], "auto")
     # fit: choose the fastest chain or tree on prompts of held-out conversations first, within a third of measure.minutes. It is
     # for each of batch_sizes, kept in decode.json; the report shows it beside the one that was trained
     tune: bool = True

@@ -59,12 +59,16 @@ def count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
 
 
+def tau(entry: Entry, key: str = "tau") -> str:
+    """`1.52 (1.38 to 1.66)`: a tau, with its interval if it has one (old reports have none)."""
+    interval = entry.get(f"{key}_interval")
+    return (
+        number(entry[key]) if entry[key] is None or interval is None else with_interval(entry[key], (interval[0], interval[1]))
+    )
+
+
 def expected(entry: Entry) -> str:
-    """`1.52 (1.38 to 1.66)`: expected tau, with its interval if it has one (old reports have none)."""
-    interval = entry.get("expected_tau_interval")
-    if entry["expected_tau"] is None or interval is None:
-        return number(entry["expected_tau"])
-    return with_interval(entry["expected_tau"], (interval[0], interval[1]))
+    return tau(entry, "expected_tau")
 
 
 def alphas(entry: Entry, key: str = "alpha_by_position") -> str:

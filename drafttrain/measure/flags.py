@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import hypot
 from typing import Any
 
 from drafttrain.decoding.acceptance import POLICIES
@@ -154,6 +155,29 @@ def _speed_causes(entry: dict[str, Any]) -> str:
     return ": " + (
         "; ".join(causes) or "times differ between prompts and repeats; raise measure.timed_prompts and measure.repeats"
     )
+
+
+def by_context(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence on each checkpoint that was measured at several context lengths: beyond which one acceptance falls.
+
+    A fall is a difference to the shortest context that is outside its 95 % interval, from those of both.
+    """
+    sentences = []
+    for entry in entries:
+        shortest, *longer = [s for s in entry["slices"] if s["by"] == "context" and s.get("tau_interval")] or [None]
+        if not longer:
+            continue
+        fallen = next((i for i, s in enumerate(longer) if _falls(shortest, s)), None)
+        last, shown = (longer[-1], longer[-1]) if fallen is None else ([shortest, *longer][fallen], longer[fallen])
+        falls = f"does not clearly fall up to {last['value']:,}" if fallen is None else f"falls beyond {last['value']:,}"
+        taus = ", ".join(f"{cells.tau(s)} at {s['value']:,}" for s in (shortest, shown))
+        sentences.append(f"{entry['name']}: tau {falls} tokens of context: {taus}")
+    return sentences
+
+
+def _falls(short: dict[str, Any], long: dict[str, Any]) -> bool:
+    half_widths = [s["tau_interval"][1] - s["tau"] for s in (short, long)]
+    return bool(short["tau"] - long["tau"] > hypot(*half_widths))
 
 
 def best(entries: Sequence[dict[str, Any]]) -> str:

@@ -166,10 +166,11 @@ def _slices(report: Report) -> str:
 
 
 def _slice(s: dict[str, Any], with_proposal: bool) -> list[str]:
-    name = f"{s['by'].replace('_', ' ')} {s['value']}"
+    value = f"{s['value']:,}" if s["by"] == "context" else s["value"]
+    name = f"{s['by'].replace('_', ' ')} {value}"
     if with_proposal and "proposal" in s:
         name += f": {s['proposal']}"
-    figures = [cells.number(s["tau"]), cells.expected(s), cells.number(s["alpha"])]
+    figures = [cells.tau(s), cells.expected(s), cells.number(s["alpha"])]
     return [name, str(s["prompts"]), *figures, cells.speedups(s), cells.rates(s), cells.exact(s)]
 
 

@@ -46,6 +46,7 @@ CHARTS = (
     ),
     ("temperature", "Speedup by temperature", "At the first batch size. Above temperature 0, sampling is lossless."),
     ("context", "Speedup by context length", "At the first batch size. Prompts of this many tokens, cut from long documents."),
+    ("context-tau", "Tau by context length", "Tokens per forward pass of the target on the same prompts, with 95 % intervals."),
     (
         "step",
         "Cost of a decode step",
@@ -63,7 +64,18 @@ SHOWN: tuple[str, ...] = (
     *("draft_ms", "verify_ms", "commit_ms", "host_ms", "plain_step_ms"),
 )
 SLICE: tuple[str, ...] = (
-    *("by", "value", "prompts", "tau", "expected_tau", "expected_tau_interval", "speedup", "speedup_min", "speedup_max"),
+    *(
+        "by",
+        "value",
+        "prompts",
+        "tau",
+        "tau_interval",
+        "expected_tau",
+        "expected_tau_interval",
+        "speedup",
+        "speedup_min",
+        "speedup_max",
+    ),
     *("tokens_per_s", "baseline_tokens_per_s"),
 )
 ENGINE: tuple[str, ...] = (

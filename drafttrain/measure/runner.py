@@ -23,11 +23,11 @@ from drafttrain.measure.cases import Budget, Case, encode_cases, follow_ups, lef
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys, monitor_keys, samples
 from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
-from drafttrain.measure.flags import distillation, flags, nothing_gains
+from drafttrain.measure.flags import by_context, distillation, flags, nothing_gains
 from drafttrain.measure.monitors import QUALITY, valid_json
 from drafttrain.measure.quality import Original, mean_log_likelihood
 from drafttrain.measure.sheet import outputs as sheet_outputs
-from drafttrain.measure.slices import at_temperature, conditions, other_slices
+from drafttrain.measure.slices import at_temperature, conditions, context_lengths, other_slices
 from drafttrain.measure.speed import Race, step_floor
 from drafttrain.measure.tuning import ProposalShape, tuning_notes
 from drafttrain.model.drafter import Drafter, check_images, trainable
@@ -152,7 +152,7 @@ def measure_checkpoints(
         )
     order = [str(c.path) for c in checkpoints]
     entries = sorted(entries_by_name.values(), key=lambda entry: order.index(entry["path"]))
-    notes.extend([*distillation(entries), *nothing_gains(entries)])
+    notes.extend([*distillation(entries), *nothing_gains(entries), *by_context(entries)])
     run_info = {"seconds": monotonic() - start_time, "notes": list(dict.fromkeys(notes)), "decode": asdict(decode)}
     return {"checkpoints": entries, "measure": asdict(options) | run_info}
 
@@ -245,7 +245,7 @@ def check_measurement(loaded: LoadedTarget, drafter: Drafter | None, decode: Dec
         )
     for temperature in dict.fromkeys([decode.temperature, *options.temperatures]):
         decoder_of(loaded, decode if temperature == decode.temperature else at_temperature(decode, temperature), drafter)
-    if options.contexts:
+    if context_lengths(options.contexts, loaded.target.shape.max_positions - decode.max_new_tokens):
         read_documents(options.documents)
 
 

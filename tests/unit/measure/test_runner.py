@@ -16,15 +16,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.commands.measure import measure, measure_run
 from drafttrain.core.errors import UserError
+from drafttrain.core.limits import check_limits
 from drafttrain.data.prompts import long_prompts, read_documents
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, save_drafter
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure import report as report_module
 from drafttrain.measure import runner as runner_module
-from drafttrain.measure.flags import best
+from drafttrain.measure.flags import best, by_context
 from drafttrain.measure.report import rounded
 from drafttrain.measure.runner import CheckpointRef
+from drafttrain.measure.slices import context_lengths
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
@@ -174,7 +176,7 @@ def test_measure_run_extra_temperatures_and_contexts_are_slices(loaded: LoadedTa
         (tmp_path / "long" / f"{i}.txt").write_text("word " * (40 if i else 10))
     asked = options(tmp_path)
     asked.measure.minutes, asked.measure.batch_sizes, asked.measure.transformers = 1.0, [1], False
-    asked.measure.temperatures, asked.measure.contexts = [0.0, 0.8], [150, 100_000]
+    asked.measure.temperatures, asked.measure.contexts = [0.0, 0.8], ["150"]
     asked.measure.documents = str(tmp_path / "long")
     report = measured(loaded, tmp_path, asked)
     slices = {(s["by"], s["value"]): s for s in report["checkpoints"][0]["slices"] if s["by"] in ("temperature", "context")}
@@ -182,10 +184,33 @@ def test_measure_run_extra_temperatures_and_contexts_are_slices(loaded: LoadedTa
     assert slices["temperature", 0.8]["exact_matches"] is None, "lossless sampling has other numbers than plain decoding"
     context = slices["context", 150]
     assert (context["prompts"], context["exact_matches"]) == (2, 2), "measure.timed_prompts of the four documents that are long"
-    assert any("contexts of 100,000 tokens were left out" in note for note in report["measure"]["notes"])
-    asked.measure.documents = str(tmp_path / "none")
+    assert context["tau_interval"][0] <= context["tau"] <= context["tau_interval"][1]
+    asked.measure.contexts, again = [150, "2k"], [checkpoint(tmp_path, loaded, 2)]
+    with pytest.raises(UserError, match=r"measure\.contexts has 2,048, but with decode\.max_new_tokens .* room for 500; leave"):
+        measure_run(loaded, again, asked, tmp_path / "out", Console(quiet=True))
+    asked.measure.contexts, asked.measure.documents = [150], str(tmp_path / "none")
     with pytest.raises(UserError, match=r"measure\.documents .*none: expected a text file, or a folder"):
-        measure_run(loaded, [checkpoint(tmp_path, loaded, 2)], asked, tmp_path / "out", Console(quiet=True))
+        measure_run(loaded, again, asked, tmp_path / "out", Console(quiet=True))
+
+
+def test_context_lengths_in_words_are_ascending_and_auto_ends_at_the_room() -> None:
+    assert context_lengths(["32k", 2048, "2k", "1m"], 1 << 20) == [2048, 32768, 1 << 20]
+    assert context_lengths("auto", 5000) == [1024, 4096] and context_lengths([], 10) == []
+    for wrong in ([0], ["2 k"], [True], "all"):
+        with pytest.raises(UserError, match=r"measure\.contexts .*give numbers of 1 or more, such as"):
+            check_limits("measure", MeasureOptions(contexts=wrong))
+
+
+def test_by_context_fall_outside_intervals_is_named_with_last_good_length() -> None:
+    def entry(*taus: tuple[int, float, float]) -> dict[str, Any]:
+        slices = [{"by": "context", "value": n, "tau": t, "tau_interval": [t - half, t + half]} for n, t, half in taus]
+        return {"name": "a", "slices": [{"by": "batch_size", "value": 1}, *slices]}
+
+    found = by_context([entry((256, 3.0, 0.3), (1024, 2.7, 0.3), (4096, 2.5, 0.3))])
+    assert found == ["a: tau falls beyond 1,024 tokens of context: 3.00 (2.70 to 3.30) at 256, 2.50 (2.20 to 2.80) at 4,096"]
+    (noise,) = by_context([entry((256, 3.0, 0.3), (1024, 2.6, 0.3))])
+    assert "tau does not clearly fall up to 1,024 tokens" in noise, "0.4 is within the interval of the difference, 0.42"
+    assert by_context([entry((256, 3.0, 0.3))]) == []
 
 
 def test_long_prompts_from_documents_have_requested_length(tmp_path: Path) -> None:
