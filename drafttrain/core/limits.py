@@ -34,7 +34,7 @@ class Limit:
         """Whether the value is allowed; one of another type is not."""
         try:
             return bool(self.allows(value))
-        except (TypeError, ValueError, RuntimeError):  # the last two of arrays
+        except (TypeError, ValueError, AttributeError, RuntimeError):  # the last of arrays
             return False
 
 
@@ -70,6 +70,15 @@ def counts(default: T, *words: str) -> T:
     """A field with a list of whole numbers above 0, which may be written as `count` reads them, or with one of these words."""
     fix = f"give numbers of 1 or more, such as [2048] or [2k]{''.join(f', or {word}' for word in words)}"
     return _field(default, lambda value: value in words or count(value) > 0, fix, False)
+
+
+def biases() -> Any:
+    """A field with numbers by token id, or null."""
+
+    def allows(value: Any) -> bool:
+        return all(isinstance(token, int) and token >= 0 and abs(bias) <= 100 for token, bias in value.items())
+
+    return _field(None, allows, "give a number within -100 and 100 for each token id, such as {13: -5}", True)
 
 
 def count(value: Any) -> int:

@@ -6,7 +6,8 @@ Shapes: B rows, V vocabulary, `...` any leading dimensions.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -36,6 +37,9 @@ class Sampling:
     key_B: Tensor | None = None  # [B] int64, a number for each row's request, as a part of the noise's key
     min_p: float = 0.0  # 0: keep every token
     repetition_penalty: float = 1.0  # 1: change no logit
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the output has
+    frequency_penalty: float = 0.0  # subtracted once for each time that the output has the token
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token, added to its logit before the penalties
     draft_temperature: float | None = None  # temperature of the drafter's own samples; None: `temperature`
     shared_noise: bool = False  # drafters sample with the target's noise, for policies that compare choices
     temperature_B: Tensor | None = None  # [B] float32, replaces `temperature` where that is above 0
@@ -64,6 +68,11 @@ class Sampling:
     def drops(self) -> bool:
         """Whether top-k, top-p or min-p may drop tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits are changed before they become a distribution."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     @property
     def drafting(self) -> Sampling:

@@ -157,7 +157,7 @@ class Session:
         self.kv = target.new_cache(slots, max_len, pages)
         self.state = decoder.drafter.open(slot_count, max_len) if decoder.drafter else None
         self.logits_processors = LogitsProcessors(
-            slot_count, target.shape.vocab_size, decoder.sampling.repetition_penalty, device, target.placeholder
+            slot_count, target.shape.vocab_size, decoder.sampling, device, target.placeholder
         )
         self.slots = SlotState(slot_count, decoder.sampling, device)
         self.decode_step = DecodeStep(

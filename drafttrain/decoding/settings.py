@@ -68,6 +68,10 @@ class DecoderSettings:
             raise UserError("the drafter proposes trees; this target's architecture is exact for chains only: draft a chain")
         if drafter is not None:
             _check_depth(controls, drafter.draft_length)
+        if unknown := [token for token in sampling.logit_bias if not 0 <= token < target.shape.vocab_size]:
+            raise ValueError(
+                f"decode.logit_bias has token {unknown[0]}; the target has token ids from 0 to {target.shape.vocab_size - 1}"
+            )
         self.prefill_chunk = prefill_chunk
         self._text: dict[str, Any] = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
         self._text |= {"min_new_tokens": min_new_tokens, "stop_text": stop_text}

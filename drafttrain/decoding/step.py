@@ -195,7 +195,7 @@ class DecodeStep:
         if self.kv.croppable:
             self.kv.crop_slot(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
         self.slots.fall_back(slot, tokens)
-        self.logits_processors.see(slot, [*prompt, *tokens])
+        self.logits_processors.see(slot, prompt, tokens)
 
     @contextmanager
     def marked(self, events: list[Any]) -> Iterator[None]:

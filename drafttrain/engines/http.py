@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -210,6 +210,7 @@ class EndpointOptions:
     model: str | None = None  # None: the server's only one
     key: str | None = field(default=None, repr=False)  # sent as a bearer token; it appears in no message and no file
     api: str = TOKENS  # `tokens` (completions of token ids) or `chat` (with the server's own template)
+    penalties: Mapping[str, Any] = field(default_factory=dict)  # further fields of a request
 
 
 @dataclass
@@ -240,7 +241,7 @@ class Endpoint:
         content: dict[str, Any] = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
         body = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": 0, "stream": True}
         body |= content | {"stream_options": {"include_usage": True}} | (ASK_DETAILS if SGLANG in self.about.versions else {})
-        body |= GREEDY if any(owner in self.about.versions for owner in MAKERS) else {}
+        body |= (GREEDY if any(owner in self.about.versions for owner in MAKERS) else {}) | {**self.where.penalties}
         path = "completions" if self.where.api == TOKENS else "chat/completions"
         first_time, text, count, details = None, "", None, None
         with _explained(self.where), self.client.stream("POST", path, json=body) as response:

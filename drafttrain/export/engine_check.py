@@ -108,7 +108,13 @@ def chain_drafter(opened: Opened, draft_length: int, dtype: str) -> Drafter:
 
 
 def decoded(
-    target: Target, drafter: Drafter, prompt: Sequence[int], ending: Ending, length: int, begins: str
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    ending: Ending,
+    length: int,
+    begins: str,
+    sampling: Sampling = GREEDY,
 ) -> DecodedSequence:
     """The decode steps of one prompt, up to the one that ends the sequence. length: of the chains. begins: `plain` or
     `drafted`, as for an engine.
@@ -121,7 +127,7 @@ def decoded(
     decode_target: Any = ForcedFirstToken(target, prompt[-1]) if forced else target
     controls = Controls(draft_length=length, capture=False)
     max_new_tokens = ending.max_new_tokens + length + 1 + forced  # so that no counted step is cut off
-    decoder = Decoder(decode_target, drafter, "greedy", GREEDY, max_new_tokens=max_new_tokens, controls=controls)
+    decoder = Decoder(decode_target, drafter, "greedy", sampling, max_new_tokens=max_new_tokens, controls=controls)
     request = decoder.request(prompt[:-1] if forced else prompt)
     try:
         session = Session(decoder, 1, decoder.positions(request))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafttrain.core.limits import above, at_least, choice, counts, share, within
+from drafttrain.core.limits import above, at_least, biases, choice, counts, share, within
 
 
 @dataclass
@@ -82,7 +82,10 @@ class DecodeOptions:
     top_k: int = at_least(0, 0)
     top_p: float = share(1.0)
     min_p: float = at_least(0.0, 0, below=1)
-    repetition_penalty: float = above(1.0, 0)
+    repetition_penalty: float = above(1.0, 0)  # of tokens in the prompt and the output
+    presence_penalty: float = within(0.0, -2, 2)  # of tokens in the output
+    frequency_penalty: float = within(0.0, -2, 2)  # of each occurrence in the output
+    logit_bias: Any = biases()  # added to the logits of these token ids: {13: -5}; null: none. Any: Hydra fills no mapping
     threshold: float = above(0.3, 0, below=1)  # policy threshold: the least target probability of an accepted draft
     draft_temperature: float | None = at_least(None, 0)  # the drafter's sampling temperature; null: as tuned, else the target's
     draft_length: int | None = at_least(None, 1)  # deepest proposal; null: as tuned (drafttrain tune), else as trained

@@ -100,6 +100,7 @@ def _greedy(stop_ids: Collection[int], pad: int, decode: DecodeOptions) -> Gener
         min_new_tokens=decode.min_new_tokens or None,
         do_sample=False,
         repetition_penalty=decode.repetition_penalty,
+        sequence_bias=[[[token], float(bias)] for token, bias in (decode.logit_bias or {}).items()] or None,
         use_cache=True,
         eos_token_id=sorted(stop_ids),
         pad_token_id=pad,
@@ -137,6 +138,12 @@ class Bench:
     @property
     def sampling(self) -> Sampling:
         return sampling_of(self.decode)
+
+    @property
+    def with_transformers(self) -> bool:
+        """Whether transformers decodes too: greedily, and it has no presence and no frequency penalty."""
+        decode = self.decode
+        return self.options.transformers and self.sampling.greedy and not (decode.presence_penalty or decode.frequency_penalty)
 
     def decoder(self, drafter: Drafter | None, seed: int = 0, max_new_tokens: int | None = None) -> Decoder:
         """A decoder with these settings. seed: added to the configured seed."""
@@ -179,7 +186,7 @@ class Bench:
 
     def matches(self, cases: Sequence[Case], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[Match]:
         target = self.loaded.target
-        return compare(target, rounded_to(target), [c.tokens for c in cases], ours, theirs, target.device)
+        return compare(target, rounded_to(target), [c.tokens for c in cases], ours, theirs, target.device, self.sampling)
 
     def distribution_p(self, drafter: Drafter, case: Case) -> float:
         """p-value of speculative against plain sampling, from one prompt under many independent seeds."""
@@ -223,7 +230,7 @@ class Bench:
         numbers = range(len(cases)) if order is None else order
         cases_by_wave, repeats = [[numbers[i] for i in wave] for wave in waves(len(numbers), size)], self.options.repeats
         first_repeat_only: dict[str, Contender] = {}
-        if self.options.transformers and self.sampling.greedy and size == 1:
+        if self.with_transformers and size == 1:
             first_repeat_only[REFERENCE] = lambda wave: self._generate([cases[i] for i in wave])
         if len(numbers) < size:
             self.budget.notes.append(

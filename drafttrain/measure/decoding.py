@@ -25,6 +25,9 @@ def sampling_of(decode: DecodeOptions) -> Sampling:
         decode.seed,
         min_p=decode.min_p,
         repetition_penalty=decode.repetition_penalty,
+        presence_penalty=decode.presence_penalty,
+        frequency_penalty=decode.frequency_penalty,
+        logit_bias=decode.logit_bias or {},
         draft_temperature=decode.draft_temperature,
     )
 

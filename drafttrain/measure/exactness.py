@@ -15,6 +15,8 @@ from itertools import zip_longest
 
 import torch
 
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.logits_processors import logits_after
 from drafttrain.model.target import Taps, Target
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -22,6 +24,7 @@ SHAPES = ((1, 0), (8, 0), (1, 7), (4, 3))  # rows and further tokens of passes t
 RARE = 10  # tokens seen less often than this in both samples together are pooled into one cell
 SAMPLES = 384  # continuations per side
 POSITIONS = 3  # positions compared; the first generated token is left out, because the prefill gives it
+PLAIN = Sampling()
 ENDED = -1  # counts as the token at positions after a stop token
 
 
@@ -45,9 +48,11 @@ def compare(
     ours: Sequence[Sequence[int]],
     theirs: Sequence[Sequence[int]],
     device: torch.device | str = "cpu",
+    sampling: Sampling = PLAIN,
 ) -> list[Match]:
     """Compare outputs prompt by prompt. dtype: of the target's computation, e4m3 of one in FP8. In float32, every difference is
-    unexplained."""
+    unexplained. sampling: whose logit bias and penalties the outputs were decoded with.
+    """
     matches = []
     for prompt, a, b in zip(prompts, ours, theirs, strict=True):
         position = first_difference(a, b)
@@ -55,14 +60,22 @@ def compare(
             matches.append(Match.SAME)
             continue
         narrow = dtype in _NARROW and position < min(len(a), len(b))
-        explained = narrow and rounding_explains(target, dtype, [*prompt, *a[:position]], (a[position], b[position]), device)
+        explained = narrow and rounding_explains(
+            target, dtype, prompt, a[:position], (a[position], b[position]), device, sampling
+        )
         matches.append(Match.EXPLAINED if explained else Match.UNEXPLAINED)
     return matches
 
 
 @torch.no_grad()
 def rounding_explains(
-    target: Target, dtype: torch.dtype, context: Sequence[int], tokens: tuple[int, int], device: torch.device | str = "cpu"
+    target: Target,
+    dtype: torch.dtype,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    tokens: tuple[int, int],
+    device: torch.device | str = "cpu",
+    sampling: Sampling = PLAIN,
 ) -> bool:
     """Whether both tokens' logits are within rounding of the greatest logit.
 
@@ -71,10 +84,12 @@ def rounding_explains(
     if its logit is that great in a pass of another shape, which computes the same logits. No pass uses a cache, so that a fault
     of caches or tree masks is never explained.
     """
+    context = [*prompt, *output]
     free_positions = target.shape.max_positions - len(context)
     unexplained = set(tokens)
     for rows, extra_tokens in SHAPES:
         logits_V = _logits(target, context, device, rows, min(extra_tokens, free_positions))
+        logits_V = logits_after(logits_V, sampling, prompt, output, target.placeholder) if sampling.penalised else logits_V
         tolerance = torch.finfo(dtype).eps * float(logits_V.max().abs())
         unexplained -= {token for token in unexplained if float(logits_V.max() - logits_V[token]) <= tolerance}
         if not unexplained:

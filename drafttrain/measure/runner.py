@@ -135,6 +135,8 @@ def measure_checkpoints(
         notes.append(f"decode steps run without CUDA graphs: {reason}")
     notes.extend(_other_weights(loaded, checkpoints))
     notes.extend(filter(None, [idle_guards(decode)]))
+    if options.transformers and (decode.presence_penalty or decode.frequency_penalty):
+        notes.append("transformers was left out: it has no presence and no frequency penalty")
     start_time = monotonic()
     adapted = [c for c in checkpoints if read_meta(c.path).adapter is not None]
     groups = [group for group in ([c for c in checkpoints if c not in adapted], *([c] for c in adapted)) if group]
@@ -255,7 +257,7 @@ def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Ca
     The cases are the given first turns (fewer, when the budget is short), then the dialogues' further turns. Each further turn
     follows the target's own plain replies.
     """
-    with_reference = bench.options.transformers and bench.sampling.greedy
+    with_reference = bench.with_transformers
     plain = bench.decode_all("plain decoding", None, cases, passes + with_reference)
     if len(plain) < len(cases):
         bench.budget.notes.append(
@@ -300,8 +302,11 @@ def _evidence(
 
 
 def _agreement_predicts(bench: Bench, sampled: bool) -> bool:
-    """Whether teacher-forced agreement predicts acceptance under this policy, with every step drafting."""
-    return POLICIES[bench.decode.policy].agreement_is_acceptance(sampled) and not bench.decode.fallback
+    """Whether teacher-forced agreement predicts acceptance under this policy, with every step drafting. That of samples is by
+    the target's own distribution, that of choices by the tokens of the outputs.
+    """
+    predicts = POLICIES[bench.decode.policy].agreement_is_acceptance(sampled) and not bench.decode.fallback
+    return predicts and not (sampled and bench.sampling.penalised)
 
 
 def _hits(bench: Bench, drafter: Drafter, cases: Sequence[Case], plain: Sequence[Result]) -> list[Hits]:

@@ -17,6 +17,7 @@ from rich.console import Console
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import check_listed
 from drafttrain.core.progress import Watch, stages
+from drafttrain.core.sampling import Sampling
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import Prompt, encode_prompt
 from drafttrain.engines.answers import TimedEngine
@@ -25,7 +26,7 @@ from drafttrain.engines.measurement import FIGURES, SPECULATIVE, OwnDecoding, Ti
 from drafttrain.engines.process import ENGINES, EngineJob, python_of
 from drafttrain.engines.timed_process import serving
 from drafttrain.export import golden
-from drafttrain.export.engine_check import Ending, chain_drafter, decoded
+from drafttrain.export.engine_check import GREEDY, Ending, chain_drafter, decoded
 from drafttrain.export.exporter import GGUF, TARGET, ExportSettings, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened
@@ -33,6 +34,7 @@ from drafttrain.export.serve import draft_lengths
 from drafttrain.export.table import loads, stacks_for
 from drafttrain.measure.bench import BASELINE
 from drafttrain.measure.cases import encode_cases, left_out_notes
+from drafttrain.measure.decoding import sampling_of
 from drafttrain.measure.entry import prompt_digest
 from drafttrain.measure.flags import best_entry
 from drafttrain.measure.report import Report
@@ -44,7 +46,13 @@ from drafttrain.targets.quantised import weights_of
 ALL = "all"
 ENDPOINTS = {"http": "HTTP endpoint", "sglang": "SGLang"}
 TIMED = [name for name, engine in ENGINES.items() if engine.serves]
-AS_DECODED = {"policy": "greedy", "temperature": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0, "stop": []}
+AS_DECODED = {"policy": "greedy", "temperature": 0.0, "min_new_tokens": 0, "stop": []}
+PENALTIES = {  # that servers take too
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,18 +210,19 @@ def _names(options: RunOptions) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def check_greedy(options: RunOptions) -> None:
-    """Raise UserError for decode settings that engines are not measured with."""
-    for key, expected in AS_DECODED.items():
+def check_greedy(options: RunOptions, servers: bool = False) -> None:
+    """Raise UserError for decode settings that engines are not measured with. servers: the engines are servers."""
+    for key, expected in (AS_DECODED | ({} if servers else PENALTIES)).items():
         if (actual := getattr(options.decode, key)) != expected:
+            servers_take = ", or measure a server (engine=http), which takes it" if key in PENALTIES else ""
             raise UserError(
                 f"decode.{key} is {actual!r}, but engines are measured with greedy decoding, {expected!r}; "
-                "leave one of both out"
+                f"leave one of both out{servers_take}"
             )
 
 
 def _check(options: RunOptions, names: Sequence[str]) -> None:
-    check_greedy(options)
+    check_greedy(options, servers=all(name in ENDPOINTS for name in names))
     setting, size = options.target.shared_by
     if size > 1:
         raise UserError(f"{setting} is {size}, but engines load the whole target; leave one out")
@@ -224,8 +233,9 @@ def _check(options: RunOptions, names: Sequence[str]) -> None:
 def _places(options: RunOptions, name: str) -> dict[str, EndpointOptions]:
     urls = {SPECULATIVE: ("engine_url", options.engine_url), BASELINE: ("engine_plain_url", options.engine_plain_url)}
     key = os.environ.get(options.engine_key_env) or None
+    penalties = {name: value for name in PENALTIES if (value := getattr(options.decode, name)) != PENALTIES[name]}
     endpoints = {
-        side: EndpointOptions(url, setting, options.engine_model, key, options.engine_api)
+        side: EndpointOptions(url, setting, options.engine_model, key, options.engine_api, penalties)
         for side, (setting, url) in urls.items()
         if url is not None
     }
@@ -279,16 +289,20 @@ def _inputs(choice: EngineChoice, report: Report, directory: Path, loaded: Loade
     dtype = str(loaded.target.dtype).removeprefix("torch.")
     timed_prompts = [by_digest[prompt_digest(tokens)] for tokens in ids]
     return EngineInputs(
-        options, checkpoint, timed_prompts, ids, ending, length, dtype, own_decoding(checkpoint, ids, ending, length, dtype)
-    )
+        options, checkpoint, timed_prompts, ids, ending, length, dtype,
+        own_decoding(checkpoint, ids, ending, length, dtype, sampling_of(options.decode)),
+    )  # fmt: skip
 
 
-def own_decoding(opened: Opened, ids: list[list[int]], ending: Ending, length: int, dtype: str) -> Callable[[str], OwnDecoding]:
+def own_decoding(
+    opened: Opened, ids: list[list[int]], ending: Ending, length: int, dtype: str, sampling: Sampling = GREEDY
+) -> Callable[[str], OwnDecoding]:
+    """Our greedy decoding with chains, by how an engine begins. sampling: its penalties."""
     target, drafter = opened.loaded.target, chain_drafter(opened, length, dtype)
 
     @cache
     def decode(begins: str) -> OwnDecoding:
-        outputs = [decoded(target, drafter, prompt, ending, length, begins) for prompt in ids]
+        outputs = [decoded(target, drafter, prompt, ending, length, begins, sampling) for prompt in ids]
         tokens = [output.tokens[: ending.of(output.tokens)] for output in outputs]
         strings = [str(opened.loaded.tokenizer.decode(token_ids, skip_special_tokens=True)) for token_ids in tokens]
         emitted = [max(0, len(token_ids) - output.first) for token_ids, output in zip(tokens, outputs, strict=True)]
@@ -367,6 +381,7 @@ def _within(inputs: EngineInputs, positions: int) -> tuple[EngineInputs, list[st
             "decode.max_new_tokens, and no timed prompt fits; start it with a longer one, or lower decode.max_new_tokens"
         )
     ids = [inputs.ids[i] for i in kept_indices]
-    our_decoding = own_decoding(inputs.opened, ids, inputs.ending, inputs.length, inputs.dtype)
+    sampling = sampling_of(inputs.options.decode)
+    our_decoding = own_decoding(inputs.opened, ids, inputs.ending, inputs.length, inputs.dtype, sampling)
     fitting = replace(inputs, prompts=[inputs.prompts[i] for i in kept_indices], ids=ids, here=our_decoding)
     return fitting, left_out_notes(left_out, len(inputs.ids), max_prompt_tokens, "timed prompts")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from drafttrain.core.errors import UserError
 from drafttrain.decoding.acceptance import POLICIES
+from drafttrain.measure import DecodeOptions
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.runs import FLOPS, HOURS, TOKENS, Row
 
@@ -147,7 +148,18 @@ def _percentiles(values_R: Array) -> Interval:
 
 KINDS = (FLOPS, HOURS, TOKENS)
 UNITS = {FLOPS: "floating-point operations", HOURS: "hours of all processes", TOKENS: "tokens read"}
-SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop")
+SETTINGS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "max_new_tokens",
+    "min_new_tokens",
+    "stop",
+)
 SOFTWARE = ("drafttrain", "torch", "transformers")
 
 
@@ -252,7 +264,14 @@ def conditions(row: Row, digests: bool) -> dict[str, Any]:
     guard = measure["decode"].get("guard") or {}
     if acting := {name: guard[name] for name in ("loop", "json") if guard.get(name, "off") != "off"}:
         setup["guards"] = acting
-    return setup | _hardware(environment) | {key: measure["decode"].get(key) for key in SETTINGS}
+    return (
+        setup
+        | _hardware(environment)
+        | {
+            key: measure["decode"].get(key, getattr(DecodeOptions, key, None))  # older reports have fewer
+            for key in SETTINGS
+        }
+    )
 
 
 def differences(rows: Sequence[Row]) -> dict[str, list[Any]]:

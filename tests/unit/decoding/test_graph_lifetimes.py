@@ -31,7 +31,10 @@ from tests.recorder import FreedError, Graph, capture, cpu_graphs
 __all__ = ["cpu_graphs"]
 STOP = frozenset({7, 11})
 FAMILIES: list[str | None] = [None, *NAMES]
-PROCESSORS = ((1.0, 12), (1.3, 0), (1.3, 12))  # repetition penalty, least number of new tokens
+ALL = Sampling(
+    repetition_penalty=1.3, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={5: 1}
+)  # a whole number, as an option gives it
+PROCESSORS = ((Sampling(), 12), (Sampling(repetition_penalty=1.3), 0), (ALL, 12))  # with the least number of new tokens
 OFTEN = (None, "medusa", "eagle3")  # no state, that of the last token, and one with a cache of its own
 
 
@@ -69,14 +72,14 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[list[int
 
 
 @pytest.mark.sampled(name=OFTEN)
-@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("processors", PROCESSORS, ids=["least", "penalty", "all"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_captured_step_reused_slots_give_eager_tokens(
-    name: str | None, processors: tuple[float, int], cpu_graphs: None, target: FastTarget
+    name: str | None, processors: tuple[Sampling, int], cpu_graphs: None, target: FastTarget
 ) -> None:
     """With every kind of logits processor. Later requests have other stop tokens, then more of them, then fewer."""
-    penalty, least = processors
-    drafter, sampling, found = drafter_of(name, target), Sampling(repetition_penalty=penalty), list[list[list[int]]]()
+    sampling, least = processors
+    drafter, found = drafter_of(name, target), list[list[list[int]]]()
     for captures in (False, True):
         decoder = Decoder(target, drafter, "greedy", sampling, controls=Controls(read_every=1))
         decoder.captures = captures

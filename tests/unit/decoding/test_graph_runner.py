@@ -137,7 +137,9 @@ def test_decode_step_never_synchronises_and_keeps_tensor_shapes(name: str | None
     if drafter and not drafter.captured:
         pytest.skip("says itself that no graph can hold its rounds")
     temperature = POLICIES[policy]
-    sampling = Sampling(temperature, top_k=20 if temperature else 0, top_p=0.9, seed=1, repetition_penalty=1.2)
+    sampling = Sampling(
+        temperature, top_k=20 if temperature else 0, top_p=0.9, seed=1, repetition_penalty=1.2, frequency_penalty=0.1
+    )
     decoder = Decoder(
         as_on_a_gpu, drafter, policy, sampling, frozenset({3}), 60, controls=Controls(read_every=1), min_new_tokens=4
     )

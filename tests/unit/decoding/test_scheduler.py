@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
@@ -107,6 +109,7 @@ SAMPLINGS = [
     Sampling(1.0, seed=3),
     Sampling(0.7, top_k=9, top_p=0.8, seed=4),
     Sampling(1.3, min_p=0.05, repetition_penalty=1.4, draft_temperature=0.5, seed=5),
+    Sampling(0.8, presence_penalty=0.3, frequency_penalty=0.4, logit_bias={5: 3.0, 9: -2.0}, repetition_penalty=1.2, seed=6),
 ]
 
 
@@ -341,6 +344,41 @@ def test_repetition_penalty_and_min_new_tokens_equal_transformers() -> None:
             pad_token_id=0,
         )
         assert result.tokens == wanted[0, len(request.prompt) :].tolist()
+
+
+class Additive(LogitsProcessor):
+    """Presence and frequency penalty as OpenAI's API defines them, of tokens behind the prompt."""
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        count_V = torch.bincount(input_ids[0, self.prompt :], minlength=scores.shape[1])
+        return scores - self.frequency * count_V - self.presence * (count_V > 0)
+
+
+@pytest.mark.parametrize("kind", ["oracle", "random"])
+def test_presence_and_frequency_penalty_and_logit_bias_equal_transformers(kind: str) -> None:
+    """Order included: bias, repetition penalty, the two others. Accepted drafts count on their own path alone."""
+    asked, sampling = (
+        prompts(4, seed=8),
+        Sampling(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.15, logit_bias={3: 1.5, 8: -0.5}),
+    )
+    wanted = [
+        HF.model.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0,
+            repetition_penalty=1.1, sequence_bias=[[[3], 1.5], [[8], -0.5]],
+            logits_processor=LogitsProcessorList([Additive(len(prompt), 0.2, 0.15)]),
+        )[0].tolist()
+        for prompt in asked
+    ]  # fmt: skip
+    decoder = Decoder(FAST, drafter_of(kind, wanted, TREE), "greedy", sampling, max_new_tokens=24)
+    results = decoder.run(asked, 3).results
+    assert [p + r.tokens for p, r in zip(asked, results, strict=True)] == wanted
+    assert max(Counter(results[0].tokens).values()) > 1, "some token is counted more than once"
+    assert (sum(map(sum, (r.accepted for r in results))) > 20) == (kind == "oracle")
+    with pytest.raises(ValueError, match=r"decode\.logit_bias has token 4000; the target has token ids from 0 to"):
+        Decoder(FAST, None, "greedy", Sampling(logit_bias={4000: 1.0}))
 
 
 def test_session_streamed_chunks_join_to_results() -> None:

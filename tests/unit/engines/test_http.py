@@ -104,6 +104,14 @@ def test_http_engine_reports_counts_of_server_metrics(
         assert all((key in body) == (counts == "answers") for body in fake.bodies)
 
 
+def test_http_engine_requests_have_penalties(serve: Callable[..., Fake]) -> None:
+    fake, penalties = serve("answers"), {"repetition_penalty": 1.3, "logit_bias": {5: -2.0}}
+    with endpoint(EndpointOptions(fake.url, "engine_url", penalties=penalties), [[1]], 8, 1) as side:
+        side.answer([0])
+    (body,) = fake.bodies
+    assert (body["repetition_penalty"], body["logit_bias"], body["min_p"]) == (1.3, {"5": -2.0}, 0.0)
+
+
 def test_http_engine_counters_of_restarted_server_are_not_used(serve: Callable[..., Fake]) -> None:
     fake = serve("vllm")
     with endpoint(EndpointOptions(fake.url, "engine_url"), [[1]], 8, 1) as side:

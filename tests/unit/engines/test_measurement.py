@@ -217,6 +217,10 @@ def test_timed_engine_process_answers_or_reports_script_error(
         (["engine=http", "engine_url=ftp://x"], "engine_url must be http://HOST:PORT/v1"),
         (["engine=http", "engine_url=http://u:p@x/v1"], "a key goes into engine_key_env"),
         (["engine=transformers", "decode=sampling"], "engines are measured with greedy decoding"),
+        (
+            ["engine=vllm", "decode.presence_penalty=0.5"],
+            "leave one of both out, or measure a server (engine=http), which takes it",
+        ),
         (["engine=[openvino,vllm]", "engine_python=/x"], "engine_python names the Python of one engine"),
         (["engine=http", "engine_url=http://x", "engine_api=text"], "engine_api is 'text'; choose one of tokens, chat"),
         (["engine=http", "engine_url=http://x", "engine_api=chat", "prompts=tools.jsonl"], "engine_api=chat sends no tools"),

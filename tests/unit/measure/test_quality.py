@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafttrain.core.sampling import Sampling
 from drafttrain.measure.exactness import Match, chi_square_tail, compare, first_difference, p_value, two_sample
 from drafttrain.measure.monitors import counted, ends_in_loop, longest_repeat, missed_stop
 from drafttrain.measure.quality import mean_log_likelihood
@@ -24,7 +25,7 @@ STOP = frozenset({0})
 class FixedTarget:
     """The same logits at every position."""
 
-    shape = SimpleNamespace(max_positions=6)
+    shape, placeholder = SimpleNamespace(max_positions=6), None
 
     def __init__(self, logits: list[float]) -> None:
         self.logits_V = torch.tensor(logits)
@@ -88,6 +89,15 @@ def test_divergence_is_explained_by_rounding_of_narrow_dtype_alone(subtests: pyt
             target = FixedTarget(logits)
             assert compare(target, dtype, [[2]], [[2, 0, 2]], [[2, 1, 2]]) == [match]
             assert compare(target, dtype, [[2]], [[2, 0]], [[2, 0]]) == [Match.SAME]
+
+
+def test_divergence_is_explained_by_penalised_logits() -> None:
+    """Tokens 0 and 1 are near-ties once the penalties of the output, token 0, are taken off; token 2 is of the prompt alone."""
+    target, sampling = FixedTarget([9.0, 7.97, 0.0]), Sampling(presence_penalty=0.5, frequency_penalty=0.5)
+    assert compare(target, torch.bfloat16, [[2]], [[0, 0]], [[0, 1]], sampling=sampling) == [Match.EXPLAINED]
+    assert compare(target, torch.bfloat16, [[2]], [[0, 0]], [[0, 1]]) == [Match.UNEXPLAINED]
+    biased = Sampling(logit_bias={1: 1.0}, repetition_penalty=1.5)
+    assert compare(FixedTarget([9.0, 8.0, 0.0]), torch.bfloat16, [[2]], [[0]], [[1]], sampling=biased) == [Match.EXPLAINED]
 
 
 def test_divergence_by_near_tie_of_experts_is_told_from_fault() -> None:

@@ -8,8 +8,10 @@ import pytest
 from transformers import GenerationConfig
 from transformers.utils import logging as theirs
 
+from drafttrain.decoding.scheduler import Decoder
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.bench import generate
+from drafttrain.measure.decoding import sampling_of
 from tests.helpers import prompts, tiny_target
 
 
@@ -44,3 +46,12 @@ def test_transformers_baseline_of_model_with_own_generation_settings_decodes_gre
     monkeypatch.setattr(model, "generation_config", theirs_own)
     assert texts() == wanted
     assert model.generation_config is theirs_own
+
+
+def test_transformers_baseline_decodes_with_logit_bias_and_repetition_penalty() -> None:
+    asked, target = prompts(3), tiny_target()
+    decode = DecodeOptions(max_new_tokens=12, repetition_penalty=1.3, logit_bias={5: 2.0, 9: -1.0})
+    theirs = [result.tokens for result in generate(target.model, asked, frozenset(), decode).results]
+    ours = Decoder(target, None, "greedy", sampling_of(decode), max_new_tokens=12).run(asked, 3).results
+    assert [result.tokens for result in ours] == theirs
+    assert theirs != [r.tokens for r in generate(target.model, asked, frozenset(), DecodeOptions(max_new_tokens=12)).results]
