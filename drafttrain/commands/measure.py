@@ -35,6 +35,7 @@ from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.checkpoint_manager import PROGRESS, Progress
 
 _COLUMNS = ("checkpoint", "tau", "expected", "alpha", "by position", "speedup", "tokens/s", "exact")
+_CONTEXT_COLUMNS = ("checkpoint", "context", "prompts", "tau", "95 %", "speedup", "tokens/s")
 
 
 def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
@@ -201,13 +202,13 @@ def console_table(report: dict[str, Any]) -> Table:
 
 def contexts_table(report: dict[str, Any]) -> Table:
     """A row for each checkpoint and context length."""
-    columns = ("checkpoint", "context", "prompts", "tau", "speedup", "tokens/s / plain")
-    table = cells.console_table("by context length", columns, left=("checkpoint",))
+    table = cells.console_table("by context length", _CONTEXT_COLUMNS, left=("checkpoint",))
     for entry in report["checkpoints"]:
         for s in (s for s in entry["slices"] if s["by"] == "context"):
-            rates = (cells.number(s[key], 0) for key in ("tokens_per_s", "baseline_tokens_per_s"))
-            row = (entry["name"], f"{s['value']:,}", str(s["prompts"]), cells.tau(s), cells.speedups(s), " / ".join(rates))
-            table.add_row(*row, style="bold" if entry["name"] == report["best"] else "")
+            tau, _, interval = cells.tau(s).partition(" ")
+            figures = [f"{s['value']:,}", str(s["prompts"]), tau, interval.strip("()"), cells.speedups(s).split(" ")[0]]
+            style = "bold" if entry["name"] == report["best"] else ""
+            table.add_row(entry["name"], *figures, cells.number(s["tokens_per_s"], 0), style=style)
     return table
 
 

@@ -23,6 +23,7 @@ from drafttrain.measure.speed import Race, race
 Keys = dict[str, Any]
 
 SPECULATIVE = "speculative"
+MIXED = 0.25  # drafts per verification that the ends of texts may leave out
 TIMES = ("tokens_per_s", "ttft_ms", "tpot_ms")
 SPEEDS = ("speedup", "speedup_min", "speedup_max", *TIMES, *(f"baseline_{name}" for name in TIMES))
 COUNTS = ("verifications", "drafted", "accepted")
@@ -51,7 +52,7 @@ class OwnDecoding:
         return chain_alphas(len(steps), [sum(accepted > position for accepted in steps) for position in range(length)])
 
 
-Decode = Callable[[str], OwnDecoding]  # by how the engine begins
+Decode = Callable[..., OwnDecoding]  # by how the engine begins, and by the chain's length where it is not that of the terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +205,23 @@ def _acceptance(begins: str, timed: TimedBatchSize, decode: Decode, terms: Timin
     prefilled = 0 if begins == "drafted" else 1
     emitted = sum(max(0, text.count - prefilled) for answer in answers for text in answer.texts)
     keys["tau"] = emitted / keys["verifications"] if keys["verifications"] else None
-    keys["tau_here"] = decode(begins).tau(timed.chosen)
-    keys["alpha_by_position_here"] = [list(alpha) for alpha in decode(begins).by_position(timed.chosen, terms.draft_length)]
-    return keys | {"tau_gap": gap(keys["tau"], keys["tau_here"])}
+    if (length := _drafted_length(keys, timed.race.batch_size, terms)) is not None:
+        ours = decode(begins) if length == terms.draft_length else decode(begins, length)
+        keys["tau_here"] = ours.tau(timed.chosen)
+        keys["alpha_by_position_here"] = [list(alpha) for alpha in ours.by_position(timed.chosen, length)]
+    return keys | {"tau_gap": gap(keys["tau"], keys.get("tau_here"))}
+
+
+def _drafted_length(keys: Keys, size: int, terms: TimingOptions) -> int | None:
+    """The length of our chains to compare with. In larger batches an engine may draft less; None where it mixed lengths, as it
+    does when a batch shrinks because requests have ended.
+    """
+    if size == terms.sizes[0] or not keys["drafted"] or not keys["verifications"]:
+        return terms.draft_length
+    mean = keys["drafted"] / keys["verifications"]
+    if abs(mean - terms.draft_length) <= MIXED:
+        return terms.draft_length
+    return max(1, round(mean)) if abs(mean - round(mean)) <= MIXED else None
 
 
 def _by_position(answers: Sequence[WaveOutputs], steps: int | None) -> Keys:

@@ -45,7 +45,8 @@ def flags(report: Report) -> list[str]:
 def version(entry: Entry) -> str:
     """`OpenVINO GenAI 2026.4.0.0`; for a server, the name and version that it reports."""
     name, version_text = next(iter(entry["versions"].items()), ("", ""))
-    return f"{entry['label']} {f'({name} {version_text})' if entry['url'] else version_text}".rstrip(" ()")
+    text = f"({name} {version_text})" if entry["url"] and name else version_text
+    return f"{entry['label']} {text}".rstrip()
 
 
 def section(report: Report) -> str:

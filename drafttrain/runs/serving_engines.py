@@ -121,7 +121,7 @@ class EngineInputs:
     ending: Ending
     length: int  # of the drafted chains
     dtype: str
-    here: Callable[[str], OwnDecoding]  # our decoder's outputs with the same chains
+    here: Callable[..., OwnDecoding]  # our decoder's outputs with the same chains
 
     def terms(self, label: str, batches: bool, watch: Watch) -> TimingOptions:
         """The settings of an engine's measurement. batches: whether the engine decodes batches."""
@@ -296,13 +296,13 @@ def _inputs(choice: EngineChoice, report: Report, directory: Path, loaded: Loade
 
 def own_decoding(
     opened: Opened, ids: list[list[int]], ending: Ending, length: int, dtype: str, sampling: Sampling = GREEDY
-) -> Callable[[str], OwnDecoding]:
-    """Our greedy decoding with chains, by how an engine begins. sampling: its penalties."""
+) -> Callable[..., OwnDecoding]:
+    """Our greedy decoding, by how an engine begins and by the length of its chains (at most `length`). sampling: penalties."""
     target, drafter = opened.loaded.target, chain_drafter(opened, length, dtype)
 
     @cache
-    def decode(begins: str) -> OwnDecoding:
-        outputs = [decoded(target, drafter, prompt, ending, length, begins, sampling) for prompt in ids]
+    def decode(begins: str, drafts: int = length) -> OwnDecoding:
+        outputs = [decoded(target, drafter, prompt, ending, drafts, begins, sampling) for prompt in ids]
         tokens = [output.tokens[: ending.of(output.tokens)] for output in outputs]
         strings = [str(opened.loaded.tokenizer.decode(token_ids, skip_special_tokens=True)) for token_ids in tokens]
         emitted = [max(0, len(token_ids) - output.first) for token_ids, output in zip(tokens, outputs, strict=True)]

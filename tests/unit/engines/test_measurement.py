@@ -17,6 +17,7 @@ from drafttrain.engines.measurement import SPECULATIVE, OwnDecoding, TimingOptio
 from drafttrain.engines.process import ENGINES, Engine, EngineJob
 from drafttrain.engines.timed_process import serving
 from drafttrain.measure.bench import BASELINE
+from drafttrain.measure.engine_report import version
 from drafttrain.runs import serving_engines as command_file
 from drafttrain.runs.options import RunOptions
 from tests.served import SMALL, untrained
@@ -115,6 +116,23 @@ def test_engine_measurement_alternates_sides_after_warm_up() -> None:
         ("batch_size", 2, 2.0),
     ]
     assert keys["flags"] == []
+
+
+def test_engine_measurement_shorter_drafts_of_larger_batch_are_compared_with_such_chains() -> None:
+    def ours(begins: str, length: int = 3) -> OwnDecoding:
+        return OwnDecoding([[1]] * 3, ["1"] * 3, [6] * 3, [[min(length, 2)] * (6 // (1 + min(length, 2)))] * 3)
+
+    class Shorter(Spoken):
+        def more(self, wave: Sequence[int]) -> dict[str, Any]:
+            return {
+                "verifications": 2 * len(wave),
+                "drafted": 6 if len(wave) == 1 else 2 * len(wave),
+            }  # size 2 ends with one alone
+
+    keys = measured({SPECULATIVE: Shorter("spoken", 0.5, [])}, ours, terms(sizes=[1, 3, 2]))
+    assert [s["tau_here"] for s in keys["slices"]] == [3.0, 2.0, None], "no chain is like a mixture of lengths"
+    assert [len(s["alpha_by_position_here"] or ()) for s in keys["slices"]] == [3, 1, 0]
+    assert version(keys | {"url": "x", "label": "HTTP endpoint"}) == "HTTP endpoint (spoken 1)"
 
 
 def test_engine_measurement_position_counts_need_every_wave() -> None:
