@@ -146,8 +146,8 @@ def findings(simulation: Simulation) -> Iterator[str]:
         yield f"a speedup at every batch size up to {MOST_BATCH}"
     else:
         yield "no speedup at any batch size" if batch == 1 else f"no speedup from batch size {batch} on"
-    lengths = ", ".join(f"{length or 'none'} from batch size {size}" for size, length in simulation.lengths_by_batch.items())
-    yield f"best draft length by load: {lengths}"
+    lengths = ", ".join(f"{length or 'none'} from {size}" for size, length in simulation.lengths_by_batch.items())
+    yield f"best draft length by batch size: {lengths}"
     for trial in simulation.trials:
         verdict = "agrees" if trial.agrees else "DIFFERS"
         yield (

@@ -240,7 +240,7 @@ def test_simulate_command_prints_result_and_writes_plot_and_json(
     assert len(found["chains"]) == 10 and found["batches"]["256"]["speedup"] < found["batches"]["1"]["speedup"]
     lengths = found["lengths_by_batch"]
     assert lengths["1"] == found["batches"]["1"]["depth"] and list(lengths.values())[-1] == 0, "none where plain is faster"
-    assert f"best draft length by load: {lengths['1']} from batch size 1" in said and "measured" in said
+    assert f"best draft length by batch size: {lengths['1']} from 1, " in said and "measured" in said
     taken = tmp_path / "outputs/simulate/now.json"
     monkeypatch.setattr(command_file, "dated_path", lambda *asked: taken)
     taken.parent.mkdir(parents=True)
