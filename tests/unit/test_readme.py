@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/python.md", "docs/glossary.md")
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
-ELSEWHERE = re.compile(r"server=|engine|nproc|_8b|--help|doctor")  # commands that need what is not here
+ELSEWHERE = re.compile(r"server=|engine|nproc|_8b|--help|doctor|drafttrain auto")  # what is not here, or has its own test
 QUICK = ("decode.max_new_tokens=16", "measure.minutes=0.1", "measure.limit=2", "target.dtype=float32")
 SMALLER = {
     "prepare": ("prepare.max_new_tokens=8", "prepare.drop=[]"),
