@@ -19,7 +19,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.targets.live import LiveTarget
-from drafttrain.targets.structure import find_blocks
+from drafttrain.targets.structure import CACHES, find_blocks
 
 SEARCHED = 256  # tokens among which there is one whose embedding is finite
 
@@ -182,7 +182,8 @@ class PassRecorder:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         token_BT = kwargs.get("input_ids", args[0] if args else None)
-        is_training_pass = torch.is_grad_enabled() and module.training and kwargs.get("past_key_values") is None
+        has_cache = any(kwargs.get(name) is not None for name in CACHES)
+        is_training_pass = torch.is_grad_enabled() and module.training and not has_cache
         if not is_training_pass or token_BT is None or kwargs.get("position_ids") is not None:
             self._open = None
             return

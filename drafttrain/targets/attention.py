@@ -24,6 +24,7 @@ from drafttrain.model.target import FINAL, Taps
 
 NAME = "drafttrain"
 KINDS = {"full_attention", "sliding_attention"}  # layer types whose masks follow from documents and a window
+RECURRENT = {"conv", "linear_attention", "mamba"}  # layer types whose masks would be of padding
 UNSUPPORTED = ("s_aux", "position_bias", "softcap")  # score terms that the operator does not have
 
 
@@ -80,7 +81,9 @@ class LayerMasks:
         if self.by_type is None:
             return mask(self.every)
         mask_by_reach = {reach: mask(reach) for reach in set(self.by_type.values())}
-        return {layer_type: mask_by_reach[reach] for layer_type, reach in self.by_type.items()}
+        return {
+            layer_type: None if layer_type in RECURRENT else mask_by_reach[reach] for layer_type, reach in self.by_type.items()
+        }
 
     def unused(self, like: Tensor) -> Any:
         """Masks that no layer reads. They are given, so that transformers builds none."""

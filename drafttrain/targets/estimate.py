@@ -51,7 +51,8 @@ def outline(options: TargetOptions) -> Outline:
     try:
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path, **hub_options)
-            model = model_class(config).from_config(config, dtype=DTYPES[dtype_of(options)])
+            settings = {"dtype": DTYPES[dtype_of(options)], "trust_remote_code": options.trust_remote_code}
+            model = model_class(config).from_config(config, **settings)
     except Exception as error:  # as in `load_target`
         raise UserError(
             f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error, path, options.revision)}"

@@ -50,15 +50,18 @@ AFTER = BlockKind(
 LATENT = BlockKind(latent=True, interleaved=True)
 ARCHITECTURES = {
     **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), LLAMA),
-    **dict.fromkeys(("Phi3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"), LLAMA),
+    **dict.fromkeys(("Phi3ForCausalLM", "SeedOssForCausalLM"), LLAMA),
+    **dict.fromkeys(("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"), LLAMA),
+    **dict.fromkeys(("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"), BlockKind(interleaved=True)),
     "Gemma2ForCausalLM": SANDWICH,
     "Gemma3ForCausalLM": replace(SANDWICH, tables=True),
     "Olmo2ForCausalLM": AFTER,
     "Olmo3ForCausalLM": replace(AFTER, tables=True),
+    "Exaone4ForCausalLM": replace(AFTER, wide_head_norms=False, rotated=("sliding_attention",)),
     "Cohere2ForCausalLM": BlockKind(
         between=None, parallel=True, norm=CentredNorm, interleaved=True, repeated=True, rotated=("sliding_attention",)
     ),
-    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), LATENT),
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT),
 }
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend only on the position
 STILL = ""  # the table of layers that rotate nothing
@@ -89,6 +92,8 @@ def why_not(model: PreTrainedModel) -> str | None:
         return "its attention reads weights apart from their products, which FP8 does not allow"
     if block_kind == LLAMA and getattr(config, "hidden_act", "silu") != "silu":
         return f"its activation is {config.hidden_act}"
+    if block_kind.rotated == ("sliding_attention",) and config.sliding_window is None:
+        return "its layers have no windows"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is bidirectional"
     rope = config.rope_parameters or {}

@@ -32,6 +32,7 @@ from drafttrain.targets.live import LiveTarget
 from drafttrain.targets.load import (
     DTYPES,
     LoadedTarget,
+    RecomputedTarget,
     check_options,
     check_pair,
     compared,
@@ -45,8 +46,9 @@ from drafttrain.targets.load import (
 )
 from drafttrain.targets.parallel import WHOLE
 from drafttrain.targets.pieces import Pieces
+from drafttrain.targets.probe import InexactError
 from drafttrain.targets.shallow import final_norm, first_blocks
-from drafttrain.targets.structure import find_blocks, set_depth, shape_of
+from drafttrain.targets.structure import find_blocks, set_depth, shape_of, unsupported
 from drafttrain.targets.vision import ARCHITECTURES
 from drafttrain.targets.weights import StoredTensors, check_settings, model_class
 
@@ -258,12 +260,23 @@ def _probed(options: TargetOptions, model: Any, pieces: Pieces, stop_ids: frozen
     """What the probe of a target of the first block shows. It decides which runner the whole target would have."""
     blocks = model.get_submodule(pieces.prefix)
     outline = blocks[0]
-    blocks[0] = pieces.block(0).to(device_of(options.device))
+
+    def one_block() -> PreTrainedModel:
+        blocks[0] = pieces.block(0).to(device_of(options.device))
+        try:
+            return first_blocks(model, pieces.count, 1)
+        finally:
+            blocks[0] = outline
+
+    one_block_model = one_block()
+    target: HFTarget
+    failed = None
     try:
-        one_block_model = first_blocks(model, pieces.count, 1)
-    finally:
-        blocks[0] = outline
-    target, failed = compared(runner_of(options.runner, one_block_model, WHOLE), one_block_model, stop_ids)
+        if (cause := unsupported(pieces.config.get_text_config())) is not None:  # of other blocks than the first, maybe
+            raise InexactError(f"{type(model).__name__} cannot decode with our KV cache ({cause})")
+        target, failed = compared(runner_of(options.runner, one_block_model, WHOLE), one_block_model, stop_ids)
+    except InexactError as error:  # its engine decodes; the refused target has changed the model
+        target = RecomputedTarget(one_block(), stop_ids, str(error).partition(";")[0])
     return ProbedEnds(isinstance(target, FastTarget), failed, target.chains_reason, target.generations)
 
 
@@ -300,8 +313,9 @@ class EndsTarget(LiveTarget):
     def __init__(self, config: Any, options: TargetOptions, tokenizer: Any = None) -> None:
         one_block_config = set_depth_of_copy(config)
         device = device_of(options.device)
+        settings = {"dtype": DTYPES[dtype_of(options)], "trust_remote_code": options.trust_remote_code}
         with torch.device(device), no_init_weights():
-            model: Any = model_class(one_block_config).from_config(one_block_config, dtype=DTYPES[dtype_of(options)])
+            model: Any = model_class(one_block_config).from_config(one_block_config, **settings)
         super().__init__(model, tokenizer=tokenizer)
         end_modules: list[nn.Module] = [model.get_input_embeddings(), model.get_output_embeddings(), self.norm_module]
         find_blocks(model, 1).to("meta")

@@ -31,6 +31,7 @@ from drafttrain.targets.recurrent import Limits, Recorder, RowShape, SlotCache, 
 from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed, weight_sharing_copy
 from drafttrain.targets.structure import (
+    cache_argument,
     find_backbone,
     find_blocks,
     fingerprint_of,
@@ -98,6 +99,7 @@ class HFTarget(PrunedTarget):
             block.register_forward_hook(self._hook(number))
         self._scale, self._softcap = scale_of(config), getattr(config, "final_logit_softcapping", None)
         self._accepts = frozenset(inspect.signature(self.backbone.module.forward).parameters)
+        self._cache_argument = cache_argument(self.backbone.module.forward)
         self.masks = LayerMasks(config)
         self._more_layers = extra_layers(config)  # of the cache, after those of the blocks
         self._row_shapes: dict[int, RowShape] = {}  # what each layer has written into a cache
@@ -218,7 +220,7 @@ class HFTarget(PrunedTarget):
         self._check_taps(taps)
         inputs = self._inputs(token_BN, kv, ancestor_BNN, position_BN)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
-        with recording(None if kv is None else inputs["past_key_values"].recorder):
+        with recording(None if kv is None else inputs[self._cache_argument].recorder):
             final_BNH = self.backbone.module(**inputs).last_hidden_state
         if kv is not None and kv.states is not None and not self._states:
             self._states = kv.states.like()
@@ -243,7 +245,7 @@ class HFTarget(PrunedTarget):
         inputs["use_cache"] = kv is not None
         if kv is not None:
             recorder = Recorder(kv.states, self._step_limits) if kv.states is not None else None
-            inputs["past_key_values"] = SlotCache(kv, self.shape.blocks, self._row_shapes, recorder)
+            inputs[self._cache_argument] = SlotCache(kv, self.shape.blocks, self._row_shapes, recorder)
         if kv is None and self.unmasked and not isinstance(ancestor_BNN, Tensor):
             inputs |= {"whole": True, "documents": ancestor_BNN}
             inputs["attention_mask"] = self.masks.unused(token_BN)

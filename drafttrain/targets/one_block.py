@@ -8,6 +8,7 @@ H hidden.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +30,10 @@ from drafttrain.ops.tree_bits import ancestors_of
 from drafttrain.targets.attention import LayerMasks
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.recurrent import extra_layers
-from drafttrain.targets.structure import find_blocks, set_depth
+from drafttrain.targets.structure import cache_argument, find_blocks, set_depth
 
 FULL, NAME = "full_attention", "drafttrain_block"
+_cache_argument = functools.cache(cache_argument)  # it is asked for in every step
 
 
 def new_block(target: HFTarget, number: int = 0) -> nn.Module:
@@ -91,8 +93,8 @@ def forward(block: Any, rotary: Any, x_BNH: Tensor, step: BlockPass) -> Tensor:
         x_BNH,
         attention_mask=step.mask_B1NP,
         position_ids=step.position_BN,
-        past_key_values=step.cache,
         position_embeddings=rotary(x_BNH, step.position_BN.expand(3, -1, -1) if in_parts else step.position_BN),
+        **{_cache_argument(type(block).forward): step.cache},
         **step.more,
     )
     return out[0] if isinstance(out, tuple) else out

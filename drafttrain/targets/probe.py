@@ -19,6 +19,7 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.target import Taps, Target
 from drafttrain.ops import fp8
+from drafttrain.targets.structure import CACHES, cache_argument
 
 PROMPTS = (5, 3)  # prompt lengths of the probe's rows
 CHAIN, TREE = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)), ((0,), (0, 1), (0, 2), (0, 1, 3))  # paths of its four nodes
@@ -133,11 +134,11 @@ def _rounding(model: Any, logits: dict[tuple[int, ...], Tensor]) -> float:
     differences = [_apart(batched_BTV[row, len(ids) - 1], logits[ids]) for row, ids in enumerate(short)]
     for ids in {max(short, key=len), max(logits, key=len)}:
         row, suffix_len = torch.tensor([ids], device=model.device), len(ids) // 4 + 1
-        past = model(row[:, :-suffix_len], use_cache=True).past_key_values
+        prefix_out = model(row[:, :-suffix_len], use_cache=True)
+        past = next((prefix_out[name] for name in CACHES if name in prefix_out), None)
         if past is not None:
-            differences.append(
-                _apart(model(row[:, -suffix_len:], past_key_values=past, use_cache=True).logits[0, -1], logits[ids])
-            )
+            given = {cache_argument(model.forward): past}
+            differences.append(_apart(model(row[:, -suffix_len:], **given, use_cache=True).logits[0, -1], logits[ids]))
     return max(differences)
 
 
@@ -184,7 +185,7 @@ def probe(target: Probed) -> str | None:
 def wrong_tap(target: Probed) -> int | None:
     """The first block, the last apart, whose tapped output is not the model's own hidden state; None: all are right.
 
-    A model that gives no hidden states is not compared.
+    A model that gives no hidden states is not compared. One that has several for a position (hyper-connections) gives none.
     """
     inputs, blocks = _probed(target.shape.vocab_size), range(target.shape.blocks - 1)
     token_1T = torch.tensor([_sequence(inputs, PROMPTS[0], 0, CHAIN[-1])], device=target.device)
@@ -193,6 +194,8 @@ def wrong_tap(target: Probed) -> int | None:
     if not states or len(states) != len(blocks) + 2:
         return None
     tapped = target(token_1T, None, None, position_1T, Taps(tuple(blocks)), token_1T[:, :0]).hidden
+    if parallel := [n for n in blocks if tapped[n].ndim != 3]:
+        return parallel[0]
     finite = [n for n in blocks if bool(states[n + 1].isfinite().all())]  # of these tokens
     return next((n for n in finite if gap(target, tapped[n].flatten(), states[n + 1].flatten()) > 1.0), None)
 
@@ -274,6 +277,13 @@ def _worst_gap(
             ids = _sequence(inputs, length, row, path)
             if ids in expected.logits:
                 gaps.append(gap(target, logits_BNV[row, path[-1]], expected.logits[ids], expected.rounding))
+    if target.recurrent:  # a single position takes another way through such layers
+        alone_B1V = target(node_BN[:, :1], kv, ancestor_BNN[:, :1, :1], position_BN[:, :1], Taps()).logits_BRV
+        assert alone_B1V is not None
+        for row, length in enumerate(lengths):
+            ids = _sequence(inputs, length, row, CHAIN[0])
+            if ids in expected.logits:
+                gaps.append(gap(target, alone_B1V[row, 0], expected.logits[ids], expected.rounding))
     return max(gaps, default=0.0)
 
 

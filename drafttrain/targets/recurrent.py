@@ -172,7 +172,7 @@ class DeltaTape:
     state_BhKV: Tensor | None
     k_BNhK: Tensor
     v_BNhV: Tensor
-    decay_BNh: Tensor
+    decay_BNhD: Tensor
     beta_BNh: Tensor
     normalise: bool
 
@@ -182,7 +182,8 @@ class DeltaTape:
         if self.normalise:  # as the scan does, which has no name for its 1e-6
             k_BNhK = k_BNhK * torch.rsqrt((k_BNhK * k_BNhK).sum(-1, keepdim=True) + 1e-6)
         state_BhKV = k_BNhK.new_zeros(B, h, k_BNhK.shape[-1], V) if self.state_BhKV is None else self.state_BhKV
-        return delta_state(state_BhKV, k_BNhK, self.v_BNhV, self.decay_BNh * accepted_BN1, self.beta_BNh * accepted_BN1)
+        decay_BNhD, beta_BNh = self.decay_BNhD * accepted_BN1[..., None], self.beta_BNh * accepted_BN1
+        return delta_state(state_BhKV, k_BNhK, self.v_BNhV, decay_BNhD, beta_BNh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,8 @@ def _delta(scan: Callable[..., Any]) -> Callable[..., Any]:
             return scan(query, key, value, g=g, beta=beta, **kwargs)
         if N > 1:
             normalise = bool(kwargs.get("use_qk_l2norm_in_kernel"))
-            tape = DeltaTape(kwargs.get("initial_state"), key, value, g, beta, normalise)
+            decay_BNhD = g if g.ndim == key.ndim else g[..., None]
+            tape = DeltaTape(kwargs.get("initial_state"), key, value, decay_BNhD, beta, normalise)
             recorder.states.record(recorder.layer, tape)
             if N < CHUNK and not key.is_cuda:  # the plain-torch scan pads to its chunk
                 kwargs["chunk_size"] = N
@@ -295,6 +297,7 @@ def _step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {  # by the function's name
     "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
     "mamba2_chunk_scan": _state_space,
     "mamba2_selective_state_update": _step,
     "mamba_selective_scan": _selective,
@@ -316,29 +319,36 @@ def install(model: Any) -> dict[int, Limits]:
     return {m.layer_idx: (float(m.time_step_limit[0]), float(m.time_step_limit[1])) for m in limited}
 
 
-def delta_state(state_BhKV: Tensor, k_BNhK: Tensor, v_BNhV: Tensor, decay_BNh: Tensor, beta_BNh: Tensor) -> Tensor:
-    """The state of the gated delta rule, S <- exp(decay) (I - beta k k') S + beta k v', in float32 (arXiv 2412.06464).
+def delta_state(state_BhKV: Tensor, k_BNhK: Tensor, v_BNhV: Tensor, decay_BNhD: Tensor, beta_BNh: Tensor) -> Tensor:
+    """The state of the gated delta rule, S <- exp(decay) S + beta k (v - k' exp(decay) S)', in float32 (arXiv 2412.06464).
 
-    Keys are normalised already. Key heads may serve several value heads each.
+    Keys are normalised already. Key heads may serve several value heads each. D: 1, or K for a decay of each key channel
+    (Kimi delta attention, arXiv 2510.26692).
     """
     state_BhKV, shared = state_BhKV.float(), v_BNhV.shape[2] // k_BNhK.shape[2]
     k_BhNK = k_BNhK.float().repeat_interleave(shared, 2).transpose(1, 2)
-    v_BhNV, decay_BhN, beta_BhN = v_BNhV.float().transpose(1, 2), decay_BNh.float().mT, beta_BNh.float().mT
-    for start in range(0, k_BhNK.shape[2], CHUNK):
-        chunk = slice(start, start + CHUNK)
-        k, v, sum_BhN, beta = (
+    v_BhNV, decay_BhND, beta_BhN = v_BNhV.float().transpose(1, 2), decay_BNhD.float().transpose(1, 2), beta_BNh.float().mT
+    by_channel = decay_BhND.shape[-1] > 1
+    positions = CHUNK // 4 if by_channel else CHUNK  # their pairs have each channel
+    for start in range(0, k_BhNK.shape[2], positions):
+        chunk = slice(start, start + positions)
+        k, v, sum_BhND, beta = (
             k_BhNK[:, :, chunk],
             v_BhNV[:, :, chunk],
-            decay_BhN[..., chunk].cumsum(-1),
+            decay_BhND[:, :, chunk].cumsum(-2),
             beta_BhN[..., chunk, None],
         )
-        decay_ratio_BhNN = (sum_BhN[..., None] - sum_BhN[..., None, :]).tril(-1).exp().tril(-1)
-        delta_BhNV = beta * (v - sum_BhN.exp()[..., None] * (k @ state_BhKV))
-        added_BhNV = torch.linalg.solve_triangular(
-            beta * (k @ k.mT) * decay_ratio_BhNN, delta_BhNV, upper=False, unitriangular=True
-        )
-        decay_to_end_BhN = (sum_BhN[..., -1:] - sum_BhN).exp()
-        state_BhKV = sum_BhN[..., -1].exp()[..., None, None] * state_BhKV + (k * decay_to_end_BhN[..., None]).mT @ added_BhNV
+        later_NN = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).tril(-1)
+        ratio_BhNND = (sum_BhND[:, :, :, None] - sum_BhND[:, :, None]).masked_fill(~later_NN[..., None], -torch.inf).exp()
+        if by_channel:
+            product_BhNN = (k[:, :, :, None] * k[:, :, None] * ratio_BhNND).sum(-1)
+        else:
+            product_BhNN = (k @ k.mT) * ratio_BhNND[..., 0]
+        delta_BhNV = beta * (v - (k * sum_BhND.exp()) @ state_BhKV)
+        added_BhNV = torch.linalg.solve_triangular(beta * product_BhNN, delta_BhNV, upper=False, unitriangular=True)
+        end_BhD = sum_BhND[:, :, -1]
+        decay_to_end_BhND = (end_BhD[:, :, None] - sum_BhND).exp()
+        state_BhKV = end_BhD.exp()[..., None] * state_BhKV + (k * decay_to_end_BhND).mT @ added_BhNV
     return state_BhKV
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -21,7 +22,19 @@ MULTIPLYING = ("hyperclovax",)  # model types whose DIVISORS multiply
 
 
 # types of layers whose caches and masks are known here
-KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "conv", "linear_attention", "mamba", "attention", "moe"}
+KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "conv", "linear_attention", "mamba"}
+KNOWN |= {"attention", "moe"}
+
+UNSUPPORTED = {  # by a field of configurations
+    "compress_rates": "its layers cache whole windows of positions as one entry, which rejected drafts cannot be taken out of",
+    "index_kpool": "its index pools positions that stand at the same places in all rows, and rows have several lengths",
+    "index_block_size": "its index chooses blocks of places in the cache, which ours does not keep",
+}
+
+
+def unsupported(config: Any) -> str | None:
+    """What a model of this text configuration has that our cache does not support, as far as its fields tell."""
+    return next((reason for name, reason in UNSUPPORTED.items() if getattr(config, name, None)), None)
 
 
 def lacking(model: Any, error: Exception) -> str:
@@ -29,6 +42,8 @@ def lacking(model: Any, error: Exception) -> str:
     base, config = model.base_model, model.config.get_text_config()
     if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
+    if (reason := unsupported(config)) is not None:
+        return reason
     raised = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     layer_types = set(getattr(config, "layer_types", None) or ())
     if unknown_types := sorted(layer_types - KNOWN):
@@ -40,8 +55,10 @@ def lacking(model: Any, error: Exception) -> str:
 
 def is_recurrent(model: Any) -> bool:
     """Whether some layers keep a recurrent state or a convolution's last inputs instead of keys and values."""
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return bool(getattr(model, "_is_stateful", False) or {"conv", "linear_attention"} & set(layer_types))
+    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if layer_types and layer_types <= {"attention", "full_attention", "sliding_attention"}:
+        return False  # a dense model of a hybrid's class
+    return bool(getattr(model, "_is_stateful", False) or {"conv", "linear_attention"} & layer_types)
 
 
 def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
@@ -125,6 +142,8 @@ def shape_of(config: Any) -> TargetShape:
     heads = getattr(layer, "num_attention_heads", None)
     if heads is None:
         raise UserError(f"{type(config).__name__} has no attention heads and so no KV cache; choose another target")
+    if getattr(config, "num_kv_shared_layers", 0) == config.num_hidden_layers:
+        raise UserError("all its layers read the keys and values of another model, as an assistant's do; name that model")
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
     norm_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None) or 1e-5
@@ -141,6 +160,14 @@ def shape_of(config: Any) -> TargetShape:
         rope_theta=float(theta),
         norm_eps=float(norm_eps),
     )
+
+
+CACHES = ("cache", "past_key_values")  # a model's cache among arguments and outputs; the second before transformers 5.24
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """The name by which this forward takes a cache."""
+    return CACHES[0] if CACHES[0] in inspect.signature(forward).parameters else CACHES[1]
 
 
 SAMPLES = 64  # values read per parameter: cheap at 70B, and a training step changes nearly all of them

@@ -189,6 +189,8 @@ class _Stream:
         out = block.to(self.device)(*args, **kwargs)
         del block
         self.hidden[number] = (out[0] if isinstance(out, tuple) else out)[0].clone()
+        if self.wrong_tap is None and self.hidden[number].ndim != 2:
+            self.wrong_tap = number  # several states of each position
         self.done(number)
         return out
 

@@ -31,7 +31,7 @@ from tests.tokenizers import save_bytes_tokenizer
 FEW = ("Llama", "Qwen3-MoE", "DeepSeek-V3", "Qwen3-Next", "GPT-2")
 PLACEMENTS = ("zero3", "tensor_parallel", "expert_parallel")
 TAPS = Taps((0, 1), final=True)
-SPLIT = {"Llama", "Mistral", "Qwen2", "Qwen3"}  # the others are not, with the reason
+SPLIT = {"Llama", "Mistral", "Qwen2", "Qwen3", "Seed-OSS"}  # the others are not, with the reason
 ROUTED = {
     "Mixtral",
     "Qwen2-MoE",
@@ -43,6 +43,8 @@ ROUTED = {
     "DeepSeek-V3",
     "Kimi-K2",
 }
+ROUTED |= {"Gemma-4 (MoE)", "GLM-4.7-Flash", "Ernie-4.5 (MoE)", "Hunyuan (MoE)", "MiMo-V2-Flash", "DeepSeek-V3.2", "Kimi-K2.5"}
+ROUTED |= {"Mistral Small 4", "Mistral Large 4", "Qwen3.5 (MoE)", "Kimi-Linear", "Ling-3", "Nemotron-3", "LFM2 (MoE)"}
 ROUTED |= {"GLM-5", "Qwen3-Next", "Nemotron-H", "Granite-4 (hybrid)", "Jamba"}  # as `SPLIT`
 
 

@@ -19,6 +19,7 @@ from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import RecomputedTarget
 from tests.architectures import ARCHITECTURES, WINDOW, model_of
 from tests.cases import slow_but
 from tests.helpers import prompts
@@ -27,6 +28,7 @@ from tests.tiny import build
 
 EXACT = [name for name, row in ARCHITECTURES.items() if row.refused is None]
 REFUSED = [name for name, row in ARCHITECTURES.items() if row.refused is not None]
+RECOMPUTED = [name for name in REFUSED if ARCHITECTURES[name].recomputed]
 FEW = ("Gemma-4 (text)", "DeepSeek-V3", "gpt-oss", "Llama-4 (text)")  # a row of each kind of attention
 KINDS = (*FEW, "GPT-2", "MPT", "Qwen3-Next", "Bamba")  # and of positions that are learned or none, and of recurrence; slow
 FAMILIES = ("medusa", "eagle3", "draft_model", "dflash")
@@ -113,6 +115,14 @@ def test_target_greedy_output_equals_transformers_generate(
     decoder = Decoder(target, drafter, "greedy", Sampling(), frozenset(), 9, prefill_chunk=6, controls=controls)
     decoder.captures = True
     assert [r.tokens for r in decoder.run(asked, batch).results] == [text[:9] for text in texts] and Graph.made >= 1
+
+
+@pytest.mark.parametrize("name", slow_but(("Bloom",), RECOMPUTED))
+def test_recomputed_target_greedy_output_equals_transformers_generate(name: str) -> None:
+    target, (asked, texts) = RecomputedTarget(model_of(name), why="its cache is not known"), generated(name)
+    drafter = build("medusa", target, noise=1.0, paths=[[0], [0, 0], [0, 0, 0]])
+    results = Decoder(target, drafter, "greedy", Sampling(), frozenset(), NEW, prefill_chunk=6).run(asked, 4).results
+    assert [r.tokens for r in results] == texts
 
 
 @pytest.mark.sampled(name=KINDS)

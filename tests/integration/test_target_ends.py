@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console as RichConsole
@@ -56,8 +58,8 @@ from tests.unit.targets.test_quantised_checkpoints import FP8, fp8, saved
 __all__ = ["data", "engine", "loaded"]
 FAMILIES = ("medusa", "eagle3", "dflash")
 # in make test-slow: another prefix, inputs by layer, experts in one tensor and apart, blocks below a composite model's prefix,
-# recurrence, and Falcon-H1, which is refused
-PIECES = ("Llama", "GPT-2", "Gemma-4 (text)", "gpt-oss", "DeepSeek-V3", "Qwen3-VL", "Qwen3-Next", "Falcon-H1")
+# recurrence, Falcon-H1, which is refused, and several states of each position, without a cache
+PIECES = ("Llama", "GPT-2", "Gemma-4 (text)", "gpt-oss", "DeepSeek-V3", "Qwen3-VL", "Qwen3-Next", "Falcon-H1", "DeepSeek-V4")
 
 
 @pytest.fixture(autouse=True)
@@ -248,7 +250,7 @@ def test_target_ends_unknown_or_missing_weights_are_named(tmp_path: Path, world:
 
 @pytest.mark.slow
 @pytest.mark.sampled(row=[row for row in ROWS if row.name in PIECES])
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.refused], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.refused or row.recomputed], ids=lambda row: row.name)
 def test_target_ends_architecture_states_equal_whole_target(row: Architecture, tmp_path: Path, world: World) -> None:
     """The same fingerprint, the same kind of drafts and nearly the same states as the whole target."""
     save_bytes_tokenizer(tmp_path / "target")
@@ -268,6 +270,12 @@ def test_target_ends_architecture_states_equal_whole_target(row: Architecture, t
     found, expected = (t(token_1T, None, None, position_1T, taps, token_1T[:, :0]).hidden for t in (ends, whole))
     for key in taps.keys:
         torch.testing.assert_close(found[key], expected[key], atol=1e-4, rtol=1e-3)
+    if ends.wrong_tap == 0:  # an engine that gives the final state itself can be compared, one that gives blocks cannot
+        loaded, ids = LoadedTarget(ends, ends.tokenizer, "", {}), np.array(ends.known.ids, np.int32)
+        final = EngineFeatures(FeatureOptions("engine", engine="sglang"), loaded, Taps(), 64)._compared(ids)[1]
+        torch.testing.assert_close(final, found[FINAL][0])
+        with pytest.raises(UserError, match=r"choose a drafter that reads the target's last state alone"):
+            EngineFeatures(FeatureOptions("engine"), loaded, Taps(), 64)._compared(ids)
 
 
 @pytest.mark.slow
@@ -306,6 +314,44 @@ def test_target_ends_and_whole_target_runs_resume_each_other(material: Path, sta
     place = f"target.path={material / 'target'}"
     command = [sys.executable, "-m", "drafttrain", "export", f"checkpoint={last_weights(run).parent}", "target=hf", place]
     forked.run([*command, "format=vllm", f"out={tmp_path / 'export'}"])
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+class FarConfig(LlamaConfig):
+    model_type = "far"
+class FarModel(LlamaModel):
+    config_class = FarConfig
+    def forward(self, *args, **kwargs):
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError("its cache is its engine's")
+        return super().forward(*args, **kwargs)
+class FarForCausalLM(LlamaForCausalLM):
+    config_class = FarConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = FarModel(config)
+        self.post_init()
+"""
+
+
+@pytest.mark.slow
+def test_target_ends_of_architecture_that_only_its_engine_decodes_train_as_known_one(
+    material: Path, states: States, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers lacks it; the code that comes with the checkpoint computes states, and takes no cache of ours."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    far = tmp_path / "far"
+    shutil.copytree(material, far, ignore=shutil.ignore_patterns("runs"))
+    (far / "target" / "far.py").write_text(CODE)
+    named = {"AutoConfig": "far.FarConfig", "AutoModelForCausalLM": "far.FarForCausalLM"}
+    config = json.loads((far / "target" / "config.json").read_text()) | {"model_type": "far", "auto_map": named}
+    (far / "target" / "config.json").write_text(json.dumps(config))
+    asked = states.asked("features.target=ends", "target.trust_remote_code=true")
+    said = forked.run(arguments(far, tmp_path / "out", *asked))
+    assert "so drafts are chains: each step computes the text anew, because FarForCausalLM cannot decode with our KV" in said
+    (run,) = (tmp_path / "out").glob("*/*")
+    assert losses(run) == pytest.approx(losses(once(material, *states.asked())), rel=1e-5)
 
 
 @pytest.mark.slow

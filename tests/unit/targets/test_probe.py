@@ -15,6 +15,7 @@ from drafttrain.model.target import Taps
 from drafttrain.targets import probe as probing
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import RecomputedTarget
 from drafttrain.targets.probe import long_prompt
 from tests.architectures import ARCHITECTURES, model_of
 from tests.helpers import tiny_model
@@ -22,7 +23,6 @@ from tests.helpers import tiny_model
 WIDE = 16  # a window that the probe's short rows do not reach
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 HALF = pytest.mark.sampled(dtype=(torch.float32, torch.bfloat16))  # the probe asks only whether a dtype is exact
-REFUSED = ("Mamba-2", "RWKV-4", "Bloom")
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
@@ -51,9 +51,7 @@ def with_forgotten_cache(model: Any) -> None:
     """Attention sees new positions alone."""
     own = model.model.forward
 
-    def forward(
-        input_ids: Any, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None, **more: Any
-    ) -> Any:
+    def forward(input_ids: Any, attention_mask: Any = None, position_ids: Any = None, cache: Any = None, **more: Any) -> Any:
         return own(input_ids, position_ids=position_ids, use_cache=False)
 
     model.model.forward = forward
@@ -63,11 +61,11 @@ def without_positions(model: Any) -> None:
     """Positions follow the order of the tokens, whatever is asked for."""
     own = model.model.forward
 
-    def forward(input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+    def forward(input_ids: Any, attention_mask: Any = None, cache: Any = None, **more: Any) -> Any:
         more.pop("position_ids", None)
-        before = 0 if past_key_values is None else past_key_values.get_seq_length()
+        before = 0 if cache is None else cache.get_seq_length()
         position_ids = before + torch.arange(input_ids.shape[1]).expand(input_ids.shape)
-        return own(input_ids, attention_mask, position_ids, past_key_values, **more)
+        return own(input_ids, attention_mask, position_ids, cache, **more)
 
     model.model.forward = forward
 
@@ -76,12 +74,10 @@ def without_rows(model: Any) -> None:
     """The first row's mask serves all."""
     own = model.model.forward
 
-    def forward(
-        input_ids: Any, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None, **more: Any
-    ) -> Any:
+    def forward(input_ids: Any, attention_mask: Any = None, position_ids: Any = None, cache: Any = None, **more: Any) -> Any:
         if attention_mask is not None:
             attention_mask = attention_mask[:1].expand_as(attention_mask)
-        return own(input_ids, attention_mask, position_ids, past_key_values, **more)
+        return own(input_ids, attention_mask, position_ids, cache, **more)
 
     model.model.forward = forward
 
@@ -90,9 +86,7 @@ def without_branches(model: Any) -> None:
     """New positions see each other in the order of the tokens."""
     own = model.model.forward
 
-    def forward(
-        input_ids: Any, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None, **more: Any
-    ) -> Any:
+    def forward(input_ids: Any, attention_mask: Any = None, position_ids: Any = None, cache: Any = None, **more: Any) -> Any:
         N = input_ids.shape[1]
         if attention_mask is not None and position_ids is not None:
             columns = attention_mask.shape[-1] - N
@@ -103,7 +97,7 @@ def without_branches(model: Any) -> None:
                     attention_mask[row, :, n, : int(begin[row])] = 0
                     attention_mask[row, :, n, int(begin[row]) : int(begin[row]) + n + 1] = 0
             assert columns >= 0
-        return own(input_ids, attention_mask, position_ids, past_key_values, **more)
+        return own(input_ids, attention_mask, position_ids, cache, **more)
 
     model.model.forward = forward
 
@@ -244,13 +238,20 @@ def test_fast_target_wrong_hidden_state_is_refused_when_read() -> None:
         target(TOKENS, None, None, position_1T, Taps((1,)))
 
 
+def test_probe_several_states_of_a_position_are_no_taps() -> None:
+    target = RecomputedTarget(model_of("DeepSeek-V4"), why="it is tested")
+    assert target.wrong_tap == 0
+    with pytest.raises(UserError, match=r"block 0 of DeepseekV4ForCausalLM is no hidden state of it \(taps\)"):
+        target(TOKENS, None, None, torch.arange(5)[None], Taps((1,)))
+
+
 def test_probe_prompts_fit_small_vocabulary() -> None:
     assert HFTarget(model_of("Llama", vocab_size=5)).trees
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(name=("Llama", "Gemma-4 (text)", "DeepSeek-V3", "gpt-oss", "Llama-4 (text)", "Qwen3-Next", "Jamba", "MPT"))
-@pytest.mark.parametrize("name", [a for a in ARCHITECTURES if a not in REFUSED])
+@pytest.mark.parametrize("name", [name for name, row in ARCHITECTURES.items() if row.refused is None])
 def test_probe_half_precision_keeps_verdict(name: str) -> None:
     """Where rounding moves logits by four hundredths, as in Gemma-4, and where branches without positions move them by five."""
     found = [HFTarget(model_of(name).to(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16)]

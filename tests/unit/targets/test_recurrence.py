@@ -17,14 +17,15 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+@pytest.mark.parametrize("D", [1, 6])  # of a head, and of each key channel, which forgets all within a chunk
 @pytest.mark.parametrize("N", [1, LONG])
-def test_delta_state_equals_step_by_step_recurrence(N: int) -> None:
+def test_delta_state_equals_step_by_step_recurrence(N: int, D: int) -> None:
     B, k_heads, heads, K, V = 2, 2, 4, 6, 5
     state, key, value = random(B, heads, K, V), F.normalize(random(B, N, k_heads, K), dim=-1), random(B, N, heads, V)
-    decay, beta = -F.softplus(random(B, N, heads)), random(B, N, heads).sigmoid()
+    decay, beta = -F.softplus(D * random(B, N, heads, D)), random(B, N, heads).sigmoid()
     found, key = delta_state(state, key, value, decay, beta), key.repeat_interleave(2, 2)
     for i in range(N):
-        state = state * decay[:, i].exp()[..., None, None]
+        state = state * decay[:, i].exp()[..., None]
         read = (state * key[:, i, :, :, None]).sum(-2)
         state = state + key[:, i, :, :, None] * ((value[:, i] - read) * beta[:, i, :, None])[:, :, None]
     torch.testing.assert_close(found, state, **TOLERANCE)
@@ -54,7 +55,7 @@ def test_selective_state_equals_step_by_step_recurrence() -> None:
 
 def test_recurrence_identity_positions_change_no_state() -> None:
     state, key, value = random(1, 2, 4, 3), F.normalize(random(1, 6, 2, 4), dim=-1), random(1, 6, 2, 3)
-    decay, beta = -F.softplus(random(1, 6, 2)), random(1, 6, 2).sigmoid()
+    decay, beta = -F.softplus(random(1, 6, 2, 1)), random(1, 6, 2).sigmoid()
     decay[:, 3:], beta[:, 3:] = 0.0, 0.0
     shorter = delta_state(state, key[:, :3], value[:, :3], decay[:, :3], beta[:, :3])
     torch.testing.assert_close(delta_state(state, key, value, decay, beta), shorter)

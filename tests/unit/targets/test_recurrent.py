@@ -34,10 +34,14 @@ from tests.helpers import Scripted, oracle, prompts, random_guess
 from tests.tiny import build
 from tests.unit.decoding.test_acceptance import Law, Recorder, given_tree, target_law, total_variation
 
-NAMES = ("Qwen3-Next", "Qwen3.5 (text)", "Nemotron-H", "Bamba", "Granite-4 (hybrid)", "Falcon-H1", "LFM2", "Jamba")
+NAMES = (
+    *("Qwen3-Next", "Qwen3.5 (text)", "Kimi-Linear", "Nemotron-H", "Bamba", "Granite-4 (hybrid)", "Falcon-H1", "LFM2"),
+    "Jamba",
+)
 DELTA, MAMBA2 = "Qwen3-Next", "Bamba"
-# one of each scan: the delta rule, Mamba-2 with limits of its step sizes, Mamba-2 beside attention, convolution alone, Mamba
-KINDS = (DELTA, "Nemotron-H", "Falcon-H1", "LFM2", "Jamba")
+# one of each scan: the delta rule, the same with a decay of each channel, Mamba-2 with limits of its step sizes, Mamba-2 beside
+# attention, convolution alone, Mamba
+KINDS = (DELTA, "Kimi-Linear", "Nemotron-H", "Falcon-H1", "LFM2", "Jamba")
 CHAIN = [[0] * d for d in range(1, 5)]
 
 
