@@ -100,7 +100,7 @@ def _select(plain: dict[str, object], key: str) -> object:
 
 def _given(path: Path) -> list[str]:
     """A recipe that does not say what it trains on asks for it in its command."""
-    return ["data.path=replies.jsonl"] if "override /data: file" in path.read_text() else []
+    return ["data.path=replies.jsonl"] if _chosen(path).get("data") == "file" else []
 
 
 def _leaves(node: object, prefix: str = "") -> list[tuple[str, object]]:
