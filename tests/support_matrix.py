@@ -25,14 +25,24 @@ BROKEN_HEAD = ["broken", "drafter", "engine", "texts still the target's", "accep
 
 
 def matrix(facts: dict[str, Any]) -> str:
-    """Markdown: a table of layouts by family and stack, and the reasons for its empty cells."""
+    """Markdown: a table of layouts by family and stack, which of them may be quantised, and the reasons for empty cells."""
     ran = {(run["family"], run["stack"]) for run in facts["runs"].values()}
     families = [family for family in TABLE if loads(family)]
     rows = [["", *(stack.name for stack in STACKS.values())]]
     for family in families:
         cells = ((TABLE[family][stack], (family, stack) in ran) for stack in STACKS)
         rows.append([f"`{family}`", *(_cell(cell, run) for cell, run in cells)])
-    return "\n".join([_table(rows), "", "Why a cell is empty (`export` says it of the authors' code too):", "", *_reasons()])
+    return "\n".join(
+        [
+            _table(rows),
+            "",
+            _quantised(),
+            "",
+            "Why a cell is empty (`export` says it of the authors' code too):",
+            "",
+            *_reasons(),
+        ]
+    )
 
 
 def engines(facts: dict[str, Any]) -> str:
@@ -86,6 +96,16 @@ def _between(page: str, begin: str, end: str, text: str) -> str:
     before, _, rest = page.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def _quantised() -> str:
+    """A line of the families that each stack loads with quantised weights."""
+    families = {
+        stack.name: [f"`{family}`" for family in TABLE if isinstance(row := TABLE[family][name], StackRow) and row.quantised]
+        for name, stack in STACKS.items()
+    }
+    stacks = "; ".join(f"{name} {', '.join(names)}" for name, names in families.items() if names)
+    return f"With [quantised weights](#quantised-weights): {stacks}."
 
 
 def _reasons() -> list[str]:

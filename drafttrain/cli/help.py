@@ -120,13 +120,14 @@ COMMANDS = {
         (
             "drafttrain export checkpoint=DIR format=vllm out=DIR",
             "drafttrain export checkpoint=DIR format=all out=DIR dtype=bfloat16",
+            "drafttrain export checkpoint=DIR format=vllm out=DIR quantize=fp8",
             "drafttrain export checkpoint=DIR format=llamacpp out=DIR with_target=true",
             "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true push_to_hub=OWNER/NAME",
             "drafttrain export checkpoint=PUBLISHED target=DIR format=sglang out=DIR",
         ),
         keys=(
-            *("checkpoint", "format", "out", "dtype", "adapter", "overwrite", "max_shard_size", "with_target"),
-            *("push_to_hub", "push_private"),
+            *("checkpoint", "format", "out", "dtype", "quantize", "adapter", "overwrite", "max_shard_size", "with_target"),
+            *("push_to_hub", "push_private", "prompts"),
         ),
         needs=("checkpoint", "out", "format"),
         groups=("target",),

@@ -10,18 +10,24 @@ from rich.console import Console
 from drafttrain import __version__
 from drafttrain.core.errors import UserError
 from drafttrain.export import golden
-from drafttrain.export.exporter import Exported, ExportSettings, check_wanted, refusals
+from drafttrain.export.engine_check import Ending, plain
+from drafttrain.export.exporter import Exported, ExportSettings, check_wanted, refusals, tau_text
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import stacks_for
+from drafttrain.measure.cases import encode_cases
 from drafttrain.runs.checkpoint_source import CheckpointSource
-from drafttrain.runs.console import line_printer, print_line
+from drafttrain.runs.console import line_printer, print_line, print_note
+from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.stacks import plan
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.logger import log_export
+
+PROMPTS, TOKENS = 16, 64  # prompts, and tokens of each output, on which the effect of quantisation is found
+LOSS = 0.05  # of the drafts that are accepted for each decode step, above which quantisation gets a note
 
 
 def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget | None = None) -> Path | None:
@@ -56,6 +62,7 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
         options.with_target,
         repository,
         options.adapter,
+        options.quantize,
     )
     check_wanted(settings)
     with shared_target(options, "export"):
@@ -69,7 +76,8 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
             why = "the checkpoint has none" if scaling is None else "its positions are scaled from here on"
             print_line(console, f"golden drafts: {why}; they are made now from the target")
             material = golden.made(checkpoint, golden.sequences_for(loaded))
-        exported = export_to(checkpoint, material, settings)
+        prompts, outputs = ([], []) if settings.quantize is None else _target_outputs(options, checkpoint.loaded)
+        exported = export_to(checkpoint, material, settings, prompts, outputs)
         _print_result(console, exported, settings)
         places = {stack: out / stack if settings.several else out for stack in exported.written}
         log_export(options.logger, resolved, directory, places, line_printer(console))
@@ -79,11 +87,29 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
     return out
 
 
+def _target_outputs(options: RunOptions, loaded: LoadedTarget) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts that are measured with, and the target's own greedy outputs for them."""
+    target, chosen = loaded.target, measurement_prompts(options)
+    evenly = chosen[:: max(1, len(chosen) // PROMPTS)][:PROMPTS]  # of all categories
+    cases, _ = encode_cases(evenly, loaded.tokenizer, target.shape.max_positions - TOKENS)
+    prompts = [case.tokens for case in cases]
+    return prompts, plain(target, prompts, Ending(target.stop_ids, TOKENS)) if prompts else []
+
+
 def _print_result(console: Console, exported: Exported, wanted: ExportSettings) -> None:
     places = {stack: wanted.out / stack if wanted.several else wanted.out for stack in exported.written}
     for stack, parity in exported.written.items():
-        changed = "" if wanted.dtype == "float32" else f"; {wanted.dtype} changes {parity.changed} of them"
+        narrow = wanted.quantize or wanted.dtype
+        changed = "" if narrow == "float32" else f"; {narrow} changes {parity.changed} of them"
         print_line(console, f"{stack}: {places[stack]} (checked: its {parity.drafts} drafts are the checkpoint's{changed})")
+    tau = next(iter(exported.written.values())).tau
+    if tau is not None and wanted.quantize is not None:
+        print_line(console, tau_text(tau, wanted.quantize))
+        lost = 1.0 - (tau[1] - 1.0) / (tau[0] - 1.0) if tau[0] > 1.0 else 0.0
+        if lost > LOSS:
+            print_note(
+                console, f"{wanted.quantize} loses {lost:.0%} of the accepted drafts; try more bits, or leave quantize out"
+            )
     for stack, reason in exported.refused.items():
         print_line(console, f"{stack}: not exported, {reason}", style="dim")
     print_line(console, f"how to serve it: {next(iter(places.values())) / 'README.md'}")

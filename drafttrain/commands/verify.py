@@ -15,6 +15,7 @@ from drafttrain.core.files import atomic_write_json, check_listed, new_directory
 from drafttrain.core.progress import counting
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
+from drafttrain.export.compressed import ACTIVATIONS, TOLERANCE
 from drafttrain.export.drafter_adapter import check_merged
 from drafttrain.export.engine_check import DecodedSequence, Ending, EngineCheck, chain_drafter, decoded, engine_check, plain
 from drafttrain.export.exporter import RECORD
@@ -59,7 +60,15 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
         ending = Ending(checkpoint.loaded.target.stop_ids, options.decode.max_new_tokens)
         length = options.decode.draft_length or checkpoint.drafter.draft_length
         served = next(iter(draft_lengths(checkpoint).values()))
-        drafter = chain_drafter(checkpoint, length, export.record["dtype"])
+        quantize = export.record.get("quantize")
+        drafter, tolerance = chain_drafter(checkpoint, length, export.record["dtype"], quantize), 0.0
+        if quantize in ACTIVATIONS:
+            tolerance = TOLERANCE
+            print_note(
+                console,
+                f"engines round the activations of {quantize} weights too, our decoder does not: accepted drafts may differ by "
+                f"{tolerance:.0%}",
+            )
         cases, left_out = cases_of(options, checkpoint.loaded, length, console)
         ids, names = [case.tokens for case in cases], [case.question_id for case in cases]
         remark = f" (its serving command has {served})" if served != length else ""
@@ -72,7 +81,7 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
             for prompt in ids:
                 sequences.append(decoded(target_model, drafter, prompt, ending, length, outcome.begins))
                 advance(1)
-            check = engine_check(outcome, names, plain(target_model, ids, ending), sequences, ending, length)
+            check = engine_check(outcome, names, plain(target_model, ids, ending), sequences, ending, length, tolerance)
     report = {key: export.record[key] for key in RECORDED} | check.as_json() | {"left_out": left_out}
     base = dated_path(options.output, "verify")
     folder = new_directory(base, lambda aside: atomic_write_json(aside / "verification.json", report))

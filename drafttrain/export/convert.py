@@ -56,6 +56,8 @@ def taken(row: Importer, found: ExternalCheckpoint, loaded: LoadedTarget) -> tup
     """The parts of our checkpoint. Options that the files do not determine come from the record of our own export, if there is
     one, or else from the family's defaults.
     """
+    if row.usual is None and found.compression is not None:
+        raise UserError(f"{found.origin}: a quantised language model cannot be imported as a drafter; name the unquantised one")
     draft = _draft(row, found, loaded)
     record, determined = _record(found, row.family), dict(draft.options)
     option_names = {f.name for f in fields(families()[row.family].options)}

@@ -22,6 +22,7 @@ from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.checkpoint import filled
 from drafttrain.engines.process import EngineResult, PromptCounts
+from drafttrain.export.compressed import Compression, narrow_weights
 from drafttrain.export.files import DTYPES
 from drafttrain.export.opened import Opened
 from drafttrain.model.drafter import Drafter
@@ -90,8 +91,8 @@ class ForcedFirstToken:
         return TargetOut(logits_BRV, out.hidden)
 
 
-def chain_drafter(opened: Opened, draft_length: int, dtype: str) -> Drafter:
-    """The checkpoint's drafter with weights rounded as they were exported, drafting one chain.
+def chain_drafter(opened: Opened, draft_length: int, dtype: str, quantize: str | None = None) -> Drafter:
+    """The checkpoint's drafter with weights rounded or quantised as they were exported, drafting one chain.
 
     Raises UserError for a length that the drafter does not support.
     """
@@ -102,8 +103,8 @@ def chain_drafter(opened: Opened, draft_length: int, dtype: str) -> Drafter:
         raise UserError(
             f"decode.draft_length is {draft_length}; this drafter drafts {drafter.draft_length}, set it from 1 to that"
         )
-    for parameter in drafter.parameters():
-        parameter.data.copy_(parameter.data.to(DTYPES[dtype]))
+    compression = None if quantize is None else Compression.of(quantize, opened.tensors)
+    narrow_weights(drafter, DTYPES[dtype], compression)
     return drafter
 
 
@@ -173,6 +174,7 @@ class EngineCheck:
     ours_by_position: list[int]  # accepted drafts by position; as many positions as the engine counts
     theirs_by_position: list[int]
     lines: list[SequenceCheck]
+    tolerance: float = 0.0  # share of the accepted drafts that may differ
 
     @property
     def same_texts(self) -> int:
@@ -182,6 +184,9 @@ class EngineCheck:
     @property
     def holds(self) -> bool:
         """Whether everything agrees."""
+        if self.tolerance:
+            close = abs(self.theirs - self.ours) <= self.tolerance * self.ours
+            return close and self.same_texts == len(self.lines)
         same = self.ours == self.theirs and self.ours_by_position == self.theirs_by_position
         return same and all(line.holds for line in self.lines)
 
@@ -215,9 +220,10 @@ def engine_check(
     sequences: Sequence[DecodedSequence],
     ending: Ending,
     draft_length: int,
+    tolerance: float = 0.0,
 ) -> EngineCheck:
     """Compare an engine's result with our own. names: of the prompts. own: the target's plain greedy output. sequences: our
-    decode steps, which begin as the engine's do.
+    decode steps, which begin as the engine's do. tolerance: as in `EngineCheck`.
     """
     lines, counts, accepted_counts = [], list[int](), list[int]()
     engine_counts: Sequence[PromptCounts | None] = outcome.prompts or [None] * len(names)
@@ -244,6 +250,7 @@ def engine_check(
         [sum(count > i for count in counts) for i in range(len(by_position))],
         by_position,
         lines,
+        tolerance,
     )
 
 

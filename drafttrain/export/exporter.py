@@ -5,8 +5,8 @@ from __future__ import annotations
 import glob
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -19,6 +19,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, list_files, remove_abandoned
 from drafttrain.drafters.checkpoint import TEMPLATE, CheckpointMeta, template_of
 from drafttrain.drafters.tuned_settings import tuned_proposal
+from drafttrain.export.compressed import SAID, Compression, check_library, group_of
 from drafttrain.export.drafter_adapter import about, adapter_of, merged_place, write_alone
 from drafttrain.export.files import DTYPES, ExportSource, Files, write
 from drafttrain.export.format import Format
@@ -27,7 +28,7 @@ from drafttrain.export.golden import Golden
 from drafttrain.export.hub import Repository, is_repository
 from drafttrain.export.layers import refuse_scaling
 from drafttrain.export.opened import Opened
-from drafttrain.export.parity import Parity, check, check_model, rounded
+from drafttrain.export.parity import Parity, check, check_model, drafts_of, rounded, rounded_drafter, tau_change
 from drafttrain.export.serve import STACKS, draft_lengths
 from drafttrain.export.table import TABLE, format_of, load_it, loads, refuse_pictures, row_of, serving_command, stacks_for
 from drafttrain.model.drafter import Drafter
@@ -100,6 +101,7 @@ def card(source: ExportSource, layout: str, place: str | Repository, parity: Par
         "target": f"`{source.target_name}` ({source.target_architecture}, fingerprint `{meta.target.fingerprint[:12]}`)",
         "family": meta.family,
         "layout": f"{layout}, {source.dtype}",
+        **_quantised(source, parity),
         "trained": _trained(source, measured),
         "measured": _measured(source, measured),
         **_served(source, measured),
@@ -185,11 +187,25 @@ def _remarks(source: ExportSource, place: str | Repository) -> list[str]:
     return [" ".join(remarks)] if remarks else []
 
 
+def _quantised(source: ExportSource, parity: Parity) -> dict[str, str]:
+    """A row on quantised weights."""
+    if source.quantize is None:
+        return {}
+    change = "" if parity.tau is None else f"; {tau_text(parity.tau, source.quantize)}"
+    return {"quantised": f"{source.quantize}: {SAID[source.quantize]}{change}"}
+
+
+def tau_text(tau: tuple[float, float], kind: str) -> str:
+    """What quantisation does to the acceptance."""
+    return f"expected tau {tau[0]:.2f} -> {tau[1]:.2f} ({kind})"
+
+
 def _parity(source: ExportSource, parity: Parity) -> str:
     text = f"these files give the same {parity.drafts} golden drafts and logits as the checkpoint"
-    if source.dtype == "float32":
+    if source.dtype == "float32" and source.quantize is None:
         return text
-    return f"{text} with weights rounded to {source.dtype}; the rounding changes {parity.changed} of the drafted tokens"
+    how = f"rounded to {source.dtype}" if source.quantize is None else f"quantised to {source.quantize}"
+    return f"{text} with weights {how}; the rounding changes {parity.changed} of the drafted tokens"
 
 
 RECORD, TARGET, CARD = "drafttrain.json", "target", "README.md"
@@ -209,6 +225,7 @@ class ExportSettings:
     with_target: bool = False  # also write the target, for the stack that needs it in its own form
     repository: Repository | None = None  # the hub repository that it is uploaded to later
     adapter: bool = False  # export low-rank matrices as an adapter and do not merge them
+    quantize: str | None = None  # fp8, int8 or int4: quantise the weights of the drafter's layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +240,10 @@ def check_wanted(wanted: ExportSettings) -> None:
     """Raise UserError for settings that are wrong with every checkpoint."""
     if wanted.with_target and GGUF not in wanted.stacks:
         raise UserError(f"with_target=true writes the target as GGUF, which only format={GGUF} reads; leave it out")
+    if wanted.quantize is not None:
+        if wanted.adapter:
+            raise UserError(f"quantize is {wanted.quantize}, but with adapter=true no weights are merged; leave one out")
+        check_library(f"quantize={wanted.quantize}")
     if wanted.repository is not None:
         if wanted.several:
             raise UserError(
@@ -252,10 +273,10 @@ def refusals(opened: Opened, wanted: ExportSettings) -> dict[str, str]:
     return refused
 
 
-def planned(opened: Opened, dtype: str) -> tuple[list[str], dict[str, str]]:
+def planned(opened: Opened, dtype: str, quantize: str | None = None) -> tuple[list[str], dict[str, str]]:
     """(the stacks that can load drafters of this form, why other stacks that load the family cannot)."""
     stacks = loads(opened.meta.family)
-    settings = ExportSettings(stacks, Path(), dtype, several=True)
+    settings = ExportSettings(stacks, Path(), dtype, several=True, quantize=quantize)
     reasons = {stack: _refusal(opened, stack, settings) for stack in stacks}
     refused = {stack: reason for stack, reason in reasons.items() if reason is not None}
     return [stack for stack in stacks if stack not in refused], refused
@@ -288,18 +309,42 @@ def _refusal(checkpoint: Opened, stack: str, settings: ExportSettings) -> str | 
         return "it takes no adapter as a drafter; leave adapter out to export it merged"
     source = ExportSource(checkpoint, stack, settings.dtype)
     scaling_reason = None if STACKS[stack].any_scaling else refuse_scaling(source)
-    return refuse_pictures(source) or scaling_reason or export_format.refuse(source)
+    quantised_reason = None if settings.quantize is None else _refuse_quantised(checkpoint, stack, settings.quantize)
+    return refuse_pictures(source) or scaling_reason or export_format.refuse(source) or quantised_reason
 
 
-def export(opened: Opened, golden: Golden, wanted: ExportSettings) -> Exported:
+def _refuse_quantised(checkpoint: Opened, stack: str, kind: str) -> str | None:
+    """Why a stack does not load this drafter with quantised weights; None where it does."""
+    if not row_of(checkpoint.meta.family, stack).quantised:
+        return f"{stack} is not known to read quantised weights of this family; leave quantize out"
+    if kind == "int4" and group_of(checkpoint.tensors) is None:
+        return "the inputs of its linear maps do not divide into groups of 128, 64 or 32; choose quantize=int8 or fp8"
+    return None
+
+
+def export(
+    opened: Opened,
+    golden: Golden,
+    wanted: ExportSettings,
+    prompts: Sequence[Sequence[int]] = (),
+    outputs: Sequence[Sequence[int]] = (),
+) -> Exported:
     """Write and check the directories of all stacks that can load the drafter.
+
+    prompts, outputs: of the target, on which the expected tau before and after quantisation is found.
 
     Raises UserError for a drafter that no stack can load, for weights that the dtype cannot hold and for a full disk, and
     ParityError where the written files draft something else. Nothing is left in these cases.
     """
     refused, family = refusals(opened, wanted), opened.meta.family
     supported = [stack for stack in wanted.stacks if stack not in refused]
-    parities, expected = dict[str, Parity](), rounded(opened, golden, wanted.dtype)
+    compression = None if wanted.quantize is None else Compression.of(wanted.quantize, opened.tensors)
+    parities, tau = dict[str, Parity](), None
+    if compression is None:
+        expected = rounded(opened, golden, wanted.dtype)
+    else:
+        quantised = rounded_drafter(opened, wanted.dtype, compression)
+        expected, tau = drafts_of(quantised, opened, golden), tau_change(opened, quantised, prompts, outputs)
     remove_abandoned(wanted.out.parent, f"{glob.escape(wanted.out.name)}.tmp-*")
     with atomic_directory(wanted.out, f"free space under {wanted.out.parent}, or name another out=") as staging_dir:
         merged_path, adapter_path = (None, None) if opened.meta.adapter is None else _write_target(staging_dir, opened, wanted)
@@ -307,13 +352,15 @@ def export(opened: Opened, golden: Golden, wanted: ExportSettings) -> Exported:
             folder, final_dir = (staging_dir / stack, wanted.out / stack) if wanted.several else (staging_dir, wanted.out)
             folder.mkdir(exist_ok=True)
             source, export_format = (
-                ExportSource(opened, stack, wanted.dtype, merged_path, adapter_path, str(final_dir)),
+                ExportSource(opened, stack, wanted.dtype, merged_path, adapter_path, str(final_dir), wanted.quantize),
                 _to(opened, stack, wanted),
             )
             assert export_format is not None, "refused above"
             files = export_format.write(source)
+            if compression is not None:
+                files = compression.files(files, DTYPES[wanted.dtype])
             write(folder, files, source, wanted.max_shard_size)
-            parities[stack] = check(folder, export_format, files, source, golden, expected)
+            parities[stack] = replace(check(folder, export_format, files, source, golden, expected), tau=tau)
             if wanted.with_target and stack == GGUF:
                 _write_gguf_target(folder, source, wanted)
             _describe(folder, wanted.repository or str(final_dir.absolute()), export_format, source, parities[stack])
@@ -359,6 +406,8 @@ def _describe(folder: Path, destination: str | Repository, export_format: Format
         "layout": export_format.name,
         "dtype": source.dtype,
     }
+    if source.quantize is not None:
+        record |= {"quantize": source.quantize, "expected_tau": parity.tau}  # before and after
     meta = source.opened.meta  # an import reads options and decode settings here that the layout cannot hold
     record |= {"family": meta.family, "checkpoint": meta.sha256, "options": meta.options, "decode": meta.decode}
     _record(folder, record)

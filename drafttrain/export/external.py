@@ -24,6 +24,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError, hub_reason, without_token
 from drafttrain.core.files import check_listed
+from drafttrain.export.compressed import Compression
 from drafttrain.targets.weights import listed_files
 
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "adapter_model.safetensors")
@@ -128,6 +129,7 @@ class ExternalCheckpoint:
             )
         check_listed(directory, "export it again, or fetch it again", lambda name: Path(name).suffix in FETCHED)
         self.config = Fields(_json(self.config_file))
+        self.compression = Compression.in_config(self.config, self.origin)
         self.weights, self.files = self._find()
 
     def _find(self) -> tuple[str, list[Path]]:
@@ -180,20 +182,27 @@ class ExternalCheckpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors on the CPU, as they were saved. Raises UserError for values that cannot be weights."""
+        """All tensors on the CPU, as they were saved, quantised weights in float32. Raises UserError for values that cannot be
+        weights.
+        """
         tensors: dict[str, Tensor] = {}
         for file in self.files:
             shard = _readable(file, lambda: (_unpickled if self.pickled else load_file)(file))  # noqa: B023
-            _check_weights(file, shard)
+            if self.compression is None:
+                _check_weights(file, shard)
             tensors |= shard
+        if self.compression is not None:  # the parts of a weight may be in several files
+            tensors = self.compression.widened(tensors, self.origin)
+            _check_weights(self.directory / self.weights, tensors)
         return tensors
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Each tensor's dtype, in safetensors' words. Only the headers of safetensors files are read."""
+        """Each tensor's dtype, in safetensors' words; of quantised weights F32. Of safetensors files only headers are read."""
         if self.pickled:
             return {name: KINDS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in self.tensors.items()}
-        return {name: dtype_name for file in self.files for name, dtype_name in _readable(file, lambda: _kinds(file)).items()}  # noqa: B023
+        kinds = {name: dtype_name for file in self.files for name, dtype_name in _readable(file, lambda: _kinds(file)).items()}  # noqa: B023
+        return kinds if self.compression is None else self.compression.names(kinds)
 
     def dtype(self, without: Container[str] = ()) -> str:
         """The narrowest dtype that holds all weights but the named ones: float32, bfloat16 or float16."""

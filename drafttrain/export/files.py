@@ -36,6 +36,7 @@ class ExportSource:
     merged: str | None = None  # place of the trained target, if it was trained too
     adapter: str | None = None  # place of the target's adapter, if it is still to be merged
     place: str = ""  # final place of the directory
+    quantize: str | None = None  # fp8, int8 or int4
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Files:
     tokenizer: bool = False  # whether to write the target's tokenizer
     config_file: str = "config.json"
     folders: dict[str, Files] = field(default_factory=dict)  # folders inside this directory
-    as_is: tuple[str, ...] = ()  # the target's tensors, which keep their dtype
+    as_is: tuple[str, ...] = ()  # tensors that keep their dtype: the target's, and those of quantised weights
     put: Callable[[Path], None] | None = None  # writes the directory, where it is no new one but a copy with other tensors
 
 

@@ -56,11 +56,11 @@ def write_gguf(
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy on the CPU in this dtype; integers keep theirs. Raises UserError for weights that the dtype cannot
-    hold.
+    """A contiguous copy on the CPU in this dtype; integers and codes of 8 bits keep theirs. Raises UserError for weights that
+    the dtype cannot hold.
     """
     cpu_tensor = tensor.detach().cpu()
-    if not cpu_tensor.is_floating_point():
+    if not cpu_tensor.is_floating_point() or cpu_tensor.element_size() == 1:
         return cpu_tensor.contiguous().clone()
     rounded = cpu_tensor.to(dtype)
     if not bool(rounded.isfinite().all()):

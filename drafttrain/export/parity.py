@@ -9,6 +9,7 @@ Shapes: P points, K drafts, R recorded logits, V vocabulary.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.drafters.checkpoint import filled
+from drafttrain.export.compressed import Compression, narrow_weights
 from drafttrain.export.convert import taken
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import DTYPES, ExportSource, Files
@@ -26,6 +28,9 @@ from drafttrain.export.format import Format, Importer, ReadBack
 from drafttrain.export.golden import Golden, check_facts, drafted, facts_of, followed
 from drafttrain.export.layers import written_fields
 from drafttrain.export.opened import Opened
+from drafttrain.export.serve import draft_lengths
+from drafttrain.measure.expected import expected_tau, forced_hits
+from drafttrain.model.drafter import Drafter
 
 TOLERANCE = 5e-5  # relative to a draft's largest logit (at least 1), for float32 sums in another order
 
@@ -37,6 +42,7 @@ class Parity:
     drafts: int  # number of compared drafts
     gap: float  # largest difference of logits, in units of `TOLERANCE`
     changed: int  # drafts that the rounding of the exported weights changes
+    tau: tuple[float, float] | None = None  # expected tau before and after quantisation
 
 
 def check(directory: Path, to: Format, files: Files, source: ExportSource, golden: Golden, expected: Golden) -> Parity:
@@ -155,15 +161,39 @@ def rounded(opened: Opened, golden: Golden, dtype: str) -> Golden:
     An export of fewer bits than float32 must give these, to the same tolerance. So the effect of rounding is known, and any
     other difference is an error. For float32 the golden material is returned unchanged.
     """
-    if dtype == "float32":
-        return golden
+    return golden if dtype == "float32" else drafts_of(rounded_drafter(opened, dtype), opened, golden)
+
+
+def drafts_of(drafter: Drafter, opened: Opened, golden: Golden) -> Golden:
+    """The golden material with this drafter's logits along the golden drafts."""
+    target = opened.loaded.target
+    return drafted(drafter, golden.to(target.device), target.shape.vocab_size)
+
+
+@torch.no_grad()
+def rounded_drafter(opened: Opened, dtype: str, compression: Compression | None = None) -> Drafter:
+    """The drafter in float32, with weights as an export has them."""
     from peft.tuners.lora import LoraLayer  # takes seconds, and few runs need it
 
     drafter = filled(opened.directory, opened.meta, opened.target, opened.tensors)
     for module in drafter.modules():
         if isinstance(module, LoraLayer):
             module.merge()
-    for parameter in drafter.parameters():
-        parameter.data.copy_(parameter.data.to(DTYPES[dtype]).float())
-    target = opened.loaded.target
-    return drafted(drafter, golden.to(target.device), target.shape.vocab_size)
+    narrow_weights(drafter, DTYPES[dtype], compression)
+    return drafter
+
+
+def tau_change(
+    opened: Opened, quantised: Drafter, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> tuple[float, float] | None:
+    """Expected tau of the chain that stacks draft, by the drafter and by the quantised one, on these outputs of the target.
+
+    None for outputs that are too short.
+    """
+    length, device = next(iter(draft_lengths(opened).values())), opened.loaded.target.device
+    chain = [(0,) * depth for depth in range(1, length + 1)]
+    before, after = (
+        expected_tau(forced_hits(opened.target, drafter, prompts, outputs, device), chain, sampled=False)
+        for drafter in (opened.drafter, quantised)
+    )
+    return None if before is None or after is None else (before, after)

@@ -28,7 +28,7 @@ from drafttrain.train.optimizer import learning_rate
 NOT_HASHED = (
     *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),
     *("tune", "compare", "runs", "simulate", "report", "export"),
-    *("format", "dtype", "overwrite", "max_shard_size"),
+    *("format", "dtype", "quantize", "overwrite", "max_shard_size"),
     *("deepspeed.zero_stage", "deepspeed.offload_optimizer", "deepspeed.offload_parameters"),
     *(f"train.{key}" for key in ("micro_batch", "sequence_parallel", "log_every", "checkpoint_every", "keep_last")),
     *(f"train.{key}" for key in ("per_rank", "profile", "hang_timeout", "bad_steps", "activation_checkpointing", "compile")),

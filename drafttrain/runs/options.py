@@ -124,6 +124,8 @@ class RunOptions:
     format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | llamacpp | openvino | ... | all
     # export: dtype of the weights, float32 | bfloat16 | float16; null: that of the target in training
     dtype: str | None = choice(None, "float32", "bfloat16", "float16")
+    # export: quantise the weights of the drafter's layers, fp8 | int8 | int4, in compressed-tensors' layout
+    quantize: str | None = choice(None, "fp8", "int8", "int4")
     adapter: bool = False  # export: write low-rank matrices as a peft adapter instead of merging them
     overwrite: bool = False  # export: replace an earlier export in `out`
     max_shard_size: str = "5GB"  # export: largest size of a weights file

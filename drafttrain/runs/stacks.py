@@ -49,7 +49,7 @@ def loadable_by(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> 
     """(the stacks that load this drafter, why others that load its family do not)."""
     family = options.drafter.family
     meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
-    return planned(Opened.in_memory(meta, drafter, loaded), _dtype(loaded))
+    return planned(Opened.in_memory(meta, drafter, loaded), _dtype(loaded), options.quantize)
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:

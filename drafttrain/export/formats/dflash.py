@@ -425,7 +425,7 @@ AUTHORS = ("windows", "causal")
 _LMDEPLOY = partial(lmdeploy_refuse, reads=frozenset({"last block"}))
 ROWS: Rows = {
     "dflash": {
-        "vllm": StackRow(_format(zlab, ZLAB, *VLLM), "dflash", pictures=QWEN3),
+        "vllm": StackRow(_format(zlab, ZLAB, *VLLM), "dflash", pictures=QWEN3, quantised=True),
         "sglang": StackRow(_format(zlab, ZLAB, *SGLANG), "DFLASH", pictures=QWEN3),
         "trtllm": StackRow(_format(zlab, ZLAB), "DFlash"),
         "speculators": StackRow(_format(speculators, SPECULATORS, "windows", "draft_vocab"), "dflash"),
@@ -435,7 +435,7 @@ ROWS: Rows = {
         "official": StackRow(_format(zlab, ZLAB, *AUTHORS), CODE),
     },
     "jetspec": {
-        "vllm": StackRow(_jetspec(*VLLM), "dflash"),
+        "vllm": StackRow(_jetspec(*VLLM), "dflash", quantised=True),
         "sglang": StackRow(_jetspec(*SGLANG), "DFLASH"),
         **dict.fromkeys(("trtllm", "openvino", "lmdeploy"), NO_CAUSAL),
         "speculators": "its flag for causal blocks is only of layers with sliding windows",

@@ -83,8 +83,8 @@ IMPORTERS = [IMPORTER]
 EAGLE_1 = Format(IMPORTER.name, files, IMPORTER, refuse)
 ROWS: Rows = {
     "eagle": {
-        "vllm": StackRow(EAGLE_1, "eagle"),
-        "sglang": StackRow(EAGLE_1, "EAGLE"),
+        "vllm": StackRow(EAGLE_1, "eagle", quantised=True),
+        "sglang": StackRow(EAGLE_1, "EAGLE", quantised=True),
         "trtllm": ENGINE_ENDED,
         "lmdeploy": StackRow(EAGLE_1, "eagle"),
         "official": NOT_STRICT,

@@ -400,10 +400,16 @@ _MORE = (*_NORMS, "norm_before_fc", "own_embedding", "layers")
 ROWS: Rows = {
     "eagle3": {
         "vllm": StackRow(
-            eagle3_format(portable, PORTABLE, *_MORE, "norm_before_residual", "last block", "windows"), "eagle3", pictures=QWEN
+            eagle3_format(portable, PORTABLE, *_MORE, "norm_before_residual", "last block", "windows"),
+            "eagle3",
+            pictures=QWEN,
+            quantised=True,
         ),
         "sglang": StackRow(
-            eagle3_format(portable, PORTABLE, *_MORE), "EAGLE3", pictures=(*QWEN, "Gemma3ForConditionalGeneration")
+            eagle3_format(portable, PORTABLE, *_MORE),
+            "EAGLE3",
+            pictures=(*QWEN, "Gemma3ForConditionalGeneration"),
+            quantised=True,
         ),
         "trtllm": StackRow(eagle3_format(portable, PORTABLE, *_NORMS), "Eagle3"),
         "speculators": StackRow(
@@ -417,7 +423,10 @@ ROWS: Rows = {
     },
     "peagle": {
         "vllm": StackRow(
-            peagle_format(parallel, PARALLEL_PORTABLE, "last block", "windows"), "eagle3", {"parallel_drafting": True}
+            peagle_format(parallel, PARALLEL_PORTABLE, "last block", "windows"),
+            "eagle3",
+            {"parallel_drafting": True},
+            quantised=True,
         ),
         "speculators": StackRow(
             peagle_format(parallel_speculators, PARALLEL_SPECULATORS, "windows"), "eagle3", note=HUB_VERIFIER

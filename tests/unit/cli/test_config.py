@@ -248,6 +248,7 @@ def test_setup_packages_include_every_folder(root: Path, monkeypatch: pytest.Mon
 # distribution -> what is imported, where the names differ
 IMPORTED_AS = {
     "mooncake-transfer-engine-non-cuda": "mooncake",
+    "compressed-tensors": "compressed_tensors",
     **{"hydra-core": "hydra", "markdown-it-py": "markdown_it", "pillow": "PIL", "pyyaml": "yaml"},
     "wandb-workspaces": "wandb_workspaces",
 }
@@ -259,7 +260,7 @@ def test_pyproject_declares_every_imported_package(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared = [*project["dependencies"], *extras["server"], *extras["slurm"], *extras["reports"]]
-    declared += [*extras["vision"], *extras["mooncake"], *extras["trackers"]]
+    declared += [*extras["vision"], *extras["mooncake"], *extras["trackers"], *extras["quantize"]]
     names = [re.split(r"[<>=; \[]", requirement)[0] for requirement in declared]
     there = {IMPORTED_AS.get(name, name) for name in names} | ENGINES | sys.stdlib_module_names | {"drafttrain"}
     for path in FILES:

@@ -197,13 +197,13 @@ def test_engine_script_result_or_error_is_reported(
     assert line in str(caught.value)
 
 
-def found(**more: Any) -> EngineCheck:
+def found(tolerance: float = 0.0, **more: Any) -> EngineCheck:
     """Two texts of five tokens; two drafts accepted of the first, none of the second."""
     told = {"outputs": [[9, 8, 7, 6, 5], [4, 4, 4, 4]], "accepted": 2, "drafted": 9, "accepted_by_position": [1, 1, 0]}
     told |= {"prompts": [{"accepted": 2, "drafted": 6}, {"accepted": 0, "drafted": 12}], "begins": "plain", "ends": "cut"}
     sequences = [DecodedSequence([9, 8, 7, 6, 5, 3], [2, 0, 0], 1), DecodedSequence([4, 4, 4, 4, 1, 4, 4], [0, 0, 0, 0, 0], 1)]
     outcome = EngineResult.of({"engine": "spoken", "versions": {}} | told | more)
-    return engine_check(outcome, ["a", "b"], [[9, 8, 7, 6, 5], [4, 4, 4, 4, 1]], sequences, ENDING, 3)
+    return engine_check(outcome, ["a", "b"], [[9, 8, 7, 6, 5], [4, 4, 4, 4, 1]], sequences, ENDING, 3, tolerance)
 
 
 def test_engine_check_holds_for_equal_counts_and_fails_otherwise() -> None:
@@ -224,6 +224,13 @@ def test_engine_check_holds_for_equal_counts_and_fails_otherwise() -> None:
         with pytest.raises(ParityError, match=line):
             found(**wrong).check()
     assert found(outputs=[[9, 8, 7, 7, 5], [4, 4, 4]]).lines[1].differs == 3
+
+
+def test_engine_check_with_tolerance_allows_other_counts_but_no_other_text() -> None:
+    found(0.5, accepted=3, accepted_by_position=[2, 1, 0]).check()
+    for wrong, line in (({"accepted": 4}, "spoken accepts 4, our decoder 2"), ({"outputs": [[9, 8], [4, 4]]}, "2 of 2 texts")):
+        with pytest.raises(ParityError, match=line):
+            found(0.5, **wrong).check()
 
 
 def test_first_difference_ignores_missing_stop_token() -> None:
