@@ -40,6 +40,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 MAPPED = {"lmdeploy": "LMDeploy would draft only token 0", "openvino": "optimum-intel would map tokens by uninitialised memory"}
 EMBEDDING = "embed_tokens.weight"
 EMBEDS = ("vllm", "sglang")  # stacks that read an embedding of the drafter's own
+FURTHER = {"sglang": ("hidden_norm", "input_layernorm")}  # norm before the attention of further layers, and the unused one
 ARCHITECTURES = {"lmdeploy": "LlamaForCausalLM"}  # LMDeploy adds the method's name to it
 
 
@@ -85,7 +86,10 @@ def portable(stack: str) -> Callable[[Path, TargetParts, Sequence[Point]], Readi
         if stack in EMBEDS and EMBEDDING in tensors.left:  # they take the target's where the files have none
             target = replace(target, embed=tensors.take(EMBEDDING, *target.embed.shape, fails="vocabulary"))
         prefix = "layers.0" if config.get("num_hidden_layers", "config") > 1 else "midlayer"
-        head = head_of(config, config, tensors, prefix, target, layers)
+        norm, other = FURTHER.get(stack, ("input_layernorm", "hidden_norm"))
+        head = head_of(config, config, tensors, prefix, target, layers, norm)
+        for number in range(1, len(head.others) + 1):
+            tensors.left.pop(f"layers.{number}.{other}.weight", None)  # a parameter of its layers which it does not use
         tensors.finish()
         if head.before and stack in ("sglang", "trtllm"):
             raise MismatchError("norm flags", f"norm_before_residual is true, which {stack} does not read")
@@ -128,8 +132,16 @@ def portable_layers(stack: str, config: Config, blocks: int) -> list[int]:
     return layers
 
 
-def head_of(config: Config, inner: Config, tensors: Tensors, prefix: str, target: TargetParts, layers: list[int]) -> Head:
-    """Load the drafter. config: holds the drafter's own fields. inner: holds those of its layer."""
+def head_of(
+    config: Config,
+    inner: Config,
+    tensors: Tensors,
+    prefix: str,
+    target: TargetParts,
+    layers: list[int],
+    norm: str = "input_layernorm",
+) -> Head:
+    """Load the drafter. config: holds the drafter's own fields. inner: holds those of its layer. norm: of further layers."""
     inner.expect("tie_word_embeddings", False, "config")  # with true, stacks would use the embedding as the head
     shape, (vocab, target_width) = LayerDimensions.of(inner), target.embed.shape
     inner.expect("vocab_size", vocab, "vocabulary")
@@ -152,7 +164,7 @@ def head_of(config: Config, inner: Config, tensors: Tensors, prefix: str, target
     together = tensors.take("input_norm.weight", width, fails="norm flags") if config.values.get("norm_before_fc") else None
     for number in range(1, inner.get("num_hidden_layers", "config")):
         layer = Layer(tensors, f"layers.{number}", shape, shape.width, norms=qk, number=number)
-        others.append((layer, tensors.take(f"layers.{number}.input_layernorm.weight", shape.width)))
+        others.append((layer, tensors.take(f"layers.{number}.{norm}.weight", shape.width)))
     return replace(head, together=together, others=tuple(others))
 
 

@@ -106,9 +106,21 @@ def portable(source: ExportSource) -> Files:
     tensors, layers = vocabulary_typed(source.tensors), source.options.get("layers", 1)
     if layers > 1:
         tensors = LAYERED.named(tensors)
+        # vLLM norms the input of further layers by input_layernorm, SGLang by hidden_norm; both have the other one unused
+        tensors |= {hidden_norm(i): tensors[input_norm(i)] for i in range(1, layers)}
     scaled = source.stack == "vllm" and embedding_scale(source.target) is not None
     embedding_tensors = {EMBED: source.embedded} if scaled and EMBED not in tensors else {}
     return Files(_portable_config(source, tensors, layers), tensors | embedding_tensors, as_is=tuple(embedding_tensors))
+
+
+def input_norm(layer: int) -> str:
+    """The norm before a layer's attention, as vLLM names it."""
+    return f"layers.{layer}.input_layernorm.weight"
+
+
+def hidden_norm(layer: int) -> str:
+    """The same of further layers, as SGLang names it."""
+    return f"layers.{layer}.hidden_norm.weight"
 
 
 def parallel(source: ExportSource) -> Files:
@@ -223,7 +235,8 @@ def _options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
     config_path = _inside(checkpoint)
     layer_config = checkpoint.object(INNER) if config_path else checkpoint.config
     layers = checkpoint.number("num_hidden_layers", *config_path) if "num_hidden_layers" in layer_config else 1
-    if checkpoint.has("layers.1.hidden_norm.weight"):
+    norms = [(checkpoint.tensors.get(input_norm(i)), checkpoint.tensors.get(hidden_norm(i))) for i in range(1, layers)]
+    if any(b is not None and (a is None or not torch.equal(a, b)) for a, b in norms):
         raise UserError(
             f"{checkpoint.origin}: each of its {layers} layers reads the embedding, but here the first alone does; this layout "
             "is not supported"
@@ -338,6 +351,8 @@ def _mend(draft: ConvertedDrafter) -> None:
         draft.notes.append(f"{EMBED} is not this target's embedding: it is the drafter's own")
     if checkpoint.config.get(TYPE) and "norm_before_residual" not in checkpoint.config:
         draft.notes.append("config.json does not say norm_before_residual: false, as speculators takes it (vLLM takes true)")
+    for layer in range(1, draft.options["layers"]):
+        draft.tensors.pop(hidden_norm(layer), None)
     store_vocabulary(draft)
 
 
