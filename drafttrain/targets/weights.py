@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import cached_file, logging
@@ -102,6 +102,11 @@ def filled(load: Callable[..., tuple[Any, Any]], path: str | None, origin: str, 
         if had_progress_bar:
             logging.enable_progress_bar()
     _check_filled(model, loading_info, origin)
+    compressor: Any = getattr(getattr(model, "hf_quantizer", None), "compressor", None)
+    if compressor is not None:  # of compressed-tensors, which waits for a forward pass of the whole model
+        compressor.decompress_model(model)
+        for linear in (module for module in model.modules() if isinstance(module, nn.Linear)):
+            linear.weight.data = linear.weight.data.to(model.get_input_embeddings().weight.dtype)  # FP4 is widened to bfloat16
     return model
 
 

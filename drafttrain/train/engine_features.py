@@ -33,6 +33,7 @@ from drafttrain.features.vllm_source import StateFiles, VllmSource
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.frozen_ends import FrozenEnds
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.quantised import rounded_to
 from drafttrain.train.engine import World
 from drafttrain.train.progress import Console
 
@@ -233,7 +234,7 @@ class EngineFeatures:
                     "features=engine: this target's final state is not the norm of its last block's output; set features=online"
                 )
         states = {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}
-        return ReferenceStates(ids.tolist(), keys, states, target.dtype), hidden[FINAL][0]
+        return ReferenceStates(ids.tolist(), keys, states, rounded_to(target)), hidden[FINAL][0]
 
 
 def _together(world: World, ask: Callable[[], R]) -> R | None:

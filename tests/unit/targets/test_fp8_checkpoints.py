@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.target import Taps
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.ops.fp8 import Fp8Linear
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.estimate import need_of, outline
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.structure import fingerprint_of
+from drafttrain.train.engine_features import EngineFeatures
 from tests.architectures import model_of
 from tests.tokenizers import save_bytes_tokenizer
 
@@ -142,6 +144,18 @@ def test_fp8_checkpoints_of_other_schemes_are_left_to_transformers(tmp_path: Pat
     # with the package of that name transformers asks for the scales of activations, which are not in the files
     with pytest.raises(UserError, match=r"^target\.path [^\n]*(compressed.tensors|input_scale)[^\n]*$"):
         loaded(tmp_path)
+
+
+def test_fp8_target_reference_states_allow_engine_rounding_of_activations(tmp_path: Path) -> None:
+    """An engine rounds some activations to the next code: 0.0015 of the norm, in float32 too, with vLLM on a CPU."""
+    saved(tmp_path, "Llama", "channel", compressed("channel"))
+    features: Any = SimpleNamespace(loaded=loaded(tmp_path), layers=SimpleNamespace(keys=(0, FINAL)))
+    reference, _ = EngineFeatures._compared(features, TOKENS[0].numpy())
+    served_TKH = torch.stack([reference.own[key] for key in reference.keys], 1)
+    noise_TKH = torch.randn(served_TKH.shape, generator=torch.Generator().manual_seed(0))
+    noise_TKH *= served_TKH.norm(dim=-1, keepdim=True) / noise_TKH.norm(dim=-1, keepdim=True)
+    assert reference.fault(served_TKH + 0.005 * noise_TKH, str) is None
+    assert reference.fault(served_TKH + 0.5 * noise_TKH, str) is not None
 
 
 def test_fp8_checkpoint_damaged_or_quantised_again_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.scheduler import Decoder
+from drafttrain.export.compressed import MAPS, Compression
 from drafttrain.model.target import Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
@@ -114,6 +115,22 @@ def test_quantised_checkpoint_missing_package_is_named(tmp_path: Path, subtests:
                 pytest.skip(f"{package} is installed")
             with pytest.raises(UserError, match=rf"^target\.path [^\n]*{package.replace('_', '.')}[^\n]*$"):
                 loaded(tmp_path)
+
+
+@pytest.mark.slow
+def test_packed_compressed_tensors_checkpoint_equals_dequantised_model(tmp_path: Path) -> None:
+    """Its library would widen the weights in the model's own forward pass, which a target does not call."""
+    model = model_of("Llama")
+    weights = {name: x for name, x in model.state_dict().items() if MAPS.fullmatch(name)}
+    int4 = Compression.of("int4", weights)
+    stored = saved(tmp_path, model, int4.config(["lm_head"]))
+    for name, weight in weights.items():
+        parts = int4.compress(weight, torch.float32)
+        stored |= {name.removesuffix("weight") + key: part for key, part in parts.items()}
+        del stored[name]
+        model.get_parameter(name).data.copy_(int4.widen(parts))
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    check(loaded(tmp_path).target, model)
 
 
 def test_quantised_checkpoint_of_unknown_method_is_refused(tmp_path: Path) -> None:
