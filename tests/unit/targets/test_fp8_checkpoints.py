@@ -141,8 +141,8 @@ def test_fp8_block_checkpoint_equals_scheme_in_float64_and_joins_blocks(name: st
 
 def test_fp8_checkpoints_of_other_schemes_are_left_to_transformers(tmp_path: Path) -> None:
     saved(tmp_path, "Llama", "channel", compressed("channel", dynamic=False))
-    # with the package of that name transformers asks for the scales of activations, which are not in the files
-    with pytest.raises(UserError, match=r"^target\.path [^\n]*(compressed.tensors|input_scale)[^\n]*$"):
+    # transformers, with the package of that name, asks for the scales of activations, which are not in the files
+    with pytest.raises(UserError, match=r"^target\.path [^\n]*input_scale[^\n]*$"):
         loaded(tmp_path)
 
 
