@@ -133,6 +133,7 @@ class Halving(optuna.pruners.BasePruner):
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
         """Optuna's interface. All trials of the round have reported, and have `points` among their attributes."""
         number = trial.last_step
+        assert number is not None
         rivals = [other for other in study.get_trials(deepcopy=False) if number in other.intermediate_values]
         ranked = sorted(rivals, key=lambda other: other.intermediate_values[number], reverse=True)
         place = next(i for i, other in enumerate(ranked) if other.number == trial.number)
