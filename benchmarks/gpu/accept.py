@@ -220,6 +220,8 @@ class Commit(Verified):
         "drafttrain.ops.commit.along_reference",
         "drafttrain.ops.commit.keep_last_reference",
         "drafttrain.ops.commit.append_text_reference",
+        "drafttrain.ops.commit.append_pending_reference",
+        "drafttrain.ops.commit.take_pending_reference",
         "drafttrain.ops.kv_cache.advance_reference",
     )
     dtypes: ClassVar = (torch.float32,)
@@ -235,18 +237,24 @@ class Commit(Verified):
         found |= {"path": path_BN, "accepted": count_B, "bonus": bonus_B, "slot": made_B.flip(0) - 1}
         found |= {"root": torch.zeros_like(made_B), "made": made_B, "done": made_B % 3 == 0, "limit": made_B + 1 + made_B % 3}
         found |= {"hidden": given["logits"], "kept": given["logits"][:, 0] + 1.0, "known": made_B + 1}
+        found |= {"pending": made_B % 2, "tokens": torch.zeros_like(given["token"]).repeat(1, 2)}
+        found |= {"states": torch.zeros_like(given["logits"]).repeat(1, 2, 1)}
         found |= {"text": torch.zeros_like(given["token"]).repeat(1, 2), "written": made_B % self.nodes}
         return found | {"stop": torch.full_like(made_B, -1)[:, None], "length": made_B * 5, "lengths": made_B * 7}
 
     def run(self, given: Tensors) -> Tensors:
         at, sequences = self._arguments(given)
         found = commit_op.commit(tree_of(given), given["path"], self.nodes, *at)
-        hidden_BAH = commit_op.along(given["hidden"], given["path"], self.nodes)
+        (hidden_BAH,) = commit_op.along([given["hidden"]], given["path"], self.nodes)
         rows = (found.count_B, given["slot"])
         commit_op.keep_last(given["kept"], given["known"], hidden_BAH, found.next_BA, *rows)
         commit_op.append_text(given["text"], given["written"], found.token_BA, found.next_BA, *rows)
         longer_B = cache_op.advance(given["length"], *rows, given["lengths"])
-        return self._results(given, sequences, found) | {"along": hidden_BAH, "longer": longer_B}
+        stores = [given["tokens"], given["states"]]
+        commit_op.append_pending([found.token_BA, hidden_BAH], *rows, stores, given["pending"])
+        taken, pending_B = commit_op.take_pending(stores, given["slot"], given["pending"], self.nodes)
+        results = self._results(given, sequences, found) | dict(zip(("tokens", "states"), taken, strict=True))
+        return results | {"along": hidden_BAH, "longer": longer_B, "waiting": pending_B}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         at, sequences = self._arguments(wide)
@@ -256,7 +264,11 @@ class Commit(Verified):
         commit_op.keep_last_reference(wide["kept"], wide["known"], hidden_BAH, found.next_BA, *rows)
         commit_op.append_text_reference(wide["text"], wide["written"], found.token_BA, found.next_BA, *rows)
         longer_B = cache_op.advance_reference(wide["length"], *rows, wide["lengths"])
-        return self._results(wide, sequences, found) | {"along": hidden_BAH, "longer": longer_B}
+        stores = [wide["tokens"], wide["states"]]
+        commit_op.append_pending_reference([found.token_BA, hidden_BAH], *rows, stores, wide["pending"])
+        taken, pending_B = commit_op.take_pending_reference(stores, wide["slot"], wide["pending"], self.nodes)
+        results = self._results(wide, sequences, found) | dict(zip(("tokens", "states"), taken, strict=True))
+        return results | {"along": hidden_BAH, "longer": longer_B, "waiting": pending_B}
 
     def _arguments(self, given: Tensors) -> tuple[tuple[Any, ...], commit_op.Sequences]:
         sequences = commit_op.Sequences(*(given[name] for name in ("root", "made", "done", "limit", "stop")))

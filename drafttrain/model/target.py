@@ -52,7 +52,7 @@ class TargetOut:
 
     def hidden_along(self, path_BN: Tensor, columns: int) -> dict[int, Tensor]:
         """[B, A, H] each: the states at the first `columns` nodes of each path."""
-        return {key: along(hidden_BNH, path_BN, columns) for key, hidden_BNH in self.hidden.items()}
+        return dict(zip(self.hidden, along(list(self.hidden.values()), path_BN, columns), strict=True))
 
 
 class Target(Protocol):

@@ -1,11 +1,13 @@
 """What a decode step makes of its accepted paths, in one operator: tokens, the state of each text, the host's record. And what
 drafters get and store of them.
 
-Shapes: S slots, B rows, N tree nodes, A accepted nodes, K stop tokens, X = A + 3, P places of a text, H numbers of a state.
+Shapes: S slots, B rows, N tree nodes, A accepted nodes, K stop tokens, X = A + 3, P places of a text, H numbers of a state,
+W columns of a store.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,13 +103,13 @@ def shifted(tree: DraftTree, path_BA: Tensor, count_B: Tensor, bonus_B: Tensor) 
     return token_BA, next_BA.scatter(1, (count_B - 1).clamp_min(0)[:, None], bonus_B[:, None])
 
 
-def along(values_BNH: Tensor, path_BN: Tensor, columns: int) -> Tensor:
-    """[B, A, H] the values at the first `columns` nodes of each path."""
-    if not library.serves_on(values_BNH.device):
-        return along_reference(values_BNH, path_BN[:, :columns])
-    out_BAH = values_BNH.new_empty(len(path_BN), columns, values_BNH.shape[-1])
-    torch.ops.drafttrain.along(values_BNH.contiguous(), path_BN, out_BAH)
-    return out_BAH
+def along(values: Sequence[Tensor], path_BN: Tensor, columns: int) -> list[Tensor]:
+    """[B, A, H] each: of values [B, N, H] those at the first `columns` nodes of each path."""
+    if not library.serves_on(path_BN.device):
+        return [along_reference(values_BNH, path_BN[:, :columns]) for values_BNH in values]
+    out = [values_BNH.new_empty(len(path_BN), columns, values_BNH.shape[-1]) for values_BNH in values]
+    torch.ops.drafttrain.along([values_BNH.contiguous() for values_BNH in values], path_BN, out)
+    return out
 
 
 def along_reference(values_BNH: Tensor, path_BA: Tensor) -> Tensor:
@@ -132,6 +134,52 @@ def keep_last_reference(
     last_BH = along_reference(hidden_BAH, last_B1)[:, 0].to(hidden_SH.dtype)
     hidden_SH[slot_B] = torch.where(updated_B[:, None], last_BH, hidden_SH[slot_B])
     root_S[slot_B] = torch.where(updated_B, next_BA.gather(1, last_B1)[:, 0], root_S[slot_B])
+
+
+def append_pending(
+    values: Sequence[Tensor], count_B: Tensor, slot_B: Tensor, stores: Sequence[Tensor], pending_S: Tensor
+) -> None:
+    """Append the first `count` columns of each row's values [B, A, ...] to its slot's in the stores [S, W, ...], which hold
+    `pending` columns of it. The last column of a store takes padding.
+    """
+    if not library.serves_on(slot_B.device):
+        append_pending_reference(values, count_B, slot_B, stores, pending_S)
+        return
+    torch.ops.drafttrain.append_pending(
+        [value_BA.contiguous() for value_BA in values], count_B.contiguous(), slot_B, list(stores), pending_S
+    )
+
+
+def append_pending_reference(
+    values: Sequence[Tensor], count_B: Tensor, slot_B: Tensor, stores: Sequence[Tensor], pending_S: Tensor
+) -> None:
+    """The plain-torch twin of `append_pending`."""
+    column_A, pending_B = torch.arange(values[0].shape[1], device=slot_B.device), pending_S[slot_B]
+    index_BA = torch.where(column_A < count_B[:, None], pending_B[:, None] + column_A, stores[0].shape[1] - 1)
+    for store_SW, value_BA in zip(stores, values, strict=True):
+        store_SW[slot_B[:, None], index_BA] = value_BA
+    pending_S[slot_B] = pending_B + count_B
+
+
+def take_pending(stores: Sequence[Tensor], slot_B: Tensor, pending_S: Tensor, columns: int) -> tuple[list[Tensor], Tensor]:
+    """([B, columns, ...] of each store [S, W, ...], count_B): the first columns of these slots, and how many of them count.
+    After it none do.
+    """
+    if not library.serves_on(slot_B.device):
+        return take_pending_reference(stores, slot_B, pending_S, columns)
+    out = [store_SW.new_empty(len(slot_B), columns, *store_SW.shape[2:]) for store_SW in stores]
+    count_B = torch.empty_like(slot_B)
+    torch.ops.drafttrain.take_pending(list(stores), slot_B, pending_S, out, count_B)
+    return out, count_B
+
+
+def take_pending_reference(
+    stores: Sequence[Tensor], slot_B: Tensor, pending_S: Tensor, columns: int
+) -> tuple[list[Tensor], Tensor]:
+    """The plain-torch twin of `take_pending`."""
+    count_B = pending_S[slot_B]
+    pending_S.index_fill_(0, slot_B, 0)
+    return [store_SW[slot_B, :columns] for store_SW in stores], count_B
 
 
 def append_text(text_SP: Tensor, length_S: Tensor, token_BA: Tensor, next_BA: Tensor, count_B: Tensor, slot_B: Tensor) -> None:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "commits.h"
 
@@ -26,12 +27,46 @@ void commit(const Tensor& token, const Tensor& parent, const Tensor& real, const
     }
 }
 
-void along(const Tensor& values, const Tensor& path, const Tensor& out) {
-    const int64_t columns = out.size(1), size = entry_bytes(values, out, out.size(0) * columns);
-    for (int64_t i = 0; i < out.size(0) * columns; i++) {
-        const int64_t row = i / columns, node = data<int64_t>(path)[row * path.stride(0) + i % columns];
-        std::memcpy(data<char>(out) + i * size, data<char>(values) + (row * values.size(1) + node) * size, size_t(size));
+void along(std::vector<Tensor> values, const Tensor& path, std::vector<Tensor> out) {
+    for (size_t k = 0; k < out.size(); k++) {
+        const int64_t columns = out[k].size(1), size = entry_bytes(values[k], out[k], out[k].size(0) * columns);
+        for (int64_t i = 0; i < out[k].size(0) * columns; i++) {
+            const int64_t row = i / columns, node = data<int64_t>(path)[row * path.stride(0) + i % columns];
+            const char* from = data<char>(values[k]) + (row * values[k].size(1) + node) * size;
+            std::memcpy(data<char>(out[k]) + i * size, from, size_t(size));
+        }
     }
+}
+
+void append_pending(std::vector<Tensor> values, const Tensor& count, const Tensor& slot, std::vector<Tensor> kept,
+                    const Tensor& pending) {
+    for (int64_t b = 0; b < count.numel(); b++) {
+        const int64_t s = data<int64_t>(slot)[b], added = data<int64_t>(count)[b];
+        int64_t& at = data<int64_t>(pending)[s];
+        for (size_t k = 0; k < kept.size(); k++) {
+            const int64_t columns = values[k].size(1), width = kept[k].size(1);
+            const int64_t size = entry_bytes(values[k], kept[k], kept[k].size(0) * width);
+            STD_TORCH_CHECK(added <= columns && at + added <= width, "a slot has no room for these positions");
+            char* to = data<char>(kept[k]) + (s * width + at) * size;
+            std::memcpy(to, data<char>(values[k]) + b * columns * size, size_t(added * size));
+        }
+        at += added;
+    }
+}
+
+void take_pending(std::vector<Tensor> kept, const Tensor& slot, const Tensor& pending, std::vector<Tensor> out,
+                  const Tensor& count) {
+    for (int64_t b = 0; b < count.numel(); b++) {
+        const int64_t s = data<int64_t>(slot)[b];
+        for (size_t k = 0; k < kept.size(); k++) {
+            const int64_t columns = out[k].size(1), width = kept[k].size(1);
+            const int64_t size = entry_bytes(kept[k], out[k], out[k].size(0) * columns);
+            const char* from = data<char>(kept[k]) + s * width * size;
+            std::memcpy(data<char>(out[k]) + b * columns * size, from, size_t(columns * size));
+        }
+        data<int64_t>(count)[b] = data<int64_t>(pending)[s];
+    }
+    for (int64_t b = 0; b < count.numel(); b++) data<int64_t>(pending)[data<int64_t>(slot)[b]] = 0;
 }
 
 void keep_last(const Tensor& state, const Tensor& next, const Tensor& count, const Tensor& slot, const Tensor& kept,
@@ -90,6 +125,8 @@ void look_up(const Tensor& text, const Tensor& length, const Tensor& slot, int64
 STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("commit", TORCH_BOX(&commit));
     m.impl("along", TORCH_BOX(&along));
+    m.impl("append_pending", TORCH_BOX(&append_pending));
+    m.impl("take_pending", TORCH_BOX(&take_pending));
     m.impl("keep_last", TORCH_BOX(&keep_last));
     m.impl("append_text", TORCH_BOX(&append_text));
     m.impl("look_up", TORCH_BOX(&look_up));

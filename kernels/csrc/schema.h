@@ -42,10 +42,15 @@ inline void define(torch::stable::detail::StableLibrary& m) {
         "Tensor limit, bool skips, bool counts, Tensor(a!) root, Tensor(b!) made, Tensor(c!) done, Tensor(d!) "
         "taken, "
         "Tensor(e!) next, Tensor(f!) kept, Tensor(g!) record) -> ()");
-    // the values [B, N, H] at the first nodes of each path, [B, A, H]
-    m.def("along(Tensor values, Tensor path, Tensor(a!) out) -> ()");
+    // for each of several values [B, N, H]: those at the first nodes of each path, [B, A, H]
+    m.def("along(Tensor[] values, Tensor path, Tensor(a!)[] out) -> ()");
     // the state and the token of column count - 1 of each row, into its slot's entries; nothing where count is 0
     m.def("keep_last(Tensor state, Tensor next, Tensor count, Tensor slot, Tensor(a!) kept, Tensor(b!) root) -> ()");
+    // the first `count` columns of each row's values [B, A, ...], into its slot's entries of `kept` [S, W, ...] from `pending`
+    // on, which grows
+    m.def("append_pending(Tensor[] values, Tensor count, Tensor slot, Tensor(a!)[] kept, Tensor(b!) pending) -> ()");
+    // the first columns of each slot's entries, and how many of them count, which becomes 0
+    m.def("take_pending(Tensor[] kept, Tensor slot, Tensor(a!) pending, Tensor(b!)[] out, Tensor(c!) count) -> ()");
     // the first token, then those after the first `count` tokens, from place `length` of a slot's text on; length grows
     m.def("append_text(Tensor token, Tensor next, Tensor count, Tensor slot, Tensor(a!) text, Tensor(b!) length) -> ()");
     // on CPUs: a slot's last token, and the tokens after the latest of the longest earlier occurrences of its text's end, of

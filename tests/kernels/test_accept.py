@@ -232,6 +232,24 @@ def test_sample_operator_degenerate_logits_give_valid_tokens(machine: str) -> No
             sampling_op.sample(torch.zeros(1, 1 << 24, dtype=torch.float16), Sampling(1.0), torch.zeros(1).long(), Lane.TARGET)
 
 
+@pytest.mark.parametrize("drawn", [False, True], ids=["given", "drawn"])
+def test_acceptance_and_sampling_of_infinite_logits_equal_reference(machine: str, drawn: bool) -> None:
+    """float16 overflows to infinity. Such a row has no probabilities: its children are rejected and token 0 follows."""
+    for V in (16, 4099):
+        c = case(3, 8 if machine == "cpu" else 4, 7, V, drawn, dtype=torch.float16)
+        logits_BNV, is_even_B1 = c.logits_BNV, torch.arange(len(c.logits_BNV))[:, None] % 2 == 0
+        at_BN1 = torch.where(is_even_B1, V - 1, c.tree.token_BN.roll(-1, 1))[..., None]  # maybe a child's token
+        infinite_BN1 = ~logits_BNV[..., :1].isnan() & (torch.arange(7) % 3 != 1)[:, None]
+        logits_BNV.scatter_(2, at_BN1, logits_BNV.gather(2, at_BN1).masked_fill(infinite_BN1, torch.inf))
+        check(lossless_accept(c.tree, logits_BNV, c.position_BN, c.sampling), accept.lossless_reference(*c.wide()))
+        found = likely_accept(c.tree, logits_BNV, c.position_BN, c.sampling, 0.09, 0.3)
+        check(found, accept.likely_reference(*c.wide(), 0.09, 0.3))
+        rows = (c.sampling, c.position_BN[:, 0], Lane.DRAFT, 5)
+        wanted_B = sampling_op.sample_reference(logits_BNV[:, 0].double(), *rows)
+        assert torch.equal(sampling_op.sample(logits_BNV[:, 0].contiguous(), *rows), wanted_B)
+        assert bool((wanted_B[(logits_BNV[:, 0] == torch.inf).any(-1)] == 0).all())
+
+
 def test_lossless_accept_children_with_all_probability_are_accepted(machine: str) -> None:
     """Two tokens are left of the law and both are children: one is always taken, whatever rounding makes of the second."""
     B, V = (2000, 40) if machine == "cpu" else (20, 40)
@@ -347,7 +365,9 @@ def test_along_and_keep_last_equal_reference(machine: str, width: int, dtype: to
     hidden_SH, hidden_BAH = (torch.randn(*rows, width, generator=random).to(dtype) for rows in ((9,), (6, 4)))
     root_S, next_BA = torch.arange(9), torch.randint(0, 99, (6, 4), generator=random)
     path_BN = torch.randint(0, 4, (6, 7), generator=random)  # of which rows are read in part
-    assert torch.equal(commit.along(hidden_BAH, path_BN, 5), commit.along_reference(hidden_BAH, path_BN[:, :5]))
+    values = [hidden_BAH, *(hidden_BAH + i for i in range(16))]  # more than one launch takes
+    for found_BAH, value_BAH in zip(commit.along(values, path_BN, 5), values, strict=True):
+        assert torch.equal(found_BAH, commit.along_reference(value_BAH, path_BN[:, :5]))
     same_SH, same_S = hidden_SH.clone(), root_S.clone()
     commit.keep_last(hidden_SH, root_S, hidden_BAH, next_BA, count_B, slot_B)
     commit.keep_last_reference(same_SH, same_S, hidden_BAH, next_BA, count_B, slot_B)
@@ -387,6 +407,25 @@ def test_advance_equals_reference(machine: str) -> None:
     found = cache.advance(length_B, count_B, slot_B, length_S)
     wanted = cache.advance_reference(length_B, count_B, slot_B, same_S)
     assert torch.equal(found, wanted) and torch.equal(length_S, same_S)
+
+
+@pytest.mark.parametrize(("width", "stores"), [(5, 1), (16, 17)])
+def test_pending_positions_appended_and_taken_equal_reference(machine: str, width: int, stores: int) -> None:
+    """Rows without a new position, slots that have some already, and more tensors than one launch takes."""
+    random = torch.Generator().manual_seed(width)
+    slot_B, count_B = torch.randperm(9, generator=random)[:6], torch.tensor([0, 1, 4, 2, 0, 3])
+    pending_S = torch.tensor([0, 3, 0, 1, 0, 5, 0, 2, 4])
+    values = [torch.randint(0, 99, (6, 4), generator=random)]
+    values += [torch.randn(6, 4, width, generator=random).to(torch.bfloat16) for _ in range(stores)]
+    kept = [value_BA.new_zeros(9, 12, *value_BA.shape[2:]) for value_BA in values]
+    same, same_S = [store_SW.clone() for store_SW in kept], pending_S.clone()
+    commit.append_pending(values, count_B, slot_B, kept, pending_S)
+    commit.append_pending_reference(values, count_B, slot_B, same, same_S)
+    found, found_B = commit.take_pending(kept, slot_B[:4], pending_S, 9)
+    wanted, wanted_B = commit.take_pending_reference(same, slot_B[:4], same_S, 9)
+    assert torch.equal(found_B, wanted_B) and torch.equal(pending_S, same_S) and bool((same_S > 0).any())
+    for ours, theirs in ((kept, same), (found, wanted)):  # a store's last column takes padding
+        assert all(torch.equal(a[:, :11], b[:, :11]) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_append_text_equals_reference(machine: str) -> None:

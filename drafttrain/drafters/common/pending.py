@@ -17,7 +17,7 @@ from drafttrain.model import cached_layers
 from drafttrain.model.drafter import Commit, RevertibleState
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import FINAL
-from drafttrain.ops.commit import keep_last
+from drafttrain.ops.commit import append_pending, keep_last, take_pending
 
 IDLE = 32  # positions, beyond those of one proposal, that can wait while the drafter is idle
 
@@ -45,14 +45,12 @@ class PendingPositions:
     def add(self, commit: Commit, slot_B: Tensor, empty: bool = False) -> None:
         """Append a commit; `has_room` must be true for its columns. empty: these slots have no pending positions."""
         columns = commit.token_BA.shape[1]
-        column_A, pending_B = torch.arange(columns, device=slot_B.device), self.count_S[slot_B]
-        index_BA = torch.where(column_A < commit.count_B[:, None], pending_B[:, None] + column_A, self.width)
         new_columns: dict[Any, Tensor] = {"token": commit.token_BA, "next": commit.next_BA, **commit.hidden}
         for key, new_column in new_columns.items():
             if key not in self._columns:
                 self._columns[key] = new_column.new_zeros(len(self.count_S), self.width + 1, *new_column.shape[2:])
-            self._columns[key][slot_B[:, None], index_BA] = new_column
-        self.count_S[slot_B] = pending_B + commit.count_B
+        stores = [self._columns[key] for key in new_columns]
+        append_pending(list(new_columns.values()), commit.count_B, slot_B, stores, self.count_S)
         self.most = max(self.most, columns) if empty else self.most + columns
 
     def take(self, slot_B: Tensor, columns: int | None = None, others: bool = False) -> Commit:
@@ -61,11 +59,10 @@ class PendingPositions:
         columns: how many columns to return; None: the upper bound of the counts. others: further slots have pending positions.
         """
         columns = self.most if columns is None else columns
-        columns_by_key = {key: x[slot_B, :columns] for key, x in self._columns.items()}
-        count_B = self.count_S[slot_B]
-        self.count_S.index_fill_(0, slot_B, 0)
+        taken, count_B = take_pending(list(self._columns.values()), slot_B, self.count_S, columns)
         self.most = self.most if others else 0
-        return Commit(columns_by_key.pop("token"), columns_by_key.pop("next"), columns_by_key, count_B)
+        (token_BA, next_BA), hidden = taken[:2], dict(zip(list(self._columns)[2:], taken[2:], strict=True))
+        return Commit(token_BA, next_BA, hidden, count_B)
 
     def snapshot(self, slot_B: Tensor) -> PendingCopy:
         """A copy of these slots' pending positions."""

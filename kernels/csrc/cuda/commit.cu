@@ -1,7 +1,8 @@
 // The commit of a decode step, and what drafters store of it: a warp or a block for each row.
+#include <algorithm>
+#include <vector>
 
 #include "../commits.h"
-#include "aligned.cuh"
 #include "launch.cuh"
 
 namespace drafttrain {
@@ -29,42 +30,127 @@ void commit(const Tensor& token, const Tensor& parent, const Tensor& real, const
     if (token.size(0) > 0) run(commit_rows, dim3(unsigned(token.size(0))), dim3(kWarp), 0, c);
 }
 
-constexpr int kEntryThreads = 128;  // copy one entry
+constexpr int kEntryThreads = 128;    // copy one entry
+constexpr int kPendingThreads = 512;  // copy what a row adds
+constexpr int kCopies = 16;           // tensors that one launch copies from and to
 
-// Block (a, b) copies the entry of node path[b, a].
+// Copies bytes by a block, sixteen at a time where addresses allow. All loads of an iteration are issued before the first is
+// used.
 template <typename Unit>
-__global__ void __launch_bounds__(kEntryThreads)
-    entries_along(const Unit* values, const int64_t* path, Unit* out, int64_t nodes, int64_t stride, int64_t units) {
-    enter_kernel();
-    const int64_t row = blockIdx.y, node = path[row * stride + blockIdx.x];
-    const Unit* from = values + (row * nodes + node) * units;
-    Unit* to = out + (row * gridDim.x + blockIdx.x) * units;
-    for (int64_t i = threadIdx.x; i < units; i += kEntryThreads) to[i] = from[i];
+__device__ void copy_units(const char* from, char* to, int64_t bytes) {
+    constexpr int kEach = 8;
+    const Unit* source = reinterpret_cast<const Unit*>(from);
+    const int64_t units = bytes / int64_t(sizeof(Unit));
+    for (int64_t start = threadIdx.x; start < units; start += kEach * blockDim.x) {
+        Unit unit[kEach];
+#pragma unroll
+        for (int j = 0; j < kEach; j++) unit[j] = source[start + j * blockDim.x < units ? start + j * blockDim.x : start];
+#pragma unroll
+        for (int j = 0; j < kEach; j++)
+            if (start + j * blockDim.x < units) reinterpret_cast<Unit*>(to)[start + j * blockDim.x] = unit[j];
+    }
 }
 
-void along(const Tensor& values, const Tensor& path, const Tensor& out) {
-    const int64_t rows = out.size(0), columns = out.size(1), bytes = entry_bytes(values, out, rows * columns);
-    const Launcher run(values);
-    if (rows == 0) return;
-    by_unit(bytes, values, out, [&](auto unit) {
-        using Unit = decltype(unit);
-        run(entries_along<Unit>, dim3(unsigned(columns), unsigned(rows)), dim3(kEntryThreads), 0, data<Unit>(values),
-            data<int64_t>(path), data<Unit>(out), values.size(1), path.stride(0), bytes / int64_t(sizeof(Unit)));
+__device__ void copy_bytes(const char* from, char* to, int64_t bytes) {
+    if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) | uintptr_t(bytes)) % 16 == 0)
+        copy_units<uint4>(from, to, bytes);
+    else
+        copy_units<uint16_t>(from, to, bytes);
+}
+
+// Some tensors, and those that their entries are copied to.
+struct Copies {
+    const char* from[kCopies];
+    char* to[kCopies];
+    int64_t bytes[kCopies];  // of an entry
+    int count;
+};
+
+// Calls f(copies, last) for kCopies of the tensors at a time. Entries lie in the first two dimensions.
+template <typename F>
+void by_copies(const std::vector<Tensor>& from, const std::vector<Tensor>& to, F f) {
+    for (size_t start = 0; start < from.size(); start += kCopies) {
+        Copies copies = {};
+        copies.count = int(std::min<size_t>(kCopies, from.size() - start));
+        for (int k = 0; k < copies.count; k++) {
+            const Tensor &source = from[start + k], &target = to[start + k];
+            copies.from[k] = data<char>(source), copies.to[k] = data<char>(target);
+            copies.bytes[k] = entry_bytes(source, target, target.size(0) * target.size(1));
+        }
+        f(copies, start + kCopies >= from.size());
+    }
+}
+
+// Block (a, b, k) copies the entry of node path[b, a] of tensor k.
+__global__ void __launch_bounds__(kEntryThreads)
+    entries_along(Copies copies, const int64_t* path, int64_t nodes, int64_t stride) {
+    enter_kernel();
+    const int64_t row = blockIdx.y, node = path[row * stride + blockIdx.x], bytes = copies.bytes[blockIdx.z];
+    copy_bytes(copies.from[blockIdx.z] + (row * nodes + node) * bytes,
+               copies.to[blockIdx.z] + (row * gridDim.x + blockIdx.x) * bytes, bytes);
+}
+
+void along(std::vector<Tensor> values, const Tensor& path, std::vector<Tensor> out) {
+    const Launcher run(path);
+    by_copies(values, out, [&](const Copies& copies, bool) {
+        const dim3 grid(unsigned(out[0].size(1)), unsigned(out[0].size(0)), unsigned(copies.count));
+        if (out[0].size(0) == 0) return;
+        run(entries_along, grid, dim3(kEntryThreads), 0, copies, data<int64_t>(path), values[0].size(1), path.stride(0));
     });
 }
 
-// A block stores one row's last state, `units` long, and the token after it.
-template <typename Unit>
+// A block copies what one row adds, of every tensor, so that it alone knows when the slot's count may change.
+__global__ void __launch_bounds__(kPendingThreads) append_rows(Copies copies, const int64_t* count, const int64_t* slot,
+                                                               int64_t* pending, int64_t columns, int64_t width, bool last) {
+    enter_kernel();
+    const int64_t row = blockIdx.x, s = slot[row], added = count[row], at = pending[s];
+    for (int k = 0; k < copies.count; k++) {
+        const int64_t bytes = copies.bytes[k];
+        copy_bytes(copies.from[k] + row * columns * bytes, copies.to[k] + (s * width + at) * bytes, added * bytes);
+    }
+    __syncthreads();  // every thread has read the slot's count
+    if (threadIdx.x == 0 && last && added > 0) pending[s] = at + added;
+}
+
+void append_pending(std::vector<Tensor> values, const Tensor& count, const Tensor& slot, std::vector<Tensor> kept,
+                    const Tensor& pending) {
+    const Launcher run(count);
+    if (count.numel() == 0) return;
+    by_copies(values, kept, [&](const Copies& copies, bool last) {
+        run(append_rows, dim3(unsigned(count.numel())), dim3(kPendingThreads), 0, copies, data<int64_t>(count),
+            data<int64_t>(slot), data<int64_t>(pending), values[0].size(1), kept[0].size(1), last);
+    });
+}
+
+// Block (b, k) copies the columns of one slot and tensor. pending is null but for the last tensors.
+__global__ void __launch_bounds__(kPendingThreads)
+    taken_rows(Copies copies, const int64_t* slot, int64_t* pending, int64_t* count, int64_t columns, int64_t width) {
+    enter_kernel();
+    const int64_t row = blockIdx.x, s = slot[row], bytes = copies.bytes[blockIdx.y];
+    copy_bytes(copies.from[blockIdx.y] + s * width * bytes, copies.to[blockIdx.y] + row * columns * bytes, columns * bytes);
+    if (pending != nullptr && blockIdx.y == 0 && threadIdx.x == 0) count[row] = pending[s], pending[s] = 0;
+}
+
+void take_pending(std::vector<Tensor> kept, const Tensor& slot, const Tensor& pending, std::vector<Tensor> out,
+                  const Tensor& count) {
+    const Launcher run(count);
+    if (count.numel() == 0) return;
+    by_copies(kept, out, [&](const Copies& copies, bool last) {
+        run(taken_rows, dim3(unsigned(count.numel()), unsigned(copies.count)), dim3(kPendingThreads), 0, copies,
+            data<int64_t>(slot), last ? data<int64_t>(pending) : nullptr, data<int64_t>(count), out[0].size(1),
+            kept[0].size(1));
+    });
+}
+
+// A block stores one row's last state and the token after it.
 __global__ void __launch_bounds__(kEntryThreads)
-    last_rows(const Unit* state, const int64_t* next, const int64_t* count, const int64_t* slot, Unit* kept, int64_t* root,
-              int64_t columns, int64_t units) {
+    last_rows(const char* state, const int64_t* next, const int64_t* count, const int64_t* slot, char* kept, int64_t* root,
+              int64_t columns, int64_t bytes) {
     enter_kernel();
     const int64_t row = blockIdx.x, last = row * columns + count[row] - 1, s = slot[row];
     if (last < row * columns) return;
     if (threadIdx.x == 0) root[s] = next[last];
-    const Unit* from = state + last * units;
-    Unit* to = kept + s * units;
-    for (int i = threadIdx.x; i < int(units); i += kEntryThreads) to[i] = from[i];
+    copy_bytes(state + last * bytes, kept + s * bytes, bytes);
 }
 
 void keep_last(const Tensor& state, const Tensor& next, const Tensor& count, const Tensor& slot, const Tensor& kept,
@@ -72,12 +158,8 @@ void keep_last(const Tensor& state, const Tensor& next, const Tensor& count, con
     const int64_t rows = next.size(0), bytes = entry_bytes(state, kept, kept.size(0));
     const Launcher run(next);
     if (rows == 0) return;
-    by_unit(bytes, state, kept, [&](auto unit) {
-        using Unit = decltype(unit);
-        run(last_rows<Unit>, dim3(unsigned(rows)), dim3(kEntryThreads), 0, data<Unit>(state), data<int64_t>(next),
-            data<int64_t>(count), data<int64_t>(slot), data<Unit>(kept), data<int64_t>(root), next.size(1),
-            bytes / int64_t(sizeof(Unit)));
-    });
+    run(last_rows, dim3(unsigned(rows)), dim3(kEntryThreads), 0, data<char>(state), data<int64_t>(next), data<int64_t>(count),
+        data<int64_t>(slot), data<char>(kept), data<int64_t>(root), next.size(1), bytes);
 }
 
 // A text has room for its slot's positions, as the cache has; the CPU's operator checks that.
@@ -107,6 +189,8 @@ void append_text(const Tensor& token, const Tensor& next, const Tensor& count, c
 DRAFTTRAIN_CUDA_OPS(m) {
     m.impl("commit", TORCH_BOX(&drafttrain::commit));
     m.impl("along", TORCH_BOX(&drafttrain::along));
+    m.impl("append_pending", TORCH_BOX(&drafttrain::append_pending));
+    m.impl("take_pending", TORCH_BOX(&drafttrain::take_pending));
     m.impl("keep_last", TORCH_BOX(&drafttrain::keep_last));
     m.impl("append_text", TORCH_BOX(&drafttrain::append_text));
 }

@@ -1,4 +1,4 @@
-"""How many kernels a proposal launches on a GPU, counted by the recorder: the launches bound a small drafter's speed."""
+"""Kernels that a proposal, and what a drafter stores, launch on a GPU, by the recorder: they bound a small drafter's speed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
 from drafttrain.model import kv_storage
 from drafttrain.model.attention import AttentionMetadata
+from drafttrain.model.drafter import Commit
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import prompts, tiny_model
@@ -24,12 +25,12 @@ ATTENTION = 2  # kernels of one tree attention at most: `attend` and `combine`
 
 # family: options, kernels of one proposal at most
 BOUNDS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "eagle3 chain": ("eagle3", {"tree": "chain", "draft_length": 4}, 110),
-    "eagle3 dynamic": ("eagle3", {"tree": "dynamic", "draft_length": 4, "width": 4, "nodes": 12}, 125),
-    "eagle chain": ("eagle", {"tree": "chain", "draft_length": 4}, 110),
-    "mtp chain": ("mtp", {"tree": "chain", "draft_length": 4}, 120),
-    "dflash block": ("dflash", {"tree": "chain", "block_size": 16}, 150),
-    "peagle": ("peagle", {}, 120),
+    "eagle3 chain": ("eagle3", {"tree": "chain", "draft_length": 4}, 90),
+    "eagle3 dynamic": ("eagle3", {"tree": "dynamic", "draft_length": 4, "width": 4, "nodes": 12}, 107),
+    "eagle chain": ("eagle", {"tree": "chain", "draft_length": 4}, 83),
+    "mtp chain": ("mtp", {"tree": "chain", "draft_length": 4}, 99),
+    "dflash block": ("dflash", {"tree": "chain", "block_size": 16}, 96),
+    "peagle": ("peagle", {}, 78),
     "hydra": ("hydra", {}, 90),
     "redrafter": ("redrafter", {}, 140),
     "jetspec best first": ("jetspec", {"tree": "best_first", "block_size": 16, "nodes": 63, "layers": 2}, 140),
@@ -58,7 +59,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
-def test_proposal_launches_no_more_kernels_than_its_bound(as_on_a_gpu: list[int], subtests: pytest.Subtests) -> None:
+def test_proposal_launches_no_more_kernels_than_its_bound_and_observing_a_commit_one(
+    as_on_a_gpu: list[int], subtests: pytest.Subtests
+) -> None:
     target = FastTarget(tiny_model())
     for case, (name, options, most) in BOUNDS.items():
         with subtests.test(case):
@@ -77,3 +80,9 @@ def test_proposal_launches_no_more_kernels_than_its_bound(as_on_a_gpu: list[int]
                 step.state.propose(session.slot_B, sampling)
             kernels = calls.kernels.total() + sum(as_on_a_gpu[before:])
             assert len(calls.calls) > 10 and kernels <= most, f"{kernels} kernels: {calls.kernels}"
+            token_BA = torch.zeros(1, 1 + drafter.draft_length, dtype=torch.long)
+            hidden = {key: torch.zeros(*token_BA.shape, target.shape.hidden_size) for key in drafter.taps.keys}
+            commit = Commit(token_BA, token_BA, hidden, torch.ones(1, dtype=torch.long))
+            with torch.inference_mode(), recorded() as calls:
+                step.state.observe(commit, session.slot_B)
+            assert calls.kernels.total() == 1, f"{calls.kernels} store what was accepted"
