@@ -81,8 +81,9 @@ class Eagle(Recurrent):
         """Noise that is a function of the batch alone: the same in a run that was resumed."""
         if not (self.training and self.options.noise):
             return state_BTH
-        index_T = torch.arange(1, batch.token_BT.shape[1] + 1, device=state_BTH.device)
-        generator = torch.Generator(state_BTH.device).manual_seed(int((batch.token_BT * index_T).sum()))
+        token_BT = (batch.host or batch).token_BT
+        seed = int((token_BT * torch.arange(1, token_BT.shape[1] + 1, device=token_BT.device)).sum())
+        generator = torch.Generator(state_BTH.device).manual_seed(seed)
         noise_BTH = torch.rand(state_BTH.shape, generator=generator, device=state_BTH.device, dtype=state_BTH.dtype)
         return state_BTH + (2 * noise_BTH - 1) * (self.options.noise * 512 / batch.longest)
 

@@ -302,12 +302,15 @@ class LiLiCorr(BlockDrafter):
         match_NKC = lattice.token_NKC == true_NK[..., None]
         complete_N1, covered_NK = (label_NK >= 0).all(1, keepdim=True), match_NKC.any(-1)
         learnt_NK = complete_N1 & covered_NK.int().cumprod(1).bool()
-        score_MC, index_M1 = score_NKC[learnt_NK], match_NKC[learnt_NK].int().argmax(-1)[:, None]
+        learnt_M = learnt_NK.flatten().nonzero()[:, 0]  # once: on a GPU each mask as an index waits for the device
+        score_MC, match_MC = (x_NKC.flatten(0, 1)[learnt_M] for x_NKC in (score_NKC, match_NKC))
+        index_M1 = match_MC.int().argmax(-1, keepdim=True)
         log_choice_MC = score_MC.log_softmax(-1)
         ce_weight, penalty_weight, _ = self.weights
         loss = -ce_weight * log_choice_MC.gather(1, index_M1).sum()
         if penalty_weight:
-            logits_MC = self.target_logits(batch, batch.teacher_index(label_NK[learnt_NK]), lattice.token_NKC[learnt_NK])
+            position_M, token_MC = label_NK.flatten()[learnt_M], lattice.token_NKC.flatten(0, 1)[learnt_M]
+            logits_MC = self.target_logits(batch, batch.teacher_index(position_M), token_MC)
             margin_MC = F.relu(logits_MC.gather(1, index_M1) - logits_MC)
             loss = loss + penalty_weight * (log_choice_MC.exp() * margin_MC).sum()
         return loss

@@ -201,6 +201,10 @@ class TrainBatch:
         """x on the host; without waiting for the device where it was found on the host."""
         return self.placed[id(x)][1] if id(x) in self.placed else x.cpu()
 
+    def joined(self, indices: Sequence[Tensor]) -> Tensor:
+        """One after the other; known on the host where they are."""
+        return torch.cat(list(indices)) if self.host is None else self.place(torch.cat([self.on_host(x) for x in indices]))
+
     def future(self, k: int) -> Pairs:
         """Pairs (t, t + k) within one document whose label is supervised."""
         if self.host is not None:

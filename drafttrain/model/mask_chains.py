@@ -106,7 +106,7 @@ class Chains(Documents):
                     source.append(pairs.source_M)
                     label.append(pairs.label_M)
                     state.append(state_BXH.unflatten(1, (-1, group.size))[:, :, depth - 1].flatten(0, 1)[index_M])
-            yield depth, Pairs(torch.cat(source), torch.cat(label)), torch.cat(state)
+            yield depth, Pairs(batch.joined(source), batch.joined(label)), torch.cat(state)
 
     def dense(self) -> Tensor:
         """[B, N, N] bool: which columns each column sees; for models with their own attention."""

@@ -22,7 +22,7 @@ from drafttrain.drafters.common.proposal import TreeOptions
 from drafttrain.features.online import Online
 from drafttrain.measure.exactness import Match, compare
 from drafttrain.model.batch import TrainBatch
-from drafttrain.model.drafter import Commit, Drafter, RevertibleState
+from drafttrain.model.drafter import Commit, Drafter, FrozenRef, RevertibleState
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.target import Taps
 from drafttrain.objective.losses import LossOptions, Objective
@@ -73,6 +73,28 @@ def test_drafter_gradients_are_ready_in_one_order_for_any_mask(name: str) -> Non
         if trained:
             objective(online.fill(batch))[0].backward()
     assert orders[0] == orders[1] and sorted(orders[0]) == [number for number, _ in trained]
+
+
+META = torch.device("meta")  # it has no data: whatever asks it for some fails
+# untrained ones; and one whose loss asks which candidates are right, so that other slots cost no logits of the target
+ASKING = ("prompt_lookup", "suffix", "lilicorr")
+
+
+@pytest.mark.parametrize("name", slow_but(FEW, [name for name in NAMES if name not in ASKING]))
+def test_drafter_training_step_asks_device_for_nothing(name: str) -> None:
+    """Tokens, documents, anchors and labels are known on the host, so that the host launches a step without waiting."""
+    target = tiny_target()
+    drafter = build(name, target, 0.3).train()
+    own = [value for module in drafter.modules() for value in vars(module).values() if isinstance(value, FrozenRef)]
+    for model in (drafter, target.model, *(ref.module.model for ref in own if isinstance(ref.module, HFTarget))):
+        model.to(META)
+    token_BT = torch.randint(6, 60, (2, 30), generator=torch.Generator().manual_seed(0))
+    position_BT = torch.arange(30).expand(2, 30)
+    document_BT = torch.where(position_BT < 17, 0, torch.tensor([[1], [-1]]))  # two texts, and one with padding
+    batch = Online(target, drafter.taps).fill(TrainBatch(token_BT, position_BT, document_BT, position_BT % 13 > 3))
+    loss, counts = Objective(drafter, target, LossOptions())(batch)
+    loss.backward()
+    assert loss.device == counts.packed().device == META
 
 
 @pytest.mark.sampled

@@ -29,9 +29,11 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.caching import Caching, check_features
-from drafttrain.train.engine import World, join_world
+from drafttrain.train.engine import TrainingEngine, World, join_world
 from drafttrain.train.job import TrainingJob
+from drafttrain.train.logger import ToHost
 from drafttrain.train.progress import Console
+from drafttrain.train.step_batches import Batches
 from drafttrain.train.trainer import Trainer
 from tests import forked
 from tests.contract.test_families import SHAPES, build
@@ -111,6 +113,19 @@ def test_cached_states_read_ahead_training_is_bit_identical_to_serial(
     theirs = train(name, loaded, data, world, tmp_path / "serial", features)
     assert last_weights(ours).read_bytes() == last_weights(theirs).read_bytes()
     assert (ours / "loss").read_text() == (theirs / "loss").read_text()
+
+
+def test_training_step_reads_device_after_its_gradients_and_logs_a_step_late(
+    loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step's batches are counted, and the last step's figures read, while a GPU would compute the gradients."""
+    seen, owners = list[str](), {"backward": TrainingEngine, "step": TrainingEngine, "ahead": Batches, "read": ToHost}
+    for name, owner in owners.items():
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *now, own=own, name=name, **more: seen.append(name) or own(*now, **more))
+    train("medusa", loaded, data, world, tmp_path / "run", None)
+    gradients, optimiser = ["backward"] * 2 + ["ahead"], ["step", "read"]
+    assert seen == [*gradients, *optimiser] + [*gradients, "read", *optimiser] * (OPTIONS.steps - 1) + ["read"]
 
 
 def test_cached_states_reader_thread_ends_when_training_is_interrupted(

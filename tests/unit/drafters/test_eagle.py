@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,18 @@ def test_eagle_feature_noise_is_deterministic_and_off_in_evaluation() -> None:
     state_BTH = torch.zeros(2, 12, 32)
     drawn = drafter.train()._noisy(state_BTH, batch)
     assert 0.9 < float(drawn.abs().max()) / (0.1 * 512 / 12) <= 1.0 and abs(float(drawn.mean())) < 0.3
+
+
+def test_eagle_feature_noise_is_seeded_by_the_tokens_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum on the device would make the host wait. A device without data has no generator, so the seeds are noted."""
+    drafter, seeds = drafter_of(noise=0.1).train(), list[int]()
+    batch = packed_batch(drafter, drafter._target.module)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch, "Generator", lambda _: SimpleNamespace(manual_seed=seeds.append))
+    for device in ("cpu", "meta"):
+        state_BTH = torch.zeros(2, 12, 32, device=device)
+        monkeypatch.setattr(torch, "rand", lambda *_, state_BTH=state_BTH, **__: state_BTH)
+        drafter._noisy(state_BTH, batch.to(torch.device(device)))
+    assert len(seeds) == 2 and len(set(seeds)) == 1
 
 
 def test_eagle_parameters_have_official_names() -> None:
