@@ -53,7 +53,7 @@ def most_sets(wanted: int, size: int) -> int:
 
 def jobs(machine: Machine) -> list[Job]:
     """All jobs, the most important first."""
-    found = goals(machine) + quantised(machine) + drafting.jobs(machine) + operators(timed(machine.rehearsal), machine)
+    found = goals(machine) + variants(machine) + drafting.jobs(machine) + operators(timed(machine.rehearsal), machine)
     found += [steps.job(setting, machine) for setting in settings(machine)]
     return list({job.name: job for job in found}.values())
 
@@ -89,10 +89,11 @@ def goals(machine: Machine) -> list[Job]:
     return [plain, *operators(() if machine.rehearsal else GOALS, machine), *main, sampled]
 
 
-def quantised(machine: Machine) -> list[Job]:
-    """Steps of the target that teams deploy: a bfloat16 drafter takes more of them."""
+def variants(machine: Machine) -> list[Job]:
+    """The target that teams deploy, of whose steps a bfloat16 drafter takes more; the goals' steps with tuned products."""
     (model, *_), context = sizes(machine)
-    return [steps.job(Setting(model, 1, context, (1, NODES[-1]), weights=FP8), machine), drafting.job(MAIN[0], machine, FP8)]
+    fp8, tuned = (Setting(model, 1, context, (1, NODES[-1]), **how) for how in ({"weights": FP8}, {"tuned": True}))
+    return [steps.job(fp8, machine), drafting.job(MAIN[0], machine, FP8), steps.job(tuned, machine)]
 
 
 def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:

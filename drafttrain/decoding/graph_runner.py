@@ -31,7 +31,9 @@ from drafttrain.model.target import Target
 Made = TypeVar("Made")
 
 WARM_RUNS = 2  # before a capture
-_failed: list[Any] = []  # graphs of failed captures: torch's allocators may still refer to them
+# Graphs of failed captures: torch's allocator of pinned memory may still refer to them (torch pull request 180395). Once they
+# are reset they hold no memory of the device, and nothing of the work; a decoder makes one at most.
+_failed: list[Any] = []
 
 
 class CaptureError(Exception):

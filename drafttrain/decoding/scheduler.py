@@ -410,7 +410,10 @@ class Decoder(DecoderSettings):
 
     def _session_for(self, slots: int, max_len: int) -> Session:
         """A new one; where it would capture graphs anew, the last one, if it is large enough."""
+        if self._session is not None and self._session.runner is not None and not self._session.runner.capture:
+            self.captures = False  # a capture has failed: no other is tried
         if not self.captures:
+            self._session = None
             return Session(self, slots, max_len)
         if self._session is None or self._session.kv.slots != slots or self._session.max_len < max_len:
             self._session = None  # its cache goes before the new one comes
