@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.goals import GOALS, shown
+from benchmarks.gpu.goals import GOALS, real_target, shown
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.results import BLOCKED, FAILED, FOLDER, PASSED, Section, older, visible
 from benchmarks.gpu.sources import ROOT
@@ -50,7 +50,10 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
         yield ", ".join(said) + f". Checks: {counted(known.get('check', {}))}.\n"
     bench, train = known.get("bench", {}), known.get("train", {})
     yield from ceilings(bench)
-    yield "\n".join([*table("goal", "wanted", "measured", ""), *(row(*each) for each in verdicts(known))]) + "\n"
+    yield (
+        "\n".join([*table("goal", "wanted", "measured", ""), *(row(*each) for each in verdicts(known, facts.get("name", "")))])
+        + "\n"
+    )
     yield from titled("Figures", figures(bench, train))
     yield from material(known.get("real-1", {}))
     yield from titled("Drafters distilled from it", distilled(known.get("real-2", {})))
@@ -66,9 +69,9 @@ def counted(check: Section) -> str:
     return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none"
 
 
-def verdicts(known: dict[str, Section]) -> Iterable[tuple[str, str, str, str]]:
+def verdicts(known: dict[str, Section], card: str) -> Iterable[tuple[str, str, str, str]]:
     """(goal, bound, measured value, verdict) of each goal, from `visible` results."""
-    for goal in GOALS:
+    for goal in (goal.on(card) for goal in (*GOALS, real_target(known))):
         value, entry = goal.value(known), known.get(goal.section, {}).get(goal.case, {})
         if value is not None:
             measured = shown(value, goal.unit) + (unsteady(entry) if goal.figure[-1] == "floor_share" else "") + age(entry)
@@ -80,7 +83,8 @@ def verdicts(known: dict[str, Section]) -> Iterable[tuple[str, str, str, str]]:
 
 def goals_text(known: dict[str, Any]) -> str:
     """The goals as text for a terminal."""
-    cells = [("goal", "wanted", "measured", ""), *verdicts(visible(known))]
+    card = known.get("machine", {}).get("name", "")
+    cells = [("goal", "wanted", "measured", ""), *verdicts(visible(known), card)]
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
     return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in cells)
 

@@ -98,6 +98,8 @@ def test_gpu_report_page_renews_tables_and_keeps_surrounding_text(tmp_path: Path
     assert len({line.count("|") for line in text.split("Drafters distilled")[1].split("\n\n")[1].splitlines()}) == 1
     assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
     assert f"| {GOALS[0].text} | >= 80.0 % | 80.0 % (unsteady ceiling) | reached |" in text
+    assert GOALS[0].on("NVIDIA H100 80GB HBM3").wanted == ">= 84.0 %"
+    assert "speedup of the best drafter | >= 1.50x | 1.40x | missed |" in text
     assert "| 1.30x | missed |" in text and "| 2.0 µs | reached |" in text and report.NONE in text
     assert f"| {GOALS[-1].case} | 9,000 tokens/s | MFU 50.0 % |  | 3.0 GiB |" in text
     assert f"| {GOALS[-2].case} | 9,000 tokens/s | MFU 40.0 % |  | 3.0 GiB |" in text
