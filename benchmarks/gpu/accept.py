@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -129,7 +130,9 @@ class ChoiceAccept(Verified):
 
 @dataclass(frozen=True)
 class LosslessAccept(Verified):
-    """drawn: a chain sampled from its own distribution q; otherwise a tree of deterministic drafts."""
+    """drawn: a chain sampled from its own distribution q; otherwise a tree of deterministic drafts. lazy: only the rows of the
+    walk are read. Both are timed, for `ops.accept.EAGER`.
+    """
 
     op: ClassVar = "lossless_accept"
     twins: ClassVar = ("drafttrain.ops.accept.lossless_reference", "drafttrain.ops.accept.greedy_reference")
@@ -137,6 +140,7 @@ class LosslessAccept(Verified):
     nodes: int
     vocab: int
     drawn: bool = False
+    lazy: bool = False
 
     def _parents(self, device: torch.device, seed: int) -> Tensor:
         if self.drawn:
@@ -155,7 +159,8 @@ class LosslessAccept(Verified):
         return given | {"token": token_BN, "q": q_BNV, "sampled": torch.ones_like(token_BN, dtype=torch.bool)}
 
     def run(self, given: Tensors) -> Tensors:
-        found = accept_op.lossless_accept(tree_of(given), given["logits"], given["position"], sampling(given))
+        with mock.patch.object(accept_op, "EAGER", -1 if self.lazy else 1 << 62):
+            found = accept_op.lossless_accept(tree_of(given), given["logits"], given["position"], sampling(given))
         return verdict(found)
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
@@ -179,8 +184,9 @@ class LosslessAccept(Verified):
         return p_V
 
     def moved(self, dtype: torch.dtype) -> int:
-        """The logits of every node, whose sums are all needed at once; with a known q, that of the node that rejects."""
-        return super().moved(dtype) + (4 * self.rows * self.vocab if self.drawn else 0)
+        """The logits of every node, lazily of the root at least; with a known q, that of the node that rejects."""
+        logits = self.rows * self.vocab * dtype.itemsize if self.lazy else super().moved(dtype)
+        return logits + (4 * self.rows * self.vocab if self.drawn else 0)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,9 @@ LARGE: tuple[Case, ...] = (
     LosslessAccept(3, 33, 2051),
     LosslessAccept(1, 1, 17),
     LosslessAccept(2, 6, V, drawn=True),
+    LosslessAccept(2, 6, V, drawn=True, lazy=True),
+    LosslessAccept(3, 33, 2056, lazy=True),
+    LosslessAccept(8, 64, V, lazy=True),
     LosslessAccept(8, 5, 2051, drawn=True),
     LikelyAccept(1, 64, V),
     LikelyAccept(3, 33, 2051),
@@ -142,6 +145,7 @@ GOALS: tuple[Case, ...] = (  # the operators with goals
 
 OTHERS: tuple[Case, ...] = (
     LosslessAccept(1, 8, V, drawn=True),
+    *(LosslessAccept(rows, 64, V, lazy=lazy) for rows, lazy in ((32, False), (32, True), (8, False), (8, True), (1, True))),
     Commit(1, 64),
     GreedyAccept(1, 64, V),
     LikelyAccept(1, 64, V),

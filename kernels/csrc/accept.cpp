@@ -158,7 +158,7 @@ void lossless_row(const Trees& t, int64_t b, const T* logits, const float* q, co
 
 void lossless_accept(const Tensor& logits, const std::optional<Tensor>& q, const std::optional<Tensor>& sampled,
                      const Tensor& token, const Tensor& parent, const Tensor& count, const Tensor& position,
-                     const Tensor& temperature, const Tensor& key, const Tensor& seed, const Tensor& path,
+                     const Tensor& temperature, const Tensor& key, const Tensor& seed, bool, const Tensor& path,
                      const Tensor& accepted, const Tensor& bonus) {
     const Trees t =
         sampled_trees(trees_of(token, parent, count, path, accepted, bonus), logits.size(2), position, temperature, key, seed);

@@ -72,9 +72,10 @@ inline void define(torch::stable::detail::StableLibrary& m) {
     m.def(
         "choice_accept(Tensor choice, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "
         "Tensor(c!) bonus) -> ()");
+    // lazy: only the rows that the walk enters are read, on a GPU by one block for each tree; a CPU always does that
     m.def(
         "lossless_accept(Tensor logits, Tensor? q, Tensor? sampled, Tensor token, Tensor parent, Tensor count, "
-        "Tensor position, Tensor temperature, Tensor key, Tensor seed, Tensor(a!) path, Tensor(b!) accepted, "
+        "Tensor position, Tensor temperature, Tensor key, Tensor seed, bool lazy, Tensor(a!) path, Tensor(b!) accepted, "
         "Tensor(c!) bonus) -> ()");
     m.def(
         "likely_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor position, Tensor temperature, "

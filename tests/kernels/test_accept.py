@@ -178,6 +178,27 @@ def test_lossless_accept_equals_reference(machine: str, drawn: bool, monkeypatch
     assert kept > (0.99 if machine == "cpu" else 0.9) * total
 
 
+@pytest.mark.parametrize("machine", ["emulated"], indirect=True)
+@pytest.mark.parametrize("drawn", [False, True], ids=["given", "drawn"])
+def test_lossless_accept_lazy_walk_equals_eager_walk(machine: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is `lossless_reference` up to rounding. With one tree, and with a batch."""
+    for seed, B, N, V, dtype in [*sizes(machine, 0), (5, 1, 9, 8200, torch.bfloat16), (6, 32, 9, 4104, torch.float16)]:
+        c = case(seed, B, N, V, drawn, dtype=dtype)
+        wanted = lossless_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling)
+        with monkeypatch.context() as patch:
+            patch.setattr(accept, "EAGER", -1)
+            check(lossless_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling), wanted)
+
+
+@pytest.mark.parametrize("machine", ["emulated"], indirect=True)
+def test_share_of_a_split_by_a_warp_has_the_bits_of_one_by_a_block(machine: str) -> None:
+    differing = ctypes.CDLL(str(emulated.binary())).differing_shares
+    differing.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float]
+    for V in (8, 4096, 9000):
+        row_V = torch.randn(V, generator=torch.Generator().manual_seed(V)).mul(5).to(torch.bfloat16)
+        assert differing(row_V.data_ptr(), V, 0.7) == 0
+
+
 @every_dtype
 @pytest.mark.sampled
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.3, math.inf), (0.02, 0.05)])

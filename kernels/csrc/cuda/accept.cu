@@ -69,7 +69,7 @@ Tensor shares_of(const Launcher& run, const Tensor& logits, const float* tempera
 
 void lossless_accept(const Tensor& logits, const std::optional<Tensor>& q, const std::optional<Tensor>& sampled,
                      const Tensor& token, const Tensor& parent, const Tensor& count, const Tensor& position,
-                     const Tensor& temperature, const Tensor& key, const Tensor& seed, const Tensor& path,
+                     const Tensor& temperature, const Tensor& key, const Tensor& seed, bool lazy, const Tensor& path,
                      const Tensor& accepted, const Tensor& bonus) {
     const int64_t batch = token.size(0), vocab = logits.size(2);
     const Trees trees =
@@ -78,14 +78,21 @@ void lossless_accept(const Tensor& logits, const std::optional<Tensor>& q, const
     if (batch == 0) return;
     const Launcher run(logits);
     const size_t room = beside_finder(lossless_room(trees.nodes, splits_of(vocab)));
-    const Tensor shares = shares_of<false>(run, logits, trees.temperature, trees.count, trees.nodes);
+    const int64_t each = int64_t(logits.element_size());
+    const bool packs = aligned(vocab * each, data<char>(logits)) && aligned(vocab * sizeof(float), data<float>(q));
+    lazy = lazy && packs && each == 2;  // in float32 the walk would need too many registers
+    const Tensor shares =
+        lazy ? torch::stable::new_empty(logits, {batch, splits_of(vocab), int64_t(sizeof(Share))}, ScalarType::Byte)
+             : shares_of<false>(run, logits, trees.temperature, trees.count, trees.nodes);
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
-        const bool packs = aligned(vocab * sizeof(T), data<T>(logits)) && aligned(vocab * sizeof(float), data<float>(q));
-        by_flag(packs, [&](auto packed) {
-            run(lossless_rows<T, packed()>, dim3(batch), dim3(kDrawThreads), room, trees, data<T>(logits), data<Share>(shares),
-                data<float>(q), data<bool>(sampled));
-        });
+        const auto walk = [&](auto kernel) {
+            run(kernel, dim3(batch), dim3(kDrawThreads), room, trees, data<T>(logits), data<Share>(shares), data<float>(q),
+                data<bool>(sampled));
+        };
+        if constexpr (sizeof(T) == 2)
+            if (lazy) return walk(lossless_rows<T, true, true>);
+        packs ? walk(lossless_rows<T, true, false>) : walk(lossless_rows<T, false, false>);
     });
 }
 

@@ -87,23 +87,42 @@ __global__ void __launch_bounds__(kFollowThreads)
     trees.accepted[tree.row] = accepted, trees.bonus[tree.row] = chosen[last];
 }
 
-// The logit rows of a tree's nodes, with their shares.
-template <typename T>
+// The logit rows of a tree's nodes, with the shares of their splits: of every row, or lazily of one row at a time.
+template <typename T, bool lazy>
 struct BlockRows {
     const T* logits;
-    const Share* shares;
-    int64_t vocab, splits, first;  // first: row of the tree's root
+    Share* shares;                      // of all rows; lazily of one row of each tree, that which was computed last
+    int64_t vocab, splits, row, first;  // row: of the batch; first: row of the tree's root
     float inverse;
     Share* total;  // [N], shared
 
-    __device__ BlockRows(const Trees& trees, const BlockTree& tree, const T* logits, const Share* shares, Room& room)
+    __device__ BlockRows(const Trees& trees, const BlockTree& tree, const T* logits, Share* shares, Room& room)
         : logits(logits),
           shares(shares),
           vocab(trees.vocab),
           splits(splits_of(trees.vocab)),
+          row(tree.row),
           first(tree.row * trees.nodes),
           inverse(inverse_of(trees.temperature[tree.row])),
           total(room.take<Share>(trees.nodes)) {}
+
+    __device__ Share* shares_of(int64_t node) const { return shares + (lazy ? row : first + node) * splits; }
+
+    // Computes one node's shares and its total, for all threads of the block.
+    __device__ void compute(int64_t node) const {
+        __syncthreads();  // the shares of the row before were read
+        for (int64_t split = threadIdx.x / kWarp; split < splits; split += blockDim.x / kWarp) {
+            const Share share = warp_share(logits + (first + node) * vocab, split, vocab, inverse);
+            if (threadIdx.x % kWarp == 0) shares_of(node)[split] = share;
+        }
+        __syncthreads();
+        if (threadIdx.x < kWarp) {
+            Share sum[1];
+            warp_join<1, false>([&](int) { return shares_of(node); }, int(splits), inverse, sum);
+            if (threadIdx.x == 0) total[node] = sum[0];
+        }
+        __syncthreads();
+    }
 
     // Computes the totals of `count` nodes. Wait at a barrier before reading them.
     template <bool dots>
@@ -111,7 +130,7 @@ struct BlockRows {
         constexpr int kRows = 4;  // of a warp at a time
         const int64_t warps = blockDim.x / kWarp;
         for (int64_t n = threadIdx.x / kWarp; n < count; n += kRows * warps) {
-            const auto of = [&](int r) { return n + r * warps < count ? shares + (first + n + r * warps) * splits : nullptr; };
+            const auto of = [&](int r) { return n + r * warps < count ? shares_of(n + r * warps) : nullptr; };
             Share all[kRows];
             warp_join<kRows, dots>(of, int(splits), inverse, all);
             if (threadIdx.x % kWarp != 0) continue;
@@ -126,7 +145,7 @@ struct BlockRows {
         float top;  // of its split
     };
     __device__ Logit read(int64_t node, int64_t token) const {
-        return {logits[(first + node) * vocab + token], shares[(first + node) * splits + token / kSplit].top};
+        return {logits[(first + node) * vocab + token], shares_of(node)[token / kSplit].top};
     }
 
     // A token's share of total[node].mass.
@@ -135,8 +154,7 @@ struct BlockRows {
     }
 
     __device__ BlockDistribution<T> dist(int64_t node, double* sums, Finder& finder) const {
-        const int64_t row = first + node;
-        return {logits + row * vocab, shares + row * splits, vocab, inverse, total[node], sums, finder};
+        return {logits + (first + node) * vocab, shares_of(node), vocab, inverse, total[node], sums, finder};
     }
 };
 
@@ -173,9 +191,9 @@ struct Judged {
         }
     }
 
-    // For the children of all nodes as if none were drawn: which is accepted first, and what is left if none is. A warp sums
-    // the siblings before each of its nodes, four nodes at a time. left: the nodes' masses before.
-    __device__ void judge(const BlockTree& tree, const Share* total) const {
+    // For the children of a node, or of all nodes (-1), as if none were drawn: which is accepted first, and what is left if
+    // none is. A warp sums the siblings before each of its nodes, four nodes at a time. left: the nodes' masses before.
+    __device__ void judge(const BlockTree& tree, const Share* total, int64_t above) const {
         constexpr int kNodes = 4;
         const int lane = threadIdx.x % kWarp;
         const int64_t warps = blockDim.x / kWarp;
@@ -201,7 +219,7 @@ struct Judged {
             for (int r = 0; r < kNodes; r++) {
                 const int64_t i = n + r * warps;
                 const bool last = !__any_sync(kAllLanes, more[r]);
-                if (lane != 0 || i >= tree.count) continue;
+                if (lane != 0 || i >= tree.count || (above >= 0 && tree.parent[i] != above)) continue;
                 const int64_t parent = tree.parent[i];
                 const double here = fmax(total[parent].mass - before[r], 0.0);
                 if (accepts_given(draw[i], here, weight[i])) next.accept(parent, i);
@@ -212,17 +230,35 @@ struct Judged {
 };
 
 // The `Row` of Lossless, computed by a block. All threads make the same calls.
-template <typename T, bool packed>
+template <typename T, bool packed, bool lazy>
 struct BlockRow {
     const BlockTree& tree;
-    const BlockRows<T>& rows;
+    const BlockRows<T, lazy>& rows;
     const Judged& judged;
     const float* q_rows;  // [N, V] of this tree, or null
     double* sums;
     Finder& finder;
     int64_t at;
 
-    __device__ double enter(int64_t node) { return rows.total[at = node].mass; }
+    __device__ double enter(int64_t node) {
+        at = node;
+        if constexpr (lazy) look(node);
+        return rows.total[at].mass;
+    }
+
+    // Computes what `judge` needs of a node's row, and of its children.
+    __device__ void look(int64_t node) const {
+        rows.compute(node);
+        for (int64_t i = threadIdx.x; i < tree.count; i += blockDim.x) {
+            if (i == node) judged.left[i] = rows.total[i].mass;
+            if (i == 0 || tree.parent[i] != node) continue;
+            judged.weight[i] = judged.twin[i] ? 0.0 : rows.weight_of(node, rows.read(node, tree.token[i]));
+        }
+        __syncthreads();
+        judged.judge(tree, rows.total, node);
+        __syncthreads();
+    }
+
     __device__ Given judge() const { return {judged.next.after(at), judged.left[at]}; }
     __device__ double weight(int64_t i) const { return judged.weight[i]; }
     __device__ bool twin(int64_t i) const { return judged.twin[i]; }
@@ -327,15 +363,16 @@ inline size_t lossless_room(int64_t nodes, int64_t splits) {
            16;
 }
 
-// Speculative sampling; q [B, N, V] and sampled [B, N] may be null.
-template <typename T, bool packed>
+// Speculative sampling; q [B, N, V] and sampled [B, N] may be null. lazy: `shares` has room for one row of each tree, and only
+// the rows that the walk enters are computed, with the same bits.
+template <typename T, bool packed, bool lazy>
 __global__ void __launch_bounds__(kDrawThreads, 1)
-    lossless_rows(Trees trees, const T* logits, const Share* shares, const float* q, const bool* sampled) {
+    lossless_rows(Trees trees, const T* logits, Share* shares, const float* q, const bool* sampled) {
     enter_kernel();
     __shared__ Finder finder;
     Room room;
     const BlockTree tree(trees, room);
-    const BlockRows<T> rows(trees, tree, logits, shares, room);
+    const BlockRows<T, lazy> rows(trees, tree, logits, shares, room);
     const Judged judged(trees.nodes, room);
     float *take = room.take<float>(trees.nodes), *give = room.take<float>(trees.nodes);
     const int64_t first = rows.first, mine = threadIdx.x;
@@ -344,8 +381,8 @@ __global__ void __launch_bounds__(kDrawThreads, 1)
         return uniform(*trees.seed, trees.key[tree.row], trees.position[first + i] + ahead, lane, draw);
     };
     __syncthreads();
-    typename BlockRows<T>::Logit logit = {};  // of this thread's first node: on its way while the rows are joined
-    if (mine > 0 && mine < tree.count) logit = rows.read(tree.parent[mine], tree.token[mine]);
+    typename BlockRows<T, lazy>::Logit logit = {};  // of this thread's first node: on its way while the rows are joined
+    if (!lazy && mine > 0 && mine < tree.count) logit = rows.read(tree.parent[mine], tree.token[mine]);
     for (int64_t i = mine; i < tree.count; i += blockDim.x) {
         const int64_t parent = tree.parent[i];
         judged.draw[i] = number(i, 0, kAcceptLane, i);
@@ -353,20 +390,22 @@ __global__ void __launch_bounds__(kDrawThreads, 1)
         judged.q[i] = i > 0 && drawn != nullptr && drawn[parent] ? q[(first + parent) * trees.vocab + tree.token[i]] : 0.0f;
     }
     judged.find_twins(tree);
-    rows.template join<false>(tree.count);
-    __syncthreads();
-    for (int64_t i = mine; i < tree.count; i += blockDim.x) {
-        judged.left[i] = rows.total[i].mass;
-        if (i == 0) continue;
-        if (i != mine) logit = rows.read(tree.parent[i], tree.token[i]);
-        judged.weight[i] = judged.twin[i] ? 0.0 : rows.weight_of(tree.parent[i], logit);
+    if (!lazy) {
+        rows.template join<false>(tree.count);
+        __syncthreads();
+        for (int64_t i = mine; i < tree.count; i += blockDim.x) {
+            judged.left[i] = rows.total[i].mass;
+            if (i == 0) continue;
+            if (i != mine) logit = rows.read(tree.parent[i], tree.token[i]);
+            judged.weight[i] = judged.twin[i] ? 0.0 : rows.weight_of(tree.parent[i], logit);
+        }
+        __syncthreads();
+        judged.judge(tree, rows.total, -1);
+        __syncthreads();
     }
-    __syncthreads();
-    judged.judge(tree, rows.total);
-    __syncthreads();
     const float* q_rows = q == nullptr ? nullptr : q + first * trees.vocab;
-    BlockRow<T, packed> row = {tree, rows, judged, q_rows, room.take<double>(rows.splits), finder, 0};
-    Lossless<BlockRow<T, packed>> sampler(drawn, {take, give}, row);
+    BlockRow<T, packed, lazy> row = {tree, rows, judged, q_rows, room.take<double>(rows.splits), finder, 0};
+    Lossless<BlockRow<T, packed, lazy>> sampler(drawn, {take, give}, row);
     int64_t accepted = 1;
     sampler.enter(0);
     for (int64_t i; (i = sampler.accepted_child()) >= 0; sampler.enter(i), accepted++)
@@ -382,13 +421,13 @@ inline size_t likely_room(int64_t nodes, int64_t splits) {
 // The deepest path on which every node is likelier than min(epsilon, delta * exp(-entropy)) after its parent.
 template <typename T>
 __global__ void __launch_bounds__(kDrawThreads, 1)
-    likely_rows(Trees trees, const T* logits, const Share* shares, double epsilon, double delta) {
+    likely_rows(Trees trees, const T* logits, Share* shares, double epsilon, double delta) {
     enter_kernel();
     __shared__ Finder finder;
     __shared__ int64_t last;
     Room room;
     const BlockTree tree(trees, room);
-    const BlockRows<T> rows(trees, tree, logits, shares, room);
+    const BlockRows<T, false> rows(trees, tree, logits, shares, room);
     double *chance = room.take<double>(trees.nodes), *floor = room.take<double>(trees.nodes);
     Likely* found = room.take<Likely>(trees.nodes);
     __syncthreads();

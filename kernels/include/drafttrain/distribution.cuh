@@ -23,17 +23,18 @@ struct alignas(count * sizeof(T) < 16 ? count * sizeof(T) : 16) Piece {
 template <typename T, bool packed>
 constexpr int kPiece = packed ? Pack<T>::kCount : 1;
 
-// This thread's values of a split, minus infinity after the row's end. All loads are issued before the first is used.
-// index(j): the index of value j in the row.
+// The values of a split that thread `thread` of kShareThreads takes, minus infinity after the row's end. All loads are issued
+// before the first is used. index(j): the index of value j in the row.
 template <typename T, bool packed>
 struct SplitValues {
     static constexpr int kWide = kPiece<T, packed>;
-    int64_t start;
+    int64_t start;  // of this thread
     float x[kShareEach];
 
-    __device__ SplitValues(const T* row, int64_t split, int64_t vocab) : start(split * kSplit) {
-        const T* mine = row + start + threadIdx.x * kWide;
-        const int left = int(vocab - start < kSplit ? vocab - start : kSplit) - int(threadIdx.x) * kWide;
+    __device__ SplitValues(const T* row, int64_t split, int64_t vocab, int thread) : start(split * kSplit + thread * kWide) {
+        const T* mine = row + start;
+        const int64_t end = (split + 1) * kSplit < vocab ? (split + 1) * kSplit : vocab;
+        const int left = int(end - start);
         Piece<T, kWide> piece[kShareEach / kWide];
 #pragma unroll
         for (int j = 0; j < kShareEach / kWide; j++) {
@@ -46,7 +47,7 @@ struct SplitValues {
 
     // From this thread's first value to value j.
     __device__ static constexpr int apart(int j) { return j / kWide * kShareThreads * kWide + j % kWide; }
-    __device__ int64_t index(int j) const { return start + threadIdx.x * kWide + apart(j); }
+    __device__ int64_t index(int j) const { return start + apart(j); }
 };
 
 // The row of the batch of a row of logits. A division of 64 bits would cost as much as the work on several values.
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kShareThreads)
     __shared__ uint64_t room[kWarp];
     const int64_t row = blockIdx.x, split = blockIdx.y;
     if (is_padding(count, nodes, row)) return;
-    const SplitValues<T, packed> values(logits + row * vocab, split, vocab);
+    const SplitValues<T, packed> values(logits + row * vocab, split, vocab, int(threadIdx.x));
     uint64_t mine = 0;
 #pragma unroll
     for (int j = 0; j < kShareEach; j++) {
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kShareThreads)
     if (is_padding(count, nodes, row)) return;
     const auto add = [](double a, double b) { return a + b; };
     const float inverse = inverse_of(temperature[batch_of(row, nodes)]);
-    const SplitValues<T, packed> values(logits + row * vocab, split, vocab);
+    const SplitValues<T, packed> values(logits + row * vocab, split, vocab, int(threadIdx.x));
     Share share = {0.0, 0.0, -INFINITY};
 #pragma unroll
     for (int j = 0; j < kShareEach; j++) share.top = fmaxf(share.top, values.x[j]);
@@ -132,6 +133,38 @@ __global__ void __launch_bounds__(kShareThreads)
     if (threadIdx.x > 0) return;
     for (int w = 0; w < kWarps; w++) share.mass += mass_of[w], share.dot += dot_of[w];
     shares[row * gridDim.y + split] = share;
+}
+
+// What split_shares computes for one split of a row, to the last bit, by a warp: its lanes take the places of each of that
+// kernel's warps in turn. The values are read twice, from memory and then from L1, as all of them would not fit registers. Rows
+// are whole pieces.
+template <typename T>
+__device__ inline Share warp_share(const T* row, int64_t split, int64_t vocab, float inverse) {
+    constexpr int kAhead = 8, kWide = kPiece<T, true>;
+    const int lane = threadIdx.x % kWarp;
+    const int64_t start = split * kSplit + lane * kWide, end = (split + 1) * kSplit < vocab ? (split + 1) * kSplit : vocab;
+    Share share = {0.0, 0.0, -INFINITY};
+#pragma unroll 1
+    for (int64_t v = start; v < end; v += kAhead * kWarp * kWide) {
+        Piece<T, kWide> piece[kAhead];  // all loads are issued before the first is used
+#pragma unroll
+        for (int j = 0; j < kAhead; j++) {
+            const int64_t at = v + j * kWarp * kWide;
+            piece[j] = *reinterpret_cast<const Piece<T, kWide>*>(row + (at < end ? at : v));
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead * kWide; j++) share.top = fmaxf(share.top, to_float(piece[j / kWide].at[j % kWide]));
+    }
+    share.top = warp_reduce(share.top, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll 1
+    for (int thread = lane; thread < kShareThreads; thread += kWarp) {
+        const SplitValues<T, true> values(row, split, vocab, thread);
+        ShortSum mass;
+#pragma unroll
+        for (int j = 0; j < kShareEach; j++) mass.add(weight(values.x[j], share.top, inverse));
+        share.mass += warp_reduce(mass.value(), [](double a, double b) { return a + b; });
+    }
+    return share;
 }
 
 // The shares of several rows from their splits', by a warp; every lane gets them. of(r): the splits' shares of row r; null: no
