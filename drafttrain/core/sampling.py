@@ -39,7 +39,8 @@ class Sampling:
     repetition_penalty: float = 1.0  # 1: change no logit
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that the output has
     frequency_penalty: float = 0.0  # subtracted once for each time that the output has the token
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token, added to its logit before the penalties
+    # by token, added to its logit before the penalties
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     draft_temperature: float | None = None  # temperature of the drafter's own samples; None: `temperature`
     shared_noise: bool = False  # drafters sample with the target's noise, for policies that compare choices
     temperature_B: Tensor | None = None  # [B] float32, replaces `temperature` where that is above 0
