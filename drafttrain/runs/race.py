@@ -29,7 +29,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from drafttrain.core.errors import UserError
+from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.core.intervals import t_quantile
 from drafttrain.drafters.checkpoint import list_checkpoints
 from drafttrain.runs.options import RunOptions
@@ -253,7 +253,8 @@ class CandidateRace:
                     process.wait()
         key = f"spent {label}"
         self.study.set_user_attr(key, self.study.user_attrs.get(key, 0.0) + monotonic() - began)
-        self.interrupt.check()
+        if self.interrupt.requested:
+            raise Interrupted(f"during {label}; the same command goes on")
         return None if process.returncode == 0 else self._said(label, "drafttrain: ")
 
     def _said(self, label: str, start: str) -> str:
