@@ -23,7 +23,7 @@ from rich.console import Console
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text
-from drafttrain.core.progress import counting
+from drafttrain.core.progress import StageProgress, bars, counting
 from drafttrain.data.files import read_template
 from drafttrain.data.provenance import foreign
 from drafttrain.decoding.tree_size import proposal_seconds, verification_seconds
@@ -61,6 +61,7 @@ class AutoPlan:
     """What will be done, known before anything is spent."""
 
     candidates: list[Candidate]
+    known: list[Candidate]  # these and those that are not raced
     left_out: dict[str, str]  # why others are, by recipe
     cut: list[str]  # others for which the budget is too short
     budget: TimeBudget
@@ -78,12 +79,6 @@ def auto(options: RunOptions, words: Sequence[str], compose: Compose) -> Path | 
     if options.launcher.name != "local":
         raise UserError(f"launcher={options.launcher.name} is not for auto; start auto inside a job, with launcher.nproc")
     kept = [word for word in words if not _is(word, OWN)]
-    plan = _plan(options, kept, total, compose, console)
-    _print_plan(plan, options.auto.batch_sizes, console)
-    if options.export.plan:
-        return None
-    if plan.unmeasured is not None:
-        raise UserError(plan.unmeasured)
     typed = sorted(word for word in words if not _is(word, ("auto.yes", "output")))
     digest = hashlib.sha256("\n".join(typed).encode()).hexdigest()[:8]
     folder = Path(options.output).absolute() / "auto" / f"{Path(str(options.target.path or options.target.name)).name}-{digest}"
@@ -91,7 +86,14 @@ def auto(options: RunOptions, words: Sequence[str], compose: Compose) -> Path | 
         print_line(console, f"this has been decided; delete {folder} to do it again")
         console.print((folder / PAGE).read_text(encoding="utf-8"), markup=False, highlight=False, soft_wrap=True)
         return folder
-    if not folder.is_dir():
+    begun = CandidateRace.study_of(folder, []).user_attrs.get("candidates") if folder.is_dir() else None
+    plan = _plan(options, kept, total, begun, compose, console)
+    _print_plan(plan, options.auto.batch_sizes, console)
+    if options.export.plan:
+        return None
+    if plan.unmeasured is not None:
+        raise UserError(plan.unmeasured)
+    if begun is None:
         _confirm(options, console)
     with Interrupt() as interrupt, interrupt.deferred():
         _run(plan, options, words, kept, folder, interrupt, console)
@@ -119,19 +121,27 @@ def _is(word: str, keys: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
-def _plan(options: RunOptions, kept: Sequence[str], total: float, compose: Compose, console: Console) -> AutoPlan:
-    candidates, left_out = _candidates(options, kept, compose)
-    began, reason, answers, named = monotonic(), None, None, bool(options.auto.candidates)
+def _plan(
+    options: RunOptions, kept: Sequence[str], total: float, begun: Sequence[str] | None, compose: Compose, console: Console
+) -> AutoPlan:
+    """begun: the candidates of a race that goes on."""
+    known, left_out = _candidates(options, kept, compose)
+    candidates = known if begun is None else [each for each in known if each.name in begun]
+    time_began, reason, answers = monotonic(), None, None
+
+    def most(budget: TimeBudget, start: float) -> int:
+        affordable = partial(_affordable, len(candidates), budget, FIRST_RUNG * start, bool(options.auto.candidates))
+        return affordable() if begun is None else len(candidates)
+
     try:
         loaded = load_target(options.target)
     except UserError as error:
-        budget = TimeBudget(total)
-        most = _affordable(len(candidates), budget, FIRST_RUNG * START, named)
-        return AutoPlan(candidates[:most], left_out, [each.name for each in candidates[most:]], budget, None, None, str(error))
-    start, is_known = START + monotonic() - began, options.data.path != UNREAD
+        count = most(budget := TimeBudget(total), START)
+        cut = [each.name for each in candidates[count:]]
+        return AutoPlan(candidates[:count], known, left_out, cut, budget, None, None, str(error))
+    start, is_known = START + monotonic() - time_began, options.data.path != UNREAD
     budget = TimeBudget(total, is_known and (reason := _foreign(options, loaded)) is not None)
-    most = _affordable(len(candidates), budget, FIRST_RUNG * start, named)
-    costed, costly = _costed(candidates, most, loaded, options.auto.batch_sizes, console)
+    costed, costly = _costed(candidates, most(budget, start), loaded, options.auto.batch_sizes, console)
     left_out |= costly
     if reason is not None and options.prepare.server is None:
         drafter = built(costed[0].options, loaded.target).to(loaded.target.device)
@@ -139,7 +149,7 @@ def _plan(options: RunOptions, kept: Sequence[str], total: float, compose: Compo
         answers = max(ANSWERED, round(budget.answers * ANSWERED / step / ANSWER))
     loaded.target.free()
     cut = [each.name for each in candidates if each.name not in {*left_out, *(each.name for each in costed)}]
-    return AutoPlan(costed, left_out, cut, budget, reason, answers, None)
+    return AutoPlan(costed, known, left_out, cut, budget, reason, answers, None)
 
 
 def _candidates(options: RunOptions, kept: Sequence[str], compose: Compose) -> tuple[list[Candidate], dict[str, str]]:
@@ -290,18 +300,28 @@ def _run(
     interrupt: Interrupt,
     console: Console,
 ) -> None:
-    study, say = CandidateRace.study_of(folder, [each.name for each in plan.candidates]), line_printer(console)
-    chosen = [each for each in plan.candidates if each.name in study.user_attrs["candidates"]]
-    settings = options.auto
-    race = CandidateRace(folder, study, chosen, plan.budget, settings.batch_sizes, settings.parallel, kept, say, interrupt)
-    say(f"folder: {folder}" + (f", {time_text(race.spent)} are spent" if race.spent else ""))
-    with console.status("racing"):
+    study, settings = CandidateRace.study_of(folder, [each.name for each in plan.candidates]), options.auto
+    with bars(console) as progress:
+        stage = StageProgress(progress, "budget, seconds", round(plan.budget.total), lines=False)
+        race = CandidateRace(
+            folder,
+            study,
+            plan.known,
+            plan.budget,
+            settings.batch_sizes,
+            settings.parallel,
+            kept,
+            line_printer(progress.console),
+            interrupt,
+            lambda label, spent: stage.update(round(spent), label),
+        )
+        race.say(f"folder: {folder}" + (f", {time_text(race.spent_before)} are spent" if race.spent_before else ""))
         if plan.foreign is not None:
             _answer(race, plan.answers)
         winner = race.winner()
         _finish(race, winner, [word for word in words if _is(word, ("measure",))])
-        exported = dict(_handed_over(race, winner, options.export.stacks))
-    decision = _decision(race, winner, exported)
+        results = dict(_handed_over(race, winner, options.export.stacks))
+    decision = _decision(race, winner, results)
     race_plot([(trial.user_attrs["name"], trial.user_attrs.get("points", [])) for trial in study.trials], folder / "auto.png")
     atomic_write_json(folder / DECISION, rounded(decision))
     page = _page(decision, plan)

@@ -154,12 +154,17 @@ class CandidateRace:
     words: list[str]  # overrides of every candidate's command
     say: Callable[[str], None]
     interrupt: Interrupt
+    watch: Callable[[str, float], None] = lambda label, spent: None  # what is running, and the seconds that are spent
+    began: float = field(default_factory=monotonic)
+    spent_before: float = field(init=False)  # seconds, when the same command was ended
+
+    def __post_init__(self) -> None:
+        self.spent_before = self.study.user_attrs.get("spent", 0.0)
 
     @staticmethod
     def study_of(folder: Path, candidates: Sequence[str]) -> Study:
-        """The study of a folder; a new one has a trial for each candidate.
-
-        How many a budget allows depends on the machine's speed, so a study keeps its own.
+        """The study of a folder. A new one has a trial for each candidate, and keeps them: how many a budget allows depends on
+        the machine's speed at the time.
         """
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -167,7 +172,7 @@ class CandidateRace:
         arguments: dict[str, Any] = {"direction": "maximize", "load_if_exists": True, "pruner": Halving()}
         study = optuna.create_study(storage=storage, study_name="auto", **arguments)
         begun = {trial.user_attrs["name"] for trial in study.get_trials(deepcopy=False)}
-        if "candidates" not in study.user_attrs:
+        if candidates and "candidates" not in study.user_attrs:
             choice = optuna.distributions.CategoricalDistribution(list(candidates))
             for name in (name for name in candidates if name not in begun):
                 study.enqueue_trial({"candidate": name}, user_attrs={"name": name})
@@ -177,8 +182,8 @@ class CandidateRace:
 
     @property
     def spent(self) -> float:
-        """Seconds of all commands, over all times that the race was started."""
-        return sum(value for key, value in self.study.user_attrs.items() if key.startswith("spent "))
+        """Seconds, over all times that the command was started."""
+        return self.spent_before + monotonic() - self.began
 
     def winner(self) -> Trial:
         """Run what is left of the race. Returns the winner's trial."""
@@ -234,7 +239,6 @@ class CandidateRace:
         place: among the commands that share the machine's GPUs. At a signal the command saves what it has, and Interrupted is
         raised.
         """
-        began = monotonic()
         with self._log(label).open("w", encoding="utf-8") as output:
             print(shlex.join(["drafttrain", *line]), file=output, flush=True)
             process = subprocess.Popen(
@@ -246,13 +250,13 @@ class CandidateRace:
             )
             try:
                 while process.poll() is None and not self.interrupt.requested:
+                    self.watch(label, self.spent)
                     sleep(0.1)
             finally:
                 if process.poll() is None:
                     process.terminate()
                     process.wait()
-        key = f"spent {label}"
-        self.study.set_user_attr(key, self.study.user_attrs.get(key, 0.0) + monotonic() - began)
+        self.study.set_user_attr("spent", self.spent)
         if self.interrupt.requested:
             raise Interrupted(f"during {label}; the same command goes on")
         return None if process.returncode == 0 else self._said(label, "drafttrain: ")

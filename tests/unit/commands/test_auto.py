@@ -62,6 +62,21 @@ def test_candidate_whose_step_costs_more_than_its_tokens_is_left_out(
     assert "not medusa-2: a step takes " in capfd.readouterr().out
 
 
+def test_race_that_goes_on_keeps_its_candidates_on_a_slower_machine(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = list[list[str]]()
+    monkeypatch.setattr(CandidateRace, "command", lambda race, label, line, place=-1: ended.append(list(line)) or "no disk")
+    words = ("auto", "--yes", *TWO, "budget=1h")
+    assert command(*words) == 2 and len(ended) == 2
+    monkeypatch.setattr(auto, "START", 3600.0)
+    assert command(*words) == 2
+    said = capfd.readouterr()
+    assert "too short" not in said.err and said.err.count("every candidate has failed: medusa: no disk; medusa-2: no disk") == 2
+    assert command(*words, "data.seed=1") == 2
+    assert "too short for a race of 2" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
