@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -194,19 +195,16 @@ def auto(
     Raises:
         UserError: Bad input, or a budget that is too short. Nothing is spent then.
     """
-    from drafttrain.commands.auto import DECISION
-    from drafttrain.commands.auto import auto as decide
-
     quieten()
+    command = import_module("drafttrain.commands.auto")  # Optuna is needed here alone
     place = {"target": "embedded"} if target == "embedded" else {"target": "hf", "target.path": str(target)}
     keys = {"budget": budget, "output": str(out), "auto.yes": True, "export.stacks": list(stacks), **place}
     if conversations is not None:
         keys["data.path"] = str(conversations)
     run = composed(None, {**keys, **(settings or {})})
     with user_errors():
-        folder = decide(run.options, run.overrides, lambda recipe, words: compose_run(recipe, words).options)
-    assert folder is not None
-    decision: dict[str, Any] = json.loads((folder / DECISION).read_text(encoding="utf-8"))
+        folder = command.auto(run.options, run.overrides, lambda recipe, words: compose_run(recipe, words).options)
+    decision: dict[str, Any] = json.loads((folder / command.DECISION).read_text(encoding="utf-8"))
     return decision | {"folder": folder}
 
 

@@ -180,3 +180,19 @@ def test_api_mistake_raises_user_error_of_one_line(
                 call()
             assert line in str(caught.value) and "\n" not in str(caught.value)
             assert not list(tmp_path.iterdir())
+
+
+def test_auto_runs_the_command_without_asking_and_returns_its_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[Any, list[str]]]()
+
+    def decide(options: Any, words: list[str], compose: Callable[[str, list[str]], Any]) -> Path:
+        seen.append((options, words))
+        (tmp_path / "auto.json").write_text(f'{{"recipe": "{compose("medusa", ["auto.yes=true"]).name}"}}')
+        return tmp_path
+
+    monkeypatch.setattr("drafttrain.commands.auto.auto", decide)
+    decision = dt.auto(conversations="talk.jsonl", stacks=["vllm"], budget="2h", settings={"auto.batch_sizes": [1]})
+    ((options, words),) = seen
+    assert decision == {"recipe": "medusa", "folder": tmp_path}
+    assert options.auto.yes and options.auto.batch_sizes == [1] and options.budget == "2h" and options.export.stacks == ["vllm"]
+    assert "data.path='talk.jsonl'" in words
