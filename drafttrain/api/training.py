@@ -203,9 +203,14 @@ def auto(
         keys["data.path"] = str(conversations)
     run = composed(None, {**keys, **(settings or {})})
     with user_errors():
-        folder = command.auto(run.options, run.overrides, lambda recipe, words: compose_run(recipe, words).options)
+        folder = command.auto(run.options, run.overrides, _candidate)
     decision: dict[str, Any] = json.loads((folder / command.DECISION).read_text(encoding="utf-8"))
     return decision | {"folder": folder}
+
+
+def _candidate(recipe: str, words: Sequence[str]) -> Any:
+    with user_errors():
+        return compose_run(recipe, words).options
 
 
 def _named(records: Listed | None, conversations: Any) -> dict[str, Any]:

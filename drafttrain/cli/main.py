@@ -283,12 +283,12 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
     if command == "doctor":
         function(Path(run.options.output))
         return []
+    config_dir_flags = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
     if command == "auto":
         compose_run = import_module("drafttrain.cli.config").compose_run
-        path = function(run.options, run.overrides, partial(_composed, compose_run))
+        path = function(run.options, run.overrides, partial(_composed, compose_run), config_dir_flags)
         return [] if path is None else [path]
     if launcher.name == "slurm":
-        config_dir_flags = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
         for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*config_dir_flags, *run.overrides], run.options))
         return []
     launch = import_module("drafttrain.cli.launch").launch

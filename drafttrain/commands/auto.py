@@ -5,6 +5,7 @@ The plan is printed and confirmed first. Then candidates race (`runs/race.py`); 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -18,9 +19,12 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
 from optuna.trial import Trial
 from rich.console import Console
 
+from drafttrain.commands.fit import check_options
+from drafttrain.commands.tune import FOUND, check_tunable
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text
 from drafttrain.core.progress import StageProgress, bars, counting
@@ -36,6 +40,7 @@ from drafttrain.measure.plots import race_plot
 from drafttrain.measure.report import FILE, rounded
 from drafttrain.model.drafter import trainable
 from drafttrain.runs.console import line_printer, print_line
+from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.placement import built
 from drafttrain.runs.race import START, Candidate, CandidateRace, TimeBudget, merit, rungs_of
@@ -47,6 +52,8 @@ from drafttrain.train.interrupt import Interrupt
 
 Compose = Callable[[str, Sequence[str]], RunOptions]  # of a recipe and overrides
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+# of the data: where they are, which is another place once the target has answered
+SOURCE = tuple(f"data.{key}" for key in ("path", "limit", "split", "config", "files", "revision", "form"))
 OWN = ("auto", "budget", "recipe", "output", "name", "resume", "export", "measure")  # what no candidate's command is given
 FIRST_RUNG = 3  # times what it takes to start a training, at least, a candidate has in the first round
 ANSWER, ANSWERED = 400, 32  # tokens of an answer of the target, and answers decoded together, in the estimate of their number
@@ -70,14 +77,13 @@ class AutoPlan:
     unmeasured: str | None  # why the costs are not known
 
 
-def auto(options: RunOptions, words: Sequence[str], compose: Compose) -> Path | None:
+def auto(options: RunOptions, words: Sequence[str], compose: Compose, flags: Sequence[str] = ()) -> Path | None:
     """Returns the folder of the decision, `<output>/auto/<name>/`; None with `export.plan`, which prints the plan alone.
 
-    words: as typed. Raises UserError for bad input, before anything is spent.
+    words: as typed. flags: for every command, such as `--config-dir`. Raises UserError for bad input, before anything is spent.
     """
     console, total = Console(), seconds_of(options.budget)
-    if options.launcher.name != "local":
-        raise UserError(f"launcher={options.launcher.name} is not for auto; start auto inside a job, with launcher.nproc")
+    _check(options, words)
     kept = [word for word in words if not _is(word, OWN)]
     typed = sorted(word for word in words if not _is(word, ("auto.yes", "output")))
     digest = hashlib.sha256("\n".join(typed).encode()).hexdigest()[:8]
@@ -96,8 +102,29 @@ def auto(options: RunOptions, words: Sequence[str], compose: Compose) -> Path | 
     if begun is None:
         _confirm(options, console)
     with Interrupt() as interrupt, interrupt.deferred():
-        _run(plan, options, words, kept, folder, interrupt, console)
+        _run(plan, options, words, kept, flags, folder, interrupt, console)
     return folder
+
+
+def _check(options: RunOptions, words: Sequence[str]) -> None:
+    """Raise UserError for what no candidate could be trained or decided with."""
+    if options.launcher.name != "local":
+        raise UserError(f"launcher={options.launcher.name} is not for auto; start auto inside a job, with launcher.nproc")
+    if typed := [word for word in words if _is(word, ("recipe", "name", "resume"))]:
+        raise UserError(f"auto does not read {typed[0]}; auto.candidates=[NAME,NAME] names recipes")
+    measure, sizes, parallel = options.measure, options.auto.batch_sizes, options.auto.parallel
+    if not measure.enabled or measure.tune_only or not measure.tune:
+        raise UserError("auto decides by what is tuned and measured; leave out measure=off, measure.tune and measure.tune_only")
+    if not sizes:
+        raise UserError("auto.batch_sizes is empty; name one, as auto.batch_sizes=[1]")
+    if torch.cuda.is_available() and parallel > torch.cuda.device_count():
+        raise UserError(f"auto.parallel is {parallel}, more than the {torch.cuda.device_count()} GPUs; lower it")
+    if options.data.held_out is not None and options.data.held_out < max(2, *sizes):
+        raise UserError(
+            f"data.held_out is {options.data.held_out}, too few to predict speedups on; raise it to {max(16, *sizes)}"
+        )
+    check_tunable(options)
+    measurement_prompts(options)
 
 
 def seconds_of(budget: str) -> float:
@@ -113,6 +140,11 @@ def time_text(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.3g} hours"
+
+
+def _longer(seconds: float) -> str:
+    """A budget of twice the time, as it is typed."""
+    return f"{math.ceil(seconds / 30)}m"
 
 
 def _is(word: str, keys: Sequence[str]) -> bool:
@@ -143,11 +175,18 @@ def _plan(
     budget = TimeBudget(total, is_known and (reason := _foreign(options, loaded)) is not None)
     costed, costly = _costed(candidates, most(budget, start), loaded, options.auto.batch_sizes, console)
     left_out |= costly
+    if reason is not None and options.data.mix:
+        raise UserError(f"data.mix: {reason}; answer it first, with drafttrain prepare, and give data.path=DIR")
     if reason is not None and options.prepare.server is None:
         drafter = built(costed[0].options, loaded.target).to(loaded.target.device)
         step = verification_seconds(loaded.target, drafter, [1], REPEATS, ANSWERED)[1]
         answers = max(ANSWERED, round(budget.answers * ANSWERED / step / ANSWER))
     loaded.target.free()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the commands load it anew
+    if begun is None and budget.rest(len(costed)) <= 0:
+        raise UserError(f"budget is {time_text(total)}, which leaves the winner no time to train; set budget={_longer(total)}")
     cut = [each.name for each in candidates if each.name not in {*left_out, *(each.name for each in costed)}]
     return AutoPlan(costed, known, left_out, cut, budget, reason, answers, None)
 
@@ -156,16 +195,22 @@ def _candidates(options: RunOptions, kept: Sequence[str], compose: Compose) -> t
     """(what can be trained here and is loaded by the stacks, those of most stacks first; why others are left out)."""
     for stack in (stack for stack in options.export.stacks if stack not in STACKS):
         raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
-    named = [shlex.split(text) for text in options.auto.candidates]
+    try:
+        named = [shlex.split(text) for text in options.auto.candidates]
+    except ValueError as error:
+        raise UserError(f"auto.candidates: {error}; write a recipe, and settings behind it") from error
+    if not all(named):
+        raise UserError("auto.candidates has an empty entry; write a recipe, and settings behind it")
     target, left_out, found = outlined(options.target), dict[str, str](), list[Candidate]()
     for recipe, *settings in named or [[name] for name in families()]:
-        used = sum(each.recipe == recipe for each in found)
+        used = sum(name.partition("-")[0] == recipe for name in [*left_out, *(each.name for each in found)])
         name = f"{recipe}-{used + 1}" if used else recipe
         if not named and (reason := _unserved(recipe, options.export.stacks)) is not None:
             left_out[name] = reason
             continue
         try:
             candidate_options = compose(recipe, [*kept, *settings])
+            check_options(candidate_options)
             drafter = untrained(candidate_options, target)
         except UserError as error:
             if named:
@@ -254,7 +299,7 @@ def _affordable(count: int, budget: TimeBudget, least: float, named: bool) -> in
 
 def _print_plan(plan: AutoPlan, sizes: Sequence[int], console: Console) -> None:
     say, budget, count = partial(print_line, console), plan.budget, len(plan.candidates)
-    columns = ("candidate", "loaded by", *(f"gains from tau, batch {size}" for size in sizes), "parameters")
+    columns = ("candidate", "loaded by", *(f"tau to gain, batch {size}" for size in sizes), "parameters")
     table = cells.console_table("candidates", columns, left=("candidate", "loaded by"), space=2)
     for each in plan.candidates:
         costs = (cells.number(each.costs.get(size)) for size in sizes)
@@ -273,10 +318,12 @@ def _print_plan(plan: AutoPlan, sizes: Sequence[int], console: Console) -> None:
         say(f"data: {plan.foreign}; the target answers {number} prompts first")
         parts.append(f"{time_text(budget.answers)} for answers")
     race = budget.race if count > 1 else 0.0
-    if count > 1:
+    if race:
         parts.append(f"{time_text(race)} for a race" + (f" in {rungs_of(count)} rounds" if rungs_of(count) > 1 else ""))
-    rest = max(0.0, budget.total - budget.answers - race - budget.reserve)
-    parts += [f"{time_text(rest)} for the winner", f"{time_text(budget.reserve)} to measure and export it"]
+    parts += [
+        f"{time_text(max(0.0, budget.rest(count)))} for the winner",
+        f"{time_text(budget.reserve)} to measure and export it",
+    ]
     say(f"budget: {time_text(budget.total)}: {', '.join(parts)}")
     trained = sum(each.parameters for each in plan.candidates)
     say(f"disk: about {format_bytes(3 * STATE * trained)} of checkpoints")
@@ -296,6 +343,7 @@ def _run(
     options: RunOptions,
     words: Sequence[str],
     kept: list[str],
+    flags: Sequence[str],
     folder: Path,
     interrupt: Interrupt,
     console: Console,
@@ -313,35 +361,37 @@ def _run(
             kept,
             line_printer(progress.console),
             interrupt,
+            list(flags),
             lambda label, spent: stage.update(round(spent), label),
         )
         race.say(f"folder: {folder}" + (f", {time_text(race.spent_before)} are spent" if race.spent_before else ""))
         if plan.foreign is not None:
-            _answer(race, plan.answers)
+            _answer(race, options, plan.answers)
         winner = race.winner()
         _finish(race, winner, [word for word in words if _is(word, ("measure",))])
-        results = dict(_handed_over(race, winner, options.export.stacks))
+        results = dict(_handed_over(race, winner, options.export.stacks, words))
     decision = _decision(race, winner, results)
     race_plot([(trial.user_attrs["name"], trial.user_attrs.get("points", [])) for trial in study.trials], folder / "auto.png")
     atomic_write_json(folder / DECISION, rounded(decision))
     page = _page(decision, plan)
     atomic_write_text(folder / PAGE, page)
-    study.tell(winner, decision["predicted"]["value"])
+    study.tell(winner, (decision["predicted"] or {"value": decision["entry"]["speedup"] or 0.0})["value"])
     console.print(page, markup=False, highlight=False, soft_wrap=True)
 
 
-def _answer(race: CandidateRace, most: int | None) -> None:
+def _answer(race: CandidateRace, options: RunOptions, most: int | None) -> None:
     """Let the target answer the data's prompts, and train on its answers."""
-    out = race.folder / "data"
+    out, limits = race.folder / "data", [limit for limit in (most, options.data.limit) if limit is not None]
     if not out.is_dir():
         words = [word for word in race.words if _is(word, ("target", "data", "prepare", "launcher"))]
-        if most is not None and "answers" not in race.study.user_attrs:
-            race.study.set_user_attr("answers", most)
-        limit = [] if most is None else [f"data.limit={race.study.user_attrs['answers']}"]
+        if limits and "answers" not in race.study.user_attrs:
+            race.study.set_user_attr("answers", min(limits))
+        limit = [f"data.limit={race.study.user_attrs['answers']}"] if limits else []
         race.say("the target answers the data's prompts")
-        if failed := race.command("answers", ["prepare", *limit, *words, f"out={out}"]):
+        if failed := race.command("answers", ["prepare", *words, *limit, f"out={out}"]):
             raise UserError(f"the target's answers could not be written: {failed}")
-    race.words = [word for word in race.words if not _is(word, ("data.path", "data.limit"))] + [f"data.path={out}"]
+    race.words = [word for word in race.words if not _is(word, SOURCE) and not word.startswith("data=")]
+    race.words += ["data=file", f"data.path={out}"]
 
 
 def _finish(race: CandidateRace, winner: Trial, words: Sequence[str]) -> None:
@@ -351,22 +401,27 @@ def _finish(race: CandidateRace, winner: Trial, words: Sequence[str]) -> None:
     budget, name = race.budget, winner.user_attrs["name"]
     seconds = budget.total - race.spent - budget.reserve - winner.user_attrs["start try"]
     steps = race.plan_steps(winner, "last", seconds)
+    run = race.run_of(winner)
+    assert run is not None
+    (run / FOUND).unlink(missing_ok=True)
     race.say(f"{name} goes on to step {steps:,}, about {time_text(max(0.0, seconds))}")
     if not race.fit(winner, "last", steps, [f"measure.minutes={budget.minutes:.3g}", *words]):
         raise UserError(f"{name} has won, but its training failed: {winner.user_attrs['failed']}")
 
 
-def _handed_over(race: CandidateRace, winner: Trial, stacks: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _handed_over(race: CandidateRace, winner: Trial, stacks: Sequence[str], words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(a part of what follows the winner's training, why it failed): sampling measured, exports, engines that are here."""
     run = race.run_of(winner)
     assert run is not None
     checkpoint, out = f"checkpoint={best_checkpoint(run / 'checkpoints')}", race.folder / "exported"
     target = [word for word in race.words if _is(word, ("target",))]
     minutes, output = f"measure.minutes={race.budget.minutes / 2:.3g}", f"output={race.folder / 'measured'}"
-    commands = {"sampling": ["measure", checkpoint, *target, "decode=sampling", minutes, output]}
+    same = [word for word in words if _is(word, ("decode", "measure")) and not word.startswith(("decode=", "measure="))]
+    commands = {"sampling": ["measure", checkpoint, *target, "decode=sampling", *same, minutes, output]}
+    changes = [word for word in words if _is(word, ("export.rope_scaling",))]
     for stack in stacks or race.candidate(winner).stacks:
         place = f"out={out / stack}"
-        commands[f"export {stack}"] = ["export", checkpoint, *target, f"format={stack}", place, "overwrite=true"]
+        commands[f"export {stack}"] = ["export", checkpoint, *target, *changes, f"format={stack}", place, "overwrite=true"]
         for engine in _engines(stack):
             commands[f"verify {engine}"] = ["verify", checkpoint, *target, f"engine={engine}", place, output]
     for label, line in commands.items():
@@ -394,7 +449,8 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
     assert run is not None
     report = json.loads((run / FILE).read_text(encoding="utf-8"))
     entry = next(each for each in report["checkpoints"] if each["name"] == report["best"])
-    value, low, high = merit(json.loads((run / "tune.json").read_text(encoding="utf-8")))
+    last = (winner.user_attrs.get("points") or [None])[-1]
+    predicted = dict(zip(("value", "low", "high"), merit(found), strict=True)) if (found := _found(run)) else last
     by_size = [entry, *(each for each in entry["slices"] if each["by"] == "batch_size")]
     sampled = sorted((race.folder / "measured").glob(f"measure/*/{FILE}"))
     serving = {
@@ -406,7 +462,7 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
         "recipe": str(race.candidate(winner)),
         "checkpoint": str(run / "checkpoints" / str(report["best"]).split()[0]),
         "report": str(run / "report.html"),
-        "predicted": {"value": value, "low": low, "high": high},
+        "predicted": predicted,
         "measured": {str(each["batch_size"]): each["speedup"] for each in by_size},
         "entry": {key: entry[key] for key in ("tau", "speedup", "speedup_min", "speedup_max", "exact_matches", "prompts")},
         "sampled": _best(sampled[-1]) if sampled else None,
@@ -425,6 +481,12 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
     }
 
 
+def _found(run: Path) -> dict[str, Any] | None:
+    """What tuning found; None where it was left out."""
+    file = run / FOUND
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
 def _best(report: Path) -> dict[str, Any]:
     content = json.loads(report.read_text(encoding="utf-8"))
     entry = next(each for each in content["checkpoints"] if each["name"] == content["best"])
@@ -439,17 +501,26 @@ def _serving(export: Path) -> str:
 
 def _page(decision: dict[str, Any], plan: AutoPlan) -> str:
     """auto.md: the decision in a sentence, the race, what else was found."""
-    predicted, entry = decision["predicted"], decision["entry"]
+    predicted, entry, forecast = decision["predicted"], decision["entry"], ""
+    if predicted:
+        forecast = (
+            f"Predicted over the batch sizes: {predicted['value']:.2f}x ({predicted['low']:.2f} to {predicted['high']:.2f})."
+        )
     speeds = ", ".join(f"{cells.number(speed)}x at batch size {size}" for size, speed in decision["measured"].items())
     gains = (entry["speedup"] or 0.0) > 1.0
     verdict = f"Serve with `{decision['recipe']}`" if gains else f"Serve without a drafter: `{decision['recipe']}` is the best"
+    faults = [label for label, failed in decision["results"].items() if failed and label != "sampling"]
+    if entry["exact_matches"] is not None and entry["exact_matches"] < entry["prompts"]:
+        faults.append("the comparison with plain decoding")
+    if faults:
+        verdict = f"Do not serve `{decision['recipe']}` yet, {', '.join(faults)} failed"
     sampled, sampling = decision["sampled"], ""
     if sampled:
         sampling = f"Lossless sampling at temperature {sampled['temperature']:g}: {cells.number(sampled['speedup'])}x. "
     lines = [
         f"# {verdict}: {speeds}",
         f"Tau is {cells.number(entry['tau'])}, and {cells.exact(entry)} outputs are those of plain decoding. {sampling}"
-        f"Predicted over the batch sizes: {predicted['value']:.2f}x ({predicted['low']:.2f} to {predicted['high']:.2f}).",
+        f"{forecast}",
         "![Predicted speedup by training time](auto.png)",
         cells.rows(("candidate", "steps", "trained for", "predicted speedup", "end"), map(_row, decision["candidates"])),
         f"Checkpoint: `{decision['checkpoint']}`. Report: `{decision['report']}`. Spent: "
@@ -463,7 +534,7 @@ def _page(decision: dict[str, Any], plan: AutoPlan) -> str:
 
 
 def _row(candidate: dict[str, Any]) -> tuple[str, ...]:
-    ends = {"running": "won", "pruned": f"went after round {len(candidate['points'])}"}
+    ends = {"running": "won", "complete": "won", "pruned": f"went after round {len(candidate['points'])}"}
     end = candidate["failed"] or ends.get(candidate["state"], candidate["state"])
     if not candidate["points"]:
         return candidate["name"], cells.MISSING, cells.MISSING, cells.MISSING, end

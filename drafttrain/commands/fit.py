@@ -71,7 +71,7 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     device = from_device(options)
     options, resolved = with_values(options, device), recorded(resolved, device)
     options = replace(options, train=_divided(options.train, world, console))
-    _check(options)
+    check_options(options)
     if ready is None:
         check_sources(options.data)
     where = ready.place if ready else place(options, world, console.say)
@@ -122,7 +122,7 @@ def _divided(train: TrainOptions, world: World, console: Console) -> TrainOption
     return fitted
 
 
-def _check(options: RunOptions) -> None:
+def check_options(options: RunOptions) -> None:
     """Raise UserError for options that are wrong for every target and data set."""
     settings(options.train, options.deepspeed, 1)
     check_installed([options.logger.name, *options.logger.also])

@@ -44,7 +44,7 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
 
     Raises UserError for bad options, and as `measure` does.
     """
-    _check(options)
+    check_tunable(options)
     source, console = CheckpointSource.of(str(options.checkpoint)), Console()
     folder = dated_path(options.output, "tune")
     prompts = measurement_prompts(options)
@@ -217,7 +217,8 @@ def _by_hand(decode: DecodeOptions) -> list[str]:
     return [name for name in BY_HAND if getattr(decode, name) not in (None, False)]
 
 
-def _check(options: RunOptions) -> None:
+def check_tunable(options: RunOptions) -> None:
+    """Raise UserError for settings of what tuning chooses."""
     if set_by_hand := _by_hand(options.decode):
         raise UserError(f"decode.{set_by_hand[0]} is set, but tune chooses it or tests without it; leave it out")
 

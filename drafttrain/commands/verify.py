@@ -15,7 +15,7 @@ from drafttrain.core.files import atomic_write_json, check_listed, new_directory
 from drafttrain.core.progress import counting
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
-from drafttrain.export.compressed import ACTIVATIONS, TOLERANCE
+from drafttrain.export.compressed import ACTIVATIONS, TOLERANCE, check_library
 from drafttrain.export.drafter_adapter import check_merged
 from drafttrain.export.engine_check import DecodedSequence, Ending, EngineCheck, chain_drafter, decoded, engine_check, plain
 from drafttrain.export.exporter import RECORD
@@ -102,6 +102,8 @@ def checked_options(options: RunOptions) -> ExportUnderTest:
         raise UserError(
             f"{out} was written for {record['stack']}; {engine.label} loads exports with format={' or '.join(engine.loads)}"
         )
+    if record.get("quantize"):
+        check_library(f"{out} is quantised, which")
     checkpoint = CheckpointSource.of(options.checkpoint).directory.absolute()
     if record["checkpoint"] != read_meta(checkpoint).sha256:
         raise UserError(f"{out} was not exported from {checkpoint}; name its checkpoint with checkpoint=DIR")

@@ -227,7 +227,8 @@ def read_sealed_json(path: Path, what: str, way_out: str) -> dict[str, Any]:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+    as_read = json.loads(json.dumps(content, allow_nan=False))  # keys are text there, which sorts otherwise than numbers do
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def disk_full(error: BaseException) -> bool:

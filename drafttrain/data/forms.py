@@ -311,6 +311,11 @@ def tools_of(origin: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], ..
     tools = unpacked(value)
     if not tools:
         return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    schemas = (
+        [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
+        if isinstance(tools, list)
+        else [None]
+    )
+    if not all(isinstance(schema, dict) for schema in schemas):
         raise UserError(f"{origin}: expected a list of JSON schemas in `{TOOLS}`, got {value!r:.60}; correct it")
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)

@@ -94,8 +94,11 @@ def _bfcl_turns(record: Record) -> Any:
     question = record.get("question")
     if record.get("function") is None or not isinstance(question, list):
         return None
-    texts = [[m["content"] for m in turn if m.get("role") == "user"] for turn in question if isinstance(turn, list)]
-    return ["\n\n".join(turn) for turn in texts] or None
+    turns = [
+        [m for m in turn if isinstance(m, dict) and m.get("role") == "user"] for turn in question if isinstance(turn, list)
+    ]
+    texts = [[m["content"] for m in turn if isinstance(m.get("content"), str)] for turn in turns]
+    return ["\n\n".join(turn) for turn in texts] if texts and all(texts) else None
 
 
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # of the Python types of BFCL's schemas
@@ -263,7 +266,8 @@ def _prompt(origin: str, record: dict[str, Any], index: int, category: str, chos
     category = record.get((spec and spec.category) or "category") or category
     reference = record.get(spec.reference) if spec and spec.reference else record.get("reference")
     name = question_id if isinstance(question_id, int) else printable(str(question_id))
-    with_tools = spec or next((each for each in SETS.values() if each.tools and each.turns(record) is not None), None)
+    of_set = None if any(key in record for key in ("turns", "messages", "prompt")) else SETS.values()
+    with_tools = spec or next((each for each in of_set or () if each.tools and each.turns(record) is not None), None)
     tools = tools_of(origin, {TOOLS: with_tools.tools(record)} if with_tools and with_tools.tools else record)
     return Prompt(name, printable(str(category)), turns, *_format(origin, record), reference, chosen or None, tools)
 

@@ -137,7 +137,11 @@ class Template:
         call = reply if place < 0 else place + len(content)
         reply = place if reply and place >= 0 else reply
         call = call if message.get("tool_calls") else len(written)
-        edges = {"reasoning": (0, reply), "reply": (reply, call), "call": (call, len(written))}
+        if not reasoning and not re.sub(r"</?think>", "", thought[0] if thought else "").strip():
+            edges_reasoning = (reply, reply)  # the marks of thoughts that are empty
+        else:
+            edges_reasoning = (0, reply)
+        edges = {"reasoning": edges_reasoning, "reply": (reply, call), "call": (call, len(written))}
         spans = list[tuple[int, int]]()
         for first, last in (edges[part] for part in edges if part in self.options.supervise):
             if spans and spans[-1][1] == start + first:

@@ -146,7 +146,8 @@ class CallFormat:
 
     def read(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[Call] | None]:
         """(the text before the first call, the calls); None for calls that are unreadable."""
-        if (first := self.opening.search(text)) is None:
+        first = self.opening.search(text, max(0, text.rfind("</think>")))  # thoughts may mention a call
+        if first is None:
             return text, []
         content, calls, at, text = text[: first.start()].rstrip(), list[Call](), first.start(), text.rstrip()
         while at < len(text):

@@ -105,6 +105,8 @@ class LogitsProcessors:
 
         A node counts the text and the drafts on its own path as text.
         """
+        if self._sampling.penalised:
+            logits_BNV = logits_BNV.float()  # as transformers does: half precision would round small penalties away
         if self.bias_V is not None:
             logits_BNV = logits_BNV + self.bias_V.to(logits_BNV.dtype)
         path_BNN = torch.where(ancestor_BNN, token_BN[:, None], token_BN[:, :1, None])

@@ -185,7 +185,7 @@ class EngineCheck:
     def holds(self) -> bool:
         """Whether everything agrees."""
         if self.tolerance:
-            close = abs(self.theirs - self.ours) <= self.tolerance * self.ours
+            close = abs(self.theirs - self.ours) <= max(1.0, self.tolerance * self.ours)
             return close and self.same_texts == len(self.lines)
         same = self.ours == self.theirs and self.ours_by_position == self.theirs_by_position
         return same and all(line.holds for line in self.lines)

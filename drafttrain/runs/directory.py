@@ -39,6 +39,7 @@ NOT_HASHED = (
     *(f"features.{key}" for key in ("gpus", "tensor_parallel", "count", "nodes")),
     *(f"target.{key}" for key in ("placement", "tensor_parallel", "expert_parallel", "prefetch")),
 )
+LEAVES = ("decode.logit_bias",)  # settings whose keys are values
 SHOWN = 3  # settings that are named where runs differ
 
 
@@ -85,8 +86,9 @@ def config_hash(resolved: dict[str, Any]) -> str:
 
 
 def _hashed(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    hashed_items = {key: value for key, value in node.items() if prefix + key not in NOT_HASHED}
-    return {key: _hashed(value, f"{prefix}{key}.") if isinstance(value, dict) else value for key, value in hashed_items.items()}
+    kept = {key: value for key, value in node.items() if f"{prefix}{key}" not in NOT_HASHED}
+    inner = {key for key, value in kept.items() if isinstance(value, dict) and f"{prefix}{key}" not in LEAVES}
+    return {key: _hashed(value, f"{prefix}{key}.") if key in inner else value for key, value in kept.items()}
 
 
 def _find(options: RunOptions, resolved: dict[str, Any], log: Callable[[str], None]) -> Path | None:
@@ -155,7 +157,7 @@ def _flat(resolved: dict[str, Any]) -> dict[str, Any]:
     while nodes:
         prefix, node = nodes.pop()
         for key, value in node.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and prefix + key not in LEAVES:
                 nodes.append((f"{prefix}{key}.", value))
             else:
                 settings[prefix + key] = value

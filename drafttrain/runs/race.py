@@ -94,6 +94,10 @@ class TimeBudget:
         """What follows the winner's training: measuring greedy and sampled, exporting."""
         return 60 * 2 * self.minutes + 6 * START
 
+    def rest(self, candidates: int) -> float:
+        """For the winner's training, after the race."""
+        return self.total - self.answers - (self.race if candidates > 1 else 0.0) - self.reserve
+
     def most_candidates(self, least: float) -> int:
         """How many can have `least` seconds each in the first round."""
         return max((n for n in range(2, 64) if self.race / rungs_of(n) / n >= least), default=1)
@@ -154,12 +158,15 @@ class CandidateRace:
     words: list[str]  # overrides of every candidate's command
     say: Callable[[str], None]
     interrupt: Interrupt
+    flags: list[str] = field(default_factory=list)  # of the command line, for every command
     watch: Callable[[str, float], None] = lambda label, spent: None  # what is running, and the seconds that are spent
     began: float = field(default_factory=monotonic)
     spent_before: float = field(init=False)  # seconds, when the same command was ended
 
     def __post_init__(self) -> None:
         self.spent_before = self.study.user_attrs.get("spent", 0.0)
+        for trial in self._open():
+            trial.set_user_attr("failed", None)  # what failed is tried again, once for each start
 
     @staticmethod
     def study_of(folder: Path, candidates: Sequence[str]) -> Study:
@@ -199,12 +206,16 @@ class CandidateRace:
 
     def running(self) -> list[Trial]:
         """The trials that are left, in the order of the candidates. Raises UserError where all have failed."""
-        trials = self.study.get_trials(deepcopy=False)
-        running = [Trial(self.study, trial._trial_id) for trial in trials if trial.state == TrialState.RUNNING]
+        trials = self._open()
+        running = [trial for trial in trials if not trial.user_attrs.get("failed")]
         if not running:
-            reasons = "; ".join(f"{trial.user_attrs['name']}: {trial.user_attrs.get('failed')}" for trial in trials)
+            reasons = "; ".join(f"{trial.user_attrs['name']}: {trial.user_attrs['failed']}" for trial in trials)
             raise UserError(f"every candidate has failed: {reasons}; {self.folder / 'logs'} has their whole output")
         return running
+
+    def _open(self) -> list[Trial]:
+        trials = self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
+        return [Trial(self.study, trial._trial_id) for trial in trials]
 
     def candidate(self, trial: Trial | FrozenTrial) -> Candidate:
         """The trial's candidate."""
@@ -220,7 +231,8 @@ class CandidateRace:
         each, run, began = self.candidate(trial), self.run_of(trial), monotonic()
         line = [
             *("fit", f"recipe={each.recipe}", *each.settings, *self.words, f"name={each.name}"),
-            *(f"output={self.folder / 'runs'}", f"train.steps={steps}", f"logger.group=auto-{self.folder.name}"),
+            *(f"output={self.folder / 'runs'}", f"train.steps={steps}", "train.exact_steps=true"),
+            f"logger.group=auto-{self.folder.name.rpartition('-')[2]}",
             *(f"measure.batch_sizes=[{','.join(map(str, self.batch_sizes))}]", *words),
             *([f"resume={run}"] if run is not None else []),
         ]
@@ -239,10 +251,11 @@ class CandidateRace:
         place: among the commands that share the machine's GPUs. At a signal the command saves what it has, and Interrupted is
         raised.
         """
+        arguments = [line[0], *self.flags, *line[1:]]
         with self._log(label).open("w", encoding="utf-8") as output:
-            print(shlex.join(["drafttrain", *line]), file=output, flush=True)
+            print(shlex.join(["drafttrain", *arguments]), file=output, flush=True)
             process = subprocess.Popen(
-                [sys.executable, "-m", "drafttrain", *line],
+                [sys.executable, "-m", "drafttrain", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -271,7 +284,6 @@ class CandidateRace:
 
     def _fail(self, trial: Trial, reason: str) -> None:
         trial.set_user_attr("failed", reason)
-        self.study.tell(trial, state=TrialState.FAIL)
         self.say(f"{trial.user_attrs['name']} is left out: {reason}")
 
     def _each(self, work: Callable[[Trial, int], None], trials: Sequence[Trial]) -> None:
@@ -330,8 +342,11 @@ class CandidateRace:
         return int(trial.user_attrs[f"until {label}"])
 
     def _drop(self, number: int) -> None:
-        """End the trials that this round prunes."""
-        for trial in self.running():
+        """End the trials that this round prunes. Where one has gone on, the round was ended before."""
+        running = self.running()
+        if any(len(trial.user_attrs["points"]) > number + 1 for trial in running):
+            return
+        for trial in running:
             if trial.should_prune():
                 self.study.tell(trial, state=TrialState.PRUNED)
         self.say(f"after round {number + 1}: {', '.join(trial.user_attrs['name'] for trial in self.running())}")

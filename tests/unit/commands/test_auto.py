@@ -89,8 +89,18 @@ def test_race_that_goes_on_keeps_its_candidates_on_a_slower_machine(
         ),
         (("auto.candidates=[nothing]",), "unknown recipe 'nothing'"),
         (("launcher=slurm",), "launcher=slurm is not for auto; start auto inside a job"),
+        (("recipe=medusa",), "auto does not read recipe=medusa; auto.candidates=[NAME,NAME] names recipes"),
+        (("measure=off",), "auto decides by what is tuned and measured; leave out measure=off"),
+        (("measure.prompts=there.jsonl",), "there.jsonl"),
+        (("data.held_out=1",), "data.held_out is 1, too few to predict speedups on"),
+        (("decode.draft_length=2",), "decode.draft_length is set, but tune chooses it"),
+        (("auto.candidates=[medusa x='a]",), 'cannot read "auto.candidates'),
+        ((*TWO, "budget=160s"), "which leaves the winner no time to train; set budget="),
     ],
-    ids=["no terminal", "budget", "stack", "no family", "recipe", "slurm"],
+    ids=[
+        *("no terminal", "budget", "stack", "no family", "recipe", "slurm"),
+        *("recipe typed", "not measured", "prompts", "held out", "draft length", "quotation", "no rest"),
+    ],
 )
 def test_auto_that_cannot_start_says_why_in_one_line(
     words: Sequence[str], message: str, command: Command, capfd: pytest.CaptureFixture[str]
@@ -119,13 +129,13 @@ def test_replies_of_others_are_answered_anew_within_their_share(
     assert command_name == "prepare" and {"data.limit=72", "data.path=talk.jsonl", "prepare.samples=2"} <= set(words)
 
 
-def leave(race: CandidateRace, label: str, line: Sequence[str], place: int = -1) -> str | None:
-    """What a command leaves: the second candidate is the faster one, and an engine finds a fault."""
+def leave(race: CandidateRace, label: str, line: Sequence[str], fails: bool) -> str | None:
+    """What a command leaves: the second candidate is the faster one. fails: an engine finds a fault."""
     given = dict(word.split("=", 1) for word in line if "=" in word)
     if line[0] == "export":
         Path(given["out"]).mkdir(parents=True)
         (Path(given["out"]) / "README.md").write_text("# A drafter\n\n```bash\nserve it\n```\n")
-    if line[0] == "verify":
+    if line[0] == "verify" and fails:
         return "the drafts differ"
     if line[0] != "fit":
         return None
@@ -143,14 +153,22 @@ def leave(race: CandidateRace, label: str, line: Sequence[str], place: int = -1)
     return None
 
 
+@pytest.mark.parametrize(
+    ("fails", "title"),
+    [
+        (False, "Serve with `medusa drafter.heads=2`: 1.40x"),
+        (True, "Do not serve `medusa drafter.heads=2` yet, verify vllm failed"),
+    ],
+    ids=["sound", "engine differs"],
+)
 def test_auto_decides_for_the_faster_candidate_and_hands_it_over(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fails: bool, title: str, command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lines = list[list[str]]()
 
     def run(race: CandidateRace, label: str, line: Sequence[str], place: int = -1) -> str | None:
         lines.append(list(line))
-        return leave(race, label, line)
+        return leave(race, label, line, fails)
 
     monkeypatch.setattr(CandidateRace, "command", run)
     monkeypatch.setattr(auto, "_engines", lambda stack: iter(["vllm"] if stack == "vllm" else []))
@@ -158,14 +176,17 @@ def test_auto_decides_for_the_faster_candidate_and_hands_it_over(
     assert command(*words) == 0
     (folder,) = Path("outputs/auto").iterdir()
     page, decision = (folder / "auto.md").read_text(), json.loads((folder / "auto.json").read_text())
-    assert page.startswith("# Serve with `medusa drafter.heads=2`: 1.40x at batch size 1\n") and "serve it" in page
-    assert "Predicted over the batch sizes: 1.50x (1.35 to 1.65)." in page and "verify vllm failed: the drafts differ" in page
+    assert page.startswith(f"# {title}") and "serve it" in page
+    assert "Predicted over the batch sizes: 1.50x (1.35 to 1.65)." in page
+    assert ("verify vllm failed: the drafts differ" in page) == fails
     assert decision["predicted"]["value"] == 1.5 and decision["serving"] == {"vllm": "serve it", "tgi": "serve it"}
     assert (folder / "auto.png").stat().st_size > 1000
     fits = [line for line in lines if line[0] == "fit"]
     assert len(fits) == 5 and all({"data.seed=3", "logger=none"} <= set(line) for line in fits), "two tries, a round, the rest"
     assert ["measure.repeats=2" in line for line in fits] == [False] * 4 + [True]
     assert any(word.startswith("resume=") for word in fits[-1])
+    (sampled,) = (line for line in lines if line[0] == "measure")
+    assert {"decode=sampling", "measure.repeats=2"} <= set(sampled)
     capfd.readouterr()
     assert command(*words) == 0 and len(lines) == 9, "the same command says what was decided"
     assert "this has been decided" in capfd.readouterr().out

@@ -15,8 +15,10 @@ from drafttrain.core.files import (
     atomic_write_json,
     atomic_write_text,
     new_file,
+    read_sealed_json,
     remove_abandoned,
     remove_leftovers,
+    write_sealed_json,
 )
 from tests.helpers import at_once
 
@@ -121,3 +123,8 @@ def test_new_files_of_same_name_are_one_for_each_process(links: bool, tmp_path: 
     assert sorted(path.name for path in paths) == ["now-2.html", *(f"now-{n}.html" for n in range(3, 9)), "now.html"]
     assert all(path.read_text() == str(number) for number, path in enumerate(paths))
     assert len(list((tmp_path / "kind").iterdir())) == 8
+
+
+def test_sealed_json_with_numbers_as_keys_is_read_back(tmp_path: Path) -> None:
+    write_sealed_json(tmp_path / "sealed.json", {"bias": {13: -5.0, 9: 1.0}})
+    assert read_sealed_json(tmp_path / "sealed.json", "it", "write it") == {"bias": {"9": 1.0, "13": -5.0}}

@@ -61,6 +61,7 @@ MALFORMED: list[tuple[Any, str]] = [
     ({"prompt": 5}, "expected `turns`"),
     ({"turns": [" \n"]}, "expected text in the first turn, got a blank string"),
     ([], "expected a JSON object, got list"),
+    ({"function": "f", "question": [["q"], [{"role": "user"}]]}, "expected `turns`"),
 ]
 
 

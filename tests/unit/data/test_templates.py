@@ -284,6 +284,8 @@ def test_encoder_supervises_named_parts_of_replies(template: str, subtests: pyte
         with subtests.test(parts=parts):
             row = Encoder(shown, 2000, TemplateOptions(supervise=parts))(Conversation("x:1", messages))
             assert [BLANKS.sub("", run) for run in runs(row, shown)] == [BLANKS.sub("", run) for run in found]
+    silent = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."})
+    assert not Encoder(shown, 2000, TemplateOptions(supervise=("reasoning",)))(Conversation("x:1", silent)).supervised
     without = Encoder(shown, 2000, TemplateOptions(supervise=("call",)))(Conversation("x:1", (messages[0], messages[5])))
     assert not without.supervised and not without.truncated
 

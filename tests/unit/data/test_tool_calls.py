@@ -109,6 +109,14 @@ def test_call_reader_marks_damaged_calls_as_unreadable(subtests: pytest.Subtests
                 assert reader.read(wrong, "", TOOLS)["tool_calls"] is None
 
 
+def test_call_reader_takes_calls_in_thoughts_for_text() -> None:
+    own = with_calls(next(iter(TOOL_STYLES)))
+    reader, call = CallReader.of(own), written(own, CALLS["one"])
+    assert reader is not None
+    thought = f"<think>\nmaybe {call}\n</think>\n\nHello"
+    assert reader.read(thought, "", TOOLS) == {}
+
+
 def test_call_reader_of_template_without_calls_is_none() -> None:
     own = with_calls("hermes")
     for template in (STYLES["chatml"].template, STYLES["llama2"].template, RECIPIENT, None):

@@ -111,6 +111,15 @@ def test_run_directory_of_older_version_goes_on_where_new_settings_have_their_de
         asked(tmp_path, str(run.path), 8, said, 2e-3)
 
 
+def test_run_directory_of_run_without_a_bias_is_another_one_than_with_it(tmp_path: Path) -> None:
+    paths = {}
+    for bias in ({}, {9: 1.0, 13: -5.0}):
+        options = RunOptions(output=str(tmp_path), name="medusa", resume="auto")
+        resolved = {"name": "medusa", "decode": {"logit_bias": bias}}
+        paths[len(bias)] = {RunDirectory.open(options, resolved, Alone(), print).path for _ in range(2)}  # type: ignore[arg-type]
+    assert len(paths[0]) == len(paths[2]) == 1 and paths[0] != paths[2]
+
+
 def test_run_directory_whose_record_is_of_no_run_is_none(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """As a damaged or an exchanged file may be."""
     run, said = opened(tmp_path), list[str]()
