@@ -40,9 +40,10 @@ void along(std::vector<Tensor> values, const Tensor& path, std::vector<Tensor> o
 
 void append_pending(std::vector<Tensor> values, const Tensor& count, const Tensor& slot, std::vector<Tensor> kept,
                     const Tensor& pending) {
+    std::vector<int64_t> before;  // of rows that pad a batch several have one slot
+    for (int64_t b = 0; b < count.numel(); b++) before.push_back(data<int64_t>(pending)[data<int64_t>(slot)[b]]);
     for (int64_t b = 0; b < count.numel(); b++) {
-        const int64_t s = data<int64_t>(slot)[b], added = data<int64_t>(count)[b];
-        int64_t& at = data<int64_t>(pending)[s];
+        const int64_t s = data<int64_t>(slot)[b], added = data<int64_t>(count)[b], at = before[b];
         for (size_t k = 0; k < kept.size(); k++) {
             const int64_t columns = values[k].size(1), width = kept[k].size(1);
             const int64_t size = entry_bytes(values[k], kept[k], kept[k].size(0) * width);
@@ -50,7 +51,7 @@ void append_pending(std::vector<Tensor> values, const Tensor& count, const Tenso
             char* to = data<char>(kept[k]) + (s * width + at) * size;
             std::memcpy(to, data<char>(values[k]) + b * columns * size, size_t(added * size));
         }
-        at += added;
+        data<int64_t>(pending)[s] = at + added;
     }
 }
 

@@ -449,6 +449,17 @@ def test_pending_positions_appended_and_taken_equal_reference(machine: str, widt
         assert all(torch.equal(a[:, :11], b[:, :11]) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_pending_positions_of_rows_that_share_a_slot_stay_within_it(machine: str) -> None:
+    """As rows do that pad a batch."""
+    slot_B, count_B, pending_S = torch.tensor([1, 1, 1, 1]), torch.full((4,), 4), torch.zeros(3, dtype=torch.long)
+    kept = [torch.zeros(3, 6, dtype=torch.long)]
+    for _ in range(2):
+        commit.append_pending([torch.full((4, 4), 7)], count_B, slot_B, kept, pending_S)
+        _, found_B = commit.take_pending(kept, slot_B, pending_S, 4)
+        assert int(found_B.max()) <= 4 and pending_S.tolist() == [0, 0, 0]
+    assert not kept[0][[0, 2]].any()
+
+
 def test_append_text_equals_reference(machine: str) -> None:
     random = torch.Generator().manual_seed(5)
     slot_B, count_B, length_S = torch.randperm(9, generator=random)[:6], torch.tensor([0, 1, 40, 2, 0, 3]), torch.arange(9)

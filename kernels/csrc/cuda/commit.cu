@@ -103,7 +103,9 @@ void along(std::vector<Tensor> values, const Tensor& path, std::vector<Tensor> o
 __global__ void __launch_bounds__(kPendingThreads) append_rows(Copies copies, const int64_t* count, const int64_t* slot,
                                                                int64_t* pending, int64_t columns, int64_t width, bool last) {
     enter_kernel();
-    const int64_t row = blockIdx.x, s = slot[row], added = count[row], at = pending[s];
+    const int64_t row = blockIdx.x, s = slot[row], added = count[row], found = pending[s];
+    // Rows that pad a batch share a slot, whose count they may raise one after the other: it stays within its slot.
+    const int64_t at = found < width - added ? found : width - added;
     for (int k = 0; k < copies.count; k++) {
         const int64_t bytes = copies.bytes[k];
         copy_bytes(copies.from[k] + row * columns * bytes, copies.to[k] + (s * width + at) * bytes, added * bytes);
@@ -128,7 +130,10 @@ __global__ void __launch_bounds__(kPendingThreads)
     enter_kernel();
     const int64_t row = blockIdx.x, s = slot[row], bytes = copies.bytes[blockIdx.y];
     copy_bytes(copies.from[blockIdx.y] + s * width * bytes, copies.to[blockIdx.y] + row * columns * bytes, columns * bytes);
-    if (pending != nullptr && blockIdx.y == 0 && threadIdx.x == 0) count[row] = pending[s], pending[s] = 0;
+    if (pending == nullptr || blockIdx.y > 0 || threadIdx.x > 0) return;
+    const int64_t found = pending[s];
+    count[row] = found < columns ? found : columns;  // more only of a slot that rows share
+    pending[s] = 0;
 }
 
 void take_pending(std::vector<Tensor> kept, const Tensor& slot, const Tensor& pending, std::vector<Tensor> out,
