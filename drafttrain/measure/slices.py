@@ -56,7 +56,7 @@ def other_slices(wanted: Sequence[Condition], drafters: Mapping[str, Drafter]) -
         size = bench.options.batch_sizes[0]
         cases = condition.cases[: bench.options.timed_prompts]
         label = f"{condition.by} {condition.value:g}"
-        decoded = _decoded(bench, drafters, condition.cases, size, label) if condition.by == "context" else None
+        decoded = _decoded(bench, drafters, cases, size, label) if condition.by == "context" else None
         timed = bench.race(dict(drafters), cases, size, bench.budget.left / (len(wanted) - races_done), label)
         for name in drafters:
             keys = race_keys(timed, name)
