@@ -44,6 +44,15 @@ LATENT = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
+NEMOTRON = {k: v for k, v in WIDE.items() if "layers" not in k} | {
+    "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "moe_shared_expert_intermediate_size": 32,
+}
 SSM = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -363,39 +372,8 @@ ROWS = (
         "its index pools positions",
         recomputed=True,
     ),
-    Architecture(
-        "Nemotron-H",
-        of(
-            "NemotronHConfig",
-            {k: v for k, v in WIDE.items() if "layers" not in k},
-            ROUTED,
-            layers_block_type=["mamba", "moe", "attention", "mamba"],
-            mamba_num_heads=8,
-            mamba_head_dim=16,
-            ssm_state_size=16,
-            n_groups=2,
-            chunk_size=16,
-            moe_shared_expert_intermediate_size=32,
-        ),
-        trees=False,
-    ),
-    Architecture(
-        "Nemotron-3",
-        of(
-            "NemotronHConfig",
-            {k: v for k, v in WIDE.items() if "layers" not in k},
-            ROUTED,
-            layers_block_type=["mamba", "moe", "attention", "mamba"],
-            mamba_num_heads=8,
-            mamba_head_dim=16,
-            ssm_state_size=16,
-            n_groups=2,
-            chunk_size=16,
-            moe_shared_expert_intermediate_size=32,
-            moe_latent_size=32,
-        ),
-        trees=False,
-    ),
+    Architecture("Nemotron-H", of("NemotronHConfig", NEMOTRON, ROUTED), trees=False),
+    Architecture("Nemotron-3", of("NemotronHConfig", NEMOTRON, ROUTED, moe_latent_size=32), trees=False),
     Architecture("Bamba", of("BambaConfig", GATED, SSM, attn_layer_indices=[2]), trees=False),
     Architecture(
         "Granite-4 (hybrid)",

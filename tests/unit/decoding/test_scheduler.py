@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.logits_processors import logits_after
 from drafttrain.decoding.request import Request, Result, StopText
 from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.decoding.settings import Controls
@@ -379,6 +380,12 @@ def test_presence_and_frequency_penalty_and_logit_bias_equal_transformers(kind: 
     assert (sum(map(sum, (r.accepted for r in results))) > 20) == (kind == "oracle")
     with pytest.raises(ValueError, match=r"decode\.logit_bias has token 4000; the target has token ids from 0 to"):
         Decoder(FAST, None, "greedy", Sampling(logit_bias={4000: 1.0}))
+
+
+def test_penalties_finer_than_half_precision_change_its_logits() -> None:
+    """bfloat16 has no number between 22 and 22.125. transformers' processors get float32 too."""
+    after_V = logits_after(torch.full((8,), 22.0, dtype=torch.bfloat16), Sampling(logit_bias={3: 0.05}), [1], [2])
+    assert after_V.argmax() == 3 and after_V[3] - after_V[0] == pytest.approx(0.05, abs=1e-4)
 
 
 def test_session_streamed_chunks_join_to_results() -> None:

@@ -233,6 +233,12 @@ def test_engine_check_with_tolerance_allows_other_counts_but_no_other_text() -> 
             found(0.5, **wrong).check()
 
 
+def test_engine_check_with_tolerance_allows_one_draft_where_there_are_few() -> None:
+    found(0.1, accepted=3, accepted_by_position=[2, 1, 0]).check()
+    with pytest.raises(ParityError, match="spoken accepts 4, our decoder 2"):
+        found(0.1, accepted=4).check()
+
+
 def test_first_difference_ignores_missing_stop_token() -> None:
     stops = frozenset({1})
     assert first_difference([3, 4, 1], [3, 4], stops) is None
