@@ -16,8 +16,8 @@ from tests.integration.test_interrupt import CODE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ctrl_c_is_heard")]
 WORDS = (
-    *("auto.candidates=[medusa,medusa drafter.heads=2]", "auto.batch_sizes=[1]", "export.stacks=[vllm]", "budget=8m"),
-    *("train.steps=40", "data.limit=200", "decode.max_new_tokens=16", "measure.limit=4", "logger=none"),
+    *("auto.candidates=[medusa,medusa drafter.heads=2]", "auto.batch_sizes=[1]", "export.stacks=[vllm]", "budget=20m"),
+    *("train.steps=40", "data.limit=200", "decode.max_new_tokens=16", "measure.limit=4", "measure.minutes=0.3", "logger=none"),
 )
 
 
