@@ -194,6 +194,7 @@ def auto(
 
     Raises:
         UserError: Bad input, or a budget that is too short. Nothing is spent then.
+        KeyboardInterrupt: Ctrl-C, after what runs has been saved.
     """
     quieten()
     command = import_module("drafttrain.commands.auto")  # Optuna is needed here alone
@@ -202,8 +203,11 @@ def auto(
     if conversations is not None:
         keys["data.path"] = str(conversations)
     run = composed(None, {**keys, **(settings or {})})
-    with user_errors():
-        folder = command.auto(run.options, run.overrides, _candidate)
+    try:
+        with user_errors():
+            folder = command.auto(run.options, run.overrides, _candidate)
+    except Interrupted as interrupt:
+        raise KeyboardInterrupt(str(interrupt)) from interrupt
     decision: dict[str, Any] = json.loads((folder / command.DECISION).read_text(encoding="utf-8"))
     return decision | {"folder": folder}
 
