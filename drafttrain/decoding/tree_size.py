@@ -57,14 +57,19 @@ def verification_seconds(
     Where decode steps are captured as CUDA graphs, so are these passes.
     """
     device, captured = target.device, capturable(target, drafter)
+    return median_seconds(_passes(target, drafter, sizes, batch, captured), device, captured, repeats)
+
+
+def _passes(target: Target, drafter: Drafter, sizes: Sequence[int], batch: int, captured: bool) -> dict[int, Work]:
+    """The target's pass over so many nodes, after `CONTEXT` positions, by their number."""
+    device = target.device
     kv = target.new_cache(batch, (LEAST_BOUND if captured else CONTEXT) + max(sizes))
     position_BT = torch.arange(CONTEXT, device=device).expand(batch, -1)
     target(torch.ones_like(position_BT), kv, None, position_BT, drafter.taps, position_BT[:, :0])
     kv.keep(position_BT, torch.full((batch,), CONTEXT, device=device))
     if captured:
         bind([kv], CONTEXT, max(sizes))
-    passes = {size: Work(partial(_verify, target, drafter, kv, *_chain(size, batch, device))) for size in sizes}
-    return median_seconds(passes, device, captured, repeats)
+    return {size: Work(partial(_verify, target, drafter, kv, *_chain(size, batch, device))) for size in sizes}
 
 
 def _chain(size: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -85,7 +90,8 @@ def _verify(target: Target, drafter: Drafter, kv: KVCache, ancestor_BNN: Tensor,
 def proposal_seconds(target: Target, drafter: Drafter, repeats: int = 15, batch: int = 1, depth: int | None = None) -> float:
     """Median seconds of a proposal for `batch` rows, no deeper than `depth`; after each, one more token is observed.
 
-    Where decode steps are captured as CUDA graphs, so is this one, and observing is a part of it.
+    Where decode steps are captured as CUDA graphs, so is this one, and observing is a part of it. Elsewhere the target's pass
+    follows, as in decoding: on a CPU it drives the drafter's weights and code out of the caches.
     """
     device, captured = target.device, capturable(target, drafter)
     positions = CONTEXT + repeats + WARM
@@ -98,7 +104,14 @@ def proposal_seconds(target: Target, drafter: Drafter, repeats: int = 15, batch:
     if captured:
         bind(caches, positions, drafter.max_new_positions)
     observed = _commit(target, drafter, batch, 1)
-    step = Work(lambda: state.propose(slot_B, Sampling(), depth).token_BN, lambda: state.observe(observed, slot_B))
+    verify = None if captured else _passes(target, drafter, [1], batch, captured)[1].run
+
+    def after() -> None:
+        state.observe(observed, slot_B)
+        if verify is not None:
+            verify()
+
+    step = Work(lambda: state.propose(slot_B, Sampling(), depth).token_BN, after)
     return median_seconds({depth: step}, device, captured, repeats)[depth]
 
 

@@ -76,6 +76,16 @@ def test_tree_size_costs_are_measured_for_every_family(name: str) -> None:
     assert treesize.best_nodes(target, drafter, ranks(0.5, 500), (2, 4)) in (2, 4)
 
 
+def test_proposals_are_timed_between_passes_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a row they would find all that they read in a CPU's caches."""
+    target, order, call = tiny_target(), list[str](), treesize._call_seconds
+    drafter, forward = built("medusa", target).eval(), target.forward
+    monkeypatch.setattr(treesize, "_call_seconds", lambda work: order.append("proposal") or call(work))
+    monkeypatch.setattr(target, "forward", lambda *given: order.append("pass") or forward(*given))
+    treesize.proposal_seconds(target, drafter, repeats=2)
+    assert order == ["pass", *["proposal", "pass"] * 3]
+
+
 @pytest.mark.sampled(name=TIMED)
 @pytest.mark.parametrize("name", NAMES)
 def test_tree_size_costs_time_captured_replays_only(name: str, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
