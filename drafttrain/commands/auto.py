@@ -405,7 +405,8 @@ def _finish(race: CandidateRace, winner: Trial, words: Sequence[str]) -> None:
     assert run is not None
     (run / FOUND).unlink(missing_ok=True)
     race.say(f"{name} goes on to step {steps:,}, about {time_text(max(0.0, seconds))}")
-    if not race.fit(winner, "last", steps, [f"measure.minutes={budget.minutes:.3g}", *words]):
+    timed = [f"measure.minutes={budget.minutes:.3g}", "measure.transformers=false", *words]
+    if not race.fit(winner, "last", steps, timed):
         raise UserError(f"{name} has won, but its training failed: {winner.user_attrs['failed']}")
 
 

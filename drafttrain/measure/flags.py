@@ -183,13 +183,13 @@ def _falls(short: dict[str, Any], long: dict[str, Any]) -> bool:
 def best(entries: Sequence[dict[str, Any]]) -> str:
     """The name of the best checkpoint: by speedup if one is above the range of every other, else by tau.
 
-    Timings of checkpoints of one run often overlap; then tau, a count, decides, and speedup breaks ties. A checkpoint of step 0
-    (before training) wins only with the higher tau.
+    Timings of checkpoints of one run often overlap; then tau, a count, decides, and speedup breaks ties. So it does where a
+    short budget left one repeat, which has no range. A checkpoint of step 0 (before training) wins only with the higher tau.
     """
     trained = [e for e in entries if e.get("step") != 0] or list(entries)
     untrained = [e for e in entries if e.get("step") == 0 and all((e["tau"] or 0.0) > (t["tau"] or 0.0) for t in trained)]
     candidates = trained + untrained
-    if all(e["speedup"] is not None for e in candidates):
+    if all(e["speedup"] is not None and e["repeats"] > 1 for e in candidates):
         fastest = max(candidates, key=lambda e: e["speedup"])
         if all(fastest["speedup_min"] > e["speedup_max"] for e in candidates if e is not fastest):
             return str(fastest["name"])

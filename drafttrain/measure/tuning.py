@@ -39,6 +39,7 @@ DEFAULT, PLAIN = "as trained", "plain decoding"
 TINY = 1e-9  # least speed, of an output without time
 Settings = dict[str, Any]
 Contenders = Mapping[str, Settings | None]  # by name; None: plain decoding
+Raced = tuple[dict[str, list[float]], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,24 +170,29 @@ class Tuner:
         self.use(settings)
         return str(ProposalShape.of(self.drafter, self.drafter.proposal.preferred.draft_length or self.drafter.draft_length))
 
-    def race(self, name: str, settings: Contenders, cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
-        """The speed of each of the settings on each batch of prompts / that of the first, by name.
+    def race(self, name: str, settings: Contenders, cases: Sequence[Case], seconds: float) -> Raced:
+        """(the speed of each of the settings on each batch of prompts / that of the first, what a decode step costs), by name.
 
-        Batches whose outputs have one token each have no speed. Raises UserError where no others are left.
+        The cost is in plain steps, of whole steps as they ran: tau on these prompts / speedup over plain decoding, which is one
+        of the settings. Batches whose outputs have one token each have no speed. Raises UserError where no others are left.
         """
         case_waves, name = waves(len(cases), self.batch_size), f"tuning, batch {self.batch_size}: {name}"
         contenders = {label: self._contender(contender_settings, cases) for label, contender_settings in settings.items()}
         laps = self.bench.timed(name, contenders, case_waves, self.options.repeats, seconds, {})
         first = next(iter(settings))
-        rates = {label: [self._rate(lap) for repeat in repeats for lap in repeat] for label, repeats in laps.items()}
+        rates = {label: [self._rate([lap]) for repeat in repeats for lap in repeat] for label, repeats in laps.items()}
         timed = [i for i, rate in enumerate(rates[first]) if rate > 0.0]
         if not timed:
             raise UserError("the outputs are too short to compare speeds; raise decode.max_new_tokens, or give more prompts")
         speedups = {label: [contender_rates[i] / rates[first][i] for i in timed] for label, contender_rates in rates.items()}
-        return dict(self.bench.part.share(speedups))
+        every = {label: [lap for repeat in repeats for lap in repeat] for label, repeats in laps.items()}
+        taus = {label: pooled(r for lap in of for r in lap.results).tau or 0.0 for label, of in every.items()}
+        costs = {label: taus[label] * self._rate(every[PLAIN]) / max(self._rate(of), TINY) for label, of in every.items()}
+        found: Raced = self.bench.part.share((speedups, costs))
+        return found
 
-    def _rate(self, lap: Decoded) -> float:
-        rate = throughput([lap]) if self.options.objective == "throughput" else 1.0 / (tpot([lap]) or float("inf"))
+    def _rate(self, laps: Sequence[Decoded]) -> float:
+        rate = throughput(laps) if self.options.objective == "throughput" else 1.0 / (tpot(laps) or float("inf"))
         return rate or 0.0
 
     def _contender(self, settings: Settings | None, cases: Sequence[Case]) -> Contender:
@@ -233,6 +239,7 @@ def _search(
     tuner.use({})
     predicted, shapes = _predictions(tuner, hits)
     trained = tuple(tuner.drafter.proposal.paths)
+    forecasts = _forecasts(tuner, hits, trained, predicted)
     own = tuner.trained.get("confidence_temperature", 1.0)  # the trained paths grow differently with another one
     alternatives = [s for s in shapes if s.paths != trained or s.settings.get("confidence_temperature", own) != own]
     finalists: dict[str, Settings] = {str(shape): shape.settings for shape in alternatives}
@@ -242,24 +249,24 @@ def _search(
         finalists = {label: stored} | finalists
     finalists = {DEFAULT: {}} | finalists
     budget, share = tuner.bench.budget, 0.5 if deciding else 1.0
-    raced = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, share * (end - budget.used))
+    raced, costs = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, share * (end - budget.used))
     name, fastest_name = winner({label: raced[label] for label in finalists}), max(finalists, key=lambda n: median(raced[n]))
     settings, deciding_race, label = finalists[name] | temperature, raced, name
     if settings and deciding:
         candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
-        deciding_race, label = tuner.race("on the other prompts", candidates, deciding, end - budget.used), "chosen"
+        deciding_race, label = tuner.race("on the other prompts", candidates, deciding, end - budget.used)[0], "chosen"
     gain = median(deciding_race[label])
     fastest, plain = deciding_race[label if gain > 1.0 else DEFAULT], deciding_race[PLAIN]
     speedups = [a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)]
     rows = [
-        {"name": label, "settings": proposal_settings, "raced": median(raced[label]), **_forecast(label, predicted)}
+        {"name": label, "settings": proposal_settings, "raced": median(raced[label]), "cost": costs.get(label)}
+        | forecasts.get(label, {"expected_tau": None, "interval": None, "predicted_speedup": None})
         for label, proposal_settings in finalists.items()
     ]
     return {
         "batch_size": tuner.batch_size,
         "finalists": rows,
         "surface": [{"depth": p.shape.depth, "nodes": p.shape.nodes, "tau": p.tau, "speedup": p.speedup} for p in predicted],
-        "interval": predicted[0].interval if predicted else None,  # of the best prediction's tau
         "chosen": {
             "name": name,
             "fastest": fastest_name,  # another one if it is within noise
@@ -325,12 +332,18 @@ def _temperature(tuner: Tuner, cases: Sequence[Case]) -> Settings:
     return {} if best == sampling.temperature else {"draft_temperature": best, "temperature": sampling.temperature}
 
 
-def _forecast(label: str, predicted: Sequence[Predicted]) -> dict[str, float | None]:
-    prediction = next((p for p in predicted if str(p.shape) == label), None)
-    return {
-        "expected_tau": None if prediction is None else prediction.tau,
-        "predicted_speedup": None if prediction is None else prediction.speedup,
+def _forecasts(
+    tuner: Tuner, hits: Sequence[Hits] | None, trained: Sequence[Path], predicted: Sequence[Predicted]
+) -> dict[str, dict[str, Any]]:
+    """Expected tau of the trained proposal and of the others, with its interval over the prompts, and the predicted speedup."""
+    forecasts = {
+        str(p.shape): {"expected_tau": p.tau, "interval": p.interval, "predicted_speedup": p.speedup} for p in predicted
     }
+    if predicted and hits is not None:
+        sampled = not tuner.bench.sampling.greedy and tuner.drafter.samples
+        tau, interval = expected_tau(hits, trained, sampled), expected_interval(hits, trained, sampled)
+        forecasts[DEFAULT] = {"expected_tau": tau, "interval": interval, "predicted_speedup": None}
+    return forecasts
 
 
 def tuning_notes(drafter: Drafter, sizes: Sequence[int]) -> list[str]:

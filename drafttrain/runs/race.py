@@ -111,8 +111,9 @@ def rungs_of(candidates: int) -> int:
 def merit(found: dict[str, Any]) -> tuple[float, float, float]:
     """(predicted speedup, and the bounds of its interval) of a run's tune.json: the geometric mean over the batch sizes.
 
-    At a batch size at which a drafter does not gain it is switched off, which counts 1, unless it gains at none. Of a drafter
-    whose tau cannot be predicted, such as one that copies from the prompt, the speed in tuning's race counts.
+    It is the expected tau of the proposal that tuning chose / the cost of its steps in tuning's race. At a batch size at which
+    a drafter does not gain it is switched off, which counts 1, unless it gains at none. Of a drafter whose tau cannot be
+    predicted, such as one that copies from the prompt, the speed in tuning's race counts.
     """
     logs = [_logs(size) for size in found["batch_sizes"]]
     gains = any(value > 0.0 for value, *_ in logs)
@@ -122,11 +123,12 @@ def merit(found: dict[str, Any]) -> tuple[float, float, float]:
 
 def _logs(found: dict[str, Any]) -> tuple[float, float, float]:
     """The logarithms of the speedup at one batch size and of its bounds."""
-    if found["surface"]:
-        best = found["surface"][0]
-        low, high = found["interval"] or (best["tau"], best["tau"])
-        return log(best["speedup"]), log(best["speedup"] * low / best["tau"]), log(best["speedup"] * high / best["tau"])
-    speeds = [log(max(speedup, 1e-6)) for speedup in found["chosen"]["speedups"]]
+    trained, chosen = found["finalists"][0], found["chosen"]
+    row = next(row for row in found["finalists"] if row["name"] == chosen["name"]) if chosen["better"] else trained
+    if row["expected_tau"] is not None:
+        low, high = row["interval"] or (row["expected_tau"], row["expected_tau"])
+        return log(row["expected_tau"] / row["cost"]), log(low / row["cost"]), log(high / row["cost"])
+    speeds = [log(max(speedup, 1e-6)) for speedup in chosen["speedups"]]
     error = t_quantile(len(speeds) - 1) * stdev(speeds) / sqrt(len(speeds)) if len(speeds) > 1 else 0.0
     return fmean(speeds), fmean(speeds) - error, fmean(speeds) + error
 

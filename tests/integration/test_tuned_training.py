@@ -14,7 +14,7 @@ from drafttrain.commands import tune
 from drafttrain.drafters.options import CascadeOptions, Eagle3Options
 from drafttrain.drafters.tuned_settings import tuned_settings
 from drafttrain.measure.cases import Case
-from drafttrain.measure.tuning import DEFAULT, PLAIN, Tuner
+from drafttrain.measure.tuning import DEFAULT, PLAIN, Raced, Tuner
 from drafttrain.runs.options import RunOptions
 
 Command = Callable[..., int]
@@ -30,12 +30,12 @@ def test_fit_stores_and_reports_proposal_that_is_fastest_on_held_out_prompts(
 ) -> None:
     races, best = list[dict[str, Any]](), list[str]()
 
-    def race(self: Tuner, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
+    def race(self: Tuner, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> Raced:
         """Another finalist wins each race. Which finalists there are depends on the machine's timings."""
         races.append({"settings": settings, "questions": [case.question_id for case in cases], "size": self.batch_size})
         best.append(next(key for key in settings if key not in (DEFAULT, PLAIN, *best)))
         plain = 1.0 if self.batch_size == 1 else 1.7
-        return {key: [plain if key == PLAIN else gained if key == best[-1] else 1.0] for key in settings}
+        return {key: [plain if key == PLAIN else gained if key == best[-1] else 1.0] for key in settings}, {}
 
     monkeypatch.setattr(Tuner, "race", race)
     data = ("target=hf", f"target.path={material / 'target'}", f"data.path={material / 'data.jsonl'}", "data.held_out=4")

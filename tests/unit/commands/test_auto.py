@@ -146,7 +146,8 @@ def leave(race: CandidateRace, label: str, line: Sequence[str], fails: bool) -> 
     (run / "run.json").write_text("{}")
     progress = asdict(Progress(steps, seconds=float(steps), expected_tau=1.5))
     write_sealed_json(run / "checkpoints" / checkpoint_name(steps) / PROGRESS, progress)
-    size = {"surface": [{"tau": 2.0, "speedup": 1.5 if faster else 1.2}], "interval": [1.8, 2.2]}
+    row = {"name": "as trained", "expected_tau": 2.0, "interval": [1.8, 2.2], "cost": 2.0 / (1.5 if faster else 1.2)}
+    size = {"finalists": [row], "chosen": {"name": "as trained", "better": False}}
     (run / "tune.json").write_text(json.dumps({"batch_sizes": [size]}))
     figures = {"tau": 2.1, "speedup": 1.4, "speedup_min": 1.3, "speedup_max": 1.5, "exact_matches": 8, "prompts": 8}
     entry = {"name": checkpoint_name(steps), "batch_size": 1, "slices": []} | figures

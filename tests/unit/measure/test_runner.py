@@ -319,13 +319,14 @@ def test_measure_of_folder_without_checkpoint_is_refused(tmp_path: Path) -> None
 
 
 def test_best_checkpoint_is_fastest_only_if_clearly_ahead() -> None:
-    def entry(name: str, tau: float, speed: float | None, spread: float = 0.1) -> dict[str, Any]:
+    def entry(name: str, tau: float, speed: float | None, repeats: int = 3, spread: float = 0.1) -> dict[str, Any]:
         low, high = (None, None) if speed is None else (speed - spread, speed + spread)
-        return {"name": name, "tau": tau, "speedup": speed, "speedup_min": low, "speedup_max": high}
+        return {"name": name, "tau": tau, "speedup": speed, "speedup_min": low, "speedup_max": high, "repeats": repeats}
 
     assert best([entry("a", 2.0, 1.9), entry("b", 2.2, 1.5)]) == "a"
     assert best([entry("a", 2.0, 1.6), entry("b", 2.2, 1.5)]) == "b"
     assert best([entry("a", 2.0, None), entry("b", 2.2, None)]) == "b"
+    assert best([entry("a", 2.0, 1.9, 1, 0.0), entry("b", 2.2, 1.5, 1, 0.0)]) == "b", "one repeat has no range"
 
 
 def test_rounded_report_values_have_six_digits() -> None:

@@ -17,6 +17,8 @@ import drafttrain as dt
 from drafttrain.commands import tune as tune_file
 from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
+from drafttrain.decoding.request import Result
+from drafttrain.decoding.scheduler import Costs, Decoded
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter
 from drafttrain.drafters.tuned_settings import TUNED, draft_up_to, keep_tuned, tuned_proposal, tuned_settings, with_tuned
@@ -24,7 +26,7 @@ from drafttrain.measure import DecodeOptions, TuneOptions, tuning
 from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
 from drafttrain.measure.plots import tuning_plot
-from drafttrain.measure.tuning import DEFAULT, PLAIN, ProposalShape, Tuner, shapes_of, surface, winner
+from drafttrain.measure.tuning import DEFAULT, PLAIN, ProposalShape, Raced, Tuner, shapes_of, surface, winner
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.proposal import Preferred
 from drafttrain.objective.losses import Hits
@@ -70,10 +72,10 @@ def decide(monkeypatch: pytest.MonkeyPatch, gained: float) -> list[dict[str, Any
     """The first finalist wins the first race, and the last one by `gained`; the settings of each race."""
     seen: list[dict[str, Any]] = []
 
-    def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
+    def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> Raced:
         seen.append({"settings": settings, "questions": [case.question_id for case in cases]})
         rates = {key: [1.0] for key in settings}
-        return rates | {list(settings)[1]: [2.0 if len(seen) == 1 else gained]}
+        return rates | {list(settings)[1]: [2.0 if len(seen) == 1 else gained]}, {}
 
     monkeypatch.setattr(tune_file.Tuner, "race", race)
     return seen
@@ -184,9 +186,9 @@ def test_tune_command_races_stored_choice_and_says_what_is_within_noise(
     path, stored = saved(tmp_path, loaded, "draft_model", blocks=11, draft_length=4), {"draft_length": 3}
     keep_tuned(path, {1: stored | {"speedup": 1.3}}, {})
 
-    def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
+    def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> Raced:
         speeds = {DEFAULT: [1.0, 1.0], "draft length 3": [1.4, 1.8], "chosen": [1.5, 1.5], PLAIN: [2.0, 2.2]}
-        return {label: speeds.get(label, [1.3, 2.0]) for label in settings}
+        return {label: speeds.get(label, [1.3, 2.0]) for label in settings}, {}
 
     monkeypatch.setattr(tune_file.Tuner, "race", race)
     monkeypatch.setattr(tuning, "shapes_of", lambda *given: [ProposalShape(2, 2, settings={"draft_length": 2})])
@@ -335,17 +337,24 @@ def test_tune_mistakes_are_named_in_one_line(
         tune_file.tune(RunOptions(checkpoint=str(path), decode=DecodeOptions(window=2)), {})
 
 
-def test_race_leaves_out_batches_without_speed_and_refuses_none_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    laps = {DEFAULT: [[0.0, 2.0]], "tree": [[0.0, 3.0]]}
+def lap(tokens: int, verifications: int, seconds: float) -> Decoded:
+    """A decoded prompt, whose first token came before the first verification."""
+    return Decoded([Result(0, 1, [0] * tokens, verifications, emitted=tokens - 1, ended=seconds)], Costs())
+
+
+def test_race_gives_speeds_and_costs_of_steps_and_leaves_out_batches_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, laps = lap(1, 0, 0.0), dict[str, list[list[Decoded]]]()
+    laps |= {DEFAULT: [[empty, lap(13, 12, 6.0)]], "tree": [[empty, lap(13, 4, 4.0)]], PLAIN: [[empty, lap(13, 12, 3.0)]]}
     monkeypatch.setattr(Tuner, "_contender", lambda *_: None)
-    monkeypatch.setattr(Tuner, "_rate", lambda self, lap: lap)
     part = SimpleNamespace(share=lambda value: value)
     bench: Any = SimpleNamespace(part=part, timed=lambda *_: laps)
     tuner = Tuner(bench, built("medusa", fast_target(), heads=3), TuneOptions(), {})
-    assert tuner.race("", {DEFAULT: {}, "tree": {}}, [], 1.0) == {DEFAULT: [1.0], "tree": [1.5]}
-    laps.update({DEFAULT: [[0.0, 0.0]], "tree": [[0.0, 0.0]]})
+    speeds, costs = tuner.race("", {DEFAULT: {}, "tree": {}, PLAIN: None}, [], 1.0)
+    assert speeds == {DEFAULT: [1.0], "tree": [1.5], PLAIN: [2.0]}
+    assert costs == pytest.approx({DEFAULT: 2.0, "tree": 4.0, PLAIN: 1.0})
+    laps.update({label: [[empty]] for label in laps})
     with pytest.raises(UserError, match="outputs are too short to compare speeds"):
-        tuner.race("", {DEFAULT: {}, "tree": {}}, [], 1.0)
+        tuner.race("", {DEFAULT: {}, "tree": {}, PLAIN: None}, [], 1.0)
 
 
 def test_surface_without_samples_is_empty() -> None:

@@ -22,11 +22,17 @@ from drafttrain.train.interrupt import Interrupt
 
 def found(*speedups: float, spread: float = 0.0) -> dict[str, Any]:
     """A run's tune.json with these predictions, one for each batch size. spread: half of the interval, as a share."""
-    sizes = [
-        {"surface": [{"tau": 2.0, "speedup": speedup}], "interval": [2.0 * (1 - spread), 2.0 * (1 + spread)]}
-        for speedup in speedups
-    ]
-    return {"batch_sizes": sizes}
+    interval = [2.0 * (1 - spread), 2.0 * (1 + spread)]
+    trained = {"name": "as trained", "expected_tau": 1.2, "cost": 4.0, "interval": None}
+    return {
+        "batch_sizes": [
+            {
+                "finalists": [trained, {"name": "tree", "expected_tau": 2.0, "cost": 2.0 / speedup, "interval": interval}],
+                "chosen": {"name": "tree", "better": True},
+            }
+            for speedup in speedups
+        ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -39,8 +45,15 @@ def test_merit_counts_a_batch_size_without_gain_as_switched_off(speedups: Sequen
     assert value == pytest.approx(expected) and low < value < high
 
 
+def test_merit_is_of_the_trained_proposal_where_no_other_was_better() -> None:
+    figures = found(2.0)
+    figures["batch_sizes"][0]["chosen"]["better"] = False
+    assert merit(figures) == pytest.approx((0.3, 0.3, 0.3))
+
+
 def test_merit_of_drafter_without_prediction_is_that_of_its_race() -> None:
-    value, low, high = merit({"batch_sizes": [{"surface": [], "interval": None, "chosen": {"speedups": [1.0, 1.44]}}]})
+    size = {"finalists": [{"expected_tau": None}], "chosen": {"better": False, "speedups": [1.0, 1.44]}}
+    value, low, high = merit({"batch_sizes": [size]})
     assert value == pytest.approx(1.2) and low == 1.0 and high > 1.44
 
 
