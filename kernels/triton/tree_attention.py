@@ -4,9 +4,9 @@ The query heads of one KV head are rows of one product, so that a key is read on
 of rows, one KV head and one range of keys. `combine` joins the ranges.
 
 Shapes: B batch rows, N nodes, h query heads, G query heads per KV head, R rows of a program (node-major, N G in all), K keys
-of a step, D value width, E numbers of a key after those that are its value, S splits. Keys are counted from the prefix's
-start; node i of the tree is key length + i. The queries are the tree's last N nodes; `earlier` nodes precede them. A node's
-ancestors are the bits of w words, 64 nodes in each.
+of a step, D value width, E numbers of a key after those that are its value. Keys are counted from the prefix's start; node i
+of the tree is key length + i. The queries are the tree's last N nodes; `earlier` nodes precede them. A node's ancestors are
+the bits of w words, 64 nodes in each. A batch row has S slots on average: one for each program that has a range of its keys.
 """
 
 from __future__ import annotations
@@ -113,18 +113,42 @@ def _share(position_R, prefix, total, split, splits, window, K: tl.constexpr, WI
 
 
 @triton.jit
-def _joined(part, lse, row_T, real_T, rows, splits, D: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, S: tl.constexpr):
-    """[T, D]: the splits' parts of T of the `rows` (int64), weighted by exp(lse); zeros where no split saw a key.
+def _ends(length, slots, batches, added, reach, K: tl.constexpr, BATCHES: tl.constexpr):
+    """[BATCHES]: the end of each batch row's slots, of `slots` in all; BATCHES is `batches` or more.
+
+    A batch row has one slot, and the others go to the rows in proportion to the keys that they read, `reach` at most. So the
+    longest of ragged rows takes about as long as the others.
+    """
+    row_B = tl.arange(0, BATCHES)
+    total_B = tl.load(length + row_B, mask=row_B < batches, other=0).to(tl.int64) + added
+    steps_B = tl.where(row_B < batches, tl.cdiv(tl.minimum(total_B, reach), K), 0)
+    shared_B = (slots - batches) * tl.cumsum(steps_B, 0) // tl.sum(steps_B, 0)
+    return tl.minimum(row_B + 1, batches) + shared_B.to(tl.int32)
+
+
+@triton.jit
+def _slots(end_B, batch, slots, BATCHES: tl.constexpr):
+    """(first, number) of the batch row's slots."""
+    row_B = tl.arange(0, BATCHES)
+    first = tl.max(tl.where(row_B < batch, end_B, 0), 0)
+    return first, tl.min(tl.where(row_B < batch, slots, end_B), 0) - first
+
+
+@triton.jit
+def _joined(
+    part, lse, first, splits, row_T, real_T, rows, D: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """[T, D]: the parts that a batch row's slots have of T of its `rows` (int64), weighted by exp(lse); zeros without keys.
 
     Other processors wrote the parts, so they are read past the processor's own cache. The loads of S splits do not wait for
     each other: a part is read whether its split saw a key or not.
     """
     d_D = tl.arange(0, WIDE)
     top_T, sum_T, out_TD = tl.full([T], float("-inf"), tl.float32), tl.zeros([T], tl.float32), tl.zeros([T, WIDE], tl.float32)
-    for first in range(0, splits, S):
+    for split in range(0, splits, S):
         for s in tl.static_range(S):
-            there_T = real_T & (first + s < splits)
-            at_T = rows * (first + s) + row_T
+            there_T = real_T & (split + s < splits)
+            at_T = rows * (first + split + s) + row_T
             lse_T = tl.load(lse + at_T, mask=there_T, other=float("-inf"), cache_modifier=".cg")
             there_TD = there_T[:, None] & (d_D < D)[None, :]
             part_TD = tl.load(part + at_T[:, None] * D + d_D[None, :], mask=there_TD, other=0.0, cache_modifier=".cg")
@@ -137,25 +161,37 @@ def _joined(part, lse, row_T, real_T, rows, splits, D: tl.constexpr, WIDE: tl.co
     return out_TD / tl.where(sum_T > 0, sum_T, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["nodes", "earlier", "splits", "window", "table_B"])
+@triton.jit(do_not_specialize=["nodes", "earlier", "slots", "batches", "reach", "window", "table_B"])
 def attend(
-    q, keys, values, table, length, bits, position, out, part, lse, arrived, sinks, scale, steep, nodes, earlier, splits,
-    window, q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    REST: tl.constexpr, REST_WIDE: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-    WORDS: tl.constexpr, WINDOWED: tl.constexpr, T: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
+    q, keys, values, table, length, bits, position, out, part, lse, arrived, sinks, scale, steep, nodes, earlier, slots,
+    batches, reach, window, q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    WIDE: tl.constexpr, REST: tl.constexpr, REST_WIDE: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, WORDS: tl.constexpr, WINDOWED: tl.constexpr, BATCHES: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of rows, batch rows times KV heads, splits. Writes `out`, or where there are several splits `part` and `lse`
-    [splits, ...].
+    """Grid: blocks of rows, KV heads, slots. Writes `out`, or where rows of the batch have several slots `part` and `lse`.
 
-    arrived: zeros, one for each block of rows and KV head. The last split of each to arrive joins the parts, T rows at once
-    and S splits at once, and puts the zero back. None: nobody joins them.
+    batches, reach: of `_ends`.
+
+    arrived: zeros, one for each batch row, KV head and block of rows. The last split of each to arrive joins the parts, T rows
+    at once and S splits at once, and puts the zero back. None: nobody joins them.
 
     A score's power of two is the product times `scale`, or with `steep` that of a capped score: scale tanh(x), where
     2 x log2(e) is the product times steep. sinks: of each query head; split 0 counts them. values None: they are the first D
     numbers of the keys, which have REST more. PARTS: 2 for a query in float32 with keys in a narrower format.
     """
     enter(EARLY)
-    batch, head, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
+    head, slot = tl.program_id(1), tl.program_id(2)
+    if part is None:
+        row, split, splits = slot, 0, 1
+    elif BATCHES == 1:
+        row, split, splits = 0, slot, slots
+    else:
+        end_B = _ends(length, slots, batches, earlier + nodes, reach, K, BATCHES)
+        row = tl.sum((end_B <= slot).to(tl.int32), 0)
+        first, splits = _slots(end_B, row, slots, BATCHES)
+        split = slot - first
+    batch = tl.full([], row, tl.int64)
     row_R, d_D, step_K = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, WIDE), tl.arange(0, K)
     node_R, head_R, real_R = row_R // GROUPS, head * GROUPS + row_R % GROUPS, row_R < nodes * GROUPS
     real_RD = real_R[:, None] & (d_D < D)[None, :]
@@ -223,38 +259,45 @@ def attend(
         top_R, sum_R = new_R, sum_R * decay_R + tl.sum(weight_RK, 1)
 
     out_RD = out_RD / tl.where(sum_R > 0, sum_R, 1.0)[:, None]
-    at_R, rows = (batch * nodes + node_R) * (KV * GROUPS) + head_R, tl.num_programs(1).to(tl.int64) * nodes * GROUPS
+    at_R, rows = node_R * (KV * GROUPS) + head_R, tl.full([], nodes * (KV * GROUPS), tl.int64)
+    out += batch * rows * D
     if part is None:
         tl.store(out + at_R[:, None] * D + d_D[None, :], out_RD.to(out.dtype.element_ty), mask=real_RD)
     else:
         # a split without keys ran no step: its lse is -inf, and its part is not written. With sinks split 0 always has both
-        at_R += split * rows
+        at_R += slot * rows
         tl.store(lse + at_R, top_R + tl.log2(sum_R), mask=real_R)
         tl.store(part + at_R[:, None] * D + d_D[None, :], out_RD, mask=real_RD & (sum_R > 0)[:, None])
         if arrived is not None:
             tl.debug_barrier()  # every thread has written before one of them counts
-            arrived += tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            arrived += (batch * KV + head) * tl.num_programs(0) + tl.program_id(0)
             if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
                 for r in range(tl.program_id(0) * R, tl.minimum(tl.program_id(0) * R + R, nodes * GROUPS), T):
                     row_T = r + tl.arange(0, T)
-                    at_T = (batch * nodes + row_T // GROUPS) * (KV * GROUPS) + head * GROUPS + row_T % GROUPS
+                    at_T = row_T // GROUPS * (KV * GROUPS) + head * GROUPS + row_T % GROUPS
                     real_T = row_T < nodes * GROUPS
-                    out_TD = _joined(part, lse, at_T, real_T, rows, splits, D, WIDE, T, S)
+                    out_TD = _joined(part, lse, slot - split, splits, at_T, real_T, rows, D, WIDE, T, S)
                     real_TD = real_T[:, None] & (d_D < D)[None, :]
                     tl.store(out + at_T[:, None] * D + d_D[None, :], out_TD.to(out.dtype.element_ty), mask=real_TD)
                 tl.store(arrived, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows", "slots", "batches", "added", "reach"])
 def combine(
-    part, lse, out, rows, splits, D: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr
+    part, lse, length, out, rows, slots, batches, added, reach, K: tl.constexpr, BATCHES: tl.constexpr, D: tl.constexpr,
+    WIDE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits' parts of T of the `rows`, one for each node and head."""
+    """Grid: parts of T of the `rows`, one for each node and head, and batch rows. Joins what their slots found."""
     enter(EARLY)
-    row_T, d_D = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, WIDE)
-    out_TD = _joined(part, lse, row_T, row_T < rows, rows.to(tl.int64), splits, D, WIDE, T, S)
+    row_T, d_D, batch = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, WIDE), tl.program_id(1).to(tl.int64)
+    if BATCHES == 1:
+        first, splits = 0, slots
+    else:
+        first, splits = _slots(_ends(length, slots, batches, added, reach, K, BATCHES), batch, slots, BATCHES)
+    out_TD = _joined(part, lse, first, splits, row_T, row_T < rows, tl.full([], rows, tl.int64), D, WIDE, T, S)
     there_TD = (row_T < rows)[:, None] & (d_D < D)[None, :]
-    tl.store(out + row_T.to(tl.int64)[:, None] * D + d_D[None, :], out_TD.to(out.dtype.element_ty), mask=there_TD)
+    out += batch * rows * D
+    tl.store(out + row_T[:, None] * D + d_D[None, :], out_TD.to(out.dtype.element_ty), mask=there_TD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,28 +385,31 @@ def launches(
     S = splits(B * kv * blocks, reach, N * groups, tile, of.count * tile.programs)
     part = lse = None
     if S > 1:
-        part = q_BNhD.new_empty(S, B, N, h, D, dtype=torch.float32)
-        lse = q_BNhD.new_empty(S, B, N, h, dtype=torch.float32)
+        part = q_BNhD.new_empty(S * B, N, h, D, dtype=torch.float32)
+        lse = q_BNhD.new_empty(S * B, N, h, dtype=torch.float32)
     few = S * min(N * groups, tile.rows) * D * 4 <= most_joined
     if S == 1 or not few or arrived is None or len(arrived) < B * kv * blocks:
         arrived = None
     # rows that are joined at once
     together = min(triton.next_power_of_2(N * groups), tile.rows, max(512 * tile.warps // wide, 1))
     joined = {"T": together, "S": min(4096 * tile.warps // (together * wide), 16)}  # in 128 registers
+    # kernels are compiled for one row and for up to 32
+    shared = {"slots": S * B, "batches": B, "reach": reach, "K": tile.keys}
+    shared["BATCHES"] = 1 if B == 1 else max(triton.next_power_of_2(B), 32)
     first = {
         "q": q_BNhD, "keys": keys, "values": None if rest else values, "table": table_BQ, "length": length_B,
         "bits": bits_BNw.contiguous(), "position": position_BN.contiguous(), "out": out_BNI, "part": part, "lse": lse,
         "arrived": arrived, "sinks": sinks_h, "scale": (scale if cap is None else cap) * LOG2_E,
-        "steep": None if cap is None else 2 * scale * LOG2_E / cap, "nodes": N, "earlier": earlier, "splits": S,
+        "steep": None if cap is None else 2 * scale * LOG2_E / cap, "nodes": N, "earlier": earlier,
         "window": window or 0, "q_B": q_BNhD.stride(0), "q_N": q_BNhD.stride(1), "q_h": q_BNhD.stride(2),
         "table_B": table_BQ.stride(0), "GROUPS": groups, "KV": kv, "D": D, "WIDE": wide, "REST": rest,
         "REST_WIDE": max(triton.next_power_of_2(rest), 16), "PARTS": 1 if q_BNhD.dtype == keys.dtype else 2, "PAGE": page,
-        "R": tile.rows, "K": tile.keys, "WORDS": words, "WINDOWED": window is not None, **joined,
+        "R": tile.rows, "WORDS": words, "WINDOWED": window is not None, **shared, **joined,
     }  # fmt: skip
-    found = [Launch(attend, (blocks, B * kv, S), first, tile.warps, tile.stages)]
+    found = [Launch(attend, (blocks, kv, S * B), first, tile.warps, tile.stages)]
     if S > 1 and arrived is None:
         rows = max(512 // wide, 1)
-        second = {"part": part, "lse": lse, "out": out_BNI, "rows": B * N * h, "splits": S, "D": D, "WIDE": wide}
-        second |= {"T": rows, "S": 8}
-        found.append(Launch(combine, (triton.cdiv(B * N * h, rows),), second, 4))
+        second = {"part": part, "lse": lse, "length": length_B, "out": out_BNI, "rows": N * h, "added": earlier + N, **shared}
+        second |= {"D": D, "WIDE": wide, "T": rows, "S": 8}
+        found.append(Launch(combine, (triton.cdiv(N * h, rows), B), second, 4))
     return found

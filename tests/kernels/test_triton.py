@@ -122,18 +122,20 @@ def check_attention(case: tuple[Any, ...], capability: int, tmp_path: Path) -> N
     from drafttrain.kernels.triton import tree_attention as kernels
 
     nodes, heads, kv_heads, width, dtype, window, earlier, cap, sinks, rest = (*case, *UNCHANGED[len(case) - 6 :])
-    q, keys = meta(1, nodes, heads, width + rest, dtype=dtype), meta(300, 32, kv_heads, width + rest, dtype=dtype)
-    q = q.float() if rest else q
-    numbers = (meta(1, 256), meta(1), meta(1, nodes, words_for(earlier + nodes)), meta(1, nodes))
-    out, arrived = meta(1, nodes, heads * width, dtype=dtype), meta(1024, dtype=torch.int32)
-    sinks_h = meta(heads, dtype=dtype) if sinks else None
-    launches = kernels.launches(q, keys, keys[..., :width], *numbers, out, 0.1, window, 8192, earlier, arrived, cap, sinks_h)
-    assert len(launches) == (1 if launches[0].arguments["arrived"] is arrived else 2)
-    for launch in launches:
-        compiled = launch.compile(capability)
-        check(compiled, capability, tmp_path)
-        reads, waits = (compiled.asm["ptx"].find(word) for word in ("ld.global", "griddepcontrol.wait"))
-        assert compiled.metadata.launch_pdl == (capability >= 90) and (0 < waits < reads if capability >= 90 else waits == -1)
+    for rows in (1, 4):
+        q, keys = meta(rows, nodes, heads, width + rest, dtype=dtype), meta(300, 32, kv_heads, width + rest, dtype=dtype)
+        q = q.float() if rest else q
+        given = (q, keys, keys[..., :width], meta(rows, 256), meta(rows), meta(rows, nodes, words_for(earlier + nodes)))
+        out, arrived = meta(rows, nodes, heads * width, dtype=dtype), meta(1024, dtype=torch.int32)
+        more = (0.1, window, 8192, earlier, arrived, cap, meta(heads, dtype=dtype) if sinks else None)
+        launches = kernels.launches(*given, meta(rows, nodes), out, *more)
+        split, joined = (launches[0].arguments[name] is not None for name in ("part", "arrived"))
+        assert len(launches) == (2 if split and not joined else 1)
+        for launch in launches:
+            compiled, waiting = launch.compile(capability), capability >= 90
+            check(compiled, capability, tmp_path)
+            reads, waits = (compiled.asm["ptx"].find(word) for word in ("ld.global", "griddepcontrol.wait"))
+            assert compiled.metadata.launch_pdl == waiting and (0 < waits < reads if waiting else waits == -1)
 
 
 LOGITS = {torch.bfloat16: (128256, True), torch.float32: (50257, False), torch.float16: (128256, True)}  # vocabulary, gradient

@@ -221,11 +221,12 @@ def test_triton_tree_attention_cases_cover_one_and_two_kernels() -> None:
 @pytest.mark.parametrize("splits", [1, 5, 20])
 def test_triton_tree_attention_is_independent_of_split_count(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     monkeypatch.setattr(kernels, "splits", lambda *_: splits)
-    case, arrived = Case(5, 2, 1, 16, (0, 130), window=100), torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    inputs, with_sinks = Inputs.of(case, torch.float32), replace(case, cap=0.7, sinks=True)
-    for given, counters in product((case, with_sinks), (arrived, None)):
-        wanted = inputs.through(attention_op.reference, given)
-        found = inputs.through(partial(attention_op.tree_attention, arrived=counters), given)
+    arrived = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for lengths, capped, counters in product(((0, 130), (130,)), (False, True), (arrived, None)):
+        case = Case(5, 2, 1, 16, lengths, window=100, cap=0.7 if capped else None, sinks=capped)
+        inputs = Inputs.of(case, torch.float32)
+        wanted = inputs.through(attention_op.reference, case)
+        found = inputs.through(partial(attention_op.tree_attention, arrived=counters), case)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert not arrived.any()
 
@@ -276,6 +277,23 @@ def test_triton_tree_attention_splits_share_keys_evenly() -> None:
         edge = [0, *out_S2[:, 1].tolist()]
         assert out_S2[:, 0].tolist() == edge[:-1] and edge[-1] == total
         assert [-(-(e - s) // 16) for s, e in out_S2.tolist()] == steps
+
+
+@triton.jit
+def ends(out, length, slots, batches, added, reach):  # type: ignore[no-untyped-def]
+    tl.store(out + tl.arange(0, 32), kernels._ends(length, slots, batches, added, reach, 64, 32))
+
+
+def test_triton_tree_attention_slots_follow_the_keys_that_rows_read() -> None:
+    """One each, rows without a request too, and the others in proportion, to within one."""
+    for lengths, reach in (([8000, 1000, 1000, 0], 9000), ([0, 700, 8000], 1000), ([0, 0, 0], 4000), ([63] * 32, 64)):
+        rows, out_B = len(lengths), torch.empty(32, dtype=torch.int64, device=DEVICE)
+        slots = 7 * rows
+        ends[(1,)](out_B, torch.tensor(lengths, device=DEVICE), slots, rows, 5, reach)
+        steps = [-(-min(length + 5, reach) // 64) for length in lengths]
+        wanted_B = torch.tensor([1 + (slots - rows) * s / sum(steps) for s in steps])
+        found_B = out_B.cpu().diff(prepend=torch.zeros(1, dtype=torch.int64))[:rows]
+        assert out_B[rows - 1] == slots and found_B.min() >= 1 and (found_B - wanted_B).abs().max() < 1
 
 
 def test_tree_attention_node_without_visible_keys_gives_zeros() -> None:
