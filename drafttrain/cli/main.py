@@ -284,13 +284,13 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
         function(Path(run.options.output))
         return []
     config_dir_flags = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
+    if launcher.name == "slurm":
+        for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*config_dir_flags, *run.overrides], run.options))
+        return []
     if command == "auto":
         compose_run = import_module("drafttrain.cli.config").compose_run
         path = function(run.options, run.overrides, partial(_composed, compose_run), config_dir_flags)
         return [] if path is None else [path]
-    if launcher.name == "slurm":
-        for_slurm.append(import_module("drafttrain.cli.slurm").request_of([*config_dir_flags, *run.overrides], run.options))
-        return []
     launch = import_module("drafttrain.cli.launch").launch
     path = launch(partial(_run_explained, function), run.options, run.resolved)
     return [] if path is None else [path]

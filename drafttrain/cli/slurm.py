@@ -25,7 +25,7 @@ from drafttrain.cli.launch import check_launcher
 from drafttrain.core.errors import Interrupted, UserError, WorkerError
 from drafttrain.runs.options import LauncherOptions, RunOptions
 
-COMMANDS = ("fit", "measure")
+COMMANDS = ("fit", "measure", "auto")
 INTERRUPTED = (Interrupted.CODE, -signal.SIGTERM, -signal.SIGUSR1)  # the last two: while Python starts
 PORTS = range(15000, 25000)  # below those that Linux gives to connections
 # ends with training (0), or where servers do not start or do not stay (2, the trainers end too); with the job in any case
@@ -52,7 +52,8 @@ class SlurmJob:
         from submitit import JobEnvironment
 
         job = JobEnvironment()
-        resumed = ["resume=auto"] if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else []  # last, to win over overrides
+        again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) and self.arguments[0] != "auto"  # which always goes on
+        resumed = ["resume=auto"] if again else []  # last, to win over overrides
         self._running = subprocess.Popen([*self.command(job), *resumed])
         code = self._running.wait()
         if code in INTERRUPTED:
@@ -67,7 +68,8 @@ class SlurmJob:
         """The command of a node. job: submitit's JobEnvironment."""
         port = self.port or PORTS[int(job.raw_job_id) % len(PORTS)]  # jobs that share a node must not meet
         place = [f"launcher.nodes={job.num_nodes}", f"launcher.rendezvous={job.hostnames[0]}:{port}"]
-        launcher = ["launcher=local", f"launcher.nproc={self.nproc}", f"launcher.restarts={self.restarts}", *place]
+        launcher = ["launcher=local", f"launcher.nproc={self.nproc}", f"launcher.restarts={self.restarts}"]
+        launcher += [] if self.arguments[0] == "auto" else place  # its own commands are on one node, several at a time
         return [sys.executable, "-m", "drafttrain", *self.arguments, *launcher]
 
     def checkpoint(self) -> Any:
@@ -121,7 +123,13 @@ def submit(command: str, requests: Sequence[SlurmRequest]) -> list[str]:
     Raises UserError if submitit or Slurm is missing or refuses the options.
     """
     if command not in COMMANDS:
-        raise UserError(f"launcher=slurm runs {' and '.join(COMMANDS)}, not {command}; leave it out")
+        raise UserError(f"launcher=slurm runs {', '.join(COMMANDS)}, not {command}; leave it out")
+    if command == "auto" and any(request.launcher.nodes > 1 for request in requests):
+        raise UserError("auto runs on one node; leave out launcher.nodes")
+    if command == "auto" and not all("auto.yes=true" in request.overrides for request in requests):
+        raise UserError(
+            "a job cannot ask before it starts; add --yes, or --plan without launcher=slurm for the plan"
+        )
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # read at import: Slurm sends it to every process of the job
     try:
         from submitit import SlurmExecutor

@@ -109,7 +109,7 @@ def auto(options: RunOptions, words: Sequence[str], compose: Compose, flags: Seq
 def _check(options: RunOptions, words: Sequence[str]) -> None:
     """Raise UserError for what no candidate could be trained or decided with."""
     if options.launcher.name != "local":
-        raise UserError(f"launcher={options.launcher.name} is not for auto; start auto inside a job, with launcher.nproc")
+        raise UserError(f"launcher={options.launcher.name} is for the command line: drafttrain auto --yes launcher=slurm")
     if typed := [word for word in words if _is(word, ("recipe", "name", "resume"))]:
         raise UserError(f"auto does not read {typed[0]}; auto.candidates=[NAME,NAME] names recipes")
     measure, sizes, parallel = options.measure, options.auto.batch_sizes, options.auto.parallel

@@ -75,8 +75,14 @@ def test_slurm_launcher_job_saves_on_usr1_and_is_requeued(cluster: Path, materia
 
 
 def test_slurm_launcher_unsupported_command_is_refused() -> None:
-    with pytest.raises(UserError, match="runs fit and measure, not generate"):
+    with pytest.raises(UserError, match="runs fit, measure, auto, not generate"):
         slurm.submit("generate", [])
+
+
+def test_slurm_launcher_auto_needs_one_node_and_no_question() -> None:
+    for overrides, nodes, message in (([], 1, "cannot ask before it starts; add --yes"), (["auto.yes=true"], 2, "one node")):
+        with pytest.raises(UserError, match=message):
+            slurm.submit("auto", [slurm.SlurmRequest(overrides, LauncherOptions(nodes=nodes))])
 
 
 def test_slurm_launcher_without_srun_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +138,8 @@ def test_slurm_jobs_on_same_node_use_distinct_rendezvous_ports(job: Path, monkey
         monkeypatch.setenv("SLURM_JOB_ID", number)
         slurm.SlurmJob(["fit"], 1, 0, None)()
     assert [command[-1] for command in Ended.commands] == ["launcher.rendezvous=node1:15009", "launcher.rendezvous=node1:15010"]
+    slurm.SlurmJob(["auto", "auto.yes=true"], 1, 0, None)()
+    assert not [word for word in Ended.commands.pop() if word.startswith(("launcher.rendezvous", "launcher.nodes"))]
     slurm.SlurmJob(["fit"], 1, 0, 29400)()
     assert Ended.commands[-1][-1] == "launcher.rendezvous=node1:29400"
 

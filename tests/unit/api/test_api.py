@@ -174,6 +174,7 @@ def test_api_mistake_raises_user_error_of_one_line(
         ("exceed the target's", lambda: dt.generate(target, None, ["a"], max_new_tokens=10**6)),
         ("expected a checkpoint", lambda: dt.load_drafter(nowhere, target)),
         ("expected a checkpoint", lambda: dt.export_drafter(nowhere, "vllm", "out", target=target)),
+        ("launcher=slurm is for the command line", lambda: dt.auto(settings={"launcher": "slurm"})),
     ):
         with subtests.test(line):
             with pytest.raises(dt.UserError) as caught:

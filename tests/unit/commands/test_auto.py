@@ -89,7 +89,7 @@ def test_race_that_goes_on_keeps_its_candidates_on_a_slower_machine(
             "no candidate is left for transformers: medusa: transformers",
         ),
         (("auto.candidates=[nothing]",), "unknown recipe 'nothing'"),
-        (("launcher=slurm",), "launcher=slurm is not for auto; start auto inside a job"),
+        (("launcher=slurm",), "a job cannot ask before it starts; add --yes"),
         (("recipe=medusa",), "auto does not read recipe=medusa; auto.candidates=[NAME,NAME] names recipes"),
         (("measure=off",), "auto decides by what is tuned and measured; leave out measure=off"),
         (("measure.prompts=there.jsonl",), "there.jsonl"),
