@@ -127,9 +127,7 @@ def submit(command: str, requests: Sequence[SlurmRequest]) -> list[str]:
     if command == "auto" and any(request.launcher.nodes > 1 for request in requests):
         raise UserError("auto runs on one node; leave out launcher.nodes")
     if command == "auto" and not all("auto.yes=true" in request.overrides for request in requests):
-        raise UserError(
-            "a job cannot ask before it starts; add --yes, or --plan without launcher=slurm for the plan"
-        )
+        raise UserError("a job cannot ask before it starts; add --yes, or --plan without launcher=slurm for the plan")
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # read at import: Slurm sends it to every process of the job
     try:
         from submitit import SlurmExecutor
