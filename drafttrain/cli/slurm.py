@@ -67,10 +67,19 @@ class SlurmJob:
     def command(self, job: Any) -> list[str]:
         """The command of a node. job: submitit's JobEnvironment."""
         port = self.port or PORTS[int(job.raw_job_id) % len(PORTS)]  # jobs that share a node must not meet
-        place = [f"launcher.nodes={job.num_nodes}", f"launcher.rendezvous={job.hostnames[0]}:{port}"]
-        launcher = ["launcher=local", f"launcher.nproc={self.nproc}", f"launcher.restarts={self.restarts}"]
-        launcher += [] if self.arguments[0] == "auto" else place  # its own commands are on one node, several at a time
-        return [sys.executable, "-m", "drafttrain", *self.arguments, *launcher]
+        place = [f"launcher.nproc={self.nproc}", f"launcher.nodes={job.num_nodes}"]
+        place += [f"launcher.rendezvous={job.hostnames[0]}:{port}"]
+        if self.arguments[0] == "auto":  # its own commands are on this node, each on the GPUs that it sees
+            place = ["launcher.nproc=auto"]
+        return [
+            sys.executable,
+            "-m",
+            "drafttrain",
+            *self.arguments,
+            "launcher=local",
+            f"launcher.restarts={self.restarts}",
+            *place,
+        ]
 
     def checkpoint(self) -> Any:
         """submitit calls this on the first node shortly before the time limit: let the run save, then queue the job again."""
