@@ -60,6 +60,7 @@ ANSWER, ANSWERED = 400, 32  # tokens of an answer of the target, and answers dec
 REPEATS = 5  # timings of a step
 STATE = 12  # bytes of a checkpoint and its optimiser per trained parameter
 DECISION, PAGE = "auto.json", "auto.md"
+FREE = "untrained"  # the folder of families that need no training
 UNREAD = "unread"  # the path of data that a plan can do without
 
 
@@ -411,7 +412,9 @@ def _finish(race: CandidateRace, winner: Trial, words: Sequence[str]) -> None:
 
 
 def _handed_over(race: CandidateRace, winner: Trial, stacks: Sequence[str], words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(a part of what follows the winner's training, why it failed): sampling measured, exports, engines that are here."""
+    """(a part of what follows the winner's training, why it failed): measuring sampling and what needs no training, exports,
+    engines that are here.
+    """
     run = race.run_of(winner)
     assert run is not None
     checkpoint, out = f"checkpoint={best_checkpoint(run / 'checkpoints')}", race.folder / "exported"
@@ -419,6 +422,10 @@ def _handed_over(race: CandidateRace, winner: Trial, stacks: Sequence[str], word
     minutes, output = f"measure.minutes={race.budget.minutes / 2:.3g}", f"output={race.folder / 'measured'}"
     same = [word for word in words if _is(word, ("decode", "measure")) and not word.startswith(("decode=", "measure="))]
     commands = {"sampling": ["measure", checkpoint, *target, "decode=sampling", *same, minutes, output]}
+    for name in _free() if race.budget.compares else ():
+        quick = [f"measure.minutes={race.budget.minutes / 4:.3g}", "measure.transformers=false", *race.sizes]
+        given = [*race.words, *same, *quick, f"name={name}", f"output={race.folder / FREE}"]
+        commands[f"{name} measured"] = ["fit", f"recipe={name}", *given]
     changes = [word for word in words if _is(word, ("export.rope_scaling",))]
     for stack in stacks or race.candidate(winner).stacks:
         place = f"out={out / stack}"
@@ -431,6 +438,11 @@ def _handed_over(race: CandidateRace, winner: Trial, stacks: Sequence[str], word
             race.say(label)
             race.study.set_user_attr(key, race.command(label, line) or "")
         yield label, race.study.user_attrs[key]
+
+
+def _free() -> list[str]:
+    """Families that need no training, which stacks have built in."""
+    return [name for name, family in families().items() if family.unserved and not getattr(family.make, "trained", True)]
 
 
 def _engines(stack: str) -> Iterator[str]:
@@ -454,6 +466,7 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
     predicted = dict(zip(("value", "low", "high"), merit(found), strict=True)) if (found := _found(run)) else last
     by_size = [entry, *(each for each in entry["slices"] if each["by"] == "batch_size")]
     sampled = sorted((race.folder / "measured").glob(f"measure/*/{FILE}"))
+    free = {name: sorted((race.folder / FREE / name).glob(f"*/{FILE}")) for name in _free()}
     serving = {
         label.removeprefix("export "): _serving(race.folder / "exported" / label.removeprefix("export "))
         for label, failed in results.items()
@@ -467,6 +480,7 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
         "measured": {str(each["batch_size"]): each["speedup"] for each in by_size},
         "entry": {key: entry[key] for key in ("tau", "speedup", "speedup_min", "speedup_max", "exact_matches", "prompts")},
         "sampled": _best(sampled[-1]) if sampled else None,
+        "untrained": {name: _best(reports[-1])["speedup"] for name, reports in free.items() if reports},
         "results": results,
         "serving": serving,
         "spent_seconds": race.spent,
@@ -510,18 +524,22 @@ def _page(decision: dict[str, Any], plan: AutoPlan) -> str:
     speeds = ", ".join(f"{cells.number(speed)}x at batch size {size}" for size, speed in decision["measured"].items())
     gains = (entry["speedup"] or 0.0) > 1.0
     verdict = f"Serve with `{decision['recipe']}`" if gains else f"Serve without a drafter: `{decision['recipe']}` is the best"
-    faults = [label for label, failed in decision["results"].items() if failed and label != "sampling"]
+    faults = [label for label, failed in decision["results"].items() if failed and label.startswith(("export", "verify"))]
     if entry["exact_matches"] is not None and entry["exact_matches"] < entry["prompts"]:
         faults.append("the comparison with plain decoding")
     if faults:
         verdict = f"Do not serve `{decision['recipe']}` yet, {', '.join(faults)} failed"
+    free = {name: speed for name, speed in decision["untrained"].items() if speed is not None}
+    others = ", ".join(f"`{name}` {cells.number(speed)}x" for name, speed in free.items())
+    if (best := max(free, key=lambda name: free[name], default="")) and free[best] > max(1.0, entry["speedup"] or 0.0):
+        verdict = f"Serve with the stack's own `{best}`, {cells.number(free[best])}x without training. `{decision['recipe']}`"
     sampled, sampling = decision["sampled"], ""
     if sampled:
         sampling = f"Lossless sampling at temperature {sampled['temperature']:g}: {cells.number(sampled['speedup'])}x. "
     lines = [
         f"# {verdict}: {speeds}",
         f"Tau is {cells.number(entry['tau'])}, and {cells.exact(entry)} outputs are those of plain decoding. {sampling}"
-        f"{forecast}",
+        f"{forecast}{f' Without training: {others}.' if others else ''}",
         "![Predicted speedup by training time](auto.png)",
         cells.rows(("candidate", "steps", "trained for", "predicted speedup", "end"), map(_row, decision["candidates"])),
         f"Checkpoint: `{decision['checkpoint']}`. Report: `{decision['report']}`. Spent: "

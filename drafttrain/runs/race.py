@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 RACE, ANSWERS, MEASURE = 0.4, 0.25, 0.1  # shares of the budget: the race, answers of the target, the last measurement
 MOST_MINUTES = 10.0  # of the last measurement
+COMPARED = 1800.0  # seconds of a budget from which families that need no training are measured too
 TRIED = 10  # steps that show whether a candidate trains, and how fast
 START = 10.0  # seconds of a command besides training, without the time that loading the target takes
 PREDICTING = 0.25  # share of a candidate's time in a round that its prediction may take
@@ -90,9 +91,14 @@ class TimeBudget:
         return min(MOST_MINUTES, max(0.5, MEASURE * self.total / 60))
 
     @property
+    def compares(self) -> bool:
+        """Whether families that need no training are measured too."""
+        return self.total >= COMPARED
+
+    @property
     def reserve(self) -> float:
-        """What follows the winner's training: measuring greedy and sampled, exporting."""
-        return 60 * 2 * self.minutes + 6 * START
+        """What follows the winner's training: measuring greedy and sampled, comparing, exporting."""
+        return 60 * (2.5 if self.compares else 2) * self.minutes + 6 * START
 
     def rest(self, candidates: int) -> float:
         """For the winner's training, after the race."""
@@ -194,6 +200,11 @@ class CandidateRace:
         """Seconds, over all times that the command was started."""
         return self.spent_before + monotonic() - self.began
 
+    @property
+    def sizes(self) -> list[str]:
+        """The batch sizes as a command's override."""
+        return [f"measure.batch_sizes=[{','.join(map(str, self.batch_sizes))}]"]
+
     def winner(self) -> Trial:
         """Run what is left of the race. Returns the winner's trial."""
         self._each(self._try, self.running())
@@ -235,7 +246,7 @@ class CandidateRace:
             *("fit", f"recipe={each.recipe}", *each.settings, *self.words, f"name={each.name}"),
             *(f"output={self.folder / 'runs'}", f"train.steps={steps}", "train.exact_steps=true"),
             f"logger.group=auto-{self.folder.name.rpartition('-')[2]}",
-            *(f"measure.batch_sizes=[{','.join(map(str, self.batch_sizes))}]", *words),
+            *(*self.sizes, *words),
             *([f"resume={run}"] if run is not None else []),
         ]
         if failed := self.command(f"{each.name} {label}", line, place):

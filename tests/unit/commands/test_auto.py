@@ -50,7 +50,7 @@ def test_plan_names_candidates_costs_and_reasons_and_writes_nothing(
     said = " ".join(capfd.readouterr().out.split())
     assert "medusa vllm, tgi" in said and "mlp_speculator tgi" in said
     assert "not dflash, " in said and "not cascade: no stack loads it" in said
-    assert "budget: 2 hours: 48 minutes for a race, 51 minutes for the winner, 21 minutes to measure and export it" in said
+    assert "budget: 2 hours: 48 minutes for a race, 46 minutes for the winner, 26 minutes to measure and export it" in said
     assert list(Path().iterdir()) == []
 
 
@@ -130,8 +130,10 @@ def test_replies_of_others_are_answered_anew_within_their_share(
     assert command_name == "prepare" and {"data.limit=72", "data.path=talk.jsonl", "prepare.samples=2"} <= set(words)
 
 
-def leave(race: CandidateRace, label: str, line: Sequence[str], fails: bool) -> str | None:
-    """What a command leaves: the second candidate is the faster one. fails: an engine finds a fault."""
+def leave(race: CandidateRace, label: str, line: Sequence[str], fails: bool, free: float) -> str | None:
+    """What a command leaves: the second candidate is the faster one. fails: an engine finds a fault. free: the speedup of
+    families that need no training.
+    """
     given = dict(word.split("=", 1) for word in line if "=" in word)
     if line[0] == "export":
         Path(given["out"]).mkdir(parents=True)
@@ -139,6 +141,12 @@ def leave(race: CandidateRace, label: str, line: Sequence[str], fails: bool) -> 
     if line[0] == "verify" and fails:
         return "the drafts differ"
     if line[0] != "fit":
+        return None
+    if "train.steps" not in given:
+        (Path(given["output"]) / given["name"] / "now").mkdir(parents=True)
+        entry = {"name": "step-00000", "tau": 1.5, "speedup": free, "temperature": 0.0}
+        content = json.dumps({"best": entry["name"], "checkpoints": [entry]})
+        (Path(given["output"]) / given["name"] / "now" / "report.json").write_text(content)
         return None
     steps, faster = int(given["train.steps"]), given["name"] == "medusa-2"
     run = race.folder / "runs" / given["name"] / "now"
@@ -156,21 +164,22 @@ def leave(race: CandidateRace, label: str, line: Sequence[str], fails: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("fails", "title"),
+    ("fails", "free", "title"),
     [
-        (False, "Serve with `medusa drafter.heads=2`: 1.40x"),
-        (True, "Do not serve `medusa drafter.heads=2` yet, verify vllm failed"),
+        (False, 1.1, "Serve with `medusa drafter.heads=2`: 1.40x"),
+        (False, 1.5, "Serve with the stack's own `prompt_lookup`, 1.50x without training. `medusa drafter.heads=2`: 1.40x"),
+        (True, 1.1, "Do not serve `medusa drafter.heads=2` yet, verify vllm failed"),
     ],
-    ids=["sound", "engine differs"],
+    ids=["sound", "without training", "engine differs"],
 )
 def test_auto_decides_for_the_faster_candidate_and_hands_it_over(
-    fails: bool, title: str, command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fails: bool, free: float, title: str, command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lines = list[list[str]]()
 
     def run(race: CandidateRace, label: str, line: Sequence[str], place: int = -1) -> str | None:
         lines.append(list(line))
-        return leave(race, label, line, fails)
+        return leave(race, label, line, fails, free)
 
     monkeypatch.setattr(CandidateRace, "command", run)
     monkeypatch.setattr(auto, "_engines", lambda stack: iter(["vllm"] if stack == "vllm" else []))
@@ -183,12 +192,13 @@ def test_auto_decides_for_the_faster_candidate_and_hands_it_over(
     assert ("verify vllm failed: the drafts differ" in page) == fails
     assert decision["predicted"]["value"] == 1.5 and decision["serving"] == {"vllm": "serve it", "tgi": "serve it"}
     assert (folder / "auto.png").stat().st_size > 1000
-    fits = [line for line in lines if line[0] == "fit"]
+    assert f"Without training: `prompt_lookup` {free:.2f}x, `suffix` {free:.2f}x." in page
+    fits = [line for line in lines if line[0] == "fit" and not line[1].endswith(("=prompt_lookup", "=suffix"))]
     assert len(fits) == 5 and all({"data.seed=3", "logger=none"} <= set(line) for line in fits), "two tries, a round, the rest"
     assert ["measure.repeats=2" in line for line in fits] == [False] * 4 + [True]
     assert any(word.startswith("resume=") for word in fits[-1])
     (sampled,) = (line for line in lines if line[0] == "measure")
     assert {"decode=sampling", "measure.repeats=2"} <= set(sampled)
     capfd.readouterr()
-    assert command(*words) == 0 and len(lines) == 9, "the same command says what was decided"
+    assert command(*words) == 0 and len(lines) == 11, "the same command says what was decided"
     assert "this has been decided" in capfd.readouterr().out
