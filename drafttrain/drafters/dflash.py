@@ -17,6 +17,7 @@ class DFlash(BlockDrafter):
 
     def __init__(self, options: DFlashOptions, target: Target) -> None:
         super().__init__(options, target, draft_vocab=options.draft_vocab)
+        self.visible = options.visible()
 
 
 FAMILY = Family("dflash", DFlashOptions, DFlash, early=2)

@@ -107,6 +107,22 @@ class DFlashOptions(BlockOptions):
 
     family: str = "dflash"
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data, with a head of its own
+    # in training a block begins with l true tokens, as likely as prefix_base ** l (arXiv 2606.04446); null: with one
+    prefix_base: float | None = share(None)
+    prefix_least: int = at_least(2, 1)  # the smallest l; the largest is block_size - 1
+
+    def visible(self) -> list[float]:
+        """How likely a block of training is to begin with 1, 2, ... true tokens; empty: with one. Raises UserError for none."""
+        if self.prefix_base is None:
+            return []
+        lengths = range(1, self.block_size)
+        if self.prefix_least not in lengths:
+            raise UserError(
+                f"drafter.prefix_least is {self.prefix_least}, drafter.block_size {self.block_size}; a block needs a draft: "
+                f"set prefix_least below block_size"
+            )
+        longer = [length - self.prefix_least for length in lengths]  # relative to the smallest: a power never becomes 0 for all
+        return [self.prefix_base**more if more >= 0 else 0.0 for more in longer]
 
 
 @dataclass

@@ -55,13 +55,15 @@ class Anchors:
     position_BA: Tensor  # of the roots
     share: float  # these anchors / all possible ones
     parts: list[Tensor] | None = None  # each process's source columns where several hold the sequences; equally padded
+    visible_BA: Tensor | None = None  # true tokens that a block begins with; None: the root alone
     host: Anchors | None = None  # the same on the host, where these are on another device
 
     def to(self, device: torch.device) -> Anchors:
         source_BA, real_BA = moved(self.source_BA, device), moved(self.real_BA, device)
         token_BA, position_BA = moved(self.token_BA, device), moved(self.position_BA, device)
         parts = self.parts and [moved(part_BA, device) for part_BA in self.parts]
-        return Anchors(source_BA, real_BA, token_BA, position_BA, self.share, parts, self)
+        visible_BA = None if self.visible_BA is None else moved(self.visible_BA, device)
+        return Anchors(source_BA, real_BA, token_BA, position_BA, self.share, parts, visible_BA, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,22 +229,32 @@ class TrainBatch:
             labelled_BT if self.span is None else torch.cat([labelled_BT[:, : self.span.own], none_BT[:, self.span.own :]], 1)
         )
 
-    def anchors(self, limit: int | None = None) -> Anchors:
+    def anchors(self, limit: int | None = None, visible: Sequence[float] = ()) -> Anchors:
         """Sources whose root and the token after it are supervised; of each sequence at most `limit`, chosen at random.
 
+        visible[i]: how likely a block is to begin with i + 1 true tokens, next to other numbers; empty: with the root alone.
         The choice depends on the batch's tokens alone: it is the same on every process and device, and in a resumed run.
         In another batch the same sequence gets other anchors.
         """
         if self.host is not None:
-            return self.host.anchors(limit).to(self.token_BT.device)
+            return self.host.anchors(limit, visible).to(self.token_BT.device)
         if self.span is not None and self.whole is not None:
-            return self._own_anchors(self.whole.anchors(limit), self.span)
+            return self._own_anchors(self.whole.anchors(limit, visible), self.span)
         candidate_BT = self.labelled(1) & self.labelled(2)
         candidates, max_per_row = int(candidate_BT.sum()), int(candidate_BT.sum(1).max())
         if limit is None or max_per_row <= limit:
-            return self._anchors_at(candidate_BT, max_per_row, 1.0)
+            return self._begun(self._anchors_at(candidate_BT, max_per_row, 1.0), visible)
         chosen_BT = candidate_BT & (self._random_order(candidate_BT) < limit)
-        return self._anchors_at(chosen_BT, limit, int(chosen_BT.sum()) / candidates)
+        return self._begun(self._anchors_at(chosen_BT, limit, int(chosen_BT.sum()) / candidates), visible)
+
+    def _begun(self, anchors: Anchors, visible: Sequence[float]) -> Anchors:
+        """The anchors with a number of true tokens, drawn for each position."""
+        if not visible:
+            return anchors
+        generator, (B, T) = torch.Generator().manual_seed(self.digest ^ 1), self.token_BT.shape
+        drawn_N = torch.multinomial(torch.tensor(visible), B * self.longest, replacement=True, generator=generator) + 1
+        drawn_BT = F.pad(drawn_N.view(B, -1), (0, T - self.longest), value=1).to(anchors.source_BA.device)
+        return replace(anchors, visible_BA=drawn_BT.gather(1, anchors.source_BA))
 
     def nested(self, shares: Sequence[float]) -> list[tuple[int, Anchors]]:
         """(length, anchors) of the anchors whose chains have this length; a length that no chain has is left out.
@@ -291,10 +303,12 @@ class TrainBatch:
 
         source_BA = (of(anchors.source_BA) - span.first).where(real_BA, 0)
         parts = [anchors.source_BA.gather(1, index_BA) for index_BA in order]
-        return Anchors(source_BA, real_BA, of(anchors.token_BA), of(anchors.position_BA), anchors.share, parts)
+        visible_BA = None if anchors.visible_BA is None else of(anchors.visible_BA)
+        return Anchors(source_BA, real_BA, of(anchors.token_BA), of(anchors.position_BA), anchors.share, parts, visible_BA)
 
     def future_of(self, anchors: Anchors, k: int, unbroken: bool = False) -> tuple[Tensor, Pairs]:
-        """(index_M, pairs): `future(k)` of these sources alone; index_M: each one's index in the flattened anchors.
+        """(index_M, pairs): `future(k)` of these sources alone, without true tokens that their blocks begin with; index_M: each
+        one's index in the flattened anchors.
 
         unbroken: only where every token from the root to the label is supervised.
         """
@@ -302,6 +316,8 @@ class TrainBatch:
             index_M, pairs = self.host.future_of(anchors.host, k, unbroken)
             return self.place(index_M), Pairs(self.place(pairs.source_M), self.place(pairs.label_M))
         T, valid_BA = self.token_BT.shape[1], anchors.real_BA
+        if anchors.visible_BA is not None:
+            valid_BA = valid_BA & (anchors.visible_BA < k)
         for offset in range(1 if unbroken else k, k + 1):
             valid_BA = valid_BA & self.labelled(offset).gather(1, anchors.source_BA)
         index_M = valid_BA.flatten().nonzero()[:, 0]

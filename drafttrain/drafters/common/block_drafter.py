@@ -17,7 +17,7 @@ The family defines the head, its loss, and how drafts are chosen from the slots'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -195,6 +195,7 @@ class BlockDrafter(DraftVocabulary):
 
     proposal: TreeProposal
     layer_shape: TargetShape
+    visible: Sequence[float] = ()  # of training, as in `TrainBatch.anchors`
     unbroken = False  # in training a block ends before its first token that is not supervised
     revertible = True
     images = True
@@ -294,18 +295,26 @@ class BlockDrafter(DraftVocabulary):
 
         Where anchors were sampled, each counts for its share of all, so that the expected loss is that of all anchors.
         """
-        anchors = batch.anchors(self.shape.anchors if self.training else None)
+        anchors = batch.anchors(self.shape.anchors, self.visible) if self.training else batch.anchors()
         yield from self.predictions(batch, anchors, self.states(batch, anchors))
 
     def predictions(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Iterator[Prediction]:
         """`predict`, from the states of all slots."""
         inputs = self.head_inputs(batch, anchors, state_BASH)
-        paced = None if self.alpha is None else self._paced(batch, anchors, inputs, self.alpha)
+        weight_PK = self._after_visible(anchors) if self.alpha is None else self._paced(batch, anchors, inputs, self.alpha)
         for step, (index_M, pairs) in enumerate(self.steps(batch, anchors)):
-            weight = self.decay[step] if paced is None else paced[index_M, step]
+            weight = self.decay[step] if weight_PK is None else weight_PK[index_M, step]
             input_MX = inputs(step, index_M, pairs)
             weight = weight / anchors.share
             yield Prediction(step, pairs.source_M, pairs.label_M, input_MX, self.head, weight, vocab_D=self.ids)
+
+    def _after_visible(self, anchors: Anchors) -> Tensor | None:
+        """[B * A, K] the decay from each block's first draft on, which follows its true tokens; None: that is draft 0."""
+        if anchors.visible_BA is None:
+            return None
+        draft_K = torch.arange(self.draft_length, device=anchors.visible_BA.device)
+        later_PK = draft_K + 1 - anchors.visible_BA.flatten()[:, None]
+        return torch.tensor(self.decay, device=draft_K.device)[later_PK.clamp_min(0)]
 
     @torch.no_grad()
     def _paced(self, batch: TrainBatch, anchors: Anchors, inputs: Inputs, alpha: float) -> Tensor:
@@ -337,7 +346,7 @@ class BlockDrafter(DraftVocabulary):
     def states(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[B, A, S, H] every slot's final state, for training and for expected acceptance."""
         contexts, sees = self.contexts(batch.hidden), batch.context(anchors)
-        x_BASH, position_BAS = self.embedded_block(anchors.token_BA), self.positions(anchors.position_BA)
+        x_BASH, position_BAS = self._embedded_anchors(batch, anchors), self.positions(anchors.position_BA)
         single_pass = torch.is_grad_enabled() or batch.span is not None
         at_once = sees.last_BA.shape[1] if single_pass else max(1, EVALUATED // self.shape.size)
         for layer, context_BTH in zip(self.all_layers(), contexts, strict=True):
@@ -350,6 +359,14 @@ class BlockDrafter(DraftVocabulary):
             x_BASH = torch.cat(outputs, 1)
         state_BASH: Tensor = self.norm(x_BASH)
         return state_BASH
+
+    def _embedded_anchors(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
+        """[B, A, S, H] embeddings of the anchors' blocks, with their true tokens."""
+        if anchors.visible_BA is None:
+            return self.embedded_block(anchors.token_BA)
+        token_BAS = torch.stack([batch.after(1 + slot).gather(1, anchors.source_BA) for slot in range(self.shape.size)], -1)
+        masked_BAS = torch.arange(self.shape.size, device=token_BAS.device) >= anchors.visible_BA[..., None]
+        return self._embedded(token_BAS.masked_fill(masked_BAS, self.shape.mask_token))
 
     def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[Tensor, Pairs]]:
         """(index_M, pairs) of each draft in order: its anchors and its labels."""
@@ -398,7 +415,10 @@ class BlockDrafter(DraftVocabulary):
     def embedded_block(self, root: Tensor) -> Tensor:
         """[..., S, H] embeddings of blocks with these roots [...]."""
         mask = torch.full_like(root, self.shape.mask_token)[..., None].expand(*root.shape, self.shape.size - 1)
-        return self._target.module.embed(torch.cat([root[..., None], mask], -1)).to(self.norm.weight.dtype)
+        return self._embedded(torch.cat([root[..., None], mask], -1))
+
+    def _embedded(self, token_S: Tensor) -> Tensor:
+        return self._target.module.embed(token_S).to(self.norm.weight.dtype)
 
     def positions(self, root: Tensor) -> Tensor:
         """[..., S] rotary positions of blocks whose roots have these positions."""

@@ -109,12 +109,14 @@ def slot_states(
     source: int,
     causal: bool = False,
     contexts: Contexts = shared,
+    visible: int = 1,
 ) -> Tensor:
-    """[S, H] of the block behind one source, from the definition."""
+    """[S, H] of the block behind one source, from the definition. visible: true tokens that it begins with."""
     document = batch.document_BT[row, source]
     sees = [t for t in range(source + 1) if batch.document_BT[row, t] == document]
     tapped, position_N = [batch.hidden[b][row, sees] for b in drafter.shape.taps], batch.position_BT[row, sees]
-    tokens = [int(batch.token_BT[row, source + 1])] + [drafter.shape.mask_token] * (drafter.shape.size - 1)
+    true_tokens = batch.token_BT[row, source + 1 : source + 1 + visible].tolist()
+    tokens = true_tokens + [drafter.shape.mask_token] * (drafter.shape.size - len(true_tokens))
     x_SH, root = target.embed(torch.tensor(tokens)), int(batch.position_BT[row, source]) + 1
     for layer, context_NH in zip(drafter.all_layers(), contexts(drafter, tapped), strict=True):
         x_SH = x_SH + attended(layer, x_SH, root, context_NH, position_N, causal)
@@ -131,8 +133,10 @@ def naive(
     loss: str,
     contexts: Contexts = shared,
     corrected: Callable[[Tensor, int], Tensor] = lambda state_H, before: state_H,
+    visible: dict[tuple[int, int], int] | None = None,
 ) -> Tensor:
-    """The objective over all anchors, slot by slot. corrected: what the head reads of a slot's state and the token before."""
+    """The objective over all anchors, slot by slot. corrected: what the head reads of a slot's state and the token before.
+    visible: true tokens of the block behind each row and source; None: the root alone."""
     B, T = batch.token_BT.shape
     first = 1 if options.slots == "in_place" else 0
     K, total = options.block_size - first, torch.zeros(())
@@ -147,10 +151,11 @@ def naive(
         for source in range(T):
             if not (supervised(row, source, 1) and supervised(row, source, 2)):
                 continue
-            states = slot_states(drafter, target, batch, row, source, contexts=contexts)
+            known = 1 if visible is None else visible[row, source]
+            states = slot_states(drafter, target, batch, row, source, contexts=contexts, visible=known)
             losses, sure, has = [], [], []
             for step in range(K):
-                has.append(supervised(row, source, step + 2))
+                has.append(step >= known - 1 and supervised(row, source, step + 2))
                 if not has[-1]:
                     losses.append(torch.zeros(())), sure.append(1.0)
                     continue
@@ -165,7 +170,7 @@ def naive(
                 one = -log_q[place].sum() if loss == "ce" else (p * (p.log() - log_q)).sum()
                 losses.append(one if trained else torch.zeros(()))
             for j in range(K):
-                weight = decay[j] / sum(decay)
+                weight = decay[max(0, j + 1 - known)] / sum(decay)
                 if options.weights == "dpace":
                     weight = sum(math.prod(sure[: m + 1]) for m in range(j, K) if has[m])
                 total = total + weight * losses[j]
@@ -194,6 +199,30 @@ def test_dflash_loss_and_gradients_equal_reference(
     assert len(counts.total) == drafter.draft_length
     for ours, theirs in zip(torch.autograd.grad(found, list(drafter.parameters())), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+@pytest.mark.parametrize("slots", ["in_place", "shifted"])
+@pytest.mark.parametrize("least", [1, 2])
+def test_dflash_visible_prefix_loss_and_gradients_equal_reference(least: int, slots: str, weights: str) -> None:
+    """Blocks begin with true tokens, which are not learnt; the decay begins at the first draft after them."""
+    target, more = tiny_target(), {"slots": slots, "weights": weights, "prefix_base": 0.9, "prefix_least": least}
+    drafter = built(target, **more).train()
+    batch = packed(target, drafter)
+    anchors = batch.anchors(None, drafter.visible)
+    assert anchors.visible_BA is not None and torch.equal(anchors.visible_BA, batch.anchors(None, drafter.visible).visible_BA)
+    places = anchors.real_BA.nonzero().tolist()
+    visible = {(row, int(anchors.source_BA[row, a])): int(anchors.visible_BA[row, a]) for row, a in places}
+    assert set(visible.values()) == set(range(least, 4))
+    wanted = naive(drafter, target, batch, DFlashOptions(**SMALL, **more), "kl", visible=visible)
+    gradients = torch.autograd.grad(wanted, list(drafter.parameters()))
+    found = Objective(drafter, target, LossOptions("kl", chunk=16))(batch)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(torch.autograd.grad(found, list(drafter.parameters())), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4)
+    scored, plain = (teacher_forced(d.eval(), target, batch) for d in (drafter, built(target, slots=slots)))
+    assert torch.equal(scored.rank_MK, plain.rank_MK), "a block begins with the root alone where nothing is trained"
 
 
 def test_dflash_drawn_anchors_are_deterministic_subset_of_all_anchors() -> None:
@@ -300,10 +329,12 @@ def test_dflash_invalid_block_options_are_refused(subtests: pytest.Subtests) -> 
         "target_layer_ids": [[]],
         "mask_token": [64],
     }
-    wrong |= {"anchors": [0], "weights": ["none"], "gamma": [0.0], "alpha": [0.0]}
+    wrong |= {"anchors": [0], "weights": ["none"], "gamma": [0.0], "alpha": [0.0], "prefix_base": [0.0, 1.5]}
     for name, value in ((name, value) for name, values in wrong.items() for value in values):
         with subtests.test(name=name, value=value), pytest.raises(UserError, match=rf"drafter\.{name}"):
             FAMILY.build(DFlashOptions(**SMALL | {name: value}), target)
+    with pytest.raises(UserError, match=r"drafter\.prefix_least is 4, drafter\.block_size 4"):
+        FAMILY.build(DFlashOptions(**SMALL, prefix_base=0.9, prefix_least=4), target)
 
 
 @pytest.mark.parametrize("slots", ["in_place", "shifted"])

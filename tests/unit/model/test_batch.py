@@ -71,6 +71,7 @@ def test_train_batch_future_pairs_stay_in_document_and_mask(rows: int, width: in
     assert list(zip(pairs.source_M.tolist(), pairs.label_M.tolist(), strict=True)) == expected
 
 
+VISIBLE = [0.0, 0.5, 0.5]  # blocks begin with two or three true tokens
 DEVICE = torch.device("meta")  # it has no data: whatever asks it for some fails
 
 
@@ -90,6 +91,7 @@ def test_train_batch_on_device_needs_no_device_reads() -> None:
         assert torch.equal(there.on_host(moved.label_M), pairs.label_M)
     for anchors, moved in (
         (host.anchors(3), there.anchors(3)),
+        (host.anchors(3, VISIBLE), there.anchors(3, VISIBLE)),
         (host.nested([0.8, 0.5])[-1][1], there.nested([0.8, 0.5])[-1][1]),
     ):
         assert moved.source_BA.device == DEVICE and moved.share == anchors.share

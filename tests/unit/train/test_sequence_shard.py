@@ -64,24 +64,20 @@ def test_train_batch_parts_yield_same_predictions_as_whole_batch(subtests: pytes
 
 @pytest.mark.parametrize("limit", [None, 3])
 def test_train_batch_parts_draw_same_anchors_as_whole_batch(limit: int | None) -> None:
-    whole = packed(16)
-    drawn = whole.anchors(limit)
+    whole, visible = packed(16), [0.2, 0.3, 0.5]
+    drawn = whole.anchors(limit, visible)
     context = whole.context(drawn)
     found, everywhere = [], []
     for rank in range(4):
         part = whole.part(Alone(rank, 4), 5)
-        own = part.anchors(limit)
-        assert own.share == drawn.share and part.span is not None
-        for row in range(2):
-            for source, token, real in zip(own.source_BA[row], own.token_BA[row], own.real_BA[row], strict=True):
-                found += [(row, int(source) + part.span.first, int(token))] if real else []
+        own = part.anchors(limit, visible)
+        assert own.share == drawn.share and part.span is not None and own.visible_BA is not None
+        columns_BA = own.source_BA + part.span.first, own.token_BA, own.visible_BA
+        found += [(row, *(int(x_BA[row, a]) for x_BA in columns_BA)) for row, a in own.real_BA.nonzero().tolist()]
         everywhere.append(part.context(own))
-    wanted = [
-        (row, int(s), int(t))
-        for row in range(2)
-        for s, t, real in zip(drawn.source_BA[row], drawn.token_BA[row], drawn.real_BA[row], strict=True)
-        if real
-    ]
+    assert drawn.visible_BA is not None
+    columns_BA = drawn.source_BA, drawn.token_BA, drawn.visible_BA
+    wanted = [(row, *(int(x_BA[row, a]) for x_BA in columns_BA)) for row, a in drawn.real_BA.nonzero().tolist()]
     assert sorted(found) == sorted(wanted)
     for seen in everywhere:  # the same for all processes
         assert torch.equal(seen.first_BA, everywhere[0].first_BA) and torch.equal(seen.last_BA, everywhere[0].last_BA)
