@@ -254,7 +254,8 @@ def loss(
         drafter: The drafter to train. Give `drafter.module.parameters()` to your optimiser.
         target: The target that the drafter was built for. It runs over the batch without gradients.
         batch: From `batches`.
-        name: The divergence between draft and target distribution: `kl`, `ce`, `rkl`, `jsd`, `tvd`, `lk`, `e2e_tv`, or a `mix`.
+        name: The divergence between draft and target distribution: `kl`, `ce`, `rkl`, `jsd`, `tvd`, `lk`, `lk_hybrid`,
+            `e2e_tv`, or a `mix`.
         settings: Further keys of the loss by name, such as `{"loss.mix": {"kl": 0.5, "ce": 0.5}}`.
 
     Returns:

@@ -11,6 +11,7 @@ x[t+1+i] and its own state of step i-1 *at the same index*, and predicts x[t+2+i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -78,7 +79,7 @@ class Eagle3(FusedDrafter, Recurrent):
         shape = LayerOptions.of(options.layer).shape(target.shape)
         self.norm_output, self.before = options.norm_output, options.norm_before_residual
         self.layer_shape = shape
-        self.decay = options.step_decay
+        self.decay, self.growing_steps = options.step_decay, options.growing_steps
         self.add_fusion(taps_of(options, shape.blocks), options.fc_norm, shape, options.norm_before_fc)
         shape.check_window(options.layers, max(self.draft_length, options.steps))
         self.midlayer = Eagle3Layer(shape, options.qk_norm)
@@ -117,8 +118,14 @@ class Eagle3(FusedDrafter, Recurrent):
         return logits_D
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """Training-time test: each step's state feeds the next, at the same index, not detached."""
-        for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.predicted_steps):
+        """Training-time test: each step's state feeds the next, at the same index, not detached.
+
+        `growing_steps` is EDSD's schedule of their number (ACL 2026, long 2145; SpecForge PR 696), with steps for its epochs.
+        """
+        steps = self.predicted_steps
+        if self.training and self.growing_steps:
+            steps = max(1, math.ceil(steps * batch.progress))
+        for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), steps):
             weight = self.decay**step
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, weight, vocab_D=self.ids)
 

@@ -218,6 +218,7 @@ class Eagle3Options(TreeOptions):
     family: str = "eagle3"
     tree: str = "chain"
     steps: int = at_least(3, 1)  # of training-time test
+    growing_steps: bool = False  # training begins with one of these steps, and each further one joins after an equal part of it
     draft_length: int = at_least(4, 1)
     target_layer_ids: list[int] | None = None  # three block outputs, from 0; None: by the rule
     # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks. auto: official, three others below 7 blocks

@@ -39,7 +39,7 @@ class AdaptedObjective(Objective):
         spec, drafter_only = self.adapter.spec, progress <= self.adapter.spec.start
         with torch.set_grad_enabled(torch.is_grad_enabled() and not drafter_only):
             hidden = _states(self.adapter.target, batch, self.drafter.taps | Taps(final=True))
-        total, counts = super().forward(replace(batch, hidden=hidden))
+        total, counts = super().forward(replace(batch, hidden=hidden), progress)
         total = drafter_weight(spec, progress) * total
         if drafter_only:  # zero gradients: sharded engines wait for a gradient of every parameter
             return total + 0.0 * torch.stack([p.float().sum() for p in self.adapter.parameters()]).sum(), counts

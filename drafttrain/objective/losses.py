@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafttrain.core.sequence_shard import divided
-from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.batch import Prediction, TrainBatch, moved
 from drafttrain.model.drafter import Drafter, FrozenRef, confidence_of
 from drafttrain.model.proposal import TEMPERATURES
 from drafttrain.model.target import Target
 from drafttrain.objective.chunks import chunks
 from drafttrain.objective.options import END_TO_END, LossOptions
 from drafttrain.objective.scoring import Gradients, Scoring, StepScores
-from drafttrain.objective.teacher import target_distribution
+from drafttrain.objective.teacher import Distribution, target_distribution
 
 EVAL_CHUNK = 1024  # predictions whose logits are in memory at once in evaluation
 
@@ -117,6 +117,9 @@ class Objective(nn.Module):
         """
         predictions, token_P = list(_predictions(self.drafter, replace(batch, progress=progress))), batch.token_BT.flatten()
         depths, distribution = self.drafter.proposal.predicted_depths, target_distribution(batch, self._target.module)
+        dropped = self.options.entropy_drop * (1.0 - progress)
+        if dropped and torch.is_grad_enabled():
+            predictions = without_hardest(predictions, batch, distribution, dropped, self.at_once)
         end_to_end, in_parts = self.options.name == END_TO_END, torch.is_grad_enabled() and divided(self.drafter)
         scoring = Scoring(predictions, batch, distribution, self.options.terms, self.at_once, end_to_end, in_parts)
         steps, gradients = self._scored(scoring, in_parts)
@@ -154,6 +157,23 @@ class Objective(nn.Module):
             step_scores.append(step)
             total = total + _weighted_sum(weight, step.loss_M)
         return step_scores, total
+
+
+@torch.no_grad()
+def without_hardest(
+    predictions: Sequence[Prediction], batch: TrainBatch, distribution: Distribution, share: float, at_once: int
+) -> list[Prediction]:
+    """The predictions, without weight where the target's entropy is among the greatest: so large a share of the positions that
+    the predictions are compared with. EDSD's curriculum from easy to hard tokens (ACL 2026, long 2145; SpecForge PR 696).
+    """
+    positions = [batch.teacher_index(p.label_M) for p in predictions]
+    position_N = moved(
+        torch.cat([batch.teacher_index(batch.on_host(p.label_M)) for p in predictions]).unique(), positions[0].device
+    )
+    entropy_N = torch.cat([distribution.entropy(place_U) for place_U in position_N.split(at_once)])
+    weight_P = torch.ones(batch.token_BT.numel(), device=position_N.device)
+    weight_P[position_N[entropy_N.topk(int(share * len(entropy_N))).indices]] = 0.0
+    return [replace(p, weight=p.weight * weight_P[place_M]) for p, place_M in zip(predictions, positions, strict=True)]
 
 
 def _rows(predictions: Sequence[Prediction], steps: Sequence[StepScores], token_P: Tensor, depths: int) -> list[Tensor]:

@@ -16,10 +16,13 @@ MAX_LOGITS = 1 << 27  # logits of one model that are in memory at once: 1,024 pr
 class LossOptions:
     """The divergence between the drafter's distribution q and the target's distribution p."""
 
-    name: str = "kl"  # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q). e2e_tv, mix
+    # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q). lk_hybrid: both. e2e_tv, mix
+    name: str = "kl"
     # predictions whose logits are in memory at once; fewer where the target has more than 131,072 tokens
     chunk: int = at_least(1024, 1)
     mix: dict[str, float] = field(default_factory=dict)  # weight of each divergence by name; for name=mix only
+    # share of the target's positions that are left out at the start, those of the greatest entropy; it falls to 0 at the end
+    entropy_drop: float = at_least(0.0, 0, below=1)
 
     def check(self) -> None:
         """Raise UserError for an unknown loss, or weights that do not fit the loss."""
@@ -28,6 +31,8 @@ class LossOptions:
         names = (*LOSSES, END_TO_END, MIX)
         if self.name not in names:
             raise UserError(f"loss.name is {self.name!r}; choose one of {', '.join(names)}")
+        if self.name == END_TO_END and self.entropy_drop:
+            raise UserError(f"loss.entropy_drop is {self.entropy_drop:g}; {END_TO_END} weighs whole drafts: set it to 0")
         mix_valid = all(name in LOSSES and weight > 0 for name, weight in self.mix.items())
         if not mix_valid or (self.name == MIX) != bool(self.mix):
             raise UserError(

@@ -77,6 +77,10 @@ Rows = Callable[[Index, Prediction, Tensor], TargetRows]
 class Distribution(Protocol):
     """The target's distribution, computed chunk by chunk; a [P, V] tensor never exists."""
 
+    def entropy(self, place_U: Tensor) -> Tensor:
+        """[U] the entropy at these flat positions, in nats."""
+        ...
+
     def at(self, place_U: Tensor) -> Rows:
         """The logits, or log-probabilities, at these flat positions, for predictions of the tokens that follow there."""
         ...
@@ -87,6 +91,9 @@ class FullDistribution:
 
     def __init__(self, final_PH: Tensor, target: Target) -> None:
         self.final_PH, self.target = final_PH, target
+
+    def entropy(self, place_U: Tensor) -> Tensor:
+        return torch.special.entr(self.target.head(self.final_PH[place_U]).float().softmax(-1)).sum(-1)
 
     def at(self, place_U: Tensor) -> Rows:
         chunk = TargetChunk(self.target.head(self.final_PH[place_U]))
@@ -109,6 +116,11 @@ class TopKDistribution:
     def __init__(self, top: Top, vocab: int) -> None:
         self.id_Pk, self.log_p_Pk = top.id_BTk.flatten(0, 1), top.log_p_BTk.flatten(0, 1)
         self.vocab, self.log_rest_P = vocab, top.log_rest_BT.flatten()
+
+    def entropy(self, place_U: Tensor) -> Tensor:
+        """All other tokens count as one."""
+        log_p_UX = torch.cat([self.log_p_Pk[place_U], self.log_rest_P[place_U, None]], -1)
+        return torch.special.entr(log_p_UX.exp()).sum(-1)
 
     def at(self, place_U: Tensor) -> Rows:
         def rows(place_C: Index, prediction: Prediction, draft_CD: Tensor) -> TargetRows:

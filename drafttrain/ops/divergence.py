@@ -18,6 +18,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # [C] from log q_CV, log p_CV
 FUSED = ("ce", "kl", "rkl", "jsd", "tvd", "lk")  # losses whose gradients are written by hand, here and as kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = {"cpu": 1 << 20}  # logits per pass of the twin, so that its intermediate results stay in the processor's cache
+ETA = 3.0  # of lk_hybrid, as in the paper
 COMPILED = {"kl": 0, "ce": 1, "tvd": 2}  # divergences of the CPU operator, by its numbers
 ELSEWHERE = 1 << 24  # logits per pass on other devices: few launches, and little memory compared with a chunk
 
@@ -247,8 +248,15 @@ def total_variation(log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tens
 
 
 def log_acceptance(log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
-    """-log sum min(p, q) (arXiv 2602.23881)."""
+    """-log sum min(p, q) (arXiv 2602.23881), the `nla` of speculators."""
     return -torch.minimum(log_p_CV, log_q_CV).logsumexp(-1)
+
+
+def hybrid_acceptance(log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
+    """w KL(p || q) + (1 - w) TVD with w = exp(-3 sum min(p, q)), which has no gradient (arXiv 2602.23881)."""
+    distance_C = total_variation(log_q_CV, log_p_CV, label_C)
+    weight_C = (ETA * (distance_C.detach() - 1.0)).exp()
+    return weight_C * forward_kl(log_q_CV, log_p_CV, label_C) + (1.0 - weight_C) * distance_C
 
 
 # A new loss is a row here. Autograd differentiates it, some rows at a time, on every device.
@@ -259,10 +267,11 @@ LOSSES: dict[str, Loss] = {
     "jsd": jensen_shannon,
     "tvd": total_variation,
     "lk": log_acceptance,
+    "lk_hybrid": hybrid_acceptance,
 }
 # Losses that do not read the label. Over a draft vocabulary they are learnt where the target's choice is in it, others only
 # where the data's token is in it too.
-OF_DISTRIBUTIONS = {"kl", "rkl", "jsd", "tvd", "lk"}
+OF_DISTRIBUTIONS = {"kl", "rkl", "jsd", "tvd", "lk", "lk_hybrid"}
 
 
 def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:

@@ -89,10 +89,12 @@ def kill_after(command: list[str], output: Path, lines: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(recipe=["medusa"])
+@pytest.mark.sampled(recipe=["medusa", "eagle3"])
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
 def test_fit_killed_twice_resumes_to_same_weights(recipe: str, material: Path, tmp_path: Path) -> None:
+    """eagle3 with a curriculum, whose place follows from the step."""
     steps = (f"recipe={recipe}", "train.steps=30", "train.checkpoint_every=6")
+    steps += ("drafter.growing_steps=true", "loss.entropy_drop=0.4") if recipe == "eagle3" else ()
     whole, broken = once(material, *steps), tmp_path / "broken"
     kill_after(arguments(material, broken, *steps, "resume=auto"), broken, lines=2)
     kill_after(arguments(material, broken, *steps, "resume=auto"), broken, lines=15)

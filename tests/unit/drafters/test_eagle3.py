@@ -134,6 +134,14 @@ def test_eagle3_draft_vocabulary_ranks_are_counted_over_whole_vocabulary() -> No
     assert set(hits.rank_MK[:, 0].tolist()) <= set(rank.values()) and len(hits.rank_MK) > 3
 
 
+def test_eagle3_growing_steps_join_after_equal_parts_of_training() -> None:
+    drafter = drafter_of(steps=3, growing_steps=True).train()
+    batch = packed_batch(drafter, tiny_target())
+    done = [0.001, 1 / 3, 0.34, 2 / 3, 0.67, 1.0]
+    assert [len(list(drafter.predict(replace(batch, progress=share)))) for share in done] == [1, 1, 2, 2, 3, 3]
+    assert len(list(drafter.eval().predict(replace(batch, progress=0.001)))) == 4
+
+
 def test_eagle3_norm_output_and_fc_norm_act_only_if_enabled() -> None:
     for norm_output in (False, True):
         drafter = drafter_of(norm_output=norm_output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -69,6 +70,19 @@ def test_divergence_values_equal_torch_formulas() -> None:
         divergence("mse", q, p, label)
 
 
+def test_lk_hybrid_loss_and_gradient_equal_the_formula() -> None:
+    """Its weight follows the overlap, and is held fixed in the gradient."""
+    q, p = (torch.randn(50, 9, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    q.requires_grad_()
+    alpha = torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1)
+    weight = torch.exp(-3 * alpha.detach())
+    kl = F.kl_div(q.log_softmax(-1), p.softmax(-1), reduction="none").sum(-1)
+    expected = weight * kl + (1 - weight) * (1 - alpha)
+    (gradient,) = torch.autograd.grad(expected.sum(), q)
+    found = scores(q.detach(), p, torch.arange(50) % 9, "lk_hybrid", want_grad=True)
+    torch.testing.assert_close((found.loss_C, found.grad_logits_CV), (expected.detach(), gradient))
+
+
 def test_scores_some_rows_at_once_are_those_of_all_rows(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     close = {"rtol": 1e-5, "atol": 1e-6}  # kernels of other sizes add up in another order
     label = torch.arange(7)
@@ -93,7 +107,7 @@ def test_loss_options_chunk_is_bounded_by_vocabulary() -> None:
 
 @pytest.mark.sampled(name=OBJECTIVE)
 @pytest.mark.parametrize("chunk", [7, 4096])  # recomputed in the backward pass, or whole
-@pytest.mark.parametrize("loss", ["ce", "kl", "rkl", "jsd", "tvd", "lk"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "rkl", "jsd", "tvd", "lk", "lk_hybrid"])
 @pytest.mark.parametrize("name", sorted(families()))
 def test_objective_chunked_loss_and_gradients_equal_naive(name: str, loss: str, chunk: int) -> None:
     target = tiny_target()
@@ -239,6 +253,44 @@ def test_loss_options_whose_mix_does_not_fit_are_refused(subtests: pytest.Subtes
     for name, mix in wrong:
         with subtests.test(name=name, mix=mix), pytest.raises(UserError, match=r"loss\."):
             LossOptions(name, mix=mix).check()
+
+
+@pytest.mark.sampled(name=OBJECTIVE)
+@pytest.mark.parametrize("name", sorted(families()))
+def test_objective_entropy_drop_leaves_hardest_positions_out_at_first(name: str) -> None:
+    target = tiny_target()
+    drafter = drafter_of(name, target).train()
+    if not drafter.trained:
+        pytest.skip("trains nothing: it has no loss")
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    objective, plain = (Objective(drafter, target, LossOptions("kl", 7, entropy_drop=drop)) for drop in (0.8, 0.0))
+    torch.testing.assert_close(objective(filled, 1.0)[0], plain(filled, 1.0)[0])
+    predictions = list(drafter.predict(replace(filled, progress=0.5)))
+    final, token = filled.hidden[FINAL].flatten(0, 1), filled.token_BT.flatten()
+    positions = sorted({int(label) - 1 for p in predictions for label in p.label_M})
+    entropy = {at: float(torch.distributions.Categorical(logits=target.head(final[at])).entropy()) for at in positions}
+    hardest = sorted(positions, key=lambda at: -entropy[at])[: int(0.4 * len(positions))]
+    expected = torch.zeros(())
+    for prediction in predictions:
+        q, p = prediction.head(prediction.hidden_MH), target.head(final[prediction.label_M - 1])
+        kept = torch.tensor([float(int(label) - 1 not in hardest) for label in prediction.label_M])
+        prediction = replace(prediction, weight=prediction.weight * kept)
+        expected = expected + (prediction.weight * naive_loss("kl", q, p, token[prediction.label_M])).sum()
+        expected = expected if prediction.aux is None else expected + prediction.aux
+        if prediction.confidence is not None:
+            expected = expected + doubt(prediction, q, p)
+    total, counts = objective(filled, 0.5)
+    torch.testing.assert_close(total, expected)
+    assert torch.equal(counts.total, plain(filled, 0.5)[1].total)
+    found, written_out = (
+        torch.autograd.grad(loss, list(drafter.parameters()), materialize_grads=True) for loss in (total, expected)
+    )
+    torch.testing.assert_close(found, written_out, atol=1e-5, rtol=1e-4)
+
+
+def test_objective_entropy_drop_of_e2e_tv_is_refused() -> None:
+    with pytest.raises(UserError, match=r"loss\.entropy_drop is 0\.2"):
+        LossOptions("e2e_tv", entropy_drop=0.2).check()
 
 
 @pytest.mark.sampled(name=OBJECTIVE)

@@ -32,7 +32,7 @@ from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.unit.objective.test_losses import naive_loss, padded_batch
 
-LOSSES = ["ce", "kl", "rkl", "jsd", "tvd", "lk"]
+LOSSES = list(divergence.LOSSES)
 MIX = {"ce": 0.1, "tvd": 1.8, "kl": 0.5}
 CHUNKS = [7, 4096]
 
@@ -123,6 +123,19 @@ def test_objective_draft_vocabulary_loss_and_gradients_equal_naive(loss: str, ch
     torch.testing.assert_close(total, naive)
     for a, b in zip(gradients(total, drafter), gradients(naive, drafter), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_entropy_of_top_k_distribution_is_that_with_all_other_tokens_as_one() -> None:
+    target, batch = tiny_target(), padded_batch()
+    filled = Online(target, Taps(final=True)).fill(batch)
+    log_p = target.head(filled.hidden[FINAL]).log_softmax(-1)
+    best, place = log_p.topk(5), torch.arange(batch.token_BT.numel())
+    top = Top(best.indices, best.values, (1 - best.values.exp().sum(-1)).log())
+    merged = torch.cat([top.log_p_BTk, top.log_rest_BT[..., None]], -1).flatten(0, 1)
+    expected = torch.distributions.Categorical(logits=merged).entropy()
+    torch.testing.assert_close(target_distribution(replace(filled, top=top), target).entropy(place), expected)
+    whole = target_distribution(filled, target).entropy(place)
+    torch.testing.assert_close(whole, torch.distributions.Categorical(logits=log_p.flatten(0, 1)).entropy())
 
 
 @pytest.mark.sampled
@@ -369,7 +382,7 @@ def test_divergence_chosen_rows_are_not_copied_at_once(monkeypatch: pytest.Monke
             return divergence.scores(logits_CV, target_logits, label_C, name, True, row_C=row_C)
 
     whole = logits_CV.numel() * logits_CV.element_size()  # the gradient takes as much, and nothing else should
-    for name in LOSSES:
+    for name in divergence.FUSED:
         with subtests.test(name=name):
             copied = both(name, None, target_logits_UV[chosen_C])
             for found, expected in zip(both(name, chosen_C, target_logits_UV), copied, strict=True):
