@@ -25,7 +25,10 @@ TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 TOWER = {"hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "depth": 3}
 IDS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-NAMES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl")
+DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+GEMMA_4 = {"gemma4": None, "gemma4_whole": "vision"}  # the value that says whether the rows of an image see each other
+NAMES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *GEMMA_4)
 WORDS = [
     "red",
     "green",
@@ -62,11 +65,24 @@ TEMPLATE = (
 def config_of(name: str) -> Any:
     """A configuration of four blocks and a vision tower."""
     t: Any = transformers
+    windows = {"head_dim": 16, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    encoder = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+    if name in GEMMA_4:
+        shared = {"global_head_dim": 32, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8}
+        shared |= {"vocab_size_per_layer_input": VOCAB, "use_bidirectional_attention": GEMMA_4[name]}
+        windows["layer_types"] = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+        return t.Gemma4Config(
+            text_config=TEXT | windows | shared | {"tie_word_embeddings": False},
+            vision_config=encoder | {"num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2},
+            tie_word_embeddings=False,
+            image_token_id=120,
+            video_token_id=121,
+            boi_token_id=122,
+            eoi_token_id=123,
+        )
     if name == "gemma3":
-        tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-        text = TEXT | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
-        text["layer_types"] = ["sliding_attention", "full_attention"] * 2
-        tower |= {"image_size": 16, "patch_size": 4}
+        text = TEXT | windows | {"query_pre_attn_scalar": 16}
+        tower = encoder | {"image_size": 16}
         return t.Gemma3Config(
             text_config=text | {"tie_word_embeddings": False},
             vision_config=tower,
@@ -76,9 +92,15 @@ def config_of(name: str) -> Any:
             eos_token_id=119,
             boi_token_index=122,
         )
-    if name == "qwen3_vl":
+    routed = ROUTED if name.endswith("moe") else {}
+    if name.startswith("qwen3_vl"):
         tower = TOWER | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-        return t.Qwen3VLConfig(text_config=TEXT | ROPE | {"head_dim": 16}, vision_config=tower, **IDS)
+        kind = t.Qwen3VLMoeConfig if routed else t.Qwen3VLConfig
+        return kind(text_config=TEXT | ROPE | {"head_dim": 16} | routed, vision_config=tower, **IDS)
+    if name.startswith("qwen3_5"):
+        text = TEXT | ROPE | DELTA | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2} | routed
+        kind = t.Qwen3_5MoeConfig if routed else t.Qwen3_5Config
+        return kind(text_config=text, vision_config=TOWER | {"num_position_embeddings": 64}, **IDS)
     if name == "qwen2_vl":
         tower = {"embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "depth": 2, "mlp_ratio": 2}
         return t.Qwen2VLConfig(text_config=TEXT | ROPE, vision_config=tower, **IDS)
@@ -107,20 +129,23 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     vocab |= {f"<unused{i}>": i for i in range(VOCAB) if i not in vocab.values()}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    extra = {"boi_token": "<begin>", "eoi_token": "<end>", "image_token": "<image>"} if name == "gemma3" else {}
+    extra = {"boi_token": "<begin>", "eoi_token": "<end>", "image_token": "<image>"} if name.startswith("gemma") else {}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<eos>", pad_token="<unk>", unk_token="<unk>", extra_special_tokens=extra
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL.values())[1:]})
-    tokenizer.chat_template = TEMPLATE.replace("PLACE", "<begin>" if extra else "<begin><image><end>")
+    place = "<begin>" if name == "gemma3" else "<image>" if extra else "<begin><image><end>"
+    tokenizer.chat_template = TEMPLATE.replace("PLACE", place)
     return tokenizer
 
 
 def processor_of(name: str) -> Any:
     if name == "gemma3":
         return transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, image_seq_length=4)
+    if name in GEMMA_4:
+        return transformers.Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, do_resize=False, max_soft_tokens=70)
     return transformers.Qwen2VLImageProcessorPil(
-        patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=1024
+        patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=4096
     )
 
 

@@ -95,9 +95,12 @@ def format_of(family: str, stack: str) -> Format:
 
 
 def refuse_pictures(source: ExportSource) -> str | None:
-    """Why a stack does not draft for a target that reads images; None where it does, and for targets of text alone."""
+    """Why a stack does not draft for a target that reads images; None where it does, and for targets of text, even if they can
+    read images too."""
     family, architecture = source.opened.meta.family, source.target_architecture
-    if architecture not in ARCHITECTURES or architecture in row_of(family, source.stack).pictures:
+    if architecture not in ARCHITECTURES or ARCHITECTURES[architecture].text:
+        return None
+    if architecture in row_of(family, source.stack).pictures:
         return None
     supported = sorted(name for name in loads(family) if architecture in row_of(family, name).pictures)
     advice = f"export to {' or '.join(supported)}" if supported else "measure it with drafttrain measure"

@@ -28,6 +28,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.images import NoImages
 from drafttrain.targets.live import LiveTarget
 from drafttrain.targets.load import (
     DTYPES,
@@ -227,7 +228,8 @@ def load_ends(options: TargetOptions, first: bool = True, share: Share = lambda 
     target = (FastEnds if probed.fast else FrozenEnds)(model, stop_ids, probed, WholeSize(pieces.parameters, pieces.bytes))
     check_pair(path, tokenizer, target.shape.vocab_size)
     target.tokenizer = tokenizer
-    return LoadedEnds(LoadedTarget(target, tokenizer, path, _description(options, target, probed)), target, pieces)
+    images = NoImages("features.target=ends reads text alone")
+    return LoadedEnds(LoadedTarget(target, tokenizer, path, _description(options, target, probed), images), target, pieces)
 
 
 def _read(options: TargetOptions, path: str) -> tuple[Pieces, Any, PreTrainedTokenizerBase]:

@@ -139,6 +139,11 @@ class HFTarget(PrunedTarget):
         return install(self)
 
     @property
+    def text_model(self) -> Any:
+        """The same weights in the class that is loaded where only text is read. Its parameter names hold for every load."""
+        return self.model
+
+    @property
     def captured(self) -> bool:
         return self.capture_reason is None
 
@@ -166,7 +171,7 @@ class HFTarget(PrunedTarget):
         return self.masks.longest
 
     def _fingerprint(self) -> str:
-        return fingerprint_of(self.model)
+        return fingerprint_of(self.text_model)
 
     def reference(self, draw: int = 0) -> Reference | None:
         """Logits of the model's own forward for the probe's sequences."""
@@ -313,10 +318,11 @@ class HFTarget(PrunedTarget):
         if not 1 <= blocks <= self.shape.blocks:
             raise UserError(f"drafter.blocks is {blocks}; the target has {self.shape.blocks}, choose 1..{self.shape.blocks}")
         check_whole(self.model, "copies whole blocks of the target")
-        config = copy.deepcopy(self.model.config)
+        whole_model = self.text_model
+        config = copy.deepcopy(whole_model.config)
         set_depth(config, blocks)
-        model: Any = type(self.model)(config)
-        missing = model.load_state_dict(narrowed(self.model.state_dict(), model), strict=False).missing_keys
+        model: Any = type(whole_model)(config)
+        missing = model.load_state_dict(narrowed(whole_model.state_dict(), model), strict=False).missing_keys
         assert not missing, f"a pruned copy lacks {missing}"
         return self._trainable(model.to(self.device, torch.float32))
 

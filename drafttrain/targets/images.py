@@ -24,6 +24,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.images import FIRST, MOST_ROWS, base_of
 
 INLINE = "data:"  # a source with this prefix holds the image itself
+PIXELS = ("pixel_values", "image_grid_thw", "image_position_ids")  # of what a processor gives: inputs of the target
 INSTALL = "pip install 'drafttrain[vision]'"
 
 
@@ -155,7 +156,7 @@ class ImageReader:
             content = content_of(source, origin)
             digest = self._digest(content)
             processed = self._processed(content, source, origin)
-            rows = self.fixed or int(processed["image_grid_thw"][0].prod()) // self.processor.merge_size**2
+            rows = self.fixed or self._rows(processed)
             if rows > MOST_ROWS:
                 raise UserError(f"{origin}: image {named(source)} has {rows:,} rows, more than {MOST_ROWS:,}; make it smaller")
             self._by_source[name] = ImageRef(source, digest, rows)
@@ -181,7 +182,12 @@ class ImageReader:
                 f"image {named(image.source)} has changed since it was read; put it back, or set data.cache to a new folder"
             )
         processed = self._processed(content, image.source, "image")
-        return {name: processed[name] for name in ("pixel_values", "image_grid_thw") if name in processed}
+        return {name: processed[name] for name in PIXELS if name in processed}
+
+    def _rows(self, processed: Any) -> int:
+        if "num_soft_tokens_per_image" in processed:
+            return int(processed["num_soft_tokens_per_image"][0])
+        return int(processed["image_grid_thw"][0].prod()) // self.processor.merge_size**2
 
     def _digest(self, content: bytes) -> str:
         return hashlib.sha256(self.digest.encode() + content).hexdigest()[:32]
@@ -258,13 +264,13 @@ def image_reader(path: str, config: Any, tokenizer: Any, **shared: Any) -> Image
     finally:
         logging.set_verbosity(level)
     token_id = int(config.image_token_id)
-    token, begin_token, end_token = tokenizer.convert_ids_to_tokens(token_id), getattr(tokenizer, "boi_token", None), None
+    token, begin_token = tokenizer.convert_ids_to_tokens(token_id), getattr(tokenizer, "boi_token", None)
     if begin_token is None:
         return ImageReader(processor, token, token_id, token)
-    end_token = getattr(tokenizer, "eoi_token", "")
-    return ImageReader(
-        processor, token, token_id, begin_token, f"\n\n{begin_token}", f"{end_token}\n\n", int(config.mm_tokens_per_image)
-    )
+    end_token, fixed = getattr(tokenizer, "eoi_token", ""), getattr(config, "mm_tokens_per_image", None)
+    if fixed is None:
+        return ImageReader(processor, token, token_id, token, begin_token, end_token)
+    return ImageReader(processor, token, token_id, begin_token, f"\n\n{begin_token}", f"{end_token}\n\n", int(fixed))
 
 
 __all__ = ["FIRST", "TEXT_ONLY", "Expanded", "ImageReader", "ImageRef", "Images", "NoImages", "content_of", "image_reader"]

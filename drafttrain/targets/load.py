@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError, hub_reason, without_token
 from drafttrain.model.kv_cache import KVCache
@@ -193,6 +193,8 @@ def _read(
         if part.size == 1 and shards is None and runs(config):
             fp8 = Fp8Checkpoint.of(config, path, options.revision, options.trust_remote_code)
             load_fn = load_fn if fp8 is None else fp8.load
+        if part.size == 1 and shards is None and options.weights is None and _architecture(config) in ARCHITECTURES:
+            load_fn = AutoModelForImageTextToText.from_pretrained
         settings: dict[str, Any] = {
             "read": load_fn,
             "dtype": DTYPES[dtype_of(options)],
@@ -235,11 +237,15 @@ def _with_tower(model: PreTrainedModel, stop_ids: frozenset[int], images: Images
 
 def load_images(options: TargetOptions, config: Any, tokenizer: PreTrainedTokenizerBase) -> Images:
     """The images of the target with this configuration, or the reason why it has none."""
-    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-    if name not in ARCHITECTURES:
+    if (name := _architecture(config)) not in ARCHITECTURES:
         return NoImages(f"{name} is run on text alone; images work with {', '.join(ARCHITECTURES)}")
     shared = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     return image_reader(path_of(options), config, tokenizer, **shared)
+
+
+def _architecture(config: Any) -> str:
+    """The name of the class that the checkpoint was saved from."""
+    return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
 
 
 def load_shape(options: TargetOptions) -> TargetShape:

@@ -9,12 +9,14 @@ Shapes: B rows, N new positions, T positions, M rows of images in a pass, R rows
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from drafttrain.core.errors import UserError
 from drafttrain.decoding.graph_runner import capturing
@@ -32,14 +34,19 @@ class VisionKind:
     """How a language model reads images."""
 
     rotary: bool = False  # rotary positions have a temporal, a vertical and a horizontal part (arXiv 2409.12191, section 2.1)
-    whole: bool = False  # the rows of an image see each other
+    whole: tuple[str, ...] = ()  # types of layers in which the rows of an image see each other
+    by_config: bool = False  # they do so only where the configuration says it
+    padded: bool = False  # the embeddings of placeholders, also of those that stand in a text, are those of padding
+    text: bool = False  # engines have no other class for such checkpoints, whether they read images or not
 
 
 GRID = VisionKind(rotary=True)
 ARCHITECTURES = {
     **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), GRID),
     **dict.fromkeys(("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"), GRID),
-    "Gemma3ForConditionalGeneration": VisionKind(whole=True),
+    **dict.fromkeys(("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"), replace(GRID, text=True)),
+    "Gemma3ForConditionalGeneration": VisionKind(whole=("full_attention", "sliding_attention")),
+    "Gemma4ForConditionalGeneration": VisionKind(whole=("sliding_attention",), by_config=True, padded=True, text=True),
 }
 
 
@@ -88,10 +95,30 @@ class VisionTarget(HFTarget):
         self.reader, self.drafter_inputs = reader, drafter_inputs
 
     def _prepare(self) -> None:
-        self.kind = ARCHITECTURES[type(self.model).__name__]
-        self.whole_images = self.kind.whole
-        self.placeholder = int(self.model.config.image_token_id)
+        self.kind, config = ARCHITECTURES[type(self.model).__name__], self.model.config
+        if self.kind.by_config and config.get_text_config().use_bidirectional_attention != "vision":
+            self.kind = replace(self.kind, whole=())
+        self.whole_images = bool(self.kind.whole)
+        self.placeholder = int(config.image_token_id)
+        names = ("image_token_id", "video_token_id", "audio_token_id") if self.kind.padded else ()
+        self.padding = int(config.get_text_config().pad_token_id) if names else 0
+        self.padded = [int(token) for name in names if (token := getattr(config, name, None)) is not None]
         self._features: OrderedDict[int, Features] = OrderedDict()
+
+    @property
+    def text_model(self) -> Any:
+        model: Any = self.model
+        text_cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), type(model))
+        if text_cls is type(model):
+            return model
+        with torch.device("meta"):
+            text = text_cls(model.config.get_text_config())
+        text.model, text.lm_head = self.backbone.module, model.get_output_embeddings()
+        return text
+
+    def _trainable(self, model: PreTrainedModel) -> HFTarget:
+        kind = VisionTarget if type(model).__name__ in ARCHITECTURES else HFTarget
+        return kind(model, self.stop_ids, frozen=False)
 
     def _view(self, model: PreTrainedModel) -> HFTarget:
         return VisionTarget(model, self.stop_ids, reader=self.reader, drafter_inputs=self.drafter_inputs)
@@ -104,36 +131,45 @@ class VisionTarget(HFTarget):
             return super().embed(token)
         if self.drafter_inputs == "placeholder":
             return super().embed(token.masked_fill(image, self._placeholder))
-        return self._fused(token, image, self._pictured(token[image]))
+        return self._fused(token.masked_fill(image, 0), image, self._pictured(token[image]))
 
     @property
     def _placeholder(self) -> int:
         assert self.placeholder is not None
         return self.placeholder if self.placeholder < self.shape.vocab_size else 0
 
-    def _fused(self, token: Tensor, image: Tensor, pictured: Pictured) -> Tensor:
-        """[..., H] embeddings with the images' features."""
-        embedded = super().embed(token.masked_fill(image, 0))
+    def _fused(self, text: Tensor, image: Tensor, pictured: Pictured) -> Tensor:
+        """[..., H] embeddings with the images' features. text: ids of the vocabulary."""
+        embedded = super().embed(text)
         return embedded.masked_scatter(image[..., None], pictured.layers[0].to(embedded.dtype))
+
+    def _text(self, token: Tensor) -> Tensor:
+        """The tokens that the language model looks up."""
+        for placeholder in self.padded:
+            token = token.masked_fill(token == placeholder, self.padding)
+        return token
 
     def _inputs(
         self, token_BN: Tensor, kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor
     ) -> dict[str, Any]:
         image_BN = token_BN >= FIRST
         if isinstance(ancestor_BNN, Tensor) or not bool(image_BN.any()):  # a draft tree holds text
-            inputs = super()._inputs(token_BN, kv, ancestor_BNN, position_BN)
+            inputs = super()._inputs(self._text(token_BN), kv, ancestor_BNN, position_BN)
             if self.kind.rotary and kv is not None:
                 inputs["position_ids"] = position_BN + kv.shift_B[:, None]
             return inputs
         pictured = self._pictured(token_BN[image_BN])
         inputs = super()._inputs(token_BN, kv, ancestor_BNN, position_BN)
         del inputs["input_ids"]
-        inputs["inputs_embeds"] = self._fused(token_BN, image_BN, pictured)
+        text_BN = self._text(token_BN).masked_fill(image_BN, self.padding)
+        inputs["inputs_embeds"] = self._fused(text_BN, image_BN, pictured)
         if self.kind.rotary:
             inputs["position_ids"] = self._rotary(token_BN, image_BN, pictured, kv, ancestor_BNN, position_BN)
         if len(pictured.layers) > 1:
             inputs |= {"visual_pos_masks": image_BN, "deepstack_visual_embeds": pictured.layers[1:]}
-        if self.kind.whole:
+        if getattr(self.backbone.module, "hidden_size_per_layer_input", 0):
+            inputs["per_layer_inputs"] = self.backbone.module.get_per_layer_inputs(text_BN)
+        if self.whole_images:
             inputs = {name: value for name, value in inputs.items() if name not in ("whole", "documents")}
             inputs["attention_mask"] = self._whole_masks(token_BN, image_BN, kv, ancestor_BNN, position_BN)
         return inputs
@@ -175,10 +211,11 @@ class VisionTarget(HFTarget):
         documents: Documents | None,
         position_BN: Tensor,
     ) -> Any:
-        """The masks of all layers, in which the rows of an image see each other."""
+        """The masks of all layers. In those of `kind.whole` the rows of an image see the later ones too."""
         first_BN = image_BN & (rows(token_BN) == 0)
         number_BN = torch.where(image_BN, first_BN.cumsum(1), 0)
         same_BNN = (number_BN[:, None] == number_BN[..., None]) & image_BN[:, None]
+        same_BNN = same_BNN.triu(1)  # the rows before are in the masks already, as far as a window reaches
         masks = self.masks(kv, documents, position_BN, self.dtype)
 
         def opened(mask_B1NP: Tensor) -> Tensor:
@@ -189,7 +226,9 @@ class VisionTarget(HFTarget):
             visible_BNP.scatter_(2, column_BN[:, None].expand(B, N, N), same_BNN)
             return mask_B1NP.masked_fill(visible_BNP[:, None], 0.0)
 
-        return {layer_type: opened(mask) for layer_type, mask in masks.items()} if isinstance(masks, dict) else opened(masks)
+        if not isinstance(masks, dict):
+            return opened(masks)
+        return {name: opened(mask) if name in self.kind.whole else mask for name, mask in masks.items()}
 
     def _pictured(self, id_M: Tensor) -> Pictured:
         """The features of these rows of images."""
@@ -242,7 +281,7 @@ class VisionTarget(HFTarget):
         image_inputs = [self.reader.pixels(row[start]) for row in token_BT.tolist() for start, _ in spans(row)]
         inputs = {name: torch.cat([pixels[name] for pixels in image_inputs]).to(self.device) for name in image_inputs[0]}
         inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
-        type_key = "token_type_ids" if self.kind.whole else "mm_token_type_ids"
+        type_key = next(n for n in ("mm_token_type_ids", "token_type_ids") if n in signature(self.model.forward).parameters)
         return inputs | {"input_ids": token_BT.masked_fill(image_BT, self.placeholder or 0), type_key: image_BT.long()}
 
 

@@ -79,8 +79,6 @@ class EngineFeatures:
         store: Mooncake's, through which the states come; None: they come in files.
         Raises UserError on all processes where a server is wrong, or one of the processes does not get its states.
         """
-        if data.has_images:
-            raise UserError("features=engine takes text alone, but the data has images; set features=cached or online")
         self._check_groups()
         prefix_T, reference = self._beginning(data)
         servers = None

@@ -8,7 +8,6 @@ import signal
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,13 +110,6 @@ def test_engine_states_with_sequence_parallel_or_on_policy_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=line):
         check_features(FeatureOptions("engine"), build("medusa", loaded.target), replace(OPTIONS, **options), 64)
-
-
-def test_engine_states_with_images_are_refused(loaded: LoadedTarget, data: Dataset, world: World) -> None:
-    features = EngineFeatures(FeatureOptions("engine", servers=["x"]), loaded, Taps(), 64)
-    pictured = SimpleNamespace(has_images=True)
-    with pytest.raises(UserError, match="features=engine takes text alone"):
-        features.features(pictured, ["http://x"], None, "", world, Console(None))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -41,6 +41,8 @@ def prompts_in(folder: Path) -> Path:
         ("qwen3_vl", "eagle3", ("features=cached", "drafter.target_layer_ids=[0,1,2]")),
         ("gemma3", "eagle3", ("data.pack=true", "data.max_length=64", "drafter.target_layer_ids=[0,1,2]")),
         ("qwen3_vl", "dflash", ("drafter.layers=1", "drafter.block_size=4", "target.image_inputs=placeholder")),
+        ("qwen3_5", "eagle3", ("features=cached", "drafter.target_layer_ids=[0,1,2]")),
+        ("gemma4_whole", "eagle3", ("data.pack=true", "data.max_length=64", "drafter.target_layer_ids=[0,1,2]")),
     ],
 )
 def test_image_target_drafter_is_trained_measured_and_exported(
@@ -81,13 +83,25 @@ def test_prepare_image_target_answers_drawn_prompts(command: Callable[..., int],
     assert command("inspect", *words) == 0 and page.is_file()
 
 
-def test_fit_image_target_with_text_only_family_is_refused(
-    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("recipe=hydra",), "this drafter reads text alone"),
+        (("recipe=medusa", "features=engine", "features.servers=[http://x]"), "features=engine takes text alone, but the data"),
+        (
+            ("recipe=medusa", "features=engine", "features.target=ends", "features.servers=[http://x]"),
+            "data.jsonl:1: it has an image, but features.target=ends",
+        ),
+    ],
+)
+def test_fit_images_that_cannot_be_trained_on_are_refused(
+    options: tuple[str, ...], reason: str, command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Before a server is started."""
     target, data = write_target("qwen2_5_vl", tmp_path / "target"), write_conversations(tmp_path, 8)
-    chosen = ("recipe=hydra", f"target.path={target}", f"data.path={data}", f"prompts={prompts_in(tmp_path)}")
-    assert command("fit", *chosen, *SMALL, *FEW, f"output={tmp_path / 'out'}") == 2
-    assert "this drafter reads text alone" in capsys.readouterr().err
+    chosen = (f"target.path={target}", f"data.path={data}", f"prompts={prompts_in(tmp_path)}")
+    assert command("fit", *options, *chosen, *SMALL, *FEW, f"output={tmp_path / 'out'}") == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_image_prompts_with_same_seed_are_identical(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_image_reader_target_without_image_processor_reads_no_images(tmp_path: P
     assert isinstance(found, NoImages) and "no image processor" in found.reason
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "gemma4"])
 def test_encoder_image_rows_are_placed_and_never_supervised(name: str, tmp_path: Path) -> None:
     """The ids are the processor's; replies are supervised, rows of images never are."""
     reader, tokenizer, file = reader_of(name, tmp_path), tokenizer_of(name), picture(tmp_path / "a.png")
