@@ -45,10 +45,13 @@ def _generate(options: RunOptions, part: Part) -> None:
     source = None if options.checkpoint is None else CheckpointSource.of(options.checkpoint)
     loaded = load_target(options.target, part) if source is None else source.load(options.target, part)
     drafter = None
+    if len(loaded.adapters) > 1:
+        raise UserError(f"target.adapters has {', '.join(loaded.adapters)}, but generate uses one; leave the others out")
     if source is not None:
         directory = source.checkpoint(loaded, partial(print_line, Console(stderr=True), style=STATUS))
         restored = load_checkpoint(directory, loaded, tuned=options.decode.draft_length is None)
         loaded, drafter = restored.loaded, restored.drafter.requires_grad_(False)
+    loaded = loaded.of(next(iter(loaded.adapters), None))
     writer = ReplyWriter(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
     if drafter is not None and drafter.adapts is not None:
         writer.note("the target was trained with this drafter: the output is that of the adapted target, not of the original")

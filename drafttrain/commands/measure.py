@@ -35,7 +35,8 @@ from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.checkpoint_manager import PROGRESS, Progress
 
 _COLUMNS = ("checkpoint", "tau", "expected", "alpha", "by position", "speedup", "tokens/s", "exact")
-_CONTEXT_COLUMNS = ("checkpoint", "context", "prompts", "tau", "95 %", "speedup", "tokens/s")
+_SLICE_COLUMNS = ("prompts", "tau", "95 %", "speedup", "tokens/s")
+_TABLES = {"context": "by context length", "adapter": "by the target's adapter"}  # slices that the console shows
 
 
 def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
@@ -128,8 +129,9 @@ def write_anew(base: Path, report: Report, loaded: LoadedTarget, draw: bool = Tr
 def print_report(report: Report, folder: Path, console: Console) -> None:
     """Print the table, the notes and the place of the report."""
     console.print(console_table(report))
-    if any(s["by"] == "context" for s in report["checkpoints"][0]["slices"]):
-        console.print(contexts_table(report))
+    for by in _TABLES:
+        if any(s["by"] == by for s in report["checkpoints"][0]["slices"]):
+            console.print(slices_table(report, by))
     for line in published_lines(report):
         print_line(console, line)
     for note in report["measure"]["notes"]:
@@ -200,13 +202,14 @@ def console_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def contexts_table(report: dict[str, Any]) -> Table:
-    """A row for each checkpoint and context length."""
-    table = cells.console_table("by context length", _CONTEXT_COLUMNS, left=("checkpoint",))
+def slices_table(report: dict[str, Any], by: str) -> Table:
+    """A row for each checkpoint and slice of this kind."""
+    table = cells.console_table(_TABLES[by], ("checkpoint", by, *_SLICE_COLUMNS), left=("checkpoint",))
     for entry in report["checkpoints"]:
-        for s in (s for s in entry["slices"] if s["by"] == "context"):
+        for s in (s for s in entry["slices"] if s["by"] == by):
             tau, _, interval = cells.tau(s).partition(" ")
-            figures = [f"{s['value']:,}", str(s["prompts"]), tau, interval.strip("()"), cells.speedups(s).split(" ")[0]]
+            value = s["value"] if isinstance(s["value"], str) else f"{s['value']:,}"
+            figures = [value, str(s["prompts"]), tau, interval.strip("()"), cells.speedups(s).split(" ")[0]]
             style = "bold" if entry["name"] == report["best"] else ""
             table.add_row(entry["name"], *figures, cells.number(s["tokens_per_s"], 0), style=style)
     return table

@@ -25,6 +25,8 @@ class SourceOptions:
     limit: int | None = at_least(None, 1)  # at most so many of its records, the first
     revision: str | None = None  # of a hub data set: a branch, tag or commit; null: the newest
     files: str | None = None  # of a hub data set: a pattern of its files, instead of a split
+    # LoRA adapter of the target (target.adapters) whose texts they are, where a record names none in a column `adapter`
+    adapter: str | None = None
     # in data.mix: its share of an epoch, relative to the other sources; null for all: by size
     weight: float | None = above(None, 0, below=inf)
 
@@ -40,6 +42,8 @@ class DataOptions:
     limit: int | None = at_least(None, 1)  # at most so many of its records, the first
     revision: str | None = None  # of a hub data set: a branch, tag or commit; null: the newest
     files: str | None = None  # of a hub data set: a pattern of its files, instead of a split
+    # LoRA adapter of the target (target.adapters) whose texts they are, where a record names none in a column `adapter`
+    adapter: str | None = None
     mix: list[SourceOptions] = field(default_factory=list)  # several sources instead of one
     template: str | None = None  # a Jinja file instead of the tokenizer's own chat template
     # keep: reasoning goes to the template unchanged. drop: it is removed, and the template's thinking is off

@@ -25,6 +25,7 @@ from drafttrain.data.forms import Conversation
 from drafttrain.data.provenance import tokenizer_hash
 from drafttrain.data.templates import Rendered, Template, TemplateOptions, special_tokens
 from drafttrain.model.images import FIRST
+from drafttrain.targets import unknown_adapter
 from drafttrain.targets.images import TEXT_ONLY, ImageRef, Images
 
 
@@ -38,6 +39,7 @@ class Encoded:
     # first tokens of the row's documents; several if conversations are packed or replies need separate texts
     starts: tuple[int, ...] = (0,)
     images: tuple[ImageRef, ...] = ()  # that were read for it; empty for rows that come from prepared data
+    adapter: str | None = None  # LoRA adapter of the target whose text it is; None: of the target itself
 
     @property
     def documents(self) -> list[NDArray[Any]]:
@@ -60,7 +62,8 @@ class Encoded:
         if len(self.starts) == 1:
             return [self]
         masks = np.split(self.mask, self.starts[1:])
-        return [Encoded(ids, mask, self.truncated) for ids, mask in zip(self.documents, masks, strict=True)]
+        pairs = zip(self.documents, masks, strict=True)
+        return [Encoded(ids, mask, self.truncated, adapter=self.adapter) for ids, mask in pairs]
 
 
 def join(documents: Sequence[Encoded]) -> Encoded:
@@ -70,7 +73,7 @@ def join(documents: Sequence[Encoded]) -> Encoded:
     starts = np.cumsum([0, *(len(d.token_ids) for d in documents[:-1])]).tolist()
     token_ids, mask = (np.concatenate([getattr(d, name) for d in documents]) for name in ("token_ids", "mask"))
     images = tuple(dict.fromkeys(image for d in documents for image in d.images))
-    return Encoded(token_ids, mask, any(d.truncated for d in documents), tuple(starts), images)
+    return Encoded(token_ids, mask, any(d.truncated for d in documents), tuple(starts), images, documents[0].adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,11 @@ class Encoder:
         options: TemplateOptions | None = None,
         images: Images = TEXT_ONLY,
         vocab_size: int | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> None:
-        """vocab_size: tokens that the target has; None: not known."""
+        """vocab_size: tokens that the target has; None: not known. adapters: the names of its LoRA adapters; None: any."""
         self.tokenizer, self.max_length, self.images, self.vocab_size = tokenizer, max_length, images, vocab_size
+        self.adapters = adapters
         self.template = Template(tokenizer, options or TemplateOptions(), images)
         added_tokens = tokenizer.added_tokens_decoder
         self.special = {i for i, token in added_tokens.items() if token.special}
@@ -109,7 +114,10 @@ class Encoder:
         itself is cut inside, as plain text is. Raises UserError when the template is missing, refuses the conversation or hides
         its replies, and for a token that the target does not have.
         """
-        row = self._row_of(conversation)
+        adapter = conversation.adapter
+        if adapter is not None and self.adapters is not None and adapter not in self.adapters:
+            raise UserError(f"{conversation.origin}: {unknown_adapter(adapter, self.adapters)}")
+        row = replace(self._row_of(conversation), adapter=adapter)
         text_ids = row.token_ids[row.token_ids < FIRST]
         if self.vocab_size is not None and text_ids.size and (max_id := int(text_ids.max())) >= self.vocab_size:
             raise UserError(

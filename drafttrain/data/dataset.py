@@ -106,16 +106,17 @@ def load_dataset(
     records: Records | None = None,
     images: Images = TEXT_ONLY,
     vocab_size: int | None = None,
+    adapters: Sequence[str] | None = None,
 ) -> Dataset:
     """Read, tokenise and split the data. Raises UserError for unusable records, and when too few are left to train on.
 
     Of large data it waits only for the beginning of the first epoch. The rest is prepared while training runs, until `close`.
     Packing needs all of it. leads: this process prepares the data, and the others of its machine read it.
     records: conversations in memory, used instead of those that the options name. images: of the target. vocab_size: tokens
-    that the target has; a conversation with another one is unusable.
+    that the target has; a conversation with another one is unusable, and so is one of an adapter that is not in `adapters`.
     """
     sources = open_sources(options) if records is None else [Source(options.path, records, options.form, None)]
-    encoder = encoder_of(options, tokenizer, images, vocab_size)
+    encoder = encoder_of(options, tokenizer, images, vocab_size, adapters)
     conversations = Conversations(sources, encoder, _workers(options, sources, leads), Faults.of(options, sources))
     try:
         return _dataset(options, conversations, progress)
@@ -125,11 +126,15 @@ def load_dataset(
 
 
 def encoder_of(
-    options: DataOptions, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY, vocab_size: int | None = None
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    images: Images = TEXT_ONLY,
+    vocab_size: int | None = None,
+    adapters: Sequence[str] | None = None,
 ) -> Encoder:
     """Converts conversations to rows, with the template that the options name."""
     template = TemplateOptions(read_template(options.template), options.thinking, tuple(options.supervise), options.date)
-    return Encoder(tokenizer, options.max_length, template, images, vocab_size)
+    return Encoder(tokenizer, options.max_length, template, images, vocab_size, adapters)
 
 
 def tokenising(total: int) -> AbstractContextManager[Callable[[float], None]]:
@@ -248,7 +253,7 @@ def collate(rows: Sequence[Encoded], pad_id: int, multiple: int = 1, most: int |
             document_BT[b, start:stop] = document_index
             position_BT[b, start:stop] = np.arange(stop - start)
     token, position, document, mask = map(torch.from_numpy, (token_BT, position_BT, document_BT, mask_BT))
-    return TrainBatch(token, position, document, mask)
+    return TrainBatch(token, position, document, mask, adapters=tuple(row.adapter for row in rows))
 
 
 def token_counts(rows: Sequence[Encoded], vocab_size: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ __all__ = ["ASSISTANT", "FORMS", "UNANSWERED", "Conversation", "TokenText", "con
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")  # of `input_ids`: 1 on supervised tokens
 UNLABELLED = -100  # in `labels`: the token is not supervised
 ARGUMENTS = "chat_template_kwargs"  # TRL's field of a record: what the template gets besides the messages
-TOOLS = "tools"
+TOOLS, ADAPTER = "tools", "adapter"
 TAKEN = (TOOLS, "documents", "chat_template", "conversations", "messages", "continue_final_message", "add_generation_prompt")
 DOCUMENTS, TOKENIZER = "documents", "tokenizer"  # of a record of `prepare`: its texts as tokens, and whose tokens they are
 
@@ -47,6 +47,7 @@ class Conversation:
     tokenizer: str | None = None  # fingerprint of the tokenizer of `tokens`; None: the user vouches for it
     spans: tuple[tuple[int, int], ...] = ()  # [start, end) characters of the text that are supervised; none: all of it
     arguments: dict[str, Any] = field(default_factory=dict)  # for the chat template
+    adapter: str | None = None  # LoRA adapter of the target whose text it is; None: of the target itself
 
     def learnt(self, turn: int) -> bool:
         """Whether the data lets this message be learnt."""
@@ -319,3 +320,11 @@ def tools_of(origin: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], ..
     if not all(isinstance(schema, dict) for schema in schemas):
         raise UserError(f"{origin}: expected a list of JSON schemas in `{TOOLS}`, got {value!r:.60}; correct it")
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+
+
+def adapter_of(origin: str, record: Mapping[str, Any]) -> str | None:
+    """The LoRA adapter of the target that a record names; None: none."""
+    name = record.get(ADAPTER)
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"{origin}: expected the name of one of target.adapters in `{ADAPTER}`, got {name!r:.60}; correct it")
+    return name or None

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import PrepareOptions
-from drafttrain.data.forms import ARGUMENTS, ASSISTANT, TOOLS, Conversation
+from drafttrain.data.forms import ADAPTER, ARGUMENTS, ASSISTANT, TOOLS, Conversation
 from drafttrain.data.pictures import Content, sources_of, text_of
 from drafttrain.data.prompts import encode_messages
 from drafttrain.data.reply_text import Continuation, Reply, text_alone, text_following
@@ -44,6 +44,7 @@ class PromptScript:
     origin: str  # file and line, for messages
     arguments: dict[str, Any] = field(default_factory=dict)  # for the chat template
     tools: tuple[dict[str, Any], ...] = ()
+    adapter: str | None = None  # LoRA adapter of the target that answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,11 @@ def read_scripts(conversations: Iterable[Conversation], unusable: int = 0, calls
             skipped[reason] += 1
             continue
         script, arguments, tools = _script(conversation), conversation.arguments, conversation.tools
-        extras = [extra for extra in (arguments, tools) if extra]
+        extras = [extra for extra in (arguments, tools, conversation.adapter) if extra]
         text = json.dumps([*([m["role"], _stripped(m["content"]), *_links(m)] for m in script), *extras])
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         skipped["duplicate"] += name in scripts
-        scripts.setdefault(name, PromptScript(name, script, conversation.origin, arguments, tools))
+        scripts.setdefault(name, PromptScript(name, script, conversation.origin, arguments, tools, conversation.adapter))
     if not scripts:
         skip_summary = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no record"
         raise UserError(f"data.path has no prompt to ask ({skip_summary}); give conversations with user turns")
@@ -274,6 +275,7 @@ class Dialogue:
         entry |= {"finish": self.finish, "tokens": self.tokens}
         entry |= {ARGUMENTS: job.script.arguments} if job.script.arguments else {}
         entry |= {TOOLS: list(job.script.tools)} if job.script.tools else {}
+        entry |= {ADAPTER: job.script.adapter} if job.script.adapter else {}
         token_turns = [turn for turn in self.turns if turn is not None]
         lacks_tokens = len(token_turns) < len(self.turns) or sources_of(self.messages)  # ids of images are this process's own
         return entry if lacks_tokens else entry | {"turns": packed_turns(token_turns)}
@@ -287,11 +289,11 @@ Tick = Callable[[int], None]  # called with numbers of new tokens
 class LocalGenerator:
     """The target answers prompts in this process, by our own decoder.
 
-    With continuous batching a finished text frees its slot for the next. Temperatures run one after another, since a session
-    has a single one.
+    With continuous batching a finished text frees its slot for the next. Adapters and temperatures run one after another, since
+    a session has a single one.
     """
 
-    decoder_at: Callable[[float], Decoder]  # a decoder for this temperature, with the limits of a reply
+    decoder_at: Callable[[str | None, float], Decoder]  # for this adapter and temperature, with the limits of a reply
     tokenizer: PreTrainedTokenizerBase
     max_length: int  # tokens of a conversation, including a reply of maximal length
     batch_size: int  # texts decoded together
@@ -299,11 +301,14 @@ class LocalGenerator:
 
     def answer(self, jobs: Sequence[GenerationJob], finished: Finished, tick: Tick) -> None:
         """Generate every job's text."""
-        for temperature in sorted({job.temperature for job in jobs}):
-            self._answer(temperature, [job for job in jobs if job.temperature == temperature], finished, tick)
+        groups: dict[tuple[str, float], list[GenerationJob]] = {}
+        for job in jobs:
+            groups.setdefault((job.script.adapter or "", job.temperature), []).append(job)
+        for (adapter, temperature), group in sorted(groups.items(), key=lambda item: item[0]):
+            self._answer(self.decoder_at(adapter or None, temperature), group, finished, tick)
 
-    def _answer(self, temperature: float, jobs: list[GenerationJob], finished: Finished, tick: Tick) -> None:
-        decoder, slots = self.decoder_at(temperature), min(self.batch_size, len(jobs))
+    def _answer(self, decoder: Decoder, jobs: list[GenerationJob], finished: Finished, tick: Tick) -> None:
+        slots = min(self.batch_size, len(jobs))
         session = Session(decoder, slots, self.max_length + decoder.scratch)
         pending_jobs, active = iter(jobs), _ActiveDialogues(self.tokenizer, self.max_length, session, self.images)
         while active.fill(pending_jobs, 2 * slots, finished):

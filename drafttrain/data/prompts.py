@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.core.errors import UserError, data_set_reason, printable, without_token
 from drafttrain.data import DataOptions
 from drafttrain.data.files import ASSETS, keys_of, path_of
-from drafttrain.data.forms import TOOLS, conversation, tools_of
+from drafttrain.data.forms import TOOLS, adapter_of, conversation, tools_of
 from drafttrain.data.pictures import Content, sources_of, text_of
 from drafttrain.data.records import read_records
 from drafttrain.data.sources import cache_folder
@@ -215,6 +215,7 @@ class Prompt:
     reference: Any = None  # the record's own answer
     origin: str | None = None  # name of its public set, if any
     tools: tuple[Record, ...] = ()  # JSON schemas for the template
+    adapter: str | None = None  # LoRA adapter of the target that is asked; None: the target itself
 
 
 def load_prompts(prompts: str | Sequence[str], limit: int | None = None) -> list[Prompt]:
@@ -269,7 +270,8 @@ def _prompt(origin: str, record: dict[str, Any], index: int, category: str, chos
     of_set = None if any(key in record for key in ("turns", "messages", "prompt")) else SETS.values()
     with_tools = spec or next((each for each in of_set or () if each.tools and each.turns(record) is not None), None)
     tools = tools_of(origin, {TOOLS: with_tools.tools(record)} if with_tools and with_tools.tools else record)
-    return Prompt(name, printable(str(category)), turns, *_format(origin, record), reference, chosen or None, tools)
+    details = (*_format(origin, record), reference, chosen or None, tools, adapter_of(origin, record))
+    return Prompt(name, printable(str(category)), turns, *details)
 
 
 def _with_images(origin: str, record: dict[str, Any], turns: Any, folder: Path | None) -> Any:

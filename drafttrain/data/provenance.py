@@ -95,6 +95,9 @@ def foreign(data: str, target: dict[str, Any], template: str | None) -> str | No
             return f"its replies are those of {writer['path']}"
     elif writer["fingerprint"] != target["fingerprint"]:
         return f"its replies are those of {writer['path'] or writer['name']}, whose weights are others"
+    for name, fingerprint in (target.get("adapters") or {}).items():
+        if writer.get("adapters", {}).get(name, fingerprint) != fingerprint:
+            return f"its replies of the adapter {name} are those of other weights"
     if record.get("template") is not None and record["template"] != template_hash(template):
         return "its prompts were asked with another chat template"
     return None

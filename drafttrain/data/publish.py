@@ -17,7 +17,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, atomic_write_json, list_files
-from drafttrain.data.forms import ARGUMENTS, DOCUMENTS, TOKENIZER, TOOLS
+from drafttrain.data.forms import ADAPTER, ARGUMENTS, DOCUMENTS, TOKENIZER, TOOLS
 from drafttrain.data.generation_jobs import TOO_LONG, GenerationJob, documents_of
 from drafttrain.data.journal import read, record_of
 from drafttrain.data.provenance import FILE
@@ -145,9 +145,8 @@ def _judged(record: dict[str, Any], drop: list[str], counts: PublishedCounts) ->
     counts.kept += 1
     counts.replies += verdict.kept
     counts.shortened += verdict.kept < len(reply_indices) or "failed" in record
-    fields = {
-        name: record[name] for name in ("id", "prompt_id", "sample", "temperature", "seed", ARGUMENTS, TOOLS) if name in record
-    }
+    names = ("id", "prompt_id", "sample", "temperature", "seed", ADAPTER, ARGUMENTS, TOOLS)
+    fields = {name: record[name] for name in names if name in record}
     messages = record["messages"][: reply_indices[verdict.kept - 1] + 1]
     turns = record.get("turns", [])[: verdict.kept]
     return {"messages": messages, **fields, "finish": record["finish"][: verdict.kept], "turns": turns}

@@ -174,7 +174,8 @@ class Server:
         prompt_fields = {"prompt": messages[0]["content"]} if self.plain else {"messages": [_served(m) for m in messages]}
         prompt_fields |= {ARGUMENTS: job.script.arguments} if job.script.arguments and not self.plain else {}
         prompt_fields |= {TOOLS: list(job.script.tools)} if job.script.tools else {}
-        body: dict[str, Any] = {"model": options.model, **prompt_fields, "max_tokens": options.max_new_tokens}
+        model = job.script.adapter or options.model  # vLLM serves an adapter as a model of its name
+        body: dict[str, Any] = {"model": model, **prompt_fields, "max_tokens": options.max_new_tokens}
         body |= {"temperature": job.temperature, "top_p": options.top_p, "seed": job.seed}
         body |= IDS.get(self.engine or "", {}) if self.tokenizer is not None else {}
         return body | ({"top_k": options.top_k} if options.top_k else {})  # vLLM and SGLang support it, OpenAI does not

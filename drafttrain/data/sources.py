@@ -11,7 +11,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import cache_home
 from drafttrain.data import REPLY_PARTS, DataOptions, SourceOptions
 from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, is_local, path_of, reason_of
-from drafttrain.data.forms import ASSISTANT, Conversation, conversation
+from drafttrain.data.forms import ASSISTANT, Conversation, adapter_of, conversation
 from drafttrain.data.hub_data import open_hub
 from drafttrain.data.provenance import shards_of
 from drafttrain.data.records import JoinedRecords, Records, open_records
@@ -29,11 +29,14 @@ class Source:
     weight: float | None  # share of an epoch relative to other sources; None: every record counts once
     tolerated: int = 0  # number of its records that may be unusable without an error
     commit: str | None = None  # of a data set of the hub
+    adapter: str | None = None  # of the target, for records that name none
 
     def conversation(self, number: int, replies: bool = True) -> Conversation:
         """The record with this number, from 0. Raises UserError that names the record's place."""
         origin, record = self.records[number]
-        return conversation(origin, record, self.form, replies, self.records.folder(number))
+        parsed = conversation(origin, record, self.form, replies, self.records.folder(number))
+        adapter = adapter_of(origin, record) or self.adapter
+        return parsed if adapter is None else replace(parsed, adapter=adapter)
 
 
 def open_sources(options: DataOptions) -> list[Source]:
@@ -47,7 +50,7 @@ def open_sources(options: DataOptions) -> list[Source]:
         records, commit = _open(on_the_hub(source), cache)
         # published sets have unusable records, and nobody can correct them there
         max_bad = len(records) // 2 if named_set(source.path) else 0
-        sources.append(Source(source.path, records, source.form, source.weight, max_bad, commit))
+        sources.append(Source(source.path, records, source.form, source.weight, max_bad, commit, source.adapter))
     return sources
 
 

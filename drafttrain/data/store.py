@@ -25,7 +25,7 @@ from pyarrow import ipc
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_file
 from drafttrain.data.chat import Encoded, Encoder
-from drafttrain.data.forms import Conversation
+from drafttrain.data.forms import ADAPTER, Conversation
 from drafttrain.data.provenance import tokenizer_hash
 from drafttrain.data.records import NO_ROOM
 from drafttrain.data.sources import Source
@@ -34,7 +34,7 @@ from drafttrain.targets.images import ImageRef
 
 MAGIC, OLD_MAGIC = b"drafttrain block", b"ARROW1"  # first bytes of a file; of a file of earlier versions
 HEADER = 64  # bytes before the Arrow file, a multiple of its alignment
-IMAGES = "images"  # a column that only blocks with images have
+IMAGES = "images"  # a column
 VERSION = 2  # version of a block's content; every version has its own folder
 SCHEMA = pa.schema(
     {
@@ -51,6 +51,7 @@ SCHEMA = pa.schema(
 
 
 SPANS = pa.list_(pa.struct({"at": pa.int32(), "row": pa.int32(), "count": pa.int32(), "image": pa.string()}))  # of `ImageRef`
+OPTIONAL = pa.schema({IMAGES: SPANS, ADAPTER: pa.string()})  # columns of blocks with a record that has such
 
 
 class RecordBlock:
@@ -61,7 +62,7 @@ class RecordBlock:
         self.record_N = batch["record"].to_numpy()
         self._ids, self._mask = (batch[name].flatten().to_numpy() for name in ("token_ids", "mask"))
         self._edges = batch["token_ids"].offsets.to_numpy()
-        self._spans = batch[IMAGES] if IMAGES in batch.schema.names else None
+        self._spans, self._adapters = (batch[name] if name in batch.schema.names else None for name in OPTIONAL.names)
         self.truncated_N = batch["truncated"].to_numpy(zero_copy_only=False)
 
     def __len__(self) -> int:
@@ -77,7 +78,8 @@ class RecordBlock:
             for span in image_spans:
                 image = ImageRef(**json.loads(span["image"]))
                 ids[span["at"] : span["at"] + span["count"]] = image.base + span["row"] + np.arange(span["count"])
-        return Encoded(ids, self._mask[token_range].view(np.bool_), bool(self.truncated_N[n]), starts)
+        adapter = None if self._adapters is None else self._adapters[n].as_py()
+        return Encoded(ids, self._mask[token_range].view(np.bool_), bool(self.truncated_N[n]), starts, adapter=adapter)
 
     @property
     def has_images(self) -> bool:
@@ -128,13 +130,13 @@ class RecordBlock:
 def encode_block(source: Source, encoder: Encoder, numbers: Sequence[int]) -> RecordBlock:
     """Prepare these records of a source. A faulty record has its error message in the column `fault`."""
     records = [{"record": record_number, **_encoded(source, encoder, record_number)} for record_number in numbers]
-    schema = SCHEMA if not any(row[IMAGES] for row in records) else SCHEMA.append(pa.field(IMAGES, SPANS))
+    schema = pa.schema([*SCHEMA, *(column for column in OPTIONAL if any(row[column.name] for row in records))])
     columns = [pa.array([row[name] for row in records], type=schema.field(name).type) for name in schema.names]
     return RecordBlock(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
 def _encoded(source: Source, encoder: Encoder, record_number: int) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys([*SCHEMA.names[1:], IMAGES]) | {
+    row: dict[str, Any] = dict.fromkeys([*SCHEMA.names[1:], *OPTIONAL.names]) | {
         "token_ids": [],
         "mask": [],
         "starts": [],
@@ -146,6 +148,7 @@ def _encoded(source: Source, encoder: Encoder, record_number: int) -> dict[str, 
     except UserError as error:
         return row | {"fault": str(error), "digest": bytes(16)}
     row |= {"form": conversation.form, "digest": _digest(conversation), "truncated": encoded.truncated}
+    row[ADAPTER] = conversation.adapter
     if not encoded.supervised and not encoded.truncated and not encoder.template.options.partial:
         return row | {"fault": f"{conversation.origin}: expected supervised tokens, got a reply of none; fill it, or remove it"}
     row |= {"mask": encoded.mask.view(np.uint8), "starts": list(encoded.starts)}
@@ -226,6 +229,7 @@ def key_of(source: Source, encoder: Encoder) -> str:
     key_fields = [VERSION, source.records.digest, source.form, encoder.max_length, asdict(encoder.template.options)]
     key_fields += [tokenizer_hash(encoder.tokenizer, encoder.tokenizer.chat_template), encoder.vocab_size]
     key_fields += [encoder.images.digest] if encoder.images.digest else []
+    key_fields += [[source.adapter, *(encoder.adapters or ())]] if source.adapter or encoder.adapters else []
     return hashlib.sha256(json.dumps(key_fields).encode()).hexdigest()[:32]
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 
 import torch
@@ -16,10 +16,10 @@ from drafttrain.model.target import Taps, Target
 
 
 class Online:
-    """Runs the frozen target over a batch."""
+    """Runs the frozen target over a batch. adapters: the target with each of its LoRA adapters, for the rows that name one."""
 
-    def __init__(self, target: Target, taps: Taps) -> None:
-        self.target, self.taps = target, taps
+    def __init__(self, target: Target, taps: Taps, adapters: Mapping[str, Target] | None = None) -> None:
+        self.target, self.taps, self.adapters = target, taps, adapters or {}
 
     @torch.no_grad()
     def fill(self, batch: TrainBatch) -> TrainBatch:
@@ -29,9 +29,17 @@ class Online:
         distribution.
         """
         batch = batch.to(self.target.device)
+        rows = {name: [i for i, each in enumerate(batch.adapters) if each == name] for name in dict.fromkeys(batch.adapters)}
+        if len(rows) < 2:
+            (adapter,) = rows or (None,)
+            return replace(batch, hidden=self._states(batch, self.target if adapter is None else self.adapters[adapter]))
+        parts = [self.fill(batch.only(indices)).hidden for indices in rows.values()]
+        order_B = torch.tensor([i for indices in rows.values() for i in indices]).argsort().to(batch.token_BT.device)
+        return replace(batch, hidden={key: torch.cat([part[key] for part in parts])[order_B] for key in parts[0]})
+
+    def _states(self, batch: TrainBatch, target: Target) -> dict[int, Tensor]:
         no_rows_B0 = batch.token_BT[:, :0]
-        out = self.target(batch.token_BT, None, batch.sees(), batch.position_BT, self.taps | Taps(final=True), no_rows_B0)
-        return replace(batch, hidden=out.hidden)
+        return target(batch.token_BT, None, batch.sees(), batch.position_BT, self.taps | Taps(final=True), no_rows_B0).hidden
 
 
 class Prefetch:
@@ -73,4 +81,5 @@ def tensors(batch: TrainBatch) -> Iterator[Tensor]:
         for name in () if holder is None else (field.name for field in fields(holder)):
             value = getattr(holder, name)
             values = value.values() if isinstance(value, dict) else [value]
-            yield from (x for x in (item[0] if isinstance(item, tuple) else item for item in values) if isinstance(x, Tensor))
+            firsts = (item[:1] if isinstance(item, tuple) else (item,) for item in values)
+            yield from (x for first in firsts for x in first if isinstance(x, Tensor))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,15 @@ from drafttrain.decoding.guards import Watch as GuardWatch
 from drafttrain.decoding.request import Result, StopText
 from drafttrain.decoding.scheduler import Costs, Decoded, Decoder
 from drafttrain.measure import DecodeOptions, MeasureOptions, exactness
-from drafttrain.measure.cases import Budget, Case, interleaved_turns, plan, waves
+from drafttrain.measure.cases import Budget, Case, by_adapter, interleaved_turns, plan, waves, waves_of
 from drafttrain.measure.decoding import decoder_of, guard_of, sampling_of, stop_text_of
 from drafttrain.measure.exactness import Match, compare, first_difference
+from drafttrain.measure.expected import forced_hits
+from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.measure.speed import Contender, Race, Repeats, race
 from drafttrain.model.drafter import Drafter
+from drafttrain.objective.losses import Hits
+from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.parallel import Part
 from drafttrain.targets.quantised import rounded_to
@@ -118,6 +122,8 @@ def _cut(
 
 
 BASELINE, REFERENCE = "baseline", "transformers"
+Item = TypeVar("Item")
+Decoders = Mapping[str | None, Decoder]  # by the cases' adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +151,23 @@ class Bench:
         decode = self.decode
         return self.options.transformers and self.sampling.greedy and not (decode.presence_penalty or decode.frequency_penalty)
 
-    def decoder(self, drafter: Drafter | None, seed: int = 0, max_new_tokens: int | None = None) -> Decoder:
-        """A decoder with these settings. seed: added to the configured seed."""
-        sampling = replace(self.sampling, seed=self.sampling.seed + seed)
-        return decoder_of(self.loaded, self.decode, drafter, sampling, max_new_tokens or self.decode.max_new_tokens)
+    def decoder(
+        self, drafter: Drafter | None, seed: int = 0, max_new_tokens: int | None = None, adapter: str | None = None
+    ) -> Decoder:
+        """A decoder with these settings. seed: added to the configured seed. adapter: of the target."""
+        sampling, loaded = replace(self.sampling, seed=self.sampling.seed + seed), self.loaded.of(adapter)
+        return decoder_of(loaded, self.decode, drafter, sampling, max_new_tokens or self.decode.max_new_tokens)
+
+    def decoders(self, drafter: Drafter | None, cases: Sequence[Case]) -> Decoders:
+        """A decoder for each of the cases' adapters."""
+        return {adapter: self.decoder(drafter, adapter=adapter) for adapter in by_adapter(cases)}
+
+    def with_targets(self, cases: Sequence[Case], give: Callable[[HFTarget, list[int]], Sequence[Item]]) -> list[Item]:
+        """An item for each case, in case order. give: the items of the cases with these numbers, which share this target."""
+        items: dict[int, Item] = {}
+        for adapter, numbers in by_adapter(cases).items():
+            items |= zip(numbers, give(self.loaded.of(adapter).target, numbers), strict=True)
+        return [items[number] for number in range(len(cases))]
 
     def decode_all(
         self, stage: str, drafter: Drafter | None, cases: Sequence[Case], passes: int = 1, first: int = 0
@@ -158,10 +177,10 @@ class Bench:
         passes: how many such passes the measurement needs; above 1, the budget may end this pass early.
         first: number of the first case, which seeds its noise.
         """
-        decoder, results, start_time = self.decoder(drafter), [], monotonic()
+        decoders, results, start_time = self.decoders(drafter, cases), [], monotonic()
         batches = waves(len(cases), self.options.untimed_batch)
         for waves_done, wave in enumerate(batches, start=1):
-            results += _run(decoder, [cases[i] for i in wave], first + wave[0]).results
+            results += _run(decoders, [cases[i] for i in wave], first + wave[0]).results
             self.watch(stage, waves_done, len(batches), sum(len(r.tokens) for r in results[-len(wave) :]))
             if passes > 1 and self.part.share(self.budget.enough(len(results), monotonic() - start_time, passes)):
                 break
@@ -174,25 +193,47 @@ class Bench:
         A row that differs from plain decoding is generated again alone: the left padding of a batch is not exact in every
         architecture.
         """
-        outputs, batches = [], waves(len(cases), self.options.untimed_batch)
+        outputs, batches = dict[int, list[int]](), waves_of(cases, range(len(cases)), self.options.untimed_batch)
         for waves_done, wave in enumerate(batches, start=1):
             generated = [r.tokens for r in self._generate([cases[i] for i in wave]).results]
             for row, i in enumerate(wave):
                 if first_difference(plain[i].tokens, generated[row]) is not None:
                     generated[row] = self._generate([cases[i]]).results[0].tokens
-            outputs += generated
+            outputs |= zip(wave, generated, strict=True)
             self.watch("transformers", waves_done, len(batches), sum(map(len, generated)))
-        return outputs
+        return [outputs[number] for number in range(len(cases))]
 
     def matches(self, cases: Sequence[Case], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[Match]:
-        target = self.loaded.target
-        return compare(target, rounded_to(target), [c.tokens for c in cases], ours, theirs, target.device, self.sampling)
+        def compared(target: HFTarget, numbers: list[int]) -> list[Match]:
+            prompts = [cases[i].tokens for i in numbers]
+            pairs = [ours[i] for i in numbers], [theirs[i] for i in numbers]
+            return compare(target, rounded_to(target), prompts, *pairs, target.device, self.sampling)
+
+        return self.with_targets(cases, compared)
+
+    def hits(self, drafter: Drafter, cases: Sequence[Case], plain: Sequence[Result]) -> list[Hits]:
+        """Teacher-forced hits on the plain outputs, in case order."""
+
+        def forced(target: HFTarget, numbers: list[int]) -> list[Hits]:
+            prompts, outputs = [cases[i].tokens for i in numbers], [plain[i].tokens for i in numbers]
+            return forced_hits(target, drafter, prompts, outputs, target.device)
+
+        return self.with_targets(cases, forced)
+
+    def log_likelihood(self, cases: Sequence[Case], results: Sequence[Result]) -> float | None:
+        """Nats per output token under each case's target; None without tokens."""
+        total, count = 0.0, 0
+        for adapter, numbers in by_adapter(cases).items():
+            target, outputs = self.loaded.of(adapter).target, [results[i].tokens for i in numbers]
+            mean = mean_log_likelihood(target, [cases[i].tokens for i in numbers], outputs, target.device)
+            total, count = total + (mean or 0.0) * sum(map(len, outputs)), count + sum(map(len, outputs))
+        return total / count if count else None
 
     def distribution_p(self, drafter: Drafter, case: Case) -> float:
         """p-value of speculative against plain sampling, from one prompt under many independent seeds."""
         prompts, length = [case.tokens] * exactness.SAMPLES, exactness.POSITIONS + 1
         rows, pair = self.options.untimed_batch, ((drafter, 1), (None, 2))
-        ours, theirs = (self.decoder(d, seed, length).run(prompts, rows).results for d, seed in pair)
+        ours, theirs = (self.decoder(d, seed, length, case.adapter).run(prompts, rows).results for d, seed in pair)
         return exactness.p_value([r.tokens for r in ours], [r.tokens for r in theirs])
 
     def races(self, drafters: dict[str, Drafter], cases: Sequence[Case], others: int = 0) -> dict[int, Race]:
@@ -225,10 +266,9 @@ class Bench:
         """
         for drafter in drafters.values():
             drafter.use_batch_size(size)
-        decoders = {BASELINE: self.decoder(None)} | {name: self.decoder(d) for name, d in drafters.items()}
-        contenders = {name: self._contender(d, cases) for name, d in decoders.items()}
+        contenders = {name: self.contender(d, cases) for name, d in {BASELINE: None, **drafters}.items()}
         numbers = range(len(cases)) if order is None else order
-        cases_by_wave, repeats = [[numbers[i] for i in wave] for wave in waves(len(numbers), size)], self.options.repeats
+        cases_by_wave, repeats = waves_of(cases, numbers, size), self.options.repeats
         first_repeat_only: dict[str, Contender] = {}
         if self.with_transformers and size == 1:
             first_repeat_only[REFERENCE] = lambda wave: self._generate([cases[i] for i in wave])
@@ -275,16 +315,28 @@ class Bench:
 
         return race(contenders | once, wanted[: timing_plan.waves], timing_plan.repeats, frozenset(once), tick)
 
-    def _contender(self, decoder: Decoder, cases: Sequence[Case]) -> Contender:
-        return lambda wave: _run(decoder, [cases[i] for i in wave], wave[0])
+    def contender(self, drafter: Drafter | None, cases: Sequence[Case]) -> Contender:
+        """Decodes waves of these cases, by decoders of its own."""
+        decoders = self.decoders(drafter, cases)
+        return lambda wave: _run(decoders, [cases[i] for i in wave], wave[0])
 
     def _generate(self, cases: list[Case]) -> Decoded:
-        target, guard = self.loaded.target, guard_of(self.loaded, self.decode).without("plain")
+        """The cases share an adapter."""
+        target, guard = self.loaded.of(cases[0].adapter).target, guard_of(self.loaded, self.decode).without("plain")
         stop_text, guards = stop_text_of(self.loaded, self.decode), [guard.of(case.as_json) for case in cases]
         prompts = [c.tokens for c in cases]
         return generate(target.model, prompts, target.stop_ids, self.decode, stop_text, guards, target.generation_inputs)
 
 
-def _run(decoder: Decoder, cases: Sequence[Case], first: int) -> Decoded:
-    """Decode these cases as one batch. first: request number of the first case."""
-    return decoder.run([c.tokens for c in cases], len(cases), first, [c.as_json for c in cases])
+def _run(decoders: Decoders, cases: Sequence[Case], first: int) -> Decoded:
+    """Decode these cases as one batch, or as one for each of their adapters. first: request number of the first case."""
+    results, costs = dict[int, Result](), list[Costs]()
+    for adapter, numbers in by_adapter(cases).items():
+        chosen = [cases[i] for i in numbers]
+        decoded = decoders[adapter].run(
+            [c.tokens for c in chosen], len(chosen), first + numbers[0], [c.as_json for c in chosen]
+        )
+        results |= zip(numbers, decoded.results, strict=True)
+        costs.append(decoded.costs)
+    total = costs[0] if len(costs) == 1 else Costs(*map(sum, zip(*map(astuple, costs), strict=True)))
+    return Decoded([results[number] for number in range(len(cases))], total)

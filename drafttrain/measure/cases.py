@@ -33,6 +33,7 @@ class Case:
     required: tuple[str, ...] = ()  # keys that the JSON must have
     origin: str | None = None  # the public set that the prompt is from
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas for the template
+    adapter: str | None = None  # LoRA adapter of the target that is asked; None: the target itself
 
     @property
     def turn(self) -> int:
@@ -64,7 +65,7 @@ def held_out_cases(rows: Sequence[Encoded], room: int) -> list[Case]:
     for number, row in enumerate(rows, start=1):
         end = row.last_reply if row.last_reply > 1 else len(row.token_ids) // 2
         if 0 < end <= room:
-            cases.append(Case(f"held-out {number}", "held-out", row.token_ids[:end].tolist()))
+            cases.append(Case(f"held-out {number}", "held-out", row.token_ids[:end].tolist(), adapter=row.adapter))
     return cases
 
 
@@ -86,6 +87,7 @@ def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, images: Images) ->
         required=prompt.required,
         origin=prompt.origin,
         tools=prompt.tools,
+        adapter=prompt.adapter,
     )
 
 
@@ -132,6 +134,21 @@ def _alternating(items: Sequence[Item], group: Callable[[Item], Hashable]) -> li
 def waves(count: int, batch_size: int) -> list[list[int]]:
     """Case numbers 0..count-1 in waves of `batch_size`. The last wave may be smaller."""
     return [list(range(start, min(start + batch_size, count))) for start in range(0, count, batch_size)]
+
+
+def by_adapter(cases: Sequence[Case]) -> dict[str | None, list[int]]:
+    """The cases' numbers, by adapter."""
+    numbers: dict[str | None, list[int]] = {}
+    for number, case in enumerate(cases):
+        numbers.setdefault(case.adapter, []).append(number)
+    return numbers
+
+
+def waves_of(cases: Sequence[Case], chosen: Sequence[int], batch_size: int) -> list[list[int]]:
+    """The chosen cases' numbers in waves of `batch_size`, each of one adapter. Waves alternate between adapters."""
+    groups = by_adapter([cases[i] for i in chosen]).values()
+    grouped = [[chosen[group[i]] for i in wave] for group in groups for wave in waves(len(group), batch_size)]
+    return _alternating(grouped, lambda wave: cases[wave[0]].adapter)
 
 
 LEAST_PROMPTS = 40  # a report's acceptance is measured on at least this many prompts, or on all when there are fewer

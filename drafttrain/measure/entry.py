@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.core.intervals import tau_interval
 from drafttrain.core.tree import Path
 from drafttrain.data.pictures import text_of
 from drafttrain.decoding.request import Result
@@ -24,6 +25,7 @@ from drafttrain.model.images import without_images
 from drafttrain.objective.losses import Hits
 
 Keys = dict[str, Any]
+BASE = "base target"  # the slice of prompts without an adapter
 OUTPUTS = 8  # outputs per checkpoint: the first ones, because the prompts alternate between categories
 PROMPT = 400  # characters of a prompt's end that are shown
 HALF = "\ufffd"  # a tokenizer decodes an incomplete character to this
@@ -76,7 +78,7 @@ def _by_length(evidence: Evidence) -> list[float] | None:
 
 
 def by_category(evidence: Evidence, name: str, timed: Race) -> list[Keys]:
-    """A slice per category, and per public set and per turn where there are several.
+    """A slice per category, and per public set, turn and adapter of the target where there are several.
 
     Times come from the waves that hold cases of the slice only.
     """
@@ -85,10 +87,13 @@ def by_category(evidence: Evidence, name: str, timed: Race) -> list[Keys]:
         ("category", [case.category for case in evidence.cases]),
         ("set", [case.origin or "other" for case in evidence.cases]),
         ("turn", [case.turn for case in evidence.cases]),
+        ("adapter", [case.adapter or BASE for case in evidence.cases]),
     ):
         for value in dict.fromkeys(values) if dimension == "category" or len(set(values)) > 1 else ():
             indices = [i for i, case_value in enumerate(values) if case_value == value]
             keys = _of_cases(evidence, indices) | speed_keys(timed, name, set(indices))
+            if dimension == "adapter":  # what is compared: does the drafter serve each of them?
+                keys["tau_interval"] = tau_interval(counts_of([evidence.speculative[i] for i in indices]))
             slices.append({"by": dimension, "value": value, "batch_size": timed.batch_size} | keys)
     return slices
 
@@ -176,8 +181,7 @@ def _of_cases(evidence: Evidence, indices: Sequence[int]) -> Keys:
         dialogues = [
             (case.origin, case.question_id, tuple(map(text_of, case.turns))) for case in (evidence.cases[i] for i in indices)
         ]
-        counts_C2 = torch.tensor([[r.emitted - r.verifications, r.verifications] for r in ours])
-        expected = predicted(hits, evidence.paths, evidence.sampled, dialogues, counts_C2)
+        expected = predicted(hits, evidence.paths, evidence.sampled, dialogues, counts_of(ours))
         all_positions_tau = expected_tau(hits, evidence.paths, evidence.sampled, visited=False)
     keys = acceptance_keys(pooled(evidence.speculative[i] for i in indices), expected)
     keys |= {"expected_tau_all_positions": all_positions_tau, "prompts": len(indices)}
@@ -185,6 +189,11 @@ def _of_cases(evidence: Evidence, indices: Sequence[int]) -> Keys:
         for key, match in (("exact_matches", Match.SAME), ("explained", Match.EXPLAINED), ("unexplained", Match.UNEXPLAINED)):
             keys[f"{prefix}{key}"] = None if matches is None else sum(matches[i] is match for i in indices)
     return keys
+
+
+def counts_of(results: Sequence[Result]) -> torch.Tensor:
+    """[C, 2] accepted drafts and verifications of each."""
+    return torch.tensor([[r.emitted - r.verifications, r.verifications] for r in results])
 
 
 def _one(evidence: Evidence, i: int, stop_ids: frozenset[int]) -> Keys:

@@ -22,17 +22,16 @@ from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Budget, Case, encode_cases, follow_ups, left_out_notes
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys, monitor_keys, samples
-from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
+from drafttrain.measure.expected import confidence_error, counted_paths
 from drafttrain.measure.flags import by_context, distillation, flags, nothing_gains
 from drafttrain.measure.monitors import QUALITY, valid_json
-from drafttrain.measure.quality import Original, mean_log_likelihood
+from drafttrain.measure.quality import Original
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, context_lengths, other_slices
 from drafttrain.measure.speed import Race, step_floor
 from drafttrain.measure.tuning import ProposalShape, tuning_notes
 from drafttrain.model.drafter import Drafter, check_images, trainable
 from drafttrain.model.images import has_images
-from drafttrain.objective.losses import Hits
 from drafttrain.targets.adapt import check_whole
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import weights_of
@@ -87,10 +86,10 @@ def _acted(results: Sequence[Result], guard: str) -> int:
 
 
 def _quality(bench: Bench, evidence: Evidence) -> Keys:
-    target, outputs = bench.loaded.target, [r.tokens for r in evidence.speculative]
-    monitors = monitor_keys(evidence, target.stop_ids)
-    log_likelihood = mean_log_likelihood(target, [c.tokens for c in evidence.cases], outputs, target.device)
-    return {key: monitors[key] for key in QUALITY} | {"tokens": sum(map(len, outputs)), "log_likelihood": log_likelihood}
+    monitors = monitor_keys(evidence, bench.loaded.target.stop_ids)
+    log_likelihood = bench.log_likelihood(evidence.cases, evidence.speculative)
+    tokens = sum(len(r.tokens) for r in evidence.speculative)
+    return {key: monitors[key] for key in QUALITY} | {"tokens": tokens, "log_likelihood": log_likelihood}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +125,7 @@ def measure_checkpoints(
     check_measurement(loaded, None, decode, options)
     max_prompt_tokens = loaded.target.shape.max_positions - decode.max_new_tokens
     cases, left_out = encode_cases(prompts, loaded.tokenizer, max_prompt_tokens, loaded.images)
+    loaded.check_adapters(case.adapter for case in cases)
     notes = left_out_notes(left_out, len(prompts), max_prompt_tokens)
     if reason := loaded.description.get("chains_reason"):
         notes.append(f"the target verifies chains, not trees, so drafts are chains: {reason}")
@@ -286,7 +286,7 @@ def _evidence(
     sampled = not bench.sampling.greedy and drafter.samples
     identical = POLICIES[bench.decode.policy].repeats_plain(bench.sampling)
     predicts = drafter.trained and not drafter.proposal.more_nodes and _agreement_predicts(bench, sampled)
-    hits = _hits(bench, drafter, cases, plain) if predicts else None
+    hits = bench.hits(drafter, cases, plain) if predicts else None
     return Evidence(
         cases=cases,
         plain=plain,
@@ -309,11 +309,6 @@ def _agreement_predicts(bench: Bench, sampled: bool) -> bool:
     return predicts and not (sampled and bench.sampling.penalised)
 
 
-def _hits(bench: Bench, drafter: Drafter, cases: Sequence[Case], plain: Sequence[Result]) -> list[Hits]:
-    target = bench.loaded.target
-    return forced_hits(target, drafter, [c.tokens for c in cases], [r.tokens for r in plain], target.device)
-
-
 def _extras(bench: Bench, name: str, drafter: Drafter, evidence: Evidence) -> Keys:
     """Keys that only some measurements have; None in the others.
 
@@ -326,11 +321,7 @@ def _extras(bench: Bench, name: str, drafter: Drafter, evidence: Evidence) -> Ke
         keys["guards"] = guard_keys(bench, evidence, outputs)
     keys["confidence_error"] = confidence_error(drafter, evidence.hits or [], evidence.sampled)
     if not POLICIES[bench.decode.policy].lossless:
-        target, prompts = bench.loaded.target, [c.tokens for c in evidence.cases]
-        ours, plain = (
-            mean_log_likelihood(target, prompts, [r.tokens for r in results], target.device)
-            for results in (evidence.speculative, evidence.plain)
-        )
+        ours, plain = (bench.log_likelihood(evidence.cases, results) for results in (evidence.speculative, evidence.plain))
         keys["quality_delta"] = None if ours is None or plain is None else ours - plain
     elif not bench.sampling.greedy:
         keys["distribution_p_value"] = bench.distribution_p(drafter, evidence.cases[0])

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from drafttrain.core.errors import UserError
 from drafttrain.core.intervals import tau_interval
 from drafttrain.core.limits import count
@@ -18,7 +16,7 @@ from drafttrain.measure import DecodeOptions
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.bench import BASELINE, Bench
 from drafttrain.measure.cases import Case
-from drafttrain.measure.entry import Keys, acceptance_keys, race_keys
+from drafttrain.measure.entry import Keys, acceptance_keys, counts_of, race_keys
 from drafttrain.model.drafter import Drafter
 
 LONG = 8  # prompts of each context length; their prefill takes most of the time
@@ -64,8 +62,7 @@ def other_slices(wanted: Sequence[Condition], drafters: Mapping[str, Drafter]) -
                 pairs = list(zip(decoded[name], decoded[BASELINE], strict=True))
                 keys |= acceptance_keys(pooled(decoded[name]), None)
                 keys |= {"prompts": len(pairs), "exact_matches": sum(a.tokens == b.tokens for a, b in pairs)}
-                counts_C2 = torch.tensor([[r.emitted - r.verifications, r.verifications] for r in decoded[name]])
-                keys["tau_interval"] = tau_interval(counts_C2)
+                keys["tau_interval"] = tau_interval(counts_of(decoded[name]))
             if not POLICIES[bench.decode.policy].repeats_plain(bench.sampling):
                 keys["exact_matches"] = None
             slices_by_name[name].append({"by": condition.by, "value": condition.value, "batch_size": size} | keys)

@@ -26,9 +26,8 @@ from drafttrain.drafters.tuned_settings import SPEEDUP, draft_up_to, with_tuned
 from drafttrain.measure import TuneOptions
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.bench import Bench
-from drafttrain.measure.cases import Case, waves
-from drafttrain.measure.decoding import decoder_of
-from drafttrain.measure.expected import expected_interval, expected_tau, forced_hits
+from drafttrain.measure.cases import Case, waves_of
+from drafttrain.measure.expected import expected_interval, expected_tau
 from drafttrain.measure.speed import Contender, throughput, tpot
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Target
@@ -176,7 +175,7 @@ class Tuner:
         The cost is in plain steps, of whole steps as they ran: tau on these prompts / speedup over plain decoding, which is one
         of the settings. Batches whose outputs have one token each have no speed. Raises UserError where no others are left.
         """
-        case_waves, name = waves(len(cases), self.batch_size), f"tuning, batch {self.batch_size}: {name}"
+        case_waves, name = waves_of(cases, range(len(cases)), self.batch_size), f"tuning, batch {self.batch_size}: {name}"
         contenders = {label: self._contender(contender_settings, cases) for label, contender_settings in settings.items()}
         laps = self.bench.timed(name, contenders, case_waves, self.options.repeats, seconds, {})
         first = next(iter(settings))
@@ -198,11 +197,11 @@ class Tuner:
     def _contender(self, settings: Settings | None, cases: Sequence[Case]) -> Contender:
         """A separate decoder for these settings, because a session keeps the proposal that it began with."""
         self.use(settings or {})
-        decoder = decoder_of(self.bench.loaded, self.bench.decode, None if settings is None else self.drafter)
+        contender = self.bench.contender(None if settings is None else self.drafter, cases)
 
         def run(wave: list[int]) -> Decoded:
             self.use(settings or {})
-            return decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0])
+            return contender(wave)
 
         return run
 
@@ -215,11 +214,10 @@ def search(tuner: Tuner, sizes: Sequence[int], choosing: Sequence[Case], decidin
     on the batch size: it is measured once.
     """
     tuner.use({})
-    bench, drafter, target, hits = tuner.bench, tuner.drafter, tuner.bench.loaded.target, None
+    bench, drafter, hits = tuner.bench, tuner.drafter, None
     if drafter.trained:
         plain = bench.decode_all(PLAIN, None, choosing, passes=2)
-        prompts, outputs = [case.tokens for case in choosing[: len(plain)]], [r.tokens for r in plain]
-        hits = forced_hits(target, drafter, prompts, outputs, target.device)
+        hits = bench.hits(drafter, choosing[: len(plain)], plain)
     temperature, results = _temperature(tuner, choosing) if deciding else {}, list[dict[str, Any]]()
     for number, size in enumerate(sizes):
         end = bench.budget.used + bench.budget.left / (len(sizes) - number)

@@ -113,6 +113,7 @@ class TrainBatch:
     # alone is found there: nothing waits for the device, which works ahead.
     host: TrainBatch | None = None
     placed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)  # see `on_host`
+    adapters: tuple[str | None, ...] = ()  # each row's LoRA adapter of the target, by name; None: the target itself; (): of all
 
     def part(self, group: Group, halo: int) -> TrainBatch:
         """This process's columns of a batch without states that the processes of the group hold together.
@@ -128,7 +129,8 @@ class TrainBatch:
             ]
 
         token_BW, position_BW = cut(self.token_BT, 0), cut(self.position_BT, 0)
-        return TrainBatch(token_BW, position_BW, cut(self.document_BT, -1), cut(self.mask_BT, False), span=span, whole=self)
+        document_BW, mask_BW = cut(self.document_BT, -1), cut(self.mask_BT, False)
+        return TrainBatch(token_BW, position_BW, document_BW, mask_BW, span=span, whole=self, adapters=self.adapters)
 
     @property
     def length(self) -> int:
@@ -160,7 +162,7 @@ class TrainBatch:
         if self.token_BT.device.type == "cpu" and device.type != "cpu":
             host = replace(self, hidden={}, top=None, placed={})
         numbers = (token_BT, position_BT, document_BT, mask_BT)
-        return TrainBatch(*numbers, hidden, top, self.span, full_batch, self.progress, host)
+        return TrainBatch(*numbers, hidden, top, self.span, full_batch, self.progress, host, adapters=self.adapters)
 
     def nonfinite(self) -> Tensor:
         """[B] whether the target's states of a row's documents have a value that is not finite. Waits for nothing."""
@@ -190,6 +192,19 @@ class TrainBatch:
             top=top,
             host=self.host and self.host.without(rows, token),
             whole=self.whole and self.whole.without(rows, token),
+            placed={},
+        )
+
+    def only(self, rows: Sequence[int]) -> TrainBatch:
+        """These rows of a batch without states, with all columns."""
+        index_R = torch.tensor(rows, device=self.token_BT.device)
+        names = ("token_BT", "position_BT", "document_BT", "mask_BT")
+        return replace(
+            self,
+            **{name: getattr(self, name)[index_R] for name in names},
+            whole=self.whole and self.whole.only(rows),
+            host=self.host and self.host.only(rows),
+            adapters=tuple(self.adapters[row] for row in rows),
             placed={},
         )
 

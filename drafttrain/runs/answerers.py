@@ -54,11 +54,16 @@ def decoder_answerer(options: RunOptions, scripts: PromptScripts, part: Part | N
     template = _template(loaded.tokenizer, scripts)
     longest = min(options.prepare.max_length, loaded.target.shape.max_positions)
     prepare = with_new_tokens(options.prepare, longest)
+    loaded.check_adapters(script.adapter for script in scripts.scripts)
     engine = LocalGenerator(
-        lambda t: _decoder(loaded, prepare, t), loaded.tokenizer, longest, prepare.batch_size, loaded.images
+        lambda adapter, t: _decoder(loaded.of(adapter), prepare, t),
+        loaded.tokenizer,
+        longest,
+        prepare.batch_size,
+        loaded.images,
     )
     names = ("name", "path", "revision", "dtype", "weights", "architecture", "fingerprint")
-    target = {name: loaded.description[name] for name in names}
+    target = {name: loaded.description[name] for name in (*names, "adapters") if name in loaded.description}
     return engine, _record(target, None, template, prepare, longest, loaded.tokenizer)
 
 

@@ -67,6 +67,7 @@ def training_data(
         records=records,
         images=loaded.images,
         vocab_size=loaded.target.shape.vocab_size,
+        adapters=sorted(loaded.adapters),
     )
     print_counts(data.summary, options, say)
     if packing := data.summary.get("packing"):

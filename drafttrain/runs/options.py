@@ -172,7 +172,8 @@ RENAMED = {
     "features.law": "features.distribution",
     **{f"drafter.{old}": f"drafter.{new}" for old, new in RENAMED_OPTIONS.items()},
 }
-FREE = ("loss.mix", "deepspeed.extra", "launcher.slurm.extra")  # take keys of any name, which Hydra wants marked
+# take keys of any name, which Hydra wants marked
+FREE = ("loss.mix", "deepspeed.extra", "launcher.slurm.extra", "target.adapters")
 
 
 def understood(words: Sequence[str]) -> list[str]:
@@ -213,6 +214,8 @@ def check_target(options: RunOptions, in_memory: bool) -> None:
     in_memory: a caller has loaded the target already. Families that need blocks are refused where they are built.
     """
     features, target, measure = options.features, options.target, options.measure
+    if target.adapters and features.name != "online":
+        raise UserError(f"target.adapters need the target in the trainer, features={features.name}; set features=online")
     if not ends_alone(options):
         return
     if in_memory:

@@ -70,9 +70,11 @@ def origin_of(options: RunOptions, loaded: LoadedTarget, data: Dataset, shared: 
     template = read_template(options.data.template) or loaded.tokenizer.chat_template
     reasons = {path: foreign(path, loaded.description, template) for path in options.data.paths}
     reason = next((f"{path}: {cause}" for path, cause in reasons.items() if cause is not None), None)
-    rows = [_first_reply(row) for row in (data.held_out or data.train)[:REPLIES]]
-    if shared or not rows:
+    scored = (data.held_out or data.train)[:REPLIES]
+    if shared or not scored:
         return Origin(reason)
+    loaded = loaded.of(scored[0].adapter)  # of several adapters the first that occurs is scored
+    rows = [_first_reply(row) for row in scored if row.adapter == scored[0].adapter]
     prompts, replies = [prompt for prompt, _ in rows], [reply for _, reply in rows]
     target = loaded.target
     data_ll = mean_log_likelihood(target, prompts, replies, target.device)

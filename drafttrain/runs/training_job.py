@@ -177,6 +177,7 @@ def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> N
         check_measurement(loaded, drafter, options.decode, options.measure)
         max_prompt_tokens = loaded.target.shape.max_positions - options.decode.max_new_tokens
         cases, _ = encode_cases(measurement_prompts(options), loaded.tokenizer, max_prompt_tokens, loaded.images)
+        loaded.check_adapters(case.adapter for case in cases)
         check_images(drafter, any(has_images(case.tokens) for case in cases))
     else:
         decoder_of(loaded, options.decode, drafter)
@@ -316,6 +317,8 @@ def check_packing(
         )
     if options.on_policy:
         raise UserError("train.on_policy needs one conversation per row, but data.pack puts several in a row; leave one out")
+    if target.has_adapters:
+        raise UserError("data.pack puts texts of several of target.adapters in a row, but a row has one; set data.pack=false")
     for model_name, model in language_models(target, drafter, adapter) if drafter.trained else ():
         if model.recurrent:
             raise UserError(
@@ -333,6 +336,7 @@ def quick_measurement(
     """
     max_prompt_tokens = loaded.target.shape.max_positions - decode.max_new_tokens
     cases, _ = encode_cases(prompts, loaded.tokenizer, max_prompt_tokens, loaded.images)
+    loaded.check_adapters(case.adapter for case in cases)
     cases, size = cases[: options.every_prompts], options.batch_sizes[0]
     single_repeat = replace(options, repeats=1, transformers=False)
 

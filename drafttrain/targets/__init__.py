@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.limits import at_least, choice
@@ -35,6 +36,8 @@ class TargetOptions:
     # what drafters read at an image's tokens: the target's image embeddings (fused), or the embedding of its placeholder token
     # (docs/images.md)
     image_inputs: str = choice("fused", "placeholder")
+    # LoRA adapters that the target is served with: {NAME: FOLDER}; data and prompts name theirs in a column `adapter`
+    adapters: dict[str, str] = field(default_factory=dict)
     # fit: replicated | zero3 | tensor_parallel | expert_parallel; auto: from free memory
     placement: str = choice("auto", "replicated", "zero3", "tensor_parallel", "expert_parallel")
 
@@ -57,3 +60,9 @@ def check_there(options: TargetOptions) -> None:
         return
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(f"target.path {path!r} does not exist; set it to a model directory or a hub id")
+
+
+def unknown_adapter(name: str, known: Iterable[str]) -> str:
+    """The message for an adapter that the target does not have."""
+    names = ", ".join(known)
+    return f"the adapter {name!r} is none of target.adapters ({names or 'none is set'}); set target.adapters={{{name}: FOLDER}}"

@@ -75,7 +75,8 @@ class Adapter(nn.Module):
 
 
 def check_whole(original: HFTarget) -> None:
-    """Raise UserError for a target that several processes share."""
+    """Raise UserError for a target that several processes share, or that is served with adapters."""
+    original.check_no_adapters()
     if original.part.size > 1:
         raise UserError(
             "a drafter that comes with an adapter of its target needs the whole target, "

@@ -186,6 +186,7 @@ class FastTarget(HFTarget):
 
     def shallow(self, blocks: int) -> FastTarget:
         """The first blocks, shared with this target, joined and packed once for both."""
+        self.check_no_adapters()
         check_first(self.model, self.shape.blocks, blocks)
         view = copy.copy(self)
         view.shape, view._chain = replace(self.shape, blocks=blocks), self._chain[:blocks]
@@ -197,6 +198,7 @@ class FastTarget(HFTarget):
 
     def with_added(self, added: Mapping[str, LowRank]) -> FastTarget:
         """As `HFTarget.with_added`; the joined and packed weights are used where they are."""
+        self.check_no_adapters()
         if self.part.size > 1:
             raise UserError(f"this drafter adds to the target's linear maps, and {self.shared_by} splits them; leave it out")
         added_by_id = {id(self.model.get_submodule(name)): low_rank for name, low_rank in added.items()}

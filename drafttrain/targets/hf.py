@@ -78,6 +78,7 @@ class HFTarget(PrunedTarget):
     part: Part = WHOLE  # the part that this process holds
     shared_by = "target.tensor_parallel"  # the setting by which several processes share it
     tokenizer: Any = None  # the tokenizer that was loaded with the model
+    has_adapters = False  # it is served with LoRA adapters too, each in a target of its own (`targets/adapters.py`)
     whole_images = False
     placeholder: int | None = None
     wrong_tap: int | None = None  # the first block whose output cannot be tapped; None: all can
@@ -293,7 +294,16 @@ class HFTarget(PrunedTarget):
             self._norm = FrozenRef(final_norm(self.model, self.shape.blocks))
         return self._norm.module(hidden_H)
 
+    def check_no_adapters(self) -> None:
+        """Raise UserError for a target whose layers change from request to request."""
+        if self.has_adapters:
+            raise UserError(
+                "this drafter runs or trains the target's own layers, which target.adapters change; leave target.adapters out, "
+                "or choose another family"
+            )
+
     def shallow(self, blocks: int) -> HFTarget:
+        self.check_no_adapters()
         check_first(self.model, self.shape.blocks, blocks)
         return self._view(first_blocks(self.model, self.shape.blocks, blocks))
 
@@ -305,6 +315,7 @@ class HFTarget(PrunedTarget):
 
         added: by the maps' names in the model. Raises UserError for a target whose maps cannot be added to.
         """
+        self.check_no_adapters()
         view = self._view(weight_sharing_copy(self.model))
         for name, low_rank in added.items():
             view.model.get_submodule(name).register_forward_hook(Adding(low_rank))

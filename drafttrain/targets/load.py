@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import FINAL, Taps, TargetOut
-from drafttrain.targets import TargetOptions, check_there
+from drafttrain.targets import TargetOptions, check_there, unknown_adapter
+from drafttrain.targets.adapters import check_adapters, with_adapter
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.experts import ExpertTarget, load_share, whole_size
 from drafttrain.targets.fast import FastTarget, runs, why_not, why_whole
@@ -117,6 +119,16 @@ class LoadedTarget:
     path: str  # directory or hub id
     description: dict[str, Any]  # the facts that checkpoints and reports record
     images: Images = TEXT_ONLY  # turns images of conversations into tokens
+    adapters: Mapping[str, HFTarget] = field(default_factory=dict)  # the target with each of its LoRA adapters, by name
+
+    def of(self, adapter: str | None) -> LoadedTarget:
+        """The same with the target of this adapter; None: the base."""
+        return self if adapter is None else replace(self, target=self.adapters[adapter])
+
+    def check_adapters(self, wanted: Iterable[str | None]) -> None:
+        """Raise UserError for an adapter that the target does not have."""
+        if unknown := sorted({name for name in wanted if name is not None} - self.adapters.keys()):
+            raise UserError(unknown_adapter(unknown[0], self.adapters))
 
 
 def load_target(
@@ -176,7 +188,12 @@ def load_target(
         images = NoImages("target.weights, and targets that processes share, run on text alone")
     check_pair(path, tokenizer, target.shape.vocab_size)
     target.tokenizer = tokenizer
-    return LoadedTarget(target, tokenizer, path, _description(options, target, parameters, failed), images)
+    adapters = {name: with_adapter(target, name, folder) for name, folder in options.adapters.items()}
+    target.has_adapters = bool(adapters)
+    description = _description(options, target, parameters, failed)
+    if adapters:
+        description["adapters"] = {name: adapted.fingerprint for name, adapted in adapters.items()}
+    return LoadedTarget(target, tokenizer, path, description, images, adapters)
 
 
 def _read(
@@ -309,6 +326,10 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
             f"target.tensor_parallel is {options.tensor_parallel} and target.expert_parallel {options.expert_parallel}, but a "
             "target is shared in one way; leave one out"
         )
+    check_adapters(options.adapters)
+    if options.adapters and (shared or options.weights is not None):
+        conflict = "processes that share one" if shared else f"target.weights={options.weights}"
+        raise UserError(f"target.adapters needs a whole target that is not quantised, not {conflict}; leave one out")
     if options.weights is None:
         return
     if shared:

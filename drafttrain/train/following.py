@@ -97,7 +97,7 @@ def with_reply(row: Encoded, start: int, reply: list[int]) -> Encoded:
     """The conversation up to `start`, then the reply, which is supervised."""
     token_ids = np.concatenate([row.token_ids[:start], np.array(reply, np.int32)])
     mask = np.concatenate([row.mask[:start], np.ones(len(reply), np.bool_)])
-    return Encoded(token_ids, mask)
+    return Encoded(token_ids, mask, adapter=row.adapter)
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

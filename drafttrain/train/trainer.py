@@ -65,7 +65,8 @@ class Trainer:
             job.drafter.load_state_dict(job.start)
         if job.train.lora.rank:
             add_matrices(job.drafter, job.train.lora, job.loaded.target.shape.vocab_size)
-        self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
+        target = job.adapter.target if job.adapter else job.loaded.target
+        self.features = job.features or Online(target, job.drafter.taps, job.loaded.adapters)
         self._tuned: int | None = None  # the last step at which the proposal was tuned
         self._named = set[str]()  # records that are left out of steps
         self._supervised: int | None = None  # supervised tokens of the next step in all processes; None: not counted yet

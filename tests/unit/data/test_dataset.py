@@ -199,3 +199,30 @@ def test_check_supervised_batch_without_supervised_tokens_is_refused() -> None:
     check_supervised(1, 3)
     with pytest.raises(UserError, match=r"step 3: .*loss mask selects nothing.*raise data.max_length"):
         check_supervised(0, 3)
+
+
+@pytest.mark.parametrize("workers", [None, 1])
+def test_load_dataset_rows_have_adapter_of_record_or_of_source(workers: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    names = [None, "sql", "chat", None]
+    lines = [json.dumps({"prompt": str(i), "response": str(i), "adapter": name}) for i, name in enumerate(names)]
+    path.write_text("\n".join(lines) + "\n")
+    for default in (None, "sql"):
+        options = DataOptions(path=str(path), held_out=0, adapter=default, workers=workers, cache=str(tmp_path / "cache"))
+        data = load_dataset(options, word_tokenizer(), progress=False, adapters=["chat", "sql"])
+        by_prompt = {int(row.token_ids[1]): row.adapter for row in data.train}
+        assert [by_prompt[key] for key in sorted(by_prompt)] == [name or default for name in names]
+        assert collate(list(data.train), 0).adapters == tuple(row.adapter for row in data.train)
+        data.close()
+
+
+def test_load_dataset_unknown_adapter_is_unusable_record(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text(json.dumps({"prompt": "1", "response": "1", "adapter": "sql"}) + "\n")
+    options = DataOptions(path=str(path), held_out=0)
+    for known, listed in (([], "none is set"), (["chat"], "chat")):
+        with pytest.raises(UserError, match=rf"mixed.jsonl:1: the adapter 'sql' is none of target.adapters \({listed}\); set"):
+            load_dataset(options, word_tokenizer(), progress=False, adapters=known)
+    path.write_text(json.dumps({"prompt": "1", "response": "1", "adapter": 3}) + "\n")
+    with pytest.raises(UserError, match=r"expected the name of one of target\.adapters in `adapter`, got 3; correct it"):
+        load_dataset(options, word_tokenizer(), progress=False)

@@ -276,7 +276,7 @@ def test_generator_image_prompts_give_absolute_paths_and_server_base64(tmp_path:
     scripts = read_scripts(read_conversations(DataOptions(path=str(tmp_path / "data.jsonl")), replies=False))
     jobs, found = list(jobs_of(scripts.scripts, PrepareOptions())), list[Dialogue]()
     decoder = Decoder(target, None, "greedy", Sampling(), frozenset(), 4)
-    generator = LocalGenerator(lambda t: decoder, tokenizer_of("qwen3_vl"), 64, 2, target.reader)
+    generator = LocalGenerator(lambda _, t: decoder, tokenizer_of("qwen3_vl"), 64, 2, target.reader)
     generator.answer(jobs, found.append, lambda tokens: None)
     records = [dialogue.record() for dialogue in found]
     assert all(Path(sources_of(record["messages"])[0]).is_absolute() for record in records)

@@ -84,7 +84,7 @@ def target() -> HFTarget:
 
 
 def engine(batch_size: int, longest: int = LONGEST, tokenizer: Any = None) -> LocalGenerator:
-    def decoder(temperature: float) -> Decoder:
+    def decoder(adapter: str | None, temperature: float) -> Decoder:
         sampling = Sampling(temperature, top_p=0.9, seed=5)
         return Decoder(target(), None, "coupled" if temperature else "greedy", sampling, target().stop_ids, NEW)
 

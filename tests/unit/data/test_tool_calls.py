@@ -296,7 +296,7 @@ def test_local_generator_reads_calls_and_continues_with_results(name: str, monke
     monkeypatch.setattr(generation_jobs, "Session", ScriptedSession)
     monkeypatch.setattr(ScriptedSession, "own", own, raising=False)
     monkeypatch.setattr(ScriptedSession, "replies", {"And in Rome?": text, "1": "Warm in both."})
-    generator = LocalGenerator(lambda t: SimpleNamespace(scratch=0), own, 10_000, 2)  # type: ignore[arg-type, return-value]
+    generator = LocalGenerator(lambda _, t: SimpleNamespace(scratch=0), own, 10_000, 2)  # type: ignore[arg-type, return-value]
     done = list[Dialogue]()
     generator.answer(list(jobs_of(read_scripts([conversation]).scripts, PrepareOptions())), done.append, lambda tokens: None)
     (found,) = (dialogue.record() for dialogue in done)

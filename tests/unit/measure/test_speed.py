@@ -12,7 +12,7 @@ import torch
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs, Decoded
 from drafttrain.measure import speed
-from drafttrain.measure.cases import Budget, Case, Plan, alternate_categories, plan, waves
+from drafttrain.measure.cases import Budget, Case, Plan, alternate_categories, plan, waves, waves_of
 from drafttrain.measure.speed import Race, costs, race, speedup, throughput, tpot, ttft
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import tiny_model
@@ -87,6 +87,12 @@ def test_alternate_categories_spreads_every_prefix() -> None:
     assert [c.category for c in alternate_categories(cases)] == list("abcaba")
     assert [c.question_id for c in alternate_categories(cases)] == list("035142")
     assert waves(5, 2) == [[0, 1], [2, 3], [4]]
+
+
+def test_waves_of_cases_hold_one_adapter_each_and_alternate() -> None:
+    cases = [Case(str(i), "a", [1], adapter=name) for i, name in enumerate([None, "sql", None, "chat", "sql", None, "sql"])]
+    assert waves_of(cases, range(7), 2) == [[0, 2], [1, 4], [3], [5], [6]]
+    assert waves_of(cases, [6, 5, 0], 2) == [[6], [5, 0]]
 
 
 def test_step_roofline_is_weight_and_kv_bytes_over_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from drafttrain.decoding.scheduler import Costs, Decoded
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter
 from drafttrain.drafters.tuned_settings import TUNED, draft_up_to, keep_tuned, tuned_proposal, tuned_settings, with_tuned
-from drafttrain.measure import DecodeOptions, TuneOptions, tuning
+from drafttrain.measure import DecodeOptions, TuneOptions, bench, tuning
 from drafttrain.measure.cases import Case, held_out_cases
 from drafttrain.measure.decoding import decoder_of, depth_limit
 from drafttrain.measure.plots import tuning_plot
@@ -159,8 +159,8 @@ def test_tune_command_chooses_for_each_batch_size_from_one_pass_of_acceptance(
 ) -> None:
     path, races = saved(tmp_path, loaded, "medusa", heads=3), decide(monkeypatch, 1.25)
     passes, costs = list[int](), list[int]()
-    hits, predict = tuning.forced_hits, tuning.surface
-    monkeypatch.setattr(tuning, "forced_hits", lambda *given: passes.append(1) or hits(*given))
+    hits, predict = bench.forced_hits, tuning.surface
+    monkeypatch.setattr(bench, "forced_hits", lambda *given: passes.append(1) or hits(*given))
     monkeypatch.setattr(tuning, "surface", lambda *given: costs.append(given[4]) or predict(*given))
     keep_tuned(path, {16: {"draft_length": 1}}, {})
     assert command("tune", f"checkpoint={path}", *QUICK, "decode.max_new_tokens=16", "measure.batch_sizes=[1,2,4]") == 0
