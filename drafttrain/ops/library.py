@@ -65,6 +65,8 @@ def cuda_state() -> State:
     """Load the CUDA kernels, as `state` does, and try one on this process's current device."""
     if not torch.cuda.is_available():
         return State(False, "no GPU")
+    if torch.version.hip is not None:  # torch calls AMD's GPUs `cuda` too
+        return State(False, "torch references and Triton kernels (ROCm: the CUDA kernels are for NVIDIA's GPUs)")
     cpu = state()
     if not cpu.loaded:  # the CPU library declares the operators
         return State(False, cpu.text)

@@ -50,24 +50,26 @@ class Launch:
     def run(self) -> None:
         """Run the kernel on the device of its first tensor."""
         device = next(a.device for a in self.arguments.values() if isinstance(a, Tensor))
-        options = self._options(torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0)
+        options = self._options(major_of(device))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, **options)
 
     def _options(self, major: int) -> dict[str, Any]:
-        """What is given to the kernel beside its arguments, on a GPU of this major capability."""
+        """What is given to the kernel beside its arguments, on an NVIDIA GPU of this major capability; 0: on another one."""
         options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
         if EARLY in self.kernel.arg_names:
-            options |= {EARLY: major >= 9, "launch_pdl": major >= 9}
+            options[EARLY] = major >= 9
+            options |= {"launch_pdl": True} if major >= 9 else {}  # AMD's backend does not know the option
         return options
 
-    def compile(self, capability: int) -> Any:
-        """The kernel compiled as `run` does it on a GPU of this capability (80: A100, 90: H100). Needs no GPU.
+    def compile(self, architecture: int | str) -> Any:
+        """The kernel compiled as `run` does it on a GPU of this capability (80: A100, 90: H100) or of this name of AMD's
+        (gfx942: MI300X). Needs no GPU, no CUDA toolkit and no ROCm.
 
         Tensors may be on the meta device; they count as aligned, as an allocator's memory is.
         """
         signature, constants, attributes = {}, {}, {}
-        options = self._options(capability // 10)
+        options = self._options(architecture // 10 if isinstance(architecture, int) else 0)
         arguments = self.arguments | {name: options.pop(name) for name in [EARLY] if name in options}
         for at, parameter in enumerate(self.kernel.params):
             value = arguments[parameter.name]
@@ -79,7 +81,15 @@ class Launch:
             if isinstance(value, Tensor) or (free and isinstance(value, int) and value % 16 == 0):
                 attributes[at,] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        backend, lanes = ("cuda", 32) if isinstance(architecture, int) else ("hip", 64)
+        return triton.compile(source, target=GPUTarget(backend, architecture, lanes), options=options)
+
+
+def major_of(device: torch.device) -> int:
+    """The major capability of an NVIDIA GPU; 0 for anything else. torch calls AMD's GPUs `cuda` too: an MI300X has 9.4 there,
+    but neither programmatic launches nor PTX.
+    """
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.version.hip is None else 0
 
 
 def _type(value: Any) -> str:

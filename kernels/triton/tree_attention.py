@@ -11,7 +11,7 @@ the bits of w words, 64 nodes in each. A batch row has S slots on average: one f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -29,6 +29,7 @@ START = 5  # steps that take as long as a program's start and end
 # second launch on all processors starts 1 us later and takes 2.
 MOST_JOINED = 128 << 10
 PAIRS_SHARED = 228 << 10  # of a processor, for two programs of 64 rows
+SMALL_SHARED = 64 << 10  # of a processor: less than three stages need
 WORD = tl.constexpr(64)  # bits of an int64
 IN_BITS = tl.constexpr(LOG2_E)  # a natural exponent times this is one of base 2
 SMALL = tl.constexpr(0.3)  # up to which tanh's series is closer than the rounding of float32
@@ -338,6 +339,13 @@ def tiles(rows: int, wide: int, dtype: torch.dtype, words: int = 1, pairs: bool 
     return Tiles(block, keys, warps, 3)
 
 
+def within(tile: Tiles, shared: int) -> Tiles:
+    """The step where a processor has less shared memory, such as the 64 KiB of an MI300X: fewer steps, or half of the keys."""
+    if shared > SMALL_SHARED:
+        return tile
+    return replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=min(tile.keys, 32))
+
+
 @cache
 def splits(groups: int, keys: int, rows: int, tile: Tiles, places: int) -> int:
     """The number of programs that share the keys of one block of rows: the one that takes the fewest steps.
@@ -379,7 +387,7 @@ def launches(
     rest = whole - D
     groups, wide, words = h // kv, max(triton.next_power_of_2(D), 16), bits_BNw.shape[2]
     of = processors(q_BNhD.device)
-    tile = tile or tiles(N * groups, wide, keys.dtype, words, of.shared >= PAIRS_SHARED)
+    tile = tile or within(tiles(N * groups, wide, keys.dtype, words, of.shared >= PAIRS_SHARED), of.shared)
     blocks = triton.cdiv(N * groups, tile.rows)
     reach = bound if window is None else min(bound, window + earlier + N)
     S = splits(B * kv * blocks, reach, N * groups, tile, of.count * tile.programs)

@@ -33,6 +33,7 @@ from drafttrain.ops.tree_bits import ancestors_of, bits_of, causal_bits, single_
 CASES = Path(__file__).with_name("triton_cases.py")
 CAPABILITIES = (80, 90)
 SHARED_MEMORY = 163 * 1024  # bytes of a program on sm_80
+AMD = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}  # MI300X and MI355X: bytes of a program
 SPILLED = 64  # bytes of a thread that a compiler may put aside for its own reasons
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -118,10 +119,11 @@ def test_triton_attention_of_widest_heads_compiles_without_spilling(case: str, c
     check_attention(WIDE[case], capability, tmp_path)
 
 
-def check_attention(case: tuple[Any, ...], capability: int, tmp_path: Path) -> None:
+def attention_launches(case: tuple[Any, ...]) -> list[Any]:
     from drafttrain.kernels.triton import tree_attention as kernels
 
     nodes, heads, kv_heads, width, dtype, window, earlier, cap, sinks, rest = (*case, *UNCHANGED[len(case) - 6 :])
+    found = []
     for rows in (1, 4):
         q, keys = meta(rows, nodes, heads, width + rest, dtype=dtype), meta(300, 32, kv_heads, width + rest, dtype=dtype)
         q = q.float() if rest else q
@@ -131,11 +133,16 @@ def check_attention(case: tuple[Any, ...], capability: int, tmp_path: Path) -> N
         launches = kernels.launches(*given, meta(rows, nodes), out, *more)
         split, joined = (launches[0].arguments[name] is not None for name in ("part", "arrived"))
         assert len(launches) == (2 if split and not joined else 1)
-        for launch in launches:
-            compiled, waiting = launch.compile(capability), capability >= 90
-            check(compiled, capability, tmp_path)
-            reads, waits = (compiled.asm["ptx"].find(word) for word in ("ld.global", "griddepcontrol.wait"))
-            assert compiled.metadata.launch_pdl == waiting and (0 < waits < reads if waiting else waits == -1)
+        found += launches
+    return found
+
+
+def check_attention(case: tuple[Any, ...], capability: int, tmp_path: Path) -> None:
+    for launch in attention_launches(case):
+        compiled, waiting = launch.compile(capability), capability >= 90
+        check(compiled, capability, tmp_path)
+        reads, waits = (compiled.asm["ptx"].find(word) for word in ("ld.global", "griddepcontrol.wait"))
+        assert compiled.metadata.launch_pdl == waiting and (0 < waits < reads if waiting else waits == -1)
 
 
 LOGITS = {torch.bfloat16: (128256, True), torch.float32: (50257, False), torch.float16: (128256, True)}  # vocabulary, gradient
@@ -237,6 +244,77 @@ def test_triton_rotary_compiles_without_spilling(case: str, dtype: torch.dtype, 
     for x, signed, back in ((joined, True, False), (joined.transpose(1, 2).contiguous().transpose(1, 2), False, True)):
         launch = kernels.launch(x, angle, angle, meta(B, N, h, D, dtype=dtype), signed, back)
         check(launch.compile(capability), capability, tmp_path)
+
+
+@pytest.mark.slow
+@needs_triton
+@compiles
+@pytest.mark.timeout(1200)
+@pytest.mark.sampled(case=["tree-window", "wide", "values in keys, tree", "four words"])
+@pytest.mark.parametrize("architecture", AMD)
+@pytest.mark.parametrize("case", ATTENTION)
+def test_triton_tree_attention_compiles_for_amd(case: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ROCm, to the code object that it loads. Nothing here runs it."""
+    from drafttrain.kernels.triton import tree_attention as kernels
+
+    monkeypatch.setattr(kernels, "processors", lambda device: kernels.Processors(256, AMD[architecture]))
+    for launch in attention_launches(ATTENTION[case]):
+        check_amd(launch, architecture)
+
+
+@pytest.mark.slow
+@needs_triton
+@compiles
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("architecture", AMD)
+def test_triton_other_kernels_compile_for_amd(architecture: str) -> None:
+    from drafttrain.kernels.triton import divergence, fp8, later_steps, layer, rotary
+
+    x, weight, scale = meta(64, 4096, dtype=torch.bfloat16), meta(4096, dtype=torch.bfloat16), meta(64, 1, dtype=torch.float32)
+    launches = [layer.gate(x, x, x), layer.gate_backward(x, x, x, x, x), layer.norm(x, weight, 1e-5, x, scale)]
+    launches.append(layer.norm_backward(x, x, weight, scale, x, layer.parts(x)))
+    launches.append(fp8.rows(x, meta(64, 4096, dtype=E4M3), meta(64, 32, dtype=torch.float32), LARGEST))
+    logits, number, hit = meta(64, 128256, dtype=torch.bfloat16), meta(64, dtype=torch.float32), meta(64, dtype=torch.bool)
+    launches.append(divergence.summarise(logits, number, meta(64)))
+    for name in divergence_op.FUSED:
+        launches.append(divergence.launch(logits, logits, meta(64), name, number, hit, number, logits, number, number))
+    q, keys = meta(2, 8, 100, 128, dtype=torch.bfloat16), meta(6, 2, 2, 100, 128, dtype=torch.bfloat16)
+    lse = meta(2, 8, 100, dtype=torch.float32)
+    launches.append(later_steps.merge(q, q, lse, keys, keys, q, lse))
+    launches.append(later_steps.merge_backward(q, q, q, lse, keys, keys, q, keys, keys))
+    heads, angle = meta(2, 100, 40, 128, dtype=torch.bfloat16), meta(2, 100, 128, dtype=torch.bfloat16)
+    launches.append(rotary.launch(heads, angle, angle, heads, True, False))
+    for launch in launches:
+        check_amd(launch, architecture)
+
+
+def check_amd(launch: Any, architecture: str) -> None:
+    """A code object for this GPU, within its shared memory (LDS)."""
+    compiled = launch.compile(architecture)
+    assert compiled.asm["hsaco"][:4] == b"\x7fELF" and f"amdgcn-amd-amdhsa--{architecture}" in compiled.asm["amdgcn"]
+    assert compiled.metadata.shared <= AMD[architecture], launch.kernel.__name__
+
+
+@needs_triton
+def test_triton_kernels_on_amd_get_no_options_of_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reports capability 9.4 for an MI300X, as if it were from NVIDIA's Hopper on."""
+    from drafttrain.kernels.triton import launch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    attend = attention_launches(ATTENTION["tree"])[0]
+    for hip, early in ((None, True), ("7.0", False)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        options = attend._options(launch.major_of(torch.device("cuda")))
+        assert options[launch.EARLY] is early and ("launch_pdl" in options) is early
+    assert launch.major_of(torch.device("xpu")) == 0
+
+
+def test_cuda_kernels_are_not_built_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(library.build, "nvcc", lambda: pytest.fail("nvcc compiles nothing for AMD's GPUs"))
+    state = library.cuda_state.__wrapped__()
+    assert not state.loaded and "ROCm" in state.text
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
