@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from drafttrain.api.online import OnlineDrafter
+from drafttrain.core.files import atomic_write_bytes
 from drafttrain.features.padded import PassRecorder
 from drafttrain.model.target import Taps
 from drafttrain.train.following import StepMetrics
@@ -18,6 +23,8 @@ class FollowCallback(TrainerCallback):
 
     Before every optimiser step of the trainer each drafter takes one of its own, on the passes since the last one, with the
     weights that made their states. `labels` say which tokens are supervised. Packed rows (`position_ids`) are not used.
+
+    The trainer's checkpoints get a file for each drafter, and `trainer.train(resume_from_checkpoint=True)` goes on from it.
 
     Args:
         *drafters: Drafters whose target is the trainer's model.
@@ -42,6 +49,22 @@ class FollowCallback(TrainerCallback):
             taps = taps | drafter.taps
         self.close()
         self._recorder = PassRecorder(self.drafters[0].target, taps, self.keep)
+        for drafter, file in zip(self.drafters, self._files(args, state), strict=True):
+            if file.is_file():
+                drafter.load_state_dict(load_file(file))
+            elif state.global_step:
+                warnings.warn(
+                    f"the trainer goes on from a checkpoint without {file}; this drafter goes on as it is", stacklevel=2
+                )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for drafter, file in zip(self.drafters, self._files(args, state), strict=True):
+            if args.should_save:
+                atomic_write_bytes(file, save(drafter.state_dict(buffer=False)))
+
+    def _files(self, args: Any, state: Any) -> list[Path]:
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        return [folder / f"drafter-{number}.safetensors" for number in range(len(self.drafters))]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._recorder is None or (state.global_step + 1) % self.every:

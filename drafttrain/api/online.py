@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -32,9 +34,10 @@ from drafttrain.runs.placement import built
 from drafttrain.targets.frozen_ends import EndsTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.following import FollowingSteps, StepMetrics, group_size, own_modes
-from drafttrain.train.optimizer import load_state, save_state
+from drafttrain.train.optimizer import load_state, packed, save_state, unpacked
 
 RESUME = "online.safetensors"  # optimiser, steps and version, next to the drafter's weights
+STRUCTURE = "structure"  # of `state_dict`: what is no tensor, as JSON in bytes
 States = Mapping[int, Tensor] | Sequence[Tensor]
 
 
@@ -86,6 +89,7 @@ class OnlineDrafter:
         self._make_optimizer, self._group = optimizer, group
         self._replay, self._prepared = Replay(capacity, self.options.train.seed), False
         self._trained: FollowingSteps | None = None
+        self._last_seconds = 0.0  # of the last step in a pause
         if not isinstance(self.target, EndsTarget) or self.target.given:
             self._build()
 
@@ -213,18 +217,38 @@ class OnlineDrafter:
             batch = self._batch(tokens, states, mask, attention)
             self._replay.add(batch, self.version if version is None else version)
 
-    def replay(self, steps: int = 1) -> list[StepMetrics]:
+    def replay(self, steps: int | None = None, *, milliseconds: float | None = None) -> list[StepMetrics]:
         """Take optimiser steps on fed samples, `train.micro_batch` random ones each.
 
-        Samples more than `lag` versions old are dropped first. Returns the figures of each step; with an empty buffer nothing
-        is trained. Every process takes as many steps, whatever it holds.
+        Samples more than `lag` versions old are dropped first. Every process takes as many steps, whatever it holds.
+
+        Args:
+            steps: None: one, or with milliseconds as many as there is time for.
+            milliseconds: The length of a pause of the loop. A step that would end after it, if it takes as long as the last
+                one, is left to the next call: many short pauses give the same steps as one call without them.
+
+        Returns:
+            The figures of each step; with an empty buffer nothing is trained.
         """
         self._replay.drop_before(self.version - self.lag)
-        metrics = []
-        for _ in range(steps):
+        metrics: list[StepMetrics] = []
+        paused, begun = milliseconds is not None, perf_counter()
+        wanted = steps if steps is not None else inf if paused else 1
+        while len(metrics) < wanted:
+            step_begun = perf_counter()
+            if milliseconds is not None and self._steps.any(step_begun - begun + self._last_seconds >= milliseconds / 1000):
+                if not metrics:
+                    self._last_seconds /= 2  # one slow step, such as the first, must not end the training in short pauses
+                break
             with own_modes(self.target.device):
                 sample = self._replay.draw(self.options.train.micro_batch)
                 metrics.append(self._stepped(self._steps, [] if sample is None else [sample]))
+            if paused:
+                if self.target.device.type == "cuda":
+                    torch.cuda.synchronize(self.target.device)  # or the optimiser's kernels would run after the pause
+                self._last_seconds = perf_counter() - step_begun
+                if not metrics[-1].supervised:  # no process has anything to learn from
+                    break
         return metrics
 
     @property
@@ -339,6 +363,53 @@ class OnlineDrafter:
             state = load_state(path / RESUME, self.target.device)
             self.optimizer.load_state_dict(state["optimizer"])
             self.steps, self.version = state["steps"], state["version"]
+
+    def state_dict(self, *, buffer: bool = True) -> dict[str, Tensor]:
+        """What the next steps follow from, for the loop's own checkpoint: weights, optimiser, counts, and `feed`'s buffer.
+
+        Copies on the host by name: torch.save, safetensors and torch.distributed.checkpoint take them. Weights and optimiser
+        are the same on all processes, the buffer is each one's own.
+
+        Args:
+            buffer: Whether the sequences of `feed` and the random state of their draws are in it.
+        """
+        state: dict[str, Any] = {"weights": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state |= {"decode": self.module.decode_settings(), "replay": self._replay.state_dict() if buffer else None}
+        state |= {"steps": self.steps, "version": self.version, "prepared": self._prepared}
+        tensors, structure = packed(state)
+        return tensors | {STRUCTURE: torch.frombuffer(bytearray(structure.encode()), dtype=torch.uint8)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state_dict`: the next steps are those of the drafter that gave it.
+
+        Raises:
+            UserError: The state is incomplete, or of a drafter with other weights or another optimiser; nothing is changed.
+        """
+        steps, module = self._steps, self.module
+        try:
+            content = unpacked(state[STRUCTURE].cpu().numpy().tobytes(), lambda name: state[name].clone())
+        except (KeyError, ValueError) as error:
+            raise UserError(f"the state is incomplete ({error}); give all tensors of state_dict(), by its names") from error
+        own, given = ({n: list(x.shape) for n, x in w.items()} for w in (module.state_dict(), content["weights"]))
+        if unlike := [name for name in own | given if own.get(name) != given.get(name)]:
+            name = unlike[0]
+            raise UserError(
+                f"the state is of another drafter: {name} is {given.get(name)} there and {own.get(name)} here; "
+                "make the drafter with the recipe and options that it had"
+            )
+        try:
+            steps.optimizer.load_state_dict(content["optimizer"])
+        except ValueError as error:
+            raise UserError(
+                f"the state is of another optimiser ({error}); make the drafter with the one that it had"
+            ) from error
+        with own_modes(self.target.device):
+            module.load_state_dict(content["weights"])
+            module.use_decode_settings(content["decode"])
+            steps.refresh()
+        self.steps, self.version, self._prepared = content["steps"], content["version"], content["prepared"]
+        if content["replay"] is not None:
+            self._replay.load_state_dict(content["replay"], self.target.device)
 
     def _load_weights(self, directory: Path) -> None:
         with own_modes(self.target.device):

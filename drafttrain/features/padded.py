@@ -115,6 +115,19 @@ class Replay:
             if length > 1:
                 self.samples.append(ReplayedSequence(batch.token_BT[b, :length], batch.mask_BT[b, :length], hidden, version))
 
+    def state_dict(self) -> dict[str, Any]:
+        """The sequences, and where the draws are."""
+        samples = [[s.token_T, s.mask_T, s.hidden, s.version] for s in self.samples]
+        return {"samples": samples, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Hold the sequences of a state instead, on this device."""
+        self.samples = deque(maxlen=self.samples.maxlen)
+        for token_T, mask_T, hidden, version in state["samples"]:
+            states = {key: h.to(device) for key, h in hidden.items()}
+            self.samples.append(ReplayedSequence(token_T.to(device), mask_T.to(device), states, version))
+        self._generator.set_state(state["generator"])
+
     def drop_before(self, version: int) -> int:
         """Drop the samples of earlier versions; how many they were."""
         recent = [sample for sample in self.samples if sample.version >= version]

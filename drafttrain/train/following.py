@@ -243,6 +243,12 @@ class FollowingSteps:
             parameter.grad = (flat_gradient.view(parameter.shape).to(parameter.dtype) / supervised).contiguous()
         return bool(gradients) or group_size(self.group) > 1
 
+    def any(self, flag: bool) -> bool:
+        """Whether it holds on any process of the group, which all call this together."""
+        flags = torch.tensor([float(flag)], device=self._computing[0].device)
+        self._sum(flags)
+        return bool(flags)
+
     def _sum(self, x: Tensor) -> None:
         if group_size(self.group) > 1:
             distributed.all_reduce(x, group=self.group)

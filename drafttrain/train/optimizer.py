@@ -237,8 +237,7 @@ class Refusal:
 
 def save_state(file: Path, state: dict[Any, Any]) -> None:
     """Write a state. Raises UserError for a value that is neither a tensor nor plain data."""
-    tensors: dict[str, Tensor] = {}
-    structure = json.dumps(_packed(state, tensors))
+    tensors, structure = packed(state)
     save_file(tensors, file, {"form": structure})
 
 
@@ -246,22 +245,35 @@ def load_state(file: Path, device: torch.device) -> Any:
     """Read a state; its tensors are on this device. Raises UserError for a damaged file."""
     try:
         with safe_open(file, "pt", device=str(device)) as reader:
-            structure = json.loads(reader.metadata()["form"])
-            return _unpacked(structure, reader)
+            return unpacked(reader.metadata()["form"], reader.get_tensor)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); delete it to go on without the optimiser's state") from error
 
 
-def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
+def packed(state: Any) -> tuple[dict[str, Tensor], str]:
+    """A state as (copies of its tensors on the host by name, everything else as JSON). Raises UserError as `save_state`."""
+    tensors: dict[str, Tensor] = {}
+    return tensors, json.dumps(_packed(state, tensors, ""))
+
+
+def unpacked(structure: str | bytes, tensor: Callable[[str], Tensor]) -> Any:
+    """The state of `packed`. tensor: gives one by its name."""
+    return _unpacked(json.loads(structure), tensor)
+
+
+def _packed(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """Plain data in which `{"tensor": name}` stands for a tensor. Keys of dictionaries may be numbers, which JSON lacks."""
     if isinstance(value, Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach().contiguous().clone()
+        name = path if path not in tensors else f"{path}#{len(tensors)}"
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return {TENSOR: name}
     if isinstance(value, dict):
-        return {KEYS: list(value), ITEMS: [_packed(item, tensors) for item in value.values()]}
+        return {
+            KEYS: list(value),
+            ITEMS: [_packed(item, tensors, f"{path}/{key}" if path else str(key)) for key, item in value.items()],
+        }
     if isinstance(value, list | tuple):
-        return [_packed(item, tensors) for item in value]
+        return [_packed(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UserError(
@@ -270,12 +282,12 @@ def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _unpacked(structure: Any, reader: Any) -> Any:
+def _unpacked(structure: Any, tensor: Callable[[str], Tensor]) -> Any:
     if isinstance(structure, dict):
         if TENSOR in structure:
-            return reader.get_tensor(structure[TENSOR])
-        return dict(zip(structure[KEYS], (_unpacked(item, reader) for item in structure[ITEMS]), strict=True))
-    return [_unpacked(item, reader) for item in structure] if isinstance(structure, list) else structure
+            return tensor(structure[TENSOR])
+        return dict(zip(structure[KEYS], (_unpacked(item, tensor) for item in structure[ITEMS]), strict=True))
+    return [_unpacked(item, tensor) for item in structure] if isinstance(structure, list) else structure
 
 
 def learning_rate(options: TrainOptions, step: int, first_steps: int | None = None) -> float:

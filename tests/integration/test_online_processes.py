@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import drafttrain as dt
+from drafttrain.api import online as api
 from drafttrain.runs.options import LauncherOptions, RunOptions
 from tests.forked import launch
 from tests.helpers import tiny_model
@@ -40,9 +43,22 @@ def loop(options: RunOptions, resolved: dict[str, Any]) -> None:
     figures.append([empty.loss, empty.expected_tau, empty.grad_norm, empty.supervised])
     total = sum(float(x.double().abs().sum()) for x in drafter.module.state_dict().values())
     Path(resolved["folder"], f"{size}-{rank}.json").write_text(json.dumps([figures, total]))
+    pauses = in_pauses(drafter, rank) if size > 1 else []
+    Path(resolved["folder"], f"pauses-{rank}.json").write_text(json.dumps(pauses))
     if size > 1:  # gloo's threads may abort a process that exits while it has a group
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def in_pauses(drafter: dt.OnlineDrafter, rank: int) -> list[int]:
+    """Steps in each of three pauses. Only the second process is slow, and it alone has nothing to draw at first."""
+    now = itertools.count(step=30 if rank else 1)
+    api.perf_counter = lambda: next(now) / 1000  # type: ignore[assignment]
+    if not rank:
+        drafter.feed(tokens(2, 12, 10))
+    steps = [len(drafter.replay(milliseconds=200))]
+    drafter.feed(tokens(2, 12, 11 + rank))
+    return [*steps, *(len(drafter.replay(milliseconds=200)) for _ in range(2))]
 
 
 @pytest.mark.slow
@@ -51,6 +67,8 @@ def test_online_drafter_two_process_steps_equal_one_process(tmp_path: Path) -> N
         launch(loop, RunOptions(launcher=LauncherOptions(nproc=size)), {"folder": str(tmp_path)})
     one, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("1-0", "2-0", "2-1"))
     assert first == second
+    pauses = [json.loads((tmp_path / f"pauses-{rank}.json").read_text()) for rank in (0, 1)]
+    assert pauses[0] == pauses[1] and all(0 < steps < 6 for steps in pauses[0]), "the slow one decides for both"
     for ours, alone in zip(first[0], one[0], strict=True):
         assert ours == pytest.approx(alone, rel=2e-4)
     assert first[1] == pytest.approx(one[1], rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,35 @@ def test_follow_callback_trains_drafters_in_transformers_trainer(tmp_path: Path)
         assert drafter.steps == 2 and any(not torch.equal(x, old[name]) for name, x in drafter.module.state_dict().items())
     kept = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     assert not any(hook.__module__.startswith("drafttrain") for hook in kept)
+
+
+def test_follow_callback_resumed_trainer_gives_uninterrupted_drafters(tmp_path: Path) -> None:
+    """The drafters' states are in the trainer's own checkpoint."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": row_T, "labels": row_T} for row_T in tokens(8, 12)]
+
+    def trained(resume: bool, steps: int) -> list[dt.OnlineDrafter]:
+        torch.manual_seed(0)
+        model = tiny_model()
+        drafters = [follower(model, recipe) for recipe in ("medusa", "eagle3")]
+        settings = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, max_steps=steps, save_strategy="steps", save_steps=2, report_to=[],
+            use_cpu=True, disable_tqdm=True, logging_strategy="no", lr_scheduler_type="constant",
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=settings, train_dataset=rows, callbacks=[dt.FollowCallback(*drafters)])
+        trainer.train(resume_from_checkpoint=resume)
+        return drafters
+
+    whole = trained(False, 4)
+    for name in ("drafter-0.safetensors", "drafter-1.safetensors"):
+        assert (tmp_path / "checkpoint-2" / name).is_file()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = trained(True, 4)
+    for one, other in zip(whole, resumed, strict=True):
+        assert other.steps == one.steps == 4
+        for name, tensor in one.module.state_dict().items():
+            assert torch.equal(tensor, other.module.state_dict()[name]), name
+    (tmp_path / "checkpoint-4" / "drafter-1.safetensors").unlink()
+    with pytest.warns(UserWarning, match="without .*drafter-1.safetensors; this drafter goes on as it is"):
+        assert [drafter.steps for drafter in trained(True, 5)] == [5, 1]

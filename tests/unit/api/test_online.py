@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import checkpoint
 
 import drafttrain as dt
 from drafttrain.api import following_options
+from drafttrain.api import online as api
 from drafttrain.cli.config import Run, compose_run
 from drafttrain.features.online import Online
 from drafttrain.features.padded import batch_of
@@ -248,12 +251,113 @@ def test_online_drafter_saved_and_loaded_continues_with_optimizer(tmp_path: Path
         follower(model, "mtp").load(path)
 
 
+def through_torch(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    torch.save({"policy": 1, "drafter": state}, folder / "all.pt")
+    return dict(torch.load(folder / "all.pt", weights_only=True)["drafter"])
+
+
+def through_safetensors(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    save_file(state, folder / "drafter.safetensors")
+    return load_file(folder / "drafter.safetensors")
+
+
+def through_distributed_checkpoint(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """As docs/online.md shows it."""
+    checkpoint.save({"step": torch.ones(()), "drafter": state}, checkpoint_id=folder)
+    saved = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in saved.items() if name.startswith("drafter.")}
+    checkpoint.load(found, checkpoint_id=folder)
+    return {name.removeprefix("drafter."): tensor for name, tensor in found.items()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("through", [through_torch, through_safetensors, through_distributed_checkpoint])
+def test_online_drafter_state_in_trainer_checkpoint_continues_bit_equal(through: Any, tmp_path: Path) -> None:
+    """With the buffer, its random state, the optimiser's moments and the counts."""
+    model = tiny_model()
+    online = follower(model, "eagle3", "train.micro_batch=2")
+    online.feed(tokens(), version=2)
+    online.feed(tokens(2, 9), {block: torch.randn(2, 9, 32) for block in (*online.taps.blocks, FINAL)}, version=3)
+    online.replay(2)
+    state = through(online.state_dict(), tmp_path)
+    again = follower(model, "eagle3", "train.micro_batch=2", "train.seed=5")
+    again.load_state_dict(state)
+    assert (again.steps, again.version, again.fed) == (2, 3, 5)
+    assert again.replay(3) == online.replay(3) and again.step(tokens(seed=4)) == online.step(tokens(seed=4))
+    for name, tensor in online.module.state_dict().items():
+        assert torch.equal(tensor, again.module.state_dict()[name]), name
+    without = follower(model, "eagle3")
+    without.feed(tokens())
+    without.load_state_dict(online.state_dict(buffer=False))
+    assert without.fed == 3 and without.steps == 6, "a state without the buffer leaves it"
+
+
+def test_online_drafter_state_of_another_drafter_is_refused_and_changes_nothing() -> None:
+    model = tiny_model()
+    online = follower(model)
+    before = online.state_dict()
+    moved = follower(model)
+    moved.step(tokens())
+    state = moved.state_dict()
+    for bad, message in (
+        ({name: x for name, x in state.items() if "weight" not in name}, "incomplete .*give all tensors of state_dict"),
+        ({"model": state}, "incomplete .'structure'"),
+        (follower(model, "mtp").state_dict(), "of another drafter: .* here; make the drafter with the recipe"),
+        (
+            dt.OnlineDrafter(model, "medusa", FOLLOWERS["medusa"], optimizer=two_groups).state_dict(),
+            "of another optimiser .*make the drafter with the one",
+        ),
+    ):
+        with pytest.raises(dt.UserError, match=message):
+            online.load_state_dict(bad)
+    after = online.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(x, after[name]) for name, x in before.items())
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first]}, {"params": others}], lr=1e-3)
+
+
+class Clock:
+    """Each reading after the first of a step is later by what the step takes; readings between steps cost nothing."""
+
+    def __init__(self, online: dt.OnlineDrafter, seconds: list[float]) -> None:
+        self.now, self.seconds, self.step = 0.0, seconds, online._stepped
+        online._stepped = self.timed  # type: ignore[method-assign]
+
+    def timed(self, *arguments: Any) -> dt.StepMetrics:
+        self.now += self.seconds.pop(0)
+        return self.step(*arguments)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_online_drafter_replay_in_pauses_equals_replay_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step begins that would end after the pause, and the pauses' lengths do not change the steps."""
+    model = tiny_model()
+    whole, paused = (follower(model, "medusa", "train.micro_batch=2") for _ in range(2))
+    for online in (whole, paused):
+        online.feed(tokens(6))
+    clock = Clock(paused, [0.4, 0.1, 0.1, 0.3, 0.1, 0.1])
+    monkeypatch.setattr(api, "perf_counter", clock)
+    taken = [paused.replay(milliseconds=x) for x in (0, 1, 399, 250, 150, 150, 190)]
+    assert [len(metrics) for metrics in taken] == [0, 1, 0, 2, 1, 0, 1], "the last step took 400 ms, then 200, 100, 300, 150"
+    assert [metrics for pause in taken for metrics in pause] == whole.replay(5)
+    assert paused.replay(1, milliseconds=1e6)[0] == whole.replay()[0], "no more steps than were asked for"
+    for name, tensor in whole.module.state_dict().items():
+        assert torch.equal(tensor, paused.module.state_dict()[name]), name
+    empty = follower(model)
+    monkeypatch.setattr(api, "perf_counter", Clock(empty, [0.0]))
+    assert [m.stepped for m in empty.replay(milliseconds=1e6)] == [False], "a pause with nothing to learn from ends at once"
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(recipe=["eagle3"])
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3"])
 def test_online_drafter_checkpoint_is_exported_and_measured(recipe: str, tmp_path: Path, command: Callable[..., int]) -> None:
     """The checkpoint and the changed target, as another process finds them; the export has the tensors of `draft_weights`."""
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
@@ -294,8 +398,6 @@ class Engine:
         self.calls: list[tuple[str, dict[str, Tensor]]] = []
 
     def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[list[str]]:
-        from safetensors.torch import load_file
-
         self.calls.append((method, load_file(args[0])))
         return [[], ["lm_head.weight"] if len(self.calls) > 2 else []]
 
