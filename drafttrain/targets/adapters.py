@@ -22,6 +22,7 @@ from drafttrain.targets.structure import find_blocks, fingerprint_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # files of peft
 MATRICES = (".lora_A.weight", ".lora_B.weight")
+OF_MATRICES = ("gaussian", "eva", "orthogonal")  # ways to start that leave the target's weights as they are
 NAME = "default"  # peft's name for a single adapter
 
 
@@ -51,15 +52,21 @@ def with_adapter(target: HFTarget, name: str, folder: str) -> HFTarget:
 
 def _adapted(target: HFTarget, name: str, folder: str) -> tuple[Any, dict[str, Any]]:
     """(transformers' model with peft's layers over the target's weights, these layers by the names of their maps)."""
-    from peft import PeftModel, get_peft_model_state_dict  # takes seconds, and few runs need it
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict  # takes seconds, and few runs need it
     from peft.tuners.lora import LoraLayer
     from safetensors import safe_open
 
+    path = str(Path(folder).expanduser())
     try:
-        with warnings.catch_warnings(), safe_open(str(Path(folder).expanduser() / WEIGHTS), "pt") as file:
+        config: Any = PeftConfig.from_pretrained(path)
+        start = getattr(config, "init_lora_weights", True)
+        if isinstance(start, str) and start not in OF_MATRICES:  # peft would write to the weights that the base shares
+            raise UserError(f"init_lora_weights={start} changes the target's own weights, until peft has converted it")
+        config.init_lora_weights = True
+        with warnings.catch_warnings(), safe_open(str(Path(path) / WEIGHTS), "pt") as file:
             warnings.simplefilter("ignore")  # peft warns of what is refused below
             given = set(file.keys())
-            peft_model = PeftModel.from_pretrained(weight_sharing_copy(target.model), str(Path(folder).expanduser()), NAME)
+            peft_model = PeftModel.from_pretrained(weight_sharing_copy(target.model), path, NAME, config=config)
             loaded = set(get_peft_model_state_dict(peft_model, adapter_name=NAME))
     except Exception as error:  # peft and safetensors raise errors of every kind for what does not fit
         reason = " ".join(str(error).split())[:200]

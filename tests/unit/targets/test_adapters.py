@@ -97,6 +97,16 @@ def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         with_adapter(HFTarget(tiny_model("gpt2")), "sql", saved(tmp_path, **SETTINGS["qv"]))
 
 
+def test_adapter_that_starts_from_changed_weights_is_refused(tmp_path: Path) -> None:
+    """peft would subtract the first matrices from the target's weights, which all its adapters share."""
+    target = HFTarget(tiny_model())
+    folder = saved(tmp_path, **SETTINGS["qv"] | {"init_lora_weights": "olora"})
+    before = [p.clone() for p in target.model.parameters()]
+    with pytest.raises(UserError, match="init_lora_weights=olora changes the target's own weights"):
+        with_adapter(target, "sql", folder)
+    assert all(torch.equal(a, b) for a, b in zip(before, target.model.parameters(), strict=True))
+
+
 def test_target_options_with_adapters_are_checked(tmp_path: Path) -> None:
     folder = saved(tmp_path, **SETTINGS["qv"])
     check_options(TargetOptions(adapters={"sql": folder}))
