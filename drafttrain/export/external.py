@@ -51,6 +51,7 @@ GROUPS = {
     "how it was trained": """
         initializer_range init_std attention_dropout hidden_dropout dropout_rate embd_pdrop resid_pdrop num_anchors ttt_length
         step_loss_decay loss_decay_gamma confidence_head_alpha ce_loss_alpha l1_loss_alpha lambda_base_start aux_loss_alpha
+        lambda_base_decay_steps num_depths down_sample_ratio down_sample_ratio_min parallel_drafting
         output_router_logits router_aux_loss_coef router_jitter_noise seq_aux pretraining_tp use_cache attention_mode
         attn_implementation draft_num_hidden_layers embed_requires_grad gradient_checkpointing
     """,

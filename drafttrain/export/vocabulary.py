@@ -38,8 +38,11 @@ def draft_vocab(found: ExternalCheckpoint, vocab: int) -> int | None:
         raise UserError(
             f"{found.origin}: it drafts {rows} of this target's {vocab} tokens, but has no d2t that names them; {TRAINED_FOR}"
         )
-    is_identity = rows == vocab and found.has("d2t") and not bool(found.tensors["d2t"].any())  # each token is itself
-    return rows if found.has("d2t") and not is_identity else None
+    if not found.has("d2t"):
+        return None
+    d2t = found.tensors["d2t"]
+    is_identity = not bool(d2t.any()) or torch.equal(d2t, torch.arange(len(d2t)))  # each token is itself, as offset or as id
+    return None if rows == vocab and is_identity else rows
 
 
 def store_vocabulary(draft: ConvertedDrafter) -> None:

@@ -124,6 +124,7 @@ def zlab_config(source: ExportSource, architecture: str, **inner: Any) -> dict[s
         **block_fields(source),
         **({} if is_causal is None else {"is_causal": is_causal}),
         "num_target_layers": source.shape.blocks,
+        "mask_token_id": dflash_fields["mask_token_id"],  # verl-SpeCo looks for it here alone
         **vocabulary_field(source),
         "dflash_config": dflash_fields | ({} if is_causal is None else {"causal": is_causal}) | inner,
     }
@@ -378,6 +379,10 @@ def _options(checkpoint: ExternalCheckpoint, layers: Mapping[str, Any], target: 
         raise UserError(
             f"{checkpoint.origin}: target_layer_ids is {layer_ids!r}, this target has blocks 0 to {blocks - 1}; {TRAINED_FOR}"
         )
+    for key, size in (("target_hidden_size", target.shape.hidden_size), ("target_num_hidden_layers", blocks)):
+        same_size(checkpoint, key, checkpoint.config.get(key), size)
+    context_layers = checkpoint.config.get("num_context_layers")
+    checkpoint.wants("num_context_layers", context_layers, (None, len(layer_ids)), f"but it names {len(layer_ids)} layers")
     return {
         "block_size": number_of(checkpoint, "block_size"),
         "layer": layer_options(checkpoint, layers, target, "qwen3"),

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.export.block_fields import NESTED, field_of, number_of
+from drafttrain.export.block_fields import NESTED, field_of, inside, number_of
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files, Reads
 from drafttrain.export.format import SAME, Format, Importer, Renames, Rows, StackRow, wrapped
@@ -32,7 +32,7 @@ def domino_refuse(source: ExportSource, reads: Reads) -> str | None:
 
 
 def domino(source: ExportSource) -> Files:
-    """Domino's layout. `shift_label` says whether slots are shifted."""
+    """Domino's layout. `shift_label` says whether slots are shifted. verl-SpeCo has the head's shape at the top level."""
     options = source.options
     head_fields = {
         "projector_type": "domino",
@@ -41,7 +41,7 @@ def domino(source: ExportSource) -> Files:
         "gru_hidden_dim": options["state"],
         "emb_dim": options["rank"],
     }
-    return Files(zlab_config(source, "DFlashDraftModel", **head_fields), source.tensors)
+    return Files(zlab_config(source, "DFlashDraftModel", **head_fields) | head_fields, source.tensors)
 
 
 def _knows_domino(checkpoint: ExternalCheckpoint) -> bool:
@@ -54,7 +54,7 @@ def _domino_names(checkpoint: ExternalCheckpoint) -> Renames:
 
 
 def _domino_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[str, Any]:
-    shifted = checkpoint.field("shift_label", NESTED)
+    shifted = checkpoint.field("shift_label", *inside(checkpoint, "shift_label"))
     if not isinstance(shifted, bool):
         raise UserError(f"{checkpoint.origin}: shift_label is {shifted!r}; true or false is needed")
     prefix_length = field_of(checkpoint, "pure_draft_prefix_len", PREFIX)

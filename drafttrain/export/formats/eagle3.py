@@ -27,6 +27,7 @@ from drafttrain.model.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS = "target_layer_ids"  # blocks whose outputs are read, as DeepSpec names them
+SPECO = "target_hidden_layer_ids"  # the same in `eagle_config`; verl-SpeCo writes them over the top level's too
 EMBED = "embed_tokens.weight"
 NORMS = ("fc_norm", "norm_output", "norm_before_fc")  # flags of norms that not all drafters have
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "qk_norm", "norm_before_fc", "own_embedding")
@@ -124,9 +125,10 @@ def hidden_norm(layer: int) -> str:
 
 
 def parallel(source: ExportSource) -> Files:
-    """The portable layout of P-EAGLE."""
-    tensors = PARALLEL.named(vocabulary_typed(source.tensors))
-    return Files(_portable_config(source, tensors, source.options["layers"]) | {MASK: mask_token(source)}, tensors)
+    """The portable layout of P-EAGLE. verl-SpeCo has another name for the number of layers."""
+    tensors, layers = PARALLEL.named(vocabulary_typed(source.tensors)), source.options["layers"]
+    config = _portable_config(source, tensors, layers) | {MASK: mask_token(source), "num_draft_layers": layers}
+    return Files(config, tensors)
 
 
 def _portable_config(source: ExportSource, tensors: dict[str, Tensor], layers: int) -> dict[str, Any]:
@@ -288,7 +290,9 @@ def _layer_inputs(checkpoint: ExternalCheckpoint, blocks: int) -> list[int]:
     if not isinstance(eagle_config, Mapping):
         raise UserError(f"{checkpoint.origin}: eagle_config is {eagle_config!r}; an object is needed")
     checkpoint.wants("use_aux_hidden_state", eagle_config.get("use_aux_hidden_state", True), (True,), "which is no EAGLE-3")
-    ids_by_key = {IDS: _ids(checkpoint, IDS, config), f"{IDS} in eagle_config": _ids(checkpoint, IDS, eagle_config, 1)}
+    overwritten = eagle_config.get(SPECO) is not None and config.get(IDS) == eagle_config[SPECO]
+    ids_by_key = {IDS: _ids(checkpoint, IDS, config, int(overwritten))}
+    ids_by_key |= {f"{key} in eagle_config": _ids(checkpoint, key, eagle_config, 1) for key in (IDS, SPECO)}
     ids_by_key |= {OUTPUTS: _ids(checkpoint, OUTPUTS, config, 1)}
     named_ids = {key: ids for key, ids in ids_by_key.items() if ids is not None}
     layer_ids = next(iter(named_ids.values()), [2, blocks // 2, blocks - 3])
@@ -360,6 +364,8 @@ def _parallel_options(checkpoint: ExternalCheckpoint, target: Target) -> dict[st
     config_path = _inside(checkpoint)
     layer_config = checkpoint.object(INNER) if config_path else checkpoint.config
     peagle_options = {"layers": checkpoint.number("num_hidden_layers", *config_path), "mask_token": _mask(checkpoint)}
+    draft_layers = checkpoint.config.get("num_draft_layers")
+    checkpoint.wants("num_draft_layers", draft_layers, (None, peagle_options["layers"]), "unlike num_hidden_layers")
     peagle_options |= _shared_options(checkpoint, layer_config, target)
     checkpoint.wants("norm_output", _norm_output(checkpoint), (False,), "but drafters of this family draft in one pass")
     return peagle_options
