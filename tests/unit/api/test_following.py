@@ -104,6 +104,7 @@ def test_follow_callback_trains_drafters_in_transformers_trainer(tmp_path: Path)
     assert not any(hook.__module__.startswith("drafttrain") for hook in kept)
 
 
+@pytest.mark.slow
 def test_follow_callback_resumed_trainer_gives_uninterrupted_drafters(tmp_path: Path) -> None:
     """The drafters' states are in the trainer's own checkpoint."""
     from transformers import Trainer, TrainingArguments

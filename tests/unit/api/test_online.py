@@ -320,7 +320,7 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Clock:
-    """Each reading after the first of a step is later by what the step takes; readings between steps cost nothing."""
+    """Steps of this drafter take these seconds, and nothing else takes time."""
 
     def __init__(self, online: dt.OnlineDrafter, seconds: list[float]) -> None:
         self.now, self.seconds, self.step = 0.0, seconds, online._stepped
