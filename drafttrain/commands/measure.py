@@ -27,7 +27,7 @@ from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
-from drafttrain.runs.options import RunOptions
+from drafttrain.runs.options import RunOptions, check_engine_adapters
 from drafttrain.runs.paths import dated_path
 from drafttrain.runs.serving_engines import EngineChoice, EngineExport, exports, measure_engines
 from drafttrain.runs.stacks import stacks_of
@@ -46,6 +46,7 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     for an engine that failed, and OutputError if the output of a lossless policy was not that of the target.
     """
     assert options.checkpoint is not None
+    check_engine_adapters(options, options.engine)
     source, console = CheckpointSource.of(options.checkpoint), Console()
     engines = EngineChoice.of(options, source.family)
     base = dated_path(options.output, "measure")

@@ -179,7 +179,8 @@ def _of_cases(evidence: Evidence, indices: Sequence[int]) -> Keys:
     if evidence.hits is not None:
         hits, ours = [evidence.hits[i] for i in indices], [evidence.speculative[i] for i in indices]
         dialogues = [
-            (case.origin, case.question_id, tuple(map(text_of, case.turns))) for case in (evidence.cases[i] for i in indices)
+            (case.adapter, case.origin, case.question_id, tuple(map(text_of, case.turns)))
+            for case in (evidence.cases[i] for i in indices)
         ]
         expected = predicted(hits, evidence.paths, evidence.sampled, dialogues, counts_of(ours))
         all_positions_tau = expected_tau(hits, evidence.paths, evidence.sampled, visited=False)
@@ -202,7 +203,7 @@ def _one(evidence: Evidence, i: int, stop_ids: frozenset[int]) -> Keys:
         "question_id": evidence.cases[i].question_id,
         "category": evidence.cases[i].category,
         "turn": evidence.cases[i].turn,
-        "prompt": prompt_digest(evidence.cases[i].tokens),
+        "prompt": prompt_digest(evidence.cases[i].tokens, evidence.cases[i].adapter),
         "tokens": len(ours.tokens),
         "baseline_tokens": len(plain.tokens),
         "tau": pooled([ours]).tau,
@@ -244,9 +245,11 @@ def _monitored(evidence: Evidence, indices: Sequence[int], stop_ids: frozenset[i
     return keys
 
 
-def prompt_digest(tokens: Sequence[int]) -> str:
-    """A hash of a prompt's token ids. It identifies the prompt across measurements and prompt files."""
-    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
+def prompt_digest(tokens: Sequence[int], adapter: str | None = None) -> str:
+    """A hash of a prompt's token ids, and of the adapter that is asked. It identifies the prompt across measurements and
+    prompt files.
+    """
+    return hashlib.sha256(",".join(map(str, [*tokens, *([adapter] if adapter else [])])).encode()).hexdigest()[:16]
 
 
 def _milli(value: float | None) -> float | None:

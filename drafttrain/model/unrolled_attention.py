@@ -148,13 +148,14 @@ def _blocks(q_BhTD: Tensor, k_BhTD: Tensor, window: int | None) -> Iterator[tupl
 def _kernel(q_BhTD: Tensor, window: int | None) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """A fused causal attention that also returns its log-sum-exp; None: there is none for these queries, compute in blocks.
 
-    The kernels have no window, so texts that are longer than theirs are computed in blocks.
+    The kernels have no window, so texts that are longer than theirs are computed in blocks. So are all on ROCm: the layout of
+    its kernels' log-sum-exp is not known to be NVIDIA's.
     """
     if window is not None and window < q_BhTD.shape[2]:
         return None
     if q_BhTD.device.type == "cpu":
         return lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[:2]
-    if not q_BhTD.is_cuda or q_BhTD.shape[-1] % 8 or q_BhTD.dtype == torch.float64:
+    if not q_BhTD.is_cuda or torch.version.hip is not None or q_BhTD.shape[-1] % 8 or q_BhTD.dtype == torch.float64:
         return None
     if _flash(q_BhTD):
         return lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:2]

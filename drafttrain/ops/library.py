@@ -84,7 +84,9 @@ def cuda_state() -> State:
 
 def state_on(device: torch.device) -> State:
     """The state of the operators for this device."""
-    return cuda_state() if device.type == "cuda" else state()
+    if device.type in ("cpu", "cuda"):
+        return cuda_state() if device.type == "cuda" else state()
+    return State(False, f"torch references (no operators for {device.type})")
 
 
 def _try_out(device: torch.device) -> None:

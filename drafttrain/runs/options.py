@@ -199,6 +199,12 @@ def understood(words: Sequence[str]) -> list[str]:
     return overrides + [word for key, (word, others) in EXPLICIT.items() if key in keys and keys.isdisjoint(others)]
 
 
+def check_engine_adapters(options: RunOptions, engine: Any) -> None:
+    """Raise UserError for an engine that would measure prompts of adapters: it is given the base alone."""
+    if options.target.adapters and engine is not None:
+        raise UserError(f"target.adapters are measured by our own decoder alone, but the engine is {engine}; leave one out")
+
+
 ENDS = "ends"
 WHOLE_ENGINES = ("llamacpp",)  # read targets as files that the trainer writes
 
@@ -216,6 +222,7 @@ def check_target(options: RunOptions, in_memory: bool) -> None:
     features, target, measure = options.features, options.target, options.measure
     if target.adapters and features.name != "online":
         raise UserError(f"target.adapters need the target in the trainer, features={features.name}; set features=online")
+    check_engine_adapters(options, measure.engine)
     if not ends_alone(options):
         return
     if in_memory:

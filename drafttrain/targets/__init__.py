@@ -22,7 +22,7 @@ class TargetOptions:
     dtype: str = choice("float32", "bfloat16", "float16", "auto")
     # fp8, int8, int4: quantise the blocks' linear maps at load time; the result is the target
     weights: str | None = choice(None, "fp8", "int8", "int4")
-    device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
+    device: str = "auto"  # auto | cpu | cuda | cuda:1 ... | xpu
     # transformers' attn_implementation: sdpa | eager. auto: sdpa where the model has it, else eager
     attention: str = choice("auto", "sdpa", "eager")
     # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can

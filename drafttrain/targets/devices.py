@@ -48,9 +48,16 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"target.device is {name!r}; choose auto, cpu or cuda[:n]") from error
-    if device.type != "cuda":
+        raise UserError(f"target.device is {name!r}; choose auto, cpu, cuda[:n] or xpu") from error
+    if device.type == "mps":
+        raise UserError(
+            "target.device is mps, but Apple's GPUs have no float64, in which losses are added up and noise is drawn; set "
+            "target.device=cpu"
+        )
+    if device.type == "cpu" or (device.type == "xpu" and torch.xpu.is_available()):
         return device
+    if device.type != "cuda":
+        raise UserError(f"target.device is {name!r}, which is not available here; choose auto, cpu, cuda[:n] or xpu")
     if not torch.cuda.is_available():
         raise UserError(f"target.device is {name!r} but no CUDA device is available; set target.device=auto")
     multi_process = int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -64,6 +64,7 @@ def test_drafter_for_target_with_adapters_is_trained_and_measured_for_each(
         (("target.adapters={sql:nowhere}",), "which has no adapter_config.json"),
         ((named, "features=cached"), "target.adapters need the target in the trainer, features=cached"),
         ((named, "data.pack=true"), "set data.pack=false"),
+        ((named, "measure.every=2", "measure.engine=vllm"), "measured by our own decoder alone, but the engine is vllm"),
         ((), "the adapter 'chat' is none of target.adapters"),
     ):
         assert command(*fitted, mix, *wrong) == 2
@@ -77,6 +78,7 @@ def test_drafter_for_target_with_adapters_is_trained_and_measured_for_each(
         assert list(slices) == ["base target", "sql", "chat"] and set(report["target"]["adapters"]) == {"sql", "chat"}
         assert all(s["prompts"] == s["exact_matches"] == s["transformers_exact_matches"] == 5 for s in slices.values())
         assert sum(s["verifications"] for s in slices.values()) == entry["verifications"]
+        assert len({prompt["prompt"] for prompt in entry["per_prompt"]}) == 15, "the same text is asked three times"
     assert "by the target's adapter" in capsys.readouterr().out
     assert command("generate", "checkpoint=run/eagle3", named, "prompt=Sort a list.") == 2
     assert "target.adapters has sql, chat, but generate uses one" in capsys.readouterr().err

@@ -249,6 +249,17 @@ def test_prepare_server_chat_template_kwargs_of_record_are_sent_and_kept(command
     ]
 
 
+def test_prepare_server_adapter_of_record_is_model_that_answers(command: Command, serve: Any, tmp_path: Path) -> None:
+    """As vLLM serves LoRA adapters. The same prompt is asked of each."""
+    asked = [{"prompt": "a", "adapter": "sql"}, {"prompt": "a"}, {"prompt": "a", "adapter": "sql"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in asked))
+    fake = serve()
+    assert prepare(command, fake, tmp_path / "prompts.jsonl") == 0
+    assert sorted(request["model"] for request in fake.requests) == ["sql", "tiny-model"]
+    records = [json.loads(line) for line in (tmp_path / "out" / "part-00000.jsonl").read_text().splitlines()]
+    assert [record.get("adapter") for record in records] == ["sql", None]
+
+
 def function(name: str, identity: str, arguments: Any = "{}") -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 

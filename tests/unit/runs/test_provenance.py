@@ -156,3 +156,13 @@ def test_fit_report_has_origin_and_contamination_of_data(
         assert contaminated == {"copies": [], "prompts": 2, "searched": 12, "records": 12, "ngram": 8, "overlap": 0.5}
         section = report.with_suffix(".md").read_text().split("## Data")[1]
         assert "nats/token" in section and "0 of 2 evaluation prompts also occur in the training data" in section
+
+
+def test_replies_of_adapter_with_other_weights_are_foreign(loaded: LoadedTarget, tmp_path: Path) -> None:
+    target = loaded.description
+    record = {"target": {**target, "adapters": {"sql": "a1"}}, "template": None}
+    (tmp_path / "provenance.json").write_text(json.dumps(record))
+    assert foreign(str(tmp_path), target | {"adapters": {"sql": "a1", "chat": "c1"}}, None) is None
+    assert foreign(str(tmp_path), target | {"adapters": {"sql": "b2"}}, None) == (
+        "its replies of the adapter sql are those of other weights"
+    )

@@ -68,7 +68,7 @@ def test_device_of_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, subte
         ),
         ("cuda:2", 2, {}, "target.device is 'cuda:2', this process sees 2 GPUs"),
         ("cuda", 0, {}, "no CUDA device is available"),
-        ("gpu", 2, {}, "choose auto, cpu or cuda"),
+        ("gpu", 2, {}, "choose auto, cpu, cuda"),
     ]
     for name, gpus, variables, line in cases:
         with subtests.test(name=name, gpus=gpus, **variables):
@@ -127,3 +127,17 @@ def test_check_order_collective_missing_on_one_rank_is_reported(tmp_path: Path) 
         (tmp_path / f"rank-{process}.jsonl").write_text(f"{json.dumps(REDUCED)}\n" * called)
     with pytest.raises(AssertionError, match=r"collective 1: .*all_reduce.* on 0, \[\] on 2"):
         devices.check_order(tmp_path, 3)
+
+
+def test_device_of_other_kinds_is_refused_where_it_cannot_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    for available in (True, False):
+        monkeypatch.setattr(torch.xpu, "is_available", lambda available=available: available)
+        if available:
+            assert device_of("xpu") == torch.device("xpu")
+    for name, message in (
+        ("mps", "Apple's GPUs have no float64, .*; set target.device=cpu"),
+        ("xpu", "'xpu', which is not available here; choose auto, cpu"),
+        ("hpu", "'hpu', which is not available here; choose auto, cpu"),
+    ):
+        with pytest.raises(UserError, match=message):
+            device_of(name)
