@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import drafttrain
-from benchmarks import image_prompts
+from benchmarks import image_prompts, image_target
 from drafttrain.core.errors import UserError
+from drafttrain.data.prompts import load_prompts
 from tests.images import picture, write_conversations, write_target
 
 SMALL = ("train.steps=3", "train.checkpoint_every=3", "train.global_batch=4", "train.micro_batch=2", "data.held_out=4")
@@ -81,6 +82,15 @@ def test_prepare_image_target_answers_drawn_prompts(command: Callable[..., int],
     page = tmp_path / "page.html"
     words = (f"target.path={target}", f"data.path={tmp_path / 'replies'}", f"prompts={drawn / 'prompts.jsonl'}", f"out={page}")
     assert command("inspect", *words) == 0 and page.is_file()
+
+
+@pytest.mark.slow
+def test_image_target_of_benchmarks_answers_drawn_prompt(tmp_path: Path) -> None:
+    image_target.main(["--out", str(tmp_path / "target"), "--steps", "2", "--rows", "4"])
+    image_prompts.main(["--out", str(tmp_path / "drawn"), "--count", "0", "--prompts", "1"])
+    target, (prompt,) = drafttrain.load_target(tmp_path / "target"), load_prompts(str(tmp_path / "drawn" / "prompts.jsonl"))
+    (found,) = drafttrain.generate(target, None, [[{"role": "user", "content": prompt.turns[0]}]], max_new_tokens=4)
+    assert found.tokens
 
 
 @pytest.mark.parametrize(
