@@ -246,9 +246,8 @@ def test_on_policy_unsupported_drafter_or_zero3_is_refused() -> None:
 
 
 def entry(step: int, tau: float, speedup: float) -> dict[str, Any]:
-    return {"name": f"step-{step}", "step": step, "tau": tau} | dict.fromkeys(
-        ("speedup", "speedup_min", "speedup_max"), speedup
-    )
+    speeds = dict.fromkeys(("speedup", "speedup_min", "speedup_max"), speedup)
+    return {"name": f"step-{step}", "step": step, "tau": tau, "repeats": 3} | speeds
 
 
 def test_measure_flags_step_zero_is_best_only_with_higher_tau() -> None:
