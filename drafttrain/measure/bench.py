@@ -122,6 +122,7 @@ def _cut(
 
 
 BASELINE, REFERENCE = "baseline", "transformers"
+LEAST_TIMED = 4  # prompts, or batches of them, of a report's speedup: tau differs too much between them for fewer
 Item = TypeVar("Item")
 Decoders = Mapping[str | None, Decoder]  # by the cases' adapters
 
@@ -276,7 +277,7 @@ class Bench:
             self.budget.notes.append(
                 f"timing at {label}: {len(numbers)} of {size} requests at a time, because there are no more prompts"
             )
-        laps = self.timed(f"timing, {label}", contenders, cases_by_wave, repeats, seconds, first_repeat_only)
+        laps = self.timed(f"timing, {label}", contenders, cases_by_wave, repeats, seconds, first_repeat_only, LEAST_TIMED)
         timed_waves, timed_repeats = len(laps[BASELINE][0]), len(laps[BASELINE])
         if timed_waves < len(cases_by_wave) or timed_repeats < repeats:
             self.budget.notes.append(
@@ -293,8 +294,10 @@ class Bench:
         repeats: int,
         seconds: float,
         once: dict[str, Contender],
+        least: int = 1,
     ) -> dict[str, Repeats]:
-        """Race the contenders over as many of the wanted waves and repeats as fit into `seconds`.
+        """Race the contenders over as many of the wanted waves and repeats as fit into `seconds`, `least` waves whatever they
+        take.
 
         once: contenders that run in the first repeat only.
         """
@@ -305,7 +308,8 @@ class Bench:
             contender(wanted[0])
         warmup_seconds = monotonic() - start_time
         seconds_per_wave = regular_seconds + (warmup_seconds - regular_seconds) / repeats
-        timing_plan = self.part.share(plan(seconds_per_wave, max(0.0, seconds - warmup_seconds), len(wanted), repeats))
+        left = max(0.0, seconds - warmup_seconds)
+        timing_plan = self.part.share(plan(seconds_per_wave, left, len(wanted), repeats, least))
         laps_done, total = 0, timing_plan.waves * (timing_plan.repeats * len(contenders) + len(once))
 
         def tick(lap: Decoded) -> None:

@@ -185,12 +185,13 @@ class Plan:
     repeats: int
 
 
-def plan(seconds_per_wave: float, seconds: float, waves: int, repeats: int) -> Plan:
+def plan(seconds_per_wave: float, seconds: float, waves: int, repeats: int, least: int = 1) -> Plan:
     """As many of the wanted waves and repeats as fit into `seconds`. Waves are cut first, then repeats; one of each remains.
 
-    seconds_per_wave: all contenders once over one wave.
+    seconds_per_wave: all contenders once over one wave. least: waves, once each, that are timed whatever they take.
     """
-    passes = max(1, int(seconds / seconds_per_wave)) if seconds_per_wave > 0 else waves * repeats
+    passes = max(least, int(seconds / seconds_per_wave)) if seconds_per_wave > 0 else waves * repeats
     if passes >= waves * repeats:
         return Plan(waves, repeats)
-    return Plan(max(1, min(waves, passes // repeats)), min(repeats, passes))
+    timed = max(1, min(waves, max(passes // repeats, least)))
+    return Plan(timed, max(1, min(repeats, passes // timed)))

@@ -35,6 +35,7 @@ from drafttrain.objective.losses import Hits, fit_tree_confidence
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 DEFAULT, PLAIN = "as trained", "plain decoding"
+NOTICED = 1.02  # times the trained proposal's speed, from which another one takes its place
 TINY = 1e-9  # least speed, of an output without time
 Settings = dict[str, Any]
 Contenders = Mapping[str, Settings | None]  # by name; None: plain decoding
@@ -248,19 +249,23 @@ def _search(
     finalists = {DEFAULT: {}} | finalists
     budget, share = tuner.bench.budget, 0.5 if deciding else 1.0
     raced, costs = tuner.race("race of the finalists", {**finalists, PLAIN: None}, choosing, share * (end - budget.used))
-    name, fastest_name = winner({label: raced[label] for label in finalists}), max(finalists, key=lambda n: median(raced[n]))
-    settings, deciding_race, label = finalists[name] | temperature, raced, name
-    if settings and deciding:
-        candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
-        deciding_race, label = tuner.race("on the other prompts", candidates, deciding, end - budget.used)[0], "chosen"
-    gain = median(deciding_race[label])
-    fastest, plain = deciding_race[label if gain > 1.0 else DEFAULT], deciding_race[PLAIN]
-    speedups = [a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)]
     rows = [
         {"name": label, "settings": proposal_settings, "raced": median(raced[label]), "cost": costs.get(label)}
         | forecasts.get(label, {"expected_tau": None, "interval": None, "predicted_speedup": None})
         for label, proposal_settings in finalists.items()
     ]
+    values = {} if tuner.drafter.proposal.grown else speeds_of(rows)
+    name, fastest_name = winner({label: raced[label] for label in finalists}), max(finalists, key=lambda n: median(raced[n]))
+    if values:
+        fastest_name = max(values, key=lambda label: values[label])
+        name = fastest_name if values[fastest_name] > NOTICED * values[DEFAULT] else DEFAULT
+    settings, deciding_race, label = finalists[name] | temperature, raced, name
+    if settings and deciding:
+        candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
+        deciding_race, label = tuner.race("on the other prompts", candidates, deciding, end - budget.used)[0], "chosen"
+    gain = values[name] / values[DEFAULT] if values and label == name else median(deciding_race[label])
+    fastest, plain = deciding_race[label if gain > 1.0 else DEFAULT], deciding_race[PLAIN]
+    speedups = [a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)]
     return {
         "batch_size": tuner.batch_size,
         "finalists": rows,
@@ -277,6 +282,16 @@ def _search(
             "plain_is_faster": clearly_faster(plain, fastest),  # beyond noise
         },
     }
+
+
+def speeds_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The speedup of each finalist over plain decoding: expected tau / the cost of its timed steps; empty unless all have both.
+
+    A few prompts show what steps cost, and not whether one proposal is faster than another: their taus differ too much.
+    """
+    if any(not row["expected_tau"] or not row["cost"] for row in rows):
+        return {}
+    return {row["name"]: row["expected_tau"] / row["cost"] for row in rows}
 
 
 def winner(raced: Mapping[str, Sequence[float]]) -> str:

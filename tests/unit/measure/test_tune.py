@@ -150,6 +150,22 @@ def test_tune_command_faster_settings_are_stored_and_decoded_with(
 
 
 @pytest.mark.usefixtures("no_picture")
+def test_tune_command_prefers_tau_over_cost_to_speeds_of_few_prompts(
+    command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, races = saved(tmp_path, loaded, "medusa", heads=3), list[dict[str, Any]]()
+
+    def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> Raced:
+        races.append(settings)
+        first, second = list(settings)[1:3]
+        return {label: [2.0 if label == first else 1.0] for label in settings}, dict.fromkeys(settings, 10.0) | {second: 0.1}
+
+    monkeypatch.setattr(tune_file.Tuner, "race", race)
+    assert command("tune", f"checkpoint={path}", *QUICK, "decode.max_new_tokens=16") == 0
+    assert races[1]["chosen"] == list(races[0].values())[2]
+
+
+@pytest.mark.usefixtures("no_picture")
 def test_tune_command_chooses_for_each_batch_size_from_one_pass_of_acceptance(
     command: Callable[..., int],
     loaded: LoadedTarget,
