@@ -190,6 +190,7 @@ def plan(seconds_per_wave: float, seconds: float, waves: int, repeats: int, leas
 
     seconds_per_wave: all contenders once over one wave. least: waves, once each, that are timed whatever they take.
     """
+    least = min(least, waves)
     passes = max(least, int(seconds / seconds_per_wave)) if seconds_per_wave > 0 else waves * repeats
     if passes >= waves * repeats:
         return Plan(waves, repeats)

@@ -74,7 +74,7 @@ def test_timing_plan_cuts_waves_before_repeats() -> None:
     plans = [plan(1.0, seconds, 16, 3) for seconds in (100.0, 21.0, 2.0, 0.0)]
     assert plans == [Plan(16, 3), Plan(7, 3), Plan(1, 2), Plan(1, 1)]
     assert [plan(1.0, seconds, 16, 3, least=4) for seconds in (21.0, 9.0, 0.0)] == [Plan(7, 3), Plan(4, 2), Plan(4, 1)]
-    assert plan(1.0, 0.0, 2, 3, least=4) == Plan(2, 2)
+    assert plan(1.0, 0.0, 2, 3, least=4) == Plan(2, 1)
 
 
 def test_budget_never_stops_before_forty_prompts() -> None:
