@@ -531,7 +531,8 @@ def _page(decision: dict[str, Any], plan: AutoPlan) -> str:
         verdict = f"Do not serve `{decision['recipe']}` yet, {', '.join(faults)} failed"
     free = {name: speed for name, speed in decision["untrained"].items() if speed is not None}
     others = ", ".join(f"`{name}` {cells.number(speed)}x" for name, speed in free.items())
-    if (best := max(free, key=lambda name: free[name], default="")) and free[best] > max(1.0, entry["speedup"] or 0.0):
+    best = max(free, key=lambda name: free[name], default="")
+    if best and not faults and free[best] > max(1.0, entry["speedup"] or 0.0):
         verdict = f"Serve with the stack's own `{best}`, {cells.number(free[best])}x without training. `{decision['recipe']}`"
     sampled, sampling = decision["sampled"], ""
     if sampled:

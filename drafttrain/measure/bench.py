@@ -248,6 +248,7 @@ class Bench:
                 self.budget.left / (len(sizes) + others - i),
                 f"batch {size}",
                 order[: max(timed, size)],
+                LEAST_TIMED,
             )
             for i, size in enumerate(sizes)
         }
@@ -260,10 +261,11 @@ class Bench:
         seconds: float,
         label: str,
         order: Sequence[int] | None = None,
+        least: int = 1,
     ) -> Race:
         """Time the baseline and every checkpoint, alternating, over as many prompts as fit into `seconds`.
 
-        order: numbers of the cases that may be timed; None: all. The drafters propose as tuning chose for this size.
+        order: numbers of the cases that may be timed; None: all. least: as for `plan`. The drafters propose as tuning chose for this size.
         """
         for drafter in drafters.values():
             drafter.use_batch_size(size)
@@ -277,7 +279,7 @@ class Bench:
             self.budget.notes.append(
                 f"timing at {label}: {len(numbers)} of {size} requests at a time, because there are no more prompts"
             )
-        laps = self.timed(f"timing, {label}", contenders, cases_by_wave, repeats, seconds, first_repeat_only, LEAST_TIMED)
+        laps = self.timed(f"timing, {label}", contenders, cases_by_wave, repeats, seconds, first_repeat_only, least)
         timed_waves, timed_repeats = len(laps[BASELINE][0]), len(laps[BASELINE])
         if timed_waves < len(cases_by_wave) or timed_repeats < repeats:
             self.budget.notes.append(
@@ -296,10 +298,9 @@ class Bench:
         once: dict[str, Contender],
         least: int = 1,
     ) -> dict[str, Repeats]:
-        """Race the contenders over as many of the wanted waves and repeats as fit into `seconds`, `least` waves whatever they
-        take.
+        """Race the contenders over as many of the wanted waves and repeats as fit into `seconds`.
 
-        once: contenders that run in the first repeat only.
+        once: contenders that run in the first repeat only. least: as for `plan`.
         """
         start_time = monotonic()
         race(contenders, wanted[:1], 1)  # warms up and shows what a wave takes; the timings are discarded

@@ -168,7 +168,7 @@ def leave(race: CandidateRace, label: str, line: Sequence[str], fails: bool, fre
     [
         (False, 1.1, "Serve with `medusa drafter.heads=2`: 1.40x"),
         (False, 1.5, "Serve with the stack's own `prompt_lookup`, 1.50x without training. `medusa drafter.heads=2`: 1.40x"),
-        (True, 1.1, "Do not serve `medusa drafter.heads=2` yet, verify vllm failed"),
+        (True, 1.5, "Do not serve `medusa drafter.heads=2` yet, verify vllm failed"),
     ],
     ids=["sound", "without training", "engine differs"],
 )
