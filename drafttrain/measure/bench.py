@@ -14,6 +14,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from drafttrain.core.progress import Watch
 from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.guards import Guard
 from drafttrain.decoding.guards import Watch as GuardWatch
 from drafttrain.decoding.request import Result, StopText
@@ -212,6 +213,15 @@ class Bench:
 
         return self.with_targets(cases, compared)
 
+    def agreement_predicts(self, drafter: Drafter) -> bool:
+        """Whether teacher-forced agreement predicts acceptance under this policy, with every step drafting. That of samples is
+        by the target's own distribution, that of choices by the tokens of the outputs.
+        """
+        sampled = not self.sampling.greedy and drafter.samples
+        predicts = POLICIES[self.decode.policy].agreement_is_acceptance(sampled) and not self.decode.fallback
+        steady = drafter.trained and not drafter.proposal.more_nodes
+        return steady and predicts and not (sampled and self.sampling.penalised)
+
     def hits(self, drafter: Drafter, cases: Sequence[Case], plain: Sequence[Result]) -> list[Hits]:
         """Teacher-forced hits on the plain outputs, in case order."""
 
@@ -265,7 +275,8 @@ class Bench:
     ) -> Race:
         """Time the baseline and every checkpoint, alternating, over as many prompts as fit into `seconds`.
 
-        order: numbers of the cases that may be timed; None: all. least: as for `plan`. The drafters propose as tuning chose for this size.
+        order: numbers of the cases that may be timed; None: all. least: as for `plan`.
+        The drafters propose as tuning chose for this size.
         """
         for drafter in drafters.values():
             drafter.use_batch_size(size)

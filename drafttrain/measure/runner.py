@@ -285,8 +285,7 @@ def _evidence(
     tokens = [r.tokens for r in ours]
     sampled = not bench.sampling.greedy and drafter.samples
     identical = POLICIES[bench.decode.policy].repeats_plain(bench.sampling)
-    predicts = drafter.trained and not drafter.proposal.more_nodes and _agreement_predicts(bench, sampled)
-    hits = bench.hits(drafter, cases, plain) if predicts else None
+    hits = bench.hits(drafter, cases, plain) if bench.agreement_predicts(drafter) else None
     return Evidence(
         cases=cases,
         plain=plain,
@@ -299,14 +298,6 @@ def _evidence(
         valid=valid_outputs(bench, cases, ours),
         plain_valid=valid_outputs(bench, cases, plain),
     )
-
-
-def _agreement_predicts(bench: Bench, sampled: bool) -> bool:
-    """Whether teacher-forced agreement predicts acceptance under this policy, with every step drafting. That of samples is by
-    the target's own distribution, that of choices by the tokens of the outputs.
-    """
-    predicts = POLICIES[bench.decode.policy].agreement_is_acceptance(sampled) and not bench.decode.fallback
-    return predicts and not (sampled and bench.sampling.penalised)
 
 
 def _extras(bench: Bench, name: str, drafter: Drafter, evidence: Evidence) -> Keys:

@@ -254,11 +254,12 @@ def _search(
         | forecasts.get(label, {"expected_tau": None, "interval": None, "predicted_speedup": None})
         for label, proposal_settings in finalists.items()
     ]
-    values = {} if tuner.drafter.proposal.grown else speeds_of(rows)
-    name, fastest_name = winner({label: raced[label] for label in finalists}), max(finalists, key=lambda n: median(raced[n]))
-    if values:
+    if values := {} if tuner.drafter.proposal.grown else speeds_of(rows):
         fastest_name = max(values, key=lambda label: values[label])
         name = fastest_name if values[fastest_name] > NOTICED * values[DEFAULT] else DEFAULT
+    else:
+        fastest_name = max(finalists, key=lambda label: median(raced[label]))
+        name = winner({label: raced[label] for label in finalists})
     settings, deciding_race, label = finalists[name] | temperature, raced, name
     if settings and deciding:
         candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
@@ -348,15 +349,17 @@ def _temperature(tuner: Tuner, cases: Sequence[Case]) -> Settings:
 def _forecasts(
     tuner: Tuner, hits: Sequence[Hits] | None, trained: Sequence[Path], predicted: Sequence[Predicted]
 ) -> dict[str, dict[str, Any]]:
-    """Expected tau of the trained proposal and of the others, with its interval over the prompts, and the predicted speedup."""
+    """Expected tau of the trained proposal and of the others, with its interval over the prompts, and the predicted speedup.
+    Nothing where agreement with the outputs does not predict what is accepted.
+    """
+    if not predicted or hits is None or not tuner.bench.agreement_predicts(tuner.drafter):
+        return {}
     forecasts = {
         str(p.shape): {"expected_tau": p.tau, "interval": p.interval, "predicted_speedup": p.speedup} for p in predicted
     }
-    if predicted and hits is not None:
-        sampled = not tuner.bench.sampling.greedy and tuner.drafter.samples
-        tau, interval = expected_tau(hits, trained, sampled), expected_interval(hits, trained, sampled)
-        forecasts[DEFAULT] = {"expected_tau": tau, "interval": interval, "predicted_speedup": None}
-    return forecasts
+    sampled = not tuner.bench.sampling.greedy and tuner.drafter.samples
+    tau, interval = expected_tau(hits, trained, sampled), expected_interval(hits, trained, sampled)
+    return forecasts | {DEFAULT: {"expected_tau": tau, "interval": interval, "predicted_speedup": None}}
 
 
 def tuning_notes(drafter: Drafter, sizes: Sequence[int]) -> list[str]:

@@ -150,8 +150,9 @@ def test_tune_command_faster_settings_are_stored_and_decoded_with(
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_tune_command_prefers_tau_over_cost_to_speeds_of_few_prompts(
-    command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("policy", "chosen"), [("greedy", 2), ("typical", 1)])
+def test_tune_command_prefers_tau_over_cost_to_speeds_where_agreement_predicts_tau(
+    policy: str, chosen: int, command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, races = saved(tmp_path, loaded, "medusa", heads=3), list[dict[str, Any]]()
 
@@ -161,8 +162,9 @@ def test_tune_command_prefers_tau_over_cost_to_speeds_of_few_prompts(
         return {label: [2.0 if label == first else 1.0] for label in settings}, dict.fromkeys(settings, 10.0) | {second: 0.1}
 
     monkeypatch.setattr(tune_file.Tuner, "race", race)
-    assert command("tune", f"checkpoint={path}", *QUICK, "decode.max_new_tokens=16") == 0
-    assert races[1]["chosen"] == list(races[0].values())[2]
+    settings = (f"decode.policy={policy}", f"decode.temperature={0.0 if policy == 'greedy' else 0.7}")
+    assert command("tune", f"checkpoint={path}", *QUICK, "decode.max_new_tokens=16", *settings) == 0
+    assert races[1]["chosen"] == list(races[0].values())[chosen]
 
 
 @pytest.mark.usefixtures("no_picture")
