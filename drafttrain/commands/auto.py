@@ -60,7 +60,7 @@ ANSWER, ANSWERED = 400, 32  # tokens of an answer of the target, and answers dec
 REPEATS = 5  # timings of a step
 STATE = 12  # bytes of a checkpoint and its optimiser per trained parameter
 DECISION, PAGE = "auto.json", "auto.md"
-FREE = "untrained"  # the folder of families that need no training
+BUILT_IN = "untrained"  # the folder of families that need no training
 UNREAD = "unread"  # the path of data that a plan can do without
 
 
@@ -422,9 +422,9 @@ def _handed_over(race: CandidateRace, winner: Trial, stacks: Sequence[str], word
     minutes, output = f"measure.minutes={race.budget.minutes / 2:.3g}", f"output={race.folder / 'measured'}"
     same = [word for word in words if _is(word, ("decode", "measure")) and not word.startswith(("decode=", "measure="))]
     commands = {"sampling": ["measure", checkpoint, *target, "decode=sampling", *same, minutes, output]}
-    for name in _free() if race.budget.compares else ():
+    for name in _built_in() if race.budget.compares else ():
         quick = [f"measure.minutes={race.budget.minutes / 4:.3g}", "measure.transformers=false", *race.sizes]
-        given = [*race.words, *same, *quick, f"name={name}", f"output={race.folder / FREE}"]
+        given = [*race.words, *same, *quick, f"name={name}", f"output={race.folder / BUILT_IN}"]
         commands[f"{name} measured"] = ["fit", f"recipe={name}", *given]
     changes = [word for word in words if _is(word, ("export.rope_scaling",))]
     for stack in stacks or race.candidate(winner).stacks:
@@ -440,7 +440,7 @@ def _handed_over(race: CandidateRace, winner: Trial, stacks: Sequence[str], word
         yield label, race.study.user_attrs[key]
 
 
-def _free() -> list[str]:
+def _built_in() -> list[str]:
     """Families that need no training, which stacks have built in."""
     return [name for name, family in families().items() if family.unserved and not getattr(family.make, "trained", True)]
 
@@ -466,7 +466,7 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
     predicted = dict(zip(("value", "low", "high"), merit(found), strict=True)) if (found := _found(run)) else last
     by_size = [entry, *(each for each in entry["slices"] if each["by"] == "batch_size")]
     sampled = sorted((race.folder / "measured").glob(f"measure/*/{FILE}"))
-    free = {name: sorted((race.folder / FREE / name).glob(f"*/{FILE}")) for name in _free()}
+    built_in = {name: sorted((race.folder / BUILT_IN / name).glob(f"*/{FILE}")) for name in _built_in()}
     serving = {
         label.removeprefix("export "): _serving(race.folder / "exported" / label.removeprefix("export "))
         for label, failed in results.items()
@@ -480,7 +480,7 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
         "measured": {str(each["batch_size"]): each["speedup"] for each in by_size},
         "entry": {key: entry[key] for key in ("tau", "speedup", "speedup_min", "speedup_max", "exact_matches", "prompts")},
         "sampled": _best(sampled[-1]) if sampled else None,
-        "untrained": {name: _best(reports[-1])["speedup"] for name, reports in free.items() if reports},
+        "untrained": {name: _best(reports[-1])["speedup"] for name, reports in built_in.items() if reports},
         "results": results,
         "serving": serving,
         "spent_seconds": race.spent,
@@ -529,11 +529,12 @@ def _page(decision: dict[str, Any], plan: AutoPlan) -> str:
         faults.append("the comparison with plain decoding")
     if faults:
         verdict = f"Do not serve `{decision['recipe']}` yet, {', '.join(faults)} failed"
-    free = {name: speed for name, speed in decision["untrained"].items() if speed is not None}
-    others = ", ".join(f"`{name}` {cells.number(speed)}x" for name, speed in free.items())
-    best = max(free, key=lambda name: free[name], default="")
-    if best and not faults and free[best] > max(1.0, entry["speedup"] or 0.0):
-        verdict = f"Serve with the stack's own `{best}`, {cells.number(free[best])}x without training. `{decision['recipe']}`"
+    speedups = {name: speed for name, speed in decision["untrained"].items() if speed is not None}
+    others = ", ".join(f"`{name}` {cells.number(speed)}x" for name, speed in speedups.items())
+    best = max(speedups, key=lambda name: speedups[name], default="")
+    if best and not faults and speedups[best] > max(1.0, entry["speedup"] or 0.0):
+        own = f"`{best}`, {cells.number(speedups[best])}x without training"
+        verdict = f"Serve with the stack's own {own}. `{decision['recipe']}`"
     sampled, sampling = decision["sampled"], ""
     if sampled:
         sampling = f"Lossless sampling at temperature {sampled['temperature']:g}: {cells.number(sampled['speedup'])}x. "
