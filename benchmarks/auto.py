@@ -71,7 +71,6 @@ def row(minutes: float, candidates: list[str], overrides: list[str], out: Path) 
         "chose": results["auto"]["recipe"],
         "predicted": results["auto"]["predicted"]["value"],
         "measured": results["auto"]["measured"]["1"],
-        "spent": results["auto"]["spent_seconds"] / max(result["spent_seconds"] for result in results.values()),
         "speedups": speedups,
     }
     atomic_write_json(file, found)

@@ -181,6 +181,7 @@ OWN_OPTIONS = {
 }
 # where a key that the command does not read may come from another idea of it
 HINTS = {
+    ("auto", "prompts"): "measure.prompts=FILE names those of the last measurement",
     ("fit", "checkpoint"): "train.init=DIR starts from a checkpoint's weights, resume=DIR continues a run",
     ("fit", "engine"): "measure.every=STEPS measure.engine=NAME measures with an engine while training goes on",
     ("measure", "out"): "the report goes into output=DIR",

@@ -165,6 +165,10 @@ def test_tune_command_prefers_tau_over_cost_to_speeds_where_agreement_predicts_t
     settings = (f"decode.policy={policy}", f"decode.temperature={0.0 if policy == 'greedy' else 0.7}")
     assert command("tune", f"checkpoint={path}", *QUICK, "decode.max_new_tokens=16", *settings) == 0
     assert races[1]["chosen"] == list(races[0].values())[chosen]
+    (file,) = (tmp_path / "out" / "tune").glob("*/tune.json")
+    (found,) = json.loads(file.read_text())["batch_sizes"]
+    costs = {row["name"]: row["cost"] for row in found["finalists"]}
+    assert costs[found["chosen"]["name"]] == 10.0, "of the second race, which has chosen nothing"
 
 
 @pytest.mark.usefixtures("no_picture")
