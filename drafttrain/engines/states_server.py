@@ -243,6 +243,7 @@ CONVENTION = "EAGLE3"  # of numbering blocks: b is the output of block b
 CONNECTOR = "ExampleHiddenStatesConnector"
 MOONCAKE = "MooncakeHiddenStatesConnector"
 MOONCAKE_MODULE = "hs_connectors.mooncake_hidden_states_connector"
+IMAGES = "--enable-scale-out"  # argument of vLLM that lets it take images beside token ids
 STAGING = 64 * 2**20  # bytes for messages of errors; states are put from a buffer of the connector
 
 

@@ -21,7 +21,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.features.mooncake_states import MooncakeStates, key_of
 from drafttrain.features.mooncake_store import StoreError
 from drafttrain.features.sglang_source import check_whole, label_of, meta_info, server_info
-from drafttrain.features.source import AbsentError, Ask, Description, Received, StatesRequest, WrongError
+from drafttrain.features.source import AbsentError, Ask, Description, Received, StatesRequest, WrongError, text_of
 from drafttrain.model.target import FINAL
 
 STORE, GENERATION = "drafttrain", 1
@@ -53,12 +53,12 @@ class CaptureSource:
     def states(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
         """Ask for the states of the sequence, and read their objects."""
         artifacts = [AUX, LAST] if self._blocks else [LAST]
-        name, ids = request.name, request.ids
+        name, ids = request.name, text_of("sglang", request)
         sample_id = key_of(name)
         capture = {"store_id": STORE, "sample_id": sample_id, "gen": GENERATION, "replace": False}
         body = {
             "rid": name,
-            "input_ids": list(ids),
+            "input_ids": ids,
             "extra_key": name,  # a prompt whose beginning is cached would be captured without it
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
             "spec_capture": capture | {"features": {artifact: artifact for artifact in artifacts}, "passthrough": []},

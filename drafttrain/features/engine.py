@@ -15,12 +15,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from drafttrain.core.errors import UserError
 from drafttrain.features.answers import Writing
 from drafttrain.features.cached import Document, documents
 from drafttrain.features.servers import ClosedError, ReceivedCounts, Servers, ServerSettings
 from drafttrain.model.batch import TrainBatch, moved
-from drafttrain.model.images import has_images
 from drafttrain.model.target import FINAL, Taps, Target
 
 P = ParamSpec("P")
@@ -240,8 +238,6 @@ class EngineStates:
         """Get one conversation's states into the batch's."""
         token_T = receiving.batch.token_BT[document.row, document.start : document.stop]
         ids = token_T.tolist()
-        if has_images(ids):  # of data that is still being prepared: what is prepared is checked before training
-            raise UserError("features=engine takes text alone, but a conversation has images; set features=cached or online")
         try:
             hidden_TKH = self.servers.states(ids)
         except ClosedError:

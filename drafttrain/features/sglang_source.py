@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.features.source import AbsentError, Ask, Description, Received, RequestNames, StatesRequest, WrongError
+from drafttrain.features.source import AbsentError, Ask, Description, Received, RequestNames, StatesRequest, WrongError, text_of
 from drafttrain.model.target import FINAL
 
 RESERVED = 6  # positions that SGLang keeps free of its context length, beyond a prompt
@@ -89,7 +89,7 @@ class SglangSource:
         """Ask for one token after the sequence: SGLang returns no more lists of states than it returns tokens."""
         body = {
             "rid": request.name,
-            "input_ids": list(request.ids),
+            "input_ids": text_of("sglang", request),
             "extra_key": request.name,
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
             "return_hidden_states": True,

@@ -20,8 +20,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST, process_runs
 from drafttrain.features.answers import AnswerRequest
+from drafttrain.model.images import has_images
 
 NAMED = "drafttrain-"
 
@@ -43,6 +45,17 @@ class NonFiniteError(WrongError):
     def __init__(self, reason: str, written: Sequence[int] | None = None) -> None:
         super().__init__(reason)
         self.written = written
+
+
+class ImageFiles(Protocol):
+    """The images of the target's sequences."""
+
+    token_id: int  # the target's placeholder of one row
+    before: str  # what its texts have before the rows of an image
+    known: dict[int, Any]  # by the id of the first row; each has the number of its `rows`
+
+    def content(self, base: int) -> bytes:
+        """The file of the image whose first row has this id. Raises UserError if it has changed."""
 
 
 class NoStatesError(Exception):
@@ -137,6 +150,13 @@ class StatesRequest:
     deadline: float  # of `time.monotonic`
     closed: Event  # ends the wait
     answer: AnswerRequest | None = None  # the states of an answer come too, but that of its last token. Only vLLM is asked
+
+
+def text_of(engine: str, request: StatesRequest) -> list[int]:
+    """The token ids of a request to an engine that is given text alone. Raises UserError for images."""
+    if has_images(request.ids):
+        raise UserError(f"features.engine={engine} takes text alone, but a conversation has images; set it to vllm")
+    return list(request.ids)
 
 
 class StatesSource(Protocol):

@@ -10,6 +10,7 @@ deletes a file.
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import os
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
+from torch.nn.functional import pad
 
 from drafttrain.core.errors import UserError
 from drafttrain.features.answers import AnswerError, AnswerRequest
@@ -29,6 +31,7 @@ from drafttrain.features.source import (
     AbsentError,
     Ask,
     Description,
+    ImageFiles,
     NoStatesError,
     Received,
     RequestNames,
@@ -37,9 +40,11 @@ from drafttrain.features.source import (
     Transport,
     WrongError,
 )
+from drafttrain.model.images import bases, has_images, rows, spans, with_placeholders
 from drafttrain.model.target import FINAL
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at a lock
+PLAIN = {"max_tokens": 1, "temperature": 0}  # of a request for states alone
 ENDING = 5.0  # seconds that the end of a run waits for a file that is being written
 LOCK = ".lock"
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
@@ -48,10 +53,12 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 class VllmSource:
     """States that vLLM's connectors leave for a transport."""
 
-    def __init__(self, keys: Sequence[int], longest: int, transport: Transport, way_out: str) -> None:
+    def __init__(
+        self, keys: Sequence[int], longest: int, transport: Transport, way_out: str, images: ImageFiles | None = None
+    ) -> None:
         """longest: tokens of the longest conversation. way_out: how to start a server that gives the states, for messages."""
         self.keys, self.longest, self.transport, self.way_out = tuple(keys), longest, transport, way_out
-        self.names = transport.names
+        self.names, self.images = transport.names, images
 
     def label(self, key: int) -> str:
         """A state's name in vLLM's numbering."""
@@ -78,18 +85,55 @@ class VllmSource:
 
     def states(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
         """Ask for one token after the sequence, or for an answer, and read what vLLM's answer names."""
+        if has_images(request.ids):
+            return self._pictured(url, description, ask, request)
         answer = request.answer
-        sampling = {"max_tokens": 1, "temperature": 0} if answer is None else answer.fields()
+        sampling = PLAIN if answer is None else answer.fields()
         body = {"model": description.details, "prompt": list(request.ids), "request_id": request.name}
         response = ask("POST", "completions", body | sampling)
-        params = response.get("kv_transfer_params") if isinstance(response, dict) else None
         answer_ids = [] if answer is None else _written(url, answer, response)
-        tokens = len([*request.ids, *answer_ids[:-1]])
+        states = self._received(url, response, len([*request.ids, *answer_ids[:-1]]), request)
+        return Received(states.hidden_TLH, states.token_T.tolist(), answer_ids)
+
+    def _pictured(self, url: str, description: Description, ask: Ask, request: StatesRequest) -> Received:
+        """Of a sequence with images, which vLLM prepares itself: one placeholder stands for all rows of an image.
+
+        A sequence that ends within an image is asked for without it: nothing is learnt behind its text, and the states of these
+        rows are zeros.
+        """
+        assert self.images is not None, "only the images of a target that reads them have ids"
+        if self.images.before:
+            raise UserError(
+                "features=engine takes images of Qwen's targets alone, whose rows stand alone in a text; set features=cached"
+            )
+        ids, placeholder, token_ids, end = list(request.ids), self.images.token_id, list[int](), 0
+        start, stop = spans(ids)[-1]
+        cut = stop == len(ids) and rows(ids[-1]) + 1 < self.images.known[bases(ids[-1])].rows
+        read = ids[:start] if cut else ids
+        parts = []
+        for start, stop in spans(read):
+            content = base64.b64encode(self.images.content(bases(ids[start]))).decode()
+            parts.append({"type": "image_url", "url": f"data:image/png;base64,{content}"})
+            token_ids, end = [*token_ids, *read[end:start], placeholder], stop
+        body = {"model": description.details, "request_id": request.name, "sampling_params": PLAIN}
+        body |= {"token_ids": [*token_ids, *read[end:]], "content_parts": parts}
+        response = ask("POST", f"{url.removesuffix('/v1')}/inference/v1/generate", body)
+        states, expected = self._received(url, response, len(read), request), with_placeholders(read, placeholder)
+        given = states.token_T.tolist()
+        if given.count(placeholder) != expected.count(placeholder):
+            raise UserError(
+                f"{url} makes {given.count(placeholder)} rows of a conversation's images, the target here "
+                f"{expected.count(placeholder)}: its image processor has other settings; {self.way_out}"
+            )
+        return Received(pad(states.hidden_TLH, (0, 0, 0, 0, 0, len(ids) - len(read))), ids if given == expected else given)
+
+    def _received(self, url: str, response: Any, tokens: int, request: StatesRequest) -> States:
+        """What the transport brings of an answer. tokens: that have states."""
+        params = response.get("kv_transfer_params") if isinstance(response, dict) else None
         try:
-            states = self.transport.receive(request.name, params, tokens, request.deadline, request.closed)
+            return self.transport.receive(request.name, params, tokens, request.deadline, request.closed)
         except NoStatesError as error:
             raise UserError(f"{url} {error}; {self.way_out}") from error
-        return Received(states.hidden_TLH, states.token_T.tolist(), answer_ids)
 
     def remove(self, names: Iterable[str]) -> None:
         """As `Transport.remove`."""

@@ -264,9 +264,9 @@ def _search(
     if settings and deciding:
         candidates: Contenders = {DEFAULT: {}, "chosen": settings, PLAIN: None}
         deciding_race, costs = tuner.race("on the other prompts", candidates, deciding, end - budget.used)
-        label, costs = "chosen", costs | {name: costs.get("chosen")}
+        label, costs[name] = "chosen", costs.get("chosen", 0.0)
         for row in rows:  # the lowest of several timed costs is likely too low; these laps have chosen nothing
-            row["cost"] = costs.get(row["name"]) or row["cost"]
+            row["cost"] = costs.get(str(row["name"])) or row["cost"]
     gain = values[name] / values[DEFAULT] if values and label == name else median(deciding_race[label])
     fastest, plain = deciding_race[label if gain > 1.0 else DEFAULT], deciding_race[PLAIN]
     speedups = [a / max(b, TINY) for a, b in zip(fastest, plain, strict=True)]

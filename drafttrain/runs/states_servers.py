@@ -16,6 +16,7 @@ from drafttrain.core.files import HOST, remove_abandoned
 from drafttrain.engines.process import python_of
 from drafttrain.engines.states_server import (
     HERE,
+    IMAGES,
     ServedStates,
     StatesServer,
     blocks_line,
@@ -92,7 +93,8 @@ def _way_out(features: EngineFeatures, settings: FeatureOptions, store: StoreSet
     if settings.engine == "vllm":
         host = urlsplit(settings.servers[0]).hostname or "HOST"
         connector = None if store is None else mooncake_connector(host=host, **_mooncake(settings, store.master))
-        return f"start it so: {serve_line(path, layers.ids, settings.dir or '/dev/shm/states', longest, connector)}"
+        line = serve_line(path, layers.ids, settings.dir or "/dev/shm/states", longest, connector)
+        return f"start it so: {line}{f' {IMAGES}' if features.images else ''}"
     blocks = [key for key in layers.keys if key != FINAL]
     if store is not None:
         return f"start SGLang with SpecForge's patch so: {capture_line(path, longest, blocks, store.master)}"
@@ -172,7 +174,7 @@ def _served(features: EngineFeatures, options: RunOptions, folder: Path, store: 
         target.dtype,
         target.revision,
         target.trust_remote_code,
-        tuple(options.features.arguments),
+        (*([IMAGES] if features.images else []), *options.features.arguments),
         None if store is None else _mooncake(options.features, store.master),
     )
 

@@ -120,8 +120,10 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
 def _check_images(options: RunOptions, drafter: Drafter, data: Dataset) -> None:
     """Raise UserError for conversations with images that cannot be trained on."""
     check_images(drafter, data.has_images)
-    if data.has_images and options.features.name == "engine":  # before a server is started
-        raise UserError("features=engine takes text alone, but the data has images; set features=cached or online")
+    if data.has_images and options.features.engine == "sglang":
+        raise UserError("features.engine=sglang takes text alone, but the data has images; set it to vllm")
+    if data.has_images and options.features.answers:
+        raise UserError("features.answers continues text alone, but the data has images; leave it out")
     if data.has_images and options.train.sequence_parallel > 1:
         raise UserError(
             f"train.sequence_parallel is {options.train.sequence_parallel}, but it divides text alone, and the data has "

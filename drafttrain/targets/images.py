@@ -173,6 +173,12 @@ class ImageReader:
 
     def pixels(self, base: int) -> dict[str, Any]:
         """The target's inputs for the image whose first row has this id. Raises UserError if its file has changed."""
+        content = self.content(base)
+        processed = self._processed(content, self.known[base].source, "image")
+        return {name: processed[name] for name in PIXELS if name in processed}
+
+    def content(self, base: int) -> bytes:
+        """The file of the image whose first row has this id. Raises UserError as `pixels`."""
         image = self.known.get(base)
         if image is None:
             raise UserError("a sequence holds an image that was not read in this process; read its conversation again")
@@ -181,8 +187,7 @@ class ImageReader:
             raise UserError(
                 f"image {named(image.source)} has changed since it was read; put it back, or set data.cache to a new folder"
             )
-        processed = self._processed(content, image.source, "image")
-        return {name: processed[name] for name in PIXELS if name in processed}
+        return content
 
     def _rows(self, processed: Any) -> int:
         if "num_soft_tokens_per_image" in processed:

@@ -23,6 +23,7 @@ from drafttrain.decoding.graph_runner import capturing
 from drafttrain.model.images import FIRST, bases, rows, spans
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents
+from drafttrain.model.target import Taps, TargetOut
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.images import ImageReader
 
@@ -132,6 +133,25 @@ class VisionTarget(HFTarget):
         if self.drafter_inputs == "placeholder":
             return super().embed(token.masked_fill(image, self._placeholder))
         return self._fused(token.masked_fill(image, 0), image, self._pictured(token[image]))
+
+    def forward(
+        self,
+        token_BN: Tensor,
+        kv: KVCache | None,
+        ancestor_BNN: Tensor | Documents | None,
+        position_BN: Tensor,
+        taps: Taps,
+        logit_row_BR: Tensor | None = None,
+    ) -> TargetOut:
+        """As HFTarget. What is added to the first blocks' outputs belongs to them, as in vLLM; transformers adds it later."""
+        out = super().forward(token_BN, kv, ancestor_BNN, position_BN, taps, logit_row_BR)
+        if taps.blocks and not isinstance(ancestor_BNN, Tensor) and bool((image_BN := token_BN >= FIRST).any()):
+            for block, added_MH in enumerate(self._pictured(token_BN[image_BN]).layers[1:]):
+                if block in out.hidden:
+                    state_BNH = out.hidden[block]
+                    added_BNH = torch.zeros_like(state_BNH).masked_scatter(image_BN[..., None], added_MH.to(state_BNH.dtype))
+                    out.hidden[block] = state_BNH + added_BNH
+        return out
 
     @property
     def _placeholder(self) -> int:

@@ -30,8 +30,10 @@ from drafttrain.features.sglang_source import SglangSource
 from drafttrain.features.source import StatesSource
 from drafttrain.features.store import Ids
 from drafttrain.features.vllm_source import StateFiles, VllmSource
+from drafttrain.model.images import has_images, spans
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.frozen_ends import FrozenEnds
+from drafttrain.targets.images import ImageReader
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import rounded_to
 from drafttrain.train.engine import World
@@ -56,6 +58,11 @@ class EngineFeatures:
     def layers(self) -> StateLayers:
         """The states that training needs."""
         return StateLayers(self.taps, self.loaded.target.shape.blocks, final=self.options.engine == "sglang")
+
+    @property
+    def images(self) -> ImageReader | None:
+        """The target's images, if it reads them."""
+        return self.loaded.images if isinstance(self.loaded.images, ImageReader) else None
 
     @property
     def writing(self) -> Writing | None:
@@ -103,9 +110,12 @@ class EngineFeatures:
         return EngineStates(servers, self.layers, self.loaded.target, self.options.ahead, self.writing)
 
     def _beginning(self, data: Dataset) -> tuple[Ids, ReferenceStates]:
-        """(the first tokens of a conversation, the states to compare): of the first conversation whose states are finite."""
-        for row in islice(data.train, TRIED):
-            prefix_T = row.documents[0][:COMPARED]
+        """(the first tokens of a conversation, the states to compare): of the first conversation whose states are finite.
+
+        Those of conversations with images are preferred. No image is cut.
+        """
+        prefixes = [_prefix(row.documents[0]) for row in islice(data.train, TRIED)]
+        for prefix_T in sorted(prefixes, key=lambda prefix_T: not has_images(prefix_T)):
             reference = self._compared(np.array(self._known, np.int32) if self._known else prefix_T)[0]
             if self._known or all(bool(state_TH.isfinite().all()) for state_TH in reference.own.values()):
                 break
@@ -157,7 +167,7 @@ class EngineFeatures:
     def _source(self, keys: tuple[int, ...], folder: Path | None, store: StoreSettings | None, way_out: str) -> StatesSource:
         objects = None if store is None else MooncakeStates(MooncakeStore(store))
         if self.options.engine == "vllm":
-            return VllmSource(keys, self.longest, objects or StateFiles(folder), way_out)
+            return VllmSource(keys, self.longest, objects or StateFiles(folder), way_out, self.images)
         if objects is not None:
             return CaptureSource(keys, self.longest, objects, way_out)
         target = self.loaded.target
@@ -233,6 +243,11 @@ class EngineFeatures:
                 )
         states = {key: state_BTH[0].float().cpu() for key, state_BTH in hidden.items()}
         return ReferenceStates(ids.tolist(), keys, states, rounded_to(target)), hidden[FINAL][0]
+
+
+def _prefix(ids: Ids) -> Ids:
+    """The first `COMPARED` tokens, and the rest of an image among them."""
+    return ids[: next((stop for start, stop in spans(ids.tolist()) if start < COMPARED < stop), COMPARED)]
 
 
 def _together(world: World, ask: Callable[[], R]) -> R | None:

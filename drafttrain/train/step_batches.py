@@ -97,7 +97,7 @@ class Answers:
                 "features.answers out"
             )
         if has_images(prompt):  # of data that is still being prepared: what is prepared is checked before training
-            raise UserError("features=engine takes text alone, but a conversation has images; set features=cached or online")
+            raise UserError("features.answers continues text alone, but a conversation has images; leave it out")
         max_new_tokens = min(writing.max_new_tokens, writing.longest - len(prompt))
         if max_new_tokens < 1:
             raise UserError(

@@ -97,7 +97,14 @@ def test_image_target_of_benchmarks_answers_drawn_prompt(tmp_path: Path) -> None
     ("options", "reason"),
     [
         (("recipe=hydra",), "this drafter reads text alone"),
-        (("recipe=medusa", "features=engine", "features.servers=[http://x]"), "features=engine takes text alone, but the data"),
+        (
+            ("recipe=medusa", "features=engine", "features.engine=sglang", "features.servers=[http://x]"),
+            "features.engine=sglang takes text alone, but the data",
+        ),
+        (
+            ("recipe=medusa", "features=engine", "features.answers=true", "features.servers=[http://x]"),
+            "features.answers continues text alone, but the data",
+        ),
         (
             ("recipe=medusa", "features=engine", "features.target=ends", "features.servers=[http://x]"),
             "data.jsonl:1: it has an image, but features.target=ends",

@@ -31,13 +31,17 @@ from drafttrain.features.servers import ReferenceStates, Servers, ServerSettings
 from drafttrain.features.source import AbsentError, Description, Received, RequestNames, WrongError
 from drafttrain.features.vllm_source import StateFiles, VllmSource
 from drafttrain.model.batch import TrainBatch
+from drafttrain.model.images import spans, with_placeholders
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.images import ImageReader
+from drafttrain.targets.vision import VisionTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.caching import check_features
 from tests.helpers import certificates, fast_target, prompts, tiny_model
-from tests.standin.states_server import StandIn, serving
+from tests.images import encoded, picture, sequence, vision_target
+from tests.standin.states_server import Asked, StandIn, serving
 
 TAPS = Taps((0, 2))
 LAYERS = StateLayers(TAPS, 4)
@@ -77,7 +81,7 @@ def computed(target: HFTarget, layers: tuple[int, ...] = LAYERS.ids) -> Callable
 
     def compute(ids: list[int]) -> Tensor:
         with one:
-            hidden = Online(target, taps).fill(batch([np.array(ids, np.int32)])).hidden
+            hidden = Online(target, taps).fill(batch([np.array(ids, np.int64)])).hidden
         return torch.stack([hidden[i - 1][0] for i in layers], 1)
 
     return compute
@@ -92,12 +96,13 @@ def source(
     folder: Path | None = None,
     timeout: float = 5.0,
     direct: bool = False,
+    images: ImageReader | None = None,
 ) -> Iterator[EngineStates]:
     ids = texts(1)[0].tolist()
     own = dict(zip(range(4), computed(target, (1, 2, 3, 4))(ids).unbind(1), strict=True))
     reference = ReferenceStates(ids, LAYERS.keys, own, torch.float32)
     settings = ServerSettings(tuple(f"{url}/v1" for url in urls), None, timeout, 2.0, 4, direct)
-    vllm = VllmSource(LAYERS.keys, 64, StateFiles(folder), "start it well")
+    vllm = VllmSource(LAYERS.keys, 64, StateFiles(folder), "start it well", images)
     states = EngineStates(Servers(settings, vllm, reference, (said if said is not None else []).append), LAYERS, target, 2)
     try:
         yield states
@@ -124,6 +129,63 @@ def test_engine_states_equal_target_states(target: HFTarget, tmp_path: Path) -> 
         assert figures["states_tokens_per_s"] > 0 and figures["states_queue"] == 0 and figures["states_repeated"] == 0
     request = standin.requests[-1]
     assert request["prompt"] == texts(1)[0].tolist() and request["max_tokens"] == 1 and request["model"] == "target"
+
+
+class PictureServer(StandIn):
+    """As vLLM, replaces each placeholder by the rows of its image. `more`: beyond those of the target's processor."""
+
+    def __init__(self, target: VisionTarget, folder: Path, more: int = 0) -> None:
+        super().__init__(computed(target), folder)
+        assert target.reader is not None
+        self.reader, self.more = target.reader, more
+
+    def _asked(self, body: dict[str, Any], fault: str) -> Asked:
+        if "prompt" in body:
+            return super()._asked(body, fault)
+        read, images = list[int](), iter(body["content_parts"])
+        for token in body["token_ids"]:
+            if token == self.reader.token_id:
+                image = self.reader.read(next(images)["url"], "image")
+                read += [*range(image.base, image.base + image.rows), *[image.base] * self.more]
+            else:
+                read.append(token)
+        assert next(images, None) is None, "every image has its placeholder"
+        return Asked(read, with_placeholders(read, self.reader.token_id), {}, {})
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_engine_states_of_images_equal_target_states(name: str, tmp_path: Path) -> None:
+    seeing = vision_target(name, tmp_path / "target")
+    pictures = [picture(tmp_path / "a.png"), picture(tmp_path / "b.png", seed=1, size=(16, 16))]
+    ids = sequence(seeing, [*pictures])
+    standin = PictureServer(seeing, tmp_path / "states")
+    with serving(standin) as url, source(seeing, url, images=seeing.reader) as states:
+        some = collate([encoded(ids)], 0)
+        expected, found = Online(seeing, TAPS).fill(some), states.fill(some)
+        for key, state_BTH in expected.hidden.items():
+            torch.testing.assert_close(found.hidden[key], state_BTH, atol=1e-5, rtol=1e-5)
+        asked = standin.requests[-1]
+        assert seeing.reader is not None and asked["token_ids"].count(seeing.reader.token_id) == 2
+        start, stop = spans(ids)[-1]
+        some = collate([encoded(ids[: stop - 1])], 0)
+        expected, found = Online(seeing, TAPS).fill(some), states.fill(some)
+        torch.testing.assert_close(found.hidden[FINAL][:, :start], expected.hidden[FINAL][:, :start], atol=1e-5, rtol=1e-5)
+        assert len(standin.requests[-1]["content_parts"]) == 1 and not found.hidden[0][:, start:].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("qwen3_vl", "its image processor has other settings; start it well"), ("gemma3", "takes images of Qwen's targets alone")],
+)
+def test_engine_states_of_images_that_vllm_reads_otherwise_are_refused(name: str, reason: str, tmp_path: Path) -> None:
+    seeing = vision_target(name, tmp_path / "target")
+    ids = sequence(seeing, [picture(tmp_path / "a.png")])
+    with (
+        serving(PictureServer(seeing, tmp_path / "states", more=1)) as url,
+        source(seeing, url, images=seeing.reader) as states,
+        pytest.raises(UserError, match=reason),
+    ):
+        states.fill(collate([encoded(ids)], 0))
 
 
 def test_engine_states_packed_conversations_equal_separate_requests(target: HFTarget, tmp_path: Path) -> None:

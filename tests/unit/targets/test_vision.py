@@ -150,6 +150,22 @@ def states(target: VisionTarget, rows: list[Encoded]) -> torch.Tensor:
     return filled.hidden[FINAL]
 
 
+def test_vision_target_states_are_what_the_next_block_reads(asked: Asked) -> None:
+    """As engines give them: with the features that are added to the first blocks' outputs."""
+    decoder: Any = asked.target.model.get_decoder()
+    read = list[torch.Tensor]()
+
+    def keep(module: Any, args: tuple[torch.Tensor, ...], given: dict[str, torch.Tensor]) -> None:
+        read.append(args[0] if args else given["hidden_states"])
+
+    hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in decoder.layers]
+    taps = Taps(tuple(range(len(hooks) - 1)))
+    hidden = Online(asked.target, taps).fill(collate([encoded(asked.prompts[1])], 0)).hidden
+    for hook in hooks:
+        hook.remove()
+    assert all(torch.equal(hidden[number], read[number + 1]) for number in taps.blocks)
+
+
 def test_vision_target_rotary_positions_equal_transformers(asked: Asked) -> None:
     target, prompt = asked.target, torch.tensor([asked.prompts[1]])
     image = prompt >= FIRST
