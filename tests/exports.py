@@ -42,6 +42,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 12}
 # by what a test calls them: (family, options)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"target_layer_ids": [0, 1, 2], "draft_length": 3, "draft_vocab": 40}),
@@ -80,6 +81,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "eagle3-qwen3": ("eagle3", {"target_layer_ids": [0, 2], "draft_length": 3, "layers": 2, "qk_norm": True}),
+    "eagle3-latent": (
+        "eagle3",
+        {
+            "target_layer_ids": [0, 1, 2],
+            "draft_length": 3,
+            "draft_vocab": 40,
+            "fc_norm": True,
+            "norm_output": True,
+            "layer": LATENT
+            | {"q_lora_rank": 10, "rope_theta": 500.0, "norm_eps": 1e-4}
+            | {"rope_scaling": {k: YARN[k] for k in YARN if k != "truncate"} | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+        },
+    ),
+    "eagle3-latent-queries": (
+        "eagle3",
+        {
+            "target_layer_ids": [0, 3],
+            "draft_length": 3,
+            "layers": 2,
+            "own_embedding": True,
+            "norm_before_residual": True,
+            "layer": LATENT | {"heads": 3, "qk_nope_head_dim": 14},
+        },
+    ),
     "peagle-together": ("peagle", {"target_layer_ids": [0, 1, 2], "draft_length": 3, "layers": 2, "norm_before_fc": True}),
     "peagle": ("peagle", {"target_layer_ids": [0, 1, 2], "draft_length": 3, "layers": 2, "draft_vocab": 40}),
     "peagle-normed": (
@@ -291,6 +316,8 @@ GOES_TO = {  # case -> the stacks that it is exported to, those apart whose targ
     "dspark-part": ["vllm", "sglang", "speculators"],
     "eagle3-others": ["vllm", "sglang", "speculators"],
     "eagle3-qwen3": ["speculators"],
+    "eagle3-latent": ["vllm", "sglang"],
+    "eagle3-latent-queries": ["vllm"],
     "peagle-together": ["vllm"],
     "peagle": ["vllm", "speculators"],
     "peagle-normed": ["vllm"],

@@ -125,6 +125,47 @@ def eagle3_deepspec() -> Made:
     return config, tensors | copies(), file
 
 
+def eagle3_latents() -> Made:
+    """As kimi-k3-eagle3.1-mla: DeepSeek's attention, which reads 2 H, and a field of its target that no stack reads here."""
+    w, ranks = Weights(), {"q_lora_rank": 10, "kv_lora_rank": 12}
+    prefix, queries, expanded = "layers.0.self_attn", 4 * (6 + 4), 4 * (6 + 5)
+    _, tensors, file = eagle3("layers.0")
+    for name in ("d2t", "t2d", *(f"{prefix}.{x}_proj.weight" for x in "qkvo")):
+        del tensors[name]
+    tensors |= {
+        f"{prefix}.q_a_proj.weight": w(10, 2 * H),
+        f"{prefix}.q_a_layernorm.weight": w.norm(10),
+        f"{prefix}.q_b_proj.weight": w(queries, 10),
+        f"{prefix}.kv_a_proj_with_mqa.weight": w(12 + 4, 2 * H),
+        f"{prefix}.kv_a_layernorm.weight": w.norm(12),
+        f"{prefix}.kv_b_proj.weight": w(expanded, 12),
+        f"{prefix}.o_proj.weight": w(H, 4 * 5),
+        **{f"fc_norm.{i}.weight": w.norm() for i in range(3)},
+        "lm_head.weight": w(V, H),
+        "embed_tokens.weight": embedding(),
+    }
+    scaling = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+    config = {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "kimi_k2",
+        **{key: value for key, value in LLAMA.items() if key != "head_dim"},
+        "num_key_value_heads": 4,
+        **ranks,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "mla_use_nope": True,
+        "rope_scaling": scaling | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "draft_vocab_size": V,
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": False,
+        IDS: [1, 2, 3],
+        "eagle_config": {"use_aux_hidden_state": True, IDS: [0, 1, 2], "use_mtp_layernorm": False},
+    }
+    return config, tensors, file
+
+
 def embedding() -> Tensor:
     """The target's."""
     model: Any = loaded().target.model
@@ -436,6 +477,7 @@ LAYOUTS: dict[str, Callable[[], Made]] = {
     "eagle3, layers.0": lambda: eagle3("layers.0"),
     "eagle3, speculators": eagle3_speculators,
     "eagle3, DeepSpec": eagle3_deepspec,
+    "eagle3, latents": eagle3_latents,
     "peagle": peagle,
     "peagle, speculators": peagle_speculators,
     "pard": pard,

@@ -39,7 +39,7 @@ def states(drafter: Recurrent, batch: TrainBatch, steps: int, detach: bool) -> d
                     own_values[step].append(v.repeat_interleave(groups, 0))
                     scores = torch.stack([(q * own_keys[i][s]).sum(-1) for i, s in seen]) * q.shape[-1] ** -0.5
                     mixed = (scores.softmax(0)[..., None] * torch.stack([own_values[i][s] for i, s in seen])).sum(0)
-                    residual = drafter.leave(residual, attention.o_proj(mixed.flatten())[None, None], number)
+                    residual = drafter.leave(residual, attention.out(mixed[None, :, None]), number)
                     if number + 1 < len(layers):
                         read = layers[number + 1].input_layernorm(residual)
                 after.append(residual[0, 0])

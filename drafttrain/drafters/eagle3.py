@@ -76,7 +76,11 @@ class Eagle3(FusedDrafter, Recurrent):
 
     def __init__(self, options: Eagle3Options, target: Target) -> None:
         super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
-        shape = LayerOptions.of(options.layer).shape(target.shape)
+        shape = LayerOptions.of(options.layer).shape(target.shape, latent=True)
+        if options.qk_norm and shape.kv_lora_rank is not None:
+            raise UserError(
+                "drafter.qk_norm is true with drafter.layer.kv_lora_rank, but latent attention norms latents; set one of them"
+            )
         self.norm_output, self.before = options.norm_output, options.norm_before_residual
         self.layer_shape = shape
         self.decay, self.growing_steps = options.step_decay, options.growing_steps

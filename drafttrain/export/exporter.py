@@ -26,7 +26,7 @@ from drafttrain.export.format import Format
 from drafttrain.export.formats import gguf
 from drafttrain.export.golden import Golden
 from drafttrain.export.hub import Repository, is_repository
-from drafttrain.export.layers import refuse_scaling
+from drafttrain.export.layers import latent_fields, refuse_scaling
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_model, drafts_of, rounded, rounded_drafter, tau_change
 from drafttrain.export.serve import STACKS, draft_lengths
@@ -317,6 +317,8 @@ def _refuse_quantised(checkpoint: Opened, stack: str, kind: str) -> str | None:
     """Why a stack does not load this drafter with quantised weights; None where it does."""
     if not row_of(checkpoint.meta.family, stack).quantised:
         return f"{stack} is not known to read quantised weights of this family; leave quantize out"
+    if latent_fields(checkpoint.shape):
+        return f"{stack} is not known to read quantised weights of latent attention; leave quantize out"
     if kind == "int4" and group_of(checkpoint.tensors) is None:
         return "the inputs of its linear maps do not divide into groups of 128, 64 or 32; choose quantize=int8 or fp8"
     return None

@@ -61,14 +61,15 @@ GROUPS = {
     """,
     "the tensors say it": """
         attention_bias mlp_bias qkv_bias use_bias tie_word_embeddings use_qk_norm qk_norm projector_type
-        enable_confidence_head use_confidence_head confidence_head_with_markov markov_head_type
+        enable_confidence_head use_confidence_head confidence_head_with_markov markov_head_type qk_head_dim
     """,
     "copied from a target: windows that are off, experts, which drafters' layers do not have": """
         max_window_layers sliding_window use_sliding_window layer_types decoder_sparse_step mlp_only_layers
         moe_intermediate_size shared_expert_intermediate_size num_experts num_local_experts num_experts_per_tok
         n_routed_experts n_shared_experts moe_layer_freq first_k_dense_replace norm_topk_prob routed_scaling_factor
-        scoring_func topk_method topk_group n_group num_nextn_predict_layers
+        scoring_func topk_method topk_group n_group num_nextn_predict_layers ep_size
     """,
+    "copied from a target: engines and trainers rotate latent attention whatever it says": "mla_use_nope",
     "settings of transformers' generate()": """
         max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
         typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids

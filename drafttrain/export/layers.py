@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from transformers import LlamaConfig, Qwen3Config
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import NOTHING, ExportSource, Reads
 from drafttrain.export.speculators import INNER
 from drafttrain.export.target_ends import same_size
-from drafttrain.model.shapes import CONTEXT, LayerOptions, LayerShape, TargetShape, check_scaling, scaling_fields
+from drafttrain.model.shapes import (
+    CONTEXT,
+    LATENT_FIELDS,
+    LayerOptions,
+    LayerShape,
+    TargetShape,
+    check_scaling,
+    scaling_fields,
+)
 from drafttrain.model.target import Target
 from drafttrain.targets.structure import shape_of
 
@@ -31,6 +39,8 @@ NAMED = {  # fields by the names of their settings
 KINDS = (["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"])
 ROPE = ("rope_type", "type", "rope_theta")  # fields of every rotation
 MROPE = ("mrope_section", "mrope_interleaved")  # of pictures; texts are rotated as without
+LATENT = "deepseek_v3"  # the kind of layers with latent attention
+DEFAULTS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config, LATENT: DeepseekV3Config}  # of layers, by their kind
 
 
 def refuse_last_block(source: ExportSource, reads: Reads = NOTHING) -> str | None:
@@ -57,9 +67,12 @@ def refuse_windows(source: ExportSource, reads: Reads = NOTHING) -> str | None:
 def refuse_scaling(source: ExportSource) -> str | None:
     """Why a drafter with scaled rotary positions cannot be exported: engines with rotations of their own know some kinds.
 
-    Of yarn they read its factor, its original context and its bounds.
+    Of yarn they read its factor, its original context and its bounds; in latent attention all that these layers may have
+    (`check_latent_scaling`).
     """
     shape = source.layer_shape
+    if latent_fields(shape):
+        return None
     scaling = (shape.rope_scaling if isinstance(shape, LayerShape) else None) or {}
     rope_type, scaling_keys = (
         str(scaling.get("rope_type", "default")),
@@ -72,6 +85,17 @@ def refuse_scaling(source: ExportSource) -> str | None:
         f"its layers have rotary scaling of the type {rope_type}{unread}, which {source.stack} is not known to compute as "
         "transformers does; train without drafter.layer.rope_scaling, or leave out export.rope_scaling"
     )
+
+
+def latent_fields(shape: TargetShape) -> dict[str, Any]:
+    """The fields of layers with latent attention; empty for others."""
+    fields = {name: getattr(shape, name, None) for name in LATENT_FIELDS}
+    return {} if fields["kv_lora_rank"] is None else fields
+
+
+def has_latents(checkpoint: ExternalCheckpoint) -> bool:
+    """Whether layers have latent attention, by the tensors."""
+    return any(name.endswith(".self_attn.kv_a_proj_with_mqa.weight") for name in checkpoint.kinds)
 
 
 def windows_of(shape: TargetShape, layers: int) -> list[int | None]:
@@ -136,7 +160,7 @@ def usual_layers() -> Mapping[str, Any]:
 def layer_options(found: ExternalCheckpoint, fields: Mapping[str, Any], target: Target, kind: str = "llama") -> dict[str, Any]:
     """`LayerOptions` as plain data: where the described layers are not shaped like the target's.
 
-    Missing fields get transformers' defaults for Llama (kind: or Qwen3), as in serving stacks.
+    Missing fields get transformers' defaults for this kind of layers, as in serving stacks.
     """
     same_size(found, "hidden size", fields.get("hidden_size"), target.shape.hidden_size)
     same_size(found, "vocabulary", fields.get("vocab_size"), target.shape.vocab_size)
@@ -145,16 +169,26 @@ def layer_options(found: ExternalCheckpoint, fields: Mapping[str, Any], target: 
     shape_keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
     rope_keys = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
     config_fields = {key: fields[key] for key in shape_keys + rope_keys if fields.get(key) is not None}
-    config_class: Any = Qwen3Config if kind == "qwen3" else LlamaConfig
+    latent = _latent(found, fields) if kind == LATENT else {}
     try:
         # a copy, because it changes its arguments
-        config = config_class(hidden_size=target.shape.hidden_size, **copy.deepcopy(config_fields))
+        config = DEFAULTS[kind](hidden_size=target.shape.hidden_size, **copy.deepcopy(config_fields))
         shape = shape_of(config)
     except Exception as error:  # its validation raises many kinds
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{found.origin}: {found.config_name} describes no decoder layer ({reason}); correct it") from error
     layer_shape = replace(_scaled(found, shape, config, target.shape.max_positions), **_windows(found, fields))
+    if latent:
+        layer_shape = replace(layer_shape, kv_heads=shape.heads, head_dim=latent["qk_rope_head_dim"], **latent)
     return asdict(LayerOptions.between(layer_shape, target.shape))
+
+
+def _latent(checkpoint: ExternalCheckpoint, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The ranks and widths of latent attention, which engines have no defaults for. Their rotary pairs are neighbours."""
+    interleave = fields.get("rope_interleave")
+    checkpoint.wants("rope_interleave", interleave, (None, True), "but layers with latent attention rotate neighbouring values")
+    widths = {name: checkpoint.number(name) for name in LATENT_FIELDS if name != "q_lora_rank"}
+    return widths | {"q_lora_rank": None if fields.get("q_lora_rank") is None else checkpoint.number("q_lora_rank")}
 
 
 def _check_rope(checkpoint: ExternalCheckpoint, fields: Mapping[str, Any]) -> None:

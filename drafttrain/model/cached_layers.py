@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.model.attention import AttentionMetadata, attend
-from drafttrain.model.decoder_block import Blocks, DecoderBlock, heads_of
+from drafttrain.model.decoder_block import LATENT, Blocks, DecoderBlock, heads_of, rotary_order
 from drafttrain.model.joint import PACKED_BYTES, Joint
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.layers import Attention, DecoderLayer
+from drafttrain.model.layers import Attention, DecoderLayer, MultiHeadLatentAttention
 from drafttrain.ops import library
 from drafttrain.ops.tree_bits import MOST_NODES, WORD, causal_bits
 
@@ -41,6 +41,15 @@ class JoinedLayers:
         return any(changed)
 
 
+def _block(layer: DecoderLayer) -> DecoderBlock:
+    """The layer as decoding runs it; one with latent attention caches latents."""
+    attention = layer.self_attn
+    if not isinstance(attention, MultiHeadLatentAttention):
+        return DecoderBlock(layer, attention.shape.window)
+    width = attention.qk_rope_head_dim
+    return DecoderBlock(layer, kind=LATENT, order_D=rotary_order(width, width // 2, LATENT.interleaved))
+
+
 class FusedLayers:
     """Decoder layers that decoding runs with few operations.
 
@@ -49,7 +58,7 @@ class FusedLayers:
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self.layers = list(layers)
-        self.chain = [DecoderBlock(layer, layer.self_attn.shape.window) for layer in layers]
+        self.chain = [_block(layer) for layer in layers]
         self._joined = JoinedLayers(self.layers, [joint for block in self.chain for joint in block.joints])
         self._blocks: Blocks | None = None
 
@@ -169,7 +178,8 @@ class CachedLayers(CachedPositions):
         attention, weight = layers.attention, layers.attention.o_proj.weight
         retained, max_rollback = (None, None) if window is None else (window + AT_ONCE, AT_ONCE)
         self.kv = KVCache(len(layers.layers), slots, max_len, weight.device, kept=retained, back=max_rollback)
-        self.kv.allocate(attention.shape.kv_heads, attention.shape.head_dim, weight.dtype)
+        heads, width, value_width = attention.cached
+        self.kv.allocate(heads, width, weight.dtype, value_width)
         self._causal_N1 = causal_bits(WORD, weight.device)
         self.cos_PD, self.sin_PD = angles or attention.angle_table(self.kv.capacity + PAST)
 

@@ -51,6 +51,7 @@ class BlockKind:
 
 
 LLAMA = BlockKind()
+LATENT = BlockKind(latent=True, interleaved=True)
 
 
 def rotary_order(width: int, pairs: int, interleaved: bool) -> list[int] | None:

@@ -1,7 +1,8 @@
 """Layers that drafters share: RMS norm, residual block, rotary attention, gated MLP. `cached_layers` decodes with them.
 
 Shapes: B rows, N positions, P positions of a table, h heads, D head width, F half of it, H hidden, I input width of a
-projection.
+projection. In latent attention: C latent, E rotated part of a query and key, V value, W the wider of a query and a value, X a
+sum of widths.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafttrain.model.shapes import CONTEXT, SCALINGS, LayerShape, TargetShape
+from drafttrain.model.shapes import CONTEXT, LATENT_FIELDS, SCALINGS, LayerShape, TargetShape
 from drafttrain.ops.gated import gate
 from drafttrain.ops.linear import PACKS, linear
 from drafttrain.ops.rms_norm import rms_norm, trained_norm
@@ -94,22 +95,25 @@ class AttentionShape:
     rope_scaling: Mapping[str, Any] | None = None  # as `LayerShape.rope_scaling`
     context: int = 0  # positions that there are, by which longrope chooses
     window: int | None = None  # positions that a query sees at most, its own included; None: all
+    latent: LayerShape | None = None  # has the ranks and widths of latent attention; None: ordinary attention
 
     @staticmethod
     def of(shape: TargetShape, in_width: int, qk_norm: bool = False, number: int = 0) -> AttentionShape:
         """The dimensions for a drafter's layer whose output has the target's hidden size. number: of the layer, from 0."""
         layer_shape = shape if isinstance(shape, LayerShape) else None
+        latent = layer_shape if layer_shape is not None and layer_shape.kv_lora_rank is not None else None
         return AttentionShape(
             in_width,
             shape.hidden_size,
             shape.heads,
             shape.kv_heads,
-            shape.head_dim,
+            shape.head_dim + (0 if latent is None else latent.qk_nope_head_dim or 0),
             shape.rope_theta,
             shape.norm_eps if qk_norm else None,
             None if layer_shape is None else layer_shape.rope_scaling,
             shape.max_positions,
             None if layer_shape is None else layer_shape.window(number),
+            latent,
         )
 
 
@@ -137,13 +141,18 @@ class Attention(nn.Module):
         """The factor of the scores, as transformers' modules name it."""
         return float(self.shape.head_dim**-0.5)
 
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """What decoding caches of a position: the number of heads, the widths of a key and of a value."""
+        return self.shape.kv_heads, self.shape.head_dim, self.shape.head_dim
+
     def angle_table(self, positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions 0, 1, 2, ..., [positions, D]; the first half of each sine is negated."""
         weight = self.o_proj.weight
         position_1P = torch.arange(positions, device=weight.device)[None]
         cos_1PD, sin_1PD = self._angles(position_1P, weight.dtype)
         sin_PD = sin_1PD[0].clone()
-        sin_PD[:, : self.shape.head_dim // 2] *= -1
+        sin_PD[:, : sin_PD.shape[1] // 2] *= -1
         return cos_1PD[0], sin_PD
 
     def qkv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,6 +197,84 @@ class ContextAttention(Attention):
         return rotate(self.k_norm(self._heads(self.k_proj_target(x_BNI))), *angles), self._heads(self.v_proj_target(x_BNI))
 
 
+class MultiHeadLatentAttention(Attention):
+    """Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1), with DeepSeek-V3's names and rotary pairs.
+
+    `qkv` gives every head keys and values of its own, for training. Decoding caches latents (`latent_attention`).
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __init__(self, shape: AttentionShape) -> None:
+        nn.Module.__init__(self)  # its maps are others
+        latent, queries = shape.latent, shape.heads * shape.head_dim
+        assert latent is not None
+        self.shape, self.num_heads = shape, shape.heads
+        for name in LATENT_FIELDS:
+            setattr(self, name, getattr(latent, name))
+        if self.q_lora_rank is None:
+            self.q_proj = nn.Linear(shape.in_width, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(shape.in_width, self.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(self.q_lora_rank, latent.norm_eps)
+            self.q_b_proj = nn.Linear(self.q_lora_rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(shape.in_width, self.kv_lora_rank + self.qk_rope_head_dim, bias=False)
+        self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, latent.norm_eps)
+        expanded = shape.heads * (self.qk_nope_head_dim + self.v_head_dim)
+        self.kv_b_proj = nn.Linear(self.kv_lora_rank, expanded, bias=False)
+        self.o_proj = nn.Linear(shape.heads * self.v_head_dim, shape.width, bias=False)
+
+    @property
+    def scaling(self) -> float:
+        return super().scaling * self._growth
+
+    @property
+    def _growth(self) -> float:
+        """What yarn multiplies scores by: `mscale_all_dim` counts for the queries and for the keys, as in DeepSeek-V3."""
+        rope = self.shape.rope_scaling or {}
+        mscale, factor = float(rope.get("mscale_all_dim") or 0.0), float(rope.get("factor", 1.0))
+        return (0.1 * mscale * math.log(max(factor, 1.0)) + 1.0) ** 2
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        return 1, self.kv_lora_rank + self.qk_rope_head_dim, 0
+
+    def qkv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [B, h, N, W]: values or else queries and keys end in zeros. q holds what of the scores' factor is not
+        W ** -0.5.
+        """
+        heads, angles = self.shape.heads, self._angles(position_BN, x_BNI.dtype)
+        q_a = None if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x_BNI))
+        q_BNX = self.q_proj(x_BNI) if q_a is None else self.q_b_proj(q_a)
+        q_BNhD, q_BNhE = q_BNX.unflatten(-1, (heads, -1)).split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        latent_BNC, key_BNE = self.kv_a_proj_with_mqa(x_BNI).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        kv_BNhX = self.kv_b_proj(self.kv_a_layernorm(latent_BNC.contiguous())).unflatten(-1, (heads, -1))
+        k_BNhD, v_BNhV = kv_BNhX.split([self.qk_nope_head_dim, self.v_head_dim], -1)
+        key_BNhE = _rotated_neighbours(key_BNE[:, :, None], angles).expand(-1, -1, heads, -1)
+        q_BNhQ = torch.cat([q_BNhD, _rotated_neighbours(q_BNhE, angles)], -1)
+        k_BNhQ = torch.cat([k_BNhD, key_BNhE], -1)
+        W = max(self.shape.head_dim, self.v_head_dim)  # one width for all is what the fused operators take
+        factor = self._growth * (W / self.shape.head_dim) ** 0.5
+        q_BNhQ = q_BNhQ if factor == 1.0 else q_BNhQ * factor
+        q_BhNW, k_BhNW, v_BhNW = (F.pad(x, (0, W - x.shape[-1])).transpose(1, 2) for x in (q_BNhQ, k_BNhQ, v_BNhV))
+        return q_BhNW, k_BhNW, v_BhNW
+
+    def kv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
+        return self.qkv(x_BNI, position_BN)[1:]
+
+    def _angles(self, position_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        return rotary(position_BN, self.qk_rope_head_dim, shape.rope_theta, dtype, shape.rope_scaling, shape.context)
+
+    def out(self, mixed_BhND: Tensor) -> Tensor:
+        """As `Attention.out`, of means of the values from `qkv`."""
+        return super().out(mixed_BhND[..., : self.v_head_dim])
+
+
 class DecoderLayer(nn.Module):
     """Attention and a gated MLP with a norm before each, named as in Llama. A family calls `self_attn` itself."""
 
@@ -201,7 +288,9 @@ class DecoderLayer(nn.Module):
         super().__init__()
         width, eps = shape.hidden_size, shape.norm_eps
         self.input_layernorm = RMSNorm(width, eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(AttentionShape.of(shape, in_width or width, qk_norm, number))
+        attention_shape = AttentionShape.of(shape, in_width or width, qk_norm, number)
+        has_latents = attention_shape.latent is not None
+        self.self_attn: Attention = (MultiHeadLatentAttention if has_latents else Attention)(attention_shape)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, shape.intermediate_size)
 
@@ -210,6 +299,12 @@ class DecoderLayer(nn.Module):
         state_H = residual_H + attended_H
         out_H: Tensor = state_H + self.mlp(self.post_attention_layernorm(state_H))
         return out_H
+
+
+def _rotated_neighbours(x_BNhE: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Neighbouring values rotated together, in another order, on which no score depends: queries and keys have the same."""
+    halves_BNhE = torch.cat([x_BNhE[..., ::2], x_BNhE[..., 1::2]], -1)
+    return rotate(halves_BNhE.transpose(1, 2), *angles).transpose(1, 2)
 
 
 def recomputed(again: bool, function: Callable[..., Any], *inputs: Any) -> Any:

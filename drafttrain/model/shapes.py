@@ -27,7 +27,11 @@ MORE = {  # kind -> the fields that it may have
 LISTS = ("long_factor", "short_factor")  # fields with one number for each pair of a head's values
 
 
-OWN = ("rope_scaling", "sliding_window", "full_attention_layers")  # settings of drafters' layers that are not the target's
+# ranks and widths of latent attention, by transformers' names
+LATENT_FIELDS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # DeepSeek-V3's
+# settings of drafters' layers that are not the target's
+OWN = ("rope_scaling", "sliding_window", "full_attention_layers", *LATENT_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,11 @@ class LayerShape(TargetShape):
     rope_scaling: dict[str, Any] | None = None  # of rotary positions, in transformers' form; None: none, whatever the target's
     sliding_window: int | None = None  # positions that a query sees at most, its own included; None: all
     full_attention_layers: tuple[int, ...] = ()  # layers without the window, from 0
+    kv_lora_rank: int | None = None  # of latent attention, where head_dim is qk_rope_head_dim; None: ordinary attention
+    q_lora_rank: int | None = None  # None: queries have no latent
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, counted from 0; None: it sees all positions."""
@@ -92,6 +101,12 @@ class LayerOptions:
     rope_scaling: Any = None  # {rope_type: yarn, factor: ...}, as in transformers; null: none. Any: Hydra fills no null mapping
     sliding_window: int | None = at_least(None, 1)  # positions that a query sees at most, its own included; null: all
     full_attention_layers: list[int] = field(default_factory=list)  # layers without the window, from 0
+    # latent attention (MLA, arXiv 2405.04434), in families that have it
+    kv_lora_rank: int | None = at_least(None, 1)  # of keys and values; null: ordinary attention
+    q_lora_rank: int | None = at_least(None, 1)  # of queries; null: they have no latent
+    qk_nope_head_dim: int | None = at_least(None, 1)  # of a query and key, not rotated; null: 128
+    qk_rope_head_dim: int | None = at_least(None, 2)  # of a query and key, rotated; null: 64
+    v_head_dim: int | None = at_least(None, 1)  # of a value; null: 128
 
     @staticmethod
     def of(given: LayerOptions | Mapping[str, Any]) -> LayerOptions:
@@ -113,17 +128,18 @@ class LayerOptions:
         overrides = {name: getattr(shape, name) for name in shared if getattr(shape, name) != getattr(target, name)}
         if not isinstance(shape, LayerShape):
             return LayerOptions(**overrides)
-        full = list(shape.full_attention_layers)
-        return LayerOptions(
-            **overrides, rope_scaling=shape.rope_scaling, sliding_window=shape.sliding_window, full_attention_layers=full
-        )
+        own = {name: getattr(shape, name) for name in OWN} | {"full_attention_layers": list(shape.full_attention_layers)}
+        return LayerOptions(**overrides, **own)
 
-    def shape(self, target: TargetShape) -> LayerShape:
-        """The layers' dimensions. Raises UserError for values that no layer can have."""
+    def shape(self, target: TargetShape, latent: bool = False) -> LayerShape:
+        """The layers' dimensions. Raises UserError for values that no layer can have.
+
+        latent: the family's layers can have latent attention.
+        """
         check_limits("drafter.layer", self)
         check_scaling(self.rope_scaling, self.head_dim or target.head_dim)
         overrides = {name: value for name, value in asdict(self).items() if value is not None}
-        overrides["full_attention_layers"] = tuple(self.full_attention_layers)
+        overrides |= {"full_attention_layers": tuple(self.full_attention_layers), **self._latent(target, latent)}
         shape = LayerShape(**asdict(target) | overrides)
         if shape.heads % shape.kv_heads or shape.head_dim % 2:
             raise UserError(
@@ -131,6 +147,36 @@ class LayerOptions:
                 "even width, and KV heads that divide the heads"
             )
         return shape
+
+    def _latent(self, target: TargetShape, allowed: bool) -> dict[str, Any]:
+        """What latent attention determines of the dimensions; empty without it. Raises UserError for what it cannot have."""
+        given = {name: value for name in LATENT_FIELDS if (value := getattr(self, name)) is not None}
+        if not given:
+            return {}
+        if not allowed or self.kv_lora_rank is None:
+            remedy = "set drafter.layer.kv_lora_rank" if allowed else "this family has ordinary attention: leave it out"
+            raise UserError(f"drafter.layer has {', '.join(given)}, of latent attention; {remedy}")
+        widths = LATENT_WIDTHS | given
+        implied = {"kv_heads": self.heads or target.heads, "head_dim": widths["qk_rope_head_dim"], "sliding_window": None}
+        for name, value in implied.items():
+            if getattr(self, name) not in (None, value):
+                raise UserError(
+                    f"drafter.layer.{name} is {getattr(self, name)} with latent attention, where it can only be "
+                    f"{'null' if value is None else value}; leave it out"
+                )
+        check_latent_scaling(self.rope_scaling or {})
+        return widths | implied
+
+
+def check_latent_scaling(scaling: Mapping[str, Any]) -> None:
+    """Raise UserError for a scaling that engines do not have in latent attention: theirs is DeepSeek's yarn."""
+    has_mscale = [name for name in ("mscale", "mscale_all_dim") if scaling.get(name) is not None]
+    unread = [name for name in ("attention_factor", "truncate") if scaling.get(name) is not None]
+    if scaling.get("rope_type", "default") not in ("default", "yarn") or unread or len(has_mscale) == 1:
+        raise UserError(
+            f"rope_scaling is {dict(scaling)}; in latent attention engines know yarn alone, without attention_factor and "
+            "truncate, and with both of mscale and mscale_all_dim or neither"
+        )
 
 
 def scaling_fields(kind: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from drafttrain.core.errors import UserError
 from drafttrain.decoding.graph_runner import why_waiting
 from drafttrain.model.attention import AttentionMetadata
-from drafttrain.model.decoder_block import LLAMA, BlockKind, Blocks, DecoderBlock, has_experts, rotary_order
+from drafttrain.model.decoder_block import LATENT, LLAMA, BlockKind, Blocks, DecoderBlock, has_experts, rotary_order
 from drafttrain.model.drafter import FrozenRef
 from drafttrain.model.joint import PACKED_BYTES, Extended, Joint
 from drafttrain.model.kv_cache import KVCache
@@ -47,7 +47,6 @@ AFTER = BlockKind(
     after_mlp="post_feedforward_layernorm",
     wide_head_norms=True,
 )
-LATENT = BlockKind(latent=True, interleaved=True)
 ARCHITECTURES = {
     **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), LLAMA),
     **dict.fromkeys(("Phi3ForCausalLM", "SeedOssForCausalLM"), LLAMA),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.export_oracles.layer import Cache, Layer, LayerDimensions, rms
+from tests.export_oracles.layer import Cache, Layer, LayerDimensions, layer_of, rms
 from tests.export_oracles.parts import (
     Config,
     MismatchError,
@@ -42,6 +42,7 @@ EMBEDDING = "embed_tokens.weight"
 EMBEDS = ("vllm", "sglang")  # stacks that read an embedding of the drafter's own
 FURTHER = {"sglang": ("hidden_norm", "input_layernorm")}  # norm before the attention of further layers, and the unused one
 ARCHITECTURES = {"lmdeploy": "LlamaForCausalLM"}  # LMDeploy adds the method's name to it
+LATENTS = ("vllm", "sglang")  # stacks that load layers with latent attention, by another class
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ def portable(stack: str) -> Callable[[Path, TargetParts, Sequence[Point]], Readi
         if stack in EMBEDS and EMBEDDING in tensors.left:  # they take the target's where the files have none
             target = replace(target, embed=tensors.take(EMBEDDING, *target.embed.shape, fails="vocabulary"))
         prefix = "layers.0" if config.get("num_hidden_layers", "config") > 1 else "midlayer"
+        if "kv_lora_rank" in config.values and "layers.0.hidden_norm.weight" in tensors.left:  # these loaders take both names
+            prefix = "layers.0"
         norm, other = FURTHER.get(stack, ("input_layernorm", "hidden_norm"))
         head = head_of(config, config, tensors, prefix, target, layers, norm)
         for number in range(1, len(head.others) + 1):
@@ -117,8 +120,14 @@ def speculators_layer(config: Config, kind: str, architecture: str, target: Targ
 
 def portable_layers(stack: str, config: Config, blocks: int) -> list[int]:
     """Check a configuration of the portable layout, and give the layer ids that this stack finds in it."""
-    config.expect("architectures", [ARCHITECTURES.get(stack, "LlamaForCausalLMEagle3")], "architecture")
-    config.expect("model_type", "llama", "architecture")
+    if "kv_lora_rank" in config.values and stack in LATENTS:
+        config.expect("architectures", ["Eagle3DeepseekV2ForCausalLM"], "architecture")
+        config.expect("model_type", "kimi_k2", "architecture")
+        if stack == "sglang" and (config.values["q_lora_rank"] is None or config.values["num_hidden_layers"] != 1):
+            raise MismatchError("architecture", "SGLang loads one such layer, whose queries have a latent")
+    else:
+        config.expect("architectures", [ARCHITECTURES.get(stack, "LlamaForCausalLMEagle3")], "architecture")
+        config.expect("model_type", "llama", "architecture")
     nested = config.inside("eagle_config", "layer ids")
     nested.expect("use_aux_hidden_state", True, "layer ids")
     if stack == "lmdeploy":
@@ -163,7 +172,7 @@ def head_of(
     width, others = len(layers) * target_width, list[tuple[Layer, Tensor]]()
     together = tensors.take("input_norm.weight", width, fails="norm flags") if config.values.get("norm_before_fc") else None
     for number in range(1, inner.get("num_hidden_layers", "config")):
-        layer = Layer(tensors, f"layers.{number}", shape, shape.width, norms=qk, number=number)
+        layer = layer_of(tensors, f"layers.{number}", shape, shape.width, norms=qk, number=number)
         others.append((layer, tensors.take(f"layers.{number}.{norm}.weight", shape.width)))
     return replace(head, together=together, others=tuple(others))
 
@@ -178,7 +187,7 @@ def load_head(
     width = shape.width
     return Head(
         shape,
-        Layer(tensors, prefix, shape, 2 * width, norms=qk),
+        layer_of(tensors, prefix, shape, 2 * width, norms=qk),
         tensors.take("fc.weight", width, len(layers) * target_width, fails="layer ids"),
         [tensors.take(f"fc_norm.{i}.weight", target_width) for i in range(norms)],
         tensors.take(f"{prefix}.input_layernorm.weight", width),

@@ -6,7 +6,7 @@ Shapes: N positions fed, P positions seen, h heads, D head width, F half of it, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class LayerDimensions:
     scaling: dict[str, Any]  # of rotary positions
     paired: bool = False  # rotate neighbouring values, where most models rotate the two halves of a head
     windows: tuple[int | None, ...] = ()  # positions that a query of each layer sees, its own included; (): all see all
+    latent: dict[str, Any] = field(default_factory=dict)  # the fields of latent attention; {}: the layers have heads
 
     @staticmethod
     def of(config: Config) -> LayerDimensions:
@@ -38,17 +39,21 @@ class LayerDimensions:
         rope = config.values.get("rope_parameters") or {}
         theta = rope["rope_theta"] if "rope_theta" in rope else config.get("rope_theta", "rope")
         scaling = rope or config.values.get("rope_scaling") or {}
+        names = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        latent = {name: config.values.get(name) for name in names} if "kv_lora_rank" in config.values else {}
         return LayerDimensions(
             config.get("hidden_size", "config"),
             config.get("intermediate_size", "config"),
             config.get("num_attention_heads", "heads"),
             config.get("num_key_value_heads", "heads"),
-            config.get("head_dim", "head_dim"),
+            latent["qk_rope_head_dim"] if latent else config.get("head_dim", "head_dim"),
             float(theta),
             config.get("rms_norm_eps", "norm"),
             config.get("max_position_embeddings", "max positions"),
             scaling,
+            paired=bool(latent),
             windows=_windows(config),
+            latent=latent,
         )
 
     @property
@@ -94,16 +99,21 @@ class Layer:
     ) -> None:
         self.shape = shape
         self.window = shape.windows[number] if shape.windows else None
-        sizes = {"q": shape.heads * shape.head_dim, "k": shape.kv_heads * shape.head_dim, "v": shape.kv_heads * shape.head_dim}
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        self.qkv = {x: tensors.take(f"{attention}.{x}_proj.weight", n, in_width, fails="head_dim") for x, n in sizes.items()}
-        self.bias = {x: tensors.take(f"{attention}.{x}_proj.bias", n) for x, n in sizes.items()} if bias else {}
-        self.norms = {x: tensors.take(f"{attention}.{x}_norm.weight", shape.head_dim) for x in "qk"} if norms else {}
-        self.o = tensors.take(f"{attention}.o_proj.weight", shape.width, sizes["q"], fails="head_dim")
+        mlp = f"{prefix}.mlp"
+        self.take_attention(tensors, f"{prefix}.self_attn", in_width, bias, norms)
         self.gate = tensors.take(f"{mlp}.gate_proj.weight", shape.inner, shape.width)
         self.up = tensors.take(f"{mlp}.up_proj.weight", shape.inner, shape.width)
         self.down = tensors.take(f"{mlp}.down_proj.weight", shape.width, shape.inner)
         self.post = tensors.take(f"{prefix}.post_attention_layernorm.weight", shape.width)
+
+    def take_attention(self, tensors: Tensors, attention: str, in_width: int, bias: bool, norms: bool) -> None:
+        """Attention's tensors."""
+        shape = self.shape
+        sizes = {"q": shape.heads * shape.head_dim, "k": shape.kv_heads * shape.head_dim, "v": shape.kv_heads * shape.head_dim}
+        self.qkv = {x: tensors.take(f"{attention}.{x}_proj.weight", n, in_width, fails="head_dim") for x, n in sizes.items()}
+        self.bias = {x: tensors.take(f"{attention}.{x}_proj.bias", n) for x, n in sizes.items()} if bias else {}
+        self.norms = {x: tensors.take(f"{attention}.{x}_norm.weight", shape.head_dim) for x in "qk"} if norms else {}
+        self.o = tensors.take(f"{attention}.o_proj.weight", shape.width, sizes["q"], fails="head_dim")
 
     def heads(self, x_NI: Tensor, which: str, position_N: Tensor) -> Tensor:
         """[N, heads, D]: queries and keys rotated."""
@@ -127,6 +137,54 @@ class Layer:
     def gated(self, normed_NH: Tensor) -> Tensor:
         """[N, H]: the MLP without its norm."""
         return F.linear(F.silu(F.linear(normed_NH, self.gate)) * F.linear(normed_NH, self.up), self.down)
+
+
+class LatentLayer(Layer):
+    """The same with DeepSeek's latent attention. vLLM and SGLang give its norms the layer's eps, transformers 1e-6."""
+
+    def take_attention(self, tensors: Tensors, attention: str, in_width: int, bias: bool, norms: bool) -> None:
+        widths, heads = self.shape.latent, self.shape.heads
+        self.rank, self.rotary = widths["kv_lora_rank"], widths["qk_rope_head_dim"]
+        self.plain, self.value, query_rank = widths["qk_nope_head_dim"], widths["v_head_dim"], widths["q_lora_rank"]
+        queries = heads * (self.plain + self.rotary)
+        maps = [("q_proj", queries, in_width)]
+        if query_rank is not None:
+            maps = [("q_a_proj", query_rank, in_width), ("q_b_proj", queries, query_rank)]
+            self.q_norm = tensors.take(f"{attention}.q_a_layernorm.weight", query_rank)
+        self.queries = [tensors.take(f"{attention}.{name}.weight", *size) for name, *size in maps]
+        self.down_kv = tensors.take(f"{attention}.kv_a_proj_with_mqa.weight", self.rank + self.rotary, in_width)
+        self.kv_norm = tensors.take(f"{attention}.kv_a_layernorm.weight", self.rank)
+        self.up_kv = tensors.take(f"{attention}.kv_b_proj.weight", heads * (self.plain + self.value), self.rank)
+        self.o = tensors.take(f"{attention}.o_proj.weight", self.shape.width, heads * self.value)
+
+    def heads(self, x_NI: Tensor, which: str, position_N: Tensor) -> Tensor:
+        if which == "q":
+            q_NX = F.linear(x_NI, self.queries[0])
+            if len(self.queries) > 1:
+                q_NX = F.linear(rms(q_NX, self.q_norm, self.shape.eps), self.queries[1])
+            plain_NhD, rotary_NhE = q_NX.unflatten(-1, (self.shape.heads, -1)).split([self.plain, self.rotary], -1)
+            return torch.cat([plain_NhD, rotated(rotary_NhE, position_N, self.shape)], -1)
+        latent_NC, key_NE = F.linear(x_NI, self.down_kv).split([self.rank, self.rotary], -1)
+        kv_NhX = F.linear(rms(latent_NC, self.kv_norm, self.shape.eps), self.up_kv).unflatten(-1, (self.shape.heads, -1))
+        plain_NhD, value_NhV = kv_NhX.split([self.plain, self.value], -1)
+        if which == "v":
+            return value_NhV
+        key_N1E = rotated(key_NE[:, None], position_N, self.shape)
+        return torch.cat([plain_NhD, key_N1E.expand(-1, self.shape.heads, -1)], -1)
+
+    def attended(self, q_NhD: Tensor, k_PhD: Tensor, v_PhD: Tensor, seen_NP: Tensor) -> Tensor:
+        scaling = self.shape.scaling
+        mscale = 0.1 * scaling.get("mscale_all_dim", 0.0) * math.log(scaling.get("factor", 1.0)) + 1.0
+        score_hNP = torch.einsum("nhd,phd->hnp", q_NhD, k_PhD) * mscale**2 / (self.plain + self.rotary) ** 0.5
+        weight_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
+        return F.linear(torch.einsum("hnp,phd->nhd", weight_hNP, v_PhD).flatten(1), self.o)
+
+
+def layer_of(
+    tensors: Tensors, prefix: str, shape: LayerDimensions, in_width: int, norms: bool = False, number: int = 0
+) -> Layer:
+    """A layer with the attention that its dimensions describe. Arguments as for `Layer`."""
+    return (LatentLayer if shape.latent else Layer)(tensors, prefix, shape, in_width, norms=norms, number=number)
 
 
 class Cache:

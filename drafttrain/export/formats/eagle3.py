@@ -2,6 +2,8 @@
 
 P-EAGLE has more layers, an embedding, a mask token and a mask state.
 
+Layers with latent attention are DeepSeek's. vLLM and SGLang know them by `Eagle3DeepseekV2ForCausalLM`.
+
 Stacks find the layer ids in different places. k, the block whose input is read, is at the top level (vLLM, speculators). k - 1
 is in `eagle_config` (SGLang, TensorRT-LLM, OpenVINO), and in `target_layer_ids` of DeepSpec. LMDeploy takes 2, n // 2, n - 3.
 """
@@ -19,7 +21,17 @@ from drafttrain.core.errors import UserError
 from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.export.files import ExportSource, Files, Reads
 from drafttrain.export.format import NOT_STRICT, ConvertedDrafter, Format, Importer, Renames, Rows, StackRow
-from drafttrain.export.layers import layer_options, llama_fields, refuse_last_block, refuse_windows, window_fields, windows_of
+from drafttrain.export.layers import (
+    LATENT,
+    has_latents,
+    latent_fields,
+    layer_options,
+    llama_fields,
+    refuse_last_block,
+    refuse_windows,
+    window_fields,
+    windows_of,
+)
 from drafttrain.export.speculators import INNER, TYPE, header, speculators_type
 from drafttrain.export.target_ends import EMBEDDING, TRAINED_FOR, embedding_scale, is_shared, same_size
 from drafttrain.export.vocabulary import draft_vocab, store_vocabulary, vocabulary_typed
@@ -56,7 +68,7 @@ def refuse(source: ExportSource, reads: Reads) -> str | None:
             return f"it has {flag}, which {stack} does not read; train with drafter.{flag}=false"
     if options.get("layers", 1) > 1 and "layers" not in reads:
         return f"it has {options['layers']} layers, and {stack} is known to read one; train with drafter.layers=1"
-    reason = refuse_last_block(source, reads) or refuse_windows(source, reads)
+    reason = refuse_last_block(source, reads) or refuse_windows(source, reads) or _refuse_latents(source, reads)
     if reason is not None:
         return reason
     if len(layer_ids) != 3 and "other layers" not in reads:
@@ -70,6 +82,26 @@ def refuse(source: ExportSource, reads: Reads) -> str | None:
         return "its taps are not the official ones, which lmdeploy requires; train with drafter.target_layer_rule=official"
     if stack == "lmdeploy" and source.target_architecture != "LlamaForCausalLM":
         return f"lmdeploy captures no states of {source.target_architecture} targets for this family, only of LlamaForCausalLM"
+    return None
+
+
+def _refuse_latents(source: ExportSource, reads: Reads) -> str | None:
+    """Why a drafter with latent attention cannot be exported; None where it can, and for others.
+
+    Loaders of such layers read less than those of ordinary ones.
+    """
+    latent, options, stack = latent_fields(source.layer_shape), source.options, source.stack
+    if not latent:
+        return None
+    whose = "its layers have latent attention (drafter.layer.kv_lora_rank)"
+    if "latents" not in reads:
+        return f"{whose}, which {stack} is not known to load; train without it"
+    if options.get("norm_before_fc"):
+        return f"{whose}, with which {stack} does not read norm_before_fc; train with drafter.norm_before_fc=false"
+    if stack == "sglang" and options.get("layers", 1) > 1:
+        return f"{whose}, of which sglang loads one layer; train with drafter.layers=1"
+    if stack == "sglang" and latent["q_lora_rank"] is None:
+        return f"{whose}, which sglang loads with latents of queries alone; train with drafter.layer.q_lora_rank"
     return None
 
 
@@ -132,13 +164,18 @@ def parallel(source: ExportSource) -> Files:
 
 
 def _portable_config(source: ExportSource, tensors: dict[str, Tensor], layers: int) -> dict[str, Any]:
-    """config.json of the portable layout."""
+    """config.json of the portable layout.
+
+    vLLM takes a drafter of the type deepseek_v3 for DeepSeek's own MTP module. kimi_k2 is the same configuration.
+    """
     layer_ids, shape = source.layer_inputs, source.layer_shape
+    latent = latent_fields(shape)
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": ["Eagle3DeepseekV2ForCausalLM" if latent else "LlamaForCausalLMEagle3"],
+        "model_type": "kimi_k2" if latent else "llama",
         **llama_fields(shape, layers, source.dtype),
         **window_fields(shape, layers),
+        **latent,
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         "target_hidden_size": shape.hidden_size,
         IDS: layer_ids,
@@ -271,6 +308,7 @@ def _shared_options(checkpoint: ExternalCheckpoint, inner: Mapping[str, Any], ta
     layer_ids = _layer_inputs(checkpoint, target.shape.blocks)
     _check_module(checkpoint)
     same_size(checkpoint, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layer_ids))
+    kind = LATENT if has_latents(checkpoint) else "qwen3" if inner.get("model_type") == "qwen3" else "llama"
     return {
         "target_layer_ids": [k - 1 for k in layer_ids],
         "draft_vocab": draft_vocab(checkpoint, target.shape.vocab_size),
@@ -278,7 +316,7 @@ def _shared_options(checkpoint: ExternalCheckpoint, inner: Mapping[str, Any], ta
         "norm_before_fc": _flag(checkpoint, "norm_before_fc", checkpoint.has("input_norm.weight")),
         "qk_norm": any(name.endswith(".self_attn.q_norm.weight") for name in checkpoint.kinds),
         "norm_before_residual": _flag(checkpoint, "norm_before_residual"),
-        "layer": layer_options(checkpoint, inner, target, "qwen3" if inner.get("model_type") == "qwen3" else "llama"),
+        "layer": layer_options(checkpoint, inner, target, kind),
     }
 
 
@@ -421,13 +459,13 @@ _MORE = (*_NORMS, "norm_before_fc", "own_embedding", "layers")
 ROWS: Rows = {
     "eagle3": {
         "vllm": StackRow(
-            eagle3_format(portable, PORTABLE, *_MORE, "norm_before_residual", "last block", "windows"),
+            eagle3_format(portable, PORTABLE, *_MORE, "norm_before_residual", "last block", "windows", "latents"),
             "eagle3",
             pictures=QWEN,
             quantised=True,
         ),
         "sglang": StackRow(
-            eagle3_format(portable, PORTABLE, *_MORE),
+            eagle3_format(portable, PORTABLE, *_MORE, "latents"),
             "EAGLE3",
             pictures=(*QWEN, "Gemma3ForConditionalGeneration"),
             quantised=True,

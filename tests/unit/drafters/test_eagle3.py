@@ -17,6 +17,7 @@ from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.objective.scores import restricted
 from drafttrain.objective.teacher import TargetChunk, TargetRows
 from tests.contract import test_families as contract
+from tests.exports import CASES
 from tests.helpers import drafted_and_predicted, fast_target, prompts, tiny_target
 from tests.tiny import build
 from tests.unrolled import labels, packed_batch, shaken, states
@@ -24,6 +25,9 @@ from tests.unrolled import labels, packed_batch, shaken, states
 COUNTS = torch.arange(64) * 37 % 64  # a permutation: token i is seen COUNTS[i] times
 VOCAB: dict[str, Any] = {"draft_vocab": 40}
 OTHERS: dict[str, Any] = {"layers": 3, "qk_norm": True, "norm_before_fc": True, "own_embedding": True, "norm_output": True}
+WINDOWS: dict[str, Any] = {"layer": {"sliding_window": 9, "full_attention_layers": [1]}}
+# latent attention: values wider than queries and scores that yarn makes larger; narrower ones, and queries without a latent
+LATENT, QUERIES = ({"layer": CASES[f"eagle3-latent{x}"][1]["layer"], "layers": n} for x, n in (("", 1), ("-queries", 2)))
 VARIANTS: list[dict[str, Any]] = [
     {},
     VOCAB,
@@ -31,6 +35,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"norm_output": True},
     {"draft_vocab": 40, "fc_norm": True, "norm_output": True},
     OTHERS,
+    LATENT,
+    QUERIES,
 ]
 
 
@@ -75,10 +81,11 @@ def test_eagle3_losses_and_gradients_equal_loop(options: dict[str, Any], loss: s
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [OTHERS | WINDOWS, LATENT, QUERIES])
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_eagle3_of_other_trainers_training_predictions_equal_draft_tokens(tree: str) -> None:
+def test_eagle3_of_other_trainers_training_predictions_equal_draft_tokens(tree: str, options: dict[str, Any]) -> None:
     target, prompt = fast_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
-    options = OTHERS | {"tree": tree, "width": 2, "nodes": 12, "layer": {"sliding_window": 9, "full_attention_layers": [1]}}
+    options = options | {"tree": tree, "width": 2, "nodes": 12}
     drafted, predicted = drafted_and_predicted(target, build("eagle3", target, 0.5, **options), prompt)
     assert predicted == drafted
 
@@ -162,6 +169,8 @@ def test_eagle3_invalid_options_are_refused() -> None:
             FAMILY.build(Eagle3Options(**options), target)
     with pytest.raises(UserError, match="norm_before_fc are true"):
         Eagle3(Eagle3Options(fc_norm=True, norm_before_fc=True), target)
+    with pytest.raises(UserError, match=r"qk_norm is true with drafter\.layer\.kv_lora_rank, .*; set one of them"):
+        Eagle3(Eagle3Options(qk_norm=True, **LATENT), target)
 
 
 CHECKS = [
@@ -188,8 +197,8 @@ def test_eagle3_draft_vocabulary_passes_family_contract(
     check("eagle3")
 
 
-@pytest.mark.parametrize("options", FULL)
-def test_eagle3_draft_vocabulary_greedy_output_equals_plain_and_reloads(
+@pytest.mark.parametrize("options", [*FULL, FULL[1] | LATENT])
+def test_eagle3_draft_vocabulary_and_latents_greedy_output_equals_plain_and_reloads(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(contract.SHAPES, "eagle3", options)

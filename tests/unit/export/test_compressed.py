@@ -95,6 +95,7 @@ def test_quantised_export_that_no_engine_loads_is_refused(tmp_path: Path, subtes
         ("medusa", "vllm", "fp8", "vllm is not known to read quantised weights of this family; leave quantize out"),
         ("eagle3", "trtllm", "int8", "leave quantize out; vllm, sglang load it unchanged"),
         ("eagle3-unlike", "vllm", "int4", "do not divide into groups of 128, 64 or 32; choose quantize=int8 or fp8"),
+        ("eagle3-latent", "vllm", "fp8", "vllm is not known to read quantised weights of latent attention; leave quantize out"),
     ]
     target = loaded()
     for case, stack, kind, reason in cases:

@@ -397,6 +397,31 @@ def test_import_eagle3_layer_shape_other_than_target_is_kept(tmp_path: Path) -> 
     assert LayerOptions.of(found.meta.options["layer"]) == LayerOptions(intermediate_size=24, rope_scaling=LINEAR)
 
 
+def test_import_eagle3_with_latent_attention_drafts_as_independent_reader(tmp_path: Path) -> None:
+    folder = put(tmp_path / "hand", LAYOUTS["eagle3, latents"]())
+    found, _ = imported(folder)
+    golden = made(found, TEXTS)
+    for stack in ("vllm", "sglang"):
+        reading = eagle3.portable(stack)(folder, target_parts(found), points_of(golden))
+        assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
+    layer, scaling = LayerOptions.of(found.meta.options["layer"]), YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    widths = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    assert layer.rope_scaling == scaling | {"beta_fast": 32, "beta_slow": 1}
+    layer.rope_scaling = None
+    assert layer == LayerOptions(kv_heads=4, head_dim=4, kv_lora_rank=12, q_lora_rank=10, **widths)
+    for number, (change, says) in enumerate(LATENT_MISTAKES):
+        with pytest.raises(UserError, match=says):
+            imported(put(tmp_path / str(number), changed("eagle3, latents", change)))
+
+
+LATENT_MISTAKES: list[tuple[Change, str]] = [
+    (lambda config, _: config.pop("v_head_dim"), "config.json does not say v_head_dim, which the drafter cannot be built"),
+    (lambda config, _: config.update(rope_interleave=False), "but layers with latent attention rotate neighbouring values"),
+    (lambda config, _: config["rope_scaling"].pop("mscale"), "in latent attention engines know yarn alone"),
+    (lambda config, _: config.update(kv_lora_rank=11), r"kv_a_proj_with_mqa.weight is \[16, 64\], by config.json .*\[15, 64\]"),
+]
+
+
 @pytest.mark.parametrize(("config_bias", "zero", "bias"), [(False, True, False), (True, True, True), (True, False, True)])
 def test_import_eagle_zero_bias_without_flag_is_dropped(config_bias: bool, zero: bool, bias: bool, tmp_path: Path) -> None:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

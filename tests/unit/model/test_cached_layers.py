@@ -12,17 +12,18 @@ from torch.nn import functional as F
 
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.layers import DecoderLayer
-from drafttrain.model.shapes import TargetShape
+from drafttrain.model.shapes import LayerOptions, TargetShape
 from drafttrain.ops import library
 from tests.cases import with_grid
+from tests.exports import LATENT
 
 SHAPE = TargetShape(64, 32, 2, 4, 2, 8, 48, 128, 1e4, 1e-5)
 FEW = [(1, False, True), (3, True, True), (3, False, False), (1, True, False)]
 
 
-def layers(count: int, qk_norm: bool = False) -> list[DecoderLayer]:
+def layers(count: int, qk_norm: bool = False, shape: TargetShape = SHAPE) -> list[DecoderLayer]:
     torch.manual_seed(count)
-    return [DecoderLayer(SHAPE, qk_norm=qk_norm).requires_grad_(False) for _ in range(count)]
+    return [DecoderLayer(shape, qk_norm=qk_norm).requires_grad_(False) for _ in range(count)]
 
 
 def plain(made: Sequence[DecoderLayer], x_BTH: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def plain(made: Sequence[DecoderLayer], x_BTH: Tensor) -> Tensor:
 
 def decoded(fused: FusedLayers, x_BTH: Tensor, parts: Sequence[int]) -> Tensor:
     """The same in passes of so many positions, each committed."""
-    cached, done, start = CachedLayers(fused, len(x_BTH), 64), [], 0
+    cached, done, start = CachedLayers(fused, len(x_BTH), max(64, x_BTH.shape[1])), [], 0
     with torch.inference_mode():
         for count in parts:
             meta = cached.meta(cached.after_prefix(count))
@@ -57,6 +58,18 @@ def test_fused_layers_decoding_equals_decoder_layers(
     made, x = layers(count, qk_norm), torch.randn(2, 9, 32)
     found = decoded(FusedLayers(made), x, (1, 4, 3, 1))
     torch.testing.assert_close(found, plain(made, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("query_rank", [None, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_layers_with_latent_attention_equal_decoder_layers_and_cache_latents(
+    query_rank: int | None, dtype: torch.dtype
+) -> None:
+    shape = LayerOptions(**LATENT, q_lora_rank=query_rank).shape(SHAPE, latent=True)
+    made, x = [layer.to(dtype) for layer in layers(2, shape=shape)], torch.randn(2, 90, 32, dtype=dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(decoded(FusedLayers(made), x, (80, 1, 4, 5)), plain(made, x), rtol=tolerance, atol=tolerance)
+    assert CachedLayers(FusedLayers(made), 1, 64).kv.bytes_per_position == 2 * (12 + 4) * dtype.itemsize
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -1,4 +1,4 @@
-"""A drafter's own decoder layers: their shape, and how their positions are rotated."""
+"""A drafter's own decoder layers: their shape, how their positions are rotated, and latent attention."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from torch import nn
+from torch.nn import functional as F
 from transformers import DeepseekV3Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
-from drafttrain.model.layers import rotary
-from drafttrain.model.shapes import LayerOptions
+from drafttrain.model.layers import AttentionShape, MultiHeadLatentAttention, rotary
+from drafttrain.model.shapes import LayerOptions, TargetShape
 from drafttrain.targets.structure import shape_of
 from tests.export_oracles.layer import LayerDimensions, _frequencies
-from tests.exports import LINEAR, LLAMA3
+from tests.exports import LATENT, LINEAR, LLAMA3
 from tests.helpers import drafted_and_predicted, fast_target, prompts, tiny_target
 from tests.tiny import build
 
@@ -69,6 +72,9 @@ def test_layer_options_between_keeps_only_differences_from_target() -> None:
     of = tiny_target().shape
     own = LayerOptions(kv_heads=4, rope_theta=5.0, rope_scaling=LINEAR)
     assert LayerOptions.between(own.shape(of), of) == own == LayerOptions.of(asdict(own))
+    latent = LayerOptions(**LATENT)  # its KV heads and head width are no target's, and options may name them
+    assert LayerOptions.between(latent.shape(of, latent=True), of) == LayerOptions(**LATENT, kv_heads=4, head_dim=4)
+    assert LayerOptions(**LATENT, kv_heads=4, head_dim=4).shape(of, latent=True) == latent.shape(of, latent=True)
     assert LayerOptions(heads=of.heads).shape(of) == LayerOptions().shape(of)
     assert LayerOptions.between(LayerOptions(heads=of.heads).shape(of), of) == LayerOptions.between(None, of) == LayerOptions()
 
@@ -105,6 +111,57 @@ def test_layer_options_that_cannot_be_are_refused_in_one_line(subtests: pytest.S
             with pytest.raises(UserError, match=says) as caught:
                 LayerOptions.of(given).shape(of)
             assert "\n" not in str(caught.value)
+
+
+def test_layer_options_of_latent_attention_that_cannot_be_are_refused(subtests: pytest.Subtests) -> None:
+    of = tiny_target().shape
+    for allowed, given, says in (
+        (False, LATENT, "drafter.layer has kv_lora_rank, .*, of latent attention; this family has ordinary attention: leave"),
+        (True, {"q_lora_rank": 4}, "drafter.layer has q_lora_rank, of latent attention; set drafter.layer.kv_lora_rank"),
+        (True, LATENT | {"kv_heads": 2}, "drafter.layer.kv_heads is 2 with latent attention, where it can only be 4; leave"),
+        (True, LATENT | {"head_dim": 8}, "drafter.layer.head_dim is 8 with latent attention, where it can only be 4; leave"),
+        (True, LATENT | {"sliding_window": 9}, "drafter.layer.sliding_window is 9 with latent .* can only be null; leave it"),
+        (True, LATENT | {"qk_rope_head_dim": 5}, "heads of width 5"),
+        (True, LATENT | {"rope_scaling": LINEAR}, "in latent attention engines know yarn alone, without attention_factor"),
+        (True, LATENT | {"rope_scaling": YARN | {"truncate": False}}, "in latent attention engines know yarn alone"),
+        (True, LATENT | {"rope_scaling": YARN | {"mscale": 1.0}}, "with both of mscale and mscale_all_dim or neither"),
+    ):
+        with subtests.test(given=given), pytest.raises(UserError, match=says):
+            LayerOptions.of(given).shape(of, latent=allowed)
+
+
+@pytest.mark.parametrize("family", ["eagle", "mtp", "peagle", "dflash"])
+def test_family_with_ordinary_attention_refuses_latent_attention(family: str) -> None:
+    with pytest.raises(UserError, match="of latent attention; this family has ordinary attention: leave it out"):
+        build(family, tiny_target(), layer=LATENT)
+
+
+@pytest.mark.parametrize("query_rank", [None, 10])
+@pytest.mark.parametrize("scaling", [{}, YARN, YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4.0}])
+@pytest.mark.parametrize("width", [5, 30])
+def test_latent_attention_equals_transformers_deepseek_v3(query_rank: int | None, scaling: dict[str, Any], width: int) -> None:
+    """Of twice the hidden size, as EAGLE-3's first layer reads it; values narrower and wider than queries."""
+    fields = LATENT | {"q_lora_rank": query_rank, "v_head_dim": width}
+    rope = {"rope_type": "default", **scaling, "rope_theta": 500.0}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 3, "num_key_value_heads": 3, "n_routed_experts": 8}
+    config = DeepseekV3Config(**sizes, **fields, rope_parameters=rope, attn_implementation="eager")
+    theirs = DeepseekV3Attention(config, 0)
+    for name in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"):
+        if (first := getattr(theirs, name)) is not None:
+            setattr(theirs, name, nn.Linear(64, first.out_features, bias=False))
+    of = TargetShape(64, 32, 2, 3, 1, 8, 48, config.max_position_embeddings, 500.0, 1e-6)
+    shape = LayerOptions(**fields, rope_scaling=scaling or None).shape(of, latent=True)
+    ours = MultiHeadLatentAttention(AttentionShape.of(shape, 64))
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours.load_state_dict(theirs.state_dict())
+    x_BNI, position_BN = torch.randn(2, 9, 64), torch.arange(9)[None] + torch.tensor([[0], [200]])
+    angles = DeepseekV3RotaryEmbedding(config)(x_BNI, position_BN)
+    with torch.no_grad():
+        wanted = theirs(x_BNI, angles, torch.full((9, 9), -torch.inf).triu(1))[0]
+        found = ours.out(F.scaled_dot_product_attention(*ours.qkv(x_BNI, position_BN), is_causal=True))
+    assert ours.scaling == pytest.approx(theirs.scaling)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_layer_options_overrides_set_rope_theta_and_scaling() -> None:

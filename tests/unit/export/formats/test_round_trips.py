@@ -33,6 +33,7 @@ FAST = (
         "dspark-part",
         "eagle3-others",
         "eagle3-unlike",
+        "eagle3-latent-queries",
         "peagle-normed",
         "pard-lora",
         "eagle-bias",
