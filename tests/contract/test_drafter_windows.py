@@ -110,6 +110,21 @@ def test_sliding_window_bounded_cache_drafts_same_tokens(case: str, every: int |
     assert all(cache.pages == 4 * cache.slots < cache.slots * cache.capacity // 32 for cache in kept)
 
 
+def test_sliding_window_long_prompt_takes_several_static_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads the positions of those before, though all are of one chunk of the prompt."""
+    asked, target = [(prompts(1, seed=5, longest=9)[0] * 150)[:145]], fast_target()
+    drafter = build("eagle3", target, 0.5, layer=WINDOW)
+
+    def decoded(every: int | None) -> list[tuple[list[int], int, list[int]]]:
+        controls = Controls(read_every=every)
+        decoder = Decoder(target, drafter, *SETTINGS, prefill_chunk=200, controls=controls)
+        return [(r.tokens, r.verifications, r.accepted) for r in decoder.run(asked, 1).results]
+
+    whole = decoded(None)
+    monkeypatch.setattr(cached_layers, "AT_ONCE", 70)
+    assert decoded(2) == whole and len(whole[0][0]) == 30
+
+
 @pytest.mark.sampled(case=("eagle3", "peagle", "dflash"))
 @pytest.mark.parametrize("case", CHANGED)
 def test_sliding_window_ignores_text_before_window(case: str) -> None:

@@ -160,8 +160,11 @@ class CachedState(RevertibleState):
 
     def _consume_all_but_last(self, commit: Commit, slot_B: Tensor) -> None:
         earlier, last = split_last(commit)
-        for chunk in [earlier] if self.kv.kept is None else earlier.split(cached_layers.AT_ONCE):
+        chunks = [earlier] if self.kv.kept is None else list(earlier.split(cached_layers.AT_ONCE))
+        for chunk in chunks:
             self.consume(chunk, slot_B)
+            if self.kv.static_length is not None and chunk is not chunks[-1]:
+                self.kv.use_static_length(self.kv.static_length + chunk.token_BA.shape[1])  # the next pass reads these too
         self.pending.add(last, slot_B, empty=True)
 
     def take_pending(self, slot_B: Tensor) -> Commit:
