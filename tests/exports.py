@@ -172,6 +172,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "dflash",
         {"block_size": 4, "layers": 2, "target_layer_ids": [1, 2], "causal": True, "layer": {"sliding_window": 5}},
     ),
+    "dflash-sinks": (
+        "dflash",
+        {
+            "block_size": 3,
+            "layers": 2,
+            "target_layer_ids": [1],
+            "causal_windows": False,
+            "layer": {"sliding_window": 5, "attention_sinks": True},
+        },
+    ),
     "jetspec": ("jetspec", {"block_size": 4, "layers": 2, "target_layer_ids": [0, 1, 2], "tree": "chain"}),
     "jetspec-windows": (
         "jetspec",
@@ -212,6 +222,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "causal_windows": False,
             "layer": {"sliding_window": 5},
         },
+    ),
+    "dspark-sinks": (
+        "dspark",
+        {"block_size": 3, "layers": 2, "target_layer_ids": [1], "rank": 8, "layer": {"attention_sinks": True}},
     ),
     "dflash2-causal": (
         "dflash2",
@@ -342,6 +356,7 @@ GOES_TO = {  # case -> the stacks that it is exported to, those apart whose targ
     "dflash-open-windows": ["vllm", "sglang", "speculators", "transformers", "official"],
     "dflash-causal": ["vllm", "sglang", "llamacpp", "official"],
     "dflash-causal-windows": ["vllm", "sglang", "speculators", "official"],
+    "dflash-sinks": ["vllm"],
     "jetspec": ["vllm", "sglang", "llamacpp", "official"],
     "jetspec-windows": ["vllm", "sglang"],
     "domino": ["sglang"],
@@ -350,6 +365,7 @@ GOES_TO = {  # case -> the stacks that it is exported to, those apart whose targ
     "dspark-windows": ["vllm", "sglang", "speculators"],
     "dspark-open-windows": ["vllm", "sglang"],
     "dspark-causal": ["vllm", "sglang", "llamacpp"],
+    "dspark-sinks": ["vllm"],
     "dflash2-windows": ["vllm", "sglang", "speculators", "official"],
     "dflash2-causal": ["vllm", "sglang", "llamacpp", "official"],
     "dspark": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "official"],

@@ -38,7 +38,9 @@ def states(drafter: Recurrent, batch: TrainBatch, steps: int, detach: bool) -> d
                     own_keys[step].append(k.repeat_interleave(groups, 0))
                     own_values[step].append(v.repeat_interleave(groups, 0))
                     scores = torch.stack([(q * own_keys[i][s]).sum(-1) for i, s in seen]) * q.shape[-1] ** -0.5
-                    mixed = (scores.softmax(0)[..., None] * torch.stack([own_values[i][s] for i, s in seen])).sum(0)
+                    sinks = scores[:0] if attention.sinks is None else attention.sinks[None]
+                    shares = torch.cat([scores, sinks]).softmax(0)[: len(seen), :, None]
+                    mixed = (shares * torch.stack([own_values[i][s] for i, s in seen])).sum(0)
                     residual = drafter.leave(residual, attention.out(mixed[None, :, None]), number)
                     if number + 1 < len(layers):
                         read = layers[number + 1].input_layernorm(residual)

@@ -100,3 +100,7 @@ class Span:
     def positions(self, x_BkXD: Tensor) -> Tensor:
         """[B, h, X / N, D]: the inverse of `heads`."""
         return self.group.to_positions(x_BkXD.transpose(1, 2)).transpose(1, 2)
+
+    def of_heads(self, x_h: Tensor | None) -> Tensor | None:
+        """[k] this process's part of one number per head."""
+        return None if x_h is None else x_h.chunk(self.group.size)[self.group.rank]

@@ -62,6 +62,8 @@ class PEagle(FusedDrafter):
         self._target = FrozenRef(target)
         self.retention = Retention(options.retention, options.least_retention)
         layer_shape = self.layer_shape = LayerOptions.of(options.layer).shape(target.shape)
+        if layer_shape.attention_sinks:
+            raise UserError("drafter.layer.attention_sinks is true, which this family is not trained with; set it to false")
         self.mask_token = layer_shape.vocab_size - 1 if options.mask_token is None else options.mask_token
         if not 0 <= self.mask_token < layer_shape.vocab_size:
             raise UserError(f"drafter.mask_token is {self.mask_token}; the drafter embeds 0..{layer_shape.vocab_size - 1}")

@@ -310,7 +310,18 @@ def _refusal(checkpoint: Opened, stack: str, settings: ExportSettings) -> str | 
     source = ExportSource(checkpoint, stack, settings.dtype)
     scaling_reason = None if STACKS[stack].any_scaling else refuse_scaling(source)
     quantised_reason = None if settings.quantize is None else _refuse_quantised(checkpoint, stack, settings.quantize)
-    return refuse_pictures(source) or scaling_reason or export_format.refuse(source) or quantised_reason
+    layers_reason = scaling_reason or _refuse_sinks(source)
+    return refuse_pictures(source) or layers_reason or export_format.refuse(source) or quantised_reason
+
+
+def _refuse_sinks(source: ExportSource) -> str | None:
+    """Why a stack cannot load a drafter whose layers have attention sinks; None where it can."""
+    if not source.sinks or row_of(source.opened.meta.family, source.stack).sinks:
+        return None
+    return (
+        f"its layers have attention sinks, which {source.stack} is not known to read for this family; train with "
+        "drafter.layer.attention_sinks=false"
+    )
 
 
 def _refuse_quantised(checkpoint: Opened, stack: str, kind: str) -> str | None:

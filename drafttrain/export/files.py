@@ -84,6 +84,11 @@ class ExportSource:
         return self.drafter.layer_shape or self.shape
 
     @property
+    def sinks(self) -> bool:
+        """Whether the drafter's own layers have attention sinks."""
+        return bool(getattr(self.layer_shape, "attention_sinks", False))
+
+    @property
     def layer_inputs(self) -> list[int]:
         """The tapped blocks' outputs as k, the number of the block that reads them."""
         return [block + 1 for block in self.drafter.taps.blocks]

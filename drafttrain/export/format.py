@@ -169,6 +169,7 @@ class StackRow:
     note: str | None = None  # a remark below the command
     pictures: tuple[str, ...] = ()  # classes of targets that read images, for which the stack drafts
     quantised: bool = False  # whether it builds the layers of these files with their quantization_config
+    sinks: bool = False  # whether it reads attention sinks in the layers of these files
 
 
 Rows = dict[str, dict[str, StackRow | str]]  # by family and stack; a text is the reason why the stack does not load it

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.model.batch import Context
+from drafttrain.model.causal_attention import capped_attention, sinks_gradient, with_sinks
 
 TILE = 128  # queries, and keys, that the kernel computes together
 
@@ -39,6 +40,7 @@ def block_mask_attention(
     window: int | None = None,
     scale: float | None = None,
     attend: Attend | None = None,
+    sinks_h: Tensor | None = None,
 ) -> Tensor:
     """[B, h, A, S, D]: as `blockwise_attention` by the rule (chained, window, scale). attend: None: the compiled kernel.
 
@@ -51,8 +53,13 @@ def block_mask_attention(
     )
     mask = block_mask(seen, A, S, context_k_BgTD.shape[2], chained, window)
     shared = q_BhASD.shape[1] != k_BgASD.shape[1]
-    out_BhQD = (attend or _kernel())(q_BhASD.flatten(2, 3), keys, values, block_mask=mask, scale=scale, enable_gqa=shared)
-    return out_BhQD.unflatten(2, (A, S))
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": shared}
+    if sinks_h is None:
+        return (attend or _kernel())(q_BhASD.flatten(2, 3), keys, values, **options).unflatten(2, (A, S))
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out: Any = (attend or _kernel())(q_BhASD.flatten(2, 3), keys, values, **options, return_aux=AuxRequest(lse=True))
+    return with_sinks(out[0], out[1].lse, sinks_h[:, None])[0].unflatten(2, (A, S))
 
 
 def mask_of(seen: Context, slots: int, columns: int, chained: bool, window: int | None) -> Callable[..., Tensor]:
@@ -145,38 +152,39 @@ def blockwise_attention(
     context_v_BhTD: Tensor,
     seen: Context,
     rule: Rule = WHOLE,
+    sinks_h: Tensor | None = None,
 ) -> Tensor:
     """[B, h, A, S, D]: every slot attends to slots of its own block and to its anchor's part of the context.
 
-    Keys and values have g heads. The backward pass makes each tile's keys and mask again, and on a GPU its attention: they are
-    not stored.
+    Keys and values have g heads. sinks_h: one more score per query head, whose share of the softmax adds nothing. The backward
+    pass makes each tile's keys and mask again, and on a GPU its attention: they are not stored.
     """
     A, S = q_BhASD.shape[2:4]
     if rule.window is not None:  # the columns that slot 0 sees; the tiles have no others
         seen = Context(torch.maximum(seen.first_BA, seen.last_BA + 2 - rule.window), seen.last_BA)
     if q_BhASD.device.type == "cpu":
         tiles = Tiles(seen, rule, max(1, LEAST_TILE // S), S)
-        out_BhASD: Tensor = _Tiled.apply(tiles, q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD)
+        out_BhASD: Tensor = _Tiled.apply(tiles, sinks_h, q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD)
         return out_BhASD
-    if torch.is_grad_enabled() and _by_kernel(q_BhASD):
+    if torch.is_grad_enabled() and _by_kernel(q_BhASD, sinks_h is not None):
         blocks = (q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD)
-        return block_mask_attention(*blocks, seen, rule.chained, rule.window, rule.scale)
-    return _tiled(q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD, seen, rule)
+        return block_mask_attention(*blocks, seen, rule.chained, rule.window, rule.scale, sinks_h=sinks_h)
+    return _tiled(q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD, seen, rule, sinks_h)
 
 
-def _by_kernel(q_BhASD: Tensor) -> bool:
+def _by_kernel(q_BhASD: Tensor, sinks: bool = False) -> bool:
     """Whether FlexAttention computes these blocks: not while a step's operations are counted, for which it has no rule."""
     if not q_BhASD.is_cuda or torch._C._len_torch_dispatch_stack():
         return False
-    return _has_kernel(q_BhASD.device, q_BhASD.dtype, q_BhASD.shape[-1])
+    return _has_kernel(q_BhASD.device, q_BhASD.dtype, q_BhASD.shape[-1], sinks)
 
 
 @cache
-def _has_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def _has_kernel(device: torch.device, dtype: torch.dtype, width: int, sinks: bool = False) -> bool:
     """Whether FlexAttention compiles here and agrees with the tiles; if not, a warning says why."""
     from torch._dynamo.exc import TorchDynamoException
 
-    sizes = [(1, 4, 20, 8, width), *[(1, 2, 20, 8, width)] * 2, *[(1, 2, 150, width)] * 2]
+    sizes = [(1, 4, 20, 8, width), *[(1, 2, 20, 8, width)] * 2, *[(1, 2, 150, width)] * 2, *[(4,)] * sinks]
     last_1A = torch.arange(7, 147, 7, device=device)[None]
     anchor_context, outputs = Context(torch.zeros_like(last_1A), last_1A), list[list[Tensor]]()
     try:
@@ -184,8 +192,9 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
             for attend in (block_mask_attention, _tiled):
                 random = torch.Generator(device).manual_seed(0)
                 inputs = [torch.randn(size, generator=random, device=device, dtype=dtype) for size in sizes]
-                q, k, v, context_k, context_v = (x.requires_grad_() for x in inputs)
-                out = attend(q, k, v, context_k, context_v, anchor_context)
+                q, k, v, context_k, context_v, *sink = (x.requires_grad_() for x in inputs)
+                given: dict[str, Any] = {"sinks_h": sink[0]} if sinks else {}
+                out = attend(q, k, v, context_k, context_v, anchor_context, **given)
                 outputs.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         relative_error = max(
             float((a.detach() - b.detach()).abs().max() / b.detach().abs().max()) for a, b in zip(*outputs, strict=True)
@@ -207,6 +216,7 @@ def _tiled(
     context_v_BhTD: Tensor,
     anchor_context: Context,
     rule: Rule = WHOLE,
+    sinks_h: Tensor | None = None,
 ) -> Tensor:
     """Tile by tile, by torch's attention under a mask."""
     A, S = q_BhASD.shape[2:4]
@@ -216,7 +226,7 @@ def _tiled(
     for tile in zip(
         *(torch.split(x, blocks, 2) for x in (q_BhASD, k_BhASD, v_BhASD)), anchor_context.split(blocks), strict=True
     ):
-        inputs = (*tile, context_k_BhTD, context_v_BhTD, rule)
+        inputs = (*tile, context_k_BhTD, context_v_BhTD, rule, sinks_h)
         outputs.append(checkpoint(_tile, *inputs, use_reentrant=False) if recompute else _tile(*inputs))
     return torch.cat(outputs, 2)
 
@@ -229,15 +239,20 @@ def _tile(
     context_k_BhTD: Tensor,
     context_v_BhTD: Tensor,
     rule: Rule,
+    sinks_h: Tensor | None,
 ) -> Tensor:
-    C, S = q_BhCSD.shape[2:4]
-    groups = q_BhCSD.shape[1] // k_BhCSD.shape[1]
-    mask_B1RP = _mask(anchor_context, C, S, context_k_BhTD.shape[2], rule)[:, None]
+    (C, S, D), groups = q_BhCSD.shape[2:], q_BhCSD.shape[1] // k_BhCSD.shape[1]
+    mask_BRP = _mask(anchor_context, C, S, context_k_BhTD.shape[2], rule)
+    q_BhRD = q_BhCSD.flatten(2, 3)
     keys, values = (
-        torch.cat([context, _apart(block.flatten(2, 3))], 2).repeat_interleave(groups, 1)
+        torch.cat([context, _apart(block.flatten(2, 3))], 2)
         for context, block in ((context_k_BhTD, k_BhCSD), (context_v_BhTD, v_BhCSD))
     )
-    out_BhRD = F.scaled_dot_product_attention(q_BhCSD.flatten(2, 3), keys, values, mask_B1RP, scale=rule.scale)
+    if sinks_h is not None:
+        out_BhRD = capped_attention(q_BhRD, keys, values, rule.scale or D**-0.5, sinks_h=sinks_h, mask_BNP=mask_BRP)
+    else:
+        keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+        out_BhRD = F.scaled_dot_product_attention(q_BhRD, keys, values, mask_BRP[:, None], scale=rule.scale)
     return out_BhRD.view(*q_BhCSD.shape[:4], -1)
 
 
@@ -270,35 +285,44 @@ class _Tiled(torch.autograd.Function):
     """Attention of all tiles by torch's kernel for CPUs. The queries of the heads that share a KV head are rows of one."""
 
     @staticmethod
-    def forward(ctx: Any, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, tiles: Tiles, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor
+    ) -> Tensor:
         out_BhASD, logs, kv_heads = torch.empty_like(q, memory_format=torch.contiguous_format), [], k.shape[1]
         for blocks, columns, mask in tiles.masks(q.shape[1] // kv_heads, q.dtype):
             keys, values = _keys(k, context_k, blocks, columns), _keys(v, context_v, blocks, columns)
             rows_BgXD = _folded(q[:, :, blocks], kv_heads)
             kernel = aten._scaled_dot_product_flash_attention_for_cpu
             tile_out, log = kernel(rows_BgXD, keys, values, 0.0, False, attn_mask=mask, scale=tiles.rule.scale)
+            if sinks is not None:
+                tile_out, log = with_sinks(tile_out, log, _of_rows(sinks, log))
             out_BhASD[:, :, blocks] = _unfolded(tile_out, out_BhASD[:, :, blocks])
             logs.append(log)
         ctx.tiles, ctx.logs = tiles, logs
-        ctx.save_for_backward(q, k, v, context_k, context_v, out_BhASD)
+        ctx.save_for_backward(q, k, v, context_k, context_v, out_BhASD, sinks)
         return out_BhASD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, context_k, context_v, out_BhASD = ctx.saved_tensors
+        q, k, v, context_k, context_v, out_BhASD, sinks = ctx.saved_tensors
         to_q, to_k, to_v, to_context_k, to_context_v = (torch.zeros_like(x) for x in (q, k, v, context_k, context_v))
         tiles, kv_heads, kernel = ctx.tiles, k.shape[1], aten._scaled_dot_product_flash_attention_for_cpu_backward
+        to_sinks = list[Tensor]()
         masks = tiles.masks(q.shape[1] // kv_heads, q.dtype)
         for (blocks, columns, mask), log in zip(masks, ctx.logs, strict=True):
             keys, values = _keys(k, context_k, blocks, columns), _keys(v, context_v, blocks, columns)
             grad, rows, tile_out = (_folded(x[:, :, blocks], kv_heads) for x in (grads[0], q, out_BhASD))
+            if sinks is not None:
+                to_row_gX = sinks_gradient(grad, tile_out, log, _of_rows(sinks, log))
+                to_sinks.append(to_row_gX.view(len(sinks), -1).sum(1))
             tile_grads = kernel(grad, rows, keys, values, tile_out, log, 0.0, False, attn_mask=mask, scale=tiles.rule.scale)
             to_q[:, :, blocks] = _unfolded(tile_grads[0], to_q[:, :, blocks])
             width = columns.stop - columns.start
             for to_block, to_context, to_both in ((to_k, to_context_k, tile_grads[1]), (to_v, to_context_v, tile_grads[2])):
                 to_context[:, :, columns] += to_both[:, :, :width]
                 to_block[:, :, blocks] = to_both[:, :, width:].unflatten(2, (-1, tiles.slots))
-        return None, to_q, to_k, to_v, to_context_k, to_context_v
+        to_all_sinks = torch.stack(to_sinks).sum(0).to(sinks.dtype) if to_sinks else None
+        return None, to_all_sinks, to_q, to_k, to_v, to_context_k, to_context_v
 
 
 def _keys(block_BgASD: Tensor, context_BgTD: Tensor, blocks: slice, columns: slice) -> Tensor:
@@ -313,6 +337,12 @@ def _folded(x_BhCSD: Tensor, kv_heads: int) -> Tensor:
 
 def _unfolded(x_BgXD: Tensor, like_BhCSD: Tensor) -> Tensor:
     return x_BgXD.reshape(like_BhCSD.shape)
+
+
+def _of_rows(sinks_h: Tensor, log_BgX: Tensor) -> Tensor:
+    """[g, X] the sink of each row's query head."""
+    g, X = log_BgX.shape[1:]
+    return sinks_h.view(g, -1, 1).expand(-1, -1, X * g // len(sinks_h)).flatten(1)
 
 
 def _mask(anchor_context: Context, blocks: int, slots: int, columns: int, rule: Rule) -> Tensor:

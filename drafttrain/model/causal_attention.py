@@ -21,6 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents
+from drafttrain.ops.later_steps import dot, wide
 
 SCORES = 2**24  # in memory at once
 
@@ -82,6 +83,21 @@ def _part(
         score_BgrNP = torch.cat([score_BgrNP, sinks], -1)
     share_BgrNP = score_BgrNP.softmax(-1)[..., : k_BgPD.shape[2]].to(v_BgPD.dtype)
     return (share_BgrNP.reshape(B, g, -1, k_BgPD.shape[2]) @ v_BgPD).view(B, h, N, -1)
+
+
+def with_sinks(out_BhTD: Tensor, lse_BhT: Tensor, sinks_hT: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of attention whose softmax has one more score, which adds nothing. out, lse: of that without.
+
+    sinks_hT: the score, of each query, or [h, 1] of each head. A backward pass that is given this output and log-sum-exp
+    recomputes the whole softmax.
+    """
+    joint_BhT = torch.logaddexp(lse_BhT, wide(sinks_hT))
+    return (out_BhTD * (lse_BhT - joint_BhT).exp()[..., None]).to(out_BhTD.dtype), joint_BhT
+
+
+def sinks_gradient(grad_BhTD: Tensor, out_BhTD: Tensor, joint_BhT: Tensor, sinks_hT: Tensor) -> Tensor:
+    """[h, T] the gradient of each query's sink. out, joint: as `with_sinks` gives them."""
+    return -((wide(sinks_hT) - joint_BhT).exp() * dot(grad_BhTD, out_BhTD)).sum(0)
 
 
 ROWS = 512  # queries of a block, with a sliding window

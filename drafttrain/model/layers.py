@@ -96,6 +96,7 @@ class AttentionShape:
     context: int = 0  # positions that there are, by which longrope chooses
     window: int | None = None  # positions that a query sees at most, its own included; None: all
     latent: LayerShape | None = None  # has the ranks and widths of latent attention; None: ordinary attention
+    sinks: bool = False  # as `LayerShape.attention_sinks`
 
     @staticmethod
     def of(shape: TargetShape, in_width: int, qk_norm: bool = False, number: int = 0) -> AttentionShape:
@@ -114,6 +115,7 @@ class AttentionShape:
             shape.max_positions,
             None if layer_shape is None else layer_shape.window(number),
             latent,
+            layer_shape is not None and layer_shape.attention_sinks,
         )
 
 
@@ -130,6 +132,17 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             nn.Identity() if shape.qk_eps is None else RMSNorm(shape.head_dim, shape.qk_eps) for _ in range(2)
         )
+        if shape.sinks:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(shape.heads))  # named as in vLLM and ModelOpt
+
+    def forward(self) -> Tensor:
+        """[h] the sinks. Only this is a call of the module, because sharded parameters are gathered for calls."""
+        return self.attention_sink_bias
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """[h] a score of each head, in the unit of scaled scores, or None; as transformers' modules name it."""
+        return self() if self.shape.sinks else None
 
     @property
     def head_dim(self) -> int:

@@ -31,7 +31,7 @@ LISTS = ("long_factor", "short_factor")  # fields with one number for each pair 
 LATENT_FIELDS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # DeepSeek-V3's
 # settings of drafters' layers that are not the target's
-OWN = ("rope_scaling", "sliding_window", "full_attention_layers", *LATENT_FIELDS)
+OWN = ("rope_scaling", "sliding_window", "full_attention_layers", "attention_sinks", *LATENT_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class LayerShape(TargetShape):
     rope_scaling: dict[str, Any] | None = None  # of rotary positions, in transformers' form; None: none, whatever the target's
     sliding_window: int | None = None  # positions that a query sees at most, its own included; None: all
     full_attention_layers: tuple[int, ...] = ()  # layers without the window, from 0
+    attention_sinks: bool = False  # each query head has a learnt score that takes its share of the softmax and adds nothing
     kv_lora_rank: int | None = None  # of latent attention, where head_dim is qk_rope_head_dim; None: ordinary attention
     q_lora_rank: int | None = None  # None: queries have no latent
     qk_nope_head_dim: int | None = None
@@ -101,6 +102,7 @@ class LayerOptions:
     rope_scaling: Any = None  # {rope_type: yarn, factor: ...}, as in transformers; null: none. Any: Hydra fills no null mapping
     sliding_window: int | None = at_least(None, 1)  # positions that a query sees at most, its own included; null: all
     full_attention_layers: list[int] = field(default_factory=list)  # layers without the window, from 0
+    attention_sinks: bool = False  # each query head has a learnt score that takes its share of the softmax and adds nothing
     # latent attention (MLA, arXiv 2405.04434), in families that have it
     kv_lora_rank: int | None = at_least(None, 1)  # of keys and values; null: ordinary attention
     q_lora_rank: int | None = at_least(None, 1)  # of queries; null: they have no latent
@@ -158,6 +160,7 @@ class LayerOptions:
             raise UserError(f"drafter.layer has {', '.join(given)}, of latent attention; {remedy}")
         widths = LATENT_WIDTHS | given
         implied = {"kv_heads": self.heads or target.heads, "head_dim": widths["qk_rope_head_dim"], "sliding_window": None}
+        implied["attention_sinks"] = False
         for name, value in implied.items():
             if getattr(self, name) not in (None, value):
                 raise UserError(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.model.causal_attention import by_document
+from drafttrain.model.causal_attention import by_document, sinks_gradient, with_sinks
 from drafttrain.model.masks import Documents
 from drafttrain.ops.later_steps import dot, merged, merged_backward, wide
 
@@ -31,17 +31,19 @@ def unrolled(
     values: Sequence[Tensor],
     documents: Documents | None,
     window: int | None = None,
+    sinks_h: Tensor | None = None,
 ) -> Tensor:
     """[B, h, T, D]: attention of the last step's queries to keys and values [B, g, T, D] of each step; g divides h.
 
     documents: step 0's keys are seen within one document, and each is computed alone; None: every row is one. window: rotary
     positions that a query sees at most, its own included, more than there are steps; None: all. Step i's query at index t has
-    the position t + i. Scores are scaled by D ** -0.5.
+    the position t + i. sinks_h: one more score per head, whose share of the softmax adds nothing. Scores of keys are scaled by
+    D ** -0.5.
     """
     first = _first_window(window, len(keys))
 
     def whole(q_BhTD: Tensor, *keys_values: Tensor) -> Tensor:
-        out_BhTD: Tensor = _Unrolled.apply(q_BhTD, len(keys), first, *keys_values)
+        out_BhTD: Tensor = _Unrolled.apply(q_BhTD, len(keys), first, sinks_h, *keys_values)
         return out_BhTD
 
     return by_document(whole, documents, q_BhTD, *keys, *values)
@@ -57,25 +59,32 @@ def _first_window(window: int | None, steps: int) -> int | None:
 
 class _Unrolled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BhTD: Tensor, steps: int, window: int | None, *keys_values: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q_BhTD: Tensor, steps: int, window: int | None, sinks_h: Tensor | None, *keys_values: Tensor
+    ) -> Tensor:
         keys, values = keys_values[:steps], keys_values[steps:]
         out_BhTD, joint_BhT = _causal(q_BhTD, keys[0], values[0], window)
+        if sinks_h is not None:
+            out_BhTD, joint_BhT = with_sinks(out_BhTD, joint_BhT, sinks_h[:, None])
         if steps > 1:
             out_BhTD, joint_BhT = merged(q_BhTD, out_BhTD, joint_BhT, keys[1:], values[1:])
         ctx.steps, ctx.window = steps, window
-        ctx.save_for_backward(q_BhTD, out_BhTD, joint_BhT, *keys_values)
+        ctx.save_for_backward(q_BhTD, out_BhTD, joint_BhT, sinks_h, *keys_values)
         return out_BhTD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_BhTD = grads[0].contiguous()
-        q_BhTD, out_BhTD, joint_BhT, *keys_values = ctx.saved_tensors
+        q_BhTD, out_BhTD, joint_BhT, sinks_h, *keys_values = ctx.saved_tensors
         keys, values = keys_values[: ctx.steps], keys_values[ctx.steps :]
+        to_sinks = None
+        if sinks_h is not None:
+            to_sinks = sinks_gradient(grad_BhTD, out_BhTD, joint_BhT, sinks_h[:, None]).sum(1).to(sinks_h.dtype)
         to_q, to_k, to_v = _causal_backward(grad_BhTD, q_BhTD, keys[0], values[0], out_BhTD, joint_BhT, ctx.window)
         if ctx.steps == 1:
-            return to_q, None, None, to_k, to_v
+            return to_q, None, None, to_sinks, to_k, to_v
         to_q, to_keys, to_values = merged_backward(grad_BhTD, q_BhTD, out_BhTD, joint_BhT, keys[1:], values[1:], to_q)
-        return to_q, None, None, to_k, *to_keys, to_v, *to_values
+        return to_q, None, None, to_sinks, to_k, *to_keys, to_v, *to_values
 
 
 def _repeated(x_BgTD: Tensor, heads: int) -> Tensor:
@@ -198,6 +207,7 @@ def reference(
     values: Sequence[Tensor],
     documents: Documents | None,
     window: int | None = None,
+    sinks_h: Tensor | None = None,
 ) -> Tensor:
     """The twin of `unrolled`: all scores at once."""
     first = _first_window(window, len(keys))
@@ -210,7 +220,8 @@ def reference(
         mask_BTT = mask_BTT.triu(1 - first)
     first_BhTT = (q_BhTD @ keys[0].transpose(-1, -2) * scale).masked_fill(~mask_BTT[:, None], -torch.inf)
     step_score_iBhT1 = [(q_BhTD * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
-    share_BhTP = wide(torch.cat([first_BhTT, *step_score_iBhT1], -1)).softmax(-1).to(q_BhTD.dtype)
+    sinks = [] if sinks_h is None else [sinks_h.to(q_BhTD.dtype).view(-1, 1, 1).expand(len(q_BhTD), -1, T, -1)]
+    share_BhTP = wide(torch.cat([first_BhTT, *step_score_iBhT1, *sinks], -1)).softmax(-1).to(q_BhTD.dtype)
     out_BhTD = share_BhTP[..., :T] @ values[0]
     for i, value_BhTD in enumerate(values[1:]):
         out_BhTD = out_BhTD + share_BhTP[..., T + i : T + i + 1] * value_BhTD

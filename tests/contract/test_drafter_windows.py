@@ -1,4 +1,5 @@
-"""Sliding windows in drafters' layers: trained as they draft, exact in every tree, and blind to the text before them."""
+"""Sliding windows and attention sinks in drafters' layers: trained as they draft, exact in every tree, and windows are blind to
+the text before them."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from drafttrain.decoding.settings import Controls
 from drafttrain.features.online import Online
 from drafttrain.model import cached_layers
 from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache
 from tests.cases import slow_but, with_grid
 from tests.helpers import drafted_and_predicted, fast_target, prompts
@@ -24,6 +26,7 @@ from tests.tiny import SHAPES, build
 
 WINDOW = {"sliding_window": 9}
 MIXED = WINDOW | {"full_attention_layers": [1]}
+SINKS = {"attention_sinks": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {"layer": WINDOW}),
     "eagle3": ("eagle3", {"layer": WINDOW}),
@@ -40,20 +43,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflare, mixed": ("dflare", {"layer": MIXED}),
     "dfly, mixed": ("dfly", {"layer": MIXED}),
     "dflash2, mixed and causal": ("dflash2", {"layer": MIXED, "causal_windows": True}),
+    "eagle, sinks": ("eagle", {"layer": SINKS}),
+    "eagle3, sinks": ("eagle3", {"layer": SINKS | WINDOW, "layers": 2, "tree": "dynamic", "width": 2, "nodes": 12}),
+    "mtp, sinks": ("mtp", {"layer": SINKS | WINDOW}),
+    "dflash, sinks": ("dflash", {"layer": SINKS | MIXED}),
+    "dspark, sinks": ("dspark", {"layer": SINKS}),
+    "dflash2, sinks": ("dflash2", {"layer": SINKS | WINDOW}),
+    "dflare, sinks": ("dflare", {"layer": SINKS}),
 }
-# windows of a recurrent layer, in chains and trees; of PEagle's own mask; of blocks
-FEW = ("eagle3, dynamic", "peagle, mixed", "dflash, mixed")
-MORE = ("eagle3", "dflash, not causal", "dflash2, mixed and causal")
+# windows of a recurrent layer, in chains and trees; of PEagle's own mask; of blocks; sinks of a recurrent layer and of blocks
+FEW = ("eagle3, dynamic", "peagle, mixed", "dflash, mixed", "eagle3, sinks", "dflash, sinks")
+MORE = ("eagle3", "dflash, not causal", "dflash2, mixed and causal", "dspark, sinks")
 ASKED, SETTINGS = prompts(4, seed=3, longest=40), ("greedy", Sampling(), frozenset[int](), 30)
 CHANGED = [name for name, (_, options) in CASES.items() if options["layer"] == WINDOW]
+
+
+def drafter_of(case: str) -> Drafter:
+    """With sinks that take shares of a softmax from almost none to almost all."""
+    name, options = CASES[case]
+    drafter = build(name, fast_target(), 0.5, **options)
+    sinks = [p for key, p in drafter.named_parameters() if key.endswith("attention_sink_bias")]
+    for sinks_h in sinks:
+        sinks_h.data.copy_(torch.linspace(-3, 5, len(sinks_h)))
+    assert bool(sinks) == options["layer"].get("attention_sinks", False)
+    return drafter
 
 
 @pytest.mark.sampled(case=(*FEW, *MORE))
 @pytest.mark.parametrize("case", CASES)
 def test_sliding_window_training_predictions_equal_draft_tokens(case: str) -> None:
-    name, options = CASES[case]
     target, prompt = fast_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
-    drafts, predicted = drafted_and_predicted(target, build(name, target, 0.5, **options), prompt)
+    drafts, predicted = drafted_and_predicted(target, drafter_of(case), prompt)
     assert predicted == drafts
 
 
@@ -61,9 +81,7 @@ def test_sliding_window_training_predictions_equal_draft_tokens(case: str) -> No
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", slow_but(FEW, CASES))
 def test_sliding_window_greedy_output_equals_plain_decoding(case: str, batch: int) -> None:
-    name, options = CASES[case]
-    drafter = build(name, fast_target(), 0.5, **options)
-    drafted = Decoder(fast_target(), drafter, *SETTINGS, prefill_chunk=6).run(ASKED, batch).results
+    drafted = Decoder(fast_target(), drafter_of(case), *SETTINGS, prefill_chunk=6).run(ASKED, batch).results
     assert [r.tokens for r in drafted] == plain()
 
 
@@ -78,15 +96,18 @@ def plain() -> list[list[int]]:
         [("eagle3, dynamic", None), ("dflash", 2)],
         CASES,
         (None, 2),  # each step is read at once, or shapes are static
-        slow=[("eagle3, dynamic", 2), ("dflash", None), ("peagle", None), ("dflash, mixed", None), ("mtp", 2)],
+        slow=[
+            *[("eagle3, dynamic", 2), ("dflash", None), ("peagle", None), ("dflash, mixed", None), ("mtp", 2)],
+            *[("eagle3, sinks", 2), ("mtp, sinks", None), ("dflash, sinks", 2)],
+        ],
     ),
 )
 def test_sliding_window_bounded_cache_drafts_same_tokens(case: str, every: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and outputs of several times the memory, ragged, in chunks, over fewer slots."""
-    name, options = CASES[case]
+    layer = CASES[case][1]["layer"]
     target, caches = fast_target(), list[KVCache]()
     asked = [(prompts(1, seed=n, longest=9)[0] * 150)[: 110 + 20 * n] for n in range(3)]
-    drafter = build(name, target, 0.5, **options)
+    drafter = drafter_of(case)
 
     def decoded() -> list[tuple[list[int], int, list[int]]]:
         decoder = Decoder(
@@ -106,7 +127,7 @@ def test_sliding_window_bounded_cache_drafts_same_tokens(case: str, every: int |
     monkeypatch.setattr(KVCache, "__init__", noted)
     assert decoded() == whole
     kept = [cache for cache in caches if cache.kept is not None]
-    assert bool(kept) == (options["layer"] == WINDOW)
+    assert bool(kept) == ("sliding_window" in layer and "full_attention_layers" not in layer)
     assert all(cache.pages == 4 * cache.slots < cache.slots * cache.capacity // 32 for cache in kept)
 
 
@@ -157,6 +178,7 @@ def test_sliding_window_invalid_options_are_refused(subtests: pytest.Subtests) -
         ("dflash", MIXED | {"full_attention_layers": [2]}, "full_attention_layers is [2]; the drafter has layers 0"),
         ("dflash", {"full_attention_layers": [0]}, "without drafter.layer.sliding_window"),
         ("eagle3", {"sliding_window": -1}, f"{cut} -1; set it to 1 or more, or null"),
+        ("peagle", SINKS, "drafter.layer.attention_sinks is true, which this family is not trained with; set it to false"),
     ]
     for name, layer, says in cases:
         with subtests.test(name=name, layer=layer), pytest.raises(UserError, match=re.escape(says)):

@@ -8,6 +8,8 @@ the root and drafts nothing.
 Whether slots see later slots: vLLM takes `is_causal` for all layers, else `dflash_config.causal`; SGLang and the authors' code
 only `is_causal`.
 Without these, layers with a window are causal, and the others not. Other stacks are not known to read such a key.
+
+vLLM alone reads attention sinks, of all layers, where `dflash_config.attention_sink_bias` is true.
 """
 
 from __future__ import annotations
@@ -66,7 +68,13 @@ def of_zlab(directory: Path, architecture: str, target: TargetParts, stack: str)
     check_vocabulary(config, Tensors(directory))
     if config.values.get("sample_from_anchor"):
         raise MismatchError("config", "sample_from_anchor is true, which loaders of this layout refuse or ignore")
-    return config, own, raw_block(config, own, causal_of(config, own, "sglang" if stack == "official" else stack))
+    block = raw_block(config, own, causal_of(config, own, "sglang" if stack == "official" else stack))
+    return config, own, with_sinks(block, own) if stack == "vllm" else block
+
+
+def with_sinks(block: DraftBlockShape, own: Config) -> DraftBlockShape:
+    """The block as vLLM reads it. own: the configuration's `dflash_config`."""
+    return replace(block, shape=replace(block.shape, sinks=bool(own.values.get("attention_sink_bias"))))
 
 
 def check_raw(config: Config, architecture: str, target: TargetParts) -> None:

@@ -25,6 +25,7 @@ from tests.export_oracles.dflash import (
     raw_block,
     slots,
     tokens_before,
+    with_sinks,
 )
 from tests.export_oracles.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each, over_target
 
@@ -43,6 +44,7 @@ def deepspec(stack: str) -> Reader:
         if stack == "vllm":
             own = config.inside("dflash_config", "layer ids")  # without it as many blocks as layers would be tapped
             own.get("target_layer_ids", "layer ids")
+            block = with_sinks(block, own)
         if stack == "official":
             if not config.get("sample_from_anchor", "config"):
                 raise MismatchError("config", "sample_from_anchor is false, which the authors' code does not have")

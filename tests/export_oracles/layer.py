@@ -32,6 +32,7 @@ class LayerDimensions:
     paired: bool = False  # rotate neighbouring values, where most models rotate the two halves of a head
     windows: tuple[int | None, ...] = ()  # positions that a query of each layer sees, its own included; (): all see all
     latent: dict[str, Any] = field(default_factory=dict)  # the fields of latent attention; {}: the layers have heads
+    sinks: bool = False  # each head has a score that takes its share of the softmax and adds nothing
 
     @staticmethod
     def of(config: Config) -> LayerDimensions:
@@ -101,6 +102,7 @@ class Layer:
         self.window = shape.windows[number] if shape.windows else None
         mlp = f"{prefix}.mlp"
         self.take_attention(tensors, f"{prefix}.self_attn", in_width, bias, norms)
+        self.sinks = tensors.take(f"{prefix}.self_attn.attention_sink_bias", shape.heads) if shape.sinks else None
         self.gate = tensors.take(f"{mlp}.gate_proj.weight", shape.inner, shape.width)
         self.up = tensors.take(f"{mlp}.up_proj.weight", shape.inner, shape.width)
         self.down = tensors.take(f"{mlp}.down_proj.weight", shape.width, shape.inner)
@@ -127,7 +129,10 @@ class Layer:
         groups = self.shape.heads // self.shape.kv_heads
         k_PhD, v_PhD = k_PhD.repeat_interleave(groups, 1), v_PhD.repeat_interleave(groups, 1)
         score_hNP = torch.einsum("nhd,phd->hnp", q_NhD, k_PhD) / self.shape.head_dim**0.5
-        weight_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
+        score_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf)
+        if self.sinks is not None:
+            score_hNP = torch.cat([score_hNP, self.sinks[:, None, None].expand(-1, len(q_NhD), 1)], -1)
+        weight_hNP = score_hNP.softmax(-1)[..., : len(k_PhD)]
         return F.linear(torch.einsum("hnp,phd->nhd", weight_hNP, v_PhD).flatten(1), self.o)
 
     def mlp(self, x_NH: Tensor) -> Tensor:

@@ -38,14 +38,15 @@ CASES |= {
     "peagle, dropped": ("peagle", SHAPES["peagle"] | {"retention": 0.6}),
     "pard, dropped": ("pard", SHAPES["pard"] | {"retention": 0.6}),
     **{f"{name}, windows": (name, SHAPES[name] | {"layer": {"sliding_window": 9}}) for name in ("eagle3", "peagle", "dflash")},
+    **{f"{name}, sinks": (name, SHAPES[name] | {"layer": {"attention_sinks": True}}) for name in ("eagle3", "dflash")},
     "medusa2": ("medusa", {"heads": 3, "adapter": {"rank": 4}}),
     # as wide as the target: else its small embeddings leave candidates alike, and only rounding of attention biases' gradients
     "lilicorr": ("lilicorr", SHAPES["lilicorr"] | {"hidden_size": 32, "factor_dim": 24}),
 }
 # in two processes: steps, blocks, a whole model, heads, an adapter, recurrent ones, parallel ones that drop positions, few
-# anchors, one composed of others, windows; all cases in four
+# anchors, one composed of others, windows, sinks; all cases in four
 QUICK = ("eagle3", "dflash", "draft_model", "hydra++", "medusa2", "mtp", "redrafter", "peagle, dropped", "pard, dropped")
-QUICK += ("dflash, few anchors", "eagle beside a model", "eagle3, windows", "uno")
+QUICK += ("dflash, few anchors", "eagle beside a model", "eagle3, windows", "uno", "eagle3, sinks", "dflash, sinks")
 BATCHES = ("ragged", "packed", "short")
 RUNNERS = {"fast": (FastTarget, "llama"), "fast, sliding": (FastTarget, "mistral-sliding"), "hf": (HFTarget, "gemma3-sliding")}
 

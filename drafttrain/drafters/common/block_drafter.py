@@ -173,15 +173,15 @@ class BlockLayer(DecoderLayer):
     ) -> Tensor:
         B, A, S, _ = x_BASH.shape
         qkv = self.self_attn.qkv(x_BASH.flatten(1, 2), position_BAS.flatten(1))
+        sinks_h = self.self_attn.sinks
         if span is None:
             q_BhASD, k_BhASD, v_BhASD = (x.unflatten(2, (A, S)) for x in qkv)
-            out_BhXD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, anchor_context, self.rule).flatten(2, 3)
         else:
             q_BhASD, k_BhASD, v_BhASD = (span.heads(x).unflatten(2, (-1, S)) for x in qkv)
-            all_keys, all_values = (span.gather(x) for x in context)
-            out_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, all_keys, all_values, anchor_context, self.rule)
-            out_BhXD = span.positions(out_BhASD.flatten(2, 3))
-        return self.self_attn.out(out_BhXD).unflatten(1, (A, S))
+            context, sinks_h = (span.gather(context[0]), span.gather(context[1])), span.of_heads(sinks_h)
+        out_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, anchor_context, self.rule, sinks_h)
+        out_BhXD = out_BhASD.flatten(2, 3)
+        return self.self_attn.out(out_BhXD if span is None else span.positions(out_BhXD)).unflatten(1, (A, S))
 
 
 class BlockDrafter(DraftVocabulary):

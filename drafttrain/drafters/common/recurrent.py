@@ -296,5 +296,6 @@ class UnrolledAttention:
         if self.span is not None:
             q_BhTD, k_BhTD, v_BhTD = (self.span.gather(x) for x in (q_BhTD, k_BhTD, v_BhTD))
         keys, values = [*past[:steps], k_BhTD], [*past[steps:], v_BhTD]
-        out_BhTD = unrolled(q_BhTD, keys, values, self.documents, self.attention.shape.window)
+        sinks_h = self.attention.sinks if self.span is None else self.span.of_heads(self.attention.sinks)
+        out_BhTD = unrolled(q_BhTD, keys, values, self.documents, self.attention.shape.window, sinks_h)
         return self.attention.out(out_BhTD if self.span is None else self.span.scatter(out_BhTD)), k_BhTD, v_BhTD

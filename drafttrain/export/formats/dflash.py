@@ -43,6 +43,7 @@ from drafttrain.export.vocabulary import draft_vocab, store_vocabulary, vocabula
 from drafttrain.model.target import Target
 
 SHIFTED, EMBEDDED = "sample_from_anchor", "input_embedding_scale"
+SINKS = "attention_sink_bias"  # key of the flag, which vLLM looks for in `dflash_config`, and last part of the tensors' names
 MUSE = Renames({"fc.{rest}": "encoder.fc.{rest}", "hidden_norm.{rest}": "encoder.output_norm_enc.{rest}", "{rest}": "{rest}"})
 PLAIN = ("fc", "hidden_norm", "norm", "layers", "embed_tokens", "lm_head", "d2t", "t2d")  # first parts of tensors' names
 ANCHORED = ("Qwen3DSparkModel", "DSparkDraftModel")  # classes whose slots are shifted unless their files say otherwise
@@ -126,7 +127,7 @@ def zlab_config(source: ExportSource, architecture: str, **inner: Any) -> dict[s
         "num_target_layers": source.shape.blocks,
         "mask_token_id": dflash_fields["mask_token_id"],  # verl-SpeCo looks for it here alone
         **vocabulary_field(source),
-        "dflash_config": dflash_fields | ({} if is_causal is None else {"causal": is_causal}) | inner,
+        "dflash_config": dflash_fields | ({} if is_causal is None else {"causal": is_causal}) | sinks_field(source) | inner,
     }
 
 
@@ -182,7 +183,13 @@ def block_fields(source: ExportSource) -> dict[str, Any]:
         **llama_fields(source.layer_shape, layers, source.dtype),
         "block_size": source.options["block_size"],
         **_kinds(source),
+        **sinks_field(source),
     }
+
+
+def sinks_field(source: ExportSource) -> dict[str, Any]:
+    """The flag of attention sinks; nothing where the layers have none."""
+    return {SINKS: True} if source.sinks else {}
 
 
 def _kinds(source: ExportSource) -> dict[str, Any]:
@@ -309,6 +316,10 @@ def zlab_options(found: ExternalCheckpoint, target: Target, shifted: bool = Fals
     causal = causal_options(found, has_windows)
     if swa_forced and not causal["causal"]:
         causal["causal_windows"] = False
+    # vLLM takes the second key where the first is missing, whatever the layers' windows
+    options["layer"]["attention_sinks"] = found.flag(
+        SINKS, field_of(found, SINKS, found.config.get("add_swa_attention_sink_bias", False))
+    )
     slots = "shifted" if found.flag(SHIFTED, field_of(found, SHIFTED, shifted)) else "in_place"
     return options | causal | {"slots": slots} | _vocabulary(found, target, part)
 
@@ -430,7 +441,7 @@ AUTHORS = ("windows", "causal")
 _LMDEPLOY = partial(lmdeploy_refuse, reads=frozenset({"last block"}))
 ROWS: Rows = {
     "dflash": {
-        "vllm": StackRow(_format(zlab, ZLAB, *VLLM), "dflash", pictures=QWEN3, quantised=True),
+        "vllm": StackRow(_format(zlab, ZLAB, *VLLM), "dflash", pictures=QWEN3, quantised=True, sinks=True),
         "sglang": StackRow(_format(zlab, ZLAB, *SGLANG), "DFLASH", pictures=QWEN3),
         "trtllm": StackRow(_format(zlab, ZLAB), "DFlash"),
         "speculators": StackRow(_format(speculators, SPECULATORS, "windows", "draft_vocab"), "dflash"),
@@ -440,7 +451,7 @@ ROWS: Rows = {
         "official": StackRow(_format(zlab, ZLAB, *AUTHORS), CODE),
     },
     "jetspec": {
-        "vllm": StackRow(_jetspec(*VLLM), "dflash", quantised=True),
+        "vllm": StackRow(_jetspec(*VLLM), "dflash", quantised=True, sinks=True),
         "sglang": StackRow(_jetspec(*SGLANG), "DFLASH"),
         **dict.fromkeys(("trtllm", "openvino", "lmdeploy"), NO_CAUSAL),
         "speculators": "its flag for causal blocks is only of layers with sliding windows",

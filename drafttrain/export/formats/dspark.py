@@ -19,6 +19,7 @@ from drafttrain.export.formats.dflash import (
     PART,
     SGLANG,
     SHIFTED,
+    SINKS,
     VLLM,
     block_fields,
     facts,
@@ -38,7 +39,7 @@ from drafttrain.model.target import Target
 
 SHIFT = "shift_label"
 CODE = "Qwen3DSparkModel.from_pretrained({directory!r})"
-INSIDE = ("mask_token_id", "target_layer_ids")  # fields that some stacks look for in `dflash_config`
+INSIDE = ("mask_token_id", "target_layer_ids", SINKS)  # fields that some stacks look for in `dflash_config`
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # in the authors' files: copies of the target's
 
 
@@ -71,7 +72,7 @@ def deepspec(source: ExportSource) -> Files:
         **_heads(source),
     }
     if source.stack == "vllm":
-        config["dflash_config"] = {key: config[key] for key in INSIDE}
+        config["dflash_config"] = _inside(config)
     if source.stack != "official":
         return Files(config, vocabulary_typed(source.tensors))
     config["num_anchors"] = source.options["anchors"]  # a setting of training, without which the class is not built
@@ -82,7 +83,7 @@ def deepspec(source: ExportSource) -> Files:
 def trtllm(source: ExportSource) -> Files:
     """The authors' layout, with what the target gives in `dflash_config` too, as in the files of TensorRT-LLM's own tests."""
     files = deepspec(source)
-    files.config["dflash_config"] = {key: files.config[key] for key in INSIDE} | {"shift_label": True}
+    files.config["dflash_config"] = _inside(files.config) | {"shift_label": True}
     return files
 
 
@@ -90,6 +91,10 @@ def speculators(source: ExportSource) -> Files:
     """speculators' layout."""
     config = speculators_config(source, "dspark", "DSparkSpeculator") | _heads(source)
     return Files(config, vocabulary_typed(source.tensors))
+
+
+def _inside(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: config[key] for key in INSIDE if key in config}
 
 
 def _heads(source: ExportSource) -> dict[str, Any]:
@@ -164,7 +169,7 @@ def _format(write: Callable[[ExportSource], Files], importer: Importer, *reads: 
 
 ROWS: Rows = {
     "dspark": {
-        "vllm": StackRow(_format(deepspec, DEEPSPEC, *VLLM), "dspark"),
+        "vllm": StackRow(_format(deepspec, DEEPSPEC, *VLLM), "dspark", sinks=True),
         "sglang": StackRow(_format(deepspec, DEEPSPEC, *SGLANG), "DSPARK"),
         "trtllm": StackRow(_format(trtllm, DEEPSPEC), "DSpark"),
         "speculators": StackRow(_format(speculators, SPECULATORS, "windows", "draft_vocab"), "dspark"),

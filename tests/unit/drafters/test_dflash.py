@@ -91,8 +91,9 @@ def attended(layer: Any, x_SH: Tensor, root: int, context_NH: Tensor, position_N
         for head in range(shape.heads):
             kv = head // (shape.heads // shape.kv_heads)
             seen = len(context_NH) + (slot + 1 if causal else S)
-            share_P = (k_hPD[kv, :seen] @ q_hSD[head, slot] / math.sqrt(shape.head_dim)).softmax(0)
-            heads.append(share_P @ v_PhD[:seen, kv])
+            score_P = k_hPD[kv, :seen] @ q_hSD[head, slot] / math.sqrt(shape.head_dim)
+            sink = score_P[:0] if attention.sinks is None else attention.sinks[head, None]
+            heads.append(torch.cat([score_P, sink]).softmax(0)[:seen] @ v_PhD[:seen, kv])
         rows.append(torch.cat(heads))
     return attention.o_proj(torch.stack(rows))
 
@@ -178,19 +179,21 @@ def naive(
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("vocab", [None, 40])
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 @pytest.mark.parametrize("slots", ["in_place", "shifted"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_dflash_loss_and_gradients_equal_reference(
-    loss: str, slots: str, weights: str, vocab: int | None, monkeypatch: pytest.MonkeyPatch
+    loss: str, slots: str, weights: str, vocab: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In tiles of two blocks, computed again in the backward pass."""
     monkeypatch.setattr(blockwise, "LEAST_TILE", 8)
     monkeypatch.setattr(blockwise, "MOST_TILE", 8)
     target = tiny_target()
     options = DFlashOptions(**SMALL, slots=slots, weights=weights, draft_vocab=vocab)
-    drafter = built(target, slots=slots, weights=weights, draft_vocab=vocab).train()
+    layer = {"attention_sinks": sinks}
+    drafter = built(target, slots=slots, weights=weights, draft_vocab=vocab, layer=layer).train()
     batch = packed(target, drafter)
     wanted = naive(drafter, target, batch, options, loss)
     gradients = torch.autograd.grad(wanted, list(drafter.parameters()))

@@ -37,6 +37,7 @@ VARIANTS: list[dict[str, Any]] = [
     OTHERS,
     LATENT,
     QUERIES,
+    {"layers": 2, "layer": {"attention_sinks": True}},
 ]
 
 

@@ -349,6 +349,11 @@ REFUSED = {  # by case and stack: what the message says
         "trtllm": "its slots are in place, but TensorRT-LLM drafts with every slot of a block",
         "official": "its slots are in place, but the authors' code has shifted ones",
     },
+    "dflash-sinks": {
+        "sglang": "attention sinks, which sglang is not known to read for this family; train with .*=false; vllm loads it",
+        "llamacpp": "attention sinks, which llamacpp is not known",
+        "official": "attention sinks, which official is not known",
+    },
     "jetspec-open": {"vllm": "its slots see later ones, but in files of this family they do not"},
 }
 

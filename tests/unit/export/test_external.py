@@ -46,6 +46,34 @@ def test_import_dflash_config_window_overrides_top_level(tmp_path: Path) -> None
     assert (found["causal"], found["causal_windows"]) == (False, True)
 
 
+def test_import_dflash_attention_sinks_are_read_where_vllm_looks(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """As ModelOpt writes them, and by the flag of targets that vLLM takes where that is missing."""
+    nested, top, swa = ({"attention_sink_bias": True}, {"attention_sink_bias": True}, {"add_swa_attention_sink_bias": True})
+    for number, (top_level, inner, says) in enumerate(
+        [
+            (top, nested, None),
+            ({}, nested, None),
+            (swa, {}, None),
+            ({}, {}, r"unknown tensors layers\.0\.self_attn\.attention_sink_bias"),
+            ({}, {"attention_sink_bias": False}, r"unknown tensors layers\.0\.self_attn\.attention_sink_bias"),
+            ({"attention_sink_bias": False}, nested, "attention_sink_bias is False at the top level and True in dflash_config"),
+        ]
+    ):
+        config, tensors, file = LAYOUTS["dflash"]()
+        heads = config["num_attention_heads"]
+        sinks = {f"layers.{i}.self_attn.attention_sink_bias": torch.randn(heads) for i in range(config["num_hidden_layers"])}
+        config |= top_level | {"dflash_config": config["dflash_config"] | inner}
+        found = ExternalCheckpoint(put(tmp_path / str(number), (config, tensors | sinks, file)))
+        with subtests.test(top_level=top_level, inner=inner):
+            if says is not None:
+                with pytest.raises(UserError, match=says):
+                    taken(recognised(found), found, loaded())
+                continue
+            meta, weights = taken(recognised(found), found, loaded())
+            assert meta.options["layer"]["attention_sinks"] is True
+            assert all(torch.equal(weights[name], sinks_h) for name, sinks_h in sinks.items())
+
+
 def test_import_dflash_with_mask_embedding_file_is_refused(tmp_path: Path) -> None:
     folder = put(tmp_path / "dflash", LAYOUTS["dflash"]())
     torch.save({"embedding": torch.zeros(32)}, folder / "mask_embedding.pt")

@@ -40,17 +40,21 @@ def test_block_mask_equals_dense_mask_and_is_covered_by_tiles(rule: Rule) -> Non
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_block_mask_attention_equals_tiled_attention(rule: Rule, kv_heads: int) -> None:
+def test_block_mask_attention_equals_tiled_attention(rule: Rule, kv_heads: int, sinks: bool) -> None:
     torch.manual_seed(0)
     seen = Context(context().first_BA[:, ::2], context().last_BA[:, ::2])
     queries = (2, 4, BLOCKS // 2, SLOTS, 16)
     slots, text = (2, kv_heads, *queries[2:]), (2, kv_heads, COLUMNS, 16)
     inputs = [torch.randn(size) for size in (queries, slots, slots, text, text)]
     with torch.no_grad():  # FlexAttention has no gradient on a CPU
-        found = block_mask_attention(*inputs, seen, rule.chained, rule.window, rule.scale, flex_attention)
-        torch.testing.assert_close(found, blockwise_attention(*inputs, seen, rule), atol=1e-5, rtol=1e-5)
+        sinks_h = torch.linspace(-2, 3, 4) if sinks else None
+        wanted = blockwise_attention(*inputs, seen, rule, sinks_h)
+        found = block_mask_attention(*inputs, seen, rule.chained, rule.window, rule.scale, flex_attention, sinks_h)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(blockwise._tiled(*inputs, seen, rule, sinks_h), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_blockwise_attention_uses_tiles_while_flops_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +81,13 @@ def test_blockwise_attention_flex_failure_only_warns(monkeypatch: pytest.MonkeyP
 
 
 def test_blockwise_attention_wrong_flex_result_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*inputs: torch.Tensor) -> torch.Tensor:
-        return 2.0 * blockwise._tiled(*inputs)  # type: ignore[arg-type]
+    def wrong(*inputs: torch.Tensor, sinks_h: torch.Tensor | None = None) -> torch.Tensor:
+        factor = 2.0 if sinks_h is None else 1.0
+        return factor * blockwise._tiled(*inputs, sinks_h=sinks_h)  # type: ignore[arg-type]
 
     monkeypatch.setattr(blockwise, "block_mask_attention", wrong)
     blockwise._has_kernel.cache_clear()
     with pytest.warns(UserWarning, match="apart"):
         assert not blockwise._has_kernel(torch.device("cpu"), torch.float32, 16)
+    assert blockwise._has_kernel(torch.device("cpu"), torch.float32, 16, True), "sinks are asked for apart"
     blockwise._has_kernel.cache_clear()

@@ -19,14 +19,17 @@ COLUMNS, BLOCKS, SLOTS = 37, 7, 3
 RULES = (Rule(), Rule(chained=True), CUT := Rule(chained=True, window=5), Rule(scale=0.3))
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-2}
 FEW = [
-    (torch.float64, Rule(), 2, 3),
-    (torch.float64, Rule(chained=True), 4, 6),
-    (torch.float64, CUT, 1, 64),
-    (torch.float64, Rule(scale=0.3), 2, 6),
-    (torch.float64, Rule(), 1, 3),
-    (torch.float64, Rule(), 4, 3),
-    (torch.float32, CUT, 2, 3),
-    (torch.bfloat16, CUT, 2, 3),
+    (torch.float64, Rule(), 2, 3, False),
+    (torch.float64, Rule(chained=True), 4, 6, False),
+    (torch.float64, CUT, 1, 64, False),
+    (torch.float64, Rule(scale=0.3), 2, 6, False),
+    (torch.float64, Rule(), 1, 3, False),
+    (torch.float64, Rule(), 4, 3, False),
+    (torch.float32, CUT, 2, 3, False),
+    (torch.bfloat16, CUT, 2, 3, False),
+    (torch.float64, Rule(scale=0.3), 4, 3, True),
+    (torch.float64, CUT, 2, 6, True),
+    (torch.bfloat16, Rule(), 1, 64, True),
 ]
 
 
@@ -55,9 +58,11 @@ def dense(rule: Rule) -> Tensor:
 
 
 # least: slots of a tile: 1 or 2 blocks, the last tile short, or all
-@pytest.mark.parametrize(("dtype", "rule", "kv_heads", "least"), with_grid(FEW, CLOSE, RULES, (4, 2, 1), (3, 6, 64)))
+@pytest.mark.parametrize(
+    ("dtype", "rule", "kv_heads", "least", "sinks"), with_grid(FEW, CLOSE, RULES, (4, 2, 1), (3, 6, 64), (False, True))
+)
 def test_blockwise_attention_tiles_equal_dense_mask(
-    dtype: torch.dtype, rule: Rule, kv_heads: int, least: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rule: Rule, kv_heads: int, least: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blockwise, "LEAST_TILE", least)
     torch.manual_seed(0)
@@ -65,17 +70,22 @@ def test_blockwise_attention_tiles_equal_dense_mask(
     k, v = (torch.randn(2, kv_heads, BLOCKS, SLOTS, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     context = [torch.randn(2, kv_heads, COLUMNS, 8, dtype=dtype, requires_grad=True) for _ in range(2)]
     weight = torch.randn(2, 4, BLOCKS, SLOTS, 8, dtype=dtype)
+    sinks_h = torch.linspace(-2, 3, 4).to(dtype).requires_grad_() if sinks else None
 
     def plain() -> Tensor:
         both = [torch.cat([c, x.flatten(2, 3)], 2) for c, x in zip(context, (k, v), strict=True)]
         keys, values = (x.repeat_interleave(4 // kv_heads, 1) for x in both)
         mask = dense(rule)[:, None]
-        return F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, mask, scale=rule.scale).view(q.shape)
+        if sinks_h is None:
+            return F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, mask, scale=rule.scale).view(q.shape)
+        scores = (q.flatten(2, 3) @ keys.transpose(-1, -2) * (rule.scale or 8**-0.5)).masked_fill(~mask, -torch.inf)
+        column = sinks_h.view(-1, 1, 1).expand(2, -1, scores.shape[2], -1)
+        return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ values).view(q.shape)
 
-    inputs = [q, k, v, *context]
+    inputs = [q, k, v, *context, *([] if sinks_h is None else [sinks_h])]
     for ours, wanted in zip(*(
         [out, *torch.autograd.grad((out * weight).sum(), inputs)]
-        for out in (blockwise_attention(q, k, v, *context, seen(), rule), plain())
+        for out in (blockwise_attention(q, k, v, *context, seen(), rule, sinks_h), plain())
     ), strict=True):  # fmt: skip
         torch.testing.assert_close(ours, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 

@@ -42,8 +42,8 @@ FAST = (
         "redrafter",
         "mlp_speculator-tied",
     ),
-    *("mtp-qwen3", "dflash-causal-windows", "dspark-in-place", "dflash2-unlike", "jetspec-windows", "domino-shifted"),
-    *("xpress-unlike", "lilicorr-wide", "draft_model-lora", "uno-few"),
+    *("mtp-qwen3", "dflash-causal-windows", "dflash-sinks", "dspark-in-place", "dflash2-unlike", "jetspec-windows"),
+    *("domino-shifted", "xpress-unlike", "lilicorr-wide", "draft_model-lora", "uno-few"),
 )
 ROUNDED = ("eagle3-unlike", "draft_model-lora")  # in CI also in bfloat16: weights are cast in one place for all
 WIDE = {("eagle", "lmdeploy"), *(("medusa-shared", stack) for stack in GOES_TO["medusa"])}  # these keep the target's precision
