@@ -121,6 +121,7 @@ def test_layer_options_of_latent_attention_that_cannot_be_are_refused(subtests: 
         (True, LATENT | {"kv_heads": 2}, "drafter.layer.kv_heads is 2 with latent attention, where it can only be 4; leave"),
         (True, LATENT | {"head_dim": 8}, "drafter.layer.head_dim is 8 with latent attention, where it can only be 4; leave"),
         (True, LATENT | {"sliding_window": 9}, "drafter.layer.sliding_window is 9 with latent .* can only be null; leave it"),
+        (True, LATENT | {"attention_sinks": True}, "drafter.layer.attention_sinks is True with latent .* can only be False"),
         (True, LATENT | {"qk_rope_head_dim": 5}, "heads of width 5"),
         (True, LATENT | {"rope_scaling": LINEAR}, "in latent attention engines know yarn alone, without attention_factor"),
         (True, LATENT | {"rope_scaling": YARN | {"truncate": False}}, "in latent attention engines know yarn alone"),
