@@ -276,9 +276,6 @@ class MultiHeadLatentAttention(Attention):
         q_BhNW, k_BhNW, v_BhNW = (F.pad(x, (0, W - x.shape[-1])).transpose(1, 2) for x in (q_BNhQ, k_BNhQ, v_BNhV))
         return q_BhNW, k_BhNW, v_BhNW
 
-    def kv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
-        return self.qkv(x_BNI, position_BN)[1:]
-
     def _angles(self, position_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         shape = self.shape
         return rotary(position_BN, self.qk_rope_head_dim, shape.rope_theta, dtype, shape.rope_scaling, shape.context)
