@@ -12,6 +12,14 @@ import drafttrain
 from benchmarks import image_prompts, image_target
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import load_prompts
+from drafttrain.engines.states_server import IMAGES
+from drafttrain.features import FeatureOptions
+from drafttrain.model.target import Taps
+from drafttrain.runs import states_servers
+from drafttrain.runs.options import RunOptions
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import EMBEDDED, load_target
+from drafttrain.train.engine_features import EngineFeatures
 from tests.images import picture, write_conversations, write_target
 
 SMALL = ("train.steps=3", "train.checkpoint_every=3", "train.global_batch=4", "train.micro_batch=2", "data.held_out=4")
@@ -119,6 +127,15 @@ def test_fit_images_that_cannot_be_trained_on_are_refused(
     chosen = (f"target.path={target}", f"data.path={data}", f"prompts={prompts_in(tmp_path)}")
     assert command("fit", *options, *chosen, *SMALL, *FEW, f"output={tmp_path / 'out'}") == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_engine_servers_are_started_to_take_images_where_the_target_reads_them(images: bool, tmp_path: Path) -> None:
+    path = write_target("qwen3_vl", tmp_path / "target") if images else EMBEDDED
+    options = RunOptions(target=TargetOptions(path=str(path)), features=FeatureOptions("engine", servers=["http://x"]))
+    features = EngineFeatures(options.features, load_target(options.target), Taps((0,)), 64)
+    assert (IMAGES in states_servers._served(features, options, tmp_path, None).arguments) is images
+    assert (f" {IMAGES} (" in f"{states_servers._way_out(features, options.features, None)} (") is images
 
 
 def test_image_prompts_with_same_seed_are_identical(tmp_path: Path) -> None:
