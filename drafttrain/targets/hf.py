@@ -231,7 +231,11 @@ class HFTarget(PrunedTarget):
         if kv is not None and kv.states is not None and not self._states:
             self._states = kv.states.like()
         hidden, self._captured, self._wanted = self._captured, {}, frozenset()
+        self._complete(hidden, inputs)
         return self._output(final_BNH, hidden, taps, logit_row_BR)
+
+    def _complete(self, hidden: dict[int, Tensor], inputs: dict[str, Any]) -> None:
+        """Add to the taps what the model adds to its blocks' outputs between the blocks: nothing."""
 
     def _check_taps(self, taps: Taps) -> None:
         """Raise UserError for blocks whose outputs are not the model's hidden states."""

@@ -23,7 +23,6 @@ from drafttrain.decoding.graph_runner import capturing
 from drafttrain.model.images import FIRST, bases, rows, spans
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents
-from drafttrain.model.target import Taps, TargetOut
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.images import ImageReader
 
@@ -134,24 +133,13 @@ class VisionTarget(HFTarget):
             return super().embed(token.masked_fill(image, self._placeholder))
         return self._fused(token.masked_fill(image, 0), image, self._pictured(token[image]))
 
-    def forward(
-        self,
-        token_BN: Tensor,
-        kv: KVCache | None,
-        ancestor_BNN: Tensor | Documents | None,
-        position_BN: Tensor,
-        taps: Taps,
-        logit_row_BR: Tensor | None = None,
-    ) -> TargetOut:
-        """As HFTarget. What is added to the first blocks' outputs belongs to them, as in vLLM; transformers adds it later."""
-        out = super().forward(token_BN, kv, ancestor_BNN, position_BN, taps, logit_row_BR)
-        if taps.blocks and not isinstance(ancestor_BNN, Tensor) and bool((image_BN := token_BN >= FIRST).any()):
-            for block, added_MH in enumerate(self._pictured(token_BN[image_BN]).layers[1:]):
-                if block in out.hidden:
-                    state_BNH = out.hidden[block]
-                    added_BNH = torch.zeros_like(state_BNH).masked_scatter(image_BN[..., None], added_MH.to(state_BNH.dtype))
-                    out.hidden[block] = state_BNH + added_BNH
-        return out
+    def _complete(self, hidden: dict[int, Tensor], inputs: dict[str, Any]) -> None:
+        """What is added to the first blocks' outputs belongs to them, as in vLLM; transformers adds it after their hooks."""
+        for block, added_MH in enumerate(inputs.get("deepstack_visual_embeds", ())):
+            if block in hidden:
+                state_BNH, image_BN1 = hidden[block], inputs["visual_pos_masks"][..., None]
+                added_BNH = torch.zeros_like(state_BNH).masked_scatter(image_BN1, added_MH.to(state_BNH.dtype))
+                hidden[block] = state_BNH + added_BNH
 
     @property
     def _placeholder(self) -> int:
