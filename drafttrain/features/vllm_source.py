@@ -102,10 +102,7 @@ class VllmSource:
         rows are zeros.
         """
         assert self.images is not None, "only the images of a target that reads them have ids"
-        if self.images.before:
-            raise UserError(
-                "features=engine takes images of Qwen's targets alone, whose rows stand alone in a text; set features=cached"
-            )
+        check_placeholders(self.images)
         ids, placeholder, token_ids, end = list(request.ids), self.images.token_id, list[int](), 0
         start, stop = spans(ids)[-1]
         cut = stop == len(ids) and rows(ids[-1]) + 1 < self.images.known[bases(ids[-1])].rows
@@ -156,6 +153,15 @@ def _written(url: str, request: AnswerRequest, response: Any) -> list[int]:
         raise WrongError(str(error)) from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(f"{url} answers without token ids; features.answers needs vLLM 0.32 or later") from error
+
+
+def check_placeholders(images: ImageFiles) -> None:
+    """Raise UserError for a target whose image is more in a text than its rows: one placeholder would not stand for it."""
+    if images.before:
+        raise UserError(
+            "features=engine takes images of targets such as Qwen's, which have nothing but its rows in place of an image; set "
+            "features=cached or online"
+        )
 
 
 class StateFiles:

@@ -19,6 +19,7 @@ from drafttrain.data.prompts import Prompt
 from drafttrain.drafters.checkpoint import read_meta, start_weights
 from drafttrain.drafters.common.drafter_lora import adapted_maps, added, trained_and_frozen
 from drafttrain.features.engine import EngineStates
+from drafttrain.features.vllm_source import check_placeholders
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Budget, encode_cases
@@ -41,6 +42,7 @@ from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.frozen_ends import FrozenEnds, load_ends
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.images import ImageReader
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import why_slow
 from drafttrain.train import TrainOptions
@@ -92,7 +94,7 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
     if drafter.trained:
         records = ready.records if ready else None
         data = training_data(options.data, loaded, world, console.say, records)
-        _check_images(options, drafter, data)
+        _check_images(options, loaded, drafter, data)
         print_vocabulary(data, loaded.target.shape.vocab_size, getattr(options.drafter, "draft_vocab", None), console.say)
         if world.first and records is None:
             data = _with_origin(data, options, loaded, where, console)
@@ -117,11 +119,13 @@ def prepare_job(options: RunOptions, world: World, where: Placement, console: Co
     )
 
 
-def _check_images(options: RunOptions, drafter: Drafter, data: Dataset) -> None:
-    """Raise UserError for conversations with images that cannot be trained on."""
+def _check_images(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, data: Dataset) -> None:
+    """Raise UserError for conversations with images that cannot be trained on. Servers are not started yet."""
     check_images(drafter, data.has_images)
     if data.has_images and options.features.engine == "sglang":
         raise UserError("features.engine=sglang takes text alone, but the data has images; set it to vllm")
+    if data.has_images and options.features.name == "engine" and isinstance(loaded.images, ImageReader):
+        check_placeholders(loaded.images)
     if data.has_images and options.features.answers:
         raise UserError("features.answers continues text alone, but the data has images; leave it out")
     if data.has_images and options.train.sequence_parallel > 1:

@@ -102,28 +102,41 @@ def test_image_target_of_benchmarks_answers_drawn_prompt(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("name", "options", "reason"),
     [
-        (("recipe=hydra",), "this drafter reads text alone"),
+        ("qwen2_5_vl", ("recipe=hydra",), "this drafter reads text alone"),
         (
+            "qwen2_5_vl",
             ("recipe=medusa", "features=engine", "features.engine=sglang", "features.servers=[http://x]"),
             "features.engine=sglang takes text alone, but the data",
         ),
         (
+            "gemma3",
+            ("recipe=medusa", "features=engine", "features.servers=[http://x]"),
+            "features=engine takes images of targets such as Qwen's",
+        ),
+        (
+            "qwen2_5_vl",
             ("recipe=medusa", "features=engine", "features.answers=true", "features.servers=[http://x]"),
             "features.answers continues text alone, but the data",
         ),
         (
+            "qwen2_5_vl",
             ("recipe=medusa", "features=engine", "features.target=ends", "features.servers=[http://x]"),
             "data.jsonl:1: it has an image, but features.target=ends",
         ),
     ],
 )
 def test_fit_images_that_cannot_be_trained_on_are_refused(
-    options: tuple[str, ...], reason: str, command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    options: tuple[str, ...],
+    reason: str,
+    command: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before a server is started."""
-    target, data = write_target("qwen2_5_vl", tmp_path / "target"), write_conversations(tmp_path, 8)
+    target, data = write_target(name, tmp_path / "target"), write_conversations(tmp_path, 8)
     chosen = (f"target.path={target}", f"data.path={data}", f"prompts={prompts_in(tmp_path)}")
     assert command("fit", *options, *chosen, *SMALL, *FEW, f"output={tmp_path / 'out'}") == 2
     assert reason in capsys.readouterr().err
