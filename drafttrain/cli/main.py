@@ -51,6 +51,7 @@ PATH_KEYS = (
     "report",
     "simulate.alpha",  # its plus sign has a meaning
     "auto.candidates",  # their settings have an equals sign
+    "auto.also",
 )
 TEXT_KEYS = ("prompt",)
 BARE = (

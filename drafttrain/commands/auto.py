@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,12 +39,13 @@ from drafttrain.export.table import loads, rows
 from drafttrain.measure import cells
 from drafttrain.measure.plots import race_plot
 from drafttrain.measure.report import FILE, rounded
+from drafttrain.measure.tuning import predicted_speedup
 from drafttrain.model.drafter import trainable
 from drafttrain.runs.console import line_printer, print_line
 from drafttrain.runs.data import measurement_prompts
-from drafttrain.runs.options import RunOptions
+from drafttrain.runs.options import AutoOptions, RunOptions
 from drafttrain.runs.placement import built
-from drafttrain.runs.race import START, Candidate, CandidateRace, TimeBudget, merit, rungs_of
+from drafttrain.runs.race import START, Candidate, CandidateRace, TimeBudget, rungs_of
 from drafttrain.runs.stacks import by_reason, loadable_by, outlined, untrained
 from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.load import LoadedTarget, load_target
@@ -55,6 +57,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # of the data: where they are, which is another place once the target has answered
 SOURCE = tuple(f"data.{key}" for key in ("path", "limit", "split", "config", "files", "revision", "form"))
 OWN = ("auto", "budget", "recipe", "output", "name", "resume", "export", "measure")  # what no candidate's command is given
+EASILY = 4  # times what a candidate needs in the first round
 FIRST_RUNG = 3  # times what it takes to start a training, at least, a candidate has in the first round
 ANSWER, ANSWERED = 400, 32  # tokens of an answer of the target, and answers decoded together, in the estimate of their number
 REPEATS = 5  # timings of a step
@@ -94,7 +97,7 @@ def auto(options: RunOptions, words: Sequence[str], compose: Compose, flags: Seq
         console.print((folder / PAGE).read_text(encoding="utf-8"), markup=False, highlight=False, soft_wrap=True)
         return folder
     begun = CandidateRace.study_of(folder, []).user_attrs.get("candidates") if folder.is_dir() else None
-    plan = _plan(options, kept, total, begun, compose, console)
+    plan = _plan(options, kept, [word for word in words if _is(word, ("auto.also",))], total, begun, compose, console)
     _print_plan(plan, options.auto.batch_sizes, console)
     if options.export.plan:
         return None
@@ -155,22 +158,27 @@ def _is(word: str, keys: Sequence[str]) -> bool:
 
 
 def _plan(
-    options: RunOptions, kept: Sequence[str], total: float, begun: Sequence[str] | None, compose: Compose, console: Console
+    options: RunOptions,
+    kept: Sequence[str],
+    also: Sequence[str],
+    total: float,
+    begun: Sequence[str] | None,
+    compose: Compose,
+    console: Console,
 ) -> AutoPlan:
-    """begun: the candidates of a race that goes on."""
-    known, left_out = _candidates(options, kept, compose)
+    """also: the words of `auto.also`. begun: the candidates of a race that goes on."""
+    known, left_out = _candidates(options, [*kept, *also], compose)
     candidates = known if begun is None else [each for each in known if each.name in begun]
     time_began, reason, answers = monotonic(), None, None
 
     def most(budget: TimeBudget, start: float) -> int:
-        affordable = partial(_affordable, len(candidates), budget, FIRST_RUNG * start, bool(options.auto.candidates))
-        return affordable() if begun is None else len(candidates)
+        return len(candidates) if begun is not None else _affordable(candidates, budget, FIRST_RUNG * start, options.auto)
 
     try:
         loaded = load_target(options.target)
     except UserError as error:
         count = most(budget := TimeBudget(total), START)
-        cut = [each.name for each in candidates[count:]]
+        cut = [str(each) for each in candidates[count:]]
         return AutoPlan(candidates[:count], known, left_out, cut, budget, None, None, str(error))
     start, is_known = START + monotonic() - time_began, options.data.path != UNREAD
     budget = TimeBudget(total, is_known and (reason := _foreign(options, loaded)) is not None)
@@ -188,7 +196,7 @@ def _plan(
         torch.cuda.empty_cache()  # the commands load it anew
     if begun is None and budget.rest(len(costed)) <= 0:
         raise UserError(f"budget is {time_text(total)}, which leaves the winner no time to train; set budget={_longer(total)}")
-    cut = [each.name for each in candidates if each.name not in {*left_out, *(each.name for each in costed)}]
+    cut = [str(each) for each in candidates if each.name not in {*left_out, *(each.name for each in costed)}]
     return AutoPlan(costed, known, left_out, cut, budget, reason, answers, None)
 
 
@@ -196,14 +204,11 @@ def _candidates(options: RunOptions, kept: Sequence[str], compose: Compose) -> t
     """(what can be trained here and is loaded by the stacks, those of most stacks first; why others are left out)."""
     for stack in (stack for stack in options.export.stacks if stack not in STACKS):
         raise UserError(f"export.stacks names {stack!r}; choose of {', '.join(STACKS)}")
-    try:
-        named = [shlex.split(text) for text in options.auto.candidates]
-    except ValueError as error:
-        raise UserError(f"auto.candidates: {error}; write a recipe, and settings behind it") from error
-    if not all(named):
-        raise UserError("auto.candidates has an empty entry; write a recipe, and settings behind it")
+    named = _split(options.auto.candidates, "auto.candidates", "write a recipe, and settings behind it")
     target, left_out, found = outlined(options.target), dict[str, str](), list[Candidate]()
-    for recipe, *settings in named or [[name] for name in families()]:
+    queue = deque(named or [[name] for name in families()])
+    while queue:
+        recipe, *settings = queue.popleft()
         used = sum(name.partition("-")[0] == recipe for name in [*left_out, *(each.name for each in found)])
         name = f"{recipe}-{used + 1}" if used else recipe
         if not named and (reason := _unserved(recipe, options.export.stacks)) is not None:
@@ -230,11 +235,26 @@ def _candidates(options: RunOptions, kept: Sequence[str], compose: Compose) -> t
             left_out[name] = f"no stack loads it: {next(iter(reasons.values()))}"
         else:
             found.append(Candidate(name, recipe, tuple(settings), candidate_options, loadable, trainable(drafter)))
+            if not (named or settings):
+                further = _split(candidate_options.auto.also, "auto.also", "write settings")
+                queue.extend([recipe, *words] for words in further)
     if not found:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
         raise UserError(f"no candidate is left for {', '.join(options.export.stacks) or 'any stack'}: {why}")
     early = {name: family.early for name, family in families().items()}
-    return found if named else sorted(found, key=lambda each: -early[each.options.drafter.family]), left_out
+    order = sorted(found, key=lambda each: (bool(each.settings), -early[each.options.drafter.family]))
+    return found if named else order, left_out
+
+
+def _split(texts: Sequence[str], key: str, fix: str) -> list[list[str]]:
+    """The words of each entry, as a shell reads them."""
+    try:
+        entries = [shlex.split(text) for text in texts]
+    except ValueError as error:
+        raise UserError(f"{key}: {error}; {fix}") from error
+    if not all(entries):
+        raise UserError(f"{key} has an empty entry; {fix}")
+    return entries
 
 
 def _unserved(family: str, stacks: Sequence[str]) -> str | None:
@@ -281,16 +301,20 @@ def _foreign(options: RunOptions, loaded: LoadedTarget) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _affordable(count: int, budget: TimeBudget, least: float, named: bool) -> int:
-    """How many candidates the budget can race with `least` seconds each in the first round, all at most.
+def _affordable(candidates: Sequence[Candidate], budget: TimeBudget, least: float, auto: AutoOptions) -> int:
+    """How many candidates the budget can race with `least` seconds each in the first round, from the first on.
 
-    named: by the user, who wants them all. Raises UserError where the budget is too short for those, or for two.
+    Those of `auto.also` count where each can have `EASILY` times as much. Raises UserError where the budget is too short for
+    those that the user names, or for two.
     """
-    if count <= (most := budget.most_candidates(least)):
-        return count
+    named, parallel = bool(auto.candidates), auto.parallel
+    count = sum(named or not each.settings for each in candidates)
+    if count <= (most := budget.most_candidates(least, parallel)):
+        return len(candidates) if len(candidates) <= budget.most_candidates(EASILY * least, parallel) else count
     if named or most < 2:
         wanted = count if named else 2
-        minutes = math.ceil(budget.total / budget.race * least * wanted * rungs_of(wanted) / 60)
+        rounds = rungs_of(wanted) * math.ceil(wanted / parallel)
+        minutes = math.ceil(budget.total / budget.race * least * rounds / 60)
         raise UserError(
             f"budget is {time_text(budget.total)}, too short for a race of {wanted}: the first round takes {least:.0f} seconds "
             f"of each; set budget={minutes}m" + (", or name fewer auto.candidates" if named else "")
@@ -463,7 +487,7 @@ def _decision(race: CandidateRace, winner: Trial, results: dict[str, str]) -> di
     report = json.loads((run / FILE).read_text(encoding="utf-8"))
     entry = next(each for each in report["checkpoints"] if each["name"] == report["best"])
     last = (winner.user_attrs.get("points") or [None])[-1]
-    predicted = dict(zip(("value", "low", "high"), merit(found), strict=True)) if (found := _found(run)) else last
+    predicted = dict(zip(("value", "low", "high"), predicted_speedup(found), strict=True)) if (found := _found(run)) else last
     by_size = [entry, *(each for each in entry["slices"] if each["by"] == "batch_size")]
     sampled = sorted((race.folder / "measured").glob(f"measure/*/{FILE}"))
     built_in = {name: sorted((race.folder / BUILT_IN / name).glob(f"*/{FILE}")) for name in _built_in()}

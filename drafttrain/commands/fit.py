@@ -27,7 +27,7 @@ from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
 from drafttrain.measure.plots import engine_steps
 from drafttrain.measure.report import FILE
 from drafttrain.measure.runner import CheckpointRef
-from drafttrain.measure.tuning import DEFAULT
+from drafttrain.measure.tuning import DEFAULT, predicted_speedup
 from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import check_data, data_report, measurement_prompts, print_counts, write_rejected
 from drafttrain.runs.derived import derived, doubts, from_device, lines_of, recorded, with_values
@@ -172,7 +172,11 @@ def _finish(
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
         if options.measure.tune and data.train:
             tuned = best_checkpoint(run.path / "checkpoints")
-            if tune_run(run.path, tuned, loaded, data.held_out, options, console):
+            found = tune_run(run.path, tuned, loaded, data.held_out, options, console)
+            if found is not None and logger is not None:
+                names = ("predicted_speedup", "predicted_speedup_low", "predicted_speedup_high")
+                logger.step(progress.step, dict(zip(names, predicted_speedup(found), strict=True)))
+            if found is not None and any(each["chosen"]["better"] for each in found["batch_sizes"]):
                 as_trained = next(ref for ref in refs if ref.path == tuned)
                 refs.append(replace(as_trained, name=f"{tuned.name} {DEFAULT}", tuned=False))
         if not options.measure.tune_only:

@@ -75,27 +75,27 @@ def tune_run(
     held_out: Sequence[Encoded],
     options: RunOptions,
     console: Console,
-) -> bool:
-    """Store the fastest proposals of a run's best checkpoint with all of its checkpoints; whether any beats the trained one.
+) -> dict[str, Any] | None:
+    """Store the fastest proposals of a run's best checkpoint with all of its checkpoints; None where there is no choice.
 
     They are chosen on prompts of conversations that were not trained on, so that the measurement's prompts have no part in it.
-    What was found is in the run's tune.json.
+    Returns what was found, which is in the run's tune.json.
     """
     minutes = min(options.tune.minutes, SHARE * options.measure.minutes)
     tune, wanted = replace(options.tune, minutes=minutes, repeats=1), options.measure.batch_sizes  # on more prompts
     cases = held_out_cases(held_out, loaded.target.shape.max_positions - options.decode.max_new_tokens)[:CHOOSING]
     if set_by_hand := _by_hand(options.decode):
         print_note(console, f"tuning was left out: decode.{set_by_hand[0]} is set")
-        return False
+        return None
     if not (sizes := _sizes(wanted, len(cases), console)):
         few = f"held-out conversations that fit: {len(cases)}, fewer than a batch of {min(wanted)}"
         print_note(console, f"tuning was left out: {few}; raise data.held_out, or run drafttrain tune")
-        return False
+        return None
     try:
         search_result = _searched(best, loaded, tune, sizes, options.decode, cases, (), console)
     except UserError as error:  # the checkpoints are there, and can be measured as they were trained
         print_note(console, f"tuning was left out: {error}")
-        return False
+        return None
     for found in search_result["batch_sizes"]:
         chosen, line = found["chosen"], "nothing is faster than the trained proposal"
         if chosen["better"]:
@@ -106,7 +106,7 @@ def tune_run(
     if loaded.target.part.first and _changes_drafting(search_result):
         for directory in list_checkpoints(run / "checkpoints"):
             keep_tuned(directory, _by_size(search_result), _about(search_result))
-    return any(found["chosen"]["better"] for found in search_result["batch_sizes"])
+    return search_result
 
 
 def _searched(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import log, sqrt
+from math import exp, log, sqrt
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.intervals import Interval
+from drafttrain.core.intervals import Interval, t_quantile
 from drafttrain.core.tree import Path, tuned_paths
 from drafttrain.decoding.scheduler import Decoded
 from drafttrain.decoding.tree_size import CANDIDATES, LARGE, proposal_seconds, verification_seconds
@@ -375,3 +375,28 @@ def tuning_notes(drafter: Drafter, sizes: Sequence[int]) -> list[str]:
     if (largest := draft_up_to(drafter.tuned)) is not None:
         notes.append(f"draft at up to batch size {largest}: in tuning, plain decoding was faster above than any proposal")
     return notes
+
+
+def predicted_speedup(found: dict[str, Any]) -> tuple[float, float, float]:
+    """(predicted speedup, and the bounds of its interval) of what tuning a run found: the geometric mean over the batch sizes.
+
+    It is the expected tau of the proposal that tuning chose / the cost of its steps in tuning's race. At a batch size at which
+    a drafter does not gain it is switched off, which counts 1, unless it gains at none. Of a drafter whose tau cannot be
+    predicted, such as one that copies from the prompt, the speed in tuning's race counts.
+    """
+    logs = [_logs(size) for size in found["batch_sizes"]]
+    gains = any(value > 0.0 for value, *_ in logs)
+    means = [fmean(max(0.0, row[i]) if gains else row[i] for row in logs) for i in range(3)]
+    return exp(means[0]), exp(means[1]), exp(means[2])
+
+
+def _logs(found: dict[str, Any]) -> tuple[float, float, float]:
+    """The logarithms of the speedup at one batch size and of its bounds."""
+    trained, chosen = found["finalists"][0], found["chosen"]
+    row = next(row for row in found["finalists"] if row["name"] == chosen["name"]) if chosen["better"] else trained
+    if row["expected_tau"] and row["cost"]:
+        low, high = row["interval"] or (row["expected_tau"], row["expected_tau"])
+        return log(row["expected_tau"] / row["cost"]), log(low / row["cost"]), log(high / row["cost"])
+    speeds = [log(max(speedup, 1e-6)) for speedup in chosen["speedups"]]
+    error = t_quantile(len(speeds) - 1) * stdev(speeds) / sqrt(len(speeds)) if len(speeds) > 1 else 0.0
+    return fmean(speeds), fmean(speeds) - error, fmean(speeds) + error

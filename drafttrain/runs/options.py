@@ -80,6 +80,8 @@ class AutoOptions:
     """How `auto` chooses a drafter."""
 
     candidates: list[str] = field(default_factory=list)  # recipes, each with settings behind it; none: all families
+    # of every recipe of all families: settings with which it races once more, where the budget is long; typed for all recipes
+    also: list[str] = field(default_factory=list)
     batch_sizes: list[int] = at_least([1, 8], 1)  # whose speedups count, all the same
     parallel: int = at_least(1, 1)  # candidates that train at the same time, each with an equal share of the GPUs
     yes: bool = False  # start without asking, as --yes does

@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from math import exp, log, sqrt
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import fmean, stdev
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +28,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from drafttrain.core.errors import Interrupted, UserError
-from drafttrain.core.intervals import t_quantile
 from drafttrain.drafters.checkpoint import list_checkpoints
+from drafttrain.measure.tuning import predicted_speedup
 from drafttrain.runs.options import RunOptions
 from drafttrain.train.checkpoint_manager import Progress
 from drafttrain.train.interrupt import Interrupt
@@ -104,39 +102,15 @@ class TimeBudget:
         """For the winner's training, after the race."""
         return self.total - self.answers - (self.race if candidates > 1 else 0.0) - self.reserve
 
-    def most_candidates(self, least: float) -> int:
-        """How many can have `least` seconds each in the first round."""
-        return max((n for n in range(2, 64) if self.race / rungs_of(n) / n >= least), default=1)
+    def most_candidates(self, least: float, parallel: int = 1) -> int:
+        """How many can have `least` seconds each in the first round, `parallel` at a time."""
+        counts = (n for n in range(2, 64) if self.race / rungs_of(n) / math.ceil(n / parallel) >= least)
+        return max(counts, default=1)
 
 
 def rungs_of(candidates: int) -> int:
     """Rounds until one is left, if half of them go each time."""
     return math.ceil(math.log2(candidates))
-
-
-def merit(found: dict[str, Any]) -> tuple[float, float, float]:
-    """(predicted speedup, and the bounds of its interval) of a run's tune.json: the geometric mean over the batch sizes.
-
-    It is the expected tau of the proposal that tuning chose / the cost of its steps in tuning's race. At a batch size at which
-    a drafter does not gain it is switched off, which counts 1, unless it gains at none. Of a drafter whose tau cannot be
-    predicted, such as one that copies from the prompt, the speed in tuning's race counts.
-    """
-    logs = [_logs(size) for size in found["batch_sizes"]]
-    gains = any(value > 0.0 for value, *_ in logs)
-    means = [fmean(max(0.0, row[i]) if gains else row[i] for row in logs) for i in range(3)]
-    return exp(means[0]), exp(means[1]), exp(means[2])
-
-
-def _logs(found: dict[str, Any]) -> tuple[float, float, float]:
-    """The logarithms of the speedup at one batch size and of its bounds."""
-    trained, chosen = found["finalists"][0], found["chosen"]
-    row = next(row for row in found["finalists"] if row["name"] == chosen["name"]) if chosen["better"] else trained
-    if row["expected_tau"] is not None:
-        low, high = row["interval"] or (row["expected_tau"], row["expected_tau"])
-        return log(row["expected_tau"] / row["cost"]), log(low / row["cost"]), log(high / row["cost"])
-    speeds = [log(max(speedup, 1e-6)) for speedup in chosen["speedups"]]
-    error = t_quantile(len(speeds) - 1) * stdev(speeds) / sqrt(len(speeds)) if len(speeds) > 1 else 0.0
-    return fmean(speeds), fmean(speeds) - error, fmean(speeds) + error
 
 
 class Halving(optuna.pruners.BasePruner):
@@ -336,7 +310,7 @@ class CandidateRace:
         if not figures.is_file():
             self._fail(trial, self._said(f"{trial.user_attrs['name']} round {number + 1}", "note: tuning was left out: "))
             return
-        value, low, high = merit(json.loads(figures.read_text(encoding="utf-8")))
+        value, low, high = predicted_speedup(json.loads(figures.read_text(encoding="utf-8")))
         attributes = trial.user_attrs
         point = {"seconds": attributes["seconds"], "steps": attributes["steps"], "value": value, "low": low, "high": high}
         trial.set_user_attr("points", [*points, point])

@@ -43,6 +43,10 @@ def test_auto_goes_on_after_an_interruption_and_hands_over_the_faster_drafter(tm
     assert {each["name"] for each in decision["candidates"]} == {"medusa", "medusa-2"}
     assert len(list(folder.glob("runs/*/*"))) == 2, "each candidate has one run, which was continued"
     assert not any(decision["results"].values()), decision["results"]
+    for each in decision["candidates"]:
+        (metrics,) = folder.glob(f"runs/{each['name']}/*/metrics.jsonl")
+        logged = [json.loads(line).get("predicted_speedup") for line in metrics.read_text().splitlines()]
+        assert each["points"][0]["value"] in [value and round(value, 4) for value in logged], "trackers show the race"
     assert decision["serving"]["vllm"].startswith("vllm serve") and (folder / "exported" / "vllm").is_dir()
     assert decision["sampled"]["temperature"] == 1.0 and decision["entry"]["exact_matches"] == decision["entry"]["prompts"]
     assert (folder / auto_file.PAGE).read_text() in said.read_text()

@@ -54,6 +54,17 @@ def test_plan_names_candidates_costs_and_reasons_and_writes_nothing(
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize(("budget", "raced"), [("2h", True), ("10m", False)])
+def test_further_settings_of_recipes_race_where_the_budget_is_long(
+    budget: str, raced: bool, command: Command, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("export.stacks=[tgi]", "auto.batch_sizes=[1]", "auto.also=[drafter.layers=3]")
+    assert command("auto", "--plan", f"budget={budget}", *words) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert ("medusa drafter.layers=3 vllm, tgi" in said) == raced
+    assert ("the budget is too short for medusa drafter.layers=3; auto.candidates names others" in said) != raced
+
+
 def test_candidate_whose_step_costs_more_than_its_tokens_is_left_out(
     command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,11 +107,12 @@ def test_race_that_goes_on_keeps_its_candidates_on_a_slower_machine(
         (("data.held_out=1",), "data.held_out is 1, too few to predict speedups on"),
         (("decode.draft_length=2",), "decode.draft_length is set, but tune chooses it"),
         (("auto.candidates=[medusa x='a]",), 'cannot read "auto.candidates'),
+        (("auto.also=['']",), "auto.also has an empty entry; write settings"),
         ((*TWO, "budget=160s"), "which leaves the winner no time to train; set budget="),
     ],
     ids=[
         *("no terminal", "budget", "stack", "no family", "recipe", "slurm"),
-        *("recipe typed", "not measured", "prompts", "held out", "draft length", "quotation", "no rest"),
+        *("recipe typed", "not measured", "prompts", "held out", "draft length", "quotation", "empty", "no rest"),
     ],
 )
 def test_auto_that_cannot_start_says_why_in_one_line(

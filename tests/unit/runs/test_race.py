@@ -13,8 +13,9 @@ import pytest
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.core.files import write_sealed_json
 from drafttrain.drafters.checkpoint import checkpoint_name
+from drafttrain.measure.tuning import predicted_speedup
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.race import Candidate, CandidateRace, TimeBudget, merit, rungs_of
+from drafttrain.runs.race import Candidate, CandidateRace, TimeBudget, rungs_of
 from drafttrain.train import TrainOptions
 from drafttrain.train.checkpoint_manager import PROGRESS, Progress
 from drafttrain.train.interrupt import Interrupt
@@ -40,20 +41,20 @@ def found(*speedups: float, spread: float = 0.0) -> dict[str, Any]:
     [((1.5,), 1.5), ((2.0, 0.5), 2.0**0.5), ((0.8, 0.5), 0.4**0.5)],
     ids=["one size", "switched off at one", "gains at none"],
 )
-def test_merit_counts_a_batch_size_without_gain_as_switched_off(speedups: Sequence[float], expected: float) -> None:
-    value, low, high = merit(found(*speedups, spread=0.1))
+def test_predicted_speedup_counts_a_batch_size_without_gain_as_switched_off(speedups: Sequence[float], expected: float) -> None:
+    value, low, high = predicted_speedup(found(*speedups, spread=0.1))
     assert value == pytest.approx(expected) and low < value < high
 
 
-def test_merit_is_of_the_trained_proposal_where_no_other_was_better() -> None:
+def test_predicted_speedup_is_of_the_trained_proposal_where_no_other_was_better() -> None:
     figures = found(2.0)
     figures["batch_sizes"][0]["chosen"]["better"] = False
-    assert merit(figures) == pytest.approx((0.3, 0.3, 0.3))
+    assert predicted_speedup(figures) == pytest.approx((0.3, 0.3, 0.3))
 
 
-def test_merit_of_drafter_without_prediction_is_that_of_its_race() -> None:
+def test_predicted_speedup_of_drafter_without_prediction_is_that_of_its_race() -> None:
     size = {"finalists": [{"expected_tau": None}], "chosen": {"better": False, "speedups": [1.0, 1.44]}}
-    value, low, high = merit({"batch_sizes": [size]})
+    value, low, high = predicted_speedup({"batch_sizes": [size]})
     assert value == pytest.approx(1.2) and low == 1.0 and high > 1.44
 
 
@@ -62,6 +63,11 @@ def test_budget_allows_more_candidates_the_longer_it_is() -> None:
     assert counts == sorted(counts) and counts[0] == 1 and counts[-1] > 8
     for count in counts[1:]:
         assert TimeBudget(3600.0).race / rungs_of(count) / count >= 30.0
+
+
+def test_budget_allows_more_candidates_the_more_train_at_once() -> None:
+    counts = [TimeBudget(3600.0).most_candidates(120.0, parallel) for parallel in (1, 4)]
+    assert counts == [4, 12], "24 minutes: two rounds of four, four rounds of three times four"
 
 
 class Fake:
