@@ -18,7 +18,8 @@ from drafttrain.core.files import atomic_write_text
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- figures: written by the make gpu-... commands -->"
 END = "<!-- end of figures -->"
-NONE = "not measured"
+NONE, OLDER = "not measured", " (older)"
+UNKNOWN = (NONE, "")  # what is measured of a goal, and its verdict
 Cells = tuple[str, str, str, str, str]  # of a row of figures
 STEADY = 0.03  # spread of a ceiling's windows up to which shares of it are printed without a mark
 
@@ -41,6 +42,15 @@ def tables(folder: Path) -> str:
 
 
 def of_machine(known: dict[str, Any]) -> Iterable[str]:
+    """The parts of a machine's page. Where all figures are of other sources, a sentence says so once."""
+    timed = [entry for name in ("bench", "train", "real-1", "real-2") for _, entry in measured(visible(known).get(name, {}), "")]
+    if not timed or not all(map(older, timed)):
+        return parts(known)
+    head, *tail = (part.replace(OLDER, "") for part in parts(known))
+    return [head, "The code has changed since these figures were taken.\n", *tail]
+
+
+def parts(known: dict[str, Any]) -> Iterable[str]:
     facts, known = known.get("machine", {}), visible(known)
     said = [f"{name} {facts[name]}" for name in ("memory", "cuda", "torch", "triton", "transformers") if name in facts]
     yield f"### {facts.get('name', 'No GPU so far')}\n"
@@ -50,10 +60,10 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
         yield ", ".join(said) + f". Checks: {counted(known.get('check', {}))}.\n"
     bench, train = known.get("bench", {}), known.get("train", {})
     yield from ceilings(bench)
-    yield (
-        "\n".join([*table("goal", "wanted", "measured", ""), *(row(*each) for each in verdicts(known, facts.get("name", "")))])
-        + "\n"
-    )
+    goals = list(verdicts(known, facts.get("name", "")))
+    yield from titled("Goals", [*table("goal", "wanted", "measured", ""), *(row(*each) for each in goals if each[2:] != UNKNOWN)])
+    if unknown := [each[0] for each in goals if each[2:] == UNKNOWN]:
+        yield f"Goals {NONE}: {'; '.join(unknown)}.\n"
     yield from titled("Figures", figures(bench, train))
     yield from material(known.get("real-1", {}))
     yield from titled("Drafters distilled from it", distilled(known.get("real-2", {})))
@@ -113,8 +123,13 @@ def figures(bench: Section, train: Section) -> list[str]:
     for cells in itertools.chain(
         steps(bench), drafting(bench), operators(bench), trainings(train), rivals(train), losses(train), drafters(train)
     ):
-        rows.append(row(*cells))
+        rows.append(row(usual(cells[0]), *cells[1:]))
     return rows
+
+
+def usual(case: str) -> str:
+    """A case without what the page says of all cases."""
+    return case.replace(" Llama-3.1-8B", "").replace(" context=4096", "")
 
 
 def steps(bench: Section) -> Iterable[Cells]:
@@ -232,7 +247,7 @@ def measured(section: Section, start: str) -> list[tuple[str, dict[str, Any]]]:
 
 def age(entry: dict[str, Any]) -> str:
     """Marks figures that other sources gave."""
-    return " (older)" if older(entry) else ""
+    return OLDER if older(entry) else ""
 
 
 def percent(share: float | None) -> str:
