@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.drafter import FrozenRef
+from drafttrain.model.joint import restore, substitute
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.low_rank import LowRank
 from drafttrain.model.masks import Documents
@@ -41,7 +42,6 @@ from drafttrain.targets.structure import (
     set_depth,
     shape_of,
 )
-from drafttrain.targets.substitute import restore, substitute
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from drafttrain.model.joint import MergedForward, QuantisedForward
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.substitute import MergedForward, QuantisedForward
 from tests.helpers import tiny_model
 
 
