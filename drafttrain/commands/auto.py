@@ -26,9 +26,9 @@ from rich.console import Console
 
 from drafttrain.commands.fit import check_options
 from drafttrain.commands.tune import FOUND, check_tunable
+from drafttrain.core.console import StageProgress, bars, counting, line_printer, print_line
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, atomic_write_text
-from drafttrain.core.progress import StageProgress, bars, counting
 from drafttrain.data.files import read_template
 from drafttrain.data.provenance import foreign
 from drafttrain.decoding.tree_size import proposal_seconds, verification_seconds
@@ -41,7 +41,6 @@ from drafttrain.measure.plots import race_plot
 from drafttrain.measure.report import FILE, rounded
 from drafttrain.measure.tuning import predicted_speedup
 from drafttrain.model.drafter import trainable
-from drafttrain.runs.console import line_printer, print_line
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.options import AutoOptions, RunOptions
 from drafttrain.runs.placement import built

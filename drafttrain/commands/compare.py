@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from drafttrain.core.console import print_line, print_note
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import writable
 from drafttrain.measure import cells
@@ -21,7 +22,6 @@ from drafttrain.measure.compare.columns import cost_text, engines_of, varied_tex
 from drafttrain.measure.compare.files import check_project, save_report, write_comparison
 from drafttrain.measure.compare.ranking import Comparison, differences, listed, ranked
 from drafttrain.measure.compare.runs import find_runs, rows_of
-from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.overview import console_list, list_runs, write_list
 from drafttrain.train.lineage import recorded_run

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from drafttrain import __version__
+from drafttrain.core.console import line_printer, print_line, print_note
 from drafttrain.core.errors import UserError
 from drafttrain.export import golden
 from drafttrain.export.engine_check import Ending, plain
@@ -18,7 +19,6 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.table import stacks_for
 from drafttrain.measure.cases import encode_cases
 from drafttrain.runs.checkpoint_source import CheckpointSource
-from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions

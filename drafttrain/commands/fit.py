@@ -14,6 +14,7 @@ from rich.console import Console as RichConsole
 
 from drafttrain.commands.measure import measure_run
 from drafttrain.commands.tune import tune_run
+from drafttrain.core.console import line_printer, print_line, print_note
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.files import read_template
@@ -28,7 +29,6 @@ from drafttrain.measure.plots import engine_steps
 from drafttrain.measure.report import FILE
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.measure.tuning import DEFAULT, predicted_speedup
-from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import check_data, data_report, measurement_prompts, print_counts, write_rejected
 from drafttrain.runs.derived import derived, doubts, from_device, lines_of, recorded, with_values
 from drafttrain.runs.directory import RunDirectory

@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from drafttrain.core.console import print_line
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import dialogue, encode_messages
 from drafttrain.data.reply_text import UNFINISHED, Continuation, text_alone
@@ -20,7 +21,6 @@ from drafttrain.decoding.scheduler import Decoder, Session
 from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.runs.checkpoint_source import CheckpointSource
-from drafttrain.runs.console import print_line
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target

@@ -14,6 +14,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 import drafttrain
+from drafttrain.core.console import print_line
 from drafttrain.core.errors import UserError, printable
 from drafttrain.core.files import atomic_write_text, new_file
 from drafttrain.data import InspectOptions
@@ -27,7 +28,6 @@ from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, Faults, named_set, read_usable
 from drafttrain.data.statistics import Bin, Sample, Statistics, chosen, sample_of, template_rows
 from drafttrain.measure.markdown import render
-from drafttrain.runs.console import print_line
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
 from drafttrain.targets.images import TEXT_ONLY, Images

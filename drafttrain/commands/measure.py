@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from drafttrain.core.console import line_printer, print_line, print_note, stages
 from drafttrain.core.errors import OutputError, UserError
 from drafttrain.core.files import new_directory, remove_abandoned
-from drafttrain.core.progress import stages
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import named_prompts
 from drafttrain.drafters.checkpoint import read_meta
@@ -23,7 +23,6 @@ from drafttrain.measure.markdown import published_for, published_lines
 from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.runs.checkpoint_source import CheckpointSource
-from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target

@@ -15,8 +15,8 @@ from rich.console import Console
 from torch import distributed
 
 import drafttrain
+from drafttrain.core.console import print_line, print_note, stages
 from drafttrain.core.errors import Interrupted, UserError
-from drafttrain.core.progress import stages
 from drafttrain.data import PrepareOptions
 from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, PromptScripts, has_calls, jobs_of, read_scripts
 from drafttrain.data.journal import Journal, check_settings, scan
@@ -25,7 +25,6 @@ from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import check_out, publish
 from drafttrain.data.sources import read_usable
 from drafttrain.runs.answerers import decoder_answerer, reads_calls, server_answerer
-from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.targets.parallel import Part, end_at_exit, meeting

@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
+from drafttrain.core.console import line_printer, print_line, print_note, stages
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, new_directory
-from drafttrain.core.progress import stages
 from drafttrain.data.chat import Encoded
 from drafttrain.drafters.checkpoint import list_checkpoints, load_checkpoint, read_meta
 from drafttrain.drafters.tuned_settings import PROPOSALS, SPEEDUP, TUNED, draft_up_to, keep_tuned, tuned_settings
@@ -25,7 +25,6 @@ from drafttrain.measure.cases import LEAST_PROMPTS, Budget, Case, encode_cases, 
 from drafttrain.measure.report import rounded
 from drafttrain.measure.tuning import DEFAULT, Tuner, search
 from drafttrain.runs.checkpoint_source import CheckpointSource
-from drafttrain.runs.console import line_printer, print_line, print_note
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from drafttrain.core.console import counting, print_line, print_note
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json, check_listed, new_directory
-from drafttrain.core.progress import counting
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
 from drafttrain.export.compressed import ACTIVATIONS, TOLERANCE, check_library
@@ -23,7 +23,6 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.serve import draft_lengths
 from drafttrain.measure.cases import Case, encode_cases, left_out_notes
 from drafttrain.runs.checkpoint_source import CheckpointSource
-from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions

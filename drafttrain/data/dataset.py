@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.core.console import counting
 from drafttrain.core.errors import UserError
-from drafttrain.core.progress import counting
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.files import read_template

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from drafttrain.core.progress import Watch
+from drafttrain.core.console import Watch
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs, Decoded
 from drafttrain.engines.answers import TimedEngine, WaveOutputs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from drafttrain.core.progress import Watch
+from drafttrain.core.console import Watch
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.decoding.guards import Guard

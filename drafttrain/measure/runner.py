@@ -8,8 +8,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from drafttrain.core.console import Watch
 from drafttrain.core.errors import UserError
-from drafttrain.core.progress import Watch
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import Prompt, read_documents
 from drafttrain.decoding.acceptance import POLICIES

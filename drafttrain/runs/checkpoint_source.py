@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
+from drafttrain.core.console import print_line
 from drafttrain.core.errors import UserError
 from drafttrain.data.files import read_template
 from drafttrain.drafters.checkpoint import META, CheckpointMeta, check_shape, list_checkpoints, read_meta, template_of
 from drafttrain.export.convert import converted
 from drafttrain.export.external import ExternalCheckpoint, fetched
 from drafttrain.export.table import recognised
-from drafttrain.runs.console import print_line
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_shape, load_target
 from drafttrain.targets.parallel import WHOLE, Part

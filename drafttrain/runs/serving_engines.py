@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from drafttrain.core.console import Watch, stages
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import check_listed
-from drafttrain.core.progress import Watch, stages
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import Prompt, encode_prompt

@@ -21,8 +21,8 @@ import torch
 from rich.prompt import Confirm
 from torch import Tensor
 
+from drafttrain.core.console import counting
 from drafttrain.core.errors import UserError
-from drafttrain.core.progress import counting
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import Progress
 
-from drafttrain.core.progress import StageProgress, bars
+from drafttrain.core.console import StageProgress, bars
 
 WIDE = 100  # columns from which the bar also shows the shares of time
 LINES = 40  # of figures at most, where no terminal shows them

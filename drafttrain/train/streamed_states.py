@@ -26,9 +26,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from drafttrain.core.console import counting
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_bytes, cache_home, sealed, unsealed
-from drafttrain.core.progress import counting
 from drafttrain.data.prompts import load_prompts
 from drafttrain.model.drafter import FrozenRef
 from drafttrain.targets.estimate import format_bytes

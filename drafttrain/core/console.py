@@ -1,4 +1,7 @@
-"""Progress of long work: bars on a terminal; elsewhere, as in a job's log, a line now and then."""
+"""What a command shows: whole lines, and the progress of long work: bars on a terminal, a line now and then in a job's log.
+
+Lines hold paths and names, so nothing in them is wrapped, highlighted or read as markup.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -17,6 +21,21 @@ BETWEEN_LINES = 30.0  # seconds, of a stage without a terminal
 SPEED_OVER = 120.0  # seconds over which a bar estimates the time left
 
 Watch = Callable[[str, int, int, int], None]  # stage, parts done, parts in all, tokens this time
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print a line."""
+    console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+
+
+def print_note(console: Console, text: str) -> None:
+    """Print a note, in yellow."""
+    print_line(console, f"note: {text}", "yellow")
+
+
+def line_printer(console: Console) -> Callable[[str], None]:
+    """A function that prints a line."""
+    return partial(print_line, console)
 
 
 class StageProgress:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from drafttrain.core import progress
-from drafttrain.core.progress import counting, stages
+from drafttrain.core import console
+from drafttrain.core.console import counting, stages
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The time in seconds, which the test sets."""
     now = [0.0]
-    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console, "monotonic", lambda: now[0])
     yield now
 
 
