@@ -39,7 +39,7 @@ from drafttrain.data import InspectOptions
 from drafttrain.data.contamination import copies
 from drafttrain.data.prompts import load_prompts
 from drafttrain.data.sources import Conversation
-from drafttrain.measure.quality import ends_in_loop
+from drafttrain.decoding.guards import ends_in_loop
 
 SEED = 20261121
 VOCAB, CONTEXT = 2048, 2048

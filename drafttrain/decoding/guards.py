@@ -1,12 +1,13 @@
-"""Output monitors that act: they watch a text while it is decoded, and act when it starts to loop or can no longer become JSON.
+"""Output monitors. They count loops, missing stop tokens and broken JSON in finished texts; guards also watch a text while it
+is decoded, and act when it starts to loop or can no longer become JSON.
 
 A loop is a run of one n-gram that repeats without gaps. JSON is checked against its grammar (RFC 8259), with llguidance: can
 the text still become one whole value? Blanks may surround the value, and so may a ``` fence with or without a language's name.
-The monitors of `drafttrain.measure.monitors` count the same faults in finished texts and never act.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 ACTIONS = ("off", "plain", "stop")
 LOOP, JSON = "loop", "json"
+QUALITY = ("loops", "stop_misses", "longest_repeat", "json_valid")  # what is counted in finished texts
 UNFINISHED = "\ufffd"  # a tokenizer decodes a part of a character to this
 
 Decode = Callable[[list[int]], str]
@@ -196,3 +198,55 @@ def _start(fence: bool) -> LLMatcher:
     matcher = LLMatcher(LLTokenizer("byte"), FENCED if fence else BARE)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
+
+
+def longest_repeat(tokens: Sequence[int]) -> int:
+    """Length in tokens of the longest run of one n-gram, repeated back to back at least three times; 0 when there is none.
+
+    Example: `a b a b a b c` holds `a b` three times, 6 tokens.
+    """
+    return max((_longest_run(tokens, n) for n in range(1, LONGEST_PERIOD + 1)), default=0)
+
+
+def ends_in_loop(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset()) -> bool:
+    """Whether the output's tail is a loop (`loops`). A stopped output has none."""
+    return bool(tokens) and tokens[-1] not in stop_ids and loops(tokens)
+
+
+def missed_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> bool:
+    """Whether the output reached its length limit without a stop token."""
+    return not tokens or tokens[-1] not in stop_ids
+
+
+def valid_json(text: str, required: Sequence[str] = (), fence: bool = True) -> bool:
+    """Whether the text is one JSON value, with blanks and, if allowed, a ``` fence around it.
+
+    required: keys that it must have; then it must be an object.
+    """
+    checker = JsonText(fence)
+    if checker.feed(text) is not None or not checker.complete:
+        return False
+    if not required:
+        return True
+    try:
+        value = json.loads(checker.value)
+    except RecursionError:
+        return False
+    return isinstance(value, dict) and all(key in value for key in required)
+
+
+def counted(outputs: Sequence[Sequence[int]], stop_ids: frozenset[int]) -> dict[str, int]:
+    """Number of outputs that end in a loop, number without a stop token, and the longest repetition in tokens."""
+    return {
+        "loops": sum(ends_in_loop(o, stop_ids) for o in outputs),
+        "stop_misses": sum(missed_stop(o, stop_ids) for o in outputs),
+        "longest_repeat": max((longest_repeat(o) for o in outputs), default=0),
+    }
+
+
+def _longest_run(tokens: Sequence[int], n: int) -> int:
+    best = equal = 0
+    for i in range(n, len(tokens)):
+        equal = equal + 1 if tokens[i] == tokens[i - n] else 0
+        best = max(best, equal)
+    return whole_run(best, n)

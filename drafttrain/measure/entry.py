@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.core.intervals import tau_interval
 from drafttrain.core.tree import Path
 from drafttrain.data.pictures import text_of
+from drafttrain.decoding.guards import counted, ends_in_loop, missed_stop
 from drafttrain.decoding.request import Result
 from drafttrain.measure.acceptance import Acceptance, pooled
 from drafttrain.measure.bench import BASELINE, REFERENCE
 from drafttrain.measure.cases import Case
 from drafttrain.measure.exactness import Match
 from drafttrain.measure.expected import FLAGGED_GAP, ExpectedTau, expected_tau, gap, predicted, rank_shares
-from drafttrain.measure.monitors import counted, ends_in_loop, missed_stop
 from drafttrain.measure.speed import Race, Repeats, by_prompt, costs, over_repeats, seconds, speedup, throughput, tpot, ttft
 from drafttrain.model.images import without_images
 from drafttrain.objective.losses import Hits

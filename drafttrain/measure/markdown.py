@@ -9,12 +9,11 @@ from typing import Any
 
 import jinja2
 
-from drafttrain.decoding.guards import JSON, LOOP
+from drafttrain.decoding.guards import JSON, LOOP, QUALITY
 from drafttrain.measure import cells
 from drafttrain.measure.cells import rows
 from drafttrain.measure.engine_report import during_training, flags, section
 from drafttrain.measure.flags import best_entry
-from drafttrain.measure.monitors import QUALITY
 
 ASSETS = Path(__file__).parents[1] / "assets"
 

@@ -13,7 +13,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import Prompt, read_documents
 from drafttrain.decoding.acceptance import POLICIES
-from drafttrain.decoding.guards import JSON, LOOP
+from drafttrain.decoding.guards import JSON, LOOP, QUALITY, valid_json
 from drafttrain.decoding.request import Result
 from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_meta
 from drafttrain.drafters.tuned_settings import TUNED
@@ -24,7 +24,6 @@ from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys, monitor_keys, samples
 from drafttrain.measure.expected import confidence_error, counted_paths
 from drafttrain.measure.flags import by_context, distillation, flags, nothing_gains
-from drafttrain.measure.monitors import QUALITY, valid_json
 from drafttrain.measure.quality import Original
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, context_lengths, other_slices

@@ -78,6 +78,33 @@ def test_package_has_no_circular_imports() -> None:
     assert not left, f"a circle lies among {sorted(left)}"
 
 
+@cache
+def bound(path: Path) -> set[str]:
+    """The names that a file binds, at any depth."""
+    names: set[str] = set()
+    for node in statements(path):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)}
+    return names
+
+
+def test_scripts_and_benchmarks_import_names_that_exist() -> None:
+    """Nobody runs all of them when a name moves."""
+    modules, wrong = {module(path): path for path in syntax.FILES}, []
+    for path in (*PACKAGE.parent.glob("scripts/*.py"), *PACKAGE.parent.glob("benchmarks/**/*.py")):
+        for name in imports(path):
+            home, _, last = name.rpartition(".")
+            exists = name in modules or (home in modules and last in bound(modules[home]))
+            if home.split(".")[0] == "drafttrain" and not exists:
+                wrong.append(f"{path}: {name}")
+    assert not wrong
+
+
 def test_package_imports_deepspeed_and_omegaconf_only_where_allowed() -> None:
     wrong = []
     for path in FILES:

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from drafttrain.data.prompts import encode_prompt
+from drafttrain.decoding.guards import valid_json
 from drafttrain.drafters import families
 from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions, markdown
 from drafttrain.measure.cases import Case, follow_ups, interleaved_turns
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.measure.flags import flags
-from drafttrain.measure.monitors import valid_json
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget
 from tests.reports import entry_of

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.guards import counted, ends_in_loop, longest_repeat, missed_stop
 from drafttrain.measure.exactness import Match, chi_square_tail, compare, first_difference, p_value, two_sample
-from drafttrain.measure.monitors import counted, ends_in_loop, longest_repeat, missed_stop
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Taps, TargetOut
