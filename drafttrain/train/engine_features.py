@@ -20,13 +20,12 @@ from drafttrain.data.dataset import Dataset, collate
 from drafttrain.data.server import base_of
 from drafttrain.features import FeatureOptions
 from drafttrain.features.answers import Answer, AnswerRequest, Writing, unlikely
-from drafttrain.features.capture_source import CaptureSource
 from drafttrain.features.engine import EngineStates, JoinedServers, StateLayers
 from drafttrain.features.mooncake_states import MooncakeStates, object_bytes
 from drafttrain.features.mooncake_store import MooncakeStore, StoreSettings
 from drafttrain.features.online import Online
 from drafttrain.features.servers import TOLERANCE, ReferenceStates, Servers, ServerSettings, difference
-from drafttrain.features.sglang_source import SglangSource
+from drafttrain.features.sglang_source import CaptureSource, SglangSource
 from drafttrain.features.source import StatesSource
 from drafttrain.features.store import Ids
 from drafttrain.features.vllm_source import StateFiles, VllmSource

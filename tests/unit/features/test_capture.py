@@ -14,12 +14,12 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.features import servers
-from drafttrain.features.capture_source import CaptureSource
 from drafttrain.features.engine import EngineStates, StateLayers
 from drafttrain.features.mooncake_states import MooncakeStates, key_of
 from drafttrain.features.mooncake_store import MissingError, StoreError, StoreSettings
 from drafttrain.features.online import Online
 from drafttrain.features.servers import ReferenceStates, Servers, ServerSettings
+from drafttrain.features.sglang_source import CaptureSource
 from drafttrain.model.target import Taps
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
