@@ -25,7 +25,7 @@ from drafttrain.cli.help import group_files, recipe_files
 from drafttrain.core.errors import UserError
 from drafttrain.core.limits import check_limits
 from drafttrain.drafters import schemas
-from drafttrain.objective.options import MIX
+from drafttrain.objective import MIX
 from drafttrain.runs.options import FREE, RENAMED, RunOptions, note_renamed, understood
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, which wheels bring, reads ten times as fast

@@ -18,8 +18,8 @@ from drafttrain.model.batch import Prediction, TrainBatch, moved
 from drafttrain.model.drafter import Drafter, FrozenRef, confidence_of
 from drafttrain.model.proposal import TEMPERATURES
 from drafttrain.model.target import Target
+from drafttrain.objective import END_TO_END, LossOptions
 from drafttrain.objective.chunks import chunks
-from drafttrain.objective.options import END_TO_END, LossOptions
 from drafttrain.objective.scoring import Gradients, Scoring, StepScores
 from drafttrain.objective.teacher import Distribution, target_distribution
 

@@ -17,7 +17,7 @@ from drafttrain.features import FeatureOptions
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.simulate import SimulateOptions
-from drafttrain.objective.options import LossOptions
+from drafttrain.objective import LossOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
 

@@ -28,8 +28,8 @@ from drafttrain.export.opened import Opened
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import Taps
+from drafttrain.objective import LossOptions
 from drafttrain.objective.losses import Objective
-from drafttrain.objective.options import LossOptions
 from drafttrain.targets.load import LoadedTarget
 from tests.engines.conftest import python_for
 from tests.exports import CASES, GOES_TO, loaded, opened, written
