@@ -24,7 +24,7 @@ from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.runner import CheckpointRef
-from drafttrain.runs.paths import dated_path
+from drafttrain.runs.options import dated_path
 from drafttrain.targets.load import LoadedTarget
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]

@@ -278,7 +278,7 @@ def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Sl
     launcher = run.options.launcher
     check_needs(command, run.options)
     if launcher.name == "local" and launcher.role == "trainer":
-        import_module("drafttrain.runs.paths").check_paths(run.options)
+        import_module("drafttrain.runs.options").check_paths(run.options)
     with _without_collection():
         function = getattr(import_module(f"drafttrain.commands.{command}"), command)
     if command == "doctor":

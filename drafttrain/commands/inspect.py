@@ -28,8 +28,7 @@ from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, Faults, named_set, read_usable
 from drafttrain.data.statistics import Bin, Sample, Statistics, chosen, sample_of, template_rows
 from drafttrain.measure.markdown import render
-from drafttrain.runs.options import RunOptions
-from drafttrain.runs.paths import dated_path
+from drafttrain.runs.options import RunOptions, dated_path
 from drafttrain.targets.images import TEXT_ONLY, Images
 from drafttrain.targets.load import load_config, load_images, load_tokenizer, path_of
 

@@ -26,8 +26,7 @@ from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
-from drafttrain.runs.options import RunOptions, check_engine_adapters
-from drafttrain.runs.paths import dated_path
+from drafttrain.runs.options import RunOptions, check_engine_adapters, dated_path
 from drafttrain.runs.serving_engines import EngineChoice, EngineExport, exports, measure_engines
 from drafttrain.runs.stacks import stacks_of
 from drafttrain.targets.load import LoadedTarget

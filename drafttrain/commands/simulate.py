@@ -19,8 +19,7 @@ from drafttrain.measure.simulate.formulas import distinct_experts, operations
 from drafttrain.measure.simulate.plot import simulation_plot
 from drafttrain.measure.simulate.scenario import MOST_BATCH, Experts
 from drafttrain.measure.simulate.simulation import Measured, Simulation, run_simulation
-from drafttrain.runs.options import RunOptions
-from drafttrain.runs.paths import dated_path
+from drafttrain.runs.options import RunOptions, dated_path
 
 
 def simulate(options: RunOptions, resolved: dict[str, Any]) -> Path:

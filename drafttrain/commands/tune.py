@@ -28,8 +28,7 @@ from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
-from drafttrain.runs.options import RunOptions
-from drafttrain.runs.paths import dated_path
+from drafttrain.runs.options import RunOptions, dated_path
 from drafttrain.targets.load import LoadedTarget
 
 CHOOSING, LEAST_CHOOSING = 32, 8  # held-out conversations that a run's proposal is chosen on; at least, where time is short

@@ -25,8 +25,7 @@ from drafttrain.measure.cases import Case, encode_cases, left_out_notes
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.data import measurement_prompts
 from drafttrain.runs.lock_step import shared_target
-from drafttrain.runs.options import RunOptions
-from drafttrain.runs.paths import dated_path
+from drafttrain.runs.options import RunOptions, dated_path
 from drafttrain.runs.serving_engines import chain_room, target_place
 from drafttrain.targets.load import LoadedTarget
 

@@ -19,8 +19,7 @@ from drafttrain.core.files import atomic_write_json, atomic_write_text, new_dire
 from drafttrain.data.files import read_template
 from drafttrain.drafters.checkpoint import TEMPLATE, list_checkpoints, step_of
 from drafttrain.runs.environment import environment
-from drafttrain.runs.options import RENAMED, RunOptions
-from drafttrain.runs.paths import dated_path, not_a_run
+from drafttrain.runs.options import RENAMED, RunOptions, dated_path, not_a_run
 from drafttrain.train.checkpoint_manager import newest_valid
 from drafttrain.train.engine import World
 from drafttrain.train.optimizer import learning_rate

@@ -18,7 +18,7 @@ import pytest
 from drafttrain.cli import main as cli
 from drafttrain.commands import fit
 from drafttrain.core.errors import UserError
-from drafttrain.runs import environment, paths
+from drafttrain.runs import environment
 from drafttrain.runs.options import RunOptions
 from tests.runs import trained
 
@@ -28,7 +28,7 @@ Command = Callable[..., int]
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunOptions, dict[str, Any]]]:
     """Every call of `fit`, which does nothing else. Nothing needs to be where it is said to be."""
-    monkeypatch.setattr(paths, "check_paths", lambda options: None)
+    monkeypatch.setattr("drafttrain.runs.options.check_paths", lambda options: None)
     calls: list[tuple[RunOptions, dict[str, Any]]] = []
     monkeypatch.setattr(fit, "fit", lambda options, resolved: calls.append((options, resolved)))
     return calls
