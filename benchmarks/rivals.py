@@ -6,8 +6,9 @@
 Each recipe is trained unchanged. The rival's module of the same kind is trained on the same batches with the states of the
 same frozen target: with its own initialisation, loss, optimizer, schedule and other defaults, once at its own rate and once at
 each of --rates. Settings that decide a step's cost are the recipe's: layers, draft length, block size, anchors. The rival's
-weights are then loaded into our drafter, which must give the rival's logits. Our decoder measures both: greedy, as a chain and
-as a tree of 18 nodes, and by expected tau on the held-out conversations. Rows are kept and not run again; --table prints them.
+drafter is saved, and imported like a published one (`make test-engines` compares the library's models with what is imported).
+Our decoder measures both: greedy, as a chain and as a tree of 18 nodes, and by expected tau on the held-out conversations.
+Rows are kept and not run again; --table prints them.
 
 The rival is installed in addition to the project's packages, without its own requirements:
 
@@ -23,10 +24,8 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import process_time
@@ -34,7 +33,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.common import DiffersError
 from benchmarks.rival_modules import dense_mask
@@ -51,15 +50,15 @@ from drafttrain.data.prompts import load_prompts
 from drafttrain.decoding.scheduler import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import read_meta, read_weights
-from drafttrain.export.format import SAME
-from drafttrain.export.formats import dflash2, eagle3
+from drafttrain.export.convert import converted
+from drafttrain.export.external import ExternalCheckpoint
 from drafttrain.features.online import Online
+from drafttrain.measure import cells
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.cases import encode_cases
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.layers import Attention, RMSNorm
-from drafttrain.model.target import FINAL, Taps
+from drafttrain.model.target import Taps
 from drafttrain.objective.losses import teacher_forced
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
@@ -67,11 +66,9 @@ from drafttrain.train.trainer import Trainer, tuned_sums
 
 INSTALL = "pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru openai python-dotenv pydantic-settings"
 RIVAL, OURS = "speculators", "ours"
-NAMES = {"eagle3": eagle3.LAYERED, "peagle": eagle3.PARALLEL, "dflash": SAME, "dspark": SAME, "dflash2": dflash2.RENAMES}
+RECIPES = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
 SHIFTED = ("eagle3", "peagle")  # rivals that read a token together with the state before it
-FROM_TARGET = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 BATCH, NODES, LENGTH = 4, 18, 128  # conversations of a step, nodes of a tree, new tokens of an answer
-CLOSE = 1e-4  # allowed difference of logits, relative to their spread
 
 
 @dataclass(frozen=True)
@@ -150,13 +147,20 @@ def recipe_options(recipe: str) -> Any:
 
 
 @torch.no_grad()
-def measured(ground: Ground, make: Any, options: Any) -> dict[str, float]:
-    """The figures of a drafter. make: (options) -> the drafter with its weights."""
-    chain, tree = replace(options, tree="chain", nodes=None), replace(options, tree="dynamic", nodes=NODES)
+def measured(ground: Ground, checkpoint: Path, options: Any) -> dict[str, Any]:
+    """The figures of a checkpoint's drafter: as a chain, as a tree, and with the proposal of these options."""
+    family, weights = families()[read_meta(checkpoint).family], read_weights(checkpoint)
+
+    def drafter(**changed: Any) -> Drafter:
+        made = family.build(replace(options, **changed), ground.target)
+        made.load_state_dict(weights)
+        return made.to(ground.target.device).eval()
+
     return {
-        "tau_chain": ground.tau(make(chain)),
-        "tau_tree": ground.tau(make(tree)),
-        "expected_tau": ground.expected_tau(make(options)),
+        "tau_chain": ground.tau(drafter(tree="chain", nodes=None)),
+        "tau_tree": ground.tau(drafter(tree="dynamic", nodes=NODES)),
+        "expected_tau": ground.expected_tau(drafter()),
+        "checkpoint": str(checkpoint),
     }
 
 
@@ -193,15 +197,9 @@ def ours(setting: Setting, ground: Ground) -> dict[str, Any]:
     checkpoint = next(path for path in run.glob("checkpoints/step-*") if int(path.name.split("-")[1]) == setting.steps)
     progress = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
     seconds = float(log.read_text(encoding="utf-8").split()[-1])
-    weights, options = read_weights(checkpoint), families()[setting.recipe].options(**read_meta(checkpoint).options)
-
-    def make(options: Any) -> Drafter:
-        drafter = families()[setting.recipe].build(options, ground.target)
-        drafter.load_state_dict(weights)
-        return drafter.to(ground.target.device).eval()
-
-    figures = {"tokens": progress["tokens"], "tokens_per_s": progress["tokens"] / seconds, "checkpoint": str(checkpoint)}
-    return measured(ground, make, options) | figures
+    options = families()[setting.recipe].options(**read_meta(checkpoint).options)
+    figures = {"tokens": progress["tokens"], "tokens_per_s": progress["tokens"] / seconds}
+    return measured(ground, checkpoint, options) | figures
 
 
 def _fit(command: list[str], log: Path) -> None:
@@ -300,65 +298,20 @@ class Rival:
         del made["error_records"]
         return dict(made)
 
-    def loss(self, batch: dict[str, Any], **changed: Any) -> Tensor:
-        """The loss of a step. changed: replaces arguments that its training gives to the forward pass."""
-        _, loss, _ = self.model(**batch, **self.loss_arguments | changed)
-        found: Tensor = loss
-        return found
-
     def step(self, rows: Sequence[Encoded]) -> float:
-        loss = self.loss(self.batch(rows))
+        _, loss, _ = self.model(**self.batch(rows), **self.loss_arguments)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for part in (*self.optimizers, *self.schedulers):
             part.step()
         return float(loss.detach())
 
-    def options(self, options: Any) -> Any:
-        """The recipe's options, with those of the rival's drafter."""
-        config = self.model.config
-        changed = {"target_layer_ids": self.blocks}
-        if self.recipe in SHIFTED:
-            changed |= {"fc_norm": config.fc_norm, "norm_before_residual": config.norm_before_residual}
-        if self.recipe == "eagle3":
-            changed |= {"norm_output": config.norm_output}
-        else:
-            changed |= {"mask_token": config.mask_token_id}
-        return replace(options, **changed)
-
-    def drafter(self, options: Any) -> Drafter:
-        """Our drafter with the rival's weights. Raises DiffersError for a weight that has no place in it."""
-        drafter = families()[self.recipe].build(options, self.ground.target)
-        theirs: dict[str, Tensor] = self.model.state_dict()
-        self._complete(drafter, theirs)
-        names = {name: NAMES[self.recipe].theirs(name) for name in drafter.state_dict()}
-        names |= {name: "input_norm.weight" for name in names if name == "fc.norm.weight"}
-        if left := set(theirs) - set(names.values()) - FROM_TARGET:
-            raise DiffersError(f"{self.recipe}: our drafter has no {', '.join(sorted(left))}")
-        drafter.load_state_dict({name: theirs[str(other)] for name, other in names.items()})
-        return drafter.to(self.ground.target.device).eval()
-
-    def _complete(self, drafter: Any, theirs: dict[str, Tensor]) -> None:
-        """Add the parts that our drafters of this family lack: one norm of all tapped states, norms of queries and keys."""
-        eps = self.ground.target.shape.norm_eps
-        if "input_norm.weight" in theirs:
-            drafter.fc = Normed(drafter.fc, eps)
-        for part in drafter.modules():
-            if isinstance(part, Attention) and part.shape.qk_eps is None and "layers.0.self_attn.q_norm.weight" in theirs:
-                part.q_norm, part.k_norm = RMSNorm(part.shape.head_dim, eps), RMSNorm(part.shape.head_dim, eps)
-
-
-class Normed(nn.Linear):
-    """A linear map of a normed input."""
-
-    def __init__(self, of: nn.Linear, eps: float) -> None:
-        super().__init__(of.in_features, of.out_features, bias=False)
-        self.norm = RMSNorm(of.in_features, eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
+    def checkpoint(self, folder: Path) -> Path:
+        """A checkpoint of ours with the rival's drafter, which is saved and then imported like a published one."""
+        self.model.save_pretrained(folder)
+        return converted(ExternalCheckpoint(folder), self.ground.loaded, print)
 
 
 def rivals(setting: Setting, ground: Ground) -> dict[str, Any]:
@@ -371,89 +324,11 @@ def rivals(setting: Setting, ground: Ground) -> dict[str, Any]:
         tokens += sum(len(row.token_ids) for row in rows)
         loss = rival.step(rows)
     seconds = process_time() - began
-    own = rival.options(options)
-    apart = logits_apart(rival, rival.drafter(own))
-    if not apart <= CLOSE:
-        raise DiffersError(f"{setting.recipe}: logits of the rival and of its weights in our drafter are {apart:.1e} apart")
-    return measured(ground, rival.drafter, own) | {
-        "tokens": tokens,
-        "tokens_per_s": tokens / seconds,
-        "apart": apart,
-        "loss": loss,
-    }
-
-
-@torch.no_grad()
-def logits_apart(rival: Rival, drafter: Drafter) -> float:
-    """The largest difference between the rival's logits and ours over one batch, relative to their spread.
-
-    The rival samples anchors, so each place is looked up. The target's logits, which the rival computes from the last block's
-    states, are compared too.
-    """
-    ground, kind = rival.ground, f"speculators.models.{rival.recipe}"
-    rows = ground.data.global_batch(0, BATCH)
-    core, seen = import_module(f"{kind}.core"), list[dict[str, Any]]()
-    anchored: Any = import_module("speculators.models.dflash.core")
-    anchors = list[Tensor]()
-
-    def noted(*given: Any, **named: Any) -> Any:
-        seen.append({"logits": given[0]} | named if given else named)
-        return compute(*given, **named)
-
-    def drawn(*given: Any) -> Any:
-        anchors.append((found := select(*given))[0][found[1]])
-        return found
-
-    compute, select = core.compute_metrics, anchored.select_anchors
-    rival.model.eval()
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(core, "compute_metrics", noted))
-        stack.enter_context(patch.object(anchored, "select_anchors", drawn))
-        rival.loss(rival.batch(rows), **({"ttt_steps": drafter.draft_length} if rival.recipe == "eagle3" else {}))
-    batch = ground.batch(rows, drafter.taps)
-    T, shift = batch.token_BT.shape[1], int(rival.recipe in SHIFTED)
-    lengths = [len(row.token_ids) - shift for row in rows]
-    assert all(len(row.starts) == 1 for row in rows)
-    # the place of each of the rival's positions in our padded rows
-    place_P = torch.cat([torch.arange(length) + b * T for b, length in enumerate(lengths)])
-    last = ground.target.shape.blocks - 1
-    states = ground.batch(rows, Taps((last,))).hidden
-    ours_BTV, theirs_BTV = (
-        ground.target.head(states[FINAL]),
-        rival.model.verifier_lm_head(rival.model.verifier_norm(states[last])),
-    )
-    worst, spread, compared = float((ours_BTV - theirs_BTV).abs().max()), 0.0, 0
-    for prediction in drafter.predict(batch):
-        if not prediction.counted:
-            continue
-        ours_MV = prediction.head(prediction.hidden_MH)
-        at_P = torch.full((batch.token_BT.numel(),), -1).index_put((prediction.source_M,), torch.arange(len(ours_MV)))
-        theirs_NV, source_N = _theirs(rival.recipe, seen, anchors, place_P, prediction.step, drafter)
-        has_N = at_P[source_N] >= 0
-        theirs_MV, ours_MV = theirs_NV[has_N], ours_MV[at_P[source_N[has_N]]]
-        real_MV = ours_MV.isfinite() & theirs_MV.isfinite()
-        worst = max(worst, float((ours_MV - theirs_MV)[real_MV].abs().max()))
-        spread = max(spread, float(theirs_MV[real_MV].std()))
-        compared += int(has_N.sum())
-    assert compared > 100, f"{compared} places have logits in both"
-    return worst / spread
-
-
-def _theirs(
-    recipe: str, seen: list[dict[str, Any]], anchors: list[Tensor], place_P: Tensor, step: int, drafter: Any
-) -> tuple[Tensor, Tensor]:
-    """(logits, our sources) of the rival's predictions of one draft."""
-    if recipe == "eagle3":
-        return seen[step]["logits"][0], place_P
-    if recipe == "peagle":
-        own_N = seen[0]["depth"] == step
-        return seen[0]["logits"][0][own_N], place_P[seen[0]["anchor_pos"][own_N]]
-    logits = seen[0]["unary_logits" if recipe == "dflash2" else "logits"]
-    if recipe == "dflash2":
-        ids, chosen = seen[0]["training_candidate_ids"], seen[0]["candidate_logits"]
-        logits = torch.full_like(logits, torch.inf).scatter(-1, ids, chosen)
-    blocks_NSV = logits[0].unflatten(0, (-1, drafter.shape.size))[: len(anchors[0])]
-    return blocks_NSV[:, drafter.shape.first + step], place_P[anchors[0]] - 1
+    checkpoint = rival.checkpoint(ground.given.out / RIVAL)
+    meta = read_meta(checkpoint)
+    assert meta.imported is not None
+    own = replace(options, **{name: meta.options[name] for name in meta.imported["determined"]})
+    return measured(ground, checkpoint, own) | {"tokens": tokens, "tokens_per_s": tokens / seconds, "loss": loss}
 
 
 # rows
@@ -470,13 +345,13 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each row, ours before the rivals of each target and recipe."""
-    header = ["target", "recipe", "who", "steps", "tau chain", "tau tree", "expected tau", "tokens / CPU second"]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    header = ("target", "recipe", "who", "steps", "tau chain", "tau tree", "expected tau", "tokens / CPU second")
+    lines = []
     for row in sorted(rows, key=lambda row: (row["target"], row["recipe"], row["steps"], row["who"] != OURS)):
-        cells = [row["target"], f"`{row['recipe']}`", row["who"], str(row["steps"])]
-        cells += [f"{row[name]:.2f}" for name in ("tau_chain", "tau_tree", "expected_tau")] + [f"{row['tokens_per_s']:,.0f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        taus = [f"{row[name]:.2f}" for name in ("tau_chain", "tau_tree", "expected_tau")]
+        what = (row["target"], f"`{row['recipe']}`", row["who"], str(row["steps"]))
+        lines.append((*what, *taus, f"{row['tokens_per_s']:,.0f}"))
+    return cells.rows(header, lines)
 
 
 def run(setting: Setting, ground: Ground, known: list[dict[str, Any]]) -> dict[str, Any]:
@@ -490,7 +365,7 @@ def run(setting: Setting, ground: Ground, known: list[dict[str, Any]]) -> dict[s
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=["eagle3"], choices=list(NAMES))
+    parser.add_argument("--recipes", nargs="+", default=["eagle3"], choices=RECIPES)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rates", type=float, nargs="*", default=[5e-3, 1e-2], help="in addition to the rival's own")
     parser.add_argument("--seed", type=int, default=0)
