@@ -22,6 +22,10 @@ from typing import Any
 import torch
 import yaml
 
+from drafttrain.measure import cells
+from drafttrain.measure.plots import INK, colour, panels, save
+from drafttrain.measure.report import FILE, read_report
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families" / "README.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -66,24 +70,14 @@ def run(name: str, budget: Budget, out: Path) -> Path:
         return Path(json.loads(marker.read_text(encoding="utf-8"))["run"])
     command = [sys.executable, "-m", "drafttrain", "fit", f"recipe={name}", f"output={out}", "resume=auto", "measure.tune=off"]
     subprocess.run([*command, *budget.overrides()], check=True)
-    newest = max((path.parent for path in (out / name).glob("*/report.json")), key=lambda path: path.name)
+    newest = max((path.parent for path in (out / name).glob(f"*/{FILE}")), key=lambda path: path.name)
     marker.write_text(json.dumps({"settings": settings, "run": str(newest)}), encoding="utf-8")
     return newest
 
 
-def report_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return found
-
-
-def best_of(report: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(e for e in report["checkpoints"] if e["name"] == report["best"])
-    return found
-
-
 def rows_of(name: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of the checkpoint after training, and of an earlier one."""
-    report = report_of(folder)
+    report = read_report(folder / FILE)
     last = max(entry["step"] for entry in report["checkpoints"])
     rows = []
     for entry in report["checkpoints"]:
@@ -105,54 +99,42 @@ def figures(name: str, report: dict[str, Any], entry: dict[str, Any]) -> dict[st
     }
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
-
-
 def cells_of(row: dict[str, Any]) -> dict[str, str]:
     """What the table says of one recipe, by column."""
     return {
         "recipe": row["family"],
-        "tau": number(row["tau"]),
-        "expected": number(row["expected_tau"]),
-        "alpha by position": " ".join(number(a) for a in row["alpha"][:6]),
-        "c_d": number(row["draft_cost"]),
-        "c_v": number(row["verify_cost"]),
-        "nodes": number(row["verify_nodes"], 1),
-        "speedup": number(row["speedup"]),
+        "tau": cells.number(row["tau"]),
+        "expected": cells.number(row["expected_tau"]),
+        "alpha by position": " ".join(cells.number(a) for a in row["alpha"][:6]),
+        "c_d": cells.number(row["draft_cost"]),
+        "c_v": cells.number(row["verify_cost"]),
+        "nodes": cells.number(row["verify_nodes"], 1),
+        "speedup": cells.number(row["speedup"]),
         "exact": row["exact"],
-        "parameters": f"{row['parameters']:,}",
-        "training tokens/s": number(row["tokens_per_s"], 0),
+        "parameters": cells.count(row["parameters"]),
+        "training tokens/s": cells.number(row["tokens_per_s"], 0),
     }
 
 
 def table(rows: list[dict[str, Any]], columns: Sequence[str] | None = None) -> str:
     """One line a recipe, the greatest tau first. columns: None shows all."""
-    cells = [cells_of(row) for row in sorted(rows, key=lambda r: -r["tau"])]
-    shown = columns or list(cells[0])
-    lines = ["| " + " | ".join(shown) + " |", "|---" * len(shown) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row[name] for name in shown) + " |" for row in cells)])
+    lines = [cells_of(row) for row in sorted(rows, key=lambda r: -r["tau"])]
+    shown = columns or list(lines[0])
+    return cells.rows(shown, [[line[name] for name in shown] for line in lines])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = sorted(rows, key=lambda r: r["tau"])
     names, place = [r["family"] for r in rows], range(len(rows))
-    figure, axis = pyplot.subplots(figsize=(8, 0.45 * len(rows) + 1.4), layout="constrained")
-    axis.barh(place, [r["tau"] for r in rows], color="#4878a8", label="tau, tokens per decode step")
-    axis.plot([r["speedup"] or 0.0 for r in rows], place, "o", color="#d1603d", label="speedup over plain decoding")
-    axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_yticks(list(place), names)
-    axis.set_xlim(0)
-    axis.margins(y=0.01)
-    axis.legend(loc="lower right", frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    figure, (axes,) = panels(1, 8.0, height=0.45 * len(rows) + 1.4)
+    axes.barh(place, [r["tau"] for r in rows], color=colour(0), label="tau, tokens per decode step")
+    axes.plot([r["speedup"] or 0.0 for r in rows], place, "o", color=colour(1), label="speedup over plain decoding")
+    axes.axvline(1.0, color=INK, linewidth=0.8)
+    axes.set_yticks(list(place), names)
+    axes.set_xlim(0)
+    axes.margins(y=0.01)
+    axes.legend(loc="lower right", frameon=False)
+    save(figure, path)
 
 
 def write(doc: Path, text: str) -> None:

@@ -120,10 +120,12 @@ def fitted(asked: Asked, settings: Sequence[str]) -> Path:
 
 def row(asked: Asked, folder: Path) -> dict[str, Any]:
     """The row of `benchmarks/families.py`, figures by batch size and by temperature, and the drafter's dtypes."""
-    from benchmarks.families import best_of, figures, report_of
+    from benchmarks.families import figures
+    from drafttrain.measure.flags import best_entry
+    from drafttrain.measure.report import FILE, read_report
 
-    report = report_of(folder)
-    entry = best_of(report)
+    report = read_report(folder / FILE)
+    entry = best_entry(report)
     found = figures(asked.recipe, report, entry)
     keys = ("speedup", "tau", "draft_cost", "verify_cost", "host_ms", "plain_step_ms", "tokens_per_s", "baseline_tokens_per_s")
     slices = {
