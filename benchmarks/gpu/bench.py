@@ -90,10 +90,10 @@ def goals(machine: Machine) -> list[Job]:
 
 
 def variants(machine: Machine) -> list[Job]:
-    """The target that teams deploy, of whose steps a bfloat16 drafter takes more; the goals' steps with tuned products."""
+    """The target that teams deploy, of whose steps a bfloat16 drafter takes more."""
     (model, *_), context = sizes(machine)
-    fp8, tuned = (Setting(model, 1, context, (1, NODES[-1]), **how) for how in ({"weights": FP8}, {"tuned": True}))
-    return [steps.job(fp8, machine), drafting.job(MAIN[0], machine, FP8), steps.job(tuned, machine)]
+    fp8 = Setting(model, 1, context, (1, NODES[-1]), weights=FP8)
+    return [steps.job(fp8, machine), drafting.job(MAIN[0], machine, FP8)]
 
 
 def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:

@@ -7,15 +7,12 @@ lengths are set to the context before every timed run. Weights are far larger th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, cuda
+from torch import Tensor
 
 from benchmarks.gpu import check
 from benchmarks.gpu.cases import NODES
@@ -24,8 +21,7 @@ from benchmarks.gpu.machine import Machine, ceilings, race, traced
 from benchmarks.gpu.models import REHEARSED, TIMED, random_model
 from benchmarks.gpu.results import Job, RedError, SkipError
 from drafttrain.core.sampling import Sampling
-from drafttrain.core.tree import DraftTree, TreeShape
-from drafttrain.core.tree import Path as RankPath
+from drafttrain.core.tree import DraftTree, Path, TreeShape
 from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
 from drafttrain.decoding.graph_runner import Launched
 from drafttrain.decoding.scheduler import Decoder, Session
@@ -60,12 +56,11 @@ class Setting:
     sampled: bool = False  # losslessly at temperature 1, with each of `FILTERS`; otherwise greedy
     ragged: bool = False  # row i of B has i + 1 of B parts of the context
     weights: str | None = None  # how the target is quantised, as `target.weights`
-    tuned: bool = False  # torch times cuBLASLt's algorithms for each product and takes the fastest
 
     @property
     def name(self) -> str:
         part = "" if self.nodes == NODES else f" nodes={','.join(map(str, self.nodes))}"
-        how = f"{' ragged' * self.ragged}{' sampled' * self.sampled}{named(self.weights)}{' tuned' * self.tuned}"
+        how = f"{' ragged' * self.ragged}{' sampled' * self.sampled}{named(self.weights)}"
         return f"step {self.model} rows={self.rows} context={self.context}{part}{how}"
 
     @property
@@ -116,9 +111,9 @@ class OfferedState(DraftState):
         return DraftTree.static(token_BN, self.drafter.shape)
 
 
-def binary(nodes: int) -> list[RankPath]:
+def binary(nodes: int) -> list[Path]:
     """Rank paths of a complete binary tree with this many nodes, root included."""
-    found: list[RankPath] = [()]
+    found: list[Path] = [()]
     for node in range(1, nodes):
         found.append((*found[(node - 1) // 2], (node - 1) % 2))
     return found[1:]
@@ -238,28 +233,6 @@ def target_of(model: str, machine: Machine, weights: str | None = None) -> FastT
     return FastTarget(made)
 
 
-@contextmanager
-def tuning(machine: Machine) -> Iterator[None]:
-    """Products as torch's TunableOp finds them fastest at their first call, on weights that are in no cache.
-
-    Raises SkipError where it finds nothing: in torch 2.13 it has cuBLAS's own choice alone, but for ROCm.
-    """
-    tunable = cuda.tunable
-    with TemporaryDirectory() as folder:
-        tunable.set_filename(str(Path(folder) / "products.csv"))
-        tunable.set_rotating_buffer_size(256)
-        tunable.enable(True)
-        try:
-            x_NI = torch.zeros(NODES[-1], 4096, dtype=torch.bfloat16, device=machine.device)
-            for outputs in (4096, 6144, 28672):
-                x_NI @ x_NI.new_zeros(outputs, 4096).T
-            if all(solution == "Default" for _, _, solution, *_ in tunable.get_results()):
-                raise SkipError("torch finds no product that is faster than its default")
-            yield
-        finally:
-            tunable.enable(False)
-
-
 def operators(weights: str | None) -> tuple[str, ...]:
     """Those that steps of a target with such weights run."""
     return OPERATORS if weights is None else (*OPERATORS, "fp8_rows", "fp8")
@@ -267,11 +240,6 @@ def operators(weights: str | None) -> tuple[str, ...]:
 
 def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     """By contender: milliseconds, share of the floor, ratio to plain. Raises SkipError where it does not fit."""
-    with tuning(machine) if setting.tuned and not machine.rehearsal else nullcontext():
-        return _measured(setting, machine)
-
-
-def _measured(setting: Setting, machine: Machine) -> dict[str, Any]:
     above, target = ceilings(machine).look(), target_of(setting.model, machine, setting.weights)
     cache = target.cache_bytes()
     if not machine.rehearsal and cache.position * setting.rows * (setting.context + ROOM) + MARGIN > machine.free:

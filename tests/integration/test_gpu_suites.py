@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,8 +24,8 @@ from benchmarks.gpu.goals import GOALS
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import REHEARSED
 from benchmarks.gpu.real import FULL, Folder, Part, there
-from benchmarks.gpu.results import PASSED, RedError, SkipError
-from benchmarks.gpu.steps import binary, tuning
+from benchmarks.gpu.results import PASSED, RedError
+from benchmarks.gpu.steps import binary
 from drafttrain.drafters import families
 from drafttrain.drafters.options import TREES
 from drafttrain.model.drafter import Drafter
@@ -376,16 +375,3 @@ def test_gpu_training_step_runs_target_head_once_and_counts_flops(family: str) -
 def test_gpu_binary_draft_tree_has_requested_nodes_and_depth() -> None:
     assert binary(1) == [] and binary(4) == [(0,), (1,), (0, 0)]
     assert len(binary(64)) == 63 and max(map(len, binary(64))) == 6
-
-
-def test_gpu_tuned_products_are_timed_only_where_torch_has_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    enabled, found = list[bool](), [("Gemm", "tn", "Default", 0.1)]
-    own = {"enable": enabled.append, "get_results": lambda: found}
-    tunable = SimpleNamespace(set_filename=lambda _: None, set_rotating_buffer_size=lambda _: None, **own)
-    monkeypatch.setattr(torch.cuda, "tunable", tunable)
-    with pytest.raises(SkipError, match="finds no product"), tuning(GPU):
-        raise AssertionError("there is nothing to time")
-    found.append(("Gemm", "tn", "Gemm_Cublaslt_7", 0.05))
-    with tuning(GPU):
-        assert enabled == [True, False, True]
-    assert enabled[-1] is False
