@@ -6,7 +6,6 @@ A rehearsal runs the same code on a CPU, without graphs or events, to find error
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,7 +16,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import cuda
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 Made = TypeVar("Made")
@@ -30,8 +28,6 @@ HELD_BACK = 1_000_000  # cycles that the device sleeps before a timed window, wh
 WARM = 3
 LAUNCH = "cudaGraphLaunch"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")  # an asynchronous copy is none
-PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas")
-ATTENTION = ("attend", "combine", "flash", "fmha")  # our tree attention is `attend` and `combine`
 
 
 class NoGpuError(Exception):
@@ -83,20 +79,6 @@ class Machine:
     def wait(self) -> None:
         if not self.rehearsal:
             cuda.synchronize(self.device)
-
-    def waits(self, work: Callable[[], object]) -> int:
-        """How often the work makes the host wait for the device."""
-        if self.rehearsal:
-            work()
-            return 0
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            cuda.set_sync_debug_mode("warn")
-            try:
-                work()
-            finally:
-                cuda.set_sync_debug_mode("default")
-        return sum("synchronizing" in str(warning.message) for warning in said)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds of the work that this call starts on the device, between two events on its stream.
@@ -218,43 +200,18 @@ def race(contenders: dict[str, Callable[[], float]], repeats: int) -> dict[str, 
     return {name: median(found) for name, found in times.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """waits: of the host, between the first replay's launch and the last one's. The other fields are shares of the kernels'
-    time.
+def waits(work: Callable[[], object], machine: Machine) -> tuple[int, int]:
+    """(how often the host waits between the first replay's launch and the last one's, how many graphs the work replays), from a
+    profile. Without a GPU both are 0.
     """
-
-    waits: int
-    products: float
-    attention: float
-    replays: int
-
-
-def traced(work: Callable[[], object], machine: Machine) -> Trace:
-    """Profile work that replays graphs. Without a GPU all counts are empty."""
-    events = profiled(work, machine)
-    launches = [e.time_range.start for e in events if e.name == LAUNCH]
-    between = [e for e in events if launches and min(launches) <= e.time_range.start <= max(launches)]
-    kernels = [(e.name.lower(), e.time_range.elapsed_us()) for e in on_device(events)]
-    total = sum(taken for _, taken in kernels) or 1.0
-
-    def share(words: tuple[str, ...]) -> float:
-        return sum(taken for name, taken in kernels if any(word in name for word in words)) / total
-
-    return Trace(sum(e.name in WAITS for e in between), share(PRODUCTS), share(ATTENTION), len(launches))
-
-
-def profiled(work: Callable[[], object], machine: Machine) -> list[Any]:
-    """The profiler's events."""
     activities = [ProfilerActivity.CPU] + ([] if machine.rehearsal else [ProfilerActivity.CUDA])
     with profile(activities=activities) as seen:
         work()
         machine.wait()
-    return list(seen.events() or [])
-
-
-def on_device(events: list[Any]) -> list[Any]:
-    return [e for e in events if e.device_type == DeviceType.CUDA]
+    events = list(seen.events() or [])
+    launches = [e.time_range.start for e in events if e.name == LAUNCH]
+    between = [e for e in events if launches and min(launches) <= e.time_range.start <= max(launches)]
+    return sum(e.name in WAITS for e in between), len(launches)
 
 
 def known(package: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu import check
 from benchmarks.gpu.cases import NODES
 from benchmarks.gpu.ladder import PLAIN
-from benchmarks.gpu.machine import Machine, ceilings, race, traced
+from benchmarks.gpu.machine import Machine, ceilings, race, waits
 from benchmarks.gpu.models import REHEARSED, TIMED, random_model
 from benchmarks.gpu.results import Job, RedError, SkipError
 from drafttrain.core.sampling import Sampling
@@ -207,7 +207,7 @@ class Station(Launches):
     def figures(self) -> dict[str, Any]:
         """Figures other than times. Raises RedError where the steps did not continue the texts correctly."""
         self.stand()
-        seen = traced(partial(self.launch, STEPS), self.machine) if self.nodes in TRACED else None
+        seen = waits(partial(self.launch, STEPS), self.machine) if self.nodes in TRACED else None
         if seen is None:
             self.launch(STEPS)
         assert self.launched is not None
@@ -217,7 +217,7 @@ class Station(Launches):
             raise RedError(f"{STEPS} steps of {self.nodes} nodes made {made} tokens and kept {grown} positions")
         found: dict[str, Any] = {"capture_seconds": self.runner.made.seconds, "capture_bytes": self.runner.made.bytes}
         if seen is not None:
-            found |= {"waits": seen.waits, "replays": seen.replays, "products": seen.products, "attention": seen.attention}
+            found |= {"waits": seen[0], "replays": seen[1]}
         return found
 
 

@@ -116,7 +116,6 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     training = Training(setting, machine)
     rows, length = training.batch.token_BT.shape
     found = {"rows": rows, "loss": training.loss, "flops": training.flops, "peak_bytes": most(training.step, machine)}
-    found["waits"] = machine.waits(training.step)
     taken = race({"ours": partial(machine.seconds, training.step)}, REPEATS)["ours"]
     limit, found["tokens_per_s"] = named_peak(machine.name), rows * length / taken
     found["mfu"] = None if limit is None else training.flops / taken / limit
