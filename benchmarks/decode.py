@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,15 +28,13 @@ from benchmarks.common import WIDTH, Line, Run, interleaved, ratio, report
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.prompts import load_prompts
-from drafttrain.decoding.scheduler import Decoder
+from drafttrain.decoding.scheduler import Decoded, Decoder
 from drafttrain.decoding.settings import Controls
-from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import load_drafter
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.bench import generate, generation_config_of
 from drafttrain.measure.cases import alternate_categories, encode_cases
-from drafttrain.measure.expected import forced_hits
 from drafttrain.measure.speed import tpot
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.joint import PACKED_BYTES
@@ -67,8 +65,8 @@ class Bench:
             if parameter.shape[0] == self.target.shape.vocab_size:
                 parameter.data = parameter.data.roll(1, 0)
 
-    def decoder(self, drafter: Drafter | None = None, new: int = NEW, **controls: Any) -> Decoder:
-        return Decoder(self.target, drafter, "greedy", Sampling(), frozenset(), new, controls=Controls(**controls))
+    def decoder(self, drafter: Drafter | None, **controls: Any) -> Decoder:
+        return Decoder(self.target, drafter, "greedy", Sampling(), frozenset(), NEW, controls=Controls(**controls))
 
     def line(self, name: str, top: Run, bottom: Run, at_least: float) -> Line:
         return ratio(name, *interleaved(self.repeats, top, bottom), "{:.0f} / {:.0f} tokens/s", at_least)
@@ -84,14 +82,15 @@ class Bench:
             text = model.generate(torch.tensor([prompt]), generation_config=config, assistant_model=assistant)
         return text[0, len(prompt) :].tolist()
 
+    def generated(self, prompts: Sequence[list[int]]) -> list[Decoded]:
+        """By transformers' `generate`, one prompt after the other."""
+        options = DecodeOptions(max_new_tokens=NEW)
+        return [generate(self.target.model, [prompt], frozenset(), options) for prompt in prompts]
+
     def same_tokens(self) -> str | None:
         """The first difference, or none: drafted, queued and plain output must equal transformers'."""
         some = self.prompts[:6]
-        wanted = [
-            r.tokens
-            for p in some
-            for r in generate(self.target.model, [p], frozenset(), DecodeOptions(max_new_tokens=NEW)).results
-        ]
+        wanted = [r.tokens for wave in self.generated(some) for r in wave.results]
         contenders = {"plain": None, "draft model": self.pruned} | ({"checkpoint": self.trained} if self.trained else {})
         for name, drafter in contenders.items():
             for batch in (1, 4):
@@ -104,21 +103,11 @@ class Bench:
     # -- the timed runs: tokens per second after the first token, over a few prompts one after the other
 
     def ours(self, drafter: Drafter | None, **controls: Any) -> Run:
-        decoder, some = self.decoder(drafter, **controls), self.prompts[:4]
-
-        def run() -> float:
-            results = decoder.run(some).results
-            return sum(len(r.tokens) - 1 for r in results) / sum(r.ended - r.first for r in results)
-
-        return run
+        decoder = self.decoder(drafter, **controls)
+        return lambda: rate([decoder.run(self.prompts[:4])])
 
     def transformers(self) -> float:
-        results = [
-            r
-            for p in self.prompts[:4]
-            for r in generate(self.target.model, [p], frozenset(), DecodeOptions(max_new_tokens=NEW)).results
-        ]
-        return sum(len(r.tokens) - 1 for r in results) / sum(r.ended - r.first for r in results)
+        return rate(self.generated(self.prompts[:4]))
 
     def transformers_assisted(self) -> float:
         began = perf_counter()
@@ -130,18 +119,6 @@ class Bench:
         tokens = sum(len(r.tokens) for r in self.decoder(self.pruned).run(self.prompts[:4]).results)
         return tokens / (perf_counter() - began)
 
-    def fit_tree(self) -> int:
-        """Give the trained drafter the best tree for this machine, from measured times and from ranks on prompts that are not
-        timed.
-        """
-        assert self.trained is not None
-        asked = self.prompts[4:]
-        replies = [r.tokens for r in self.decoder().run(asked, 8).results]
-        hits = forced_hits(self.target, self.trained, asked, replies, self.target.device)
-        texts = [text for h in hits for text in h.rank_MK.split(h.length_D)]
-        self.trained.proposal.tune(texts, best_nodes(self.target, self.trained, texts))
-        return len(self.trained.proposal.paths)
-
     def lines(self) -> Iterator[tuple[str, Callable[[], Line]]]:
         """(name for --only, the measurement) of every figure."""
         plain = self.ours(None)
@@ -152,13 +129,13 @@ class Bench:
             own = len(self.trained.proposal.paths)
             name = f"checkpoint / plain decoding, batch 1, its {own} nodes"
             yield "speedup", partial(self.line, name, self.ours(self.trained), plain, 1.0)
-            yield "speedup", self.tuned
         name = "a drafter that is never right, with fallback / plain decoding"
         yield "fallback", partial(self.line, name, self.ours(self.wrong, fallback=True), plain, 0.97)
 
-    def tuned(self) -> Line:
-        name = f"checkpoint / plain decoding, batch 1, {self.fit_tree()} nodes chosen for this machine"
-        return self.line(name, self.ours(self.trained), self.ours(None), 1.15)
+
+def rate(waves: Sequence[Decoded]) -> float:
+    """Tokens per second after each first token, whose pass is not bound by memory."""
+    return 1.0 / (tpot(waves) or float("inf"))
 
 
 def format_lines(target: str, repeats: int) -> Iterator[Line]:
@@ -171,8 +148,8 @@ def format_lines(target: str, repeats: int) -> Iterator[Line]:
         weight_bytes[dtype] = sum(m.weight.numel() * m.weight.element_size() for m in linears)
     memory = torch.ones(2**27)
 
-    def tokens_per_s(dtype: str) -> float:  # after the prompt, whose pass is not bound by memory
-        return 1.0 / (tpot([decoders[dtype].run([list(range(5, 5 + 32))])]) or float("inf"))
+    def tokens_per_s(dtype: str) -> float:
+        return rate([decoders[dtype].run([list(range(5, 5 + 32))])])
 
     def allowed(dtype: str) -> float:
         spent = []
